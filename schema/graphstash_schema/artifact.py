@@ -1,0 +1,156 @@
+"""Artifacts: the key under which one is found, and what is known about it.
+
+An artifact's bytes are a blob and opaque to the server: the client wraps and compresses them.
+"""
+
+import base64
+import binascii
+from datetime import datetime
+from typing import Annotated, Final, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from graphstash_schema.device import DeviceType
+from graphstash_schema.errors import ErrorCode, InvalidValueError
+from graphstash_schema.fingerprint import MAX_PARTS, ArtifactKind, Fingerprint
+from graphstash_schema.names import Namespace
+from graphstash_schema.protocol import API_PREFIX, MAX_METADATA_BYTES
+
+__all__ = [
+    "MAX_COMPILE_SECONDS",
+    "ArtifactInfo",
+    "ArtifactKey",
+    "ArtifactMetadata",
+    "LookupRequest",
+    "LookupResponse",
+]
+
+MAX_COMPILE_SECONDS: Final = 7 * 24 * 3600.0
+"""A week: above any real compilation, below what would drown the eviction order."""
+
+
+class ArtifactKey(BaseModel):
+    """Names an artifact inside a namespace; the URL or the client supplies the namespace."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Annotated[ArtifactKind, BeforeValidator(ArtifactKind.parse)]
+    device_type: DeviceType
+    fingerprint: Fingerprint
+
+    @classmethod
+    def parse(cls, kind: str, device_type: str, fingerprint: str) -> "ArtifactKey":
+        """Reads the three path segments.
+
+        Raises:
+            InvalidValueError: for the first part that is out of form.
+        """
+        return ArtifactKey.model_construct(
+            kind=ArtifactKind.parse(kind),
+            device_type=DeviceType(device_type),
+            fingerprint=Fingerprint(fingerprint),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.kind}/{self.device_type}/{self.fingerprint}"
+
+    def artifact_path(self, namespace: Namespace) -> str:
+        """The URL path of the artifact."""
+        return f"{API_PREFIX}/{namespace}/artifacts/{self}"
+
+    def lease_path(self, namespace: Namespace) -> str:
+        """The URL path of the right to compile the artifact."""
+        return f"{API_PREFIX}/{namespace}/leases/{self}"
+
+
+class ArtifactMetadata(BaseModel):
+    """What a publisher says about an artifact; travels in one header of bounded size."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    version: int = Field(default=1, ge=1, le=1, description="form of this record")
+    compile_seconds: float = Field(
+        ge=0, le=MAX_COMPILE_SECONDS, description="wall time the compilation took"
+    )
+    raw_size_bytes: int = Field(ge=0, description="size of the payload before compression")
+    toolchain: str = Field(
+        default="", max_length=256, description='versions, e.g. "torch 2.7.0, torch_xla 2.7.0"'
+    )
+    producer: str = Field(
+        default="", max_length=128, description="who made it, e.g. user@host; shown, never trusted"
+    )
+    parts: dict[str, str] = Field(
+        default_factory=dict,
+        max_length=MAX_PARTS,
+        description="the fingerprint's parts, shortened: they explain a miss",
+    )
+
+    def to_header(self) -> str:
+        """Encodes the record for `HEADER_METADATA`.
+
+        When it would not fit, the parts are left out, largest first: an upload never fails over its
+        explanation.
+        """
+        parts = dict(self.parts)
+        while True:
+            record = self.model_copy(update={"parts": parts})
+            raw = record.model_dump_json(exclude_defaults=True).encode()
+            encoded = base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
+            if len(encoded) <= MAX_METADATA_BYTES or not parts:
+                return encoded
+            del parts[max(parts, key=lambda name: len(parts[name]))]
+
+    @classmethod
+    def from_header(cls, value: str) -> Self:
+        """Decodes `HEADER_METADATA`.
+
+        Raises:
+            InvalidValueError: when the value is too long, not base64url, not JSON, of a version
+                that is not known, or a field is out of range.
+        """
+        if len(value) > MAX_METADATA_BYTES:
+            raise _invalid(f"{len(value)} characters", f"at most {MAX_METADATA_BYTES} characters")
+        try:
+            raw = base64.b64decode(value + "=" * (-len(value) % 4), altchars=b"-_", validate=True)
+            return cls.model_validate_json(raw)
+        except (binascii.Error, ValueError) as error:
+            if isinstance(error, ValidationError):
+                first = error.errors(include_url=False)[0]
+                where = ".".join(str(step) for step in first["loc"]) or "the record"
+                raise _invalid(first["input"], f"{where}: {first['msg']}") from None
+            raise _invalid(value, "base64url of a JSON object") from None
+
+
+class ArtifactInfo(BaseModel):
+    """What the server knows about a stored artifact."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    key: ArtifactKey
+    digest: str = Field(description="`sha256:<hex>` of the blob")
+    size_bytes: int = Field(ge=0)
+    metadata: ArtifactMetadata | None = None
+    created_at: datetime | None = None
+
+
+class LookupRequest(BaseModel):
+    """Asks which of many artifacts exist."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    keys: tuple[ArtifactKey, ...] = Field(description="1 to MAX_LOOKUP_KEYS keys")
+
+
+class LookupResponse(BaseModel):
+    """The found ones are safe from eviction for `LOOKUP_PIN_SECONDS`."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    found: tuple[ArtifactInfo, ...]
+    missing: tuple[ArtifactKey, ...]
+
+
+def _invalid(value: object, expected: str) -> InvalidValueError:
+    return InvalidValueError(
+        code=ErrorCode.INVALID_METADATA, what="metadata header", value=value, expected=expected
+    )

@@ -1,0 +1,130 @@
+"""Digest: the SHA-256 and the size of a blob's bytes.
+
+Three spellings are on the wire, all of the same 32 bytes:
+`sha256:<64 hex>` (ours, in JSON and ETags), `sha-256=:<base64>:` (`Repr-Digest`, RFC 9530) and the
+bare hex (file names, object keys).
+"""
+
+import base64
+import binascii
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Self
+
+from graphstash_schema.errors import ErrorCode, InvalidValueError
+
+__all__ = ["Digest", "DigestHasher"]
+
+_HEX = re.compile(r"[0-9a-f]{64}")
+_REPR_DIGEST = re.compile(r"(?:^|,)\s*sha-256=:([A-Za-z0-9+/]{43}=):\s*(?=,|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """Names a blob: equal digests mean equal bytes.
+
+    Attributes:
+        sha256: 64 lower-case hex digits.
+        size_bytes: length of the blob, 0 or more.
+
+    Raises:
+        InvalidValueError: on construction, when either part is out of form.
+    """
+
+    sha256: str
+    size_bytes: int
+
+    def __post_init__(self) -> None:
+        if _HEX.fullmatch(self.sha256) is None:
+            raise InvalidValueError(
+                code=ErrorCode.INVALID_DIGEST,
+                what="digest",
+                value=self.sha256,
+                expected="64 lower-case hex digits",
+            )
+        if self.size_bytes < 0:
+            raise InvalidValueError(
+                code=ErrorCode.INVALID_DIGEST,
+                what="size",
+                value=self.size_bytes,
+                expected="0 bytes or more",
+            )
+
+    def __str__(self) -> str:
+        return f"sha256:{self.sha256}"
+
+    @property
+    def etag(self) -> str:
+        """The strong entity tag (RFC 9110), quotes included."""
+        return f'"sha256:{self.sha256}"'
+
+    @property
+    def repr_digest(self) -> str:
+        """The `Repr-Digest` field value (RFC 9530)."""
+        return f"sha-256=:{base64.b64encode(bytes.fromhex(self.sha256)).decode()}:"
+
+    @classmethod
+    def parse(cls, text: str, *, size_bytes: int) -> Self:
+        """Reads `sha256:<hex>`.
+
+        Raises:
+            InvalidValueError: when the text has another form.
+        """
+        prefix, _, hexadecimal = text.partition(":")
+        if prefix != "sha256":
+            raise InvalidValueError(
+                code=ErrorCode.INVALID_DIGEST,
+                what="digest",
+                value=text,
+                expected="sha256:<64 lower-case hex digits>",
+            )
+        return cls(hexadecimal, size_bytes)
+
+    @classmethod
+    def parse_repr_digest(cls, text: str, *, size_bytes: int) -> Self:
+        """Reads the SHA-256 out of a `Repr-Digest` field; other algorithms in it are ignored.
+
+        Raises:
+            InvalidValueError: when the field holds no well-formed `sha-256`.
+        """
+        match = _REPR_DIGEST.search(text)
+        try:
+            raw = base64.b64decode(match.group(1), validate=True) if match else b""
+        except binascii.Error:
+            raw = b""
+        if len(raw) != hashlib.sha256().digest_size:
+            raise InvalidValueError(
+                code=ErrorCode.INVALID_DIGEST,
+                what="Repr-Digest",
+                value=text,
+                expected="sha-256=:<base64 of 32 bytes>: (RFC 9530)",
+            )
+        return cls(raw.hex(), size_bytes)
+
+    @classmethod
+    def of(cls, blob: bytes) -> Self:
+        """The digest of bytes that are in memory anyway."""
+        return cls(hashlib.sha256(blob).hexdigest(), len(blob))
+
+
+class DigestHasher:
+    """Computes a digest while bytes stream by."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+        self._size_bytes = 0
+
+    def update(self, chunk: bytes | bytearray | memoryview) -> None:
+        """Takes the next bytes."""
+        self._hash.update(chunk)
+        self._size_bytes += memoryview(chunk).nbytes
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes were taken so far."""
+        return self._size_bytes
+
+    def digest(self) -> Digest:
+        """The digest of everything taken so far."""
+        return Digest(self._hash.hexdigest(), self._size_bytes)

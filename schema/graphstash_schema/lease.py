@@ -1,0 +1,70 @@
+"""Lease: a time-limited right to compile one artifact.
+
+Leases are advice. They keep a herd from compiling the same graph; correctness never depends on
+them: a PUT works without one, and an expired lease only lets the next waiter compile.
+"""
+
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from graphstash_schema.protocol import (
+    DEFAULT_LEASE_SECONDS,
+    MAX_LEASE_SECONDS,
+    MIN_LEASE_SECONDS,
+)
+
+__all__ = ["LeaseOutcome", "LeaseReply", "LeaseRequest", "LeaseState"]
+
+
+class LeaseState(StrEnum):
+    """What came of asking for a lease."""
+
+    GRANTED = "granted"
+    """201: the caller compiles."""
+    READY = "ready"
+    """200: the artifact is there, fetch it."""
+    HELD = "held"
+    """202: somebody else still compiles; ask again."""
+
+
+class LeaseOutcome(StrEnum):
+    """How a holder ends a lease."""
+
+    PUBLISHED = "published"
+    """The artifact is stored; every waiter may fetch it."""
+    FAILED = "failed"
+    """Nothing was stored; the next waiter gets the lease."""
+
+
+class LeaseRequest(BaseModel):
+    """Body of POST and PUT of a lease."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    holder: str = Field(
+        default="", max_length=128, description="who asks, e.g. user@host:pid; shown to waiters"
+    )
+    ttl_seconds: float = Field(
+        default=DEFAULT_LEASE_SECONDS,
+        ge=MIN_LEASE_SECONDS,
+        le=MAX_LEASE_SECONDS,
+        description="how long the lease lives without a renewal",
+    )
+
+
+class LeaseReply(BaseModel):
+    """Answer to POST and PUT of a lease."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    state: LeaseState
+    token: str | None = Field(default=None, description="granted: what renews and releases it")
+    fencing: int | None = Field(
+        default=None, description="granted: grows with every grant of this key"
+    )
+    ttl_seconds: float | None = Field(default=None, description="granted: renew before this")
+    holder: str | None = Field(default=None, description="held: who compiles")
+    expires_in_seconds: float | None = Field(default=None, description="held: without a renewal")
+    digest: str | None = Field(default=None, description="ready: `sha256:<hex>`")
+    size_bytes: int | None = Field(default=None, description="ready: size of the blob")

@@ -1,0 +1,75 @@
+"""The base of every word on the wire: a string that was checked once, where it came in.
+
+A subclass states its form; afterwards its type says that it was checked. Words are plain strings to
+everything else (SQL, URLs, JSON), and pydantic accepts them as field types.
+"""
+
+import re
+from typing import Any, ClassVar, Self
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+from graphstash_schema.errors import ErrorCode, InvalidValueError
+
+__all__ = ["ManifestName", "Namespace", "Word"]
+
+
+class Word(str):
+    """A string of one fixed form.
+
+    Raises:
+        InvalidValueError: on construction, when the text does not match `form`.
+    """
+
+    __slots__ = ()
+
+    form: ClassVar[re.Pattern[str]]
+    """What the whole string must match. Forms are ASCII, so a character is a byte."""
+
+    what: ClassVar[str]
+    """How an error message calls the value."""
+
+    code: ClassVar[ErrorCode]
+    """The error code of a value that does not match."""
+
+    def __new__(cls, text: str) -> Self:
+        """Checks the text: the only way to make a word."""
+        if cls.form.fullmatch(text) is None:
+            raise InvalidValueError(
+                code=cls.code, what=cls.what, value=text, expected=cls.form.pattern
+            )
+        return super().__new__(cls, text)
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, _source: Any, _handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Lets pydantic check a field of this type, and describe it as a string with a pattern."""
+        return core_schema.no_info_after_validator_function(
+            cls,
+            core_schema.str_schema(),
+            serialization=core_schema.to_string_ser_schema(),
+        )
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, _schema: CoreSchema, _handler: Any) -> dict[str, Any]:
+        return {"type": "string", "pattern": f"^{cls.form.pattern}$"}
+
+
+class Namespace(Word):
+    """The unit of isolation, trust and quota: 1 to 64 characters, lower case."""
+
+    __slots__ = ()
+    form = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+    what = "namespace"
+    code = ErrorCode.INVALID_NAMESPACE
+
+
+class ManifestName(Word):
+    """What a job calls its manifest: 1 to 128 characters, safe in a path."""
+
+    __slots__ = ()
+    form = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+    what = "manifest name"
+    code = ErrorCode.INVALID_NAME

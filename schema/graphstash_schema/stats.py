@@ -1,0 +1,43 @@
+"""Statistics of a server, as `GET /v1/stats` gives them.
+
+Totals are kept in the database and outlive a restart; they lag by the accounting interval.
+"""
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = ["NamespaceStats", "ServerStats"]
+
+
+class NamespaceStats(BaseModel):
+    """One namespace."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    namespace: str
+    artifacts: int = Field(ge=0, description="stored now")
+    size_bytes: int = Field(ge=0, description="stored now, as uploaded (compressed)")
+    hits: int = Field(ge=0, description="artifacts served since the beginning")
+    misses: int = Field(ge=0, description="GETs of absent artifacts since the beginning")
+    served_bytes: int = Field(ge=0, description="blob bytes sent since the beginning")
+    puts: int = Field(ge=0, description="artifacts stored since the beginning")
+    conflicts: int = Field(
+        ge=0,
+        description="PUTs refused because other bytes were there: a compiler that is not "
+        "reproducible",
+    )
+    saved_seconds: float = Field(ge=0, description="compile seconds that hits avoided")
+
+
+class ServerStats(BaseModel):
+    """One server."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    version: str
+    uptime_seconds: float = Field(ge=0)
+    leases_held: int = Field(ge=0, description="unexpired leases in the database")
+    waiters: int = Field(ge=0, description="requests of this process that wait for a lease")
+    healed: int = Field(
+        ge=0, description="rows of this process dropped because their blob was lost or damaged"
+    )
+    namespaces: tuple[NamespaceStats, ...]
