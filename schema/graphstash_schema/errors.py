@@ -94,7 +94,7 @@ class InvalidValueError(ValueError):
     def __init__(self, *, code: ErrorCode, what: str, value: object, expected: str) -> None:
         text = repr(value)
         self.code = code
-        self.value = text if len(text) <= 120 else f"{text[:117]}..."  # noqa: PLR2004 - see above
+        self.value = text if len(text) <= 120 else f"{text[:117]}..."
         self.expected = expected
         super().__init__(f"{what} {self.value} is not valid: expected {expected}")
 

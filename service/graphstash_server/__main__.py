@@ -1,0 +1,183 @@
+"""The command line of the server: `graphstash serve`, or `python -m graphstash_server`.
+
+Everything heavy is imported when the command runs: the client's command line loads this module only
+to list the command.
+"""
+
+import ipaddress
+import logging
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from graphstash_server.errors import StartError
+
+if TYPE_CHECKING:
+    from graphstash_server.settings import Settings
+
+__all__ = ["main", "serve"]
+
+_BAD_VALUE = 2
+_CANNOT_START = 1
+
+
+def serve(
+    *,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on [default: 127.0.0.1].")
+    ] = None,
+    port: Annotated[
+        str | None, typer.Option(help="TCP port; 0 takes a free one [default: 8077].")
+    ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Directory of the database and the blobs.")
+    ] = None,
+    max_artifact_bytes: Annotated[
+        str | None, typer.Option(help="Largest artifact taken, e.g. 4GiB [default: 4GiB].")
+    ] = None,
+    store_limit_bytes: Annotated[
+        str | None, typer.Option(help="Most bytes of all artifacts, e.g. 200GiB [default: none].")
+    ] = None,
+    min_free_bytes: Annotated[
+        str | None, typer.Option(help="Room that stays free on the disk [default: 256MiB].")
+    ] = None,
+    log_level: Annotated[
+        str | None, typer.Option(help="debug, info, warning or error [default: info].")
+    ] = None,
+    port_file: Annotated[
+        Path | None, typer.Option(help="Write the port into this file when the server is ready.")
+    ] = None,
+    insecure: Annotated[
+        bool | None,
+        typer.Option("--insecure", help="Listen beyond loopback without authentication."),
+    ] = None,
+    access_log: Annotated[
+        bool | None,
+        typer.Option("--access-log/--no-access-log", help="Log every request [default: no]."),
+    ] = None,
+) -> None:
+    """Runs the cache server; needs no configuration.
+
+    Every option can also be set by an environment variable, e.g. GRAPHSTASH_DATA_DIR.
+    """
+    try:
+        from graphstash_server.settings import load_settings
+
+        settings = load_settings(
+            host=host,
+            port=port,
+            data_dir=data_dir,
+            max_artifact_bytes=max_artifact_bytes,
+            store_limit_bytes=store_limit_bytes,
+            min_free_bytes=min_free_bytes,
+            log_level=log_level,
+            insecure=insecure,
+            access_log=access_log,
+        )
+        _check_reach(settings)
+    except StartError as error:
+        _fail(str(error), _BAD_VALUE)
+    try:
+        listener = _listen(settings)
+        _make_data_dir(settings)
+    except StartError as error:
+        _fail(str(error), _CANNOT_START)
+    _run(settings, listener, port_file)
+
+
+def main() -> None:
+    """Entry of `python -m graphstash_server`."""
+    typer.run(serve)
+
+
+def _run(settings: "Settings", listener: socket.socket, port_file: Path | None) -> None:
+    from graphstash_server.server import run_server
+
+    url = _url(listener)
+
+    def announce() -> None:
+        print(f"graphstash keeps its data in {settings.data_dir.absolute()}")  # noqa: T201
+        print(f"graphstash listens on {url}")  # noqa: T201
+        print(f"export GRAPHSTASH_URL={url}", flush=True)  # noqa: T201
+        if port_file is not None:
+            partial = port_file.with_name(port_file.name + ".partial")
+            partial.write_text(f"{listener.getsockname()[1]}\n")
+            partial.rename(port_file)
+
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("alembic").setLevel("WARNING")
+    if not run_server(settings, listener, when_ready=announce):
+        _fail("the server did not start; the reason is above", _CANNOT_START)
+
+
+def _check_reach(settings: "Settings") -> None:
+    """Refuses to listen where others can reach the cache."""
+    if settings.insecure or _is_loopback(settings.host):
+        return
+    raise StartError(
+        f"--host={settings.host} can be reached from other hosts, and there is no authentication: "
+        "anyone who can reach the port can run code in every job that reads the cache. Use a "
+        "loopback address, or --insecure if the network lets in nobody else"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return all(
+        ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found
+    )
+
+
+def _listen(settings: "Settings") -> socket.socket:
+    """Opens the port; before anything else is touched."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        raise StartError(
+            f"cannot listen on {settings.host} port {settings.port}: {error.strerror}; take "
+            "another --port (0 takes a free one)"
+        ) from error
+    listener.set_inheritable(False)
+    return listener
+
+
+def _make_data_dir(settings: "Settings") -> None:
+    try:
+        settings.data_dir.mkdir(parents=True, exist_ok=True)
+        probe = settings.data_dir / "server.lock"
+        probe.touch(exist_ok=True)
+    except OSError as error:
+        raise StartError(
+            f"cannot write to the data directory {settings.data_dir}: {error.strerror}; name "
+            "another one with --data-dir"
+        ) from error
+
+
+def _url(listener: socket.socket) -> str:
+    address, port = listener.getsockname()[:2]
+    if listener.family == socket.AF_INET6:
+        address = f"[{address}]"
+    return f"http://{address}:{port}"
+
+
+def _fail(message: str, status: int) -> None:
+    print(f"graphstash: {message}", file=sys.stderr)  # noqa: T201
+    raise SystemExit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,295 @@
+"""GET, HEAD, PUT and DELETE of an artifact, and the lookup of many."""
+
+from typing import Any, Final
+
+from fastapi import APIRouter, Request, Response
+from pydantic_core import to_json
+
+from graphstash_schema import (
+    ArtifactMetadata,
+    Digest,
+    ErrorCode,
+    LookupRequest,
+    LookupResponse,
+)
+from graphstash_schema.protocol import (
+    API_PREFIX,
+    HEADER_HITS,
+    HEADER_METADATA,
+    MAX_LOOKUP_KEYS,
+)
+from graphstash_server.api.blobs import BlobResponse
+from graphstash_server.api.bodies import body_chunks, json_body, read_model
+from graphstash_server.api.conditions import lists_etag, requested_range
+from graphstash_server.api.paths import IN_KEY, IN_NAMESPACE, KEY, key_of, namespace_of
+from graphstash_server.api.problems import refusals
+from graphstash_server.context import ProcessContext
+from graphstash_server.errors import ServerError
+from graphstash_server.keys import StoredKey
+from graphstash_server.services.artifacts import StoredArtifact
+from graphstash_server.services.commits import Upload
+
+__all__ = ["router"]
+
+router = APIRouter(prefix=API_PREFIX, tags=["artifacts"])
+
+_PATH: Final = "/{namespace}/artifacts/" + KEY
+_LOOKUP_PATH: Final = "/{namespace}/artifacts:lookup"
+_BAD_WORD: Final = (
+    ErrorCode.INVALID_NAMESPACE,
+    ErrorCode.INVALID_KIND,
+    ErrorCode.INVALID_DEVICE_TYPE,
+    ErrorCode.INVALID_FINGERPRINT,
+    ErrorCode.UNSUPPORTED_PROTOCOL,
+)
+_BYTES: Final[dict[str, Any]] = {"content": {"application/octet-stream": {}}}
+
+
+@router.get(
+    _PATH,
+    response_class=Response,
+    responses={
+        200: {"description": "the whole blob", **_BYTES},
+        206: {"description": "the range that was asked for", **_BYTES},
+        304: {"description": "the caller has it: If-None-Match names its ETag"},
+        **refusals(*_BAD_WORD, ErrorCode.NOT_FOUND, ErrorCode.RANGE_NOT_SATISFIABLE),
+    },
+    openapi_extra={"parameters": IN_KEY},
+)
+async def get_artifact(request: Request) -> Response:
+    """Serves an artifact. Changes nothing but the usage counters."""
+    key = key_of(request)
+    context: ProcessContext = request.app.state.context
+    artifact = await context.artifacts.open(key)
+    if artifact is None:
+        context.accounting.count_miss(key)
+        raise _absent(key)
+    row = artifact.row
+    asked = request.headers
+    try:
+        if lists_etag(asked.get("if-none-match"), row.digest.etag):
+            context.accounting.count_use(key)
+            await artifact.reader.close()
+            return Response(status_code=304, headers=_unchanged(row))
+        span = requested_range(
+            asked.get("range"),
+            asked.get("if-range"),
+            etag=row.digest.etag,
+            size_bytes=row.digest.size_bytes,
+        )
+    except BaseException:
+        await artifact.reader.close()
+        raise
+    start, stop = span or (0, row.digest.size_bytes)
+    if start == 0:
+        context.accounting.count_hit(key, saved_seconds=row.compile_seconds)
+    else:
+        context.accounting.count_use(key)
+    return BlobResponse(
+        artifact,
+        start=start,
+        stop=stop,
+        status_code=200 if span is None else 206,
+        headers=_headers(row, span),
+        sent=lambda sent_bytes: context.accounting.count_served(key, sent_bytes=sent_bytes),
+    )
+
+
+@router.head(
+    _PATH,
+    response_class=Response,
+    responses={
+        200: {"description": "the headers of a GET, and how often it was served"},
+        304: {"description": "the caller has it: If-None-Match names its ETag"},
+        **refusals(*_BAD_WORD, ErrorCode.NOT_FOUND),
+    },
+    openapi_extra={"parameters": IN_KEY},
+)
+async def head_artifact(request: Request) -> Response:
+    """Describes an artifact; counts neither as a hit nor as a miss."""
+    key = key_of(request)
+    context: ProcessContext = request.app.state.context
+    row = await context.artifacts.find(key)
+    if row is None:
+        raise _absent(key)
+    if lists_etag(request.headers.get("if-none-match"), row.digest.etag):
+        return Response(status_code=304, headers=_unchanged(row))
+    headers = _headers(row, None)
+    headers["Content-Length"] = str(row.digest.size_bytes)
+    headers[HEADER_HITS] = str(row.hits)
+    return Response(status_code=200, headers=headers)
+
+
+@router.put(
+    _PATH,
+    response_class=Response,
+    status_code=201,
+    responses={
+        200: {"description": "the same bytes were there already"},
+        201: {"description": "stored, durably"},
+        **refusals(
+            *_BAD_WORD,
+            ErrorCode.DIGEST_REQUIRED,
+            ErrorCode.INVALID_DIGEST,
+            ErrorCode.INVALID_METADATA,
+            ErrorCode.DIGEST_MISMATCH,
+            ErrorCode.LENGTH_MISMATCH,
+            ErrorCode.UPLOAD_TIMEOUT,
+            ErrorCode.CONFLICT,
+            ErrorCode.LENGTH_REQUIRED,
+            ErrorCode.PRECONDITION_FAILED,
+            ErrorCode.TOO_LARGE,
+            ErrorCode.HEADERS_TOO_LARGE,
+            ErrorCode.UNAVAILABLE,
+            ErrorCode.INSUFFICIENT_STORAGE,
+        ),
+    },
+    openapi_extra={"parameters": IN_KEY, "requestBody": {"required": True, **_BYTES}},
+)
+async def put_artifact(request: Request) -> Response:
+    """Stores an artifact. Everything is checked before the body is read."""
+    key = key_of(request)
+    context: ProcessContext = request.app.state.context
+    size_bytes = _announced_size(request)
+    context.uploads.check_size(size_bytes)
+    header = request.headers.get(HEADER_METADATA, "")
+    upload = Upload(
+        key=key,
+        digest=_announced_digest(request, size_bytes),
+        metadata_header=header,
+        compile_seconds=ArtifactMetadata.from_header(header).compile_seconds if header else 0.0,
+        only_if_absent=request.headers.get("if-none-match", "").strip() == "*",
+    )
+    chunks = body_chunks(request, idle_seconds=context.settings.upload_idle_seconds)
+    is_new = await context.uploads.publish(upload, chunks)
+    headers = {
+        "Location": key.artifact_path,
+        "ETag": upload.digest.etag,
+        "Repr-Digest": upload.digest.repr_digest,
+    }
+    if not is_new and "expect" in request.headers:
+        headers["Connection"] = "close"  # the body was not asked for, and may or may not come
+    return Response(status_code=201 if is_new else 200, headers=headers)
+
+
+@router.delete(
+    _PATH,
+    response_class=Response,
+    status_code=204,
+    responses={
+        204: {"description": "gone"},
+        **refusals(*_BAD_WORD, ErrorCode.NOT_FOUND),
+    },
+    openapi_extra={"parameters": IN_KEY},
+)
+async def delete_artifact(request: Request) -> Response:
+    """Removes an artifact; a job that is reading it gets its bytes to the end."""
+    key = key_of(request)
+    context: ProcessContext = request.app.state.context
+    if not await context.artifacts.delete(key):
+        raise _absent(key)
+    return Response(status_code=204)
+
+
+@router.post(
+    _LOOKUP_PATH,
+    response_class=Response,
+    responses={
+        200: {"model": LookupResponse},
+        **refusals(ErrorCode.INVALID_NAMESPACE, ErrorCode.INVALID_REQUEST, ErrorCode.TOO_MANY_KEYS),
+    },
+    openapi_extra=json_body(LookupRequest, IN_NAMESPACE),
+)
+async def lookup_artifacts(request: Request) -> Response:
+    """Tells which of many artifacts exist, and pins these for ten minutes."""
+    where = namespace_of(request)
+    context: ProcessContext = request.app.state.context
+    wanted = await read_model(
+        request, LookupRequest, idle_seconds=context.settings.upload_idle_seconds
+    )
+    if not wanted.keys:
+        raise ServerError(
+            ErrorCode.INVALID_REQUEST, f"no keys: expected 1 to {MAX_LOOKUP_KEYS}", limit=1
+        )
+    if len(wanted.keys) > MAX_LOOKUP_KEYS:
+        raise ServerError(
+            ErrorCode.TOO_MANY_KEYS,
+            f"{len(wanted.keys)} keys, at most {MAX_LOOKUP_KEYS} are looked up at once: ask in "
+            "several requests",
+            limit=MAX_LOOKUP_KEYS,
+        )
+    asked = dict.fromkeys(StoredKey.of(where, key) for key in wanted.keys)
+    found = await context.artifacts.lookup(where, list(asked))
+    reply = {  # a LookupResponse; building a thousand models of checked values takes longer
+        "found": [
+            {
+                "key": _in_body(key),
+                "digest": str(found[key]),
+                "size_bytes": found[key].size_bytes,
+            }
+            for key in asked
+            if key in found
+        ],
+        "missing": [_in_body(key) for key in asked if key not in found],
+    }
+    return Response(to_json(reply), media_type="application/json")
+
+
+def _in_body(key: StoredKey) -> dict[str, str]:
+    return {
+        "kind": key.kind.value,
+        "device_type": key.device_type,
+        "fingerprint": key.fingerprint,
+    }
+
+
+def _announced_size(request: Request) -> int:
+    """Content-Length; the HTTP parser has refused everything but digits."""
+    length = request.headers.get("content-length")
+    if length is None:
+        raise ServerError(
+            ErrorCode.LENGTH_REQUIRED,
+            "Content-Length is missing: room is reserved before the body is read, so send the "
+            "size and no chunked transfer",
+        )
+    return int(length)
+
+
+def _announced_digest(request: Request, size_bytes: int) -> Digest:
+    text = request.headers.get("repr-digest")
+    if text is None:
+        raise ServerError(
+            ErrorCode.DIGEST_REQUIRED,
+            "Repr-Digest is missing: send the SHA-256 of the body (RFC 9530)",
+        )
+    return Digest.parse_repr_digest(text, size_bytes=size_bytes)
+
+
+def _absent(key: StoredKey) -> ServerError:
+    return ServerError(
+        ErrorCode.NOT_FOUND, f"there is no artifact {key.key} in the namespace {key.namespace}"
+    )
+
+
+def _unchanged(row: StoredArtifact) -> dict[str, str]:
+    """What a 304 repeats (RFC 9110 section 15.4.5)."""
+    return {"ETag": row.digest.etag, "Cache-Control": _CACHE_CONTROL}
+
+
+def _headers(row: StoredArtifact, span: tuple[int, int] | None) -> dict[str, str]:
+    headers = {
+        "Content-Type": "application/octet-stream",
+        "ETag": row.digest.etag,
+        "Repr-Digest": row.digest.repr_digest,
+        "Accept-Ranges": "bytes",
+        "Cache-Control": _CACHE_CONTROL,
+    }
+    if row.metadata_header:
+        headers[HEADER_METADATA] = row.metadata_header
+    if span is not None:
+        headers["Content-Range"] = f"bytes {span[0]}-{span[1] - 1}/{row.digest.size_bytes}"
+    return headers
+
+
+_CACHE_CONTROL: Final = "private, max-age=31536000, immutable"
+"""A year: what is under a key never changes."""

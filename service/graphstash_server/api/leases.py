@@ -1,0 +1,127 @@
+"""POST, PUT and DELETE of a lease: ask for it, keep it, end it."""
+
+import asyncio
+from typing import Final
+
+from fastapi import APIRouter, Request, Response
+
+from graphstash_schema import ErrorCode, LeaseOutcome, LeaseReply, LeaseRequest, LeaseState
+from graphstash_schema.protocol import API_PREFIX, HEADER_LEASE, MAX_WAIT_SECONDS
+from graphstash_server.api.bodies import json_body, read_model
+from graphstash_server.api.conditions import requested_wait
+from graphstash_server.api.paths import IN_KEY, KEY, key_of
+from graphstash_server.api.problems import refusals
+from graphstash_server.context import ProcessContext
+from graphstash_server.errors import ServerError
+from graphstash_server.services.leases import Acquisition
+
+__all__ = ["router"]
+
+router = APIRouter(prefix=API_PREFIX, tags=["leases"])
+
+_PATH: Final = "/{namespace}/leases/" + KEY
+_BAD_WORD: Final = (
+    ErrorCode.INVALID_NAMESPACE,
+    ErrorCode.INVALID_KIND,
+    ErrorCode.INVALID_DEVICE_TYPE,
+    ErrorCode.INVALID_FINGERPRINT,
+    ErrorCode.INVALID_REQUEST,
+    ErrorCode.UNSUPPORTED_PROTOCOL,
+)
+_STATUS: Final = {LeaseState.GRANTED: 201, LeaseState.READY: 200, LeaseState.HELD: 202}
+
+
+@router.post(
+    _PATH,
+    response_class=Response,
+    status_code=201,
+    responses={
+        200: {"model": LeaseReply, "description": "the artifact is there, fetch it"},
+        201: {"model": LeaseReply, "description": "granted: compile"},
+        202: {"model": LeaseReply, "description": "somebody else compiles: ask again"},
+        **refusals(*_BAD_WORD, ErrorCode.UNAVAILABLE),
+    },
+    openapi_extra=json_body(LeaseRequest, IN_KEY),
+)
+async def acquire_lease(request: Request) -> Response:
+    """Asks for the right to compile; `Prefer: wait=<seconds>` waits for it or for the artifact."""
+    key = key_of(request)
+    context: ProcessContext = request.app.state.context
+    wanted = await read_model(
+        request, LeaseRequest, idle_seconds=context.settings.upload_idle_seconds
+    )
+    wait_seconds = requested_wait(request.headers.get("prefer"), at_most_seconds=MAX_WAIT_SECONDS)
+    gone = asyncio.create_task(_until_gone(request))
+    try:
+        reply = await context.leases.acquire(
+            Acquisition(key, wanted, wait_seconds or 0.0), gone=gone
+        )
+    finally:
+        gone.cancel()
+    headers = {}
+    if wait_seconds is not None:
+        headers["Preference-Applied"] = f"wait={wait_seconds:.0f}"
+    if reply.state is LeaseState.HELD:
+        headers["Retry-After"] = "1"
+    return _answer(reply, _STATUS[reply.state], headers)
+
+
+@router.put(
+    _PATH,
+    response_class=Response,
+    responses={
+        200: {"model": LeaseReply, "description": "renewed"},
+        **refusals(*_BAD_WORD, ErrorCode.LEASE_LOST),
+    },
+    openapi_extra=json_body(LeaseRequest, IN_KEY),
+)
+async def renew_lease(request: Request) -> Response:
+    """Keeps a lease for longer; 410 when somebody else may have it by now."""
+    key = key_of(request)
+    context: ProcessContext = request.app.state.context
+    wanted = await read_model(
+        request, LeaseRequest, idle_seconds=context.settings.upload_idle_seconds
+    )
+    reply = await context.leases.renew(key, token=_token(request), request=wanted)
+    return _answer(reply, 200, {})
+
+
+@router.delete(
+    _PATH,
+    response_class=Response,
+    status_code=204,
+    responses={
+        204: {"description": "ended"},
+        **refusals(*_BAD_WORD, ErrorCode.LEASE_LOST),
+    },
+    openapi_extra={"parameters": IN_KEY},
+)
+async def release_lease(request: Request, outcome: LeaseOutcome) -> Response:
+    """Ends a lease: `published` wakes everybody who waits, `failed` one who compiles then."""
+    key = key_of(request)
+    context: ProcessContext = request.app.state.context
+    await context.leases.release(key, token=_token(request), outcome=outcome)
+    return Response(status_code=204)
+
+
+def _token(request: Request) -> str:
+    token = request.headers.get(HEADER_LEASE)
+    if token is None:
+        raise ServerError(
+            ErrorCode.INVALID_REQUEST, f"{HEADER_LEASE} is missing: send the token of the grant"
+        )
+    return token
+
+
+def _answer(reply: LeaseReply, status_code: int, headers: dict[str, str]) -> Response:
+    return Response(
+        reply.model_dump_json(exclude_none=True),
+        status_code=status_code,
+        headers={"Cache-Control": "no-store", **headers},
+        media_type="application/json",
+    )
+
+
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

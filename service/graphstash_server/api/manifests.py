@@ -1,0 +1,87 @@
+"""GET and PUT of a manifest."""
+
+from typing import Final
+
+from fastapi import APIRouter, Request, Response
+
+from graphstash_schema import ErrorCode, Manifest, ManifestUpdate
+from graphstash_schema.protocol import API_PREFIX, MAX_MANIFEST_ENTRIES
+from graphstash_server.api.bodies import json_body, read_model
+from graphstash_server.api.paths import IN_MANIFEST, manifest_of, namespace_of
+from graphstash_server.api.problems import refusals
+from graphstash_server.context import ProcessContext
+from graphstash_server.errors import ServerError
+from graphstash_server.keys import StoredKey
+
+__all__ = ["router"]
+
+router = APIRouter(prefix=API_PREFIX, tags=["manifests"])
+
+_PATH: Final = "/{namespace}/manifests/{name}"
+_BAD_WORD: Final = (
+    ErrorCode.INVALID_NAMESPACE,
+    ErrorCode.INVALID_NAME,
+    ErrorCode.UNSUPPORTED_PROTOCOL,
+)
+
+
+@router.get(
+    _PATH,
+    response_class=Response,
+    responses={200: {"model": Manifest}, **refusals(*_BAD_WORD, ErrorCode.NOT_FOUND)},
+    openapi_extra={"parameters": IN_MANIFEST},
+)
+async def get_manifest(request: Request) -> Response:
+    """The artifacts that a job used, most recently used first."""
+    context: ProcessContext = request.app.state.context
+    where, name = namespace_of(request), manifest_of(request)
+    manifest = await context.manifests.get(where, name)
+    if manifest is None:
+        raise ServerError(
+            ErrorCode.NOT_FOUND, f"there is no manifest {name} in the namespace {where}"
+        )
+    return _answer(manifest, 200)
+
+
+@router.put(
+    _PATH,
+    response_class=Response,
+    responses={
+        200: {"model": Manifest, "description": "merged"},
+        201: {"model": Manifest, "description": "the first run"},
+        **refusals(
+            *_BAD_WORD, ErrorCode.INVALID_REQUEST, ErrorCode.TOO_MANY_KEYS, ErrorCode.TOO_LARGE
+        ),
+    },
+    openapi_extra=json_body(ManifestUpdate, IN_MANIFEST),
+)
+async def put_manifest(request: Request) -> Response:
+    """Merges what one run used; never replaces what others used."""
+    where, name = namespace_of(request), manifest_of(request)
+    context: ProcessContext = request.app.state.context
+    update = await read_model(
+        request, ManifestUpdate, idle_seconds=context.settings.upload_idle_seconds
+    )
+    if not update.keys:
+        raise ServerError(
+            ErrorCode.INVALID_REQUEST, f"no keys: expected 1 to {MAX_MANIFEST_ENTRIES}", limit=1
+        )
+    if len(update.keys) > MAX_MANIFEST_ENTRIES:
+        raise ServerError(
+            ErrorCode.TOO_MANY_KEYS,
+            f"{len(update.keys)} keys, a manifest remembers at most {MAX_MANIFEST_ENTRIES}: send "
+            "the most recently used ones",
+            limit=MAX_MANIFEST_ENTRIES,
+        )
+    keys = [StoredKey.of(where, key) for key in update.keys]
+    manifest, is_new = await context.manifests.merge(where, name, keys)
+    return _answer(manifest, 201 if is_new else 200)
+
+
+def _answer(manifest: Manifest, status_code: int) -> Response:
+    return Response(
+        manifest.model_dump_json(),
+        status_code=status_code,
+        headers={"Cache-Control": "no-store"},
+        media_type="application/json",
+    )

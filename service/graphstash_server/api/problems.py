@@ -1,0 +1,153 @@
+"""Problem documents: every refusal leaves the server in this form (RFC 9457)."""
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Match
+
+from graphstash_schema import STATUS, ErrorCode, InvalidValueError, Problem
+from graphstash_schema.protocol import PROBLEM_MEDIA_TYPE
+from graphstash_server.errors import ServerError
+
+__all__ = ["add_problem_handlers", "invalid_body", "problem_response", "refusals"]
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def problem_response(
+    request_id: str, error: ServerError, *, headers: dict[str, str] | None = None
+) -> Response:
+    """The answer to a refused request. No cache may keep it."""
+    problem = Problem.of(
+        error.code,
+        error.detail,
+        request_id=request_id,
+        limit=error.limit,
+        digest=str(error.digest) if error.digest is not None else None,
+        given_digest=str(error.given_digest) if error.given_digest is not None else None,
+    )
+    return Response(
+        problem.model_dump_json(exclude_none=True),
+        status_code=problem.status,
+        headers={"Cache-Control": "no-store", **(headers or {})},
+        media_type=PROBLEM_MEDIA_TYPE,
+    )
+
+
+def refusals(*codes: ErrorCode) -> dict[int | str, dict[str, Any]]:
+    """The problem documents of a call, as its OpenAPI description lists them."""
+    by_status: dict[int | str, dict[str, Any]] = {}
+    for code in codes:
+        described = by_status.setdefault(
+            STATUS[code],
+            {
+                "description": "",
+                "content": {PROBLEM_MEDIA_TYPE: {"schema": {"$ref": _PROBLEM_SCHEMA}}},
+            },
+        )
+        described["description"] = " or ".join(
+            filter(None, [described["description"], f"`{code}`"])
+        )
+    return by_status
+
+
+_PROBLEM_SCHEMA = "#/components/schemas/Problem"
+
+
+def invalid_body(error: ValidationError | RequestValidationError) -> ServerError:
+    """Names the first thing that is wrong with a body or a parameter."""
+    first = error.errors()[0]
+    cause = first.get("ctx", {}).get("error")
+    where = ".".join(str(step) for step in first["loc"]) or "body"
+    if isinstance(cause, InvalidValueError):
+        return ServerError(cause.code, f"{where}: {cause}")
+    shown = repr(first.get("input"))
+    return ServerError(
+        ErrorCode.INVALID_REQUEST,
+        f"{where}: {shown if len(shown) <= _SHOWN else shown[:_SHOWN] + '...'} is not valid: "
+        f"{first['msg']}",
+    )
+
+
+_SHOWN = 120
+
+
+def add_problem_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
+    """Registers one handler for every kind of failure but the unforeseen, which the frame has.
+
+    Args:
+        app: where to register them.
+        routes: all calls; a 405 lists the methods of those on its path.
+    """
+    app.add_exception_handler(ServerError, _on_server_error)
+    app.add_exception_handler(InvalidValueError, _on_invalid_value)
+    app.add_exception_handler(RequestValidationError, _on_invalid_request)
+    app.add_exception_handler(HTTPException, _on_http_error(routes))
+
+
+async def _on_server_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ServerError)  # noqa: S101 - registered for it
+    return _answer(request, error)
+
+
+async def _on_invalid_value(request: Request, error: Exception) -> Response:
+    assert isinstance(error, InvalidValueError)  # noqa: S101 - registered for it
+    return _answer(request, ServerError(error.code, str(error)))
+
+
+async def _on_invalid_request(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)  # noqa: S101 - registered for it
+    return _answer(request, invalid_body(error))
+
+
+def _on_http_error(
+    routes: Sequence[BaseRoute],
+) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """What the router raises: no such path, or no such method on it."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)  # noqa: S101 - registered for it
+        path = request.url.path
+        if error.status_code == STATUS[ErrorCode.METHOD_NOT_ALLOWED]:
+            allowed = _allowed_methods(request, routes)
+            refusal = ServerError(
+                ErrorCode.METHOD_NOT_ALLOWED,
+                f"{request.method} is not a method of {path}: use {allowed}",
+            )
+            return _answer(request, refusal, headers={"Allow": allowed})
+        if error.status_code == STATUS[ErrorCode.NOT_FOUND]:
+            refusal = ServerError(ErrorCode.NOT_FOUND, f"there is no {path}: see /openapi.json")
+            return _answer(request, refusal)
+        return _answer(request, ServerError(ErrorCode.INVALID_REQUEST, str(error.detail)))
+
+    return answer
+
+
+def _allowed_methods(request: Request, routes: Sequence[BaseRoute]) -> str:
+    """The methods of every call on this path; the router only knows those of the first one."""
+    allowed: set[str] = set()
+    for route in routes:
+        match, _ = route.matches(request.scope)
+        if match is not Match.NONE:
+            allowed |= getattr(route, "methods", None) or set()
+    return ", ".join(sorted(allowed))
+
+
+def _answer(
+    request: Request, error: ServerError, *, headers: dict[str, str] | None = None
+) -> Response:
+    """Closes the connection where the rest of the request would be taken for the next one."""
+    headers = dict(headers or {})
+    request_id: str = request.scope["state"]["request_id"]
+    if "expect" in request.headers or error.code is ErrorCode.UPLOAD_TIMEOUT:
+        headers["Connection"] = "close"
+    if error.code is ErrorCode.RANGE_NOT_SATISFIABLE:
+        headers["Content-Range"] = f"bytes */{error.limit:.0f}"
+    level = logging.ERROR if error.code is ErrorCode.INTERNAL else logging.DEBUG
+    _LOGGER.log(level, "%s %s: %s (%s)", request.method, request.url.path, error, request_id)
+    return problem_response(request_id, error, headers=headers)

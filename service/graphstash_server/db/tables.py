@@ -1,0 +1,129 @@
+"""The tables. A change here needs a revision in `migrations/`; `alembic check` compares the two."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    DateTime,
+    Double,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    TypeDecorator,
+)
+from sqlalchemy.engine import Dialect
+
+__all__ = ["UtcTime", "artifacts", "leases", "manifest_entries", "metadata", "usage"]
+
+
+class UtcTime(TypeDecorator[datetime]):
+    """An aware UTC time; SQLite keeps no zone, so it is put back on the way out."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """Refuses a naive time: its zone would be a guess."""
+        if value is None:
+            return None
+        if value.tzinfo is None:
+            raise ValueError(f"{value} has no time zone")
+        utc = value.astimezone(UTC)
+        return utc.replace(tzinfo=None) if dialect.name == "sqlite" else utc
+
+    def process_result_value(self, value: Any | None, dialect: Dialect) -> datetime | None:
+        """Says that the time is UTC."""
+        if value is None:
+            return None
+        utc: datetime = value.replace(tzinfo=UTC) if dialect.name == "sqlite" else value
+        return utc
+
+
+metadata = MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+
+def _key_columns() -> list[Column[Any]]:
+    """An artifact's key. The fingerprint stands before kind and device type in the primary key: it
+    alone nearly always tells artifacts apart, so a lookup searches by it.
+    """
+    return [
+        Column("namespace", String(64), primary_key=True),
+        Column("fingerprint", String(64), primary_key=True),
+        Column("kind", String(32), primary_key=True),
+        Column("device_type", String(128), primary_key=True),
+    ]
+
+
+artifacts = Table(
+    "artifacts",
+    metadata,
+    *_key_columns(),
+    Column("sha256", String(64), nullable=False, comment="names the blob"),
+    Column("size_bytes", BigInteger, nullable=False),
+    Column(
+        "metadata_header", Text, nullable=False, comment="as uploaded; empty when there is none"
+    ),
+    Column("compile_seconds", Double, nullable=False, comment="what a hit saves"),
+    Column("created_at", UtcTime, nullable=False),
+    Column("last_used_at", UtcTime, nullable=False, comment="lags by the flush interval"),
+    Column("hits", BigInteger, nullable=False, comment="lags by the flush interval"),
+    Column("pinned_until", UtcTime, nullable=True, comment="a lookup promised it until then"),
+    Index(None, "sha256"),
+)
+"""One row is one artifact; its key, digest and size never change."""
+
+leases = Table(
+    "leases",
+    metadata,
+    *_key_columns(),
+    Column("token", String(32), nullable=False, comment="of the last grant"),
+    Column("fencing", BigInteger, nullable=False, comment="grows with every grant"),
+    Column("holder", String(128), nullable=False),
+    Column("expires_at", UtcTime, nullable=False),
+    Column("released_at", UtcTime, nullable=True, comment="null while it is held"),
+    Index(None, "expires_at"),
+)
+"""The last grant of each key. A released row stays for a while so that `fencing` goes on growing
+(see `queries.leases`)."""
+
+manifest_entries = Table(
+    "manifest_entries",
+    metadata,
+    Column("namespace", String(64), primary_key=True),
+    Column("name", String(128), primary_key=True),
+    Column("fingerprint", String(64), primary_key=True),
+    Column("kind", String(32), primary_key=True),
+    Column("device_type", String(128), primary_key=True),
+    Column("used_at", UtcTime, nullable=False),
+    Column("runs", Integer, nullable=False),
+    Index(None, "namespace", "name", "used_at"),
+)
+"""A manifest is its entries: one without entries does not exist."""
+
+usage = Table(
+    "usage",
+    metadata,
+    Column("namespace", String(64), primary_key=True),
+    Column("artifacts", BigInteger, nullable=False, comment="stored now"),
+    Column("size_bytes", BigInteger, nullable=False, comment="stored now"),
+    Column("hits", BigInteger, nullable=False),
+    Column("misses", BigInteger, nullable=False),
+    Column("served_bytes", BigInteger, nullable=False),
+    Column("puts", BigInteger, nullable=False),
+    Column("conflicts", BigInteger, nullable=False),
+    Column("saved_seconds", Double, nullable=False),
+)
+"""`artifacts` and `size_bytes` change in the transaction of the row they count; the rest lags by
+the flush interval. An artifact counts in full although equal blobs are kept once."""

@@ -1,0 +1,47 @@
+"""StoredKey: the whole key of an artifact, with its namespace, as services and tables use it."""
+
+from typing import NamedTuple
+
+from graphstash_schema import ArtifactKey, ArtifactKind, DeviceType, Fingerprint, Namespace
+
+__all__ = ["StoredKey"]
+
+
+class StoredKey(NamedTuple):
+    """Four checked words; a plain tuple because it is the key of every table and dictionary."""
+
+    namespace: Namespace
+    kind: ArtifactKind
+    device_type: DeviceType
+    fingerprint: Fingerprint
+
+    @classmethod
+    def parse(cls, *, namespace: str, kind: str, device_type: str, fingerprint: str) -> "StoredKey":
+        """Reads the path segments of a URL.
+
+        Raises:
+            InvalidValueError: for the first segment that is out of form.
+        """
+        return cls(
+            Namespace(namespace),
+            ArtifactKind.parse(kind),
+            DeviceType(device_type),
+            Fingerprint(fingerprint),
+        )
+
+    @classmethod
+    def of(cls, namespace: Namespace, key: ArtifactKey) -> "StoredKey":
+        """Joins a namespace and a key that came in a body."""
+        return cls(namespace, key.kind, key.device_type, key.fingerprint)
+
+    @property
+    def key(self) -> ArtifactKey:
+        """The key without its namespace, as it stands in bodies."""
+        return ArtifactKey.model_construct(
+            kind=self.kind, device_type=self.device_type, fingerprint=self.fingerprint
+        )
+
+    @property
+    def artifact_path(self) -> str:
+        """The URL path of the artifact."""
+        return self.key.artifact_path(self.namespace)

@@ -1,0 +1,3 @@
+"""What the server does, apart from HTTP. Every transaction is opened and closed here."""
+
+__all__: list[str] = []

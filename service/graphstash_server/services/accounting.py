@@ -1,0 +1,117 @@
+"""Accounting: counts what is served in memory, and writes it down every so often.
+
+A hit writes nothing to the database. What was not written yet is lost with the process; nothing but
+statistics and the order of eviction depends on it.
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from graphstash_server.clock import Clock
+from graphstash_server.db.engine import Database
+from graphstash_server.db.queries.artifacts import touch_artifacts
+from graphstash_server.db.queries.usage import UsageChange, add_usage
+from graphstash_server.errors import ServerError
+from graphstash_server.keys import StoredKey
+
+__all__ = ["Accounting"]
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Counts:
+    """What changed since the last flush; merged back when the flush fails."""
+
+    usage: dict[str, UsageChange] = field(default_factory=dict)
+    uses: dict[StoredKey, tuple[int, datetime]] = field(default_factory=dict)
+
+    def add(self, namespace: str, change: UsageChange) -> None:
+        before = self.usage.get(namespace, _NOTHING)
+        self.usage[namespace] = before.plus(change)
+
+    def use(self, key: StoredKey, hits: int, at: datetime) -> None:
+        before = self.uses.get(key)
+        self.uses[key] = (hits, at) if before is None else (before[0] + hits, max(before[1], at))
+
+
+_NOTHING = UsageChange()
+
+
+class Accounting:
+    """Used from the event loop only; `run` is cancelled and `flush` called at the end by whoever
+    started it.
+    """
+
+    def __init__(self, *, database: Database, clock: Clock) -> None:
+        self._database = database
+        self._clock = clock
+        self._counts = _Counts()
+        self._flushing = asyncio.Lock()  # one flush at a time, so that counts merge back in order
+        self._healed = 0
+
+    @property
+    def healed(self) -> int:
+        """Rows that this process dropped because their blob was lost or damaged."""
+        return self._healed
+
+    def count_hit(self, key: StoredKey, *, saved_seconds: float) -> None:
+        """An artifact is served from its first byte."""
+        self._counts.add(key.namespace, UsageChange(hits=1, saved_seconds=saved_seconds))
+        self._counts.use(key, 1, self._clock())
+
+    def count_use(self, key: StoredKey) -> None:
+        """An artifact was asked for and its bytes were not needed, or only a later part of them."""
+        self._counts.use(key, 0, self._clock())
+
+    def count_served(self, key: StoredKey, *, sent_bytes: int) -> None:
+        """Bytes went out."""
+        self._counts.add(key.namespace, UsageChange(served_bytes=sent_bytes))
+
+    def count_miss(self, key: StoredKey) -> None:
+        """An artifact was asked for and absent."""
+        self._counts.add(key.namespace, UsageChange(misses=1))
+
+    def count_conflict(self, key: StoredKey) -> None:
+        """Other bytes were sent for a key that has some."""
+        self._counts.add(key.namespace, UsageChange(conflicts=1))
+
+    def count_healed(self) -> None:
+        """A row was dropped because its blob was lost or damaged."""
+        self._healed += 1
+
+    async def flush(self) -> None:
+        """Writes the counts down; when that fails they are kept for the next time.
+
+        Raises:
+            ServerError: when the database does not take them.
+        """
+        async with self._flushing:
+            counts, self._counts = self._counts, _Counts()
+            if not counts.usage and not counts.uses:
+                return
+            try:
+                async with self._database.writing() as connection:
+                    for namespace, change in sorted(counts.usage.items()):
+                        await add_usage(connection, namespace, change)
+                    if counts.uses:
+                        await touch_artifacts(
+                            connection, [(key, *use) for key, use in sorted(counts.uses.items())]
+                        )
+            except BaseException:
+                for namespace, change in counts.usage.items():
+                    self._counts.add(namespace, change)
+                for key, (hits, at) in counts.uses.items():
+                    self._counts.use(key, hits, at)
+                raise
+
+    async def run(self, *, every_seconds: float) -> None:
+        """Flushes until it is cancelled."""
+        while True:
+            await asyncio.sleep(every_seconds)
+            try:
+                await self.flush()
+            except ServerError as error:
+                _LOGGER.warning("usage counters were not written, kept for later: %s", error)

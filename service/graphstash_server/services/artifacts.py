@@ -1,0 +1,157 @@
+"""ArtifactService: finds, opens and deletes artifacts, and drops those that lost their blob."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeAlias
+
+from graphstash_schema import Digest, Namespace
+from graphstash_schema.protocol import LOOKUP_PIN_SECONDS
+from graphstash_server.clock import Clock
+from graphstash_server.db.engine import Database
+from graphstash_server.db.queries.artifacts import (
+    ArtifactRow,
+    delete_artifact,
+    find_artifact,
+    find_artifacts,
+    pin_artifacts,
+)
+from graphstash_server.db.queries.usage import UsageChange, add_usage
+from graphstash_server.errors import ServerError
+from graphstash_server.keys import StoredKey
+from graphstash_server.services.accounting import Accounting
+from graphstash_server.services.blobs import BlobKeeper
+from graphstash_server.services.recent import RecentRows
+from graphstash_server.storage import BlobReader, BlobStore
+
+__all__ = ["ArtifactService", "OpenArtifact", "StoredArtifact"]
+
+_LOGGER = logging.getLogger(__name__)
+
+_PIN = timedelta(seconds=LOOKUP_PIN_SECONDS)
+
+StoredArtifact: TypeAlias = ArtifactRow
+"""What a service tells about an artifact."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenArtifact:
+    """An artifact whose bytes can be read to their end, whatever happens to it meanwhile.
+
+    Whoever got it closes `reader`.
+    """
+
+    row: ArtifactRow
+    reader: BlobReader
+
+
+class ArtifactService:
+    """Everything but uploads (`UploadService`). Used from the event loop only."""
+
+    def __init__(
+        self,
+        *,
+        database: Database,
+        blobs: BlobStore,
+        keeper: BlobKeeper,
+        accounting: Accounting,
+        clock: Clock,
+    ) -> None:
+        self._database = database
+        self._blobs = blobs
+        self._keeper = keeper
+        self._accounting = accounting
+        self._clock = clock
+        self._recent = RecentRows(clock=clock)
+
+    async def open(self, key: StoredKey) -> OpenArtifact | None:
+        """Opens an artifact for reading; None when it is absent or was healed away."""
+        row = self._recent.get(key)
+        if row is not None:
+            reader = await self._open_whole(row.digest)
+            if reader is not None:
+                return OpenArtifact(row, reader)
+            self._recent.drop(key)
+        row = await self._read(key)
+        if row is None:
+            return None
+        reader = await self._open_whole(row.digest)
+        if reader is None:
+            await self.heal(row)
+            return None
+        return OpenArtifact(row, reader)
+
+    async def find(self, key: StoredKey) -> ArtifactRow | None:
+        """What is known about an artifact whose blob is there; None otherwise."""
+        row = await self._read(key)
+        if row is None:
+            return None
+        if await self._blobs.stat(row.digest) != row.digest.size_bytes:
+            await self.heal(row)
+            return None
+        return row
+
+    async def lookup(
+        self, namespace: Namespace, keys: Sequence[StoredKey]
+    ) -> dict[StoredKey, Digest]:
+        """Those of many artifacts that exist; they are pinned for `LOOKUP_PIN_SECONDS` at least.
+
+        A pin lasts for twice that time, so that asking again soon writes nothing. Blobs are not
+        looked at: a lost one shows at the GET.
+        """
+        async with self._database.reading() as connection:
+            found = await find_artifacts(connection, namespace, keys)
+        promised = self._clock() + _PIN
+        loose = [
+            key
+            for key, artifact in found.items()
+            if artifact.pinned_until is None or artifact.pinned_until < promised
+        ]
+        if loose:
+            async with self._database.writing() as connection:
+                await pin_artifacts(connection, loose, until=promised + _PIN)
+        return {key: artifact.digest for key, artifact in found.items()}
+
+    async def delete(self, key: StoredKey) -> bool:
+        """Removes an artifact, and its blob unless another artifact has it; False when absent."""
+        return await self._delete(key, digest=None)
+
+    async def heal(self, row: ArtifactRow) -> None:
+        """Drops an artifact whose blob is lost or damaged, if it is still the same one.
+
+        When the database cannot do it now, a later request tries again: reading goes on.
+        """
+        try:
+            if await self._delete(row.key, digest=row.digest):
+                self._accounting.count_healed()
+        except ServerError as error:
+            _LOGGER.warning("%s lost its blob and cannot be dropped now: %s", row.key.key, error)
+
+    async def _read(self, key: StoredKey) -> ArtifactRow | None:
+        read_at = self._clock()
+        async with self._database.reading() as connection:
+            row = await find_artifact(connection, key)
+        if row is not None:
+            self._recent.add(row, read_at=read_at)
+        return row
+
+    async def _open_whole(self, digest: Digest) -> BlobReader | None:
+        """Opens a blob; None when it is lost or has another size."""
+        reader = await self._blobs.open(digest)
+        if reader is None or reader.size_bytes == digest.size_bytes:
+            return reader
+        await reader.close()
+        return None
+
+    async def _delete(self, key: StoredKey, *, digest: Digest | None) -> bool:
+        async with self._database.writing() as connection:
+            gone = await delete_artifact(connection, key, digest=digest)
+            if gone is not None:
+                change = UsageChange(artifacts=-1, size_bytes=-gone.size_bytes)
+                await add_usage(connection, key.namespace, change)
+        self._recent.drop(key)
+        if gone is None:
+            return False
+        await self._keeper.collect(gone)
+        return True

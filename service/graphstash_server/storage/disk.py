@@ -1,0 +1,215 @@
+"""DiskBlobStore: blobs as files, `sha256/ab/<hex>`, in one directory of a local file system.
+
+Nothing but the digest decides a path. Reads and writes have threads of their own: sixteen uploads
+that wait for the disk must not hold up a hit.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from graphstash_schema import Digest, ErrorCode, InvalidValueError
+from graphstash_server.errors import ServerError, ShortBlobError
+from graphstash_server.storage.base import CHUNK_BYTES, BlobReader
+from graphstash_server.storage.space import SpaceGuard
+from graphstash_server.storage.upload import DiskUpload, remove_abandoned, sync_directory
+
+__all__ = ["DiskBlobStore"]
+
+_LOGGER = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_READ_THREADS = 8
+_WRITE_THREADS = 16
+"""Threads that wait for fsync cost nothing, and the disk joins the flushes of all of them."""
+
+
+class DiskBlobStore:
+    """A `BlobStore` in a directory; several processes may share it."""
+
+    def __init__(self, directory: Path, *, min_free_bytes: int = 0) -> None:
+        """Makes the directories and removes what crashed uploads left behind.
+
+        Raises:
+            OSError: when the directory cannot be made or written.
+        """
+        self._blobs = directory / "sha256"
+        self._temporary = directory / "tmp"
+        self._blobs.mkdir(parents=True, exist_ok=True)
+        self._temporary.mkdir(parents=True, exist_ok=True)
+        sync_directory(directory)
+        remove_abandoned(self._temporary)
+        self._space = SpaceGuard(directory, min_free_bytes=min_free_bytes)
+        self._readers = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="blob-read")
+        self._writers = ThreadPoolExecutor(_WRITE_THREADS, thread_name_prefix="blob-write")
+
+    async def put(self, digest: Digest, chunks: AsyncIterator[bytes]) -> bool:
+        """Stores the bytes, see `BlobStore.put`."""
+        upload = await self._write(
+            lambda: DiskUpload(digest, directory=self._temporary, space=self._space)
+        )
+        try:
+            gathered: list[bytes] = []
+            gathered_bytes = 0
+            async for chunk in chunks:
+                gathered.append(chunk)
+                gathered_bytes += len(chunk)
+                if gathered_bytes > CHUNK_BYTES:
+                    await self._write(partial(upload.write, gathered))
+                    gathered, gathered_bytes = [], 0
+            destination = self._path(digest)
+            return await self._write(lambda: upload.commit(gathered, destination=destination))
+        except BaseException:
+            await asyncio.shield(self._write(upload.abort))
+            raise
+
+    async def open(self, digest: Digest) -> BlobReader | None:
+        """Opens a blob, see `BlobStore.open`; a small one is read in the same thread hop."""
+        return await self._read(lambda: self._present(_open(self._path(digest), self._readers)))
+
+    async def stat(self, digest: Digest) -> int | None:
+        """The size of the file, see `BlobStore.stat`."""
+        return await self._read(lambda: self._present(_size(self._path(digest))))
+
+    async def delete(self, digest: Digest) -> bool:
+        """Removes the file, see `BlobStore.delete`."""
+        return await self._write(lambda: _remove(self._path(digest)))
+
+    async def list(self, *, before: datetime | None = None) -> AsyncIterator[Digest]:
+        """Lists one directory of 256 at a time, see `BlobStore.list`."""
+        for shard in await self._read(lambda: _names(self._blobs)):
+            for digest in await self._read(partial(_digests, self._blobs / shard, before)):
+                yield digest
+
+    async def close(self) -> None:
+        """Waits for the threads; no call may follow."""
+        await asyncio.to_thread(self._writers.shutdown)
+        await asyncio.to_thread(self._readers.shutdown)
+
+    def _present(self, found: T | None) -> T | None:
+        """Passes on what was found. Nothing found means absent only while the store is there: a
+        disk that was unmounted must not look like a store that lost every blob.
+        """
+        if found is None:
+            self._blobs.stat()
+        return found
+
+    def _path(self, digest: Digest) -> Path:
+        return self._blobs / digest.sha256[:2] / digest.sha256
+
+    async def _read(self, call: Callable[[], T]) -> T:
+        with _failures_named():
+            return await asyncio.get_running_loop().run_in_executor(self._readers, call)
+
+    async def _write(self, call: Callable[[], T]) -> T:
+        with _failures_named():
+            return await asyncio.get_running_loop().run_in_executor(self._writers, call)
+
+
+@contextmanager
+def _failures_named() -> Iterator[None]:
+    """Turns what the operating system says into a refusal, and logs it whole."""
+    try:
+        yield
+    except OSError as error:
+        _LOGGER.exception("the blob store does not answer")
+        raise ServerError(
+            ErrorCode.UNAVAILABLE,
+            f"the blob store does not answer ({error.strerror}): ask again later",
+        ) from error
+
+
+class _FileReader:
+    """An open file; its bytes are read by the store's threads."""
+
+    def __init__(
+        self,
+        *,
+        fd: int,
+        path: Path,
+        size_bytes: int,
+        small: bytes | None,
+        threads: ThreadPoolExecutor,
+    ) -> None:
+        self._fd = fd
+        self._small = small
+        self._threads = threads
+        self.path = path
+        self.size_bytes = size_bytes
+
+    async def chunks(self, start: int, stop: int) -> AsyncIterator[bytes]:
+        if self._small is not None:
+            if stop > len(self._small):
+                raise ShortBlobError(f"{self.path.name} ends at {len(self._small)}, not {stop}")
+            yield self._small[start:stop]
+            return
+        loop = asyncio.get_running_loop()
+        position = start
+        while position < stop:
+            wanted = min(CHUNK_BYTES, stop - position)
+            chunk = await loop.run_in_executor(self._threads, os.pread, self._fd, wanted, position)
+            if not chunk:
+                raise ShortBlobError(f"{self.path.name} ends at {position}, not {stop}")
+            position += len(chunk)
+            yield chunk
+
+    async def close(self) -> None:
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+
+def _open(path: Path, threads: ThreadPoolExecutor) -> _FileReader | None:
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    size_bytes = os.fstat(fd).st_size
+    small = None
+    if size_bytes <= CHUNK_BYTES:
+        small = os.pread(fd, CHUNK_BYTES + 1, 0)
+        os.close(fd)
+        fd = -1
+    return _FileReader(fd=fd, path=path, size_bytes=size_bytes, small=small, threads=threads)
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
+
+
+def _remove(path: Path) -> bool:
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def _digests(shard: Path, before: datetime | None) -> list[Digest]:
+    """One directory's blobs; other files in it are somebody's accident and left alone."""
+    limit = before.timestamp() if before is not None else float("inf")
+    found = []
+    for name in _names(shard):
+        try:
+            status = (shard / name).stat()
+            digest = Digest(name, status.st_size)
+        except (FileNotFoundError, InvalidValueError):
+            continue
+        if name.startswith(shard.name) and status.st_mtime < limit:
+            found.append(digest)
+    return found

@@ -1,0 +1,93 @@
+"""MemoryBlobStore: a `BlobStore` without a disk; it keeps the contract of the real ones."""
+
+from collections.abc import AsyncIterator
+from datetime import datetime
+from pathlib import Path
+
+from graphstash_schema import Digest, DigestHasher
+from graphstash_server.clock import Clock, system_clock
+from graphstash_server.errors import (
+    DigestMismatchError,
+    LengthMismatchError,
+    NoSpaceError,
+    ShortBlobError,
+)
+from graphstash_server.storage import BlobReader
+
+__all__ = ["MemoryBlobStore"]
+
+
+class MemoryBlobStore:
+    """Loses everything with the process.
+
+    Attributes:
+        blobs: SHA-256 -> bytes; a test may damage or remove them behind the store's back.
+        capacity_bytes: most bytes of all blobs together; None for no limit.
+    """
+
+    def __init__(self, *, capacity_bytes: int | None = None, clock: Clock = system_clock) -> None:
+        self.blobs: dict[str, bytes] = {}
+        self.capacity_bytes = capacity_bytes
+        self._stored_at: dict[str, datetime] = {}
+        self._clock = clock
+
+    async def put(self, digest: Digest, chunks: AsyncIterator[bytes]) -> bool:
+        """See `BlobStore.put`."""
+        used = sum(map(len, self.blobs.values()))
+        if self.capacity_bytes is not None and used + digest.size_bytes > self.capacity_bytes:
+            raise NoSpaceError(
+                f"{digest.size_bytes} bytes do not fit into {self.capacity_bytes}",
+                limit=self.capacity_bytes,
+            )
+        hasher = DigestHasher()
+        taken = bytearray()
+        async for chunk in chunks:
+            hasher.update(chunk)
+            taken += chunk
+            if hasher.size_bytes > digest.size_bytes:
+                raise LengthMismatchError(announced=digest, received_bytes=hasher.size_bytes)
+        if hasher.size_bytes != digest.size_bytes:
+            raise LengthMismatchError(announced=digest, received_bytes=hasher.size_bytes)
+        if hasher.digest() != digest:
+            raise DigestMismatchError(announced=digest, received=hasher.digest())
+        is_new = digest.sha256 not in self.blobs
+        self.blobs[digest.sha256] = bytes(taken)
+        self._stored_at[digest.sha256] = self._clock()
+        return is_new
+
+    async def open(self, digest: Digest) -> BlobReader | None:
+        """See `BlobStore.open`."""
+        blob = self.blobs.get(digest.sha256)
+        return _MemoryReader(blob) if blob is not None else None
+
+    async def stat(self, digest: Digest) -> int | None:
+        """See `BlobStore.stat`."""
+        blob = self.blobs.get(digest.sha256)
+        return len(blob) if blob is not None else None
+
+    async def delete(self, digest: Digest) -> bool:
+        """See `BlobStore.delete`."""
+        return self.blobs.pop(digest.sha256, None) is not None
+
+    async def list(self, *, before: datetime | None = None) -> AsyncIterator[Digest]:
+        """See `BlobStore.list`."""
+        for sha256, blob in sorted(self.blobs.items()):
+            if before is None or self._stored_at[sha256] < before:
+                yield Digest(sha256, len(blob))
+
+
+class _MemoryReader:
+    path: Path | None = None
+
+    def __init__(self, blob: bytes) -> None:
+        self._blob = blob
+        self.size_bytes = len(blob)
+
+    async def chunks(self, start: int, stop: int) -> AsyncIterator[bytes]:
+        if stop > len(self._blob):
+            raise ShortBlobError(f"the blob ends at {len(self._blob)}, not {stop}")
+        if start < stop:
+            yield self._blob[start:stop]
+
+    async def close(self) -> None:
+        return

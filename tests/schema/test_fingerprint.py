@@ -1,0 +1,133 @@
+"""Fingerprints: the same parts give the same one everywhere, other parts another one."""
+
+import hashlib
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphstash_schema import (
+    MAX_PARTS,
+    ArtifactKind,
+    ErrorCode,
+    Fingerprint,
+    InvalidValueError,
+    fingerprint_of,
+    parts_for_display,
+)
+
+NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,8}", fullmatch=True)
+VALUES = st.text(st.characters(codec="utf-8") | st.sampled_from("\0\n\ud800ab"), max_size=12)
+PARTS = st.dictionaries(NAMES, VALUES, min_size=1, max_size=6)
+KINDS = st.sampled_from(ArtifactKind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts", "fingerprint"),
+    [
+        (
+            ArtifactKind.JAX,
+            {"compiler_key": "jit_step-0123"},
+            "5a1e254bc4dd980b8e5906f76d8c28bff737c834b57fc6ec2dddf7ed9d93285c",
+        ),
+        (
+            ArtifactKind.TORCH_XLA,
+            {"compiler_key": "abc", "flags": "--xla", "empty": ""},
+            "defe9c51a5bace698ef4a22663c3499219ac59da09b57b43b1a9ff8da99b74d3",
+        ),
+        (
+            ArtifactKind.TRITON,
+            {"key": "Überraschung \ud800"},
+            "17b8f9aa81af8930f766f10378274b7a4654bd7f30f90184a1777204421d13f5",
+        ),
+    ],
+)
+def test_golden_fingerprints_never_change(kind, parts, fingerprint):
+    assert fingerprint_of(kind, parts) == fingerprint
+
+
+def test_the_documented_layout_is_what_is_hashed():
+    def prefixed(text):
+        return struct.pack(">Q", len(text)) + text
+
+    hashed = b"graphstash-fingerprint-v1\0" + prefixed(b"jax") + struct.pack(">Q", 2)
+    hashed += prefixed(b"a") + prefixed(b"1") + prefixed(b"b") + prefixed(b"2")
+
+    expected = hashlib.sha256(hashed).hexdigest()
+    assert fingerprint_of(ArtifactKind.JAX, {"b": "2", "a": "1"}) == expected
+
+
+@given(KINDS, PARTS, KINDS, PARTS)
+def test_different_parts_have_different_fingerprints(kind, parts, other_kind, other):
+    same = (kind, parts) == (other_kind, other)
+
+    assert (fingerprint_of(kind, parts) == fingerprint_of(other_kind, other)) == same
+
+
+@given(st.text("ab=\0", max_size=6), st.integers(0, 6), st.integers(0, 6))
+def test_moving_the_border_between_two_values_changes_it(text, cut, other_cut):
+    first = {"a": text[:cut], "b": text[cut:]}
+    second = {"a": text[:other_cut], "b": text[other_cut:]}
+
+    same = fingerprint_of(ArtifactKind.JAX, first) == fingerprint_of(ArtifactKind.JAX, second)
+    assert same == (first == second)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"ab": "c"}, {"a": "bc"}),
+        ({"a": "b", "c": "d"}, {"a": "bcd"}),
+        ({"a": "1", "b": ""}, {"a": "1"}),
+        ({"a": ""}, {"a": "\0"}),
+        ({"a": "1\0\0\0\0\0\0\0\1b"}, {"a": "1", "b": ""}),
+        ({"a": "x", "b": "y"}, {"a": "y", "b": "x"}),
+    ],
+)
+def test_no_split_of_the_same_text_is_taken_for_another(first, second):
+    assert fingerprint_of(ArtifactKind.JAX, first) != fingerprint_of(ArtifactKind.JAX, second)
+
+
+@given(PARTS, st.randoms(use_true_random=False))
+def test_the_order_of_the_parts_does_not_matter(parts, random):
+    shuffled = list(parts.items())
+    random.shuffle(shuffled)
+
+    assert fingerprint_of(ArtifactKind.JAX, dict(shuffled)) == fingerprint_of(
+        ArtifactKind.JAX, parts
+    )
+
+
+def test_a_fingerprint_is_a_checked_word():
+    assert isinstance(fingerprint_of(ArtifactKind.JAX, {"a": "1"}), Fingerprint)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [{}, {f"p{n}": "" for n in range(MAX_PARTS + 1)}, {"": "x"}, {"ä": "x"}, {"a" * 65: "x"}],
+    ids=["none", "too many", "no name", "not ASCII", "long name"],
+)
+def test_parts_out_of_form_are_refused(parts):
+    with pytest.raises(InvalidValueError) as refusal:
+        fingerprint_of(ArtifactKind.JAX, parts)
+    assert refusal.value.code is ErrorCode.INVALID_FINGERPRINT
+
+
+@given(PARTS)
+def test_parts_are_shown_short_and_still_tell_differences(parts):
+    shown = parts_for_display(parts)
+
+    assert list(shown) == sorted(parts)
+    for name, value in shown.items():
+        assert len(value) <= 160
+        assert value.isprintable()
+        assert value == parts[name] or value.startswith("sha256:")
+
+
+def test_long_and_unprintable_values_are_shown_as_their_digest():
+    shown = parts_for_display({"long": "x" * 161, "line": "a\nb", "fits": "x" * 160})
+
+    assert shown["fits"] == "x" * 160
+    assert shown["long"] == "sha256:" + hashlib.sha256(b"x" * 161).hexdigest()
+    assert shown["line"] == "sha256:" + hashlib.sha256(b"a\nb").hexdigest()

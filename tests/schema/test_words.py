@@ -1,0 +1,215 @@
+"""Words, digests and metadata: what is read is what was written, and nothing else is let in."""
+
+import base64
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from graphstash_schema import (
+    MAX_COMPILE_SECONDS,
+    STATUS,
+    ArtifactKey,
+    ArtifactKind,
+    ArtifactMetadata,
+    DeviceType,
+    Digest,
+    DigestHasher,
+    ErrorCode,
+    Fingerprint,
+    InvalidValueError,
+    ManifestName,
+    Namespace,
+    Problem,
+)
+from graphstash_schema.protocol import MAX_METADATA_BYTES
+
+WORDS = [Namespace, DeviceType, Fingerprint, ManifestName]
+
+
+@pytest.mark.parametrize("word", WORDS)
+@given(data=st.data())
+def test_a_word_of_the_right_form_stays_as_it_is(word, data):
+    text = data.draw(st.from_regex(word.form, fullmatch=True))
+
+    assert word(text) == text
+    assert TypeAdapter(word).validate_json(json.dumps(text)) == text
+    assert json.loads(TypeAdapter(word).dump_json(word(text))) == text
+
+
+@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize(
+    "text", ["", " ", "a b", "a/b", "..", ".a", "a\n", "\na", "a\0", "ä", "a" * 300, "%2e", "-a"]
+)
+def test_a_word_of_another_form_is_refused(word, text):
+    with pytest.raises(InvalidValueError) as refusal:
+        word(text)
+    assert refusal.value.code is word.code
+    assert word.what in str(refusal.value)
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_json_other_than_a_string_is_no_word(word):
+    for value in ("1", "null", "[]", "{}", "true"):
+        with pytest.raises(ValidationError):
+            TypeAdapter(word).validate_json(value)
+
+
+def test_a_refused_value_is_cut_to_a_line():
+    with pytest.raises(InvalidValueError) as refusal:
+        Namespace("x" * 10_000 + "\n")
+    assert len(str(refusal.value)) < 250
+
+
+def test_a_word_describes_itself_as_a_string_with_a_pattern():
+    class Model(BaseModel):
+        namespace: Namespace
+
+    described = Model.model_json_schema()["properties"]["namespace"]
+    assert described["type"] == "string"
+    assert described["pattern"] == "^[a-z0-9][a-z0-9._-]{0,63}$"
+
+
+def test_a_key_reads_its_three_segments_and_writes_them_again():
+    key = ArtifactKey.parse("jax", "cpu-x86_64", "a" * 64)
+
+    assert str(key) == f"jax/cpu-x86_64/{'a' * 64}"
+    assert key.artifact_path(Namespace("team")) == f"/v1/team/artifacts/{key}"
+    assert key.lease_path(Namespace("team")) == f"/v1/team/leases/{key}"
+    assert ArtifactKey.model_validate_json(key.model_dump_json()) == key
+
+
+def test_an_unknown_kind_is_refused_naming_the_known_ones():
+    with pytest.raises(InvalidValueError, match="torch_xla") as refusal:
+        ArtifactKind.parse("wasm")
+    assert refusal.value.code is ErrorCode.INVALID_KIND
+
+
+@pytest.mark.parametrize(
+    ("parts", "word"),
+    [
+        (("TPU", "v5 lite", "2x4"), "tpu-v5_lite-2x4"),
+        (("cuda", "sm_90"), "cuda-sm_90"),
+        (("cpu", "", "x"), "cpu-x"),
+        (("neuron", "Trn1/32xl"), "neuron-trn1_32xl"),
+    ],
+)
+def test_a_device_type_is_joined_from_what_a_runtime_says(parts, word):
+    assert DeviceType.of(*parts) == word
+    assert DeviceType.of(*parts).platform == word.split("-")[0]
+
+
+def test_cpu_features_have_no_order_and_no_repetition():
+    first = DeviceType.cpu("x86_64", ["avx2", "sse", "avx2"])
+
+    assert first == DeviceType.cpu("x86_64", ["sse", "avx2"])
+    assert first != DeviceType.cpu("x86_64", ["sse"])
+
+
+@given(st.binary(max_size=100))
+def test_a_digest_reads_its_three_spellings(blob):
+    digest = Digest.of(blob)
+
+    assert Digest.parse(str(digest), size_bytes=len(blob)) == digest
+    assert Digest.parse_repr_digest(digest.repr_digest, size_bytes=len(blob)) == digest
+    assert digest.etag == f'"{digest}"'
+
+
+@given(st.binary(max_size=100), st.integers(0, 100))
+def test_a_digest_is_the_same_in_pieces(blob, cut):
+    hasher = DigestHasher()
+    hasher.update(blob[:cut])
+    hasher.update(memoryview(blob)[cut:])
+
+    assert hasher.digest() == Digest.of(blob)
+    assert hasher.size_bytes == len(blob)
+
+
+@pytest.mark.parametrize("text", ["", "sha256:", "sha256:" + "A" * 64, "md5:" + "a" * 32, "a" * 64])
+def test_a_digest_of_another_form_is_refused(text):
+    with pytest.raises(InvalidValueError):
+        Digest.parse(text, size_bytes=0)
+    with pytest.raises(InvalidValueError):
+        Digest("a" * 64, -1)
+
+
+@given(st.text(max_size=60))
+def test_no_text_is_taken_for_a_digest_by_accident(text):
+    with pytest.raises(InvalidValueError):
+        Digest.parse_repr_digest(text, size_bytes=0)
+
+
+METADATA = st.builds(
+    ArtifactMetadata,
+    compile_seconds=st.floats(0, MAX_COMPILE_SECONDS),
+    raw_size_bytes=st.integers(0, 2**50),
+    toolchain=st.text(st.characters(codec="utf-8"), max_size=256),
+    producer=st.text(st.characters(codec="utf-8"), max_size=128),
+    parts=st.dictionaries(
+        st.text(st.characters(codec="utf-8"), max_size=10),
+        st.text(st.characters(codec="utf-8"), max_size=20),
+        max_size=5,
+    ),
+)
+
+
+@given(METADATA)
+def test_metadata_comes_back_from_its_header(metadata):
+    header = metadata.to_header()
+
+    assert header.isascii()
+    assert ArtifactMetadata.from_header(header) == metadata
+
+
+@pytest.mark.parametrize("size", [50, 160, 1000])
+def test_a_metadata_header_never_passes_its_limit(size):
+    metadata = ArtifactMetadata(
+        compile_seconds=MAX_COMPILE_SECONDS,
+        raw_size_bytes=2**60,
+        toolchain="\U0001f600" * 256,
+        producer="\U0001f600" * 128,
+        parts={f"part{number}": "\U0001f600" * size for number in range(256)},
+    )
+
+    header = metadata.to_header()
+
+    assert len(header) <= MAX_METADATA_BYTES
+    assert ArtifactMetadata.from_header(header).compile_seconds == MAX_COMPILE_SECONDS
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {},
+        {"compile_seconds": -1, "raw_size_bytes": 0},
+        {"compile_seconds": MAX_COMPILE_SECONDS + 1, "raw_size_bytes": 0},
+        {"compile_seconds": float("nan"), "raw_size_bytes": 0},
+        {"compile_seconds": 1, "raw_size_bytes": -1},
+        {"compile_seconds": 1, "raw_size_bytes": 1, "version": 2},
+        {"compile_seconds": 1, "raw_size_bytes": 1, "toolchain": "x" * 257},
+        {"compile_seconds": 1, "raw_size_bytes": 1, "parts": {"a": 1}},
+        [],
+    ],
+)
+def test_metadata_out_of_range_is_refused(record):
+    header = base64.urlsafe_b64encode(json.dumps(record).encode()).rstrip(b"=").decode()
+
+    with pytest.raises(InvalidValueError) as refusal:
+        ArtifactMetadata.from_header(header)
+    assert refusal.value.code is ErrorCode.INVALID_METADATA
+
+
+@given(st.text(max_size=40))
+def test_no_header_breaks_the_reader_of_metadata(text):
+    with pytest.raises(InvalidValueError):
+        ArtifactMetadata.from_header(text)
+
+
+def test_every_error_code_has_a_status_and_a_document():
+    assert set(STATUS) == set(ErrorCode)
+    for code, status in STATUS.items():
+        assert 400 <= status <= 599
+        problem = Problem.of(code, "why", request_id="r1")
+        assert Problem.model_validate_json(problem.model_dump_json()) == problem

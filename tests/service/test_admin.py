@@ -1,0 +1,207 @@
+"""Health, statistics, the root, and what every answer has in common."""
+
+import re
+import sqlite3
+from typing import Any
+
+import httpx
+import pytest
+
+from graphstash_server import __version__
+from graphstash_server.app import create_app
+from graphstash_server.settings import load_settings
+from graphstash_server.testing import LiveServer, MemoryBlobStore
+
+
+def test_health_asks_nothing_else(api):
+    answer = api.http.get("/healthz")
+
+    assert (answer.status_code, answer.json()) == (200, {"status": "ok", "version": __version__})
+
+
+def test_readiness_names_its_parts(api):
+    answer = api.http.get("/readyz")
+
+    assert answer.status_code == 200
+    assert answer.json() == {"status": "ready", "database": "ok", "blob_store": "ok"}
+    assert answer.headers["cache-control"] == "no-store"
+
+
+def test_readiness_leaves_no_blob_behind(api, files):
+    before = files()
+
+    api.http.get("/readyz")
+
+    assert files() == before
+
+
+def test_a_server_without_its_store_is_alive_and_not_ready(tmp_path, connect, problem):
+    with LiveServer(tmp_path / "data", log_level="error") as server:
+        api = connect(server.url)
+        api.put(b"x", 1)
+        (tmp_path / "data" / "blobs").rename(tmp_path / "elsewhere")
+
+        refused = problem(api.http.get("/readyz"), 503, "unavailable", "blob store failed")
+        assert refused["retryable"] is True
+        assert "database ok" in refused["detail"]
+        problem(api.get(1), 503, "unavailable")
+        problem(api.put(b"y", 2), 503, "unavailable")
+        assert api.http.get("/healthz").status_code == 200
+
+        (tmp_path / "elsewhere").rename(tmp_path / "data" / "blobs")
+        assert api.http.get("/readyz").status_code == 200
+        assert api.get(1).content == b"x"
+
+
+def test_a_server_without_its_database_is_not_ready(tmp_path, connect, problem):
+    with LiveServer(tmp_path / "data", log_level="error") as server:
+        api = connect(server.url)
+        database = sqlite3.connect(tmp_path / "data" / "graphstash.sqlite3")
+        database.execute("DROP TABLE usage")
+        database.close()
+
+        problem(api.http.get("/readyz"), 503, "unavailable", "database failed", "blob store ok")
+
+
+def test_statistics_tell_of_the_server(api):
+    stats = api.http.get("/v1/stats").json()
+
+    assert stats["version"] == __version__
+    assert stats["uptime_seconds"] > 0
+
+
+def test_the_root_says_what_this_is(api):
+    answer = api.http.get("/")
+
+    assert "graphstash" in answer.text
+    assert "/openapi.json" in answer.text
+    assert "http" not in answer.text  # nothing is loaded from elsewhere
+
+
+def test_every_answer_carries_protocol_and_request_id(api):
+    for path in ("/healthz", "/v1/stats", "/nothing", api.path()):
+        answer = api.http.get(path)
+        assert answer.headers["graphstash-protocol"] == "1"
+        assert re.fullmatch(r"[A-Za-z0-9._-]{1,64}", answer.headers["x-request-id"])
+
+
+def test_request_ids_differ_and_a_well_formed_one_is_kept(api):
+    first, second = (api.http.get("/healthz").headers["x-request-id"] for _ in range(2))
+    kept = api.http.get("/healthz", headers={"X-Request-Id": "job-7.rank_3"})
+    replaced = api.http.get("/healthz", headers={"X-Request-Id": "a b; <script>"})
+
+    assert first != second
+    assert kept.headers["x-request-id"] == "job-7.rank_3"
+    assert re.fullmatch(r"[A-Za-z0-9-]+", replaced.headers["x-request-id"])
+
+
+@pytest.mark.parametrize("path", ["/nothing", "/v1", "/v1/team", "/docs", "/redoc", "/v1/stats/"])
+def test_an_unknown_path_is_not_found(api, problem, path):
+    problem(api.http.get(path), 404, "not_found", path)
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "allowed"),
+    [
+        ("artifact", "POST", {"GET", "HEAD", "PUT", "DELETE"}),
+        ("lease", "GET", {"POST", "PUT", "DELETE"}),
+        ("/v1/team/artifacts:lookup", "GET", {"POST"}),
+        ("/v1/team/manifests/m", "DELETE", {"GET", "PUT"}),
+        ("/healthz", "POST", {"GET"}),
+    ],
+)
+def test_another_method_is_told_the_right_ones(api, problem, path, method, allowed):
+    path = {"artifact": api.path(), "lease": api.lease_path()}.get(path, path)
+
+    answer = api.http.request(method, path)
+
+    problem(answer, 405, "method_not_allowed", method)
+    assert set(answer.headers["allow"].split(", ")) == allowed
+
+
+def test_headers_without_end_are_refused(api, problem):
+    answer = api.http.get(api.path(), headers={"X-Long": "x" * 70_000})
+
+    assert problem(answer, 431, "headers_too_large", "65536")["limit"] == 65536
+
+
+class BrokenStore(MemoryBlobStore):
+    """Fails in a way that nobody foresaw."""
+
+    async def open(self, digest: Any) -> Any:
+        raise ZeroDivisionError(f"secret path /srv/{digest}")
+
+
+def test_an_unforeseen_failure_is_logged_whole_and_leaves_sanitised(
+    tmp_path, monkeypatch, connect, problem, caplog
+):
+    def broken(settings, **keywords):
+        return create_app(settings, blob_store=BrokenStore(), **keywords)
+
+    monkeypatch.setattr("graphstash_server.server.create_app", broken)
+    with LiveServer(tmp_path) as server:
+        api = connect(server.url)
+        api.put(b"x")
+
+        answer = api.get()
+
+        refused = problem(answer, 500, "internal")
+        assert "secret" not in answer.text
+        assert answer.headers["x-request-id"] in refused["detail"]
+        assert "ZeroDivisionError" in caplog.text
+        assert answer.headers["x-request-id"] in caplog.text
+        assert api.http.get("/healthz").status_code == 200
+
+
+def test_a_blob_that_ends_early_cuts_the_connection(tmp_path, monkeypatch, connect):
+    store = MemoryBlobStore()
+
+    def app(settings, **keywords):
+        return create_app(settings, blob_store=store, **keywords)
+
+    monkeypatch.setattr("graphstash_server.server.create_app", app)
+    with LiveServer(tmp_path, log_level="error") as server:
+        api = connect(server.url)
+        api.put(b"x" * 1000)
+        opened = store.open
+
+        async def shrinking(digest):
+            reader = await opened(digest)
+            reader._blob = reader._blob[:500]
+            return reader
+
+        monkeypatch.setattr(store, "open", shrinking)
+        with pytest.raises(httpx.RemoteProtocolError):
+            api.get()
+
+
+def test_the_description_lists_every_call_and_all_its_references_resolve(api):
+    document = api.http.get("/openapi.json").json()
+
+    calls = {(method.upper(), path) for path, item in document["paths"].items() for method in item}
+    key = "{kind}/{device_type}/{fingerprint}"
+    assert calls == {
+        *((method, f"/v1/{{namespace}}/artifacts/{key}") for method in _ARTIFACT_METHODS),
+        *((method, f"/v1/{{namespace}}/leases/{key}") for method in ("POST", "PUT", "DELETE")),
+        ("POST", "/v1/{namespace}/artifacts:lookup"),
+        ("GET", "/v1/{namespace}/manifests/{name}"),
+        ("PUT", "/v1/{namespace}/manifests/{name}"),
+        ("GET", "/healthz"),
+        ("GET", "/readyz"),
+        ("GET", "/v1/stats"),
+        ("GET", "/"),
+    }
+    for reference in set(re.findall(r'"\$ref": ?"#/([^"]+)"', api.http.get("/openapi.json").text)):
+        found = document
+        for step in reference.split("/"):
+            found = found[step]
+
+
+_ARTIFACT_METHODS = ("GET", "HEAD", "PUT", "DELETE")
+
+
+def test_settings_fields_all_say_what_they_are():
+    settings = load_settings()
+
+    for name, field in type(settings).model_fields.items():
+        assert field.description, name

@@ -1,0 +1,221 @@
+"""Both blob stores keep one contract; the disk store also behaves like a dictionary."""
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from graphstash_schema import Digest, ErrorCode
+from graphstash_server.errors import NoSpaceError, ServerError
+from graphstash_server.storage import DiskBlobStore
+from graphstash_server.storage.space import SpaceGuard
+from graphstash_server.testing import BlobStoreContract, MemoryBlobStore, as_chunks, read_blob
+
+
+class TestMemoryBlobStore(BlobStoreContract):
+    @pytest.fixture
+    def store(self):
+        return MemoryBlobStore()
+
+
+class TestDiskBlobStore(BlobStoreContract):
+    @pytest.fixture
+    def store(self, tmp_path):
+        store = DiskBlobStore(tmp_path / "blobs")
+        yield store
+        asyncio.run(store.close())
+        assert list((tmp_path / "blobs" / "tmp").iterdir()) == []
+
+
+@pytest.fixture
+def disk(tmp_path):
+    store = DiskBlobStore(tmp_path / "blobs")
+    yield store
+    asyncio.run(store.close())
+
+
+def put(store, blob):
+    return asyncio.run(store.put(Digest.of(blob), as_chunks(blob)))
+
+
+def test_a_blob_lies_under_its_digest_and_nothing_else(disk, tmp_path):
+    put(disk, b"abc")
+
+    sha256 = Digest.of(b"abc").sha256
+    path = tmp_path / "blobs" / "sha256" / sha256[:2] / sha256
+    assert path.read_bytes() == b"abc"
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_putting_again_repairs_a_damaged_file(disk, tmp_path):
+    put(disk, b"abc")
+    sha256 = Digest.of(b"abc").sha256
+    (tmp_path / "blobs" / "sha256" / sha256[:2] / sha256).write_bytes(b"xyz")
+
+    put(disk, b"abc")
+
+    assert asyncio.run(read_blob(disk, Digest.of(b"abc"))) == b"abc"
+
+
+def test_head_room_is_kept_free_before_a_byte_is_read(tmp_path):
+    store = DiskBlobStore(tmp_path, min_free_bytes=2**60)
+
+    async def unread():
+        raise AssertionError("the body was read")
+        yield b""
+
+    with pytest.raises(NoSpaceError) as refusal:
+        asyncio.run(store.put(Digest.of(b"abc"), unread()))
+
+    asyncio.run(store.close())
+    assert refusal.value.status == 507
+    assert "3 bytes" in refusal.value.detail
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_promised_bytes_are_not_promised_twice_and_are_given_back(tmp_path):
+    disk = os.statvfs(tmp_path)
+    two_thirds = disk.f_bavail * disk.f_frsize * 2 // 3
+    space = SpaceGuard(tmp_path, min_free_bytes=0)
+
+    space.reserve(two_thirds)
+    with pytest.raises(NoSpaceError, match=str(two_thirds)):
+        space.reserve(two_thirds)
+    space.release(two_thirds)
+    space.reserve(two_thirds)
+
+
+@pytest.mark.parametrize("blob", [b"small", bytes(3_000_000)], ids=["small", "large"])
+def test_every_end_of_an_upload_gives_its_promise_back(disk, blob):
+    with contextlib.suppress(ServerError):
+        asyncio.run(disk.put(Digest.of(b"x" * len(blob)), as_chunks(blob)))
+    put(disk, blob)
+
+    assert disk._space._promised_bytes == 0
+
+
+def test_a_new_store_removes_what_a_crash_left_and_no_live_upload(tmp_path):
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    (temporary / "abandoned").write_bytes(b"half")
+    with (temporary / "live").open("wb") as live:
+        fcntl.flock(live, fcntl.LOCK_EX)
+        store = DiskBlobStore(tmp_path)
+        left = [path.name for path in temporary.iterdir()]
+    asyncio.run(store.close())
+
+    assert left == ["live"]
+
+
+@pytest.mark.parametrize("call", ["open", "stat", "list"])
+def test_a_store_that_vanished_is_unavailable_and_not_empty(disk, tmp_path, call):
+    put(disk, b"abc")
+    (tmp_path / "blobs").rename(tmp_path / "elsewhere")
+
+    async def use():
+        if call == "list":
+            return [digest async for digest in disk.list()]
+        return await getattr(disk, call)(Digest.of(b"abc"))
+
+    with pytest.raises(ServerError) as refusal:
+        asyncio.run(use())
+    assert refusal.value.code is ErrorCode.UNAVAILABLE
+
+
+def test_other_files_in_the_store_are_left_alone(disk, tmp_path):
+    put(disk, b"abc")
+    shard = tmp_path / "blobs" / "sha256" / "00"
+    shard.mkdir(exist_ok=True)
+    (shard / "README").write_text("mine")
+    (shard / ("f" * 64)).write_text("in the wrong place")
+
+    async def listed():
+        return [digest async for digest in disk.list()]
+
+    assert asyncio.run(listed()) == [Digest.of(b"abc")]
+    assert (shard / "README").exists()
+
+
+class DiskStoreIsADictionary(RuleBasedStateMachine):
+    """Whatever is done, in whatever order, the store and a dictionary say the same."""
+
+    blobs = Bundle("blobs")
+
+    def __init__(self):
+        super().__init__()
+        self.directory = tempfile.TemporaryDirectory()
+        self.store = DiskBlobStore(Path(self.directory.name))
+        self.model = {}
+
+    @rule(target=blobs, blob=st.binary(max_size=40))
+    def name_a_blob(self, blob):
+        return blob
+
+    @rule(blob=blobs, cut=st.integers(0, 40))
+    def put(self, blob, cut):
+        digest = Digest.of(blob)
+        is_new = asyncio.run(self.store.put(digest, as_chunks(blob[:cut], blob[cut:])))
+        assert is_new == (digest.sha256 not in self.model)
+        self.model[digest.sha256] = blob
+
+    @rule(blob=blobs, other=blobs)
+    def put_other_bytes(self, blob, other):
+        with contextlib.suppress(ServerError):
+            asyncio.run(self.store.put(Digest.of(blob), as_chunks(other)))
+            self.model[Digest.of(blob).sha256] = blob
+            assert blob == other
+
+    @rule(blob=blobs)
+    def delete(self, blob):
+        digest = Digest.of(blob)
+        was_there = self.model.pop(digest.sha256, None) is not None
+        assert asyncio.run(self.store.delete(digest)) == was_there
+
+    @rule(blob=blobs, start=st.integers(0, 40), length=st.integers(0, 40))
+    def read(self, blob, start, length):
+        stored = self.model.get(Digest.of(blob).sha256)
+        if stored is None:
+            assert asyncio.run(read_blob(self.store, Digest.of(blob))) is None
+            return
+        stop = min(start + length, len(stored))
+        start = min(start, stop)
+        read = asyncio.run(read_blob(self.store, Digest.of(blob), start, stop))
+        assert read == stored[start:stop]
+
+    @rule()
+    def open_again(self):
+        asyncio.run(self.store.close())
+        self.store = DiskBlobStore(Path(self.directory.name))
+
+    @invariant()
+    def the_list_is_the_dictionary(self):
+        async def listed():
+            return [(digest.sha256, digest.size_bytes) async for digest in self.store.list()]
+
+        assert asyncio.run(listed()) == sorted(
+            (sha256, len(blob)) for sha256, blob in self.model.items()
+        )
+
+    def teardown(self):
+        asyncio.run(self.store.close())
+        self.directory.cleanup()
+
+
+def test_a_disk_store_is_a_dictionary():
+    run_state_machine_as_test(
+        DiskStoreIsADictionary,
+        settings=settings(max_examples=30, stateful_step_count=20, deadline=None),
+    )

@@ -1,0 +1,315 @@
+"""Leases: one compiles, the others wait."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from graphstash_schema import Digest
+
+BLOB = b"an executable" * 1000
+
+
+def release(api, number, token, outcome):
+    return api.http.delete(
+        api.lease_path(number),
+        params={"outcome": outcome},
+        headers={"Graphstash-Lease": token},
+    )
+
+
+def renew(api, number, token, **request):
+    return api.http.put(api.lease_path(number), json=request, headers={"Graphstash-Lease": token})
+
+
+def waiters(api) -> int:
+    return api.http.get("/v1/stats").json()["waiters"]
+
+
+def test_the_first_who_asks_compiles(api):
+    answer = api.acquire(holder="me@here", ttl_seconds=20)
+
+    granted = answer.json()
+    assert answer.status_code == 201
+    assert granted["state"] == "granted"
+    assert len(granted["token"]) == 32
+    assert granted["fencing"] > 0
+    assert granted["ttl_seconds"] == 20
+    assert answer.headers["cache-control"] == "no-store"
+
+
+def test_the_second_is_told_who_compiles_and_for_how_long(api):
+    api.acquire(holder="me@here", ttl_seconds=20)
+
+    answer = api.acquire(holder="you@there")
+
+    held = answer.json()
+    assert answer.status_code == 202
+    assert held["state"] == "held"
+    assert held["holder"] == "me@here"
+    assert 15 < held["expires_in_seconds"] <= 20
+    assert answer.headers["retry-after"] == "1"
+    assert "token" not in held
+
+
+def test_the_holder_gets_no_second_lease(api):
+    api.acquire(holder="me@here")
+
+    assert api.acquire(holder="me@here").status_code == 202
+
+
+def test_a_stored_artifact_needs_no_lease(api):
+    api.put(BLOB)
+
+    answer = api.acquire()
+
+    ready = {"state": "ready", "digest": str(Digest.of(BLOB)), "size_bytes": len(BLOB)}
+    assert (answer.status_code, answer.json()) == (200, ready)
+
+
+def test_an_empty_body_asks_with_the_defaults(api):
+    answer = api.http.post(api.lease_path())
+
+    assert (answer.status_code, answer.json()["ttl_seconds"]) == (201, 30)
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ('{"ttl_seconds": 0.5}', "ttl_seconds"),
+        ('{"ttl_seconds": 601}', "ttl_seconds"),
+        ('{"ttl_seconds": NaN}', "ttl_seconds"),
+        ('{"holder": "%s"}' % ("x" * 129), "holder"),
+        ('{"colour": 1}', "colour"),
+        ("[]", "body"),
+        ("{", "body"),
+    ],
+)
+def test_a_request_out_of_form_is_refused(api, problem, body, named):
+    answer = api.http.post(api.lease_path(), content=body)
+
+    problem(answer, 400, "invalid_request", named)
+    assert api.acquire().status_code == 201
+
+
+def test_of_thirty_two_who_ask_at_once_one_compiles(api, connect):
+    askers = [connect(api.url, api.namespace) for _ in range(32)]
+
+    with ThreadPoolExecutor(32) as pool:
+        answers = list(pool.map(lambda asker: asker.acquire().status_code, askers))
+
+    assert sorted(answers) == [201] + [202] * 31
+
+
+def test_everybody_who_waits_is_served_soon_after_the_commit(api, connect, eventually):
+    api.acquire()
+    askers = [connect(api.url, api.namespace) for _ in range(16)]
+    served_at: list[float] = []
+
+    def wait(asker) -> int:
+        answer = asker.acquire(wait=30)
+        served_at.append(time.monotonic())
+        assert answer.json()["digest"] == str(Digest.of(BLOB))
+        assert answer.headers["preference-applied"] == "wait=30"
+        return answer.status_code
+
+    with ThreadPoolExecutor(16) as pool:
+        waiting = [pool.submit(wait, asker) for asker in askers]
+        eventually(lambda: waiters(api) == 16)
+        api.put(BLOB)
+        committed_at = time.monotonic()
+        assert [each.result() for each in waiting] == [200] * 16
+    assert max(served_at) - committed_at < 0.5
+    assert waiters(api) == 0
+
+
+def test_a_wait_ends_when_its_time_is_over(api):
+    api.acquire()
+    begin = time.monotonic()
+
+    answer = api.acquire(wait=1)
+
+    assert answer.status_code == 202
+    assert 0.9 < time.monotonic() - begin < 3
+
+
+def test_a_failure_wakes_exactly_one(api, connect, eventually):
+    token = api.acquire().json()["token"]
+    askers = [connect(api.url, api.namespace) for _ in range(4)]
+
+    with ThreadPoolExecutor(4) as pool:
+        waiting = [pool.submit(asker.acquire, wait=2) for asker in askers]
+        eventually(lambda: waiters(api) == 4)
+        failed_at = time.monotonic()
+        assert release(api, 0, token, "failed").status_code == 204
+        eventually(lambda: any(each.done() for each in waiting))
+        assert time.monotonic() - failed_at < 0.5
+        answers = [each.result().status_code for each in waiting]
+
+    assert sorted(answers) == [201, 202, 202, 202]
+
+
+def test_an_expired_lease_lets_the_next_one_in(api):
+    api.acquire(ttl_seconds=1)
+    begin = time.monotonic()
+
+    answer = api.acquire(wait=10)
+
+    assert answer.status_code == 201
+    assert 0.8 < time.monotonic() - begin < 2
+
+
+def test_the_fencing_number_grows_with_every_grant(api):
+    numbers = []
+    for outcome in ("failed", "published", "failed"):
+        granted = api.acquire().json()
+        numbers.append(granted["fencing"])
+        release(api, 0, granted["token"], outcome)
+    api.acquire(ttl_seconds=1)
+    numbers.append(api.acquire(wait=5).json()["fencing"])
+
+    assert numbers == sorted(set(numbers))
+
+
+def test_a_renewed_lease_lives_longer(api):
+    granted = api.acquire(ttl_seconds=1).json()
+
+    renewed = renew(api, 0, granted["token"], ttl_seconds=20)
+
+    assert renewed.status_code == 200
+    assert renewed.json() == {**granted, "ttl_seconds": 20}
+    time.sleep(1.1)
+    assert api.acquire().status_code == 202
+
+
+def test_an_expired_lease_cannot_be_renewed(api, problem):
+    granted = api.acquire(ttl_seconds=1).json()
+    time.sleep(1.1)
+
+    problem(renew(api, 0, granted["token"]), 410, "lease_lost", "expired")
+
+
+def test_a_lease_that_somebody_else_took_is_lost(api, problem):
+    lost = api.acquire(ttl_seconds=1).json()
+    taken = api.acquire(wait=5).json()
+
+    problem(renew(api, 0, lost["token"]), 410, "lease_lost")
+    problem(release(api, 0, lost["token"], "failed"), 410, "lease_lost")
+    assert renew(api, 0, taken["token"]).status_code == 200
+
+
+@pytest.mark.parametrize("outcome", ["published", "failed"])
+def test_releasing_twice_does_no_harm(api, outcome):
+    token = api.acquire().json()["token"]
+
+    assert release(api, 0, token, outcome).status_code == 204
+    assert release(api, 0, token, outcome).status_code == 204
+    assert api.acquire().status_code == 201
+
+
+def test_publishing_ends_the_lease_and_the_holder_may_still_release_it(api):
+    token = api.acquire().json()["token"]
+    held = api.http.get("/v1/stats").json()["leases_held"]
+
+    api.put(BLOB)
+
+    assert api.http.get("/v1/stats").json()["leases_held"] == held - 1
+    assert renew(api, 0, token).status_code == 410
+    assert release(api, 0, token, "published").status_code == 204
+
+
+def test_a_token_that_was_never_granted_is_refused(api, problem):
+    api.acquire()
+
+    problem(renew(api, 0, "0" * 32), 410, "lease_lost")
+    problem(release(api, 0, "0" * 32, "failed"), 410, "lease_lost")
+    assert api.acquire().status_code == 202
+
+
+def test_token_and_outcome_are_required(api, problem):
+    api.acquire()
+
+    problem(api.http.put(api.lease_path(), json={}), 400, "invalid_request", "Graphstash-Lease")
+    problem(api.http.delete(api.lease_path()), 400, "invalid_request", "outcome")
+    problem(release(api, 0, "0" * 32, "exploded"), 400, "invalid_request", "exploded", "published")
+
+
+def test_a_waiter_that_hangs_up_takes_nothing_along(api, connect, eventually):
+    token = api.acquire().json()["token"]
+    impatient = connect(api.url, api.namespace)
+    impatient.http.timeout = httpx.Timeout(0.5)
+    with pytest.raises(httpx.ReadTimeout):
+        impatient.acquire(wait=30)
+    eventually(lambda: waiters(api) == 0)
+
+    with ThreadPoolExecutor(1) as pool:
+        patient = pool.submit(connect(api.url, api.namespace).acquire, wait=10)
+        eventually(lambda: waiters(api) == 1)
+        begin = time.monotonic()
+        release(api, 0, token, "failed")
+        assert patient.result().status_code == 201
+    assert time.monotonic() - begin < 0.5
+
+
+def test_the_lookout_hanging_up_leaves_the_others_served(api, connect, eventually):
+    """The first waiter looks for all; when it goes, the next one takes over before the expiry."""
+    api.acquire(ttl_seconds=2)
+    first, second = (connect(api.url, api.namespace) for _ in range(2))
+    first.http.timeout = httpx.Timeout(0.7)
+
+    def give_up() -> None:
+        with pytest.raises(httpx.ReadTimeout):
+            first.acquire(wait=30)
+
+    thread = threading.Thread(target=give_up)
+    thread.start()
+    eventually(lambda: waiters(api) == 1)
+    begin = time.monotonic()
+    answer = second.acquire(wait=20)
+    thread.join()
+
+    assert answer.status_code == 201
+    assert time.monotonic() - begin < 4
+
+
+def test_a_failed_lease_of_an_artifact_that_lost_its_blob_is_asked_for_again(api, files):
+    blob = b"lost" + api.namespace.encode()
+    api.put(blob)
+    for path in files():
+        if path.name == Digest.of(blob).sha256:
+            path.unlink()
+
+    assert api.acquire().status_code == 201
+
+
+def test_a_release_is_seen_by_the_waiters_of_another_process(start, connect, eventually):
+    first, second = start(), start()
+    here, there = connect(first.url), connect(second.url)
+    here.acquire()
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(there.acquire, wait=20)
+        eventually(lambda: waiters(there) == 1)
+        here.put(BLOB)
+        committed_at = time.monotonic()
+        answer = waiting.result()
+
+    assert answer.status_code == 200
+    assert time.monotonic() - committed_at < 1.5
+
+
+def test_stopping_a_server_answers_who_waits(start, connect, eventually):
+    server = start()
+    api = connect(server.url)
+    api.acquire()
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(api.acquire, wait=30)
+        eventually(lambda: waiters(connect(server.url)) == 1)
+        begin = time.monotonic()
+        code = server.stop()
+        assert waiting.result().status_code == 202
+    assert time.monotonic() - begin < 10
+    assert code == 0

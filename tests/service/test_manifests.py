@@ -1,0 +1,123 @@
+"""Manifests: what a job used, merged over its runs."""
+
+import asyncio
+import json
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from graphstash_schema import Manifest, ManifestName
+from graphstash_server.context import open_context
+from graphstash_server.keys import StoredKey
+from graphstash_server.settings import load_settings
+
+
+def path(api, name="train_gpt"):
+    return f"/v1/{api.namespace}/manifests/{name}"
+
+
+def put(api, numbers, name="train_gpt"):
+    body = json.dumps({"keys": [api.key(number) for number in numbers]})
+    return api.http.put(path(api, name), content=body)
+
+
+def entries(answer):
+    manifest = Manifest.model_validate_json(answer.content)
+    return {str(entry.key.fingerprint): entry.runs for entry in manifest.entries}
+
+
+def test_the_first_run_makes_the_manifest(api):
+    answer = put(api, [1, 2])
+
+    assert answer.status_code == 201
+    assert entries(answer) == {api.fingerprint(1): 1, api.fingerprint(2): 1}
+    assert answer.json()["name"] == "train_gpt"
+    assert entries(api.http.get(path(api))) == entries(answer)
+
+
+def test_further_runs_are_merged_and_the_latest_comes_first(api):
+    put(api, [1, 2])
+
+    answer = put(api, [2, 3, 3])
+
+    assert answer.status_code == 200
+    assert entries(answer) == {
+        api.fingerprint(1): 1,
+        api.fingerprint(2): 2,
+        api.fingerprint(3): 1,
+    }
+    assert answer.json()["entries"][0]["key"]["fingerprint"] == api.fingerprint(2)
+    assert answer.json()["entries"][-1]["key"]["fingerprint"] == api.fingerprint(1)
+    used_at = datetime.fromisoformat(answer.json()["entries"][0]["used_at"])
+    assert abs(datetime.now(UTC) - used_at) < timedelta(minutes=1)
+
+
+def test_an_absent_manifest_is_not_found(api, problem):
+    problem(api.http.get(path(api)), 404, "not_found", "train_gpt")
+
+
+def test_concurrent_runs_are_all_merged(api, connect):
+    jobs = [connect(api.url, api.namespace) for _ in range(8)]
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda n, job: put(job, [0, n + 1]).status_code, range(8), jobs))
+
+    assert sorted(answers) == [200] * 7 + [201]
+    merged = entries(api.http.get(path(api)))
+    assert merged[api.fingerprint(0)] == 8
+    assert len(merged) == 9
+
+
+def test_the_least_recently_used_entries_go_first(api):
+    put(api, range(10))
+
+    answer = put(api, range(10, 10 + 4092))
+
+    kept = entries(answer)
+    assert len(kept) == 4096
+    assert sum(api.fingerprint(number) in kept for number in range(10)) == 4
+
+
+def test_more_keys_than_are_kept_are_refused(api, problem):
+    answer = put(api, range(4097))
+
+    assert problem(answer, 413, "too_many_keys", "4097", "4096")["limit"] == 4096
+    assert api.http.get(path(api)).status_code == 404
+
+
+def test_no_keys_are_refused(api, problem):
+    problem(put(api, []), 400, "invalid_request", "1 to 4096")
+
+
+@pytest.mark.parametrize("name", ["-x", "x" * 129, "%20", "a%0ab", ".hidden"])
+def test_a_name_out_of_form_is_refused(api, problem, name):
+    problem(put(api, [1], name), 400, "invalid_name", "manifest name")
+    problem(api.http.get(path(api, name)), 400, "invalid_name")
+
+
+def test_namespaces_have_their_own_manifests(api, connect):
+    put(api, [1])
+
+    assert api.http.get(path(connect(api.url, f"{api.namespace}-x"))).status_code == 404
+
+
+def test_entries_that_no_run_used_for_ninety_days_go(tmp_path):
+    now = datetime(2026, 1, 1, tzinfo=UTC)
+    old, new = (
+        StoredKey.parse(namespace="team", kind="jax", device_type="cpu", fingerprint=digit * 64)
+        for digit in "ab"
+    )
+
+    async def run() -> list[str]:
+        nonlocal now
+        settings = load_settings(data_dir=tmp_path)
+        name = ManifestName("job")
+        async with open_context(settings, blob_store=None, clock=lambda: now) as context:
+            await context.manifests.merge(old.namespace, name, [old])
+            now += timedelta(days=91)
+            manifest, is_new = await context.manifests.merge(old.namespace, name, [new])
+            assert not is_new
+            return [str(entry.key.fingerprint) for entry in manifest.entries]
+
+    assert asyncio.run(run()) == ["b" * 64]

@@ -1,0 +1,83 @@
+"""No room: 507 before the body, 507 in the middle of it, and reading goes on."""
+
+import sys
+
+import pytest
+
+from graphstash_server.testing import LiveServer
+
+BLOB = bytes(range(256)) * 400  # 102,400 bytes
+
+
+def test_the_store_limit_refuses_what_would_pass_it(tmp_path, connect, problem):
+    with LiveServer(tmp_path, store_limit_bytes=250_000) as server:
+        api = connect(server.url)
+        assert [api.put(BLOB + bytes([n]), n).status_code for n in range(2)] == [201, 201]
+
+        refused = problem(
+            api.put(BLOB + b"2", 2), 507, "insufficient_storage", "102401", "204802", "250000"
+        )
+
+        assert refused["limit"] == 250_000
+        assert refused["retryable"] is False
+        assert api.get(2).status_code == 404
+        assert api.get(0).content == BLOB + b"\0"
+        assert api.http.get("/readyz").status_code == 200
+        api.http.delete(api.path(0))
+        assert api.put(BLOB + b"2", 2).status_code == 201
+
+
+def test_head_room_is_kept_on_the_disk(tmp_path, connect, problem, stored_files):
+    with LiveServer(tmp_path, min_free_bytes="1000TiB", log_level="error") as server:
+        api = connect(server.url)
+
+        problem(api.put(BLOB), 507, "insufficient_storage", "102400 bytes")
+
+        assert stored_files(tmp_path) == []
+        ready = api.http.get("/readyz")
+        assert (ready.status_code, ready.json()["blob_store"]) == (
+            200,
+            "read only: no space left",
+        )
+
+
+@pytest.mark.parametrize("size", [500_000, 3_000_000], ids=["one chunk", "allocated ahead"])
+def test_a_full_disk_in_the_middle_of_an_upload_stores_nothing(
+    start, connect, problem, stored_files, size
+):
+    """The process may write files of 400 kB only: the kernel says "full" as a disk would."""
+    limited = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000)); "
+        "from graphstash_server.__main__ import main; main()"
+    )
+    server = start("--log-level", "error", command=(sys.executable, "-c", limited))
+    api = connect(server.url)
+    api.put(BLOB, 1)
+    before = stored_files(server.data_dir)
+
+    problem(api.put(bytes(size), 2), 507, "insufficient_storage", "no room")
+
+    assert api.get(2).status_code == 404
+    assert api.get(1).content == BLOB
+    assert stored_files(server.data_dir) == before
+    assert api.put(BLOB + b"x", 3).status_code == 201
+
+
+def test_a_database_that_cannot_grow_refuses_and_goes_on_serving(start, connect):
+    """Its log cannot grow beyond 300 kB: an I/O error to SQLite, as a failing disk is."""
+    limited = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000)); "
+        "from graphstash_server.__main__ import main; main()"
+    )
+    server = start("--log-level", "error", command=(sys.executable, "-c", limited))
+    api = connect(server.url)
+    api.put(BLOB, 0)
+    number = 0
+    while (answer := api.acquire(number := number + 1, holder="x" * 128)).status_code == 201:
+        assert number < 2000
+
+    assert answer.json()["code"] in {"unavailable", "insufficient_storage"}
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert api.get(0).content == BLOB
+    assert api.get(5000).status_code == 404
+    assert api.http.get("/healthz").status_code == 200

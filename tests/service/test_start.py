@@ -1,0 +1,163 @@
+"""Starting the server: options, environment, and what is refused in one clear line."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from graphstash_server.errors import StartError
+from graphstash_server.settings import load_settings
+
+
+def run(*options, environment=None, **variables):
+    return subprocess.run(
+        [sys.executable, "-m", "graphstash_server", *options],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "COLUMNS": "200", **(environment or {}), **variables},
+        check=False,
+    )
+
+
+def test_a_started_server_says_where_its_data_is_and_what_to_set(start, tmp_path):
+    port_file = tmp_path / "port"
+
+    server = start("--port-file", str(port_file))
+
+    assert f"graphstash keeps its data in {server.data_dir}" in server.log
+    assert f"export GRAPHSTASH_URL={server.url}\n" in server.log
+    assert server.url == f"http://127.0.0.1:{int(port_file.read_text())}"
+    assert (server.data_dir / "graphstash.sqlite3").exists()
+    assert server.stop() == 0
+    assert "Traceback" not in server.log
+
+
+def test_help_is_readable(process_environment):
+    said = run("--help", environment=process_environment)
+
+    assert said.returncode == 0
+    for option in ("--host", "--port", "--data-dir", "--insecure", "--log-level", "--port-file"):
+        assert option in said.stdout
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
+def test_it_does_not_listen_beyond_loopback_without_being_told(tmp_path, process_environment, host):
+    said = run("--host", host, "--data-dir", str(tmp_path / "d"), environment=process_environment)
+
+    assert said.returncode == 2
+    assert "anyone who can reach the port can run code in every job" in said.stderr
+    assert "--insecure" in said.stderr
+    assert len(said.stderr.splitlines()) == 1
+    assert not (tmp_path / "d").exists()
+
+
+def test_insecure_listens_where_it_is_told(start, connect):
+    server = start("--host", "0.0.0.0", "--insecure")
+
+    assert connect(server.url.replace("0.0.0.0", "127.0.0.1")).http.get("/healthz").is_success
+
+
+def test_a_taken_port_is_one_line(tmp_path, process_environment):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        said = run(
+            "--port", port, "--data-dir", str(tmp_path / "d"), environment=process_environment
+        )
+
+    assert said.returncode == 1
+    assert said.stderr.startswith(f"graphstash: cannot listen on 127.0.0.1 port {port}: ")
+    assert len(said.stderr.splitlines()) == 1
+
+
+def test_a_data_directory_that_cannot_be_made_is_one_line(tmp_path, process_environment):
+    (tmp_path / "file").touch()
+
+    said = run(
+        "--port", "0", "--data-dir", str(tmp_path / "file" / "d"), environment=process_environment
+    )
+
+    assert said.returncode == 1
+    assert "cannot write to the data directory" in said.stderr
+    assert len(said.stderr.splitlines()) == 1
+
+
+def test_a_wrong_option_is_one_line_naming_option_value_and_range(process_environment):
+    said = run("--port", "99999", environment=process_environment)
+
+    assert said.returncode == 2
+    assert said.stderr.startswith("graphstash: --port=99999 is not valid: ")
+    assert "65535" in said.stderr
+    assert len(said.stderr.splitlines()) == 1
+
+
+@pytest.fixture
+def clean_environment(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith("GRAPHSTASH_"):
+            monkeypatch.delenv(name)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "named"),
+    [
+        ("GRAPHSTASH_PORT", "-1", "0"),
+        ("GRAPHSTASH_PORT", "http", "integer"),
+        ("GRAPHSTASH_MAX_ARTIFACT_BYTES", "0", "greater than 0"),
+        ("GRAPHSTASH_MAX_ARTIFACT_BYTES", "much", "byte"),
+        ("GRAPHSTASH_STORE_LIMIT_BYTES", "-5", ""),
+        ("GRAPHSTASH_UPLOAD_IDLE_SECONDS", "0", "greater than 0"),
+        ("GRAPHSTASH_FLUSH_SECONDS", "61", "60"),
+        ("GRAPHSTASH_LOG_LEVEL", "loud", "debug"),
+        ("GRAPHSTASH_INSECURE", "perhaps", "boolean"),
+    ],
+)
+def test_a_wrong_variable_is_named_with_value_and_range(clean_environment, variable, value, named):
+    clean_environment.setenv(variable, value)
+
+    with pytest.raises(StartError) as refusal:
+        load_settings()
+
+    assert str(refusal.value).startswith(f"{variable}={value} is not valid: ")
+    assert named in str(refusal.value)
+
+
+def test_sizes_are_written_as_people_write_them(clean_environment):
+    clean_environment.setenv("GRAPHSTASH_MAX_ARTIFACT_BYTES", "2GiB")
+
+    assert load_settings().max_artifact_bytes == 2 * 1024**3
+    assert load_settings(max_artifact_bytes="500MB").max_artifact_bytes == 500 * 10**6
+
+
+def test_an_option_wins_over_the_environment(clean_environment):
+    clean_environment.setenv("GRAPHSTASH_PORT", "1234")
+
+    assert load_settings().port == 1234
+    assert load_settings(port=4321).port == 4321
+    assert load_settings(port=None).port == 1234
+
+
+def test_the_database_is_in_the_data_directory_unless_it_is_told(clean_environment, tmp_path):
+    settings = load_settings(data_dir=tmp_path)
+
+    assert settings.database_url == f"sqlite+aiosqlite:///{tmp_path}/graphstash.sqlite3"
+    elsewhere = "sqlite+aiosqlite:////srv/x.sqlite3"
+    assert load_settings(database_url=elsewhere).database_url == elsewhere
+
+
+def test_an_unknown_database_is_refused(start, tmp_path, process_environment):
+    said = run(
+        "--port",
+        "0",
+        "--data-dir",
+        str(tmp_path),
+        environment=process_environment,
+        GRAPHSTASH_DATABASE_URL="mysql://x/y",
+    )
+
+    assert said.returncode == 2
+    assert "GRAPHSTASH_DATABASE_URL=mysql://x/y is not valid" in said.stderr
+    assert len(said.stderr.splitlines()) == 1

@@ -1,0 +1,226 @@
+"""PUT: what is refused before and while the body is read, and many writers at once."""
+
+import hashlib
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from graphstash_schema import Digest
+
+BLOB = b"an executable" * 1000
+
+
+def send_raw(
+    api, head: bytes, body: bytes = b"", *, then_wait: bool = True, until: bytes = b"}"
+) -> bytes:
+    """Sends bytes as they are and reads until an end, or the server closes."""
+    url = httpx.URL(api.url)
+    with socket.create_connection((url.host, url.port), timeout=10) as connection:
+        connection.sendall(head + body)
+        if not then_wait:
+            return b""
+        answer = b""
+        connection.settimeout(3)
+        try:
+            while piece := connection.recv(65536):
+                answer += piece
+                if until in answer:
+                    break
+        except TimeoutError:
+            pass
+        return answer
+
+
+def head_of(api, **headers: str) -> bytes:
+    lines = [f"PUT {api.path()} HTTP/1.1", "Host: x"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+def test_a_digest_is_required(api, problem):
+    problem(api.http.put(api.path(), content=BLOB), 400, "digest_required", "Repr-Digest")
+    assert api.get().status_code == 404
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["", "sha-256=abc", "sha-256=:abc:", "sha-512=:AAAA:", "md5=:1B2M2Y8AsgTpgAmY7PhCfg==:"],
+)
+def test_a_digest_out_of_form_is_refused(api, problem, value):
+    problem(api.put(BLOB, Repr_Digest=value), 400, "invalid_digest", "sha-256=:")
+    assert api.get().status_code == 404
+
+
+def test_a_digest_among_others_is_found(api):
+    value = f"md5=:1B2M2Y8AsgTpgAmY7PhCfg==:, {Digest.of(BLOB).repr_digest}"
+
+    assert api.put(BLOB, Repr_Digest=value).status_code == 201
+
+
+@pytest.mark.parametrize("value", ["%%%", "e30", "bm90IGpzb24", "x" * 16385, "\xff"])
+def test_metadata_out_of_form_is_refused(api, problem, value):
+    answer = api.http.put(
+        api.path(),
+        content=BLOB,
+        headers=[
+            (b"Repr-Digest", Digest.of(BLOB).repr_digest.encode()),
+            (b"Graphstash-Metadata", value.encode("latin-1")),
+        ],
+    )
+
+    problem(answer, 400, "invalid_metadata", "metadata header")
+    assert api.get().status_code == 404
+
+
+def test_a_chunked_upload_needs_a_length(api, problem):
+    answer = api.http.put(
+        api.path(),
+        content=iter([BLOB]),
+        headers={"Repr-Digest": Digest.of(BLOB).repr_digest},
+    )
+
+    problem(answer, 411, "length_required", "Content-Length")
+    assert api.get().status_code == 404
+
+
+def test_other_bytes_than_announced_are_refused_naming_both(api, problem, files):
+    before = files()
+
+    refused = problem(
+        api.put(BLOB, Repr_Digest=Digest.of(b"other").repr_digest), 400, "digest_mismatch"
+    )
+
+    assert hashlib.sha256(BLOB).hexdigest() in refused["detail"]
+    assert hashlib.sha256(b"other").hexdigest() in refused["detail"]
+    assert api.get().status_code == 404
+    assert files() == before
+
+
+def test_too_large_is_refused_before_the_body_is_read(api, problem):
+    answer = send_raw(
+        api,
+        head_of(api, Content_Length="999999999999", Repr_Digest=Digest.of(BLOB).repr_digest),
+    )
+
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b'"code":"too_large"' in answer
+    assert b"999999999999" in answer
+    assert b'"limit":419430400' in answer
+
+
+def test_a_refused_upload_that_asked_first_is_never_told_to_send(api):
+    answer = send_raw(api, head_of(api, Content_Length="5", Expect="100-continue"))
+
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"connection: close" in answer
+
+
+def test_an_upload_that_asks_first_is_told_to_send(api):
+    digest = Digest.of(b"hello").repr_digest
+    head = head_of(api, Content_Length="5", Expect="100-continue", Repr_Digest=digest)
+
+    asked = send_raw(api, head, until=b"\r\n\r\n")
+    assert asked == b"HTTP/1.1 100 Continue\r\n\r\n"
+    assert b"HTTP/1.1 201 Created" in send_raw(api, head, b"hello", until=b"201 Created")
+
+
+def test_a_refusal_does_not_break_the_connection_for_the_next_request(api):
+    for _ in range(3):
+        assert api.http.put(api.path(), content=BLOB * 100).status_code == 400
+        assert api.get().status_code == 404
+
+
+def test_a_half_sent_upload_stores_nothing(api, files, eventually):
+    before = files()
+    digest = Digest.of(BLOB).repr_digest
+    head = head_of(api, Content_Length=str(len(BLOB)), Repr_Digest=digest)
+
+    send_raw(api, head, BLOB[:5000], then_wait=False)
+
+    eventually(lambda: files() == before)
+    assert api.get().status_code == 404
+    assert api.put(BLOB).status_code == 201
+
+
+def test_an_upload_that_stands_still_is_ended(api, files, eventually):
+    before = files()
+    digest = Digest.of(BLOB).repr_digest
+    head = head_of(api, Content_Length=str(len(BLOB)), Repr_Digest=digest)
+    begin = time.monotonic()
+
+    answer = send_raw(api, head, BLOB[:5000])
+
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b'"code":"upload_timeout"' in answer
+    assert b'"retryable":true' in answer
+    assert b"connection: close" in answer
+    assert 0.8 < time.monotonic() - begin < 10
+    eventually(lambda: files() == before)
+
+
+def test_sixteen_writers_of_the_same_bytes_agree(api, connect):
+    writers = [connect(api.url, api.namespace) for _ in range(16)]
+
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda writer: writer.put(BLOB).status_code, writers))
+
+    assert sorted(answers) == [200] * 15 + [201]
+    assert api.get().content == BLOB
+    assert (api.stats()["artifacts"], api.stats()["puts"]) == (1, 1)
+
+
+def test_of_sixteen_writers_of_different_bytes_one_wins(api, connect, files):
+    blobs = [f"{api.namespace} {number}".encode() * 30_000 for number in range(16)]
+    writers = [connect(api.url, api.namespace) for _ in blobs]
+    before = len(files())
+
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda writer, blob: writer.put(blob), writers, blobs))
+
+    statuses = [answer.status_code for answer in answers]
+    assert sorted(statuses) == [201] + [409] * 15
+    winner = blobs[statuses.index(201)]
+    assert api.get().content == winner
+    assert {a.json()["digest"] for a in answers if a.status_code == 409} == {str(Digest.of(winner))}
+    assert len(files()) == before + 1
+
+
+def test_sixteen_keys_with_the_same_bytes_are_all_stored(api, connect):
+    writers = [connect(api.url, api.namespace) for _ in range(16)]
+
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(
+            pool.map(lambda n, writer: writer.put(BLOB, n).status_code, range(16), writers)
+        )
+
+    assert answers == [201] * 16
+    assert all(api.get(number).content == BLOB for number in range(16))
+
+
+def test_uploads_and_deletions_of_one_blob_never_lose_an_acknowledged_one(api, connect):
+    """Two keys share a blob; one comes and goes while the other is stored and read."""
+    first, second = connect(api.url, api.namespace), connect(api.url, api.namespace)
+    blob = b"shared" + api.namespace.encode()
+
+    def come_and_go() -> None:
+        for _ in range(40):
+            first.put(blob, 1)
+            first.http.delete(first.path(1))
+
+    def store_and_read() -> list[int]:
+        wrong = []
+        for number in range(10, 50):
+            stored = second.put(blob, number)
+            read = second.get(number)
+            if stored.status_code != 201 or read.content != blob:
+                wrong.append(stored.status_code)
+            second.http.delete(second.path(number))
+        return wrong
+
+    with ThreadPoolExecutor(2) as pool:
+        going, reading = pool.submit(come_and_go), pool.submit(store_and_read)
+        going.result()
+        assert reading.result() == []
