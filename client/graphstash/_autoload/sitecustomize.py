@@ -1,0 +1,42 @@
+"""Runs at the start of every Python process under `graphstash run`, before the user's code.
+
+`graphstash run` puts this folder at the front of PYTHONPATH; children inherit it. Standard library
+only, no work beyond registering for the import of a compiler, and no exception: a Python that has
+no graphstash, or another version, just starts.
+"""
+
+import os
+import sys
+
+_here = os.path.dirname(os.path.abspath(__file__))
+
+
+def _chain() -> None:
+    """Runs the sitecustomize that this one hides, if there is any."""
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _here]
+    sys.modules.pop("sitecustomize", None)
+    try:
+        import sitecustomize  # type: ignore[import-not-found] # noqa: F401 - the next one
+    except ImportError as error:
+        if error.name != "sitecustomize":
+            raise
+        sys.modules["sitecustomize"] = _self
+
+
+def _register() -> None:
+    try:
+        from graphstash.hooks import COMPILER_OF, install_when_needed
+    except ImportError:
+        return  # another environment's Python
+
+    def add(name: str) -> None:
+        from graphstash._session import add_hook
+
+        add_hook(name)
+
+    install_when_needed(COMPILER_OF, add)
+
+
+_self = sys.modules["sitecustomize"]
+_register()
+_chain()

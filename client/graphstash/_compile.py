@@ -1,0 +1,321 @@
+"""Find an artifact or compile it: the one path that every hook takes. It fails open.
+
+    local tier -> server -> lease: granted   compile here, publish in the background
+                                   ready     fetch it
+                                   held      wait, bounded by the compile budget
+    any trouble on the way                   compile here, counted under its reason
+
+Nothing in here raises because of the cache, and nothing waits without a bound.
+"""
+
+import logging
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+from typing import Final
+
+from graphstash._config import ClientConfig, holder_name
+from graphstash._errors import CacheError, ConflictError, LocalTierError, Reason
+from graphstash._executor import BoundedExecutor
+from graphstash._lease import HeldLease
+from graphstash._stash import Stash
+from graphstash._stats import Counters
+from graphstash_schema import (
+    ArtifactKey,
+    ArtifactMetadata,
+    LeaseOutcome,
+    LeaseState,
+    parts_for_display,
+)
+
+__all__ = ["Compilation", "CompileCache"]
+
+_log = logging.getLogger("graphstash")
+
+_LONG_POLL_SECONDS: Final = 20.0
+"""One call's share of a longer wait: shorter than the idle time-outs of common proxies."""
+
+_DAMAGED: Final = (Reason.DIGEST_MISMATCH, Reason.CORRUPT, Reason.WRONG_KEY, Reason.TOO_LARGE)
+"""Reasons for which an artifact is stored under the key, but of no use."""
+
+_READY_WITHOUT_ARTIFACT: Final = 3
+"""How often "it is ready" may turn out to be a miss before one compiles."""
+
+
+class Compilation:
+    """A graph that has to be compiled here; ends with `publish` or `abandon`.
+
+    Attributes:
+        key: what is compiled.
+
+    Args:
+        cache: gets the result.
+        key: what is compiled.
+        lease: the right to compile, when it was granted.
+        wanted: False when the server would refuse the result anyway.
+    """
+
+    def __init__(
+        self,
+        cache: "CompileCache",
+        key: ArtifactKey,
+        *,
+        lease: HeldLease | None = None,
+        wanted: bool = True,
+    ) -> None:
+        self.key = key
+        self._cache = cache
+        self._lease = lease
+        self._wanted = wanted
+
+    def publish(
+        self,
+        payload: Path,
+        *,
+        compile_seconds: float,
+        parts: Mapping[str, str],
+        toolchain: str,
+        done: Callable[[], None] | None = None,
+    ) -> None:
+        """Uploads the result in the background; never raises, never waits.
+
+        Args:
+            payload: what the compiler made; must stay until `done`.
+            compile_seconds: wall time it took.
+            parts: what the fingerprint was made of.
+            toolchain: versions, for people and retention.
+            done: called when the payload is not needed any more.
+        """
+        self._cache.counters.add(compile_seconds=compile_seconds)
+        if not self._wanted:
+            self._finish(LeaseOutcome.FAILED, done)
+            return
+
+        def work() -> None:
+            outcome = LeaseOutcome.FAILED
+            try:
+                metadata = ArtifactMetadata(
+                    compile_seconds=compile_seconds,
+                    raw_size_bytes=payload.stat().st_size,
+                    toolchain=toolchain[:256],
+                    producer=holder_name(),
+                    parts=parts_for_display(parts),
+                )
+                if self._cache.store(self.key, payload, metadata):
+                    outcome = LeaseOutcome.PUBLISHED
+            finally:
+                self._finish(outcome, done)
+
+        if not self._cache.publisher.submit(work):
+            self._cache.trouble(
+                CacheError(Reason.QUEUE_FULL, "too many artifacts wait for their upload")
+            )
+            self._finish(LeaseOutcome.FAILED, done)
+
+    def abandon(self) -> None:
+        """Nothing will come of this compilation: the next waiter may try."""
+        self._finish(LeaseOutcome.FAILED, None)
+
+    def _finish(self, outcome: LeaseOutcome, done: Callable[[], None] | None) -> None:
+        if self._lease is not None:
+            self._lease.release(outcome)
+        self._cache.forget(self)
+        if done is not None:
+            done()
+
+
+class CompileCache:
+    """Finds artifacts or hands out compilations; one per process.
+
+    Args:
+        stash: closed by whoever made it.
+        counters: what happened.
+        publisher: runs uploads; drained and closed by whoever made it.
+    """
+
+    def __init__(self, stash: Stash, *, counters: Counters, publisher: BoundedExecutor) -> None:
+        self.stash = stash
+        self.counters = counters
+        self.publisher = publisher
+        self._open: set[Compilation] = set()  # one bytecode operation each: safe between threads
+        self._used: dict[ArtifactKey, None] = {}
+
+    @property
+    def config(self) -> ClientConfig:
+        """The settings of this job."""
+        return self.stash.config
+
+    @property
+    def used(self) -> tuple[ArtifactKey, ...]:
+        """Every artifact that this process found or stored, in order of first use."""
+        return tuple(self._used)
+
+    def get_or_compile(
+        self,
+        key: ArtifactKey,
+        compile_payload: Callable[[], bytes],
+        *,
+        parts: Mapping[str, str] | None = None,
+        toolchain: str = "",
+    ) -> bytes:
+        """The payload of an artifact: fetched when anybody has compiled it, else compiled here.
+
+        Args:
+            key: what is wanted.
+            compile_payload: makes it; its exceptions pass through.
+            parts: what the fingerprint was made of; shown when a miss is explained.
+            toolchain: versions, for people and retention.
+        """
+        try:
+            with tempfile.TemporaryDirectory(prefix="graphstash-") as directory:
+                payload = Path(directory) / "payload"
+                compilation = self.find_or_begin(key, payload)
+                if compilation is None:
+                    return payload.read_bytes()
+        except OSError as error:
+            self.trouble(LocalTierError(str(error)))
+            return compile_payload()
+        started = monotonic()
+        try:
+            compiled = compile_payload()
+        except BaseException:
+            compilation.abandon()
+            raise
+        seconds = monotonic() - started
+        try:
+            with tempfile.NamedTemporaryFile(prefix="graphstash-", delete=False) as file:
+                path = Path(file.name)
+                file.write(compiled)
+        except OSError as error:
+            self.trouble(LocalTierError(str(error)))
+            compilation.abandon()
+            return compiled
+        compilation.publish(
+            path,
+            compile_seconds=seconds,
+            parts=parts or {},
+            toolchain=toolchain,
+            done=lambda: path.unlink(missing_ok=True),
+        )
+        return compiled
+
+    def find_or_begin(self, key: ArtifactKey, destination: Path) -> Compilation | None:
+        """Puts the artifact's payload at `destination`, or hands out its compilation.
+
+        Never raises. Waits for a colleague's compilation no longer than the compile budget.
+
+        Returns:
+            None when the verified payload is at `destination`.
+        """
+        wanted = True
+        lease: HeldLease | None = None
+        try:
+            if self._found(key, destination, since=monotonic()):
+                return None
+            found = False
+            if not self.config.read_only:
+                found, lease = self._wait_or_begin(key, destination)
+            if found:
+                return None
+            self.counters.add(misses=1)
+        except CacheError as error:
+            self.trouble(error)
+            # What did not verify is still stored under the key; a second upload is refused anyway.
+            wanted = error.reason not in _DAMAGED
+        except Exception as error:  # noqa: BLE001 - the hook's outermost frame: training goes on
+            _log.debug("cache look-up failed", exc_info=True)
+            self.trouble(CacheError(Reason.INTERNAL, repr(error)))
+        compilation = Compilation(self, key, lease=lease, wanted=wanted)
+        self._open.add(compilation)
+        return compilation
+
+    def store(self, key: ArtifactKey, payload: Path, metadata: ArtifactMetadata) -> bool:
+        """Publishes an artifact; never raises. True when the server has it afterwards."""
+        try:
+            sent = self.stash.put(key, payload, metadata)
+        except ConflictError:
+            self.counters.add(conflicts=1)
+            self._used[key] = None
+            return True
+        except CacheError as error:
+            self.trouble(error)
+            return False
+        except Exception as error:  # noqa: BLE001 - a background thread's outermost frame
+            _log.debug("publishing failed", exc_info=True)
+            self.trouble(CacheError(Reason.INTERNAL, repr(error)))
+            return False
+        if sent:
+            self.counters.add(published=1, published_bytes=sent)
+            self._used[key] = None
+        return bool(sent)
+
+    def trouble(self, error: CacheError) -> None:
+        """Counts a fallback; the first of each reason is logged."""
+        if self.counters.fallback(error.reason):
+            _log.warning(
+                "graphstash: %s; compiling here instead (further cases of %r are only counted)",
+                error,
+                error.reason.value,
+            )
+
+    def forget(self, compilation: Compilation) -> None:
+        """A compilation has ended."""
+        self._open.discard(compilation)
+
+    def abandon_all(self) -> None:
+        """Releases every lease, so that nobody waits for a job that ends."""
+        for compilation in tuple(self._open):
+            with suppress(Exception):
+                compilation.abandon()
+
+    def _found(self, key: ArtifactKey, destination: Path, *, since: float) -> bool:
+        """Fetches the artifact; what was saved is its compilation less all the time `since`."""
+        started = monotonic()
+        fetched = self.stash.fetch(key, destination)
+        if fetched is None:
+            return False
+        now = monotonic()
+        self._used[key] = None
+        self.counters.add(
+            **{f"hits_{fetched.source}": 1},
+            fetched_bytes=fetched.size_bytes,
+            fetch_seconds=now - started,
+            saved_seconds=max(0.0, fetched.compile_seconds - (now - since)),
+        )
+        return True
+
+    def _wait_or_begin(self, key: ArtifactKey, destination: Path) -> tuple[bool, HeldLease | None]:
+        """Waits until the artifact is at `destination` (True) or somebody has to compile it."""
+        budget = self.config.wait_seconds
+        started = monotonic()
+        false_promises = 0
+        waited = False
+        while True:
+            left = budget - (monotonic() - started)
+            reply = self.stash.acquire(key, wait_seconds=max(0.0, min(_LONG_POLL_SECONDS, left)))
+            match reply.state:
+                case LeaseState.GRANTED:
+                    return False, HeldLease(
+                        self.stash,
+                        key,
+                        token=reply.token or "",
+                        ttl_seconds=reply.ttl_seconds or self.config.lease_seconds,
+                        budget_seconds=max(budget, self.config.lease_seconds),
+                    )
+                case LeaseState.READY:
+                    if self._found(key, destination, since=started):
+                        if waited or monotonic() - started > 0.2:
+                            self.counters.add(waits=1, wait_seconds=monotonic() - started)
+                        return True, None
+                    false_promises += 1
+                    if false_promises >= _READY_WITHOUT_ARTIFACT:
+                        return False, None
+                case LeaseState.HELD:
+                    waited = True
+                    if monotonic() - started >= budget:
+                        raise CacheError(
+                            Reason.WAIT_BUDGET,
+                            f"{reply.holder or 'somebody'} has compiled for {budget:g} s",
+                        )

@@ -1,0 +1,181 @@
+"""Envelope: what an artifact's blob looks like inside.
+
+    8 bytes   magic "GSTASH" 0x01 0x0a
+    4 bytes   length of the header, big-endian, at most 4 KiB
+    header    JSON: kind, device_type, fingerprint, raw_size, raw_sha256, compile_seconds
+    the rest  the payload, zstd-compressed
+
+The key stands inside the bytes, so that a sound blob served under another key is told from the one
+that was asked for: compilers run whatever they are given (a torch_xla executable of another graph
+with equal shapes gives silently wrong numbers). The payload's own size bounds its decompression,
+and its SHA-256 is checked before anybody reads it.
+"""
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Final
+
+import zstandard
+
+from graphstash._errors import Reason, VerificationError
+from graphstash_schema import ArtifactKey
+
+__all__ = ["Sealed", "Unsealed", "seal", "unseal"]
+
+_MAGIC: Final = b"GSTASH\x01\n"
+_MAX_HEADER_BYTES: Final = 4096
+_CHUNK_BYTES: Final = 1024**2
+_WINDOW_LOG: Final = 27
+"""128 MiB: a 51 MB TPU executable shrinks to 5.6 MB with a long window, to 10.6 MB without."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """A payload in its envelope, on disk.
+
+    Attributes:
+        path: the file; whoever sealed it removes it.
+        sha256: hex digest of the whole file.
+        size_bytes: size of the whole file.
+        raw_size_bytes: size of the payload.
+    """
+
+    path: Path
+    sha256: str
+    size_bytes: int
+    raw_size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unsealed:
+    """What an envelope held.
+
+    Attributes:
+        raw_size_bytes: size of the payload.
+        compile_seconds: what its compilation took, as its publisher said.
+    """
+
+    raw_size_bytes: int
+    compile_seconds: float
+
+
+def seal(key: ArtifactKey, payload: Path, into: Path, *, compile_seconds: float) -> Sealed:
+    """Writes `payload` into an envelope at `into`, in constant memory.
+
+    Raises:
+        OSError: when a file cannot be read or written.
+    """
+    raw_size = payload.stat().st_size
+    raw_hash = hashlib.sha256()
+    with payload.open("rb") as source:
+        for chunk in _chunks(source):
+            raw_hash.update(chunk)
+    header = json.dumps(
+        {
+            "kind": key.kind,
+            "device_type": key.device_type,
+            "fingerprint": key.fingerprint,
+            "raw_size": raw_size,
+            "raw_sha256": raw_hash.hexdigest(),
+            "compile_seconds": round(compile_seconds, 3),
+        }
+    ).encode()
+    parameters = zstandard.ZstdCompressionParameters.from_level(
+        3, source_size=raw_size, window_log=_window_log(raw_size), enable_ldm=True
+    )
+    compressor = zstandard.ZstdCompressor(compression_params=parameters)
+    blob_hash = hashlib.sha256()
+    size = 0
+    with payload.open("rb") as source, into.open("wb") as target:
+        lead = _MAGIC + struct.pack(">I", len(header)) + header
+        for chunk in _after(lead, compressor.read_to_iter(source, size=raw_size)):
+            target.write(chunk)
+            blob_hash.update(chunk)
+            size += len(chunk)
+    return Sealed(into, blob_hash.hexdigest(), size, raw_size)
+
+
+def unseal(envelope: IO[bytes], key: ArtifactKey, into: IO[bytes], *, max_bytes: int) -> Unsealed:
+    """Checks an envelope against the key that was asked for and writes its payload.
+
+    What was written must not be used unless this function returns: it may raise at the last byte.
+
+    Args:
+        envelope: the blob, positioned at its beginning.
+        key: what was asked for.
+        into: gets the payload.
+        max_bytes: largest payload that is accepted.
+
+    Raises:
+        VerificationError: another key, a damaged envelope, or a payload that is not what its
+            header says.
+    """
+    header = _read_header(envelope)
+    try:
+        named = (header["kind"], header["device_type"], header["fingerprint"])
+        raw_size = int(header["raw_size"])
+        raw_sha256 = str(header["raw_sha256"])
+        compile_seconds = float(header["compile_seconds"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise VerificationError(Reason.CORRUPT, f"envelope header: {error!r}") from None
+    if named != (key.kind, key.device_type, key.fingerprint):
+        raise VerificationError(
+            Reason.WRONG_KEY, f"asked for {key}, got {'/'.join(map(str, named))}"
+        )
+    if raw_size > max_bytes:
+        raise VerificationError(Reason.TOO_LARGE, f"{raw_size} bytes; at most {max_bytes}")
+    raw_hash = hashlib.sha256()
+    size = 0
+    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << _WINDOW_LOG)
+    try:
+        with decompressor.stream_reader(envelope, closefd=False) as reader:
+            for chunk in _chunks(reader):
+                size += len(chunk)
+                if size > raw_size:
+                    break
+                raw_hash.update(chunk)
+                into.write(chunk)
+    except zstandard.ZstdError as error:
+        raise VerificationError(Reason.CORRUPT, f"envelope payload: {error}") from None
+    if size != raw_size or raw_hash.hexdigest() != raw_sha256:
+        raise VerificationError(
+            Reason.CORRUPT, f"payload of {key} is not the {raw_size} bytes that its header names"
+        )
+    return Unsealed(raw_size, compile_seconds)
+
+
+def _read_header(envelope: IO[bytes]) -> dict[str, Any]:
+    lead = envelope.read(len(_MAGIC) + 4)
+    if lead[: len(_MAGIC)] != _MAGIC or len(lead) < len(_MAGIC) + 4:
+        raise VerificationError(Reason.CORRUPT, "not a graphstash envelope")
+    (length,) = struct.unpack(">I", lead[len(_MAGIC) :])
+    if length > _MAX_HEADER_BYTES:
+        raise VerificationError(
+            Reason.CORRUPT, f"envelope header of {length} bytes; at most {_MAX_HEADER_BYTES}"
+        )
+    try:
+        header = json.loads(envelope.read(length))
+    except ValueError:  # also covers text that is not UTF-8
+        raise VerificationError(Reason.CORRUPT, "envelope header is not JSON") from None
+    if not isinstance(header, dict):
+        raise VerificationError(Reason.CORRUPT, "envelope header is not an object")
+    return header
+
+
+def _window_log(raw_size: int) -> int:
+    # The window never needs to be larger than the content; small ones keep the reader's memory low.
+    return min(_WINDOW_LOG, max(17, raw_size.bit_length()))
+
+
+def _chunks(source: "IO[bytes] | zstandard.ZstdDecompressionReader") -> Iterator[bytes]:
+    while chunk := source.read(_CHUNK_BYTES):
+        yield chunk
+
+
+def _after(lead: bytes, chunks: Iterator[bytes]) -> Iterator[bytes]:
+    yield lead
+    yield from chunks

@@ -1,0 +1,140 @@
+"""What can go wrong between a job and its cache.
+
+    GraphstashError
+    ├── ConfigError            a setting that cannot be used; names setting, value and range
+    └── CacheError             the cache cannot help now; `reason` says why and is what is counted
+        ├── TransportError     no usable answer: absent, slow, reset, garbage, circuit open
+        ├── BusyError          429 or 503: come back after `retry_after_seconds`
+        ├── RefusedError       an answer that says no: a problem document
+        │   ├── ConflictError  409: other bytes are stored under the key and stay
+        │   └── LeaseLostError 410: the lease belongs to somebody else now
+        ├── VerificationError  bytes that are not what they claim to be; never used
+        └── LocalTierError     the local disk refused
+
+A miss is not an error: it is `None`.
+"""
+
+from enum import StrEnum
+
+from graphstash_schema import ErrorCode
+
+__all__ = [
+    "BusyError",
+    "CacheError",
+    "ConfigError",
+    "ConflictError",
+    "GraphstashError",
+    "LeaseLostError",
+    "LocalTierError",
+    "Reason",
+    "RefusedError",
+    "TransportError",
+    "VerificationError",
+]
+
+
+class Reason(StrEnum):
+    """Why the cache could not help: the label under which a fallback is counted."""
+
+    CONNECT = "connect"
+    """Nobody listens, or the name does not resolve."""
+    TIMEOUT = "timeout"
+    """No byte within the time that one may wait for a byte."""
+    DEADLINE = "deadline"
+    """Bytes came, but too slowly for the fetch to be worth its compilation."""
+    RESET = "reset"
+    """The connection broke."""
+    TRUNCATED = "truncated"
+    """The body ended before its length."""
+    PROTOCOL = "protocol"
+    """What came is not an answer of a graphstash server."""
+    CIRCUIT_OPEN = "circuit_open"
+    """Earlier calls failed; nothing was sent."""
+    BUSY = "busy"
+    """The server asked to come back later."""
+    REFUSED = "refused"
+    """The server said no."""
+    SERVER_ERROR = "server_error"
+    """The server failed."""
+    DIGEST_MISMATCH = "digest_mismatch"
+    """The body does not have the digest that was announced."""
+    WRONG_KEY = "wrong_key"
+    """A sound artifact of another key."""
+    CORRUPT = "corrupt"
+    """The digest is right, the envelope is not."""
+    TOO_LARGE = "too_large"
+    """Larger than this client accepts."""
+    LOCAL_IO = "local_io"
+    """The local disk refused."""
+    WAIT_BUDGET = "wait_budget"
+    """Somebody else compiled for longer than one may wait."""
+    REJECTED = "rejected"
+    """The compiler could not load a verified artifact."""
+    GATE_TIMEOUT = "gate_timeout"
+    """The compiler could not be held while the artifact was fetched."""
+    QUEUE_FULL = "queue_full"
+    """Too many artifacts waited for their upload; this one was dropped."""
+    INTERNAL = "internal"
+    """A fault of the client itself, caught at the outermost frame."""
+
+
+class GraphstashError(Exception):
+    """Root of everything this package raises."""
+
+
+class ConfigError(GraphstashError, ValueError):
+    """A setting that cannot be used."""
+
+
+class CacheError(GraphstashError):
+    """The cache cannot help now; the caller compiles."""
+
+    def __init__(self, reason: Reason, detail: str) -> None:
+        self.reason = reason
+        super().__init__(f"{reason}: {detail}")
+
+
+class TransportError(CacheError):
+    """No usable answer came."""
+
+
+class BusyError(CacheError):
+    """The server is there and asks for a pause."""
+
+    def __init__(self, detail: str, *, retry_after_seconds: float) -> None:
+        self.retry_after_seconds = retry_after_seconds
+        super().__init__(Reason.BUSY, detail)
+
+
+class RefusedError(CacheError):
+    """The server answered with a problem document.
+
+    Attributes:
+        code: the error code, or None when the body was no problem document.
+        status: the HTTP status.
+    """
+
+    def __init__(self, detail: str, *, code: ErrorCode | None, status: int) -> None:
+        self.code = code
+        self.status = status
+        server_failed = status >= 500
+        super().__init__(Reason.SERVER_ERROR if server_failed else Reason.REFUSED, detail)
+
+
+class ConflictError(RefusedError):
+    """Other bytes are stored under the key; the first publisher's stay."""
+
+
+class LeaseLostError(RefusedError):
+    """The lease expired and belongs to somebody else, or to nobody."""
+
+
+class VerificationError(CacheError):
+    """Bytes that are not what they claim to be."""
+
+
+class LocalTierError(CacheError):
+    """The local disk refused."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(Reason.LOCAL_IO, detail)

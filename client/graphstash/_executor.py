@@ -1,0 +1,88 @@
+"""Executor: a few background threads behind a bounded queue. The client's only concurrency.
+
+Work that does not fit is refused at once rather than waited for: a training step must never stand
+behind an upload.
+"""
+
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from time import monotonic
+
+__all__ = ["BoundedExecutor"]
+
+_log = logging.getLogger("graphstash")
+
+
+class BoundedExecutor:
+    """Runs calls in order of submission.
+
+    The threads are daemons: they never keep a job alive. `drain` waits for them, `close` stops
+    them; whoever made the executor calls both.
+
+    Args:
+        name: prefix of the threads' names.
+        workers: how many threads; they start with the first call.
+        capacity: how many calls may wait.
+    """
+
+    def __init__(self, name: str, *, workers: int, capacity: int) -> None:
+        self._name = name
+        self._workers = workers
+        self._capacity = capacity
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._idle = threading.Condition()  # guards the three fields below
+        self._unfinished = 0
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    def submit(self, call: Callable[[], None]) -> bool:
+        """Queues a call; False when the queue is full or closed, and then nothing happens."""
+        with self._idle:
+            if self._closed or self._unfinished >= self._capacity + self._workers:
+                return False
+            self._queue.put(call)
+            self._unfinished += 1
+            if len(self._threads) < min(self._workers, self._unfinished):
+                thread = threading.Thread(
+                    target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True
+                )
+                self._threads.append(thread)
+                thread.start()
+        return True
+
+    def drain(self, timeout_seconds: float) -> bool:
+        """Waits until nothing is queued or running; False when the time was not enough."""
+        deadline = monotonic() + timeout_seconds
+        with self._idle:
+            while self._unfinished:
+                left = deadline - monotonic()
+                if left <= 0:
+                    return False
+                self._idle.wait(left)
+        return True
+
+    def close(self) -> None:
+        """Refuses further calls and lets idle threads end; queued calls are dropped."""
+        with self._idle:
+            self._closed = True
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self._queue.get_nowait()
+                    self._unfinished -= 1
+            self._idle.notify_all()
+            for _ in self._threads:
+                self._queue.put(None)
+
+    def _run(self) -> None:
+        while (call := self._queue.get()) is not None:
+            try:
+                call()
+            except Exception:  # noqa: BLE001 - a thread's outermost frame
+                _log.exception("background work of the cache failed")
+            finally:
+                with self._idle:
+                    self._unfinished -= 1
+                    self._idle.notify_all()

@@ -1,0 +1,60 @@
+"""HeldLease: the right to compile, kept alive while the compilation runs."""
+
+import contextlib
+import threading
+from time import monotonic
+
+from graphstash._errors import CacheError, LeaseLostError
+from graphstash._stash import Stash
+from graphstash_schema import ArtifactKey, LeaseOutcome
+
+__all__ = ["HeldLease"]
+
+
+class HeldLease:
+    """Renews a lease three times per lifetime, in a daemon thread, until it is released.
+
+    A lost or unreachable lease stops nothing here: leases are advice. `release` ends the thread.
+
+    Args:
+        stash: where the lease was granted.
+        key: what may be compiled.
+        token: what the grant returned.
+        ttl_seconds: lifetime without a renewal.
+        budget_seconds: after this long nothing is renewed any more, so that a compiler which hangs
+            does not keep a team waiting for ever.
+    """
+
+    def __init__(
+        self,
+        stash: Stash,
+        key: ArtifactKey,
+        *,
+        token: str,
+        ttl_seconds: float,
+        budget_seconds: float,
+    ) -> None:
+        self._stash = stash
+        self._key = key
+        self._token = token
+        self._interval_seconds = ttl_seconds / 3
+        self._until = monotonic() + budget_seconds
+        self._released = threading.Event()
+        threading.Thread(target=self._renew, name="graphstash-lease", daemon=True).start()
+
+    def release(self, outcome: LeaseOutcome) -> None:
+        """Ends the lease; harmless when it was released or lost before."""
+        if self._released.is_set():
+            return
+        self._released.set()
+        with contextlib.suppress(CacheError):
+            self._stash.release(self._key, self._token, outcome)
+
+    def _renew(self) -> None:
+        while not self._released.wait(self._interval_seconds) and monotonic() < self._until:
+            try:
+                self._stash.renew(self._key, self._token)
+            except LeaseLostError:
+                return
+            except CacheError:
+                continue  # the next renewal may still come in time

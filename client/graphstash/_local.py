@@ -1,0 +1,187 @@
+"""Local tier: this host's disk in front of the server, shared by all its processes.
+
+    <root>/v1/<namespace>/<kind>/<device type>/<first 2 hex>/<fingerprint>    envelopes
+    <root>/locks/<3 hex>.lock     one download per host: taken while an artifact is fetched
+    <root>/tmp/                   files that are being written
+
+A file appears by rename, whole or not at all. It is verified on every read, so that neither a torn
+write nor a disk that rots reaches a compiler; what does not verify is removed. The time of last use
+is the file's mtime, and the least recently used go when the tier is over its limit.
+"""
+
+import contextlib
+import itertools
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import time
+from typing import IO, Final
+
+from filelock import FileLock, Timeout
+
+from graphstash._errors import LocalTierError
+from graphstash_schema import ArtifactKey, Namespace
+
+__all__ = ["LocalTier"]
+
+_STALE_SECONDS: Final = 24 * 3600.0
+"""A temporary file of this age belongs to a process that died."""
+
+
+class LocalTier:
+    """Envelopes on disk.
+
+    Args:
+        root: made when absent; where it cannot be written, a private temporary directory serves
+            this process alone.
+        limit_bytes: soft limit over all envelopes; 0 keeps none of them between jobs.
+    """
+
+    def __init__(self, root: Path, *, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._added_bytes = 0
+        self._private: tempfile.TemporaryDirectory[str] | None = None
+        if limit_bytes == 0 or not _writable(root):
+            self._private = tempfile.TemporaryDirectory(prefix="graphstash-")
+            root = Path(self._private.name)
+            self._limit_bytes = limit_bytes or 1024**4
+        self.root = root
+        for name in ("v1", "locks", "tmp"):
+            (root / name).mkdir(parents=True, exist_ok=True)
+
+    def path(self, namespace: Namespace, key: ArtifactKey) -> Path:
+        """Where the envelope of a key is, or would be. Words are checked, so joining is safe."""
+        return (
+            self.root / "v1" / namespace / key.kind / key.device_type / key.fingerprint[:2]
+        ) / key.fingerprint
+
+    def open(self, namespace: Namespace, key: ArtifactKey) -> IO[bytes] | None:
+        """Opens an envelope for reading, or gives None; an open one survives its eviction."""
+        path = self.path(namespace, key)
+        try:
+            file = path.open("rb")
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise LocalTierError(f"{path}: {error}") from error
+        with contextlib.suppress(OSError):  # the time of last use is only a hint
+            os.utime(path)
+        return file
+
+    @contextmanager
+    def temporary(self) -> Iterator[Path]:
+        """A file name to write to, on the tier's own file system; removed unless it was adopted.
+
+        Raises:
+            LocalTierError: when the disk refuses.
+        """
+        try:
+            descriptor, name = tempfile.mkstemp(dir=self.root / "tmp")
+        except OSError as error:
+            raise LocalTierError(f"{self.root}: {error}") from error
+        os.close(descriptor)
+        path = Path(name)
+        try:
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
+    def adopt(self, namespace: Namespace, key: ArtifactKey, envelope: Path) -> None:
+        """Takes a whole, verified envelope over; it is visible at once and complete.
+
+        Raises:
+            LocalTierError: when the disk refuses.
+        """
+        path = self.path(namespace, key)
+        try:
+            size = envelope.stat().st_size
+            path.parent.mkdir(parents=True, exist_ok=True)
+            envelope.replace(path)
+        except OSError as error:
+            raise LocalTierError(f"{path}: {error}") from error
+        self._added_bytes += size
+
+    def discard(self, namespace: Namespace, key: ArtifactKey) -> None:
+        """Removes an envelope that turned out to be bad."""
+        with contextlib.suppress(OSError):
+            self.path(namespace, key).unlink()
+
+    @contextmanager
+    def exclusive(self, key: ArtifactKey, *, timeout_seconds: float) -> Iterator[None]:
+        """Keeps other processes of this host from fetching the same artifact meanwhile.
+
+        When the time is over, or the file system knows no locks, it goes on without: two downloads
+        are a waste, not a fault.
+        """
+        name = f"{key.fingerprint[:3]}.lock"
+        lock = FileLock(self.root / "locks" / name, timeout=timeout_seconds)
+        try:
+            lock.acquire(poll_interval=0.02)
+        except (Timeout, OSError, NotImplementedError):
+            yield
+            return
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def size_bytes(self) -> int:
+        """Bytes of all envelopes, by looking at each."""
+        return sum(size for _, size, _ in self._envelopes())
+
+    def evict(self) -> int:
+        """Removes the least recently used envelopes until the tier is at 90 % of its limit.
+
+        Returns:
+            How many bytes were removed.
+        """
+        self._remove_stale()
+        found = sorted(self._envelopes(), key=lambda entry: entry[2])
+        total = sum(size for _, size, _ in found)
+        removed = 0
+        if total > self._limit_bytes:
+            for path, size, _ in found:
+                if total - removed <= self._limit_bytes * 0.9:
+                    break
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                    removed += size
+        self._added_bytes = 0
+        return removed
+
+    def close(self) -> None:
+        """Evicts when this process added anything; removes a private tier."""
+        if self._private is not None:
+            with contextlib.suppress(OSError):
+                self._private.cleanup()
+        elif self._added_bytes:
+            self.evict()
+
+    def _envelopes(self) -> Iterator[tuple[Path, int, float]]:
+        for path in (self.root / "v1").glob("*/*/*/??/*"):
+            with contextlib.suppress(OSError):  # another process evicts at the same time
+                status = path.stat()
+                yield path, status.st_size, status.st_mtime
+
+    def _remove_stale(self) -> None:
+        oldest = time() - _STALE_SECONDS
+        for path in (self.root / "tmp").iterdir():
+            with contextlib.suppress(OSError):
+                if path.stat().st_mtime < oldest and path.is_file():
+                    path.unlink()
+
+
+_probe_numbers = itertools.count()
+
+
+def _writable(root: Path) -> bool:
+    probe = root / f".probe-{os.getpid()}-{next(_probe_numbers)}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        probe.touch(exist_ok=False)
+        probe.unlink()
+    except OSError:
+        return False
+    return True

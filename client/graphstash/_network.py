@@ -1,0 +1,123 @@
+"""Sockets that keep a deadline, whatever trickles through them.
+
+httpx bounds the wait for each piece of data, not their sum: a server that sends one byte of a
+header every second would hold a job for ever. Here every wait is also bounded by the time that is
+left of the whole call. Uses httpcore's documented network-backend interface.
+"""
+
+import ssl
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from time import monotonic
+from typing import Any
+
+import httpcore
+import httpx
+
+__all__ = ["Deadline", "DeadlineTransport"]
+
+
+class Deadline:
+    """A moment after which a call is given up; it may be drawn nearer, never pushed back."""
+
+    def __init__(self, seconds: float) -> None:
+        self._started = monotonic()
+        self._seconds = seconds
+
+    def shorten(self, seconds: float) -> None:
+        """Draws the deadline nearer; seconds count from the beginning of the call."""
+        self._seconds = min(self._seconds, seconds)
+
+    @property
+    def left_seconds(self) -> float:
+        """What is left; 0 or less when the time is over."""
+        return self._started + self._seconds - monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """The whole allowance."""
+        return self._seconds
+
+
+class DeadlineTransport(httpx.HTTPTransport):
+    """httpx's transport over sockets that keep the deadline of the calling thread."""
+
+    def __init__(self, limits: httpx.Limits, *, tls: bool) -> None:
+        # Loading the certificate authorities takes some 20 ms: only where they are needed.
+        super().__init__(limits=limits, verify=False, trust_env=False)
+        self._current = threading.local()
+        self._pool = httpcore.ConnectionPool(
+            ssl_context=ssl.create_default_context() if tls else None,
+            max_connections=limits.max_connections,
+            max_keepalive_connections=limits.max_keepalive_connections,
+            keepalive_expiry=limits.keepalive_expiry,
+            network_backend=_Backend(self._current),
+        )
+
+    @contextmanager
+    def within(self, deadline: Deadline) -> Iterator[None]:
+        """Bounds everything that this thread sends and receives in the block."""
+        self._current.deadline = deadline
+        try:
+            yield
+        finally:
+            self._current.deadline = None
+
+
+class _Backend(httpcore.NetworkBackend):
+    def __init__(self, current: threading.local) -> None:
+        self._current = current
+        self._inner = httpcore.SyncBackend()
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.NetworkStream:
+        stream = self._inner.connect_tcp(
+            host, port, _bounded(self._current, timeout), local_address, socket_options
+        )
+        return _Stream(stream, self._current)
+
+
+class _Stream(httpcore.NetworkStream):
+    def __init__(self, inner: httpcore.NetworkStream, current: threading.local) -> None:
+        self._inner = inner
+        self._current = current
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        return self._inner.read(max_bytes, _bounded(self._current, timeout))
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._inner.write(buffer, _bounded(self._current, timeout))
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def start_tls(
+        self,
+        ssl_context: ssl.SSLContext,
+        server_hostname: str | None = None,
+        timeout: float | None = None,
+    ) -> httpcore.NetworkStream:
+        stream = self._inner.start_tls(
+            ssl_context, server_hostname, _bounded(self._current, timeout)
+        )
+        return _Stream(stream, self._current)
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._inner.get_extra_info(info)
+
+
+def _bounded(current: threading.local, timeout: float | None) -> float | None:
+    deadline: Deadline | None = getattr(current, "deadline", None)
+    if deadline is None:
+        return timeout
+    left = deadline.left_seconds
+    if left <= 0:
+        raise httpcore.ReadTimeout(f"not done within {deadline.seconds:g} s")
+    return left if timeout is None else min(left, timeout)

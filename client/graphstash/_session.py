@@ -1,0 +1,237 @@
+"""Session: everything the cache has running in one training process, from install to exit.
+
+There is one session per process, because there is one compiler per process to put it into: this
+module's `_current` is the package's only mutable global.
+"""
+
+import atexit
+import json
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from graphstash import hooks
+from graphstash._compile import CompileCache
+from graphstash._config import ClientConfig
+from graphstash._errors import CacheError, ConfigError
+from graphstash._executor import BoundedExecutor
+from graphstash._stash import Stash
+from graphstash._stats import Counters, Stats
+from graphstash_schema import ArtifactKey
+
+__all__ = ["Session", "add_hook", "get_or_compile", "install", "stats", "uninstall"]
+
+_log = logging.getLogger("graphstash")
+
+_MANIFEST_SECONDS = 5.0
+"""Longest prefetch that may still run when the job ends."""
+
+
+class Session:
+    """Owns the stash, the publisher and the installed hooks of this process."""
+
+    def __init__(self, config: ClientConfig) -> None:
+        self.config = config
+        self._pid = os.getpid()
+        self._closed = False
+        self._counters = Counters()
+        self._publisher = BoundedExecutor(
+            "graphstash-publish", workers=1, capacity=config.publish_queue
+        )
+        self._prefetcher = BoundedExecutor("graphstash-prefetch", workers=1, capacity=1)
+        self._stash = Stash(config)
+        self._cache = CompileCache(self._stash, counters=self._counters, publisher=self._publisher)
+        self._hooks: dict[str, hooks.Hook | None] = {}
+
+    @property
+    def cache(self) -> CompileCache:
+        """What hooks use, and programs that compile something of their own."""
+        return self._cache
+
+    def stats(self) -> Stats:
+        """What the cache did so far."""
+        return self._counters.snapshot()
+
+    def add_hook(self, name: str) -> None:
+        """Installs a hook once; a hook that cannot be installed is logged and left out."""
+        if name in self._hooks or self._closed:
+            return
+        self._hooks[name] = None
+        try:
+            self._hooks[name] = hooks.install(name, self._cache)
+        except Exception as error:  # noqa: BLE001 - a hook's outermost frame: training goes on
+            _log.warning("graphstash: no %s hook: %s", name, error)
+            _log.debug("hook installation failed", exc_info=True)
+        # Exit handlers run last in, first out: uploads come before what compilers and hooks undo.
+        atexit.unregister(self.close)
+        atexit.register(self.close)
+
+    def take_over(self, parent: "Session") -> None:
+        """Goes on with a parent's hooks in its forked child."""
+        for name, hook in parent._hooks.items():  # noqa: SLF001 - the same class
+            self._hooks[name] = None
+            with suppress(Exception):
+                if hook is not None and hook.after_fork(self._cache):
+                    self._hooks[name] = hook
+
+    def close(self) -> None:
+        """Takes the hooks out, waits for uploads within the limit, and says what was gained."""
+        if self._closed or self._pid != os.getpid():  # a forked child does not own the session
+            return
+        self._closed = True
+        for hook in self._hooks.values():
+            if hook is not None:
+                with suppress(Exception):
+                    hook.close()
+        if not self._publisher.drain(self.config.drain_seconds):
+            _log.warning(
+                "graphstash: uploads were not done after %g s (GRAPHSTASH_DRAIN_SECONDS)",
+                self.config.drain_seconds,
+            )
+        self._publisher.close()
+        self._cache.abandon_all()
+        self._remember()
+        self._prefetcher.drain(_MANIFEST_SECONDS)
+        self._prefetcher.close()
+        stats = self.stats()
+        with suppress(OSError):
+            self._stash.close()
+        self._tell(stats)
+
+    def start_prefetch(self) -> None:
+        """Begins to bring this job's artifacts to the local tier, when the job has a name."""
+        if self.config.job is not None:
+            self._prefetcher.submit(self._prefetch)
+
+    def _prefetch(self) -> None:
+        """Brings what earlier runs of this job used to the local tier, most recent first."""
+        if self.config.job is None:
+            return
+        try:
+            manifest = self._stash.manifest(self.config.job)
+            for entry in manifest.entries if manifest else ():
+                if self._closed:
+                    return
+                self._stash.ensure_local(entry.key)
+        except CacheError as error:
+            self._cache.trouble(error)
+
+    def _remember(self) -> None:
+        if self.config.job is None or self.config.read_only or not self._cache.used:
+            return
+        with suppress(CacheError):
+            self._stash.update_manifest(self.config.job, self._cache.used)
+
+    def _tell(self, stats: Stats) -> None:
+        if not (stats.hits or stats.misses or stats.fallbacks):
+            return
+        if self.config.summary:
+            print(f"graphstash: {stats.summary()}", file=sys.stderr, flush=True)  # noqa: T201
+        if self.config.stats_file is not None:
+            record = {"pid": os.getpid(), "argv": sys.argv, **asdict(stats)}
+            # One write of one line: several processes may append to the same file.
+            line = (json.dumps(record) + "\n").encode()
+            try:
+                with self.config.stats_file.open("ab", buffering=0) as file:
+                    file.write(line)
+            except OSError as error:
+                _log.warning("graphstash: %s: %s", self.config.stats_file, error)
+
+
+_lock = threading.RLock()  # guards `_current`; re-entrant because a hook's import may install
+_current: Session | None = None
+
+
+def install(**settings: Any) -> Session | None:
+    """Starts the cache in this process and puts a hook into every compiler that it knows.
+
+    Compilers that are not imported yet get their hook on import. A second call changes nothing.
+
+    Args:
+        settings: fields of `ClientConfig`; they win over `GRAPHSTASH_*` variables.
+
+    Returns:
+        The session, or None when a setting cannot be used or the cache is switched off; the job
+        then runs as if there was no cache, and a warning says why.
+    """
+    session = _session(settings)
+    if session is not None:
+        hooks.install_when_needed(session.config.hooks, session.add_hook)
+    return session
+
+
+def add_hook(name: str) -> None:
+    """Starts the cache if need be and installs one hook; called when a compiler was imported."""
+    session = _session({})
+    if session is not None and name in session.config.hooks:
+        session.add_hook(name)
+
+
+def uninstall() -> None:
+    """Takes everything out again, as at the end of the process."""
+    global _current  # noqa: PLW0603 - see the module's docstring
+    with _lock:
+        if _current is not None:
+            atexit.unregister(_current.close)
+            _current.close()
+            _current = None
+
+
+def stats() -> Stats:
+    """What the cache did for this process so far; all zeros when it is not installed."""
+    with _lock:
+        return _current.stats() if _current is not None else Stats()
+
+
+def get_or_compile(
+    key: ArtifactKey,
+    compile_payload: Callable[[], bytes],
+    *,
+    parts: Mapping[str, str] | None = None,
+    toolchain: str = "",
+) -> bytes:
+    """What a program of its own asks for: an artifact that anybody has compiled, or compiles now.
+
+    Starts the cache in this process if need be. Args as in `CompileCache.get_or_compile`.
+    """
+    session = _session({})
+    if session is None:
+        return compile_payload()
+    return session.cache.get_or_compile(key, compile_payload, parts=parts, toolchain=toolchain)
+
+
+def _after_fork() -> None:
+    """A child owns neither its parent's threads nor its sockets: it gets a session of its own."""
+    global _current, _lock  # noqa: PLW0603 - see the module's docstring
+    parent = _current
+    _lock = threading.RLock()  # another thread of the parent may have held it
+    if parent is None:
+        return
+    _current = Session(parent.config)
+    _current.take_over(parent)
+    atexit.register(_current.close)
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _session(settings: dict[str, Any]) -> Session | None:
+    global _current  # noqa: PLW0603 - see the module's docstring
+    with _lock:
+        if _current is None:
+            try:
+                config = ClientConfig.load(**settings)
+            except ConfigError as error:
+                _log.warning("graphstash: off, because of %s", error)
+                return None
+            if not config.enabled:
+                return None
+            _current = Session(config)
+            _current.start_prefetch()
+            atexit.register(_current.close)
+        return _current

@@ -1,0 +1,54 @@
+"""Hooks put the cache inside compilers; one module per compiler, the only importer of it.
+
+A hook module offers `install(cache) -> Hook | None`: None means that it stepped aside and has said
+why. No hook raises into a compiler, and none waits without a bound. This module imports no compiler
+and nothing heavy: every Python process under `graphstash run` passes through it.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Final, Protocol, cast
+
+from graphstash._import_hook import when_imported
+
+if TYPE_CHECKING:
+    from graphstash._compile import CompileCache
+
+__all__ = ["COMPILER_OF", "Hook", "install", "install_when_needed"]
+
+COMPILER_OF: Final = {"torch_xla": "torch_xla"}
+"""For every hook, the module of its compiler."""
+
+
+class Hook(Protocol):
+    """An installed hook."""
+
+    def close(self) -> None:
+        """Takes the hook out of its compiler and finishes what it has begun."""
+
+    def after_fork(self, cache: "CompileCache") -> bool:
+        """Goes on in a forked child with the child's own cache; False when it stays quiet there."""
+
+
+def install(name: str, cache: "CompileCache") -> Hook | None:
+    """Installs one hook into its compiler, which must have been imported.
+
+    Raises:
+        ValueError: there is no such hook.
+    """
+    if name not in COMPILER_OF:
+        raise ValueError(f"no hook {name!r}; there are: {', '.join(sorted(COMPILER_OF))}")
+    module = importlib.import_module(f"graphstash.hooks.{name}")
+    return cast("Hook | None", module.install(cache))
+
+
+def install_when_needed(names: Iterable[str], action: Callable[[str], None]) -> None:
+    """Calls `action(hook name)` now for every imported compiler, for the others on their import."""
+    for name in names:
+        compiler = COMPILER_OF.get(name, "")
+        if not compiler or compiler in sys.modules:
+            action(name)
+        else:
+            when_imported(compiler, partial(action, name))

@@ -1,0 +1,60 @@
+from graphstash._breaker import CircuitBreaker
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def opened(**options):
+    clock = Clock()
+    breaker = CircuitBreaker(threshold=2, first_pause_seconds=1.0, clock=clock, **options)
+    breaker.failed()
+    assert breaker.allows()
+    breaker.failed()
+    return breaker, clock
+
+
+def test_failures_in_a_row_open_the_circuit_and_a_success_between_them_does_not():
+    breaker, _ = opened()
+    assert not breaker.allows()
+
+    breaker = CircuitBreaker(threshold=2)
+    breaker.failed()
+    breaker.succeeded()
+    breaker.failed()
+    assert breaker.allows()
+
+
+def test_after_the_pause_one_caller_may_try():
+    breaker, clock = opened()
+    clock.now += 1.01
+    assert breaker.allows()
+    assert not breaker.allows()
+    breaker.succeeded()
+    assert breaker.allows()
+    assert breaker.allows()
+
+
+def test_each_further_failure_doubles_the_pause_up_to_its_bound():
+    breaker, clock = opened(longest_pause_seconds=5.0)
+    for pause in (1.0, 2.0, 4.0, 5.0, 5.0):
+        clock.now += pause - 0.01
+        assert not breaker.allows()
+        clock.now += 0.02
+        assert breaker.allows()
+        breaker.failed()
+
+
+def test_a_pause_that_the_server_asks_for_is_kept_within_the_bound():
+    clock = Clock()
+    breaker = CircuitBreaker(longest_pause_seconds=10.0, clock=clock)
+    breaker.pause(3)
+    assert not breaker.allows()
+    clock.now += 3.1
+    assert breaker.allows()
+    breaker.pause(1e9)
+    clock.now += 10.1
+    assert breaker.allows()

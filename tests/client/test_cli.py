@@ -1,0 +1,152 @@
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+
+def graphstash(*arguments, **variables):
+    return subprocess.run(
+        [sys.executable, "-m", "graphstash", *map(str, arguments)],
+        env=os.environ | {"COLUMNS": "200", **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_run_passes_status_output_and_arguments_through(tmp_path):
+    program = "import sys; print(sys.argv[1:]); sys.exit(7)"
+    result = graphstash("run", "--", sys.executable, "-c", program, "--", "--url", "x y")
+    assert result.returncode == 7
+    assert result.stdout == "['--', '--url', 'x y']\n"
+    assert result.stderr == ""
+
+
+def test_run_ends_with_the_signal_that_ended_the_command():
+    result = graphstash("run", "--", sys.executable, "-c", "import os; os.kill(os.getpid(), 9)")
+    assert result.returncode == -9
+
+
+def test_run_hands_its_options_to_every_python_below(tmp_path):
+    program = textwrap.dedent(
+        """
+        import os, subprocess, sys
+        print(os.environ["GRAPHSTASH_NAMESPACE"], os.environ["GRAPHSTASH_URL"], flush=True)
+        if len(sys.argv) == 1:
+            subprocess.run(["sh", "-c", f"{sys.executable} {__file__} child"], check=True)
+        """
+    )
+    (tmp_path / "script.py").write_text(program)
+    result = graphstash(
+        *("run", "--namespace", "team", "--url", "http://cache:1", "--"),
+        *(sys.executable, tmp_path / "script.py"),
+    )
+    assert result.stdout.splitlines() == ["team http://cache:1"] * 2, result.stderr
+
+
+def test_run_keeps_the_users_own_sitecustomize_and_python_path(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("print('mine')")
+    result = graphstash(
+        *("run", "--", sys.executable, "-c"),
+        "import sitecustomize, sys; print(sitecustomize.__file__); "
+        "print(any('_autoload' in entry for entry in sys.path))",
+        PYTHONPATH=str(tmp_path),
+    )
+    own = str(tmp_path / "sitecustomize.py")
+    assert result.stdout.splitlines() == [
+        "mine",
+        "mine",
+        own,
+        "False",
+    ]  # graphstash itself, then it
+    assert result.stderr == ""
+
+
+def test_a_python_without_graphstash_just_starts(tmp_path):
+    program = (
+        "import sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p]; print(1)"
+    )
+    autoload = graphstash("run", "--", "printenv", "PYTHONPATH").stdout.split(os.pathsep)[0].strip()
+    result = subprocess.run(
+        [
+            sys.executable,
+            "-S",
+            "-c",
+            f"import sys; sys.path.insert(0, {autoload!r}); import sitecustomize; " + program,
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.stdout == "1\n"
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "told"),
+    [
+        (("run",), 1, "write the command after `--`"),
+        (("run", "--", "no-such-program"), 127, "not found on PATH"),
+        (("run", "--namespace", "Team A", "--", "true"), 2, "[a-z0-9][a-z0-9._-]{0,63}"),
+        (("run", "--url", "cache", "--", "true"), 2, "expected http://host:port"),
+        (("prefetch", "no/job"), 2, "GRAPHSTASH_JOB"),
+    ],
+)
+def test_bad_input_gets_one_clear_line(arguments, status, told):
+    result = graphstash(*arguments)
+    assert result.returncode == status
+    assert told in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_status_without_a_server_says_what_to_do():
+    result = graphstash("status", "--url", "http://127.0.0.1:9")
+    assert result.returncode == 1
+    assert "not reachable" in result.stderr
+    assert "graphstash serve" in result.stderr
+    answer = json.loads(graphstash("status", "--url", "http://127.0.0.1:9", "--json").stdout)
+    assert answer["reachable"] is False
+
+
+def test_status_shows_a_server_to_people_and_to_scripts(server, tmp_path):
+    result = graphstash("status", "--url", server.url, GRAPHSTASH_CACHE_DIR=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert server.url in result.stdout
+    assert str(tmp_path) in result.stdout
+    answer = json.loads(
+        graphstash(
+            "status", "--url", server.url, "--json", GRAPHSTASH_CACHE_DIR=str(tmp_path)
+        ).stdout
+    )
+    assert answer["reachable"] is True
+    assert answer["server"]["version"]
+    assert answer["local"]["size_bytes"] == 0
+
+
+def test_prefetch_of_a_job_that_nobody_ran_says_so(server, namespace):
+    result = graphstash("prefetch", "job", "--url", server.url, "--namespace", namespace)
+    assert result.returncode == 1
+    assert "no run of 'job'" in result.stderr
+
+
+def test_the_help_names_every_command():
+    result = graphstash("--help")
+    for command in ("run", "status", "prefetch", "serve"):
+        assert command in result.stdout
+
+
+def test_a_wrong_setting_never_stops_a_job(tmp_path):
+    program = "import graphstash; print(graphstash.install()); print(graphstash.stats().hits)"
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"GRAPHSTASH_WAIT_SECONDS": "soon"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.stdout.split() == ["None", "0"]
+    assert "GRAPHSTASH_WAIT_SECONDS='soon'" in result.stderr

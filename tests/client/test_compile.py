@@ -1,0 +1,191 @@
+import threading
+import time
+
+import pytest
+
+from graphstash import ClientConfig, CompileCache, Stash
+from graphstash._executor import BoundedExecutor
+from graphstash._stats import Counters
+from graphstash_schema import ArtifactKey, LeaseState
+
+
+def key(number):
+    return ArtifactKey.parse("torch_xla", "cpu-x86_64-0123456789abcdef", f"{number:064x}")
+
+
+class Host:
+    def __init__(self, config):
+        self.stash = Stash(config)
+        self.publisher = BoundedExecutor("test-publish", workers=1, capacity=8)
+        self.counters = Counters()
+        self.cache = CompileCache(self.stash, counters=self.counters, publisher=self.publisher)
+        self.compiles = 0
+
+    def build(self, number, *, seconds=0.0, result=b"graph"):
+        def compile_payload():
+            self.compiles += 1
+            time.sleep(seconds)
+            return result
+
+        return self.cache.get_or_compile(key(number), compile_payload, parts={"n": str(number)})
+
+    @property
+    def stats(self):
+        assert self.publisher.drain(20)
+        return self.counters.snapshot()
+
+    def close(self):
+        self.publisher.drain(20)
+        self.publisher.close()
+        self.cache.abandon_all()
+        self.stash.close()
+
+
+@pytest.fixture
+def hosts(server, namespace, tmp_path):
+    made = []
+
+    def make(name, **settings):
+        settings = {"url": server.url, "namespace": namespace} | settings
+        made.append(Host(ClientConfig.load({}, cache_dir=tmp_path / name, **settings)))
+        return made[-1]
+
+    yield make
+    for host in made:
+        host.close()
+
+
+def test_compiled_once_fetched_elsewhere_and_local_after_that(hosts):
+    a, b = hosts("a"), hosts("b")
+    assert a.build(1, seconds=0.2) == b"graph"
+    assert a.stats.published == 1
+    assert b.build(1) == b"graph"
+    assert b.build(1) == b"graph"
+    assert (a.compiles, b.compiles) == (1, 0)
+    stats = b.stats
+    assert (stats.hits_remote, stats.hits_local, stats.misses) == (1, 1, 0)
+    assert 0.1 < stats.saved_seconds < 0.5
+    assert stats.fallbacks == {}
+
+
+def test_eight_hosts_at_once_compile_one_graph_once(hosts):
+    herd = [hosts(f"host{n}") for n in range(8)]
+    threads = [
+        threading.Thread(target=host.build, args=(1,), kwargs={"seconds": 1.0}) for host in herd
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sum(host.compiles for host in herd) == 1
+    stats = [host.stats for host in herd]
+    assert sum(s.waits for s in stats) == 7
+    assert sum(s.misses for s in stats) == 1
+    assert all(s.fallbacks == {} for s in stats)
+
+
+def test_waiters_are_served_soon_after_the_artifact_is_there(hosts):
+    holder, waiter = hosts("a"), hosts("b")
+    done = {}
+
+    def build(host, name):
+        host.build(1, seconds=1.0)
+        done[name] = time.monotonic()
+
+    first = threading.Thread(target=build, args=(holder, "holder"))
+    first.start()
+    time.sleep(0.3)
+    build(waiter, "waiter")
+    first.join()
+    assert waiter.compiles == 0
+    assert done["waiter"] - done["holder"] < 2.0  # the promise is 0.5 s; clocks do not fail tests
+
+
+def test_when_the_holder_fails_the_next_waiter_compiles(hosts):
+    holder, waiter = hosts("a"), hosts("b")
+
+    def fails():
+        time.sleep(0.7)
+        raise RuntimeError("no memory")
+
+    def build():
+        with pytest.raises(RuntimeError, match="no memory"):
+            holder.cache.get_or_compile(key(1), fails)
+
+    first = threading.Thread(target=build)
+    first.start()
+    time.sleep(0.3)
+    assert waiter.build(1) == b"graph"
+    first.join()
+    assert waiter.compiles == 1
+
+
+def test_a_holder_that_dies_is_replaced_within_the_lease_time(hosts):
+    waiter = hosts("b", lease_seconds=1.5)
+    dead = hosts("a", lease_seconds=1.5).stash.acquire(key(1))  # nobody renews it
+    assert dead.state is LeaseState.GRANTED
+    started = time.monotonic()
+    assert waiter.build(1) == b"graph"
+    assert time.monotonic() - started < 10
+    assert waiter.compiles == 1
+
+
+def test_a_holder_that_lives_keeps_its_lease_beyond_its_lifetime(hosts):
+    holder, waiter = hosts("a", lease_seconds=1.0), hosts("b", lease_seconds=1.0)
+    first = threading.Thread(target=holder.build, args=(1,), kwargs={"seconds": 3.5})
+    first.start()
+    time.sleep(0.3)
+    waiter.build(1)
+    first.join()
+    assert (holder.compiles, waiter.compiles) == (1, 0)
+
+
+def test_nobody_waits_longer_than_the_compile_budget(hosts):
+    hosts("a").stash.acquire(key(1))
+    waiter = hosts("b", wait_seconds=0.6)
+    assert waiter.build(1) == b"graph"
+    assert waiter.compiles == 1
+    assert waiter.stats.fallbacks == {"wait_budget": 1}
+
+
+def test_two_publishers_of_different_bytes_leave_the_first(hosts):
+    a, b = hosts("a"), hosts("b", wait_seconds=0)
+    first = threading.Thread(target=a.build, args=(1,), kwargs={"result": b"A", "seconds": 0.5})
+    first.start()
+    time.sleep(0.2)
+    assert b.build(1, result=b"B", seconds=1.5) == b"B"
+    first.join()
+    assert (a.stats.published, b.stats.published, b.stats.conflicts) == (1, 0, 1)
+    assert hosts("c").build(1) == b"A"
+    assert b.build(1) == b"A"  # also the loser's host runs what all others run from now on
+
+
+def test_without_a_server_everything_is_compiled_and_soon_nobody_asks_any_more(hosts):
+    host = hosts("a", url="http://127.0.0.1:9")
+    for number in range(6):
+        assert host.build(number) == b"graph"
+    fallbacks = host.stats.fallbacks
+    assert fallbacks["connect"] >= 3
+    assert fallbacks["circuit_open"] >= 1
+    assert host.build(0) == b"graph"
+    assert host.compiles == 6  # this host's disk still remembers
+
+
+def test_a_full_upload_queue_drops_the_upload_not_the_job(hosts):
+    host = hosts("a")
+    release = threading.Event()
+    for _ in range(9):
+        host.publisher.submit(release.wait)
+    assert host.build(1) == b"graph"
+    release.set()
+    assert host.stats.fallbacks == {"queue_full": 1}
+    other = hosts("b")
+    assert other.build(1) == b"graph"
+    assert other.compiles == 1
+
+
+def test_a_read_only_job_takes_no_lease_and_publishes_nothing(hosts):
+    reader = hosts("a", read_only=True)
+    assert reader.build(1) == b"graph"
+    assert reader.stats.published == 0
+    assert hosts("b").stash.acquire(key(1)).state is LeaseState.GRANTED

@@ -1,0 +1,71 @@
+import threading
+import time
+
+import pytest
+
+from graphstash._executor import BoundedExecutor
+
+
+@pytest.fixture
+def executor():
+    executor = BoundedExecutor("test", workers=1, capacity=2)
+    yield executor
+    executor.close()
+
+
+def test_calls_run_in_order(executor):
+    seen = []
+    for number in range(3):
+        assert executor.submit(lambda number=number: seen.append(number))
+    assert executor.drain(5)
+    assert seen == [0, 1, 2]
+
+
+def test_what_does_not_fit_is_refused_at_once(executor):
+    release = threading.Event()
+    started = threading.Event()
+    executor.submit(lambda: (started.set(), release.wait()))
+    started.wait(5)
+    assert executor.submit(lambda: None)
+    assert executor.submit(lambda: None)
+    before = time.monotonic()
+    assert not executor.submit(lambda: None)
+    assert time.monotonic() - before < 1
+    release.set()
+    assert executor.drain(5)
+    assert executor.submit(lambda: None)
+
+
+def test_drain_gives_up_after_its_time(executor):
+    release = threading.Event()
+    executor.submit(release.wait)
+    assert not executor.drain(0.05)
+    release.set()
+    assert executor.drain(5)
+
+
+def test_a_failing_call_does_not_stop_the_next(executor, caplog):
+    seen = []
+    executor.submit(lambda: 1 / 0)
+    executor.submit(lambda: seen.append(1))
+    assert executor.drain(5)
+    assert seen == [1]
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_close_ends_the_threads_and_drops_what_waits():
+    executor = BoundedExecutor("closing", workers=2, capacity=8)
+    release = threading.Event()
+    for _ in range(2):
+        executor.submit(release.wait)
+    seen = []
+    executor.submit(lambda: seen.append(1))
+    executor.close()
+    release.set()
+    assert executor.drain(5)
+    deadline = time.monotonic() + 5
+    while any(t.name.startswith("closing") for t in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert seen == []
+    assert not executor.submit(lambda: None)

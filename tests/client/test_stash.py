@@ -1,0 +1,174 @@
+import threading
+import time
+
+import pytest
+
+from graphstash import CacheError, ClientConfig, ConflictError, LeaseLostError, Reason, Stash
+from graphstash._envelope import seal
+from graphstash_schema import (
+    ArtifactKey,
+    ArtifactMetadata,
+    LeaseOutcome,
+    LeaseState,
+    ManifestName,
+)
+
+
+def key(number):
+    return ArtifactKey.parse("torch_xla", "cpu-x86_64-0123456789abcdef", f"{number:064x}")
+
+
+def metadata(payload=b"", seconds=3.0):
+    return ArtifactMetadata(compile_seconds=seconds, raw_size_bytes=len(payload))
+
+
+@pytest.fixture
+def hosts(server, namespace, tmp_path):
+    """Makes stashes that stand for different hosts of one team."""
+    made = []
+
+    def make(name, **settings):
+        config = ClientConfig.load(
+            {}, url=server.url, namespace=namespace, cache_dir=tmp_path / name, **settings
+        )
+        made.append(Stash(config))
+        return made[-1]
+
+    yield make
+    for stash in made:
+        stash.close()
+
+
+def test_what_one_host_puts_another_gets(hosts, server, namespace):
+    payload = b"graph" * 1000
+    hosts("a").put(key(1), payload, metadata(payload))
+    assert hosts("b").get(key(1)) == payload
+    assert hosts("b").get(key(2)) is None
+
+
+def test_the_second_get_of_a_host_asks_nobody(hosts, server, tmp_path):
+    hosts("a").put(key(1), b"graph", metadata())
+    first = hosts("b").fetch(key(1), tmp_path / "one")
+    again = hosts("b").fetch(key(1), tmp_path / "two")
+    assert (first.source, again.source) == ("remote", "local")
+    assert first.compile_seconds == again.compile_seconds == 3.0
+    assert (tmp_path / "two").read_bytes() == b"graph"
+
+
+def test_a_miss_leaves_no_file_behind(hosts, tmp_path):
+    target = tmp_path / "target"
+    target.mkdir()
+    assert hosts("a").fetch(key(1), target / "file") is None
+    assert list(target.iterdir()) == []
+
+
+def test_sixteen_threads_of_a_host_download_once(hosts, server, namespace):
+    hosts("a").put(key(1), b"graph" * 100_000, metadata())
+    time.sleep(1.2)
+    before = server.stats(namespace)["hits"]
+    stash = hosts("b")
+    got = []
+    threads = [threading.Thread(target=lambda: got.append(stash.get(key(1)))) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == [b"graph" * 100_000] * 16
+    time.sleep(1.5)  # the server counts in memory and writes every second
+    assert server.stats(namespace)["hits"] - before == 1
+
+
+def test_the_first_publisher_stays_and_the_second_learns_it(hosts):
+    hosts("a").put(key(1), b"first", metadata())
+    with pytest.raises(ConflictError) as caught:
+        hosts("b").put(key(1), b"second", metadata())
+    assert caught.value.status == 409
+    assert hosts("b").get(key(1)) == b"first"
+    assert hosts("c").get(key(1)) == b"first"
+
+
+def test_a_damaged_local_file_is_replaced_from_the_server(hosts, namespace):
+    stash = hosts("a")
+    stash.put(key(1), b"graph" * 50, metadata())
+    path = stash.local.path(stash.config.namespace, key(1))
+    damaged = bytearray(path.read_bytes())
+    damaged[-3] ^= 1
+    path.write_bytes(damaged)
+    assert stash.get(key(1)) == b"graph" * 50
+    assert path.read_bytes() != bytes(damaged)
+
+
+def test_a_sound_local_file_of_another_key_is_not_handed_out(hosts, tmp_path):
+    stash = hosts("a")
+    (tmp_path / "payload").write_bytes(b"wrong graph")
+    path = stash.local.path(stash.config.namespace, key(1))
+    path.parent.mkdir(parents=True)
+    seal(key(2), tmp_path / "payload", path, compile_seconds=1.0)
+    assert stash.get(key(1)) is None
+    assert not path.exists()
+
+
+def test_an_artifact_over_the_limit_is_neither_published_nor_fetched(hosts):
+    payload = bytes(3000)
+    with pytest.raises(CacheError) as caught:
+        hosts("a", max_artifact="2kB").put(key(1), payload, metadata(payload))
+    assert caught.value.reason is Reason.TOO_LARGE
+    hosts("b").put(key(1), payload, metadata(payload))
+    with pytest.raises(CacheError) as caught:
+        hosts("a", max_artifact="2kB").get(key(1))
+    assert caught.value.reason is Reason.TOO_LARGE
+
+
+def test_a_read_only_job_keeps_its_artifacts_to_itself(hosts):
+    stash = hosts("a", read_only=True)
+    assert stash.put(key(1), b"graph", metadata()) == 0
+    assert stash.get(key(1)) == b"graph"
+    assert hosts("b").get(key(1)) is None
+
+
+def test_a_lookup_tells_found_from_missing_beyond_one_call(hosts):
+    stash = hosts("a")
+    for number in (0, 1500):
+        stash.put(key(number), b"x", metadata())
+    reply = stash.lookup(key(number) for number in range(2001))
+    assert [info.key for info in reply.found] == [key(0), key(1500)]
+    assert len(reply.missing) == 1999
+
+
+def test_a_lease_is_granted_once_renewed_and_lost(hosts):
+    a, b = hosts("a"), hosts("b")
+    mine = a.acquire(key(1))
+    assert mine.state is LeaseState.GRANTED
+    held = b.acquire(key(1))
+    assert held.state is LeaseState.HELD
+    assert "@" in held.holder
+    a.renew(key(1), mine.token)
+    a.release(key(1), mine.token, LeaseOutcome.FAILED)
+    theirs = b.acquire(key(1))
+    assert theirs.state is LeaseState.GRANTED
+    assert theirs.fencing > mine.fencing
+    with pytest.raises(LeaseLostError):
+        a.renew(key(1), mine.token)
+
+
+def test_a_waiter_is_told_when_the_artifact_is_there(hosts):
+    a, b = hosts("a"), hosts("b")
+    a.acquire(key(1))
+    replies = []
+    waiter = threading.Thread(target=lambda: replies.append(b.acquire(key(1), wait_seconds=20)))
+    waiter.start()
+    time.sleep(0.5)
+    assert not replies
+    a.put(key(1), b"graph", metadata())
+    waiter.join(5)
+    assert replies[0].state is LeaseState.READY
+
+
+def test_a_manifest_remembers_what_runs_used(hosts):
+    stash = hosts("a")
+    name = ManifestName("train.py")
+    assert stash.manifest(name) is None
+    stash.update_manifest(name, [key(1), key(2)])
+    stash.update_manifest(name, [key(2), key(3)])
+    runs = {entry.key: entry.runs for entry in stash.manifest(name).entries}
+    assert runs == {key(1): 1, key(2): 2, key(3): 1}

@@ -1,0 +1,150 @@
+"""A TCP proxy in front of a real server that misbehaves on demand, byte by byte."""
+
+import re
+import socket
+import struct
+import threading
+import time
+from contextlib import suppress
+from enum import StrEnum
+
+__all__ = ["Fault", "FaultProxy"]
+
+
+class Fault(StrEnum):
+    """How the proxy misbehaves; only `NONE` lets a connection through untouched."""
+
+    NONE = "none"
+    RESET = "reset"
+    """Every connection is reset as soon as a request came."""
+    SILENT = "silent"
+    """Nothing is ever answered."""
+    DRIP = "drip"
+    """One byte of the answer every 0.2 s, headers included."""
+    GARBAGE = "garbage"
+    """Not HTTP."""
+    STRANGER = "stranger"
+    """Sound HTTP of some other server, which answers 200 to everything."""
+    FAILING = "failing"
+    """500 to everything."""
+    BUSY = "busy"
+    """503 with Retry-After to everything."""
+    FLIP = "flip"
+    """A bit in the middle of every artifact's body is flipped."""
+    TRUNCATE = "truncate"
+    """The connection ends in the middle of an artifact's body."""
+    SWAP = "swap"
+    """Every GET of an artifact is answered with the artifact `swap_to`."""
+
+
+_STRANGER = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 13\r\n\r\n<html></html>"
+_FAILING = b"HTTP/1.1 500 Oops\r\nContent-Length: 0\r\n\r\n"
+_BUSY = b"HTTP/1.1 503 Busy\r\nRetry-After: 5\r\nContent-Length: 0\r\n\r\n"
+_ANSWERS = {
+    Fault.GARBAGE: b"\x16\x03\x01 this is not HTTP\r\n\r\n\xff\xfe",
+    Fault.STRANGER: _STRANGER,
+    Fault.FAILING: _FAILING,
+    Fault.BUSY: _BUSY,
+}
+_GET_ARTIFACT = re.compile(rb"^GET (/v1/[^/ ]+/artifacts/)([^ ]+)( HTTP)")
+
+
+class FaultProxy:
+    """Listens on a free loopback port; `fault` may be changed at any time.
+
+    One request per connection, so that every request meets the present fault.
+    """
+
+    def __init__(self, upstream_port: int) -> None:
+        self.fault = Fault.NONE
+        self.swap_to = ""
+        self.connections = 0
+        self._upstream_port = upstream_port
+        self._closed = False
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._closed = True
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self):
+        while not self._closed:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            self.connections += 1
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection):
+        with connection, suppress(OSError):
+            head = _read_head(connection)
+            fault = self.fault
+            if fault is Fault.SILENT:
+                while not self._closed and connection.recv(65536):
+                    pass
+                return
+            if fault is Fault.RESET:
+                linger = struct.pack("ii", 1, 0)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                return
+            if fault in _ANSWERS:
+                connection.sendall(_ANSWERS[fault])
+                return
+            self._forward(connection, head, fault)
+
+    def _forward(self, connection, head, fault):
+        artifact = _GET_ARTIFACT.match(head)
+        if fault is Fault.SWAP and artifact:
+            head = _GET_ARTIFACT.sub(rb"GET \g<1>" + self.swap_to.encode() + rb"\g<3>", head)
+        # One request per connection keeps the answer's end in sight.
+        head = re.sub(rb"(?i)\r\nconnection: [^\r]*", b"", head)
+        head = head.replace(b"\r\n", b"\r\nConnection: close\r\n", 1)
+        with socket.create_connection(("127.0.0.1", self._upstream_port)) as upstream:
+            upstream.sendall(head)
+            threading.Thread(target=_pump, args=(connection, upstream), daemon=True).start()
+            answer = bytearray()
+            with suppress(OSError):
+                while chunk := upstream.recv(1 << 20):
+                    answer += chunk
+        body_at = answer.find(b"\r\n\r\n") + 4
+        middle = body_at + (len(answer) - body_at) // 2
+        if artifact and answer.startswith(b"HTTP/1.1 200") and len(answer) > body_at:
+            if fault is Fault.FLIP:
+                answer[middle] ^= 0x10
+            if fault is Fault.TRUNCATE:
+                del answer[middle:]
+        if fault is Fault.DRIP:
+            for byte in answer:
+                connection.sendall(bytes([byte]))
+                time.sleep(0.2)
+                if self._closed:
+                    return
+        else:
+            connection.sendall(answer)
+        # Closing alone would not end it while the pump still reads from it.
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _read_head(connection):
+    head = bytearray()
+    while b"\r\n\r\n" not in head:
+        chunk = connection.recv(65536)
+        if not chunk:
+            break
+        head += chunk
+    return bytes(head)
+
+
+def _pump(source, target):
+    with suppress(OSError):
+        while chunk := source.recv(1 << 20):
+            target.sendall(chunk)

@@ -1,0 +1,157 @@
+"""A training job small enough for tests: a two-layer perceptron, AdamW, a few steps.
+
+Knows nothing of graphstash unless told to install it by hand. Writes what happened as JSON.
+"""
+
+import argparse
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+parser = argparse.ArgumentParser()
+parser.add_argument("report", type=Path)
+parser.add_argument("--mode", choices=("lazy", "compile", "dynamo", "item"), default="lazy")
+parser.add_argument("--steps", type=int, default=4)
+parser.add_argument("--width", type=int, default=32)
+parser.add_argument("--install", action="store_true", help="call graphstash.install()")
+parser.add_argument("--initialize-cache", type=Path, help="as scripts for a bare torch_xla do")
+parser.add_argument("--pretend-version", help="what torch_xla says of itself")
+parser.add_argument("--fork", action="store_true", help="train in a forked child")
+parser.add_argument("--thread", action="store_true", help="run a cached graph beside the training")
+options = parser.parse_args()
+
+if options.pretend_version:
+    import torch_xla
+
+    torch_xla.__version__ = options.pretend_version
+if options.install:
+    import graphstash
+
+    for _ in range(2):  # the second call must change nothing
+        graphstash.install()
+
+import torch
+import torch_xla
+import torch_xla.debug.metrics as xla_metrics
+import torch_xla.runtime as xr
+from torch import nn
+from torch.nn import functional
+
+if options.initialize_cache:
+    xr.initialize_cache(str(options.initialize_cache))
+
+
+def count(metric):
+    data = xla_metrics.metric_data(metric)
+    return int(data[0]) if data else 0
+
+
+def train():
+    torch.manual_seed(0)
+    device = torch_xla.device()
+    model = nn.Sequential(nn.Linear(16, options.width), nn.Tanh(), nn.Linear(options.width, 1))
+    model = model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    batches = [torch.randn(8, 16) for _ in range(options.steps)]
+    compiled = torch.compile(model, backend="openxla") if options.mode == "dynamo" else model
+
+    def step(batch):
+        optimizer.zero_grad()
+        loss = functional.mse_loss(compiled(batch), batch.sum(1, keepdim=True))
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    if options.mode == "compile":
+        step = torch_xla.compile(step)
+    losses, counts = [], []
+    for batch in batches:
+        loss = step(batch.to(device))
+        if options.mode in ("lazy", "dynamo"):
+            torch_xla.sync()
+        losses.append(loss.item())  # in mode `item`, this is what runs the step
+        if options.mode == "item":
+            torch_xla.sync()
+        counts.append(cache_counts())
+    return losses, counts
+
+
+def cache_counts():
+    """What the cache has done so far, if it is here at all."""
+    if "graphstash._session" not in sys.modules:
+        return None
+    from graphstash import stats
+
+    so_far = stats()
+    return [so_far.hits, so_far.misses, sum(so_far.fallbacks.values())]
+
+
+def train_beside():
+    """Compiles a graph in one thread while another runs a cached one over and over.
+
+    `_run_cached_graph`, below a dynamo graph, holds the interpreter lock while it waits for the
+    mutex that the compiling thread holds during its look-up.
+    """
+    device = torch_xla.device()
+    function = torch.compile(lambda x: (x @ x).tanh(), backend="openxla")
+    x = torch.ones(4, 4, device=device)
+    torch_xla.sync()
+    for _ in range(3):
+        function(x)
+    torch_xla.sync()
+    # Lazy tracing in two threads is not what torch_xla offers: the graph is there, only its
+    # compilation happens in the other thread.
+    missing = (torch.ones(64, 64, device=device) @ torch.ones(64, 64, device=device)).sin().sum()
+    compiled = threading.Event()
+
+    def compile_missing():
+        torch_xla._XLAC._xla_sync_multi([missing], [], wait=True)
+        compiled.set()
+
+    thread = threading.Thread(target=compile_missing)
+    thread.start()
+    runs = 0
+    while not compiled.is_set() or runs < 10:
+        function(x)
+        runs += 1
+    thread.join()
+    return [missing.item()], runs
+
+
+def main():
+    extra = {}
+    if options.thread:
+        losses, extra["beside"] = train_beside()
+        counts = []
+    else:
+        losses, counts = train()
+    report = {
+        "losses": losses,
+        "counts": counts,
+        "compiles": count("CompileTime"),
+        "executions": count("ExecuteTime"),
+        "device_reads": count("TransferFromDeviceTime"),
+        "environment": os.environ.get("XLA_PERSISTENT_CACHE_PATH"),
+        "step_marker": type(torch_xla._XLAC._xla_step_marker).__name__,
+        **extra,
+    }
+    options.report.write_text(json.dumps(report))
+
+
+if options.fork:
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            main()
+            status = 0
+        finally:
+            if "graphstash._session" in sys.modules:
+                from graphstash import uninstall
+
+                uninstall()
+            os._exit(status)
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+main()

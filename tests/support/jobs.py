@@ -1,0 +1,144 @@
+"""Runs training jobs as users run them, each a process of its own and, by its directory, a host.
+
+`under="graphstash run"` is the whole way of a user, from the command line on; it pays for importing
+torch_xla every time. `under="fork"`, the default, begins right after that import (see `zygote`).
+`under=""` has no hook at all.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["JOB", "Jobs", "Outcome", "Running"]
+
+JOB = Path(__file__).with_name("job.py")
+ZYGOTE = Path(__file__).with_name("zygote.py")
+SECONDS = 240
+
+
+@dataclass
+class Outcome:
+    """What a job reported, what the cache counted in it, and what it printed."""
+
+    report: dict
+    stats: dict
+    errors: str
+
+    @property
+    def hits(self):
+        return self.stats["hits_local"] + self.stats["hits_remote"]
+
+
+@dataclass
+class Running:
+    """A job that was started; files tell of it, so that it may be anybody's child."""
+
+    report: Path
+    stats: Path
+    errors: Path
+    process: subprocess.Popen | None
+
+    @property
+    def pid(self):
+        if self.process is not None:
+            return self.process.pid
+        return int(self._wait(".pid"))
+
+    def kill(self):
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        if self.process is not None:
+            self.process.wait(30)
+        else:
+            self._wait(".status")
+
+    def ended(self):
+        if self.process is not None:
+            return self.process.poll() is not None
+        return Path(f"{self.errors}.status").exists()
+
+    def finish(self):
+        status = self.process.wait(SECONDS) if self.process else int(self._wait(".status"))
+        errors = self.errors.read_text()
+        assert status == 0, errors
+        lines = self.stats.read_text().splitlines() if self.stats.exists() else []
+        stats = json.loads(lines[-1]) if lines else {}
+        return Outcome(json.loads(self.report.read_text()), stats, errors)
+
+    def _wait(self, suffix):
+        path = Path(f"{self.errors}{suffix}")
+        deadline = time.monotonic() + SECONDS
+        while not path.exists():
+            assert time.monotonic() < deadline, self.errors.read_text()
+            time.sleep(0.01)
+        return path.read_text()
+
+
+class Jobs:
+    """Starts jobs; one zygote for all of them."""
+
+    def __init__(self):
+        self._zygote = None
+
+    def close(self):
+        if self._zygote is not None:
+            self._zygote.stdin.close()
+            self._zygote.wait(30)
+            self._zygote.stdout.close()
+
+    def start(self, directory, *options, under="fork", launcher=(sys.executable,), **settings):
+        """Starts a job with a local tier in `directory`.
+
+        Args:
+            under: see the module's docstring.
+            launcher: what starts the script under `graphstash run`.
+            settings: fields of ClientConfig.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        number = len(list(directory.glob("report-*")))
+        report = directory / f"report-{number}.json"
+        stats = directory / f"stats-{number}.jsonl"
+        errors = directory / f"errors-{number}"
+        report.touch()
+        errors.touch()
+        settings = {"cache_dir": directory / "tier", "stats_file": stats, **settings}
+        environment = os.environ | {"PJRT_DEVICE": "CPU"}
+        environment |= {f"GRAPHSTASH_{name.upper()}": str(v) for name, v in settings.items()}
+        arguments = [str(part) for part in (JOB, report, *options)]
+        process = None
+        if under == "graphstash run":
+            with errors.open("w") as stderr:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "graphstash", "run", "--", *launcher, *arguments],
+                    env=environment,
+                    stdout=subprocess.DEVNULL,
+                    stderr=stderr,
+                )
+        else:
+            self._fork(arguments, environment, errors, hook=under == "fork")
+        return Running(report, stats, errors, process)
+
+    def _fork(self, arguments, environment, errors, *, hook):
+        if self._zygote is None:
+            self._zygote = subprocess.Popen(
+                [sys.executable, ZYGOTE],
+                env=os.environ | {"PJRT_DEVICE": "CPU"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            assert self._zygote.stdout.readline().startswith("ready")
+        request = {
+            "argv": arguments,
+            "environment": environment,
+            "errors": str(errors),
+            "hook": hook,
+        }
+        self._zygote.stdin.write(json.dumps(request) + "\n")
+        self._zygote.stdin.flush()

@@ -1,0 +1,80 @@
+"""A Python that has imported torch_xla and forks a job on request.
+
+Importing torch_xla takes ten to twenty seconds of relocations; a fork of a process that has done it
+and has not touched a device takes none. Everything after the import is as in a job of its own: its
+process, its environment, the hook as the import hook installs it, its exit handlers.
+
+Reads one JSON request a line from standard input: {"argv", "environment", "errors", "hook"}.
+"""
+
+import atexit
+import gc
+import json
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch_xla
+
+__all__: list[str] = []
+
+
+def job(request):
+    """The forked job; never returns."""
+    status = 1
+    try:
+        sys.stdin.close()
+        errors = os.open(request["errors"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(errors, 2)
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        sys.argv = request["argv"]
+        if request["hook"]:
+            from graphstash._session import add_hook
+
+            add_hook("torch_xla")  # what the import hook does right after `import torch_xla`
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+            status = 0
+        except SystemExit as exit_:
+            status = int(exit_.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def keep(request):
+    """Forks the job and writes its pid and then its exit status; never returns."""
+    pid = os.fork()
+    if pid == 0:
+        job(request)
+    write(request["errors"] + ".pid", pid)
+    write(request["errors"] + ".status", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    os._exit(0)
+
+
+def write(path, number):
+    Path(path + ".part").write_text(str(number))
+    Path(path + ".part").replace(path)
+
+
+if __name__ == "__main__":
+    atexit.unregister(torch_xla._prepare_to_exit)
+    atexit.register(torch_xla._prepare_to_exit)
+    gc.freeze()
+    print("ready", torch.__version__, flush=True)
+    for line in sys.stdin:
+        if os.fork() == 0:
+            keep(json.loads(line))
+        while True:  # collect keepers that are done
+            try:
+                if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                    break
+            except ChildProcessError:
+                break
