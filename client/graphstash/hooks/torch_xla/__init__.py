@@ -1,0 +1,146 @@
+"""The torch_xla hook: fills torch_xla's persistent cache right before a compile, empties it after.
+
+torch_xla <= 2.7 keeps compiled graphs in a directory, one file per graph. This process gets a
+private one (two processes in one directory read each other's half-written files), and either
+
+    exact   catches torch_xla's look-up of the file itself: whatever way a step ran (lazy `sync`,
+            `torch_xla.compile`, `torch.compile(backend="openxla")`, `.item()`), exactly the
+            artifact that would be compiled is fetched first; x86-64 Linux
+    hint    predicts the files from the pending graph before a step; works everywhere, costs a few
+            steps until the loop has settled
+
+Nothing runs in a step whose graph torch_xla has in memory.
+"""
+
+import atexit
+import logging
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, Protocol
+
+import torch_xla
+import torch_xla.runtime as xr
+
+from graphstash._compile import CompileCache
+from graphstash.hooks.torch_xla.exact import ExactMode
+from graphstash.hooks.torch_xla.gate import GateUnavailable
+from graphstash.hooks.torch_xla.hint import HintMode
+
+__all__ = ["TorchXlaHook", "install"]
+
+_log = logging.getLogger("graphstash")
+
+_TRIED: Final = ("2.7",)
+_CANNOT_LOAD: Final = ("2.8", "2.9")
+"""Their runtime answers UNIMPLEMENTED when an executable is loaded (pytorch/xla#9094)."""
+
+_PATH_VARIABLE: Final = "XLA_PERSISTENT_CACHE_PATH"
+_READ_ONLY_VARIABLE: Final = "XLA_PERSISTENT_CACHE_READ_ONLY"
+
+
+class _Mode(Protocol):
+    def close(self) -> None: ...
+    def after_fork(self, cache: CompileCache) -> None: ...
+
+
+def install(cache: CompileCache) -> "TorchXlaHook | None":
+    """Puts the cache into torch_xla; must come before the first computation.
+
+    Returns:
+        The hook, or None when it stepped aside; a warning has said why.
+    """
+    version = str(torch_xla.__version__)
+    if version.startswith(_CANNOT_LOAD):
+        _log.warning(
+            "graphstash: torch_xla %s cannot load a compiled graph back (pytorch/xla#9094), so "
+            "there is nothing to share; its graphs are compiled as usual. Use torch_xla 2.7",
+            version,
+        )
+        return None
+    if not version.startswith(_TRIED):
+        _log.warning(
+            "graphstash: the hook was tried with torch_xla %s, not with %s; it steps aside",
+            ", ".join(_TRIED),
+            version,
+        )
+        return None
+    if torch_xla._XLAC._xla_computation_cache_is_initialized():
+        _log.warning(
+            "graphstash: torch_xla has computed already, and its cache cannot be changed any "
+            "more; call graphstash.install() before the first computation"
+        )
+        return None
+    return TorchXlaHook(cache)
+
+
+class TorchXlaHook:
+    """Owns the private cache directory and the mode that serves it."""
+
+    def __init__(self, cache: CompileCache) -> None:
+        self._pid = os.getpid()
+        self._directory = Path(tempfile.mkdtemp(prefix="graphstash-torch_xla-"))
+        # Whatever ends the process with an exit leaves no files; a kill leaves them to the system.
+        atexit.register(self._remove_directory)
+        _claim(self._directory)
+        self._initialize_cache = xr.initialize_cache
+        xr.initialize_cache = _already_initialized
+        self._mode = self._open(cache)
+
+    def close(self) -> None:
+        """Publishes what is finished and takes the hook out.
+
+        torch_xla keeps the private directory until the process ends: it cannot be given another.
+        """
+        self._mode.close()
+        xr.initialize_cache = self._initialize_cache
+
+    def after_fork(self, cache: CompileCache) -> bool:
+        """A child that can still start the runtime goes on; in others the gate lets calls pass."""
+        if torch_xla._XLAC._xla_runtime_is_initialized():
+            return False
+        self._mode.after_fork(cache)
+        return True
+
+    def _open(self, cache: CompileCache) -> _Mode:
+        if cache.config.torch_xla_mode != "hint":
+            try:
+                return ExactMode(cache, self._directory, Path(torch_xla._XLAC.__file__))
+            except (GateUnavailable, OSError) as error:
+                level = logging.INFO if cache.config.torch_xla_mode == "auto" else logging.WARNING
+                _log.log(level, "graphstash: torch_xla's look-ups are predicted, because %s", error)
+        return HintMode(cache, self._directory)
+
+    def _remove_directory(self) -> None:
+        if self._pid == os.getpid():
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _claim(directory: Path) -> None:
+    """Makes `directory` the persistent cache of this process, and of this process alone.
+
+    torch_xla takes the directory from the environment when its cache is made. That is brought
+    about here, and the environment is put back, so that no child process shares the directory.
+    """
+    before = {name: os.environ.get(name) for name in (_PATH_VARIABLE, _READ_ONLY_VARIABLE)}
+    if before[_PATH_VARIABLE]:
+        _log.warning(
+            "graphstash: %s=%s is not used in this process; graphstash keeps its graphs",
+            _PATH_VARIABLE,
+            before[_PATH_VARIABLE],
+        )
+    xr.initialize_cache(str(directory), readonly=False)
+    torch_xla._XLAC._xla_get_num_cached_compilation_graph()
+    for name, value in before.items():
+        with suppress(KeyError):
+            del os.environ[name]
+        if value is not None:
+            os.environ[name] = value
+
+
+def _already_initialized(path: str, readonly: bool = False) -> None:  # noqa: FBT001, FBT002
+    """Takes the place of `xr.initialize_cache`, which would fail the job by an assertion."""
+    del readonly
+    _log.warning("graphstash: initialize_cache(%r) is not needed and has no effect", path)

@@ -1,0 +1,128 @@
+"""Where a loaded library keeps the pointer to a function it imports (its JUMP_SLOT).
+
+Everything is read from memory, as the dynamic loader itself does: `dlinfo` gives the load address
+and the dynamic section, which names the symbol table, its strings and the relocations of the
+procedure linkage table. Layouts: "System V ABI, AMD64 supplement", chapters 4 and 5; the GNU hash
+table: https://sourceware.org/legacy-ml/binutils/2006-10/msg00377.html.
+"""
+
+import ctypes
+import os
+import struct
+from pathlib import Path
+from typing import Final
+
+from graphstash.hooks.torch_xla.memory import GateUnavailable
+
+__all__ = ["find_slot", "libc_function"]
+
+_RTLD_DI_LINKMAP: Final = 2  # <dlfcn.h>
+
+# Tags of the dynamic section, <elf.h>.
+_DT_NULL: Final = 0
+_DT_PLTRELSZ: Final = 2
+_DT_HASH: Final = 4
+_DT_STRTAB: Final = 5
+_DT_SYMTAB: Final = 6
+_DT_JMPREL: Final = 23
+_DT_GNU_HASH: Final = 0x6FFFFEF5
+
+_SYMBOL_BYTES: Final = 24  # Elf64_Sym; its first four bytes are the offset of the name
+_RELOCATION: Final = struct.Struct("<QQq")  # Elf64_Rela: offset, info, addend
+_INFO_OFFSET: Final = 8
+_R_X86_64_JUMP_SLOT: Final = 7
+
+
+class _LinkMap(ctypes.Structure):
+    """The public part of glibc's `struct link_map` that is needed here."""
+
+    _fields_ = (("base", ctypes.c_uint64), ("name", ctypes.c_char_p), ("dynamic", ctypes.c_uint64))
+
+
+def find_slot(library: Path, symbol: str) -> int:
+    """Returns the address of the pointer through which `library` calls the imported `symbol`.
+
+    Raises:
+        GateUnavailable: the library is not loaded, or does not import the symbol that way.
+    """
+    link_map = _link_map(library)
+    dynamic = _dynamic_section(link_map)
+    try:
+        index = _import_index(dynamic, symbol.encode())
+        relocations, size = dynamic[_DT_JMPREL], dynamic[_DT_PLTRELSZ]
+    except KeyError as error:
+        raise GateUnavailable(f"{library.name} has no dynamic tag {error}") from error
+    if index is not None:
+        # A byte search, since torch_xla has 235 000 of them; a hit may also lie across two fields.
+        table = ctypes.string_at(relocations, size)
+        wanted = struct.pack("<Q", index << 32 | _R_X86_64_JUMP_SLOT)
+        found = table.find(wanted)
+        while found >= 0 and found % _RELOCATION.size != _INFO_OFFSET:
+            found = table.find(wanted, found + 1)
+        if found >= 0:
+            offset, _, _ = _RELOCATION.unpack_from(table, found - _INFO_OFFSET)
+            return int(link_map.base + offset)
+    raise GateUnavailable(f"{library.name} has no jump slot for {symbol}: a build we do not know")
+
+
+def libc_function(symbol: str, version: str) -> int:
+    """Returns the address of glibc's function; `version` also reaches what new links may not use.
+
+    Raises:
+        GateUnavailable: the C library is not glibc or has no such function.
+    """
+    try:
+        libc = ctypes.CDLL("libc.so.6", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+        call = ctypes.CDLL(None).dlvsym
+    except (OSError, AttributeError) as error:
+        raise GateUnavailable("the C library is not glibc") from error
+    call.restype = ctypes.c_void_p
+    call.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p)
+    address = call(libc._handle, symbol.encode(), version.encode())
+    if address is None:
+        raise GateUnavailable(f"the C library has no {symbol}@{version}")
+    return int(address)
+
+
+def _link_map(library: Path) -> _LinkMap:
+    try:
+        loaded = ctypes.CDLL(str(library), mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+        call = ctypes.CDLL(None).dlinfo
+    except OSError as error:
+        raise GateUnavailable(f"{library.name} is not loaded") from error
+    except AttributeError as error:
+        raise GateUnavailable("the C library is not glibc") from error
+    call.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+    found = ctypes.POINTER(_LinkMap)()
+    if call(loaded._handle, _RTLD_DI_LINKMAP, ctypes.byref(found)):
+        raise GateUnavailable(f"the loader tells nothing about {library.name}")
+    return found.contents
+
+
+def _dynamic_section(link_map: _LinkMap) -> dict[int, int]:
+    addresses = {_DT_HASH, _DT_STRTAB, _DT_SYMTAB, _DT_JMPREL, _DT_GNU_HASH}
+    entries: dict[int, int] = {}
+    position = link_map.dynamic
+    while True:
+        tag, value = (ctypes.c_uint64 * 2).from_address(position)
+        if tag == _DT_NULL:
+            return entries
+        # glibc adds the load address in place, except where the section is read-only.
+        below = tag in addresses and value < link_map.base
+        entries[tag] = value + link_map.base if below else value
+        position += 16
+
+
+def _import_index(dynamic: dict[int, int], symbol: bytes) -> int | None:
+    # Imported symbols come before those in the GNU hash table, whose second word is the index of
+    # the first of its own: some hundred names to look at instead of several hundred thousand.
+    # The second word of the older table is the number of all symbols.
+    table = dynamic.get(_DT_GNU_HASH) or dynamic[_DT_HASH]
+    count = ctypes.c_uint32.from_address(table + 4).value
+    symbols, strings = dynamic[_DT_SYMTAB], dynamic[_DT_STRTAB]
+    wanted = symbol + b"\0"
+    for index in range(count):
+        name = ctypes.c_uint32.from_address(symbols + index * _SYMBOL_BYTES).value
+        if ctypes.string_at(strings + name, len(wanted)) == wanted:
+            return index
+    return None

@@ -1,0 +1,161 @@
+"""Exact mode: torch_xla's own look-up of a graph is where the artifact is fetched.
+
+The gate announces every file that torch_xla misses in this process's private directory, whichever
+way the step ran. Announced for the first time, a name is a graph about to be compiled: its
+artifact is put there, or the compilation begins. Announced again while it is being compiled, it has
+been compiled and is about to be written; when the file is closed it is published. A graph that
+torch_xla has in memory is not looked up at all: a warm training loop never comes here.
+"""
+
+import logging
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+
+from graphstash._compile import Compilation, CompileCache
+from graphstash._errors import CacheError, Reason
+from graphstash.hooks.torch_xla.fingerprint import Fingerprints
+from graphstash.hooks.torch_xla.gate import StatGate
+from graphstash.hooks.torch_xla.written import WrittenFiles
+
+__all__ = ["ExactMode"]
+
+_log = logging.getLogger("graphstash")
+
+_HOPELESS_REJECTIONS = 2
+"""After so many artifacts that the runtime could not load, and none that it could, fetching is a
+waste of time: this runtime does not load executables back."""
+
+
+@dataclass(slots=True)
+class _Running:
+    """A graph between its look-up and its finished file."""
+
+    compilation: Compilation
+    announced: float
+    seconds: float = 0.0
+
+
+class ExactMode:
+    """Serves the look-ups of one private cache directory.
+
+    Args:
+        cache: finds artifacts and publishes them.
+        directory: torch_xla's persistent cache, used by this process alone.
+        library: the loaded `_XLAC` extension.
+
+    Raises:
+        GateUnavailable: this host does not let a look-up be caught.
+        OSError: it does not let a directory be watched.
+    """
+
+    def __init__(self, cache: CompileCache, directory: Path, library: Path) -> None:
+        self._cache = cache
+        self._directory = directory
+        self._fingerprints = Fingerprints()
+        self._lock = threading.Lock()  # guards the fields below, between the two threads
+        self._running: dict[str, _Running] = {}
+        self._delivered: set[str] = set()
+        self._loaded = 0
+        self._rejected = 0
+        self._give_ups = 0
+        self._gate = StatGate(library, f"{directory}/", self._answer)
+        try:
+            self._gate.open()
+            self._written = WrittenFiles(directory, self._publish)
+        except BaseException:
+            self._gate.close()
+            self._fingerprints.close()
+            raise
+
+    def close(self) -> None:
+        """Publishes what is finished and leaves torch_xla as it was."""
+        self._gate.close()
+        self._written.close()
+        self._count_give_ups()
+        self._fingerprints.close()
+        with self._lock:
+            for running in self._running.values():
+                running.compilation.abandon()
+            self._running.clear()
+
+    def after_fork(self, cache: CompileCache) -> None:
+        """Goes on in a forked child, with threads and a cache of its own."""
+        self._cache = cache
+        self._lock = threading.Lock()
+        self._running.clear()
+        self._give_ups = 0
+        self._gate.reopen_in_child()
+        # The old watch is the parent's, on a descriptor that both hold: it is left alone.
+        self._written = WrittenFiles(self._directory, self._publish)
+
+    def _answer(self, path: str) -> None:
+        """Runs while torch_xla holds the mutex of its cache; see `StatGate`."""
+        name = Path(path).name
+        now = monotonic()
+        with self._lock:
+            running = self._running.get(name)
+            if running is not None:
+                # Compiled, or compiled again after an error: the last stretch is what it took.
+                running.seconds, running.announced = now - running.announced, now
+                return
+            rejected = self._settle_deliveries(name)
+        key = self._fingerprints.key(name)
+        if rejected:
+            self._cache.stash.local.discard(self._cache.config.namespace, key)
+            self._cache.trouble(
+                CacheError(Reason.REJECTED, f"torch_xla could not load {key}; it compiled instead")
+            )
+            return
+        if self._rejected >= _HOPELESS_REJECTIONS and not self._loaded:
+            return
+        compilation = self._cache.find_or_begin(key, Path(path))
+        with self._lock:
+            if compilation is None:
+                self._delivered.add(name)
+            else:
+                self._running[name] = _Running(compilation, monotonic())
+
+    def _settle_deliveries(self, name: str) -> bool:
+        """Looks back at what was delivered: a new look-up means that it has been read by now.
+
+        Returns:
+            True when `name` itself was delivered: torch_xla misses it again because it could not
+            load it, and removed it.
+        """
+        rejected = name in self._delivered
+        self._rejected += rejected
+        self._loaded += len(self._delivered) - rejected
+        for delivered in self._delivered:
+            # torch_xla keeps the loaded program in memory and asks again if it drops it.
+            with suppress(OSError):
+                (self._directory / delivered).unlink()
+        self._delivered.clear()
+        return rejected
+
+    def _publish(self, name: str) -> None:
+        path = self._directory / name
+        with self._lock:
+            running = self._running.pop(name, None)
+        self._count_give_ups()
+        if running is None:
+            return  # rejected or hopeless: it is stored under its key already, or of no use
+        if path.stat().st_size == 0:  # the disk is full
+            running.compilation.abandon()
+            return
+        running.compilation.publish(
+            path,
+            compile_seconds=running.seconds,
+            parts=self._fingerprints.parts(name),
+            toolchain=self._fingerprints.toolchain(),
+            done=lambda: path.unlink(missing_ok=True),
+        )
+
+    def _count_give_ups(self) -> None:
+        for _ in range(self._gate.give_ups - self._give_ups):
+            self._give_ups += 1
+            self._cache.trouble(
+                CacheError(Reason.GATE_TIMEOUT, "Python was busy; torch_xla went on without")
+            )

@@ -1,0 +1,173 @@
+"""What torch_xla's own key leaves out: the parts of an executable's fingerprint.
+
+torch_xla names a graph by a 128-bit hash of its nodes, its git revisions, the `--xla*` tokens of
+two environment variables and the serialized topology. Other things make another program under the
+same name (measured on 2.7): the matmul precision, `XLA_STABLEHLO_COMPILE`, the parameter-wrapping
+threshold, a flag file, the libtpu version, another build of the library. They are parts here, and
+so is whatever decides which CPU can run the machine code, because the loader checks nothing.
+
+Nothing here computes on a device or creates a tensor: it runs while a training thread is in the
+middle of a step.
+"""
+
+import hashlib
+import os
+import platform
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch_xla
+import torch_xla.runtime as xr
+
+from graphstash_schema import ArtifactKey, ArtifactKind, DeviceType, fingerprint_of
+
+__all__ = ["Fingerprints", "environment_parts", "host_features"]
+
+_READ: Final = re.compile(r"(XLA|LIBTPU|TPU|PJRT)_\w+|CPU_NUM_DEVICES")
+"""Variables that torch_xla, the runtime or libtpu read."""
+
+_SAME_EXECUTABLE: Final = re.compile(
+    r"XLA_(PERSISTENT_CACHE|METRICS|FNTRACKER|SAVE|DUMP|COMPILATION_CACHE_SIZE)\w*"
+    r"|TPU_(WORKER_ID|WORKER_HOSTNAMES|PROCESS_ADDRESSES|PROCESS_PORT|STDERR_LOG_LEVEL"
+    r"|MIN_LOG_LEVEL|LOG_DIR|VISIBLE_CHIPS|VISIBLE_DEVICES|SKIP_MDS_QUERY|NAME)"
+    r"|PJRT_(LOCAL_PROCESS_RANK|LOCAL_PROCESS_COUNT|ALLOCATOR_\w+)"
+)
+"""Those of them that differ between hosts or ranks, or only say where to write or log. A rank that
+kept its number in the fingerprint would share nothing with its neighbours."""
+
+_WHERE_TO_WRITE: Final = re.compile(r"--xla_dump_\w+(=\S*)?")
+
+
+class Fingerprints:
+    """Turns torch_xla's name of a graph into the key of its artifact.
+
+    The parts that hold for the whole process are read once, on first use: torch_xla reads the
+    environment when its runtime starts, which is right before the first graph is looked up.
+    """
+
+    def __init__(self) -> None:
+        self._process_parts: Mapping[str, str] | None = None
+        self._device_type: DeviceType | None = None
+        self._precision = "default"
+        self._original = torch_xla._XLAC._xla_set_mat_mul_precision
+        torch_xla._XLAC._xla_set_mat_mul_precision = self._set_precision
+
+    def close(self) -> None:
+        """Stops watching the matmul precision."""
+        torch_xla._XLAC._xla_set_mat_mul_precision = self._original
+
+    def key(self, name: str) -> ArtifactKey:
+        """The key of the graph that torch_xla calls `name`."""
+        parts = self.parts(name)
+        if self._device_type is None:
+            self._device_type = _device_type()
+        return ArtifactKey(
+            kind=ArtifactKind.TORCH_XLA,
+            device_type=self._device_type,
+            fingerprint=fingerprint_of(ArtifactKind.TORCH_XLA, parts),
+        )
+
+    def parts(self, name: str) -> dict[str, str]:
+        """Everything that the key of `name` is made of."""
+        if self._process_parts is None:
+            self._process_parts = _process_parts()
+        return {
+            **self._process_parts,
+            "graph": name,
+            "matmul_precision": self._precision,
+        }
+
+    @staticmethod
+    def toolchain() -> str:
+        """Versions, for people and for retention."""
+        return f"torch {torch.__version__}, torch_xla {torch_xla.__version__}"
+
+    def _set_precision(self, precision: str) -> None:
+        # 2.7 has a setter and no getter; probing it would create tensors in the middle of a step.
+        self._original(precision)
+        self._precision = str(precision)
+
+
+def environment_parts(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that make another executable, as parts named `env.<NAME>`.
+
+    `--xla_dump_*` tokens are left out: they say where to write. The contents of a flag file that
+    `XLA_FLAGS` names are included, because torch_xla hashes only its name, if that.
+    """
+    parts = {}
+    for name, value in environ.items():
+        if _READ.fullmatch(name) and not _SAME_EXECUTABLE.fullmatch(name):
+            # By flag, not by token: of a flag that is given twice, the last one counts.
+            tokens = sorted(_WHERE_TO_WRITE.sub("", value).split(), key=_flag)
+            parts[f"env.{name}"] = " ".join(tokens)
+            if name == "XLA_FLAGS":
+                for file in (token for token in tokens if not token.startswith("-")):
+                    parts["xla_flag_file"] = _read(partial(Path(file).read_text, "utf-8"))
+    return parts
+
+
+def _flag(token: str) -> str:
+    return token.partition("=")[0]
+
+
+def host_features() -> list[str]:
+    """The instruction-set features of this host's CPU, as the kernel lists them."""
+    for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return sorted(set(value.split()))
+    return []
+
+
+def _process_parts() -> dict[str, str]:
+    parts = {
+        "torch": torch.__version__,
+        "torch_xla": torch_xla.__version__,
+        "git_revisions": _read(lambda: sorted(torch_xla._XLAC._get_git_revs().items())),
+        "library": _read(_library_hash),
+        "libtpu": _read(lambda: metadata.version("libtpu")),
+        "platform": _read(xr.device_type),
+        "device_kind": _read(lambda: torch_xla._XLAC._xla_device_kind("xla:0")),
+        "devices": _read(torch_xla._XLAC._xla_get_all_device_attributes),
+        "device_count": _read(xr.global_runtime_device_count),
+        "process_count": _read(xr.process_count),
+        "spmd": _read(xr.is_spmd),
+        "auto_sharding": _read(torch_xla._XLAC._xla_get_auto_sharding),
+        "machine": platform.machine(),
+        "libc": "-".join(platform.libc_ver()),
+        "cpu_features": _read(lambda: " ".join(host_features())),
+    }
+    return parts | environment_parts(os.environ)
+
+
+def _read(source: Callable[[], Any]) -> str:
+    """A part that cannot be read is a part all the same: hosts without it share with each other."""
+    try:
+        return str(source())
+    except Exception as error:  # noqa: BLE001 - compilers and their bindings raise what they like
+        return f"none ({type(error).__name__})"
+
+
+def _library_hash() -> str:
+    """The hash of the binary as the wheel records it: reading 400 MB again is not needed."""
+    return " ".join(
+        str(file.hash.value)
+        for file in metadata.files("torch_xla") or ()
+        if file.name.startswith("_XLAC.") and file.hash is not None
+    )
+
+
+def _device_type() -> DeviceType:
+    name = str(xr.device_type() or "unknown").lower()
+    if name == "cpu":
+        return DeviceType.cpu(platform.machine(), host_features())
+    kind = _read(lambda: torch_xla._XLAC._xla_device_kind("xla:0"))
+    devices = _read(torch_xla._XLAC._xla_get_all_device_attributes)
+    topology = hashlib.sha256(devices.encode()).hexdigest()[:16]
+    count = _read(xr.global_runtime_device_count)
+    return DeviceType.of(name, kind, count, topology)

@@ -1,0 +1,52 @@
+"""Tells when torch_xla has finished a file in its cache directory.
+
+torch_xla creates the file empty, serializes for hundreds of milliseconds, writes and closes. The
+kernel's close-after-write event is the one sure sign that the file is whole.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from inotify_simple import INotify, flags
+
+__all__ = ["WrittenFiles"]
+
+_log = logging.getLogger("graphstash")
+
+
+class WrittenFiles:
+    """Calls `written(name)` for every file that was written and closed in a directory.
+
+    Files that arrive by rename are not reported. The thread is a daemon; `close` ends it.
+
+    Raises:
+        OSError: the kernel grants no watch.
+    """
+
+    def __init__(self, directory: Path, written: Callable[[str], None]) -> None:
+        self._written = written
+        self._inotify = INotify()
+        self._watch = self._inotify.add_watch(directory, flags.CLOSE_WRITE)
+        self._thread = threading.Thread(target=self._run, name="graphstash-written", daemon=True)
+        self._thread.start()
+
+    def close(self, *, timeout_seconds: float = 5.0) -> None:
+        """Reports what is finished so far, then ends."""
+        try:
+            self._inotify.rm_watch(self._watch)  # wakes the thread with its last event
+        except OSError:  # the directory is gone, and the watch with it
+            return
+        self._thread.join(timeout_seconds)
+        self._inotify.close()
+
+    def _run(self) -> None:
+        while True:
+            for event in self._inotify.read():
+                if event.mask & flags.IGNORED:
+                    return
+                try:
+                    self._written(event.name)
+                except Exception:  # noqa: BLE001 - a thread's outermost frame
+                    _log.exception("publishing a compiled graph failed")

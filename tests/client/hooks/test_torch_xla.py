@@ -1,0 +1,167 @@
+"""Real torch_xla jobs, each a process and a host of its own, against a real server."""
+
+import json
+import sys
+import time
+
+import pytest
+
+
+@pytest.fixture
+def job(jobs, server, namespace, tmp_path):
+    """Starts a job on a host that is named by its directory; kills what a failed test left."""
+    started = []
+
+    def make(host, *options, **settings):
+        settings = {"url": server.url, "namespace": namespace} | settings
+        started.append(jobs.start(tmp_path / host, *options, **settings))
+        return started[-1]
+
+    yield make
+    for running in started:
+        if not running.ended():
+            running.kill()
+
+
+@pytest.mark.parametrize(
+    ("mode", "look_up"),
+    [
+        ("lazy", "exact"),
+        ("compile", "exact"),
+        ("dynamo", "exact"),
+        ("item", "exact"),
+        ("lazy", "hint"),
+        ("dynamo", "hint"),
+    ],
+)
+def test_what_one_host_compiled_another_does_not(job, server, namespace, mode, look_up):
+    cold = job("a", "--mode", mode, torch_xla_mode=look_up).finish()
+    warm = job("b", "--mode", mode, torch_xla_mode=look_up).finish()
+
+    assert cold.report["compiles"] >= 2
+    assert cold.stats["misses"] == cold.stats["published"] == cold.report["compiles"]
+    assert cold.stats["fallbacks"] == warm.stats["fallbacks"] == {}
+    assert warm.report["compiles"] == 0
+    assert warm.hits == cold.report["compiles"]
+    assert warm.stats["published"] == 0
+    assert warm.stats["saved_seconds"] > 0
+    assert warm.report["losses"] == cold.report["losses"]
+    assert f"{warm.hits} hits" in warm.errors
+
+
+def test_an_unmodified_script_shares_under_graphstash_run(job):
+    cold = job("a", under="graphstash run").finish()
+    warm = job("b", under="graphstash run").finish()
+    assert cold.stats["published"] == 2
+    assert warm.report["compiles"] == 0
+    assert warm.report["losses"] == cold.report["losses"]
+
+
+def test_the_same_host_needs_the_server_only_once(job):
+    cold = job("a").finish()
+    again = job("a", url="http://127.0.0.1:9").finish()
+    assert again.report["compiles"] == 0
+    assert again.stats["hits_local"] == cold.report["compiles"]
+    assert again.stats["fallbacks"] == {}
+    assert again.report["losses"] == cold.report["losses"]
+
+
+def test_once_nothing_new_compiles_a_step_never_meets_the_cache(job):
+    cold = job("a", "--steps", "12").finish()
+    warm = job("b", "--steps", "12").finish()
+    bare = job("c", "--steps", "12", under="").finish()
+    for outcome in (cold, warm):
+        # hits, misses and fallbacks stand still after the two steps that were new
+        assert len({tuple(counts) for counts in outcome.report["counts"][2:]}) == 1
+        # torch_xla's own entry point is called, not a wrapper of ours
+        assert outcome.report["step_marker"] == bare.report["step_marker"]
+        assert outcome.report["executions"] == bare.report["executions"]
+        assert outcome.report["device_reads"] == bare.report["device_reads"]
+        assert outcome.report["losses"] == bare.report["losses"]
+    assert bare.stats == {}
+
+
+def test_eight_processes_at_once_compile_each_graph_once(job):
+    herd = [job(f"host{n}", "--width", "48", "--steps", "3") for n in range(8)]
+    outcomes = [running.finish() for running in herd]
+    graphs = {o.report["compiles"] + o.hits for o in outcomes}
+    assert graphs == {2}
+    assert sum(o.report["compiles"] for o in outcomes) == 2
+    assert sum(o.stats["published"] for o in outcomes) == 2
+    assert all(o.stats["fallbacks"] == {} for o in outcomes)
+    assert all(o.report["losses"] == outcomes[0].report["losses"] for o in outcomes)
+
+
+def test_torchrun_and_shells_in_between_are_fine(job, tmp_path):
+    torchrun = (
+        *("sh", "-c", '"$@"', "sh", sys.executable, "-m", "torch.distributed.run"),
+        *("--standalone", "--nproc-per-node", "2"),
+    )
+    running = job("a", under="graphstash run", launcher=torchrun)
+    outcome = running.finish()
+    lines = [json.loads(line) for line in running.stats.read_text().splitlines()]
+    assert len(lines) == 2
+    assert sum(line["misses"] for line in lines) == 2
+    assert sum(line["hits_local"] + line["hits_remote"] for line in lines) == 2
+    assert outcome.report["losses"]
+
+
+def test_install_by_hand_is_enough(job):
+    job("a", "--install", under="").finish()
+    warm = job("b", "--install", under="").finish()
+    assert warm.report["compiles"] == 0
+    assert warm.hits == 2
+
+
+def test_a_script_that_sets_a_cache_of_its_own_still_runs(job, tmp_path):
+    outcome = job("a", "--initialize-cache", tmp_path / "own").finish()
+    assert outcome.stats["published"] == 2
+    assert "has no effect" in outcome.errors
+    assert not (tmp_path / "own").exists()
+
+
+def test_children_do_not_inherit_the_private_directory(job):
+    assert job("a").finish().report["environment"] is None
+
+
+def test_a_forked_child_shares_as_well(job):
+    cold = job("a").finish()
+    forked = job("b", "--fork").finish()
+    assert forked.report["compiles"] == 0
+    assert forked.hits == 2
+    assert forked.report["losses"] == cold.report["losses"]
+
+
+@pytest.mark.parametrize(
+    ("version", "told"), [("2.9.0", "pytorch/xla#9094"), ("3.0.1", "tried with torch_xla 2.7")]
+)
+def test_on_other_versions_the_hook_says_so_once_and_steps_aside(job, version, told):
+    outcome = job("a", "--pretend-version", version, "--install", under="").finish()
+    assert outcome.errors.count(told) == 1
+    assert len(outcome.errors.splitlines()) == 1
+    assert outcome.report["losses"]
+    assert outcome.stats == {}
+
+
+def test_a_miss_beside_a_running_cached_graph_does_not_deadlock(job):
+    outcome = job("a", "--thread").finish()
+    assert outcome.report["beside"] >= 10
+    assert outcome.stats["misses"] + sum(outcome.stats["fallbacks"].values()) >= 2
+
+
+def test_a_killed_holder_is_replaced_within_the_lease_time(job, server, namespace):
+    import httpx
+
+    # Wide enough that its compilation can be interrupted.
+    options = ("--width", "4096", "--steps", "2")
+    holder = job("a", *options, lease_seconds=3)
+    deadline = time.monotonic() + 120
+    while httpx.get(f"{server.url}/v1/stats", timeout=10).json()["leases_held"] == 0:
+        assert not holder.ended()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    holder.kill()
+    waiter = job("b", *options, lease_seconds=3).finish()
+    assert waiter.stats["misses"] == 2
+    assert waiter.report["compiles"] == 2
+    assert waiter.stats["published"] == 2
