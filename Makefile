@@ -1,0 +1,62 @@
+# The two commands of the README are `make demo` and `make test`. Both need only python3 (>= 3.11,
+# with venv); everything else is installed into .venv, which `make clean` removes.
+
+PYTHON ?= python3
+VENV ?= .venv
+# A wheel index with CPU builds of torch, where you can reach one; empty means PyPI, whose torch
+# brings about 7 GB of CUDA packages (2 to 10 minutes, once).
+TORCH_INDEX ?=
+
+BIN := $(VENV)/bin
+UV := $(BIN)/python -m uv
+TORCH_INDEX_OPTIONS := $(if $(TORCH_INDEX),--index $(TORCH_INDEX) --index-strategy unsafe-best-match)
+
+export PYTHONSAFEPATH = 1
+
+.PHONY: help demo serve test check lint types format bench constraints clean
+
+help:  ## Show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
+
+demo: $(VENV)/.installed  ## Run the promise in three acts: cold, warm, herd; writes build/demo.json
+	$(BIN)/python client/examples/demo.py
+
+serve: $(VENV)/.installed  ## Start a server on 127.0.0.1:8077
+	$(BIN)/graphstash serve
+
+test: $(VENV)/.installed  ## Run every test, real torch_xla jobs included
+	$(BIN)/python -m pytest $(TESTS)
+
+check: lint types  ## Run ruff, import-linter and mypy
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(VENV)/.installed
+	$(BIN)/mypy
+
+format: $(VENV)/.installed  ## Let ruff format and mend what it can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.installed  ## Measure side by side with peers; writes build/bench*.json
+	$(BIN)/python tests/benchmarks/run.py
+
+constraints:  ## Write constraints.txt anew from pyproject.toml
+	$(UV) pip compile --quiet --python-version 3.11 --python-platform linux --no-emit-index-url --no-header \
+	    --no-annotate --all-extras --group dev pyproject.toml --output-file constraints.txt
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m uv --version >/dev/null 2>&1 \
+	    || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	@echo "Installing into $(VENV), torch and torch_xla included:" \
+	    "$(if $(TORCH_INDEX),about 1 GB,about 7 GB of packages; TORCH_INDEX=<a CPU wheel index> makes it 1 GB)."
+	$(UV) pip install --python $(BIN)/python --constraint constraints.txt \
+	    $(TORCH_INDEX_OPTIONS) --group dev --editable '.[server]'
+	@touch $@
+
+clean:  ## Remove the environment and everything that was built
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
