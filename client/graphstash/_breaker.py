@@ -32,33 +32,37 @@ class CircuitBreaker:
         self._first_pause_seconds = first_pause_seconds
         self._longest_pause_seconds = longest_pause_seconds
         self._clock = clock
-        self._lock = threading.Lock()  # guards the two fields below
+        self._lock = threading.Lock()  # guards the fields below
         self._failures = 0
-        self._open_until = 0.0
+        self._open_until = 0.0  # after failures
+        self._asked_until = 0.0  # because the server asked for it; a success does not end it
+        self._trying_until = 0.0  # while one caller tries
 
     def allows(self) -> bool:
         """Whether a call may be made now.
 
-        The first caller after a pause may try; others are refused until it has succeeded or failed.
+        The first caller after a pause may try; others are refused until it has succeeded or failed,
+        or nothing was heard of it for the longest pause.
         """
         with self._lock:
             now = self._clock()
-            if now < self._open_until:
+            if now < max(self._open_until, self._asked_until, self._trying_until):
                 return False
             if self._failures >= self._threshold:
-                self._open_until = now + self._first_pause_seconds
+                self._trying_until = now + self._longest_pause_seconds
             return True
 
     def succeeded(self) -> None:
         """An answer came: the circuit closes."""
         with self._lock:
             self._failures = 0
-            self._open_until = 0.0
+            self._open_until = self._trying_until = 0.0
 
     def failed(self) -> None:
         """No usable answer came."""
         with self._lock:
             self._failures += 1
+            self._trying_until = 0.0
             beyond = self._failures - self._threshold
             if beyond >= 0:
                 # The exponent is bounded so that years of failures cannot overflow a float.
@@ -68,4 +72,6 @@ class CircuitBreaker:
     def pause(self, seconds: float) -> None:
         """The server asked for a pause (`Retry-After`)."""
         with self._lock:
-            self._open_until = self._clock() + min(seconds, self._longest_pause_seconds)
+            self._trying_until = 0.0
+            until = self._clock() + min(seconds, self._longest_pause_seconds)
+            self._asked_until = max(self._asked_until, until)

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import sys
-from importlib.metadata import EntryPoint, entry_points, version
+from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -21,6 +21,7 @@ from rich.table import Table
 from graphstash._config import ENVIRONMENT_PREFIX, ClientConfig
 from graphstash._errors import CacheError, ConfigError
 from graphstash._stash import Stash
+from graphstash.hooks import COMPILER_OF
 from graphstash_schema import ManifestName, NamespaceStats, ServerStats
 
 __all__ = ["app", "main"]
@@ -47,7 +48,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts")]
 def main() -> None:
     """Entry point of the `graphstash` script."""
     for command in entry_points(group="graphstash.commands"):
-        _add(command)
+        app.command(command.name)(command.load())
     app()
 
 
@@ -68,8 +69,9 @@ def _root(
 
 
 @app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    options_metavar="[OPTIONS] -- COMMAND [ARGS]...",
+    # The first word that is no option of ours begins the command; the rest is the command's.
+    context_settings={"allow_extra_args": True, "allow_interspersed_args": False},
+    options_metavar="[OPTIONS] [--] COMMAND [ARGS]...",
 )
 def run(
     context: typer.Context,
@@ -97,7 +99,7 @@ def run(
 
         graphstash run -- python train.py
     """
-    command = [argument for argument in context.args if argument != "--" or context.args[0] != "--"]
+    command = context.args
     if not command:
         _fail(
             "nothing to run: write the command after `--`, e.g. graphstash run -- python train.py"
@@ -111,14 +113,23 @@ def run(
         read_only=read_only,
         summary=False if quiet else None,
     )
+    if unknown := set(config.hooks) - set(COMPILER_OF):
+        _fail(
+            f"GRAPHSTASH_HOOKS: no hook {', '.join(sorted(unknown))}; "
+            f"there are: {', '.join(sorted(COMPILER_OF))}",
+            status=2,
+        )
     program = shutil.which(command[0])
     if program is None:
         _fail(f"{command[0]}: not found on PATH", status=127)
     environment = os.environ | _variables(config) | {"PYTHONPATH": _python_path()}
     sys.stdout.flush()
     sys.stderr.flush()
-    # The command takes this process's place: signals and the exit status need no forwarding.
-    os.execve(program, command, environment)  # noqa: S606 - running the user's command is the job
+    try:
+        # The command takes this process's place: signals and the exit status need no forwarding.
+        os.execve(program, command, environment)  # noqa: S606 - running it is the job
+    except OSError as error:
+        _fail(f"{program}: {error.strerror}", status=126)
 
 
 @app.command()
@@ -139,22 +150,19 @@ def status(url: Url = None, namespace: NamespaceOption = None, as_json: Json = F
                     soft_wrap=True,
                 )
             raise typer.Exit(1) from None
-        local = {"directory": str(stash.local.root), "size_bytes": stash.local.size_bytes()}
+        directory, size = str(stash.local.root), stash.local.size_bytes()
     if as_json:
         _print_json(
             {
                 "url": config.url,
                 "reachable": True,
                 "server": server.model_dump(mode="json"),
-                "local": local,
+                "local": {"directory": directory, "size_bytes": size},
             }
         )
         return
     _show_server(config, server)
-    _out.print(
-        f"local tier: {_bytes(stash.local.size_bytes())} in {escape(str(stash.local.root))}",
-        soft_wrap=True,
-    )
+    _out.print(f"local tier: {_bytes(size)} in {escape(directory)}", soft_wrap=True)
 
 
 @app.command()
@@ -185,27 +193,6 @@ def prefetch(
     )
 
 
-def _add(command: EntryPoint) -> None:
-    try:
-        function = command.load()
-    except ImportError as error:
-        missing = error.name or str(error)
-
-        def function() -> None:
-            _fail(
-                f"`graphstash {command.name}` needs the server's packages ({missing} is missing): "
-                "pip install 'graphstash[server]'"
-            )
-
-        function.__doc__ = "Start the server (needs the packages of graphstash\\[server])."
-        app.command(
-            command.name,
-            context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-        )(function)
-        return
-    app.command(command.name)(function)
-
-
 def _config(**settings: Any) -> ClientConfig:
     try:
         return ClientConfig.load(**settings)
@@ -232,7 +219,7 @@ def _python_path() -> str:
 
 def _show_server(config: ClientConfig, server: ServerStats) -> None:
     _out.print(
-        f"[green]{config.url}[/green]  graphstash {server.version}, "
+        f"[green]{escape(config.url)}[/green]  graphstash {server.version}, "
         f"up {server.uptime_seconds:.0f} s, {server.leases_held} leases held, "
         f"{server.waiters} waiting"
     )

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Final
 
 from graphstash._config import ClientConfig, holder_name
@@ -34,11 +34,16 @@ __all__ = ["Compilation", "CompileCache"]
 
 _log = logging.getLogger("graphstash")
 
+_SHORTEST_POLL_SECONDS: Final = 0.5
+
 _LONG_POLL_SECONDS: Final = 20.0
 """One call's share of a longer wait: shorter than the idle time-outs of common proxies."""
 
 _DAMAGED: Final = (Reason.DIGEST_MISMATCH, Reason.CORRUPT, Reason.WRONG_KEY, Reason.TOO_LARGE)
 """Reasons for which an artifact is stored under the key, but of no use."""
+
+_GOODBYE_SECONDS: Final = 2.0
+"""How long a job that ends may take to release its leases."""
 
 _READY_WITHOUT_ARTIFACT: Final = 3
 """How often "it is ready" may turn out to be a miss before one compiles."""
@@ -49,12 +54,14 @@ class Compilation:
 
     Attributes:
         key: what is compiled.
+        is_compiling: until the compiler is done with it; while one is, this process waits for
+            nobody, because two processes that compile and wait crosswise would wait for ever.
 
     Args:
         cache: gets the result.
         key: what is compiled.
         lease: the right to compile, when it was granted.
-        wanted: False when the server would refuse the result anyway.
+        wanted: False when the server would refuse the result anyway: it stays on this host.
     """
 
     def __init__(
@@ -69,6 +76,8 @@ class Compilation:
         self._cache = cache
         self._lease = lease
         self._wanted = wanted
+        self._done: Callable[[], None] | None = None
+        self.is_compiling = True
 
     def publish(
         self,
@@ -88,10 +97,9 @@ class Compilation:
             toolchain: versions, for people and retention.
             done: called when the payload is not needed any more.
         """
+        self.is_compiling = False
+        self._done = done
         self._cache.counters.add(compile_seconds=compile_seconds)
-        if not self._wanted:
-            self._finish(LeaseOutcome.FAILED, done)
-            return
 
         def work() -> None:
             outcome = LeaseOutcome.FAILED
@@ -103,25 +111,32 @@ class Compilation:
                     producer=holder_name(),
                     parts=parts_for_display(parts),
                 )
-                if self._cache.store(self.key, payload, metadata):
+                if self._cache.store(self.key, payload, metadata, local_only=not self._wanted):
                     outcome = LeaseOutcome.PUBLISHED
             finally:
-                self._finish(outcome, done)
+                self._finish(outcome)
 
         if not self._cache.publisher.submit(work):
             self._cache.trouble(
                 CacheError(Reason.QUEUE_FULL, "too many artifacts wait for their upload")
             )
-            self._finish(LeaseOutcome.FAILED, done)
+            self._finish(LeaseOutcome.FAILED)
 
     def abandon(self) -> None:
-        """Nothing will come of this compilation: the next waiter may try."""
-        self._finish(LeaseOutcome.FAILED, None)
+        """Nothing is coming of this compilation: the next waiter may try; never waits."""
+        self._finish(LeaseOutcome.FAILED)
 
-    def _finish(self, outcome: LeaseOutcome, done: Callable[[], None] | None) -> None:
+    def join(self, timeout_seconds: float) -> None:
+        """Waits until the server knows that the lease has ended."""
+        if self._lease is not None:
+            self._lease.join(timeout_seconds)
+
+    def _finish(self, outcome: LeaseOutcome) -> None:
+        self.is_compiling = False
         if self._lease is not None:
             self._lease.release(outcome)
         self._cache.forget(self)
+        done, self._done = self._done, None
         if done is not None:
             done()
 
@@ -168,8 +183,11 @@ class CompileCache:
             parts: what the fingerprint was made of; shown when a miss is explained.
             toolchain: versions, for people and retention.
         """
+        compilation: Compilation | None = None
         try:
-            with tempfile.TemporaryDirectory(prefix="graphstash-") as directory:
+            with tempfile.TemporaryDirectory(
+                prefix="graphstash-", ignore_cleanup_errors=True
+            ) as directory:
                 payload = Path(directory) / "payload"
                 compilation = self.find_or_begin(key, payload)
                 if compilation is None:
@@ -231,10 +249,22 @@ class CompileCache:
         self._open.add(compilation)
         return compilation
 
-    def store(self, key: ArtifactKey, payload: Path, metadata: ArtifactMetadata) -> bool:
+    def found(self, key: ArtifactKey, destination: Path) -> bool:
+        """Puts the payload at `destination` when anybody has it; never raises or compiles."""
+        try:
+            return self._found(key, destination, since=monotonic())
+        except CacheError as error:
+            self.trouble(error)
+        except Exception as error:  # noqa: BLE001 - the hook's outermost frame: training goes on
+            self.trouble(CacheError(Reason.INTERNAL, repr(error)))
+        return False
+
+    def store(
+        self, key: ArtifactKey, payload: Path, metadata: ArtifactMetadata, *, local_only: bool
+    ) -> bool:
         """Publishes an artifact; never raises. True when the server has it afterwards."""
         try:
-            sent = self.stash.put(key, payload, metadata)
+            sent = self.stash.put(key, payload, metadata, local_only=local_only)
         except ConflictError:
             self.counters.add(conflicts=1)
             self._used[key] = None
@@ -255,7 +285,7 @@ class CompileCache:
         """Counts a fallback; the first of each reason is logged."""
         if self.counters.fallback(error.reason):
             _log.warning(
-                "graphstash: %s; compiling here instead (further cases of %r are only counted)",
+                "graphstash: %s; the job goes on without (further cases of %r are only counted)",
                 error,
                 error.reason.value,
             )
@@ -266,9 +296,13 @@ class CompileCache:
 
     def abandon_all(self) -> None:
         """Releases every lease, so that nobody waits for a job that ends."""
-        for compilation in tuple(self._open):
+        open_ = tuple(self._open)
+        for compilation in open_:
             with suppress(Exception):
                 compilation.abandon()
+        until = monotonic() + _GOODBYE_SECONDS
+        for compilation in open_:
+            compilation.join(max(0.0, until - monotonic()))
 
     def _found(self, key: ArtifactKey, destination: Path, *, since: float) -> bool:
         """Fetches the artifact; what was saved is its compilation less all the time `since`."""
@@ -289,11 +323,14 @@ class CompileCache:
     def _wait_or_begin(self, key: ArtifactKey, destination: Path) -> tuple[bool, HeldLease | None]:
         """Waits until the artifact is at `destination` (True) or somebody has to compile it."""
         budget = self.config.wait_seconds
+        if any(compilation.is_compiling for compilation in tuple(self._open)):
+            budget = 0.0  # see `Compilation.is_compiling`
         started = monotonic()
         false_promises = 0
         waited = False
         while True:
-            left = budget - (monotonic() - started)
+            asked = monotonic()
+            left = budget - (asked - started)
             reply = self.stash.acquire(key, wait_seconds=max(0.0, min(_LONG_POLL_SECONDS, left)))
             match reply.state:
                 case LeaseState.GRANTED:
@@ -302,7 +339,7 @@ class CompileCache:
                         key,
                         token=reply.token or "",
                         ttl_seconds=reply.ttl_seconds or self.config.lease_seconds,
-                        budget_seconds=max(budget, self.config.lease_seconds),
+                        budget_seconds=max(self.config.wait_seconds, self.config.lease_seconds),
                     )
                 case LeaseState.READY:
                     if self._found(key, destination, since=started):
@@ -317,5 +354,7 @@ class CompileCache:
                     if monotonic() - started >= budget:
                         raise CacheError(
                             Reason.WAIT_BUDGET,
-                            f"{reply.holder or 'somebody'} has compiled for {budget:g} s",
+                            f"{reply.holder or 'somebody'} still compiles {key} after {budget:g} s",
                         )
+                    # A server that answers at once, because it is closing, is not asked at once.
+                    sleep(max(0.0, min(asked + _SHORTEST_POLL_SECONDS - monotonic(), left)))

@@ -8,9 +8,11 @@ import getpass
 import os
 import re
 import socket
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Self
+from urllib.parse import urlsplit
 
 from pydantic import (
     BaseModel,
@@ -45,7 +47,10 @@ _URL = re.compile(r"https?://[^/\s]+(/[^\s]*)?")
 def default_cache_dir() -> Path:
     """The local tier's place: `$XDG_CACHE_HOME/graphstash`, or `~/.cache/graphstash`."""
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "graphstash"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "graphstash"
+    except RuntimeError:  # a container's user without a home
+        return Path(tempfile.gettempdir()) / f"graphstash-{os.getuid()}"
 
 
 def holder_name() -> str:
@@ -58,7 +63,9 @@ def holder_name() -> str:
 
 
 def _hooks(value: object) -> object:
-    return tuple(filter(None, value.split(","))) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return tuple(name.strip() for name in value.split(",") if name.strip())
+    return value
 
 
 class ClientConfig(BaseModel):
@@ -137,14 +144,21 @@ class ClientConfig(BaseModel):
     @field_validator("url")
     @classmethod
     def _check_url(cls, value: str) -> str:
-        if _URL.fullmatch(value) is None:
+        try:
+            well_formed = _URL.fullmatch(value) is not None and urlsplit(value).port != 0
+        except ValueError:  # a port that is no number, or out of range
+            well_formed = False
+        if not well_formed:
             raise ValueError("expected http://host:port or https://host:port")
         return value.rstrip("/")
 
     @field_validator("cache_dir", "stats_file")
     @classmethod
     def _expand(cls, value: Path | None, _info: ValidationInfo) -> Path | None:
-        return None if value is None else value.expanduser().absolute()
+        try:
+            return None if value is None else value.expanduser().absolute()
+        except RuntimeError as error:
+            raise ValueError(str(error)) from None
 
     @classmethod
     def load(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Self:

@@ -17,12 +17,12 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, Final, cast
 
 import zstandard
 
 from graphstash._errors import Reason, VerificationError
-from graphstash_schema import ArtifactKey
+from graphstash_schema import MAX_COMPILE_SECONDS, ArtifactKey
 
 __all__ = ["Sealed", "Unsealed", "seal", "unseal"]
 
@@ -67,20 +67,21 @@ def seal(key: ArtifactKey, payload: Path, into: Path, *, compile_seconds: float)
     """Writes `payload` into an envelope at `into`, in constant memory.
 
     Raises:
-        OSError: when a file cannot be read or written.
+        OSError: when a file cannot be read or written, or the payload changes meanwhile: what was
+            published first stays, so a blob that nobody can open must not be.
     """
-    raw_size = payload.stat().st_size
-    raw_hash = hashlib.sha256()
     with payload.open("rb") as source:
-        for chunk in _chunks(source):
-            raw_hash.update(chunk)
+        read = _Hashing(source)
+        while read.read(_CHUNK_BYTES):
+            pass
+    raw_size, raw_sha256 = read.size_bytes, read.sha256
     header = json.dumps(
         {
             "kind": key.kind,
             "device_type": key.device_type,
             "fingerprint": key.fingerprint,
             "raw_size": raw_size,
-            "raw_sha256": raw_hash.hexdigest(),
+            "raw_sha256": raw_sha256,
             "compile_seconds": round(compile_seconds, 3),
         }
     ).encode()
@@ -91,11 +92,19 @@ def seal(key: ArtifactKey, payload: Path, into: Path, *, compile_seconds: float)
     blob_hash = hashlib.sha256()
     size = 0
     with payload.open("rb") as source, into.open("wb") as target:
+        again = _Hashing(source)
         lead = _MAGIC + struct.pack(">I", len(header)) + header
-        for chunk in _after(lead, compressor.read_to_iter(source, size=raw_size)):
-            target.write(chunk)
-            blob_hash.update(chunk)
-            size += len(chunk)
+        try:
+            for chunk in _after(
+                lead, compressor.read_to_iter(cast("IO[bytes]", again), size=raw_size)
+            ):
+                target.write(chunk)
+                blob_hash.update(chunk)
+                size += len(chunk)
+        except zstandard.ZstdError as error:
+            raise OSError(f"{payload} changed while it was read: {error}") from None
+    if again.sha256 != raw_sha256:
+        raise OSError(f"{payload} changed while it was read")
     return Sealed(into, blob_hash.hexdigest(), size, raw_size)
 
 
@@ -119,8 +128,9 @@ def unseal(envelope: IO[bytes], key: ArtifactKey, into: IO[bytes], *, max_bytes:
         named = (header["kind"], header["device_type"], header["fingerprint"])
         raw_size = int(header["raw_size"])
         raw_sha256 = str(header["raw_sha256"])
-        compile_seconds = float(header["compile_seconds"])
-    except (KeyError, TypeError, ValueError) as error:
+        # In this order, what is not a number becomes 0.
+        compile_seconds = min(max(0.0, float(header["compile_seconds"])), MAX_COMPILE_SECONDS)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise VerificationError(Reason.CORRUPT, f"envelope header: {error!r}") from None
     if named != (key.kind, key.device_type, key.fingerprint):
         raise VerificationError(
@@ -159,11 +169,30 @@ def _read_header(envelope: IO[bytes]) -> dict[str, Any]:
         )
     try:
         header = json.loads(envelope.read(length))
-    except ValueError:  # also covers text that is not UTF-8
+    except (ValueError, RecursionError):  # also covers text that is not UTF-8
         raise VerificationError(Reason.CORRUPT, "envelope header is not JSON") from None
     if not isinstance(header, dict):
         raise VerificationError(Reason.CORRUPT, "envelope header is not an object")
     return header
+
+
+class _Hashing:
+    """Reads a file and hashes what passes by."""
+
+    def __init__(self, source: IO[bytes]) -> None:
+        self._source = source
+        self._hash = hashlib.sha256()
+        self.size_bytes = 0
+
+    @property
+    def sha256(self) -> str:
+        return self._hash.hexdigest()
+
+    def read(self, size: int = -1) -> bytes:
+        chunk = self._source.read(size)
+        self._hash.update(chunk)
+        self.size_bytes += len(chunk)
+        return chunk
 
 
 def _window_log(raw_size: int) -> int:

@@ -43,14 +43,19 @@ class BoundedExecutor:
         with self._idle:
             if self._closed or self._unfinished >= self._capacity + self._workers:
                 return False
-            self._queue.put(call)
-            self._unfinished += 1
-            if len(self._threads) < min(self._workers, self._unfinished):
+            if len(self._threads) < min(self._workers, self._unfinished + 1):
                 thread = threading.Thread(
                     target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True
                 )
-                self._threads.append(thread)
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError:  # the container's limit of threads is reached
+                    if not self._threads:
+                        return False
+                else:
+                    self._threads.append(thread)
+            self._queue.put(call)
+            self._unfinished += 1
         return True
 
     def drain(self, timeout_seconds: float) -> bool:

@@ -4,17 +4,14 @@ Standard library only, and cheap: every Python process under `graphstash run` pa
 """
 
 import importlib.util
-import logging
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 __all__ = ["when_imported"]
-
-_log = logging.getLogger("graphstash")
 
 
 def when_imported(module: str, action: Callable[[], None]) -> None:
@@ -27,10 +24,17 @@ def when_imported(module: str, action: Callable[[], None]) -> None:
     sys.meta_path.insert(0, _Finder(module, action))
 
 
-class _Finder(MetaPathFinder):
+class _Finder:
+    """Finds one module by asking all other finders, and wraps its loader.
+
+    It stays until the module has been executed: libraries ask `importlib.util.find_spec` whether a
+    compiler is there before they import it.
+    """
+
     def __init__(self, module: str, action: Callable[[], None]) -> None:
         self._module = module
         self._action = action
+        self._asking = False
 
     def find_spec(
         self,
@@ -38,34 +42,47 @@ class _Finder(MetaPathFinder):
         path: Sequence[str] | None = None,  # noqa: ARG002 - the interface of a finder
         target: ModuleType | None = None,  # noqa: ARG002 - likewise
     ) -> ModuleSpec | None:
-        if fullname != self._module:
+        if fullname != self._module or self._asking:
             return None
-        sys.meta_path.remove(self)  # once; it also keeps the next line from coming back here
-        spec = importlib.util.find_spec(fullname)
+        self._asking = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._asking = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._action)
+            spec.loader = _Loader(spec.loader, self._executed)  # type: ignore[assignment] # a stand-in
         return spec
 
+    def _executed(self) -> None:
+        with suppress(ValueError):
+            sys.meta_path.remove(self)
+        try:
+            self._action()
+        except Exception:  # a hook's outermost frame: the import must succeed
+            import logging  # here, because most processes never come here
 
-class _Loader(Loader):
+            logging.getLogger("graphstash").warning(
+                "graphstash: installing the hook failed; going on without", exc_info=True
+            )
+
+
+class _Loader:
     """Stands in for the real loader until the module has been executed."""
 
-    def __init__(self, loader: Loader, action: Callable[[], None]) -> None:
+    def __init__(self, loader: Any, executed: Callable[[], None]) -> None:
         self._loader = loader
-        self._action = action
+        self._executed = executed
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        try:
-            self._action()
-        except Exception:  # noqa: BLE001 - a hook's outermost frame: the import must succeed
-            _log.warning("graphstash: installing the hook failed; going on without", exc_info=True)
+        self._executed()

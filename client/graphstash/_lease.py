@@ -7,6 +7,7 @@ from time import monotonic
 from graphstash._errors import CacheError, LeaseLostError
 from graphstash._stash import Stash
 from graphstash_schema import ArtifactKey, LeaseOutcome
+from graphstash_schema.protocol import MAX_LEASE_SECONDS, MIN_LEASE_SECONDS
 
 __all__ = ["HeldLease"]
 
@@ -14,7 +15,8 @@ __all__ = ["HeldLease"]
 class HeldLease:
     """Renews a lease three times per lifetime, in a daemon thread, until it is released.
 
-    A lost or unreachable lease stops nothing here: leases are advice. `release` ends the thread.
+    A lost or unreachable lease stops nothing here: leases are advice. `release` ends the thread,
+    which then tells the server.
 
     Args:
         stash: where the lease was granted.
@@ -37,20 +39,24 @@ class HeldLease:
         self._stash = stash
         self._key = key
         self._token = token
-        self._interval_seconds = ttl_seconds / 3
+        self._interval_seconds = min(max(ttl_seconds, MIN_LEASE_SECONDS), MAX_LEASE_SECONDS) / 3
         self._until = monotonic() + budget_seconds
         self._released = threading.Event()
-        threading.Thread(target=self._renew, name="graphstash-lease", daemon=True).start()
+        self._outcome = LeaseOutcome.FAILED
+        self._thread = threading.Thread(target=self._keep, name="graphstash-lease", daemon=True)
+        self._thread.start()
 
     def release(self, outcome: LeaseOutcome) -> None:
-        """Ends the lease; harmless when it was released or lost before."""
-        if self._released.is_set():
-            return
-        self._released.set()
-        with contextlib.suppress(CacheError):
-            self._stash.release(self._key, self._token, outcome)
+        """Ends the lease, without waiting for the server; harmless when it was ended before."""
+        if not self._released.is_set():
+            self._outcome = outcome
+            self._released.set()
 
-    def _renew(self) -> None:
+    def join(self, timeout_seconds: float) -> None:
+        """Waits until the server has been told."""
+        self._thread.join(timeout_seconds)
+
+    def _keep(self) -> None:
         while not self._released.wait(self._interval_seconds) and monotonic() < self._until:
             try:
                 self._stash.renew(self._key, self._token)
@@ -58,3 +64,6 @@ class HeldLease:
                 return
             except CacheError:
                 continue  # the next renewal may still come in time
+        if self._released.is_set():
+            with contextlib.suppress(CacheError):
+                self._stash.release(self._key, self._token, self._outcome)

@@ -9,9 +9,10 @@ write nor a disk that rots reaches a compiler; what does not verify is removed. 
 is the file's mtime, and the least recently used go when the tier is over its limit.
 """
 
+import atexit
 import contextlib
-import itertools
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,16 +41,15 @@ class LocalTier:
     """
 
     def __init__(self, root: Path, *, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
+        self._limit_bytes = limit_bytes or 1024**4
         self._added_bytes = 0
-        self._private: tempfile.TemporaryDirectory[str] | None = None
-        if limit_bytes == 0 or not _writable(root):
-            self._private = tempfile.TemporaryDirectory(prefix="graphstash-")
-            root = Path(self._private.name)
-            self._limit_bytes = limit_bytes or 1024**4
+        self._owner = os.getpid()
+        self._is_private = limit_bytes == 0 or not _prepared(root)
+        if self._is_private:
+            root = Path(tempfile.mkdtemp(prefix="graphstash-"))
+            atexit.register(self._remove_private)
+            _prepared(root)
         self.root = root
-        for name in ("v1", "locks", "tmp"):
-            (root / name).mkdir(parents=True, exist_ok=True)
 
     def path(self, namespace: Namespace, key: ArtifactKey) -> Path:
         """Where the envelope of a key is, or would be. Words are checked, so joining is safe."""
@@ -94,6 +94,10 @@ class LocalTier:
         Raises:
             LocalTierError: when the disk refuses.
         """
+        # Jobs that are killed never come to `close`, so a long one keeps to the limit by itself. It
+        # does so before the new one comes, because whoever adopts it goes on to use it.
+        if self._added_bytes > self._limit_bytes / 16:
+            self.evict()
         path = self.path(namespace, key)
         try:
             size = envelope.stat().st_size
@@ -134,9 +138,20 @@ class LocalTier:
     def evict(self) -> int:
         """Removes the least recently used envelopes until the tier is at 90 % of its limit.
 
+        Does nothing while another process of this host is at it: two that count apart would remove
+        twice as much.
+
         Returns:
             How many bytes were removed.
         """
+        self._added_bytes = 0
+        try:
+            with FileLock(self.root / "locks" / "evict", timeout=0):
+                return self._evict()
+        except (Timeout, OSError, NotImplementedError):
+            return 0
+
+    def _evict(self) -> int:
         self._remove_stale()
         found = sorted(self._envelopes(), key=lambda entry: entry[2])
         total = sum(size for _, size, _ in found)
@@ -145,19 +160,21 @@ class LocalTier:
             for path, size, _ in found:
                 if total - removed <= self._limit_bytes * 0.9:
                     break
-                with contextlib.suppress(OSError):
-                    path.unlink()
+                with contextlib.suppress(PermissionError):
+                    path.unlink(missing_ok=True)
                     removed += size
-        self._added_bytes = 0
         return removed
 
     def close(self) -> None:
         """Evicts when this process added anything; removes a private tier."""
-        if self._private is not None:
-            with contextlib.suppress(OSError):
-                self._private.cleanup()
+        if self._is_private:
+            self._remove_private()
         elif self._added_bytes:
             self.evict()
+
+    def _remove_private(self) -> None:
+        if self._owner == os.getpid():  # a forked child leaves it to its parent
+            shutil.rmtree(self.root, ignore_errors=True)
 
     def _envelopes(self) -> Iterator[tuple[Path, int, float]]:
         for path in (self.root / "v1").glob("*/*/*/??/*"):
@@ -173,15 +190,13 @@ class LocalTier:
                     path.unlink()
 
 
-_probe_numbers = itertools.count()
-
-
-def _writable(root: Path) -> bool:
-    probe = root / f".probe-{os.getpid()}-{next(_probe_numbers)}"
+def _prepared(root: Path) -> bool:
+    """Makes the folders of a tier; False where this user cannot write to all of them."""
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        probe.touch(exist_ok=False)
-        probe.unlink()
+        for name in ("v1", "locks", "tmp"):
+            (root / name).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=root / name):
+                pass
     except OSError:
         return False
     return True

@@ -4,6 +4,7 @@ Nothing is kept and nothing is interpreted here: blobs are files, checked agains
 the server announced and nothing more. What is inside them is the business of `_stash`.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final, TypeVar
@@ -43,6 +44,7 @@ from graphstash_schema.protocol import (
     HEADER_LEASE,
     HEADER_METADATA,
     MAX_LOOKUP_KEYS,
+    MAX_MANIFEST_ENTRIES,
 )
 
 __all__ = ["Remote"]
@@ -156,7 +158,7 @@ class Remote:
         answer = self._transport.call(
             "POST",
             key.lease_path(self.config.namespace),
-            headers={"Prefer": f"wait={wait_seconds:.0f}"},
+            headers={"Prefer": f"wait={math.ceil(wait_seconds)}"},
             json=request.model_dump_json().encode(),
             patience_seconds=wait_seconds,
         )
@@ -205,7 +207,8 @@ class Remote:
         Raises:
             CacheError: the cache cannot take it.
         """
-        body = ManifestUpdate(keys=tuple(keys)).model_dump_json().encode()
+        newest = tuple(keys)[-MAX_MANIFEST_ENTRIES:]
+        body = ManifestUpdate(keys=newest).model_dump_json().encode()
         self._transport.call("PUT", self._manifest_path(name), json=body)
 
     def server_stats(self) -> ServerStats:
@@ -237,8 +240,6 @@ def _announced(answer: Answer) -> tuple[Digest, ArtifactMetadata | None]:
 
 
 def _parsed(model: type[_Model], answer: Answer) -> _Model:
-    if answer.status >= 400:
-        raise TransportError(Reason.PROTOCOL, f"unexpected {answer.status}")
     try:
         return model.model_validate_json(answer.body)
     except ValidationError as error:

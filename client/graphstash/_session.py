@@ -18,7 +18,7 @@ from typing import Any
 from graphstash import hooks
 from graphstash._compile import CompileCache
 from graphstash._config import ClientConfig
-from graphstash._errors import CacheError, ConfigError
+from graphstash._errors import CacheError, ConfigError, VerificationError
 from graphstash._executor import BoundedExecutor
 from graphstash._stash import Stash
 from graphstash._stats import Counters, Stats
@@ -117,14 +117,15 @@ class Session:
             for entry in manifest.entries if manifest else ():
                 if self._closed:
                     return
-                self._stash.ensure_local(entry.key)
+                with suppress(VerificationError):  # met, and counted, if the job wants it
+                    self._stash.ensure_local(entry.key)
         except CacheError as error:
             self._cache.trouble(error)
 
     def _remember(self) -> None:
         if self.config.job is None or self.config.read_only or not self._cache.used:
             return
-        with suppress(CacheError):
+        with suppress(CacheError, OSError):
             self._stash.update_manifest(self.config.job, self._cache.used)
 
     def _tell(self, stats: Stats) -> None:
@@ -212,9 +213,23 @@ def _after_fork() -> None:
     _lock = threading.RLock()  # another thread of the parent may have held it
     if parent is None:
         return
-    _current = Session(parent.config)
+    try:
+        _current = Session(parent.config)
+    except OSError:
+        _current = None
+        return
     _current.take_over(parent)
     atexit.register(_current.close)
+    # Children of `multiprocessing` leave without exit handlers, but with handlers of its own, which
+    # it forgets once more after the fork, before it calls what is registered here.
+    if (util := sys.modules.get("multiprocessing.util")) is not None:
+        util.register_after_fork(_current, _close_with_multiprocessing)
+
+
+def _close_with_multiprocessing(session: Session) -> None:
+    from multiprocessing.util import Finalize
+
+    Finalize(None, session.close, exitpriority=100)
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -226,12 +241,12 @@ def _session(settings: dict[str, Any]) -> Session | None:
         if _current is None:
             try:
                 config = ClientConfig.load(**settings)
-            except ConfigError as error:
+                if not config.enabled:
+                    return None
+                _current = Session(config)
+            except (ConfigError, OSError) as error:
                 _log.warning("graphstash: off, because of %s", error)
                 return None
-            if not config.enabled:
-                return None
-            _current = Session(config)
             _current.start_prefetch()
             atexit.register(_current.close)
         return _current

@@ -6,12 +6,12 @@ the cache.
 """
 
 import contextlib
+import dataclasses
 import io
-import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal, Self
+from typing import IO, Any, Literal, Self, cast
 
 from graphstash._config import ClientConfig
 from graphstash._envelope import seal, unseal
@@ -109,22 +109,31 @@ class Stash(Remote):
         Raises:
             CacheError: the cache cannot say, or what it gave does not verify.
         """
-        with Path(os.devnull).open("wb") as nowhere:
-            return self._fetch(key, nowhere)
+        return self._fetch(key, cast("IO[bytes]", _Nowhere()))
 
-    def put(self, key: ArtifactKey, payload: bytes | Path, metadata: ArtifactMetadata) -> int:
+    def put(
+        self,
+        key: ArtifactKey,
+        payload: bytes | Path,
+        metadata: ArtifactMetadata,
+        *,
+        local_only: bool = False,
+    ) -> int:
         """Publishes an artifact and keeps it on this host's disk.
+
+        It is on the disk before the upload begins: a host never waits for its own upload.
 
         Args:
             key: where it is found.
             payload: what the compiler made; a file is read in constant memory.
             metadata: what is known about it.
+            local_only: leave the server out.
 
         Returns:
-            Bytes sent: 0 when only the local tier took it because the job is read-only.
+            Bytes sent: 0 when only the local tier took it, also because the job is read-only.
 
         Raises:
-            ConflictError: other bytes are stored under the key and stay; the local tier gets
+            ConflictError: other bytes are stored under the key and stay; the local tier keeps
                 nothing then, so that all hosts run the same executable.
             CacheError: the cache cannot take it.
         """
@@ -143,29 +152,34 @@ class Stash(Remote):
                         f"{key} has {sealed.raw_size_bytes} bytes; "
                         f"GRAPHSTASH_MAX_ARTIFACT allows {self.config.max_artifact}",
                     )
-                try:
-                    if not self.config.read_only:
-                        self.upload(key, sealed, metadata)
-                except ConflictError:
-                    raise
-                except CacheError:
-                    # The server's trouble is no reason to compile again on this host.
-                    self.local.adopt(self.config.namespace, key, envelope)
-                    raise
                 self.local.adopt(self.config.namespace, key, envelope)
-                return 0 if self.config.read_only else sealed.size_bytes
+                if local_only or self.config.read_only:
+                    return 0
+                kept = self.local.path(self.config.namespace, key)
+                try:
+                    self.upload(key, dataclasses.replace(sealed, path=kept), metadata)
+                except ConflictError:
+                    self.local.discard(self.config.namespace, key)
+                    raise
+                return sealed.size_bytes
         except OSError as error:
             raise LocalTierError(str(error)) from error
 
     def _fetch(self, key: ArtifactKey, into: IO[bytes]) -> Fetched | None:
         if fetched := self._from_local(key, into):
             return fetched
-        with self.local.exclusive(key, timeout_seconds=self.config.fetch_seconds):
+        # No longer than a server needs to begin its answer: behind a server that hangs, no process
+        # must wait for all others first. A download that takes longer is made twice.
+        patience = self.config.connect_seconds + self.config.first_byte_seconds
+        with self.local.exclusive(key, timeout_seconds=patience):
             # Another process of this host may have fetched it while this one waited.
             return self._from_local(key, into) or self._from_server(key, into)
 
     def _from_local(self, key: ArtifactKey, into: IO[bytes]) -> Fetched | None:
-        envelope = self.local.open(self.config.namespace, key)
+        try:
+            envelope = self.local.open(self.config.namespace, key)
+        except LocalTierError:  # another user's, or a disk that fails: the server may have it
+            return None
         if envelope is None:
             return None
         with envelope:
@@ -190,3 +204,13 @@ class Stash(Remote):
             with contextlib.suppress(LocalTierError):  # the payload is there all the same
                 self.local.adopt(self.config.namespace, key, envelope)
         return Fetched("remote", size, unsealed.raw_size_bytes, unsealed.compile_seconds)
+
+
+class _Nowhere(io.RawIOBase):
+    """Takes bytes and forgets them: verification without a second copy."""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        return memoryview(data).nbytes

@@ -85,7 +85,7 @@ class Transport:
             patience_seconds: how much longer than usual the first byte may take (long poll).
 
         Returns:
-            The answer; 404 is an answer, because a miss is not an error.
+            The answer; a GET's 404 is one too, because a miss is not an error.
 
         Raises:
             CacheError: of the class and reason that fit.
@@ -184,16 +184,16 @@ class Transport:
             pool=self._config.first_byte_seconds,
         )
         try:
-            client, transport = self._connected()
-            with (
-                _mapped(self._config.url),
-                transport.within(deadline),
-                client.stream(
-                    method, path, headers=headers, content=content, timeout=timeout
-                ) as response,
-            ):
-                self._refuse_errors(response)
-                yield response
+            with _mapped(self._config.url):
+                client, transport = self._connected()
+                with (
+                    transport.within(deadline),
+                    client.stream(
+                        method, path, headers=headers, content=content, timeout=timeout
+                    ) as response,
+                ):
+                    self._refuse_errors(response)
+                    yield response
         except BusyError as error:
             self._breaker.pause(error.retry_after_seconds)
             raise
@@ -217,7 +217,7 @@ class Transport:
                 f"{self._config.url} answered {status} without {HEADER_PROTOCOL}: "
                 f"{PROTOCOL_VERSION}; is it a graphstash server?",
             )
-        if status < 300 or status == 404:
+        if status < 300 or (status == 404 and response.request.method == "GET"):
             return
         if status < 400:
             raise TransportError(Reason.PROTOCOL, f"unexpected redirect ({status})")

@@ -9,7 +9,7 @@ import logging
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -65,7 +65,13 @@ def serve(
     """
     try:
         from graphstash_server.settings import load_settings
-
+    except ModuleNotFoundError as error:
+        _fail(
+            f"`serve` needs the server's packages ({error.name} is missing): "
+            "pip install 'graphstash[server]'",
+            _CANNOT_START,
+        )
+    try:
         settings = load_settings(
             host=host,
             port=port,
@@ -174,7 +180,7 @@ def _url(listener: socket.socket) -> str:
     return f"http://{address}:{port}"
 
 
-def _fail(message: str, status: int) -> None:
+def _fail(message: str, status: int) -> NoReturn:
     print(f"graphstash: {message}", file=sys.stderr)  # noqa: T201
     raise SystemExit(status)
 

@@ -58,3 +58,27 @@ def test_a_pause_that_the_server_asks_for_is_kept_within_the_bound():
     breaker.pause(1e9)
     clock.now += 10.1
     assert breaker.allows()
+
+
+def test_neither_a_success_nor_failures_nor_a_shorter_wish_cut_a_pause_that_was_asked_for():
+    clock = Clock()
+    breaker = CircuitBreaker(threshold=1, first_pause_seconds=1.0, clock=clock)
+    breaker.pause(30)
+    breaker.succeeded()
+    breaker.failed()
+    breaker.pause(1)
+    clock.now += 29
+    assert not breaker.allows()
+    clock.now += 1.1
+    assert breaker.allows()
+
+
+def test_while_one_caller_tries_all_others_are_refused():
+    breaker, clock = opened()
+    clock.now += 1.01
+    assert breaker.allows()
+    clock.now += 20
+    assert not breaker.allows()
+    breaker.failed()
+    clock.now += 2.01
+    assert breaker.allows()

@@ -26,6 +26,12 @@ def test_run_passes_status_output_and_arguments_through(tmp_path):
     assert result.stderr == ""
 
 
+def test_what_follows_the_command_belongs_to_the_command():
+    program = "import os, sys; print(sys.argv[1:], os.environ.get('GRAPHSTASH_JOB'))"
+    result = graphstash("run", sys.executable, "-c", program, "--job", "mine", "-q", "--", "x")
+    assert result.stdout == "['--job', 'mine', '-q', '--', 'x'] None\n"
+
+
 def test_run_ends_with_the_signal_that_ended_the_command():
     result = graphstash("run", "--", sys.executable, "-c", "import os; os.kill(os.getpid(), 9)")
     assert result.returncode == -9
@@ -93,6 +99,8 @@ def test_a_python_without_graphstash_just_starts(tmp_path):
         (("run", "--", "no-such-program"), 127, "not found on PATH"),
         (("run", "--namespace", "Team A", "--", "true"), 2, "[a-z0-9][a-z0-9._-]{0,63}"),
         (("run", "--url", "cache", "--", "true"), 2, "expected http://host:port"),
+        (("status", "--url", "http://host:port"), 2, "expected http://host:port"),
+        (("run", "--naemspace", "x", "--", "true"), 2, "No such option: --naemspace"),
         (("prefetch", "no/job"), 2, "GRAPHSTASH_JOB"),
     ],
 )
@@ -150,3 +158,17 @@ def test_a_wrong_setting_never_stops_a_job(tmp_path):
     )
     assert result.stdout.split() == ["None", "0"]
     assert "GRAPHSTASH_WAIT_SECONDS='soon'" in result.stderr
+
+
+def test_without_a_home_a_job_runs_all_the_same():
+    program = "import graphstash; graphstash.install(); print('trained')"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("HOME", "XDG"))}
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment | {"GRAPHSTASH_CACHE_DIR": "~nobody-here/x"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.stdout == "trained\n"
+    assert "GRAPHSTASH_CACHE_DIR" in result.stderr

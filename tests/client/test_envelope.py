@@ -119,3 +119,23 @@ def test_no_bytes_at_all_can_do_more_than_be_refused(noise):
     for blob in (noise, b"GSTASH\x01\n" + noise):
         with pytest.raises(VerificationError):
             opened(blob)
+
+
+def test_a_payload_that_changes_while_it_is_sealed_is_not_sealed(tmp_path, monkeypatch):
+    payload = tmp_path / "payload"
+    payload.write_bytes(b"a" * 3_000_000)
+    compressor = zstandard.ZstdCompressor
+
+    def changing(*args, **kwargs):
+        payload.write_bytes(b"b" * 3_000_000)
+        return compressor(*args, **kwargs)
+
+    monkeypatch.setattr(zstandard, "ZstdCompressor", changing)
+    with pytest.raises(OSError, match="changed while it was read"):
+        seal(KEY, payload, tmp_path / "envelope", compile_seconds=1.0)
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), float("nan"), -5.0, 1e300])
+def test_whatever_a_publisher_says_of_its_time_is_brought_into_range(seconds):
+    told, _ = opened(forged(b"graph", compile_seconds=seconds))
+    assert 0 <= told.compile_seconds <= 7 * 24 * 3600

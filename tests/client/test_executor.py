@@ -69,3 +69,19 @@ def test_close_ends_the_threads_and_drops_what_waits():
         time.sleep(0.01)
     assert seen == []
     assert not executor.submit(lambda: None)
+
+
+def test_where_no_thread_can_be_had_the_call_is_refused_and_later_ones_run(monkeypatch):
+    executor = BoundedExecutor("poor", workers=1, capacity=2)
+
+    def no_thread(_):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_thread)
+        assert not executor.submit(lambda: None)
+    seen = []
+    assert executor.submit(lambda: seen.append(1))
+    assert executor.drain(5)
+    assert seen == [1]
+    executor.close()

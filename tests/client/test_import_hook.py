@@ -80,3 +80,19 @@ def test_waiting_for_a_compiler_costs_no_import(tmp_path):
         """,
     )
     assert result.stdout == "[]\n", result.stderr
+
+
+def test_a_library_that_only_asks_whether_the_compiler_is_there_does_not_use_the_hook_up(tmp_path):
+    result = run(
+        tmp_path,
+        """
+        import importlib.util
+        from graphstash._import_hook import when_imported
+        when_imported("compiler", lambda: print("installed"))
+        assert importlib.util.find_spec("compiler").origin.endswith("compiler.py")
+        assert importlib.util.find_spec("compiler") is not None
+        import compiler
+        """,
+        compiler="",
+    )
+    assert result.stdout == "installed\n", result.stderr

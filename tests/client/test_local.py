@@ -48,9 +48,10 @@ def test_a_temporary_file_that_was_not_adopted_leaves_nothing(tmp_path):
 
 
 def test_over_the_limit_the_least_recently_used_go(tmp_path):
+    for number in range(5):
+        add(LocalTier(tmp_path, limit_bytes=1000), number, bytes(300))
     tier = LocalTier(tmp_path, limit_bytes=1000)
     for number in range(5):
-        add(tier, number, bytes(300))
         os.utime(tier.path(NAMESPACE, key(number)), (1000 + number, 1000 + number))
     assert read(tier, 0) is not None  # used now: no longer the oldest
 
@@ -75,6 +76,46 @@ def test_closing_evicts_what_this_process_added_too_much(tmp_path):
     add(tier, 2, bytes(90))
     tier.close()
     assert LocalTier(tmp_path, limit_bytes=100).size_bytes() == 90
+
+
+def test_a_long_job_keeps_to_the_limit_without_ever_closing(tmp_path):
+    tier = LocalTier(tmp_path, limit_bytes=1000)
+    for number in range(50):
+        add(tier, number, bytes(100))
+        assert read(tier, number) == bytes(100)
+        assert tier.size_bytes() <= 1100
+
+
+def test_processes_that_evict_at_once_do_not_empty_the_tier(tmp_path):
+    for number in range(40):
+        add(LocalTier(tmp_path, limit_bytes=10**6), number, bytes(100))
+    tiers = [LocalTier(tmp_path, limit_bytes=3900) for _ in range(8)]
+    threads = [threading.Thread(target=tier.evict) for tier in tiers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert 3400 <= tiers[0].size_bytes() <= 3900
+
+
+def test_a_forked_child_leaves_the_private_tier_to_its_parent(tmp_path):
+    program = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from graphstash._local import LocalTier\n"
+        "tier = LocalTier(Path('/nowhere'), limit_bytes=0)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    tier.close()\n"
+        "    sys.exit(0)\n"
+        "os.waitpid(child, 0)\n"
+        "print(tier.root.exists(), tier.root)\n"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert told[0] == "True"
+    assert not os.path.exists(told[1])  # noqa: PTH110 - a string from elsewhere
 
 
 def test_a_limit_of_zero_keeps_nothing_between_jobs(tmp_path):

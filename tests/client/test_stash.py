@@ -28,10 +28,8 @@ def hosts(server, namespace, tmp_path):
     made = []
 
     def make(name, **settings):
-        config = ClientConfig.load(
-            {}, url=server.url, namespace=namespace, cache_dir=tmp_path / name, **settings
-        )
-        made.append(Stash(config))
+        settings = {"url": server.url, "namespace": namespace} | settings
+        made.append(Stash(ClientConfig.load({}, cache_dir=tmp_path / name, **settings)))
         return made[-1]
 
     yield make
@@ -172,3 +170,29 @@ def test_a_manifest_remembers_what_runs_used(hosts):
     stash.update_manifest(name, [key(2), key(3)])
     runs = {entry.key: entry.runs for entry in stash.manifest(name).entries}
     assert runs == {key(1): 1, key(2): 2, key(3): 1}
+
+
+def test_a_damaged_local_file_is_replaced_without_being_unpacked(hosts):
+    stash = hosts("a")
+    stash.put(key(1), b"graph" * 50, metadata())
+    path = stash.local.path(stash.config.namespace, key(1))
+    path.write_bytes(path.read_bytes()[:-2])
+    assert stash.ensure_local(key(1)).source == "remote"
+    assert stash.ensure_local(key(1)).source == "local"
+
+
+def test_an_unreadable_local_file_does_not_hide_the_server(hosts):
+    stash = hosts("a")
+    stash.put(key(1), b"graph", metadata())
+    path = stash.local.path(stash.config.namespace, key(1))
+    path.unlink()
+    path.mkdir()  # opening it fails for root as well
+    assert stash.get(key(1)) == b"graph"
+
+
+def test_an_address_that_is_no_server_of_ours_takes_nothing(hosts, server):
+    stash = hosts("a", url=f"{server.url}/elsewhere")
+    with pytest.raises(CacheError):
+        stash.put(key(1), b"graph", metadata())
+    with pytest.raises(CacheError):
+        stash.acquire(key(1))

@@ -18,7 +18,10 @@ parser.add_argument("--width", type=int, default=32)
 parser.add_argument("--install", action="store_true", help="call graphstash.install()")
 parser.add_argument("--initialize-cache", type=Path, help="as scripts for a bare torch_xla do")
 parser.add_argument("--pretend-version", help="what torch_xla says of itself")
-parser.add_argument("--fork", action="store_true", help="train in a forked child")
+parser.add_argument("--pretend-features", help="instruction sets that this host's CPU has")
+parser.add_argument("--precision", help="of matrix products")
+parser.add_argument("--no-gate", action="store_true", help="as on a host without executable memory")
+parser.add_argument("--fork", type=int, default=0, help="train in so many forked children")
 parser.add_argument("--thread", action="store_true", help="run a cached graph beside the training")
 options = parser.parse_args()
 
@@ -26,6 +29,13 @@ if options.pretend_version:
     import torch_xla
 
     torch_xla.__version__ = options.pretend_version
+if options.no_gate:
+    import graphstash.hooks.torch_xla.gate as gate_module
+
+    def refuse():
+        raise gate_module.GateUnavailable("the kernel grants no executable memory")
+
+    gate_module._require_platform = refuse
 if options.install:
     import graphstash
 
@@ -39,6 +49,12 @@ import torch_xla.runtime as xr
 from torch import nn
 from torch.nn import functional
 
+if options.pretend_features:
+    from graphstash.hooks.torch_xla import fingerprint
+
+    fingerprint.host_features = options.pretend_features.split
+if options.precision:
+    torch_xla._XLAC._xla_set_mat_mul_precision(options.precision)
 if options.initialize_cache:
     xr.initialize_cache(str(options.initialize_cache))
 
@@ -141,17 +157,16 @@ def main():
 
 
 if options.fork:
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            main()
-            status = 0
-        finally:
-            if "graphstash._session" in sys.modules:
-                from graphstash import uninstall
+    import multiprocessing
 
-                uninstall()
-            os._exit(status)
-    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    context = multiprocessing.get_context("fork")
+    children = []
+    report = options.report
+    for number in range(options.fork):
+        options.report = report.with_suffix(f".{number}.json")
+        children.append(context.Process(target=main))
+        children[-1].start()
+    for child in children:
+        child.join()
+    sys.exit(max(abs(child.exitcode) for child in children))
 main()

@@ -71,6 +71,13 @@ class Running:
         stats = json.loads(lines[-1]) if lines else {}
         return Outcome(json.loads(self.report.read_text()), stats, errors)
 
+    def finish_children(self, number):
+        """Waits for a job that only forks; gives its children's reports."""
+        status = self.process.wait(SECONDS) if self.process else int(self._wait(".status"))
+        assert status == 0, self.errors.read_text()
+        reports = [self.report.with_suffix(f".{n}.json") for n in range(number)]
+        return [json.loads(report.read_text()) for report in reports]
+
     def _wait(self, suffix):
         path = Path(f"{self.errors}{suffix}")
         deadline = time.monotonic() + SECONDS

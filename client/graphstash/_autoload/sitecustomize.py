@@ -26,8 +26,8 @@ def _chain() -> None:
 def _register() -> None:
     try:
         from graphstash.hooks import COMPILER_OF, install_when_needed
-    except ImportError:
-        return  # another environment's Python
+    except Exception:  # noqa: BLE001 - another environment's Python, perhaps of another age
+        return
 
     def add(name: str) -> None:
         from graphstash._session import add_hook

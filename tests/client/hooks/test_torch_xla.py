@@ -1,10 +1,15 @@
 """Real torch_xla jobs, each a process and a host of its own, against a real server."""
 
 import json
+import os
+import subprocess
 import sys
 import time
 
+import httpx
 import pytest
+
+from support.server import Server
 
 
 @pytest.fixture
@@ -55,6 +60,72 @@ def test_an_unmodified_script_shares_under_graphstash_run(job):
     assert cold.stats["published"] == 2
     assert warm.report["compiles"] == 0
     assert warm.report["losses"] == cold.report["losses"]
+
+
+def test_where_look_ups_cannot_be_caught_they_are_predicted(job):
+    options = ("--no-gate", "--install")
+    cold = job("a", *options, under="").finish()
+    warm = job("b", *options, under="").finish()
+    assert cold.stats["published"] == cold.report["compiles"] == 2
+    assert warm.report["compiles"] == 0
+    assert warm.report["losses"] == cold.report["losses"]
+
+
+def test_another_precision_is_another_executable_under_the_same_name(job):
+    default = job("a").finish()
+    highest = job("b", "--precision", "highest").finish()
+    again = job("c", "--precision", "highest").finish()
+    assert default.report["compiles"] == highest.report["compiles"] == 2
+    assert again.report["compiles"] == 0
+
+
+def test_a_host_with_other_instruction_sets_gets_nothing_of_this_one(job):
+    job("a").finish()
+    other = job("b", "--pretend-features", "sse2 avx2").finish()
+    assert other.report["compiles"] == 2
+    assert other.hits == 0
+    again = job("c", "--pretend-features", "sse2 avx2").finish()
+    assert again.report["compiles"] == 0
+
+
+def test_a_job_with_a_name_finds_its_artifacts_on_its_disk_beforehand(job, server, namespace):
+    job("a", job="train").finish()
+    prefetched = job("b", job="train")  # makes the host's directory, and runs once
+    assert prefetched.finish().report["compiles"] == 0
+    tier = prefetched.report.parent / "elsewhere"
+    told = subprocess.run(
+        [
+            *(sys.executable, "-m", "graphstash", "prefetch", "train"),
+            *("--url", server.url, "--namespace", namespace),
+        ],
+        env=os.environ | {"GRAPHSTASH_CACHE_DIR": str(tier)},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert told.stdout.startswith("2 fetched")
+    offline = job("b", url="http://127.0.0.1:9", cache_dir=tier).finish()
+    assert offline.report["compiles"] == 0
+    assert offline.stats["hits_local"] == 2
+
+
+def test_a_server_killed_while_a_job_compiles_costs_the_upload_and_nothing_else(job, tmp_path):
+    options = ("--width", "2048", "--steps", "2")
+    with Server(tmp_path / "mortal") as mortal:
+        running = job("a", *options, url=mortal.url, lease_seconds=3)
+        deadline = time.monotonic() + 120
+        while httpx.get(f"{mortal.url}/v1/stats", timeout=10).json()["leases_held"] == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        mortal.kill()
+        outcome = running.finish()
+    assert outcome.report["compiles"] == 2
+    assert outcome.stats["published"] == 0
+    assert outcome.stats["fallbacks"]["connect"] + outcome.stats["fallbacks"].get("reset", 0) >= 1
+    with Server(tmp_path / "mortal") as restarted:
+        again = job("b", *options, url=restarted.url, lease_seconds=2, wait_seconds=60).finish()
+        assert again.stats["published"] == 2
+        assert again.report["losses"] == outcome.report["losses"]
 
 
 def test_the_same_host_needs_the_server_only_once(job):
@@ -124,12 +195,17 @@ def test_children_do_not_inherit_the_private_directory(job):
     assert job("a").finish().report["environment"] is None
 
 
-def test_a_forked_child_shares_as_well(job):
-    cold = job("a").finish()
-    forked = job("b", "--fork").finish()
-    assert forked.report["compiles"] == 0
-    assert forked.hits == 2
-    assert forked.report["losses"] == cold.report["losses"]
+def test_forked_children_share_with_all_others_and_with_each_other(job):
+    forked = job("a", "--fork", "3")
+    forked.finish_children(3)
+    children = [json.loads(line) for line in forked.stats.read_text().splitlines()]
+    assert len(children) == 3
+    assert sum(child["misses"] for child in children) == 2
+    assert sum(child["published"] for child in children) == 2
+    assert sum(child["hits_local"] + child["hits_remote"] for child in children) == 4
+    assert all(child["fallbacks"] == {} for child in children)
+    elsewhere = job("b").finish()
+    assert elsewhere.report["compiles"] == 0
 
 
 @pytest.mark.parametrize(
@@ -150,8 +226,6 @@ def test_a_miss_beside_a_running_cached_graph_does_not_deadlock(job):
 
 
 def test_a_killed_holder_is_replaced_within_the_lease_time(job, server, namespace):
-    import httpx
-
     # Wide enough that its compilation can be interrupted.
     options = ("--width", "4096", "--steps", "2")
     holder = job("a", *options, lease_seconds=3)

@@ -43,7 +43,7 @@ _READ_ONLY_VARIABLE: Final = "XLA_PERSISTENT_CACHE_READ_ONLY"
 
 class _Mode(Protocol):
     def close(self) -> None: ...
-    def after_fork(self, cache: CompileCache) -> None: ...
+    def after_fork(self, cache: CompileCache, directory: Path) -> None: ...
 
 
 def install(cache: CompileCache) -> "TorchXlaHook | None":
@@ -80,11 +80,12 @@ class TorchXlaHook:
     """Owns the private cache directory and the mode that serves it."""
 
     def __init__(self, cache: CompileCache) -> None:
-        self._pid = os.getpid()
-        self._directory = Path(tempfile.mkdtemp(prefix="graphstash-torch_xla-"))
-        # Whatever ends the process with an exit leaves no files; a kill leaves them to the system.
-        atexit.register(self._remove_directory)
-        _claim(self._directory)
+        self._make_directory()
+        # torch_xla keeps the name for the rest of the process, and a forked child inherits it. As a
+        # descriptor it can be made to mean the child's own directory there.
+        self._descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
+        self._known_as = Path(f"/proc/self/fd/{self._descriptor}")
+        _claim(self._known_as)
         self._initialize_cache = xr.initialize_cache
         xr.initialize_cache = _already_initialized
         self._mode = self._open(cache)
@@ -101,20 +102,35 @@ class TorchXlaHook:
         """A child that can still start the runtime goes on; in others the gate lets calls pass."""
         if torch_xla._XLAC._xla_runtime_is_initialized():
             return False
-        self._mode.after_fork(cache)
+        self._make_directory()
+        descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
+        os.dup2(descriptor, self._descriptor, inheritable=False)
+        os.close(descriptor)
+        self._mode.after_fork(cache, self._directory)
         return True
 
     def _open(self, cache: CompileCache) -> _Mode:
         if cache.config.torch_xla_mode != "hint":
             try:
-                return ExactMode(cache, self._directory, Path(torch_xla._XLAC.__file__))
+                return ExactMode(
+                    cache,
+                    self._directory,
+                    known_as=self._known_as,
+                    library=Path(torch_xla._XLAC.__file__),
+                )
             except (GateUnavailable, OSError) as error:
                 level = logging.INFO if cache.config.torch_xla_mode == "auto" else logging.WARNING
                 _log.log(level, "graphstash: torch_xla's look-ups are predicted, because %s", error)
         return HintMode(cache, self._directory)
 
+    def _make_directory(self) -> None:
+        self._owner = os.getpid()
+        self._directory = Path(tempfile.mkdtemp(prefix="graphstash-torch_xla-"))
+        # Whatever ends the process with an exit leaves no files; a kill leaves them to the system.
+        atexit.register(self._remove_directory)
+
     def _remove_directory(self) -> None:
-        if self._pid == os.getpid():
+        if self._owner == os.getpid():
             shutil.rmtree(self._directory, ignore_errors=True)
 
 

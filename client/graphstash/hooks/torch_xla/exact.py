@@ -18,7 +18,7 @@ from graphstash._compile import Compilation, CompileCache
 from graphstash._errors import CacheError, Reason
 from graphstash.hooks.torch_xla.fingerprint import Fingerprints
 from graphstash.hooks.torch_xla.gate import StatGate
-from graphstash.hooks.torch_xla.written import WrittenFiles
+from graphstash.hooks.torch_xla.written import WrittenFiles, is_whole
 
 __all__ = ["ExactMode"]
 
@@ -44,6 +44,7 @@ class ExactMode:
     Args:
         cache: finds artifacts and publishes them.
         directory: torch_xla's persistent cache, used by this process alone.
+        known_as: the name of the directory that torch_xla uses.
         library: the loaded `_XLAC` extension.
 
     Raises:
@@ -51,7 +52,9 @@ class ExactMode:
         OSError: it does not let a directory be watched.
     """
 
-    def __init__(self, cache: CompileCache, directory: Path, library: Path) -> None:
+    def __init__(
+        self, cache: CompileCache, directory: Path, *, known_as: Path, library: Path
+    ) -> None:
         self._cache = cache
         self._directory = directory
         self._fingerprints = Fingerprints()
@@ -61,13 +64,12 @@ class ExactMode:
         self._loaded = 0
         self._rejected = 0
         self._give_ups = 0
-        self._gate = StatGate(library, f"{directory}/", self._answer)
+        self._gate = StatGate(library, f"{known_as}/", self._answer)
         try:
             self._gate.open()
             self._written = WrittenFiles(directory, self._publish)
         except BaseException:
             self._gate.close()
-            self._fingerprints.close()
             raise
 
     def close(self) -> None:
@@ -75,17 +77,18 @@ class ExactMode:
         self._gate.close()
         self._written.close()
         self._count_give_ups()
-        self._fingerprints.close()
         with self._lock:
-            for running in self._running.values():
-                running.compilation.abandon()
-            self._running.clear()
+            running, self._running = list(self._running.values()), {}
+        for each in running:
+            each.compilation.abandon()
 
-    def after_fork(self, cache: CompileCache) -> None:
-        """Goes on in a forked child, with threads and a cache of its own."""
+    def after_fork(self, cache: CompileCache, directory: Path) -> None:
+        """Goes on in a forked child, with threads, a cache and a directory of its own."""
         self._cache = cache
+        self._directory = directory
         self._lock = threading.Lock()
         self._running.clear()
+        self._delivered.clear()
         self._give_ups = 0
         self._gate.reopen_in_child()
         # The old watch is the parent's, on a descriptor that both hold: it is left alone.
@@ -100,8 +103,15 @@ class ExactMode:
             if running is not None:
                 # Compiled, or compiled again after an error: the last stretch is what it took.
                 running.seconds, running.announced = now - running.announced, now
+                running.compilation.is_compiling = False
                 return
             rejected = self._settle_deliveries(name)
+            failed = [each for each in self._running.values() if each.compilation.is_compiling]
+        for each in failed:
+            # The compiler went on to another graph without having finished this one: an error that
+            # the job has caught. (With several compiling threads it may only be slow; then another
+            # host may compile it as well.)
+            each.compilation.abandon()
         key = self._fingerprints.key(name)
         if rejected:
             self._cache.stash.local.discard(self._cache.config.namespace, key)
@@ -111,7 +121,7 @@ class ExactMode:
             return
         if self._rejected >= _HOPELESS_REJECTIONS and not self._loaded:
             return
-        compilation = self._cache.find_or_begin(key, Path(path))
+        compilation = self._cache.find_or_begin(key, self._directory / name)
         with self._lock:
             if compilation is None:
                 self._delivered.add(name)
@@ -142,12 +152,12 @@ class ExactMode:
         self._count_give_ups()
         if running is None:
             return  # rejected or hopeless: it is stored under its key already, or of no use
-        if path.stat().st_size == 0:  # the disk is full
+        if not is_whole(path):
             running.compilation.abandon()
             return
         running.compilation.publish(
             path,
-            compile_seconds=running.seconds,
+            compile_seconds=running.seconds or monotonic() - running.announced,
             parts=self._fingerprints.parts(name),
             toolchain=self._fingerprints.toolchain(),
             done=lambda: path.unlink(missing_ok=True),

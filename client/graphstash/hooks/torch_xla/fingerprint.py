@@ -10,6 +10,7 @@ Nothing here computes on a device or creates a tensor: it runs while a training 
 middle of a step.
 """
 
+import ctypes
 import hashlib
 import os
 import platform
@@ -28,17 +29,28 @@ from graphstash_schema import ArtifactKey, ArtifactKind, DeviceType, fingerprint
 
 __all__ = ["Fingerprints", "environment_parts", "host_features"]
 
-_READ: Final = re.compile(r"(XLA|LIBTPU|TPU|PJRT)_\w+|CPU_NUM_DEVICES")
+_PRECISION: Final = "_ZN9torch_xla10XlaHelpers19s_mat_mul_precisionE"
+"""`torch_xla::XlaHelpers::s_mat_mul_precision`, an `xla::PrecisionConfig::Precision`."""
+
+_READ: Final = re.compile(r"(?a:(XLA|LIBTPU|TPU|PJRT)_\w+|CPU_NUM_DEVICES)")
 """Variables that torch_xla, the runtime or libtpu read."""
 
 _SAME_EXECUTABLE: Final = re.compile(
     r"XLA_(PERSISTENT_CACHE|METRICS|FNTRACKER|SAVE|DUMP|COMPILATION_CACHE_SIZE)\w*"
     r"|TPU_(WORKER_ID|WORKER_HOSTNAMES|PROCESS_ADDRESSES|PROCESS_PORT|STDERR_LOG_LEVEL"
     r"|MIN_LOG_LEVEL|LOG_DIR|VISIBLE_CHIPS|VISIBLE_DEVICES|SKIP_MDS_QUERY|NAME)"
-    r"|PJRT_(LOCAL_PROCESS_RANK|LOCAL_PROCESS_COUNT|ALLOCATOR_\w+)"
+    r"|TPU_(RUNTIME_METRICS_PORTS|LIBRARY_PATH)"
+    r"|PJRT_(LOCAL_PROCESS_RANK|LOCAL_PROCESS_COUNT|ALLOCATOR_\w+|DIST_SERVICE_ADDR)"
+    r"|XLA_COORDINATOR_PORT"
 )
-"""Those of them that differ between hosts or ranks, or only say where to write or log. A rank that
-kept its number in the fingerprint would share nothing with its neighbours."""
+"""Those of them that differ between hosts, ranks or jobs, or only say where to find, write or log
+something. A rank that kept its number in the fingerprint would share nothing with its neighbours.
+Which libtpu is loaded is a part of its own."""
+
+_LONGEST_NAME: Final = 60
+"""The name of a part has at most 64 characters; no variable that is read has more than 40."""
+
+_SAMPLE_BYTES: Final = 1024**2
 
 _WHERE_TO_WRITE: Final = re.compile(r"--xla_dump_\w+(=\S*)?")
 
@@ -48,18 +60,16 @@ class Fingerprints:
 
     The parts that hold for the whole process are read once, on first use: torch_xla reads the
     environment when its runtime starts, which is right before the first graph is looked up.
+
+    Raises:
+        ValueError: this build does not let the matmul precision be read.
     """
 
     def __init__(self) -> None:
         self._process_parts: Mapping[str, str] | None = None
         self._device_type: DeviceType | None = None
-        self._precision = "default"
-        self._original = torch_xla._XLAC._xla_set_mat_mul_precision
-        torch_xla._XLAC._xla_set_mat_mul_precision = self._set_precision
-
-    def close(self) -> None:
-        """Stops watching the matmul precision."""
-        torch_xla._XLAC._xla_set_mat_mul_precision = self._original
+        # 2.7 has a setter and no getter in Python; the variable itself is exported.
+        self._precision = ctypes.c_int.in_dll(ctypes.CDLL(torch_xla._XLAC.__file__), _PRECISION)
 
     def key(self, name: str) -> ArtifactKey:
         """The key of the graph that torch_xla calls `name`."""
@@ -79,18 +89,13 @@ class Fingerprints:
         return {
             **self._process_parts,
             "graph": name,
-            "matmul_precision": self._precision,
+            "matmul_precision": str(self._precision.value),
         }
 
     @staticmethod
     def toolchain() -> str:
         """Versions, for people and for retention."""
         return f"torch {torch.__version__}, torch_xla {torch_xla.__version__}"
-
-    def _set_precision(self, precision: str) -> None:
-        # 2.7 has a setter and no getter; probing it would create tensors in the middle of a step.
-        self._original(precision)
-        self._precision = str(precision)
 
 
 def environment_parts(environ: Mapping[str, str]) -> dict[str, str]:
@@ -101,7 +106,7 @@ def environment_parts(environ: Mapping[str, str]) -> dict[str, str]:
     """
     parts = {}
     for name, value in environ.items():
-        if _READ.fullmatch(name) and not _SAME_EXECUTABLE.fullmatch(name):
+        if len(name) <= _LONGEST_NAME and _is_read(name):
             # By flag, not by token: of a flag that is given twice, the last one counts.
             tokens = sorted(_WHERE_TO_WRITE.sub("", value).split(), key=_flag)
             parts[f"env.{name}"] = " ".join(tokens)
@@ -109,6 +114,10 @@ def environment_parts(environ: Mapping[str, str]) -> dict[str, str]:
                 for file in (token for token in tokens if not token.startswith("-")):
                     parts["xla_flag_file"] = _read(partial(Path(file).read_text, "utf-8"))
     return parts
+
+
+def _is_read(name: str) -> bool:
+    return bool(_READ.fullmatch(name)) and not _SAME_EXECUTABLE.fullmatch(name)
 
 
 def _flag(token: str) -> str:
@@ -131,6 +140,7 @@ def _process_parts() -> dict[str, str]:
         "git_revisions": _read(lambda: sorted(torch_xla._XLAC._get_git_revs().items())),
         "library": _read(_library_hash),
         "libtpu": _read(lambda: metadata.version("libtpu")),
+        "libtpu_library": _read(_libtpu_hash),
         "platform": _read(xr.device_type),
         "device_kind": _read(lambda: torch_xla._XLAC._xla_device_kind("xla:0")),
         "devices": _read(torch_xla._XLAC._xla_get_all_device_attributes),
@@ -160,6 +170,20 @@ def _library_hash() -> str:
         for file in metadata.files("torch_xla") or ()
         if file.name.startswith("_XLAC.") and file.hash is not None
     )
+
+
+def _libtpu_hash() -> str:
+    """Size, beginning and end of the libtpu that is loaded, wherever it lies."""
+    for line in Path("/proc/self/maps").read_text("utf-8").splitlines():
+        if line.endswith("libtpu.so"):
+            path = Path(line.split(maxsplit=5)[5])
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                hasher = hashlib.sha256(file.read(_SAMPLE_BYTES))
+                file.seek(max(0, size - _SAMPLE_BYTES))
+                hasher.update(file.read())
+            return f"{size} {hasher.hexdigest()}"
+    return "none"
 
 
 def _device_type() -> DeviceType:

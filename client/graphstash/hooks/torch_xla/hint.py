@@ -17,6 +17,7 @@ import logging
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Any, Final
@@ -27,6 +28,7 @@ from graphstash._compile import Compilation, CompileCache
 from graphstash._errors import CacheError, Reason
 from graphstash._stats import Counters
 from graphstash.hooks.torch_xla.fingerprint import Fingerprints
+from graphstash.hooks.torch_xla.written import is_whole
 
 __all__ = ["HintMode"]
 
@@ -37,6 +39,15 @@ _DYNAMO_SEAM: Final = "_xla_warm_up_cache"
 
 _SETTLED_STEPS: Final = 3
 """So many steps without a new graph end the predictions, until a new graph appears."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """What is known of a call before it is made."""
+
+    compilation: Compilation | None
+    name: str = ""
+    changed_at: int = 0
 
 
 class HintMode:
@@ -50,22 +61,24 @@ class HintMode:
     def __init__(self, cache: CompileCache, directory: Path) -> None:
         self._directory = directory
         self._fingerprints = Fingerprints()
-        self._known: set[str] = set()
+        self._known: set[str] = set()  # graphs that were fetched or compiled
+        self._asked: set[str] = set()  # hints that were looked up
         self._quiet_steps = 0
         self._originals: dict[str, Callable[..., Any]] = {}
         self._use(cache)
         for name in _LAZY_SEAMS:
-            self._wrap(name, self._around_lazy)
-        self._wrap(_DYNAMO_SEAM, self._around_dynamo)
+            self._wrap(name, self._before_lazy, self._after_lazy)
+        self._wrap(_DYNAMO_SEAM, self._before_dynamo, self._after_dynamo)
 
     def close(self) -> None:
         """Puts the original calls back."""
         for name, original in self._originals.items():
             setattr(torch_xla._XLAC, name, original)
-        self._fingerprints.close()
+        self._hints.abandon_all()
 
-    def after_fork(self, cache: CompileCache) -> None:
-        """Goes on in a forked child with a cache of its own."""
+    def after_fork(self, cache: CompileCache, directory: Path) -> None:
+        """Goes on in a forked child with a cache and a directory of its own."""
+        self._directory = directory
         self._use(cache)
 
     def _use(self, cache: CompileCache) -> None:
@@ -75,87 +88,93 @@ class HintMode:
             cache.stash, counters=_FallbacksOnly(cache.counters), publisher=cache.publisher
         )
 
-    def _wrap(self, name: str, around: Callable[..., Any]) -> None:
+    def _wrap(
+        self,
+        name: str,
+        before: Callable[[tuple[Any, ...]], _Pending | None],
+        after: Callable[[_Pending, float], None],
+    ) -> None:
         original = getattr(torch_xla._XLAC, name)
         self._originals[name] = original
 
         def seam(*args: Any, **kwargs: Any) -> Any:
-            return around(lambda: original(*args, **kwargs), args)
+            pending = self._guarded(before, args)
+            started = monotonic()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                if pending is not None:
+                    self._guarded(after, pending, monotonic() - started)
 
         setattr(torch_xla._XLAC, name, seam)
 
-    def _around_dynamo(self, call: Callable[[], Any], args: tuple[Any, ...]) -> Any:
+    def _guarded(self, work: Callable[..., _Pending | None], *args: Any) -> _Pending | None:
+        """The hook's outermost frame: nothing of ours gets into a step."""
+        try:
+            return work(*args)
+        except Exception as error:  # noqa: BLE001 - see above
+            _log.debug("predicting a graph failed", exc_info=True)
+            self._cache.trouble(CacheError(Reason.INTERNAL, repr(error)))
+            return None
+
+    def _before_dynamo(self, args: tuple[Any, ...]) -> _Pending | None:
         """The name is known exactly before the compile."""
         try:
             raw = torch_xla._XLAC._get_graph_hash(list(args[0]))
         except RuntimeError:  # not all inputs are on the device: torch_xla will say so itself
-            return call()
+            return None
         name = str(int.from_bytes(raw, "little"))
         if name in self._known:
-            return call()
-        compilation = self._cache.find_or_begin(
-            self._fingerprints.key(name), self._directory / name
-        )
+            return None
         self._known.add(name)
-        started = monotonic()
-        try:
-            return call()
-        finally:
-            if compilation is not None:
-                self._publish(name, compilation, monotonic() - started)
+        key = self._fingerprints.key(name)
+        compilation = self._cache.find_or_begin(key, self._directory / name)
+        return None if compilation is None else _Pending(compilation, name=name)
 
-    def _around_lazy(self, call: Callable[[], Any], _args: tuple[Any, ...]) -> Any:
-        fetched, hint = self._begin() if self._quiet_steps < _SETTLED_STEPS else (0, None)
-        before = self._changed_at()
-        started = monotonic()
-        try:
-            return call()
-        finally:
-            seconds = monotonic() - started
-            new = self._new_names() if self._changed_at() != before else []
-            self._quiet_steps = 0 if new or fetched else self._quiet_steps + 1
-            self._publish_new(new, hint, seconds)
+    def _after_dynamo(self, pending: _Pending, seconds: float) -> None:
+        if pending.compilation is not None:
+            self._publish(pending.name, pending.compilation, seconds)
 
-    def _begin(self) -> tuple[int, Compilation | None]:
-        """Fetches what the hint names, or begins to find out what it should name.
+    def _before_lazy(self, _args: tuple[Any, ...]) -> _Pending:
+        hint = self._fetch_hinted() if self._quiet_steps < _SETTLED_STEPS else None
+        return _Pending(hint, changed_at=self._changed_at())
 
-        Returns:
-            How many graphs were fetched, and the hint's compilation when nobody has one.
-        """
-        try:
-            pending = torch_xla._XLAC._get_stablehlo([], "", [], True)
-        except RuntimeError:
-            return 0, None
-        text = pending if isinstance(pending, bytes) else str(pending).encode()
-        key = self._fingerprints.key("hint-" + hashlib.sha256(text).hexdigest())
-        with tempfile.TemporaryDirectory(prefix="graphstash-") as directory:
-            payload = Path(directory) / "names"
-            compilation = self._hints.find_or_begin(key, payload)
-            if compilation is not None:
-                return 0, compilation
-            names = _read_names(payload)
-        fetched = 0
-        for name in names:
-            if name not in self._known:
-                graph = self._cache.find_or_begin(
-                    self._fingerprints.key(name), self._directory / name
-                )
-                if graph is not None:
-                    graph.abandon()  # nobody waits for it: the hint's lease is what a herd takes
-                else:
-                    self._known.add(name)
-                    fetched += 1
-        return fetched, None
-
-    def _publish_new(self, new: list[str], hint: Compilation | None, seconds: float) -> None:
+    def _after_lazy(self, pending: _Pending, seconds: float) -> None:
+        new = self._new_names() if self._changed_at() != pending.changed_at else []
         for name in new:
             self._known.add(name)
+            self._quiet_steps = 0
             self._cache.counters.add(misses=1)
             self._publish(name, Compilation(self._cache, self._fingerprints.key(name)), seconds)
-        if hint is not None and new:
-            self._publish_hint(hint, new)
-        elif hint is not None:
-            hint.abandon()
+        self._quiet_steps += 1
+        if pending.compilation is not None and new:
+            self._publish_hint(pending.compilation, new)
+        elif pending.compilation is not None:
+            pending.compilation.abandon()
+
+    def _fetch_hinted(self) -> Compilation | None:
+        """Fetches what the hint names, or begins to find out what it should name."""
+        pending = torch_xla._XLAC._get_stablehlo([], "", [], True)
+        text = pending if isinstance(pending, bytes) else str(pending).encode()
+        hint = "hint-" + hashlib.sha256(text).hexdigest()
+        if hint in self._asked:
+            return None  # a step like one before: in memory, or its own upload is under way
+        self._asked.add(hint)
+        with tempfile.TemporaryDirectory(
+            prefix="graphstash-", ignore_cleanup_errors=True
+        ) as directory:
+            payload = Path(directory) / "names"
+            compilation = self._hints.find_or_begin(self._fingerprints.key(hint), payload)
+            if compilation is not None:
+                return compilation
+            names = _read_names(payload)
+        for name in names:
+            if name not in self._known and self._cache.found(
+                self._fingerprints.key(name), self._directory / name
+            ):
+                self._known.add(name)
+                self._quiet_steps = 0
+        return None
 
     def _changed_at(self) -> int:
         """Moves when a file was made or removed in the directory."""
@@ -166,7 +185,7 @@ class HintMode:
 
     def _publish(self, name: str, compilation: Compilation, seconds: float) -> None:
         path = self._directory / name
-        if not path.exists() or path.stat().st_size == 0:
+        if not is_whole(path):
             compilation.abandon()
             return
         compilation.publish(
@@ -178,14 +197,9 @@ class HintMode:
         )
 
     def _publish_hint(self, hint: Compilation, names: list[str]) -> None:
-        try:
-            with tempfile.NamedTemporaryFile(prefix="graphstash-", delete=False) as file:
-                path = Path(file.name)
-                file.write(json.dumps(names).encode())
-        except OSError as error:
-            self._cache.trouble(CacheError(Reason.LOCAL_IO, str(error)))
-            hint.abandon()
-            return
+        with tempfile.NamedTemporaryFile(prefix="graphstash-", delete=False) as file:
+            path = Path(file.name)
+            file.write(json.dumps(names).encode())
         # Uploads keep their order: whoever finds the hint finds what it names.
         hint.publish(
             path,

@@ -5,15 +5,32 @@ kernel's close-after-write event is the one sure sign that the file is whole.
 """
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 from inotify_simple import INotify, flags
 
-__all__ = ["WrittenFiles"]
+__all__ = ["WrittenFiles", "is_whole"]
 
 _log = logging.getLogger("graphstash")
+
+_FULL_BYTES: Final = 1024**2
+"""With less than this left, a disk counts as full."""
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a file that torch_xla has closed can be trusted to be all of it.
+
+    torch_xla does not look whether its write succeeded: on a full disk the file is cut.
+    """
+    try:
+        disk = os.statvfs(path)
+        return path.stat().st_size > 0 and disk.f_bavail * disk.f_frsize > _FULL_BYTES
+    except OSError:
+        return False
 
 
 class WrittenFiles:
