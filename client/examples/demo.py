@@ -73,7 +73,9 @@ def start(name: str, url: str, directory: Path, *options: str) -> Job:
     ]
     process = subprocess.Popen(
         command,
-        env=os.environ | {"PJRT_DEVICE": os.environ.get("PJRT_DEVICE", "CPU")},
+        # On import, torch starts idle workers for a compiler that these jobs do not use; on a small
+        # machine their start would be most of what is measured.
+        env={"PJRT_DEVICE": "CPU", "TORCHINDUCTOR_COMPILE_THREADS": "1"} | os.environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
