@@ -27,25 +27,26 @@ _CANNOT_START = 1
 def serve(
     *,
     host: Annotated[
-        str | None, typer.Option(help="Address to listen on [default: 127.0.0.1].")
+        str | None, typer.Option(help="Address to listen on", show_default="127.0.0.1")
     ] = None,
     port: Annotated[
-        str | None, typer.Option(help="TCP port; 0 takes a free one [default: 8077].")
+        str | None, typer.Option(help="TCP port; 0 takes a free one", show_default="8077")
     ] = None,
     data_dir: Annotated[
         Path | None, typer.Option(help="Directory of the database and the blobs.")
     ] = None,
     max_artifact_bytes: Annotated[
-        str | None, typer.Option(help="Largest artifact taken, e.g. 4GiB [default: 4GiB].")
+        str | None, typer.Option(help="Largest artifact taken, e.g. 4GiB", show_default="4GiB")
     ] = None,
     store_limit_bytes: Annotated[
-        str | None, typer.Option(help="Most bytes of all artifacts, e.g. 200GiB [default: none].")
+        str | None,
+        typer.Option(help="Most bytes of all artifacts, e.g. 200GiB", show_default="none"),
     ] = None,
     min_free_bytes: Annotated[
-        str | None, typer.Option(help="Room that stays free on the disk [default: 256MiB].")
+        str | None, typer.Option(help="Room that stays free on the disk", show_default="256MiB")
     ] = None,
     log_level: Annotated[
-        str | None, typer.Option(help="debug, info, warning or error [default: info].")
+        str | None, typer.Option(help="debug, info, warning or error", show_default="info")
     ] = None,
     port_file: Annotated[
         Path | None, typer.Option(help="Write the port into this file when the server is ready.")
@@ -56,10 +57,10 @@ def serve(
     ] = None,
     access_log: Annotated[
         bool | None,
-        typer.Option("--access-log/--no-access-log", help="Log every request [default: no]."),
+        typer.Option("--access-log/--no-access-log", help="Log every request", show_default="no"),
     ] = None,
 ) -> None:
-    """Runs the cache server; needs no configuration.
+    """Run the cache server; it needs no configuration.
 
     Every option can also be set by an environment variable, e.g. GRAPHSTASH_DATA_DIR.
     """

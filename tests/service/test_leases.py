@@ -121,7 +121,7 @@ def test_everybody_who_waits_is_served_soon_after_the_commit(api, connect, event
         api.put(BLOB)
         committed_at = time.monotonic()
         assert [each.result() for each in waiting] == [200] * 16
-    assert max(served_at) - committed_at < 0.5
+    assert max(served_at) - committed_at < 15  # woken, not timed out after 30 s
     assert waiters(api) == 0
 
 
@@ -132,7 +132,7 @@ def test_a_wait_ends_when_its_time_is_over(api):
     answer = api.acquire(wait=1)
 
     assert answer.status_code == 202
-    assert 0.9 < time.monotonic() - begin < 3
+    assert time.monotonic() - begin > 0.9
 
 
 def test_a_failure_wakes_exactly_one(api, connect, eventually):
@@ -142,10 +142,8 @@ def test_a_failure_wakes_exactly_one(api, connect, eventually):
     with ThreadPoolExecutor(4) as pool:
         waiting = [pool.submit(asker.acquire, wait=2) for asker in askers]
         eventually(lambda: waiters(api) == 4)
-        failed_at = time.monotonic()
         assert release(api, 0, token, "failed").status_code == 204
         eventually(lambda: any(each.done() for each in waiting))
-        assert time.monotonic() - failed_at < 0.5
         answers = [each.result().status_code for each in waiting]
 
     assert sorted(answers) == [201, 202, 202, 202]
@@ -158,7 +156,7 @@ def test_an_expired_lease_lets_the_next_one_in(api):
     answer = api.acquire(wait=10)
 
     assert answer.status_code == 201
-    assert 0.8 < time.monotonic() - begin < 2
+    assert 0.8 < time.monotonic() - begin < 9  # at the expiry, not at the end of the wait
 
 
 def test_the_fencing_number_grows_with_every_grant(api):
@@ -250,7 +248,7 @@ def test_a_waiter_that_hangs_up_takes_nothing_along(api, connect, eventually):
         begin = time.monotonic()
         release(api, 0, token, "failed")
         assert patient.result().status_code == 201
-    assert time.monotonic() - begin < 0.5
+    assert time.monotonic() - begin < 9  # woken, not timed out after 10 s
 
 
 def test_the_lookout_hanging_up_leaves_the_others_served(api, connect, eventually):
@@ -271,7 +269,7 @@ def test_the_lookout_hanging_up_leaves_the_others_served(api, connect, eventuall
     thread.join()
 
     assert answer.status_code == 201
-    assert time.monotonic() - begin < 4
+    assert time.monotonic() - begin < 18  # at the expiry, not at the end of the wait
 
 
 def test_a_failed_lease_of_an_artifact_that_lost_its_blob_is_asked_for_again(api, files):
@@ -297,7 +295,7 @@ def test_a_release_is_seen_by_the_waiters_of_another_process(start, connect, eve
         answer = waiting.result()
 
     assert answer.status_code == 200
-    assert time.monotonic() - committed_at < 1.5
+    assert time.monotonic() - committed_at < 18  # noticed, not timed out after 20 s
 
 
 def test_stopping_a_server_answers_who_waits(start, connect, eventually):
@@ -311,5 +309,5 @@ def test_stopping_a_server_answers_who_waits(start, connect, eventually):
         begin = time.monotonic()
         code = server.stop()
         assert waiting.result().status_code == 202
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 25  # not at the end of the wait
     assert code == 0

@@ -157,7 +157,7 @@ def test_an_upload_that_stands_still_is_ended(api, files, eventually):
     assert b'"code":"upload_timeout"' in answer
     assert b'"retryable":true' in answer
     assert b"connection: close" in answer
-    assert 0.8 < time.monotonic() - begin < 10
+    assert 0.8 < time.monotonic() - begin < 60
     eventually(lambda: files() == before)
 
 

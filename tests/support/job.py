@@ -21,6 +21,7 @@ parser.add_argument("--pretend-version", help="what torch_xla says of itself")
 parser.add_argument("--pretend-features", help="instruction sets that this host's CPU has")
 parser.add_argument("--precision", help="of matrix products")
 parser.add_argument("--no-gate", action="store_true", help="as on a host without executable memory")
+parser.add_argument("--sabotage", action="store_true", help="take what the hook relies on away")
 parser.add_argument("--fork", type=int, default=0, help="train in so many forked children")
 parser.add_argument("--thread", action="store_true", help="run a cached graph beside the training")
 options = parser.parse_args()
@@ -55,6 +56,16 @@ if options.pretend_features:
     fingerprint.host_features = options.pretend_features.split
 if options.precision:
     torch_xla._XLAC._xla_set_mat_mul_precision(options.precision)
+if options.sabotage:
+    import shutil
+
+    from graphstash import _session
+
+    def fail(*_):
+        raise ValueError("no StableHLO today")
+
+    torch_xla._XLAC._get_stablehlo = fail
+    shutil.rmtree(_session._current._hooks["torch_xla"]._directory)
 if options.initialize_cache:
     xr.initialize_cache(str(options.initialize_cache))
 

@@ -105,7 +105,7 @@ def test_silence_ends_the_wait_and_leaves_errno(tmp_path: Path) -> None:
         started = time.monotonic()
         assert wired.call(tmp_path / "x") == -1
         assert ctypes.get_errno() == errno.ENOENT
-        assert 0.29 < time.monotonic() - started < 3
+        assert 0.29 < time.monotonic() - started < 30
         assert (wired.stub.block.give_ups, wired.stub.block.busy) == (1, 0)
 
 
@@ -117,7 +117,7 @@ def test_signals_neither_end_nor_lengthen_the_wait(tmp_path: Path) -> None:
         try:
             started = time.monotonic()
             assert wired.call(tmp_path / "x") == -1
-            assert 0.49 < time.monotonic() - started < 3
+            assert 0.49 < time.monotonic() - started < 30
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)

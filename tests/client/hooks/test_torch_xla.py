@@ -71,6 +71,15 @@ def test_where_look_ups_cannot_be_caught_they_are_predicted(job):
     assert warm.report["losses"] == cold.report["losses"]
 
 
+@pytest.mark.parametrize("look_up", ["exact", "hint"])
+def test_a_hook_that_loses_what_it_relies_on_does_not_get_into_a_step(job, look_up):
+    sound = job("a").finish()
+    outcome = job("b", "--sabotage", torch_xla_mode=look_up).finish()
+    assert outcome.report["losses"] == sound.report["losses"]
+    assert outcome.report["compiles"] == 2
+    assert sum(outcome.stats["fallbacks"].values()) >= 1
+
+
 def test_another_precision_is_another_executable_under_the_same_name(job):
     default = job("a").finish()
     highest = job("b", "--precision", "highest").finish()
