@@ -26,6 +26,7 @@ from graphstash_schema import (
     ArtifactKey,
     ArtifactMetadata,
     LeaseOutcome,
+    LeaseReply,
     LeaseState,
     parts_for_display,
 )
@@ -126,11 +127,6 @@ class Compilation:
         """Nothing is coming of this compilation: the next waiter may try; never waits."""
         self._finish(LeaseOutcome.FAILED)
 
-    def join(self, timeout_seconds: float) -> None:
-        """Waits until the server knows that the lease has ended."""
-        if self._lease is not None:
-            self._lease.join(timeout_seconds)
-
     def _finish(self, outcome: LeaseOutcome) -> None:
         self.is_compiling = False
         if self._lease is not None:
@@ -155,6 +151,7 @@ class CompileCache:
         self.counters = counters
         self.publisher = publisher
         self._open: set[Compilation] = set()  # one bytecode operation each: safe between threads
+        self._leases: list[HeldLease] = []
         self._used: dict[ArtifactKey, None] = {}
 
     @property
@@ -296,13 +293,12 @@ class CompileCache:
 
     def abandon_all(self) -> None:
         """Releases every lease, so that nobody waits for a job that ends."""
-        open_ = tuple(self._open)
-        for compilation in open_:
+        for compilation in tuple(self._open):
             with suppress(Exception):
                 compilation.abandon()
         until = monotonic() + _GOODBYE_SECONDS
-        for compilation in open_:
-            compilation.join(max(0.0, until - monotonic()))
+        for lease in self._leases:
+            lease.join(max(0.0, until - monotonic()))
 
     def _found(self, key: ArtifactKey, destination: Path, *, since: float) -> bool:
         """Fetches the artifact; what was saved is its compilation less all the time `since`."""
@@ -320,6 +316,17 @@ class CompileCache:
         )
         return True
 
+    def _hold(self, key: ArtifactKey, reply: LeaseReply) -> HeldLease:
+        lease = HeldLease(
+            self.stash,
+            key,
+            token=reply.token or "",
+            ttl_seconds=reply.ttl_seconds or self.config.lease_seconds,
+            budget_seconds=max(self.config.wait_seconds, self.config.lease_seconds),
+        )
+        self._leases = [*(held for held in self._leases if not held.is_over), lease]
+        return lease
+
     def _wait_or_begin(self, key: ArtifactKey, destination: Path) -> tuple[bool, HeldLease | None]:
         """Waits until the artifact is at `destination` (True) or somebody has to compile it."""
         budget = self.config.wait_seconds
@@ -334,13 +341,7 @@ class CompileCache:
             reply = self.stash.acquire(key, wait_seconds=max(0.0, min(_LONG_POLL_SECONDS, left)))
             match reply.state:
                 case LeaseState.GRANTED:
-                    return False, HeldLease(
-                        self.stash,
-                        key,
-                        token=reply.token or "",
-                        ttl_seconds=reply.ttl_seconds or self.config.lease_seconds,
-                        budget_seconds=max(self.config.wait_seconds, self.config.lease_seconds),
-                    )
+                    return False, self._hold(key, reply)
                 case LeaseState.READY:
                     if self._found(key, destination, since=started):
                         if waited or monotonic() - started > 0.2:

@@ -16,7 +16,7 @@ class HeldLease:
     """Renews a lease three times per lifetime, in a daemon thread, until it is released.
 
     A lost or unreachable lease stops nothing here: leases are advice. `release` ends the thread,
-    which then tells the server.
+    which then tells the server, unless the artifact is there: its upload has ended the lease.
 
     Args:
         stash: where the lease was granted.
@@ -52,6 +52,11 @@ class HeldLease:
             self._outcome = outcome
             self._released.set()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing left to do for it."""
+        return not self._thread.is_alive()
+
     def join(self, timeout_seconds: float) -> None:
         """Waits until the server has been told."""
         self._thread.join(timeout_seconds)
@@ -64,6 +69,6 @@ class HeldLease:
                 return
             except CacheError:
                 continue  # the next renewal may still come in time
-        if self._released.is_set():
+        if self._released.is_set() and self._outcome is LeaseOutcome.FAILED:
             with contextlib.suppress(CacheError):
                 self._stash.release(self._key, self._token, self._outcome)

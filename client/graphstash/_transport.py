@@ -65,6 +65,7 @@ class Transport:
         self._breaker = breaker or CircuitBreaker()
         self._lock = threading.Lock()  # guards the client of this process
         self._connection: tuple[int, httpx.Client, DeadlineTransport] | None = None
+        self._closed = False
 
     def call(
         self,
@@ -145,10 +146,13 @@ class Transport:
             if self._connection is not None and self._connection[0] == os.getpid():
                 self._connection[1].close()
             self._connection = None
+            self._closed = True
 
     def _connected(self) -> tuple[httpx.Client, DeadlineTransport]:
         # A forked child must not speak on its parent's sockets.
         with self._lock:
+            if self._closed:
+                raise TransportError(Reason.CONNECT, f"{self._config.url}: closed here")
             if self._connection is None or self._connection[0] != os.getpid():
                 limits = httpx.Limits(max_connections=16, keepalive_expiry=30.0)
                 transport = DeadlineTransport(limits, tls=self._config.url.startswith("https:"))
