@@ -90,12 +90,6 @@ class Counters:
             fallbacks = dict(self._fallbacks)
         return dataclasses.replace(Stats(fallbacks=fallbacks), **sums)  # type: ignore[arg-type] # fields by name
 
-    def reset(self) -> None:
-        """Back to zero, e.g. in a forked child."""
-        with self._lock:
-            self._sums.clear()
-            self._fallbacks.clear()
-
 
 def _count(number: int, noun: str) -> str:
     plural = "es" if noun.endswith("s") else "s"

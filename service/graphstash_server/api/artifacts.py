@@ -19,7 +19,7 @@ from graphstash_schema.protocol import (
     MAX_LOOKUP_KEYS,
 )
 from graphstash_server.api.blobs import BlobResponse
-from graphstash_server.api.bodies import body_chunks, json_body, read_model
+from graphstash_server.api.bodies import body_chunks, check_key_count, json_body, read_model
 from graphstash_server.api.conditions import lists_etag, requested_range
 from graphstash_server.api.paths import IN_KEY, IN_NAMESPACE, KEY, key_of, namespace_of
 from graphstash_server.api.problems import refusals
@@ -207,17 +207,11 @@ async def lookup_artifacts(request: Request) -> Response:
     wanted = await read_model(
         request, LookupRequest, idle_seconds=context.settings.upload_idle_seconds
     )
-    if not wanted.keys:
-        raise ServerError(
-            ErrorCode.INVALID_REQUEST, f"no keys: expected 1 to {MAX_LOOKUP_KEYS}", limit=1
-        )
-    if len(wanted.keys) > MAX_LOOKUP_KEYS:
-        raise ServerError(
-            ErrorCode.TOO_MANY_KEYS,
-            f"{len(wanted.keys)} keys, at most {MAX_LOOKUP_KEYS} are looked up at once: ask in "
-            "several requests",
-            limit=MAX_LOOKUP_KEYS,
-        )
+    check_key_count(
+        len(wanted.keys),
+        most=MAX_LOOKUP_KEYS,
+        way_out=f"at most {MAX_LOOKUP_KEYS} are looked up at once: ask in several requests",
+    )
     asked = dict.fromkeys(StoredKey.of(where, key) for key in wanted.keys)
     found = await context.artifacts.lookup(where, list(asked))
     reply = {  # a LookupResponse; building a thousand models of checked values takes longer

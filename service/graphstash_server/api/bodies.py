@@ -11,7 +11,7 @@ from graphstash_schema import ErrorCode
 from graphstash_server.api.problems import invalid_body
 from graphstash_server.errors import ServerError
 
-__all__ = ["body_chunks", "json_body", "read_model"]
+__all__ = ["body_chunks", "check_key_count", "json_body", "read_model"]
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -63,6 +63,23 @@ async def read_model(request: Request, model: type[M], *, idle_seconds: float) -
         return model.model_validate_json(bytes(raw) or b"{}")
     except ValidationError as error:
         raise invalid_body(error) from None
+
+
+def check_key_count(count: int, *, most: int, way_out: str) -> None:
+    """Refuses a body that names no keys, or too many.
+
+    Args:
+        count: how many keys it names.
+        most: the limit.
+        way_out: what the limit is about, and what to do instead.
+
+    Raises:
+        ServerError: 400 or 413.
+    """
+    if not count:
+        raise ServerError(ErrorCode.INVALID_REQUEST, f"no keys: expected 1 to {most}", limit=1)
+    if count > most:
+        raise ServerError(ErrorCode.TOO_MANY_KEYS, f"{count} keys, {way_out}", limit=most)
 
 
 def json_body(model: type[BaseModel], parameters: list[dict[str, Any]]) -> dict[str, Any]:

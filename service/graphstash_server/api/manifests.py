@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from graphstash_schema import ErrorCode, Manifest, ManifestUpdate
 from graphstash_schema.protocol import API_PREFIX, MAX_MANIFEST_ENTRIES
-from graphstash_server.api.bodies import json_body, read_model
+from graphstash_server.api.bodies import check_key_count, json_body, read_model
 from graphstash_server.api.paths import IN_MANIFEST, manifest_of, namespace_of
 from graphstash_server.api.problems import refusals
 from graphstash_server.context import ProcessContext
@@ -62,17 +62,12 @@ async def put_manifest(request: Request) -> Response:
     update = await read_model(
         request, ManifestUpdate, idle_seconds=context.settings.upload_idle_seconds
     )
-    if not update.keys:
-        raise ServerError(
-            ErrorCode.INVALID_REQUEST, f"no keys: expected 1 to {MAX_MANIFEST_ENTRIES}", limit=1
-        )
-    if len(update.keys) > MAX_MANIFEST_ENTRIES:
-        raise ServerError(
-            ErrorCode.TOO_MANY_KEYS,
-            f"{len(update.keys)} keys, a manifest remembers at most {MAX_MANIFEST_ENTRIES}: send "
-            "the most recently used ones",
-            limit=MAX_MANIFEST_ENTRIES,
-        )
+    check_key_count(
+        len(update.keys),
+        most=MAX_MANIFEST_ENTRIES,
+        way_out=f"a manifest remembers at most {MAX_MANIFEST_ENTRIES}: send the most recently used "
+        "ones",
+    )
     keys = [StoredKey.of(where, key) for key in update.keys]
     manifest, is_new = await context.manifests.merge(where, name, keys)
     return _answer(manifest, 201 if is_new else 200)

@@ -7,7 +7,6 @@ been compiled and is about to be written; when the file is closed it is publishe
 torch_xla has in memory is not looked up at all: a warm training loop never comes here.
 """
 
-import logging
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,11 +17,9 @@ from graphstash._compile import Compilation, CompileCache
 from graphstash._errors import CacheError, Reason
 from graphstash.hooks.torch_xla.fingerprint import Fingerprints
 from graphstash.hooks.torch_xla.gate import StatGate
-from graphstash.hooks.torch_xla.written import WrittenFiles, is_whole
+from graphstash.hooks.torch_xla.written import WrittenFiles, publish_file
 
 __all__ = ["ExactMode"]
-
-_log = logging.getLogger("graphstash")
 
 _HOPELESS_REJECTIONS = 2
 """After so many artifacts that the runtime could not load, and none that it could, fetching is a
@@ -146,21 +143,16 @@ class ExactMode:
         return rejected
 
     def _publish(self, name: str) -> None:
-        path = self._directory / name
         with self._lock:
             running = self._running.pop(name, None)
         self._count_give_ups()
         if running is None:
             return  # rejected or hopeless: it is stored under its key already, or of no use
-        if not is_whole(path):
-            running.compilation.abandon()
-            return
-        running.compilation.publish(
-            path,
+        publish_file(
+            self._directory / name,
+            running.compilation,
+            self._fingerprints,
             compile_seconds=running.seconds or monotonic() - running.announced,
-            parts=self._fingerprints.parts(name),
-            toolchain=self._fingerprints.toolchain(),
-            done=lambda: path.unlink(missing_ok=True),
         )
 
     def _count_give_ups(self) -> None:

@@ -28,7 +28,7 @@ from graphstash._compile import Compilation, CompileCache
 from graphstash._errors import CacheError, Reason
 from graphstash._stats import Counters
 from graphstash.hooks.torch_xla.fingerprint import Fingerprints
-from graphstash.hooks.torch_xla.written import is_whole
+from graphstash.hooks.torch_xla.written import publish_file
 
 __all__ = ["HintMode"]
 
@@ -185,16 +185,7 @@ class HintMode:
 
     def _publish(self, name: str, compilation: Compilation, seconds: float) -> None:
         path = self._directory / name
-        if not is_whole(path):
-            compilation.abandon()
-            return
-        compilation.publish(
-            path,
-            compile_seconds=seconds,
-            parts=self._fingerprints.parts(name),
-            toolchain=self._fingerprints.toolchain(),
-            done=lambda: path.unlink(missing_ok=True),
-        )
+        publish_file(path, compilation, self._fingerprints, compile_seconds=seconds)
 
     def _publish_hint(self, hint: Compilation, names: list[str]) -> None:
         with tempfile.NamedTemporaryFile(prefix="graphstash-", delete=False) as file:

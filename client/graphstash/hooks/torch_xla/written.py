@@ -1,4 +1,4 @@
-"""Tells when torch_xla has finished a file in its cache directory.
+"""Tells when torch_xla has finished a file in its cache directory, and publishes it.
 
 torch_xla creates the file empty, serializes for hundreds of milliseconds, writes and closes. The
 kernel's close-after-write event is the one sure sign that the file is whole.
@@ -13,7 +13,10 @@ from typing import Final
 
 from inotify_simple import INotify, flags
 
-__all__ = ["WrittenFiles", "is_whole"]
+from graphstash._compile import Compilation
+from graphstash.hooks.torch_xla.fingerprint import Fingerprints
+
+__all__ = ["WrittenFiles", "publish_file"]
 
 _log = logging.getLogger("graphstash")
 
@@ -21,7 +24,23 @@ _FULL_BYTES: Final = 1024**2
 """With less than this left, a disk counts as full."""
 
 
-def is_whole(path: Path) -> bool:
+def publish_file(
+    path: Path, compilation: Compilation, fingerprints: Fingerprints, *, compile_seconds: float
+) -> None:
+    """Hands a finished file over to its compilation; the file is removed when it was uploaded."""
+    if not _is_whole(path):
+        compilation.abandon()
+        return
+    compilation.publish(
+        path,
+        compile_seconds=compile_seconds,
+        parts=fingerprints.parts(path.name),
+        toolchain=fingerprints.toolchain(),
+        done=lambda: path.unlink(missing_ok=True),
+    )
+
+
+def _is_whole(path: Path) -> bool:
     """Whether a file that torch_xla has closed can be trusted to be all of it.
 
     torch_xla does not look whether its write succeeded: on a full disk the file is cut.
