@@ -4,6 +4,7 @@ Knows nothing of graphstash unless told to install it by hand. Writes what happe
 """
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -148,6 +149,8 @@ def train_beside():
 
 
 def main():
+    # Which tensors are alive decides what a lazy step is; when the collector runs must not.
+    gc.disable()
     extra = {}
     if options.thread:
         losses, extra["beside"] = train_beside()
