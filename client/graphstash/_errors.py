@@ -2,6 +2,8 @@
 
     GraphstashError
     ├── ConfigError            a setting that cannot be used; names setting, value and range
+    ├── ExecutorError          the training's threads; see training/placeholder.py
+    ├── DivergedError          the loss stays infinite or NaN; see training/events.py
     └── CacheError             the cache cannot help now; `reason` says why and is what is counted
         ├── TransportError     no usable answer: absent, slow, reset, garbage, circuit open
         ├── BusyError          429 or 503: come back after `retry_after_seconds`

@@ -99,10 +99,19 @@ class Jobs:
             self._zygote.wait(30)
             self._zygote.stdout.close()
 
-    def start(self, directory, *options, under="fork", launcher=(sys.executable,), **settings):
+    def start(
+        self,
+        directory,
+        *options,
+        script=JOB,
+        under="fork",
+        launcher=(sys.executable,),
+        **settings,
+    ):
         """Starts a job with a local tier in `directory`.
 
         Args:
+            script: what to run; its first argument is the path of its report.
             under: see the module's docstring.
             launcher: what starts the script under `graphstash run`.
             settings: fields of ClientConfig.
@@ -117,7 +126,7 @@ class Jobs:
         settings = {"cache_dir": directory / "tier", "stats_file": stats, **settings}
         environment = os.environ | {"PJRT_DEVICE": "CPU"}
         environment |= {f"GRAPHSTASH_{name.upper()}": str(v) for name, v in settings.items()}
-        arguments = [str(part) for part in (JOB, report, *options)]
+        arguments = [str(part) for part in (script, report, *options)]
         process = None
         if under == "graphstash run":
             with errors.open("w") as stderr:

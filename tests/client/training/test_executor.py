@@ -1,0 +1,496 @@
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import support
+from graphstash import GraphstashError
+from graphstash.training.executor import DeviceExecutor
+from graphstash.training.placeholder import (
+    ExecutorClosed,
+    ExecutorError,
+    ExecutorStopped,
+)
+
+EXECUTOR_JOB = Path(support.__path__[0]) / "executor_job.py"
+SECONDS = 60
+
+
+class Held:
+    """A callable that runs until it is let go."""
+
+    def __init__(self):
+        self.started = threading.Event()
+        self.release = threading.Event()
+
+    def __call__(self, *args):
+        self.started.set()
+        assert self.release.wait(SECONDS)
+        return args
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+class Thing:
+    """Something that weak references can watch."""
+
+
+@pytest.fixture
+def device():
+    with DeviceExecutor("test-device") as device:
+        yield device
+
+
+def threads_of(name):
+    return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
+
+
+def fail(error):
+    raise error
+
+
+def test_a_submission_gives_its_result(device):
+    assert device.submit(divmod, 7, 2).result() == (3, 1)
+    assert device.submit(int, "ff", base=16).result() == 255
+
+
+def test_submissions_run_in_order_on_one_named_thread(device):
+    seen = []
+    for number in range(100):
+        device.submit(lambda n: seen.append((n, threading.current_thread().name)), number)
+    device.close()
+    assert [number for number, _ in seen] == list(range(100))
+    assert {name for _, name in seen} == {"test-device_0"}
+
+
+def test_the_host_works_while_a_submission_runs(device):
+    held = Held()
+    running = device.submit(held)
+    assert held.started.wait(SECONDS)
+    device.submit(int)  # returns although the first still runs
+    assert not running.done()
+    held.release.set()
+    assert running.result() == ()
+
+
+def test_what_does_not_fit_waits(device):
+    held = Held()
+    device.submit(held)
+    device.submit(int)
+    third = threading.Event()
+    thread = threading.Thread(target=lambda: (device.submit(int), third.set()))
+    thread.start()
+    assert not third.wait(0.2)
+    held.release.set()
+    assert third.wait(SECONDS)
+    thread.join()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_no_more_than_depth_are_unfinished(depth):
+    placeholders = []
+    with DeviceExecutor(depth=depth) as device:
+        for _ in range(300):
+            placeholders.append(device.submit(int))
+            assert sum(not placeholder.done() for placeholder in placeholders) <= depth
+
+
+def test_a_depth_without_room_for_a_step_is_refused():
+    with pytest.raises(GraphstashError, match="depth is 0, the least is 1"):
+        DeviceExecutor(depth=0)
+
+
+def test_placeholders_stand_for_their_results(device):
+    one, two = device.submit(int, 1), device.submit(int, 2)
+    nested = {"list": [one, (two, 3)], "pair": Pair(one, two), "text": "four"}
+    assert device.submit(lambda *, value: value, value=nested).result() == {
+        "list": [1, (2, 3)],
+        "pair": Pair(1, 2),
+        "text": "four",
+    }
+
+
+def test_arguments_without_placeholders_are_passed_as_they_are(device):
+    values = [{"a": [1]}, (2,)]
+    assert device.submit(lambda value: value, values).result() is values
+
+
+def test_placeholders_of_another_executor_are_waited_for(device):
+    held = Held()
+    with DeviceExecutor("other") as other:
+        doubled = device.submit(lambda x: x * 2, other.submit(held, 4))
+        assert held.started.wait(SECONDS)
+        assert not doubled.done()
+        held.release.set()
+        assert doubled.result() == (4, 4)
+
+
+def test_waiting_for_a_result_ends_after_its_time(device):
+    held = Held()
+    placeholder = device.submit(held)
+    with pytest.raises(TimeoutError):
+        placeholder.result(timeout=0.01)
+    held.release.set()
+    assert placeholder.exception() is None
+
+
+def test_a_failure_is_raised_at_its_result_and_stops_the_run():
+    held, error, seen = Held(), ValueError("step 1"), []
+    with DeviceExecutor("stopping", depth=3) as device:
+        device.submit(held)
+        failed = device.submit(fail, error)
+        behind = device.submit(seen.append, "behind")
+        held.release.set()
+        with pytest.raises(ValueError, match="step 1"):
+            failed.result()
+        with pytest.raises(ExecutorStopped, match=r"submission 3 to 'stopping'.*step 1") as stopped:
+            behind.result()
+        assert stopped.value.__cause__ is error
+        for _ in range(2):
+            with pytest.raises(ValueError, match="step 1"):
+                device.submit(seen.append, "later")
+    assert seen == []
+
+
+def test_a_submitter_that_waits_for_room_is_told_of_a_failure():
+    held = Held()
+    device = DeviceExecutor(depth=1)
+    device.submit(lambda: (held(), fail(ValueError("while you waited"))))
+    timer = threading.Timer(0.1, held.release.set)
+    timer.start()
+    with pytest.raises(ValueError, match="while you waited"):
+        device.submit(int)
+    timer.join()
+    device.close()
+
+
+def test_a_failure_reaches_what_depends_on_it_in_another_executor():
+    error = ValueError("no batch")
+    loader = DeviceExecutor("loader")
+    with DeviceExecutor("device") as device:
+        dependant = device.submit(int, loader.submit(fail, error))
+        assert dependant.exception() is error
+    loader.close()
+
+
+def test_close_raises_a_failure_that_nobody_has_read():
+    device = DeviceExecutor()
+    device.submit(fail, ValueError("unread"))
+    with pytest.raises(ValueError, match="unread"):
+        device.close()
+    device.close()
+
+
+def test_the_body_s_own_exception_goes_on_with_a_note_of_the_failure():
+    held = Held()
+
+    def body():
+        with DeviceExecutor("noted") as device:
+            device.submit(lambda: (held(), fail(ValueError("unread"))))
+            held.release.set()
+            raise KeyError("body")
+
+    with pytest.raises(KeyError, match="body") as raised:
+        body()
+    assert raised.value.__notes__ == ["'noted' had failed as well: ValueError('unread')"]
+    assert not threads_of("noted")
+
+
+def test_an_exception_in_the_body_drops_what_has_not_begun():
+    held, seen = Held(), []
+
+    def body():
+        with DeviceExecutor("dropping") as device:
+            device.submit(held)
+            dropped = device.submit(seen.append, 1)
+            assert held.started.wait(SECONDS)
+            dropped._future.add_done_callback(lambda _: held.release.set())
+            raise KeyError("body")
+
+    with pytest.raises(KeyError):
+        body()
+    assert seen == []
+    assert not threads_of("dropping")
+
+
+def test_close_drains_and_leaves_no_thread():
+    device = DeviceExecutor("draining", depth=50)
+    seen = []
+    for number in range(50):
+        device.submit(seen.append, number)
+    device.close()
+    device.close()
+    assert seen == list(range(50))
+    assert not threads_of("draining")
+
+
+def test_close_with_cancel_drops_what_has_not_begun():
+    held, seen = Held(), []
+    device = DeviceExecutor(depth=2)
+    running, queued = device.submit(held), device.submit(seen.append, 1)
+    assert held.started.wait(SECONDS)
+    queued._future.add_done_callback(lambda _: held.release.set())
+    device.close(cancel=True)
+    assert running.result() == ()
+    assert seen == []
+    with pytest.raises(ExecutorClosed, match="dropped"):
+        queued.result()
+
+
+def test_nothing_can_be_submitted_after_close(device):
+    device.close()
+    with pytest.raises(ExecutorClosed, match="submit before close"):
+        device.submit(int)
+
+
+def test_an_executor_that_was_never_used_closes():
+    DeviceExecutor().close()
+
+
+def test_what_would_wait_for_itself_is_refused(device):
+    def wait_for_a_later_one():
+        assert submitted.wait(SECONDS)
+        return later[0].exception()
+
+    submitted, later = threading.Event(), []
+    waits = device.submit(wait_for_a_later_one)
+    later.append(device.submit(int))
+    submitted.set()
+    assert isinstance(waits.exception(), ExecutorError)
+    for call in (lambda other: other.submit(int), lambda other: other.close()):
+        with DeviceExecutor() as other:
+            assert isinstance(other.submit(call, other).exception(), ExecutorError)
+
+
+@pytest.fixture
+def one_interrupt():
+    """Interrupts the main thread once; a signal that comes just before it waits is not seen."""
+    told = threading.Event()
+
+    def tell(*_):
+        if not told.is_set():
+            told.set()
+            raise KeyboardInterrupt
+
+    def interrupt():
+        while not told.wait(0.01):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, tell)
+    yield interrupt
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("waits_in", ["submit", "result"])
+def test_after_ctrl_c_the_executor_closes(waits_in, one_interrupt):
+    held = Held()
+    device = DeviceExecutor("interrupted", depth=1)
+    device.submit(int).result()
+    running = device.submit(held)
+    assert held.started.wait(SECONDS)
+    thread = threading.Thread(target=one_interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it may come anywhere in here
+        if waits_in == "submit":
+            device.submit(int)
+        running.result()
+    thread.join()
+    held.release.set()
+    device.close()
+    assert running.done()
+    assert not threads_of("interrupted")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_closes_and_is_told_to_make_its_own():
+    held = Held()
+    device = DeviceExecutor(depth=2)
+    pending = [device.submit(held), device.submit(int)]
+    assert held.started.wait(SECONDS)
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.alarm(SECONDS)
+            for call in (pending[1].result, lambda: device.submit(int)):
+                with pytest.raises(ExecutorClosed, match="make another in this one"):
+                    call()
+            device.close()
+            with DeviceExecutor() as own:
+                own.submit(int).result()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    held.release.set()
+    device.close()
+
+
+def run_script(body):
+    script = "from graphstash.training import DeviceExecutor\ndevice = DeviceExecutor()\n" + body
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
+
+
+def test_a_job_that_forgets_close_ends_after_its_last_step():
+    done = run_script("""
+import atexit, threading, time
+
+end_of_script = threading.Event()
+
+def step(number):
+    end_of_script.wait()
+    time.sleep(0.1)
+    print("step", number)
+
+atexit.register(print, "exit handler")
+device.submit(step, 1)
+device.submit(step, 2)
+end_of_script.set()
+""")
+    assert done.stdout.splitlines() == ["step 1", "step 2", "exit handler"]
+    assert done.stderr == ""
+
+
+def test_a_failure_that_is_never_read_is_logged_at_exit():
+    done = run_script("device.submit(divmod, 1, 0)")
+    assert "nobody has read a failure of 'device'" in done.stderr
+    assert "ZeroDivisionError" in done.stderr
+
+
+def test_where_no_thread_can_be_had_nothing_is_submitted(monkeypatch):
+    def no_thread(_):
+        raise RuntimeError("can't start new thread")
+
+    seen = []
+    device = DeviceExecutor(depth=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(RuntimeError, match="can't start"):
+            device.submit(seen.append, "refused")
+    device.submit(seen.append, "submitted")
+    device.close()
+    assert seen == ["submitted"]
+
+
+def test_a_result_lives_as_long_as_its_placeholder(device):
+    placeholder = device.submit(Thing)
+    result = weakref.ref(placeholder.result())
+    device.submit(int).result()  # the thread has gone on
+    assert result() is not None
+    del placeholder
+    assert result() is None
+
+
+def test_arguments_are_let_go_before_a_submission_is_done(device):
+    argument = Thing()
+    watched = weakref.ref(argument)
+    placeholder = device.submit(lambda _: None, argument)
+    del argument
+    placeholder.result()
+    assert watched() is None
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_the_number_of_live_inputs_is_bounded_by_the_depth(depth):
+    alive, most = weakref.WeakSet(), 0
+
+    def make():
+        nonlocal most
+        thing = Thing()
+        alive.add(thing)
+        most = max(most, len(alive))
+        return thing
+
+    with DeviceExecutor(depth=depth) as device:
+        for _ in range(200):
+            device.submit(lambda _: None, make())
+    assert most <= depth + 1
+    assert len(alive) == 0
+
+
+def test_an_executor_keeps_nothing_of_what_was_dropped_behind_a_failure():
+    held = Held()
+    device = DeviceExecutor(depth=3)
+    device.submit(held)
+    failed = device.submit(fail, ValueError())
+    argument = Thing()
+    watched = weakref.ref(argument)
+    behind = device.submit(print, argument)
+    del argument
+    held.release.set()
+    assert isinstance(behind.exception(), ExecutorStopped)
+    assert failed.exception() is not None
+    assert watched() is None
+    device.close()
+
+
+def train(run, result_of):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def step(batch):
+        optimizer.zero_grad()
+        loss = functional.mse_loss(model(batch), batch.sum(1, keepdim=True))
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    losses = [run(step, torch.randn(32, 16)) for _ in range(100)]
+    return [result_of(loss) for loss in losses], list(model.parameters())
+
+
+def test_eager_torch_trains_to_the_same_bits_as_in_series(device):
+    losses, parameters = train(lambda step, batch: step(batch), lambda loss: loss)
+    others, other_parameters = train(device.submit, lambda loss: loss.result())
+    assert losses[-1] < losses[0] / 2
+    assert all(torch.equal(*pair) for pair in zip(losses, others, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(parameters, other_parameters, strict=True))
+
+
+def openmp_threads():
+    """What the calling thread's next parallel region gets, without torch having a say."""
+    with Path("/proc/self/maps").open() as maps:
+        library = next(line.split()[-1] for line in maps if "libgomp" in line)
+    return ctypes.CDLL(library).omp_get_max_threads()
+
+
+def test_torch_computes_with_as_many_threads_as_in_the_main_thread(device):
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 2)
+    try:
+        assert device.submit(openmp_threads).result() == before + 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_torch_xla_trains_to_the_same_bits_with_the_same_graphs(jobs, tmp_path):
+    report = jobs.start(tmp_path, "--on", "torch_xla", script=EXECUTOR_JOB, under="")
+    report = report.finish().report
+    assert report["loss"][1] < report["loss"][0] / 2
+    assert all(report["equal"])
+    assert report["counts"] == {"CompileTime": 0, "ExecuteTime": report["steps"]}
+    assert report["transfers"] == 1  # two tensors, one call
+
+
+def test_jax_trains_to_the_same_bits_as_in_series(tmp_path):
+    path = tmp_path / "report.json"
+    command = [sys.executable, EXECUTOR_JOB, path, "--on", "jax"]
+    subprocess.run(command, check=True, timeout=240, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    report = json.loads(path.read_text())
+    assert report["loss"][1] < report["loss"][0] / 2
+    assert all(report["equal"])
