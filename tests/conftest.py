@@ -8,6 +8,9 @@ from support.server import Server
 
 _numbers = itertools.count()
 
+# Otherwise torch starts a process per core that compiles, whether anything is compiled or not.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch):

@@ -15,9 +15,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["JOB", "Jobs", "Outcome", "Running"]
+__all__ = ["JOB", "TRAIN_JOB", "Jobs", "Outcome", "Running"]
 
 JOB = Path(__file__).with_name("job.py")
+TRAIN_JOB = Path(__file__).with_name("train_job.py")
 ZYGOTE = Path(__file__).with_name("zygote.py")
 SECONDS = 240
 
@@ -63,8 +64,12 @@ class Running:
             return self.process.poll() is not None
         return Path(f"{self.errors}.status").exists()
 
+    def status(self):
+        """Waits for the end; the exit status, negative for a signal."""
+        return self.process.wait(SECONDS) if self.process else int(self._wait(".status"))
+
     def finish(self):
-        status = self.process.wait(SECONDS) if self.process else int(self._wait(".status"))
+        status = self.status()
         errors = self.errors.read_text()
         assert status == 0, errors
         lines = self.stats.read_text().splitlines() if self.stats.exists() else []
@@ -73,7 +78,7 @@ class Running:
 
     def finish_children(self, number):
         """Waits for a job that only forks; gives its children's reports."""
-        status = self.process.wait(SECONDS) if self.process else int(self._wait(".status"))
+        status = self.status()
         assert status == 0, self.errors.read_text()
         reports = [self.report.with_suffix(f".{n}.json") for n in range(number)]
         return [json.loads(report.read_text()) for report in reports]

@@ -1,0 +1,274 @@
+"""LossScale: keeps small half-precision gradients from vanishing; the scale lives on the device.
+
+A scaled loss gives scaled gradients. If one of them overflows, the step is left out and the scale
+shrinks; after enough good steps in a row it grows. All of it is decided on the device:
+
+    found_inf   1 if any gradient is infinite or NaN
+    scale       <- scale * backoff_factor                          if found_inf
+                   scale * growth_factor                           after growth_interval good steps
+                   scale                                           otherwise
+
+Dynamic loss scaling as in Micikevicius et al., "Mixed Precision Training", 2018, arXiv 1710.03740,
+with the rule and the names of `torch.amp.GradScaler`, which reads found_inf on the host before each
+step of an optimizer that does not know better.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from graphstash.training.device import assign, upload
+from graphstash.training.operation import Operation
+from graphstash.training.optimizers.base import SyncFreeOptimizer
+
+__all__ = ["LossScale"]
+
+_LARGEST: Final = 2.0**127  # power of two in float32
+
+
+class LossScale:
+    """A drop-in for `torch.amp.GradScaler` that never reads the device.
+
+        scale.scale(loss).backward()
+        scale.unscale_(optimizer)            # if gradients are clipped or looked at
+        scale.step(optimizer)                # a sync-free optimizer
+        scale.update()
+
+    Args:
+        initial: first scale, > 0.
+        growth_factor: > 1.
+        backoff_factor: in (0, 1).
+        growth_interval: good steps in a row before the scale grows, >= 1.
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        initial: float = 2.0**16,
+        *,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+    ) -> None:
+        if initial <= 0:
+            raise ValueError(f"initial is {initial}; it must be above 0")
+        if growth_factor <= 1:
+            raise ValueError(f"growth_factor is {growth_factor}; it must be above 1")
+        if not 0 < backoff_factor < 1:
+            raise ValueError(f"backoff_factor is {backoff_factor}; it must be between 0 and 1")
+        if growth_interval < 1:
+            raise ValueError(f"growth_interval is {growth_interval}; it must be 1 or more")
+        self.growth_factor = growth_factor
+        self.backoff_factor = backoff_factor
+        self.growth_interval = growth_interval
+        self._start = (float(initial), 0)
+        self._scale: Tensor | None = None  # [], float32
+        self._good_steps: Tensor | None = None  # [], int32: since the scale last changed
+        self._found_inf: dict[int, Tensor] = {}  # by optimizer, between unscale_ and update
+        self._stepped: set[int] = set()  # optimizers, between step and update
+
+    def to(self, device: torch.device | str) -> "LossScale":
+        """Puts the scale on a device; `scale` does so with the loss's device by itself."""
+        if self._scale is None or self._good_steps is None:
+            self._scale, self._good_steps = upload(self._first_values(), torch.device(device))
+        return self
+
+    @property
+    def value(self) -> Tensor:
+        """The scale, [], float32, on the device.
+
+        Raises:
+            RuntimeError: it is on no device yet.
+        """
+        if self._scale is None:
+            raise RuntimeError("the loss scale is on no device yet; call scale(loss) or to(device)")
+        return self._scale
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the scale, in at least float32; its backward gives scaled gradients."""
+        self.to(loss.device)
+        wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+        return wide * self.value
+
+    def unscale_(self, optimizer: Optimizer) -> Tensor:
+        """Divides the optimizer's gradients by the scale.
+
+        Returns:
+            found_inf: [], float32, on the device: 1 if any of them is infinite or NaN, else 0.
+
+        Raises:
+            RuntimeError: they have been unscaled since the last update, or there are none.
+            ValueError: they are float16: unscaled, they would vanish after all.
+        """
+        if id(optimizer) in self._found_inf:
+            raise RuntimeError(
+                "unscale_() was called after unscale_() or step(); call update() after each step"
+            )
+        gradients = _gradients(optimizer)
+        with torch.no_grad():
+            if self.value.device.type == "xla":
+                found_inf, *unscaled = _unscale([*gradients, self.value], _shapes(gradients))
+                assign(gradients, unscaled)
+            else:
+                found_inf = _check_here(gradients, self.value.reciprocal())
+        self._found_inf[id(optimizer)] = found_inf
+        return found_inf
+
+    def step(self, optimizer: Optimizer) -> Tensor:
+        """Unscales if that is still to do, and steps unless a gradient is infinite or NaN.
+
+        Args:
+            optimizer: one of this package, or another whose `step` takes `found_inf`.
+
+        Returns:
+            found_inf: [], float32, on the device: 1 if the step was left out, else 0.
+
+        Raises:
+            RuntimeError: it was stepped since the last update, or has no gradients.
+            ValueError: gradients are float16.
+        """
+        if id(optimizer) in self._stepped:
+            raise RuntimeError("step() was called twice for one optimizer; call update() after it")
+        found_inf = self._found_inf.get(id(optimizer))
+        if found_inf is not None or not isinstance(optimizer, SyncFreeOptimizer):
+            if found_inf is None:
+                found_inf = self.unscale_(optimizer)
+            optimizer.step(found_inf=found_inf)  # type: ignore[call-overload]
+        else:
+            # The optimizer divides by the scale on its way; the gradients are read once less.
+            found_inf = self._check(optimizer)
+            optimizer.step(found_inf=found_inf, grad_scale=self.value)
+            self._found_inf[id(optimizer)] = found_inf
+        self._stepped.add(id(optimizer))
+        return found_inf
+
+    def update(self) -> None:
+        """Adjusts the scale after the step of every optimizer.
+
+        Raises:
+            RuntimeError: nothing was unscaled since the last update.
+        """
+        if not self._found_inf or self._good_steps is None:
+            raise RuntimeError("update() without a step; call unscale_() or step() before")
+        found_inf, *others = self._found_inf.values()
+        with torch.no_grad():
+            for other in others:
+                found_inf = torch.maximum(found_inf, other)
+            torch._amp_update_scale_(
+                self.value,
+                self._good_steps,
+                found_inf,
+                self.growth_factor,
+                self.backoff_factor,
+                self.growth_interval,
+            )
+            if self.value.device.type == "xla":
+                # Elsewhere torch stops before infinity, from which there is no way back.
+                self.value.clamp_(max=_LARGEST)
+        self._found_inf.clear()
+        self._stepped.clear()
+
+    def _check(self, optimizer: Optimizer) -> Tensor:
+        gradients = _gradients(optimizer)
+        with torch.no_grad():
+            if self.value.device.type == "xla":
+                return _find_inf(gradients, _shapes(gradients))[0]
+            return _check_here(gradients, torch.ones_like(self.value))
+
+    def get_scale(self) -> float:
+        """The scale as a number. Reads the device."""
+        return self._start[0] if self._scale is None else float(self._scale)
+
+    def device_tensors(self) -> Iterator[Tensor]:
+        """What a step reads and changes."""
+        return (tensor for tensor in (self._scale, self._good_steps) if tensor is not None)
+
+    def refresh(self) -> None:
+        """Forgets a step that was broken off before `update`."""
+        self._found_inf.clear()
+        self._stepped.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As that of `torch.amp.GradScaler`. Reads the device."""
+        good_steps = self._start[1] if self._good_steps is None else int(self._good_steps)
+        return {
+            "scale": self.get_scale(),
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
+            "_growth_tracker": good_steps,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on from a state dictionary of this class or of `torch.amp.GradScaler`."""
+        self.growth_factor = state_dict["growth_factor"]
+        self.backoff_factor = state_dict["backoff_factor"]
+        self.growth_interval = state_dict["growth_interval"]
+        self._start = (float(state_dict["scale"]), int(state_dict["_growth_tracker"]))
+        if self._scale is None or self._good_steps is None:
+            return
+        # The tensors stay the same objects: a traced step knows them.
+        with torch.no_grad():
+            assign(
+                [self._scale, self._good_steps], upload(self._first_values(), self._scale.device)
+            )
+
+    def _first_values(self) -> list[Tensor]:
+        scale, good_steps = self._start
+        return [torch.tensor(scale), torch.tensor(good_steps, dtype=torch.int32)]
+
+
+def _gradients(optimizer: Optimizer) -> list[Tensor]:
+    gradients = [
+        parameter.grad
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    ]
+    if not gradients:
+        raise RuntimeError("the optimizer has no gradients; call backward() on the scaled loss")
+    if any(gradient.dtype == torch.float16 for gradient in gradients):
+        raise ValueError(
+            "gradients are float16; keep the parameters in float32 and let torch.autocast compute "
+            "in float16"
+        )
+    return gradients
+
+
+def _check_here(gradients: list[Tensor], factor: Tensor) -> Tensor:
+    """Multiplies gradients by `factor` and tells whether one was not finite; torch's kernel."""
+    if torch.compiler.is_compiling():  # torch.compile does not know the kernel
+        found_inf = _any_nonfinite(gradients, None)[0]
+        torch._foreach_mul_(gradients, factor)
+        return found_inf
+    found_inf = torch.zeros((), device=factor.device)
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for of_dtype in by_dtype.values():
+        torch._amp_foreach_non_finite_check_and_unscale_(of_dtype, found_inf, factor)
+    return found_inf
+
+
+def _shapes(gradients: list[Tensor]) -> tuple[tuple[torch.Size, torch.dtype], ...]:
+    return tuple((gradient.shape, gradient.dtype) for gradient in gradients)
+
+
+def _any_nonfinite(gradients: list[Tensor], key: object) -> list[Tensor]:
+    del key
+    return [torch.stack([~torch.isfinite(g).all() for g in gradients]).any().float()]
+
+
+def _checked_and_unscaled(inputs: list[Tensor], key: object) -> list[Tensor]:
+    *gradients, scale = inputs
+    inverse = scale.reciprocal()
+    return [*_any_nonfinite(gradients, key), *(g * inverse for g in gradients)]
+
+
+_find_inf = Operation("find_inf", _any_nonfinite)
+_unscale = Operation("unscale", _checked_and_unscaled)

@@ -1,0 +1,204 @@
+"""What the tests of the optimizers train: parameters, gradients, options, and a reference.
+
+The same on plain torch and in a job on torch_xla. Gradients are made up, so that a difference is
+the optimizer's: the loss is a sum of products, and its gradient is the other factor.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as schedules
+
+from graphstash.training import optimizers
+
+__all__ = [
+    "BY_HAND",
+    "CASES",
+    "SCHEDULES",
+    "SHAPES",
+    "Case",
+    "ReferenceLAMB",
+    "gradients",
+    "loss_of",
+    "new_parameters",
+    "train_scheduled",
+]
+
+SHAPES = ((3, 4), (5,), (), (1,))
+
+
+class ReferenceLAMB(torch.optim.Optimizer):
+    """Algorithm 2 of arXiv 1904.00962, one parameter after the other, with the host's numbers."""
+
+    def __init__(self, params, **options):
+        defaults = {"betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 1e-2, "maximize": False}
+        super().__init__(params, defaults | options)
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, -p.grad if group["maximize"] else p.grad, group)
+
+    def _update(self, p, g, group):
+        state = self.state[p]
+        beta1, beta2 = group["betas"]
+        t = state["step"] = state.get("step", 0) + 1
+        m = state["m"] = beta1 * state.get("m", 0) + (1 - beta1) * g
+        v = state["v"] = beta2 * state.get("v", 0) + (1 - beta2) * g * g
+        m_hat = m / (1 - math.pow(beta1, t))
+        v_hat = v / (1 - math.pow(beta2, t))
+        r = m_hat / (v_hat.sqrt() + group["eps"]) + group["weight_decay"] * p
+        p_norm, r_norm = p.norm().item(), r.norm().item()
+        ratio = p_norm / r_norm if p_norm > 0 and r_norm > 0 else 1.0
+        p -= group["lr"] * ratio * r
+
+
+@dataclass(frozen=True)
+class Case:
+    """One optimizer with options."""
+
+    name: str
+    options: dict = field(default_factory=dict)
+    second_group: dict = field(default_factory=dict)
+
+    def ours(self, parameters, **more):
+        return getattr(optimizers, self.name)(self._groups(parameters), **self.options, **more)
+
+    def reference(self, parameters, **more):
+        """Torch's, one parameter after the other where that can be told."""
+        if self.name == "LAMB":
+            return ReferenceLAMB(self._groups(parameters), **self.options)
+        more = more or {"foreach": False}
+        return getattr(torch.optim, self.name)(self._groups(parameters), **self.options, **more)
+
+    def _groups(self, parameters):
+        return [{"params": parameters[:2]}, {"params": parameters[2:], **self.second_group}]
+
+    def __str__(self):
+        options = "-".join(f"{name}={value}" for name, value in self.options.items())
+        return f"{self.name}-{options}"
+
+
+def _cases():
+    second = {"lr": 0.03, "weight_decay": 0.2}
+    for more in (
+        {},
+        {"momentum": 0.5},
+        {"weight_decay": 0.1},
+        {"momentum": 0.5, "weight_decay": 0.1},
+        {"momentum": 0.5, "weight_decay": 0.1, "dampening": 0.1},
+        {"momentum": 0.5, "weight_decay": 0.1, "nesterov": True},
+        {"momentum": 0.5, "weight_decay": 0.1, "nesterov": True, "maximize": True},
+        {"momentum": 0.5, "dampening": 0.1, "maximize": True},
+    ):
+        yield Case("SGD", {"lr": 0.1, **more}, second)
+    for name in ("Adam", "AdamW"):
+        for more in (
+            {},
+            {"betas": (0.5, 0.9)},
+            {"betas": (0.0, 0.9)},
+            {"weight_decay": 0.1},
+            {"amsgrad": True},
+            {"maximize": True},
+            {"betas": (0.8, 0.99), "weight_decay": 0.1, "amsgrad": True, "maximize": True},
+        ):
+            yield Case(name, {"lr": 0.01, **more}, second)
+    for more in ({}, {"betas": (0.5, 0.9), "weight_decay": 0.1}, {"maximize": True}):
+        yield Case("LAMB", {"lr": 0.01, **more}, second)
+
+
+CASES = {str(case): case for case in _cases()}
+
+_LR = (0.0, 1.0, 0.3, 0.0, 0.03, 1.0, 0.1, 0.2, 0.0, 0.5, 1.0, 0.7)
+
+SCHEDULES = {
+    "LambdaLR": lambda o: schedules.LambdaLR(o, lambda step: _LR[step % len(_LR)] / 0.1),
+    "MultiplicativeLR": lambda o: schedules.MultiplicativeLR(o, lambda step: 0.9),
+    "StepLR": lambda o: schedules.StepLR(o, 2),
+    "MultiStepLR": lambda o: schedules.MultiStepLR(o, [2, 5]),
+    "ConstantLR": lambda o: schedules.ConstantLR(o, 0.5, 3),
+    "LinearLR": lambda o: schedules.LinearLR(o, 0.1, total_iters=5),
+    "ExponentialLR": lambda o: schedules.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o: schedules.PolynomialLR(o, 8),
+    "CosineAnnealingLR": lambda o: schedules.CosineAnnealingLR(o, 8),
+    "CosineAnnealingWarmRestarts": lambda o: schedules.CosineAnnealingWarmRestarts(o, 3),
+    "ReduceLROnPlateau": lambda o: schedules.ReduceLROnPlateau(o, patience=1),
+    "CyclicLR": lambda o: schedules.CyclicLR(o, 0.01, 0.1, step_size_up=3),
+    "OneCycleLR": lambda o: schedules.OneCycleLR(o, 0.2, total_steps=12),
+    "SequentialLR": lambda o: schedules.SequentialLR(
+        o, [schedules.LinearLR(o, 0.1, total_iters=3), schedules.CosineAnnealingLR(o, 9)], [3]
+    ),
+    "ChainedScheduler": lambda o: schedules.ChainedScheduler(
+        [schedules.LinearLR(o, 0.1, total_iters=3), schedules.ExponentialLR(o, 0.9)]
+    ),
+}
+"""The learning rate of every step; some change momentum or betas, too."""
+
+
+class _ByHand:
+    """Changes whatever a graph might have taken for a constant."""
+
+    def __init__(self, optimizer):
+        self._optimizer = optimizer
+        self._step = 0
+
+    def step(self):
+        self._step += 1
+        for group in self._optimizer.param_groups:
+            group["lr"] = _LR[self._step % len(_LR)]
+            group["weight_decay"] = (0.0, 1.0, 0.3)[self._step % 3]
+            if "betas" in group:
+                group["betas"] = (0.5 + 0.01 * self._step, 0.9 + 0.001 * self._step)
+            else:
+                group["momentum"] = (1.0, 0.5, 0.7)[self._step % 3]
+
+
+BY_HAND = {"by hand": _ByHand}
+
+
+def train_scheduled(optimizer, schedule, parameters, *, steps=12, after=lambda: None):
+    """Trains with a schedule; `after` is called after every step."""
+    device = parameters[0].device
+    for step in range(steps):
+        factors = [g.to(device) for g in gradients(step)]
+        optimizer.zero_grad()
+        loss_of(parameters, factors).backward()
+        optimizer.step()
+        if isinstance(schedule, schedules.ReduceLROnPlateau):
+            schedule.step(1.0)
+        else:
+            schedule.step()
+        del factors
+        after()
+
+
+def new_parameters(device="cpu", *, dtype=torch.float32):
+    """The same ones every time."""
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+    return [nn.Parameter(value.to(dtype).to(device)) for value in values]
+
+
+def gradients(step, *, bad=None, missing=(), dtype=torch.float32):
+    """The gradients of a step, on the host; None for the parameters that get none.
+
+    Args:
+        bad: a number that is not finite; the last gradient has it in its first element.
+        missing: the numbers of those parameters.
+    """
+    generator = torch.Generator().manual_seed(1000 + step)
+    values = [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in SHAPES]
+    given = [None if n in missing else value for n, value in enumerate(values)]
+    if bad is not None:
+        last = [value for value in given if value is not None][-1]
+        last.view(-1)[0] = bad
+    return given
+
+
+def loss_of(parameters, factors):
+    """Has `factors` as its gradient."""
+    return sum((p * g).sum() for p, g in zip(parameters, factors, strict=True) if g is not None)
