@@ -1,0 +1,71 @@
+"""Traced step: a whole training step that is traced once and then runs as one graph.
+
+    step = traced_step(train_step, state=[model, optimizer, loss_scale])
+    for batch in data:
+        loss = step(*batch)
+
+`train_step(*batch)` is forward, backward and optimizer; it reads nothing from the device. In a lazy
+step most of the host's time goes into recording again what was recorded the step before. The traced
+step records a few real steps, makes sure that they are the same graph over the same arguments, and
+from then on runs that graph: no Python of the step, one execution, no compile.
+
+What that means for `train_step`:
+
+* Everything that changes from step to step is a tensor: in `state`, in the batch, or the random
+  seed. A Python number that changes with every step is noticed, named, and refused. One that
+  changes rarely is noticed if it is an option of an optimizer, `training` or `requires_grad` of a
+  module, or part of the batch. Any other, and a tensor that is neither in `state` nor in the batch,
+  is taken as it was: call `retrace()`. So is every other effect of the Python code, such as a
+  counter.
+* Results come without their autograd graph. A batch is on the device, and is not changed.
+* Between steps everything may be read and changed as usual. Views of the state other than
+  `detach()`, `.data` and `state_dict()` keep the value they had.
+
+What cannot be frozen runs lazily, with a warning that says why: results are right in any case.
+
+    step        what every form has in common
+    xla         torch_xla: when to record, to run a graph, to refuse
+    recorder    one watched step (with reads, leftovers) as a record; compare: are two the same
+    program     the frozen step
+    bindings    torch_xla's functions behind it
+    torch_graph plain torch: torch.compile (with snapshot), CUDA graphs
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from graphstash.training.device_state import State, StateElement
+from graphstash.training.traced.step import TracedStep
+
+__all__ = ["TracedStep", "traced_step"]
+
+R = TypeVar("R")
+
+
+def traced_step(
+    function: Callable[..., R], state: Sequence[StateElement], *, donate: bool = True
+) -> TracedStep[R]:
+    """Makes a training step that is traced once.
+
+    Args:
+        function: one whole training step; gives a tensor, or tuples, lists and dictionaries of
+            tensors, None and Python constants.
+        state: everything that the step changes, or that changes between steps: modules, optimizers,
+            objects with `device_tensors()` and `refresh()`, tensors. All on one device.
+        donate: let the graph write new state over the old, so that none of it exists twice.
+
+    Raises:
+        ValueError: the state has no tensor.
+        TypeError: an element of the state is none of these.
+    """
+    elements = State(state)
+    tensors = elements.tensors()
+    if not tensors:
+        raise ValueError("the state has no tensor: a training step changes a model's parameters")
+    if tensors[0].device.type == "xla":
+        from graphstash.training.traced.xla import XlaStep
+
+        return XlaStep(function, elements, device=tensors[0].device, donate=donate)
+    from graphstash.training.traced.torch_graph import plain_torch_step
+
+    return plain_torch_step(function, elements, device=tensors[0].device)

@@ -1,0 +1,153 @@
+"""Bindings: the functions of torch_xla that a traced step stands on.
+
+They have no public names; torch_xla's own dynamo bridge is built from the same.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final
+
+import torch
+import torch_xla
+import torch_xla.runtime as xr
+from torch import Tensor
+
+__all__ = [
+    "XLA",
+    "Ownership",
+    "Seeds",
+    "handle",
+    "inner",
+    "outer",
+    "unusable",
+    "without_functionalization",
+    "write",
+]
+
+XLA: Final[Any] = torch_xla._XLAC
+
+_NEEDED: Final = (
+    "_check_device_tensor_need_materialization",
+    "_check_tensor_need_materialization",
+    "_get_base_seed_as_tensor",
+    "_get_graph_hash",
+    "_get_tensors_xla_device_data_node",
+    "_replace_xla_tensor",
+    "_run_cached_graph",
+    "_set_buffer_donation",
+    "_unique_id_for_ir_and_data",
+    "_xla_get_cpu_tensors",
+    "_xla_get_rng_seed",
+    "_xla_get_tensor_id",
+    "_xla_set_rng_seed",
+    "_xla_sync_live_tensors",
+    "_xla_warm_up_cache",
+)
+
+_FUNCTIONALIZE: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
+
+
+def unusable() -> str | None:
+    """Why steps cannot be traced in this process; None if they can."""
+    missing = [name for name in _NEEDED if not hasattr(torch_xla._XLAC, name)]
+    if missing:
+        return f"torch_xla {torch_xla.__version__} has no {', '.join(missing)}"
+    if xr.is_spmd():
+        return "torch_xla runs in SPMD mode; use torch_xla.compile"
+    if torch_xla._XLAC._get_use_eager_mode():
+        return "torch_xla runs in eager mode; use torch_xla.compile"
+    if not torch._is_functional_tensor(torch.empty((), device=torch_xla.device())):
+        return "XLA_DISABLE_FUNCTIONALIZATION is set; unset it"
+    return None
+
+
+def inner(tensor: Tensor) -> Tensor:
+    """The tensor below functionalization, as it is now; the next change may replace it."""
+    unwrapped: Tensor = torch._from_functional_tensor(tensor)
+    return unwrapped
+
+
+def write(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Makes `targets` mean what `values` do; aliases made with detach() follow.
+
+    Args:
+        targets: as Python knows them.
+        values: below functionalization.
+    """
+    # One call for all; below functionalization a copy of the same shape and dtype computes nothing.
+    if targets:
+        torch._foreach_copy_([torch._from_functional_tensor(t) for t in targets], list(values))
+
+
+def outer(tensor: Tensor) -> Tensor:
+    """The tensor as Python knows it, above functionalization."""
+    wrapped: Tensor = torch._to_functional_tensor(tensor)
+    return wrapped
+
+
+def without_functionalization() -> AbstractContextManager[Any]:
+    """New tensors come as they are below functionalization, which is cheaper."""
+    guard: AbstractContextManager[Any] = torch._C._ExcludeDispatchKeyGuard(_FUNCTIONALIZE)
+    return guard
+
+
+def handle(tensor: Tensor) -> tuple[str, Tensor]:
+    """The identity of a computed tensor's device data, and a tensor that keeps that data alive."""
+    (data,) = XLA._get_tensors_xla_device_data_node([tensor])[1]
+    return XLA._unique_id_for_ir_and_data(data), data
+
+
+class Ownership:
+    """Keeps device data to the tensors that may overwrite it.
+
+    torch_xla's `copy_` copies nothing: both tensors mean the same data from then on. Were one of
+    them donated, the other would lose its value. (A clone is given data of its own as soon as
+    anything is computed.)
+    """
+
+    def __init__(self) -> None:
+        self._copies: int | None = None
+
+    def ensure(self, tensors: Sequence[Tensor], device: str) -> None:
+        """Gives `tensors` data of their own if anything was copied since the last `settle`."""
+        if XLA._xla_counter_value("xla::copy") == self._copies:
+            return
+        clones = [inner(tensor.detach().clone()) for tensor in tensors]
+        XLA._xla_sync_live_tensors(device, [], wait=False)
+        write(tensors, clones)
+        self.settle()
+
+    def settle(self) -> None:
+        """What was copied up to now does no harm."""
+        self._copies = XLA._xla_counter_value("xla::copy")
+
+
+class Seeds:
+    """The random seed of each step: the same numbers as the lazy step gets, in the same order.
+
+    A lazy step derives its random numbers from the device's seed, and its end moves the seed on.
+    What was drawn since, outside of the step, moved the running seed; the step goes on from there.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._base = 0
+
+    def take(self) -> Tensor:
+        """The seed of the step that begins now, on the device."""
+        running = XLA._xla_get_rng_seed(self._device)
+        seed: Tensor = XLA._get_base_seed_as_tensor(self._device)  # and runs from its base
+        self._base = XLA._xla_get_rng_seed(self._device)
+        if running != self._base:
+            XLA._xla_set_rng_seed(running, self._device)
+            seed = XLA._get_base_seed_as_tensor(self._device)
+        return seed
+
+    def skip(self) -> None:
+        """Begins a step that draws nothing."""
+        self._base = XLA._xla_get_rng_seed(self._device)
+
+    def advance(self) -> None:
+        """Ends a step, as torch::lazy::LazyGraphExecutor::DeviceContextArena::MarkStep does."""
+        following = (1012031 + self._base * 7012063) % 2**64
+        XLA._xla_set_rng_seed(following, self._device)
