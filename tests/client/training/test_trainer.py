@@ -1,0 +1,457 @@
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphstash import ConfigError, training
+from support.jobs import TRAIN_JOB
+
+STEPS = 40
+
+
+class Reads(TorchDispatchMode):
+    """Counts reads of a tensor's value by the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+class Seen(training.Callback):
+    def __init__(self):
+        self.entries, self.evaluations, self.checkpoints, self.ends = [], [], [], []
+
+    def on_log(self, entry):
+        self.entries.append(entry)
+
+    def on_evaluation(self, step, metrics):
+        self.evaluations.append((step, dict(metrics)))
+
+    def on_checkpoint(self, step, directory):
+        self.checkpoints.append(step)
+
+    def on_end(self, result):
+        self.ends.append(result)
+
+
+def mse(model, batch):
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def problem(*, seed=0, **options):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    inputs = torch.randn(24, 4)
+    data = training.Batches((inputs, inputs.sum(1, keepdim=True)), 4, seed=1)
+    return model, training.SGD(model.parameters(), lr=0.02, momentum=0.9), data
+
+
+def test_it_makes_the_steps_of_a_plain_loop():
+    model, optimizer, data = problem()
+    result = training.train(model, optimizer, data, steps=15, loss=mse, progress=False)
+    plain_model, optimizer, data = problem()
+    losses = []
+    for _, batch in zip(range(15), data, strict=False):
+        optimizer.zero_grad()
+        loss = mse(plain_model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert result.losses == tuple(losses)
+    for one, other in zip(model.parameters(), plain_model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert (result.step, result.stopped_by, result.resumed_from) == (15, "steps", 0)
+
+
+def test_nothing_reads_the_device_between_logging_boundaries():
+    model, optimizer, data = problem()
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    reads = {}
+
+    class AtBoundary(training.Callback):
+        def on_log(self, entry):
+            reads[entry.step] = mode.count
+
+    with Reads() as mode:
+        training.train(
+            model,
+            optimizer,
+            data,
+            steps=30,
+            loss=mse,
+            loss_scale=training.LossScale(16.0, growth_interval=3),
+            clip_norm=1.0,
+            schedule=schedule,
+            log_every=10,
+            callbacks=[AtBoundary()],
+            progress=False,
+        )
+        assert reads == {10: 0, 20: 0, 30: 0}
+        optimizer.param_groups[0]["params"][0][0, 0].item()
+        assert mode.count == 1  # it does count
+
+
+def test_a_log_entry_tells_of_every_step_since_the_last():
+    model, optimizer, data = problem()
+    seen = Seen()
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    result = training.train(
+        model,
+        optimizer,
+        data,
+        steps=7,
+        loss=mse,
+        log_every=3,
+        clip_norm=0.1,
+        loss_scale=training.LossScale(2.0**10),
+        schedule=schedule,
+        evaluate=lambda model: {"weight": model[0].weight.sum().item()},
+        evaluate_every=5,
+        callbacks=[seen],
+        progress=False,
+    )
+    assert [(entry.step, len(entry.losses)) for entry in seen.entries] == [
+        (3, 3),
+        (5, 2),
+        (6, 1),
+        (7, 1),
+    ]
+    assert sum((entry.losses for entry in seen.entries), ()) == result.losses
+    assert [step for step, _ in seen.evaluations] == [5, 7]
+    first = seen.entries[0]
+    assert first.loss == pytest.approx(sum(first.losses) / 3)
+    assert first.learning_rates == (0.02 * 0.5**3,)
+    assert first.loss_scale == 2.0**10
+    assert first.skipped == 0
+    assert first.gradient_norm > 0.1
+    assert first.steps_per_second > 0
+    assert seen.ends == [result]
+
+
+def test_evaluation_is_without_dropout_and_gradients_and_training_goes_on_with_them():
+    model, optimizer, data = problem()
+    model.append(nn.Dropout(0.0))
+    modes = []
+
+    def evaluate(model):
+        modes.append((model.training, torch.is_grad_enabled()))
+        return {}
+
+    training.train(
+        model,
+        optimizer,
+        data,
+        steps=4,
+        loss=mse,
+        evaluate=evaluate,
+        evaluate_every=2,
+        progress=False,
+    )
+    assert modes == [(False, False)] * 2
+    assert model.training
+
+
+def test_micro_batches_make_the_same_step_as_one_batch():
+    model, optimizer, _ = problem()
+    inputs = torch.randn(64, 4)
+    whole = training.Batches((inputs, inputs.sum(1, keepdim=True)), 8, shuffle=False)
+    one = training.train(model, optimizer, whole, steps=8, loss=mse, progress=False)
+    other_model, optimizer, _ = problem()
+    parts = training.Batches((inputs, inputs.sum(1, keepdim=True)), 2, shuffle=False)
+    four = training.train(
+        other_model, optimizer, parts, steps=8, loss=mse, accumulate=4, progress=False
+    )
+    assert four.losses == pytest.approx(one.losses, abs=1e-6)
+    for a, b in zip(model.parameters(), other_model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_learns(precision):
+    model, optimizer, data = problem()
+    result = training.train(
+        model, optimizer, data, steps=100, loss=mse, precision=precision, progress=False
+    )
+    assert sum(result.losses[-10:]) / 10 < result.losses[0] / 4
+
+
+def test_threads_that_load_ahead_change_no_bit():
+    results = []
+    for ahead in (0, 3):
+        model, optimizer, data = problem()
+        results.append(
+            training.train(
+                model, optimizer, data, steps=20, loss=mse, ahead=ahead, progress=False
+            ).losses
+        )
+    assert results[0] == results[1]
+
+
+def nan_from(step, *, only=None):
+    calls = iter(range(1, 1000))
+
+    def loss(model, batch):
+        value = mse(model, batch)
+        call = next(calls)
+        bad = call >= step if only is None else call == step
+        return value * float("nan") if bad else value
+
+    return loss
+
+
+def test_a_loss_that_is_nan_for_ever_is_an_error_that_names_step_and_scale():
+    model, optimizer, data = problem()
+    with pytest.raises(training.DivergedError) as error:
+        training.train(
+            model,
+            optimizer,
+            data,
+            steps=100,
+            loss=nan_from(8),
+            loss_scale=training.LossScale(1024.0),
+            log_every=10,
+            progress=False,
+        )
+    assert "step 10" in str(error.value)
+    assert "since step 8" in str(error.value)
+    assert "loss scale 128" in str(error.value)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_without_a_loss_scale_the_first_boundary_with_a_nan_is_the_last():
+    model, optimizer, data = problem()
+    with pytest.raises(training.DivergedError, match=r"step 10 .* since step 10"):
+        training.train(
+            model, optimizer, data, steps=100, loss=nan_from(10), log_every=10, progress=False
+        )
+
+
+def test_a_single_bad_step_is_left_out_and_told():
+    model, optimizer, data = problem()
+    seen = Seen()
+    training.train(
+        model,
+        optimizer,
+        data,
+        steps=20,
+        loss=nan_from(10, only=10),
+        loss_scale=training.LossScale(1024.0),
+        log_every=10,
+        callbacks=[seen],
+        progress=False,
+    )
+    assert [entry.skipped for entry in seen.entries] == [1, 0]
+    assert seen.entries[0].loss_scale == 512
+
+
+def test_gradients_that_are_infinite_at_any_scale_are_an_error():
+    model, optimizer, data = problem()
+
+    class Bad(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * float("inf")
+
+    with pytest.raises(training.DivergedError, match=r"at any loss scale.*since step 1, loss"):
+        training.train(
+            model,
+            optimizer,
+            data,
+            steps=200,
+            loss=lambda model, batch: Bad.apply(mse(model, batch)),
+            loss_scale=training.LossScale(1.0),
+            log_every=10,
+            progress=False,
+        )
+
+
+def test_a_callback_can_end_the_training_with_a_checkpoint(tmp_path):
+    class Enough(training.Callback):
+        def on_log(self, entry):
+            if entry.step == 6:
+                raise training.StopTraining
+
+    model, optimizer, data = problem()
+    result = training.train(
+        model,
+        optimizer,
+        data,
+        steps=20,
+        loss=mse,
+        log_every=3,
+        checkpoints=tmp_path,
+        callbacks=[Enough()],
+        progress=False,
+    )
+    assert (result.step, result.stopped_by) == (6, "callback")
+    whole = training.train(*problem(), steps=20, loss=mse, log_every=3, progress=False)
+    rest = training.train(
+        *problem(seed=9)[:2],
+        problem()[2],
+        steps=20,
+        loss=mse,
+        log_every=3,
+        checkpoints=tmp_path,
+        progress=False,
+    )
+    assert rest.resumed_from == 6
+    assert result.losses + rest.losses == whole.losses
+
+
+def test_a_finished_run_makes_no_further_step(tmp_path):
+    for _ in range(2):
+        result = training.train(*problem(), steps=5, loss=mse, checkpoints=tmp_path, progress=False)
+    assert (result.step, result.losses, result.resumed_from) == (5, (), 5)
+
+
+def test_another_kind_of_run_does_not_go_on_from_a_checkpoint(tmp_path):
+    training.train(*problem(), steps=5, loss=mse, checkpoints=tmp_path, progress=False)
+    with pytest.raises(ConfigError, match="without loss_scale"):
+        training.train(
+            *problem(),
+            steps=9,
+            loss=mse,
+            loss_scale=training.LossScale(),
+            checkpoints=tmp_path,
+            progress=False,
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": 0}, "steps is 0; it must be 1 or more"),
+        ({"log_every": 0}, "log_every is 0"),
+        ({"accumulate": -1}, "accumulate is -1"),
+        ({"precision": "int8"}, "precision is 'int8'; it can be"),
+    ],
+)
+def test_a_wrong_argument_is_named_with_its_range(options, message):
+    with pytest.raises(ConfigError, match=message):
+        training.train(*problem(), **{"steps": 5, "loss": mse} | options)
+
+
+def test_an_optimizer_that_cannot_leave_a_step_out_takes_no_loss_scale():
+    model, _, data = problem()
+    optimizer = torch.optim.Adagrad(model.parameters())
+    with pytest.raises(ConfigError, match="Adagrad cannot leave out a step"):
+        training.train(model, optimizer, data, steps=5, loss=mse, precision="fp16")
+    assert training.train(model, optimizer, data, steps=5, loss=mse, progress=False).step == 5
+
+
+def test_a_loss_that_is_no_number_is_named():
+    with pytest.raises(ValueError, match=r"the loss is \[4, 1\], not one number"):
+        training.train(*problem(), steps=5, loss=lambda model, batch: model(batch[0]))
+
+
+def test_progress_is_lines_where_nobody_watches(capfd):
+    training.train(*problem(), steps=6, loss=mse, log_every=3, evaluate=lambda model: {"a": 1.0})
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0].startswith("step 3/6  loss ")
+    assert "step 6: evaluation  a 1.0000" in lines
+    assert lines[-1].startswith("6 steps in ")
+
+
+def losses_of(path):
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {int(step): loss for step, loss in (line.split() for line in lines if " " in line)}
+
+
+@pytest.fixture
+def start(jobs, tmp_path):
+    """Starts the training job in a process of its own; its losses are in a file of that name."""
+
+    def start(*options, name="job"):
+        arguments = (tmp_path / name, f"--steps={STEPS}", *options)
+        return jobs.start(tmp_path, *arguments, script=TRAIN_JOB, under="")
+
+    return start
+
+
+def wait_for_step(path, step, job):
+    deadline = time.monotonic() + 120
+    while max(losses_of(path), default=0) < step and not job.ended():
+        assert time.monotonic() < deadline, job.errors.read_text()
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("data", ["batches", "loader"])
+@pytest.mark.parametrize("threads", [False, True])
+def test_killed_at_random_steps_the_loss_curve_is_that_of_an_uninterrupted_run(
+    start, tmp_path, data, threads
+):
+    arguments = [f"--data={data}"]
+    if threads:  # a model's dropout would draw from the generator of the loading thread
+        arguments += ["--ahead=2", "--precision=fp16", "--no-dropout"]
+    whole = start(*arguments, name="whole").finish()
+    kills = random.Random(f"{data} {threads}")
+    arguments += [f"--checkpoints={tmp_path / 'checkpoints'}", "--slow=0.002"]
+    for _ in range(3):
+        job = start(*arguments)
+        wait_for_step(tmp_path / "job", kills.randrange(2, 34), job)
+        job.kill()
+    last = start(*arguments).finish()
+    assert last.report["resumed_from"] > 0
+    assert losses_of(tmp_path / "job") == losses_of(tmp_path / "whole")
+    assert last.report["weights"] == whole.report["weights"]
+
+
+@pytest.mark.parametrize("options", [(), ("--ahead=3", "--no-dropout", "--accumulate=2")])
+def test_sigterm_makes_a_checkpoint_of_the_step_it_meets_and_ends_the_process(
+    start, tmp_path, options
+):
+    start(*options, name="whole").finish()
+    checkpoints = (f"--checkpoints={tmp_path / 'checkpoints'}", "--checkpoint-every=1000")
+    job = start(*options, *checkpoints, "--slow=0.01")
+    wait_for_step(tmp_path / "job", 7, job)
+    os.kill(job.pid, signal.SIGTERM)
+    assert job.status() == 128 + signal.SIGTERM
+    made = max(losses_of(tmp_path / "job"))
+    assert 7 <= made < STEPS
+    rest = start(*options, *checkpoints).finish()
+    assert rest.report["resumed_from"] == made
+    assert losses_of(tmp_path / "job") == losses_of(tmp_path / "whole")
+
+
+def test_two_processes_train_as_one_with_their_batches_together(start, tmp_path):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [
+            Path(sys.executable).with_name("torchrun"),
+            "--standalone",
+            "--nproc-per-node=2",
+            TRAIN_JOB,
+            tmp_path / "two.json",
+            tmp_path / "two.losses",
+            "--steps=20",
+            "--no-dropout",
+            "--ranks",
+            f"--checkpoints={tmp_path / 'checkpoints'}",
+        ],
+        env=environment,
+        check=True,
+        timeout=120,
+    )
+    one = start("--steps=20", "--no-dropout", "--accumulate=2").finish()
+    first, second = (
+        json.loads((tmp_path / name).read_text())["weights"] for name in ("two.json", "two.json.1")
+    )
+    assert first == second
+    assert first == pytest.approx(one.report["weights"], abs=1e-5)

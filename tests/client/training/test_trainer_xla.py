@@ -1,0 +1,94 @@
+import random
+import time
+
+import pytest
+
+from support.jobs import TRAIN_JOB
+
+STEPS = 30
+
+
+def losses_of(path):
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {int(step): loss for step, loss in (line.split() for line in lines if " " in line)}
+
+
+def options(directory, *more):
+    return (directory / "losses", "--device=xla", f"--steps={STEPS}", *more)
+
+
+@pytest.fixture(scope="module")
+def whole(jobs, tmp_path_factory):
+    """Uninterrupted runs, by whether the step is traced, without a cache."""
+    runs = {}
+    for traced in (False, True):
+        directory = tmp_path_factory.mktemp("whole")
+        more = ("--traced",) if traced else ()
+        job = jobs.start(
+            directory, *options(directory, *more, "--log-every=10"), script=TRAIN_JOB, under=""
+        )
+        runs[traced] = job.finish().report, losses_of(directory / "losses")
+    return runs
+
+
+def between(report, first, last):
+    return {
+        name: report["counts"][str(last)][name] - report["counts"][str(first)][name]
+        for name in report["counts"][str(last)]
+    }
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_step_is_one_execution_and_a_boundary_one_read(whole, traced):
+    report, losses = whole[traced]
+    assert len(losses) == STEPS
+    counts = between(report, 10, 20)
+    assert counts["UncachedCompile"] == 0  # and the learning rate changes in every step
+    assert counts["ExecuteTime"] == 10
+    assert counts["TransferFromDeviceTime"] == 1
+
+
+def test_a_lazy_run_compiles_one_training_graph(whole):
+    report, _ = whole[False]
+    first = report["counts"]["10"]["UncachedCompile"] - report["started"]["UncachedCompile"]
+    assert first == 1
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_killed_at_random_steps_the_loss_curve_is_that_of_an_uninterrupted_run(
+    jobs, whole, tmp_path, traced
+):
+    arguments = options(
+        tmp_path,
+        f"--checkpoints={tmp_path / 'checkpoints'}",
+        "--checkpoint-every=3",
+        "--slow=0.005",
+        *(("--traced",) if traced else ()),
+    )
+    kills = random.Random(3)
+    for _ in range(2):
+        job = jobs.start(tmp_path, *arguments, script=TRAIN_JOB, under="")
+        step = kills.randrange(5, 25)
+        deadline = time.monotonic() + 120
+        while max(losses_of(tmp_path / "losses"), default=0) < step and not job.ended():
+            assert time.monotonic() < deadline, job.errors.read_text()
+            time.sleep(0.005)
+        job.kill()
+    outcome = jobs.start(tmp_path, *arguments, script=TRAIN_JOB, under="").finish()
+    assert outcome.report["resumed_from"] > 0
+    report, losses = whole[traced]
+    assert losses_of(tmp_path / "losses") == losses
+    assert outcome.report["weights"] == report["weights"]
+
+
+def test_a_resumed_run_finds_all_its_graphs_in_the_cache(jobs, server, namespace, tmp_path):
+    arguments = options(tmp_path, f"--checkpoints={tmp_path / 'checkpoints'}")
+    settings = {"url": server.url, "namespace": namespace}
+    first = jobs.start(
+        tmp_path / "a", *arguments, "--stop-after=12", script=TRAIN_JOB, **settings
+    ).finish()
+    second = jobs.start(tmp_path / "b", *arguments, script=TRAIN_JOB, **settings).finish()
+    assert first.report["step"] == 12
+    assert second.report["resumed_from"] == 12
+    assert second.report["counts"][str(STEPS)]["UncachedCompile"] == 0
+    assert second.hits > 0
