@@ -13,10 +13,10 @@ TORCH_INDEX_OPTIONS := $(if $(TORCH_INDEX),--index $(TORCH_INDEX) --index-strate
 
 export PYTHONSAFEPATH = 1
 
-.PHONY: help demo serve test check lint types format bench constraints clean
+.PHONY: help demo serve test check lint types format bench bench-training constraints clean
 
 help:  ## Show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
 
 demo: $(VENV)/.installed  ## Run the promise in three acts: cold, warm, herd; writes build/demo.json
 	$(BIN)/python client/examples/demo.py
@@ -43,6 +43,9 @@ format: $(VENV)/.installed  ## Let ruff format and mend what it can
 
 bench: $(VENV)/.installed  ## Measure side by side with peers; writes build/bench*.json
 	$(BIN)/python tests/benchmarks/run.py
+
+bench-training: $(VENV)/.installed  ## Compare training loops; writes build/bench-training.{md,json,png}
+	$(BIN)/python tests/benchmarks/training/run.py $(BENCH_OPTIONS)
 
 constraints:  ## Write constraints.txt anew from pyproject.toml
 	$(UV) pip compile --quiet --python-version 3.11 --python-platform linux --no-emit-index-url --no-header \

@@ -19,16 +19,15 @@ both compile something; later steps compile nothing. That makes two programs in 
 and five with dynamo: forward, the gradient's seed, backward, and two of the optimizer. Losses of
 dynamo may differ from those of the other two in the last bit.
 
-Shapes beside tensors: B batch, T context (tokens), C width (channels), H heads, V vocabulary.
-"""
+`--loop` trains by another loop instead, to compare: see `loops`.
 
-# Shapes are written as capital suffixes of tensor names:
+Shapes: B batch, T context (tokens).
+"""
 
 import argparse
 import json
-import math
 import statistics
-import sysconfig
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -40,127 +39,35 @@ IMPORT_STARTED = time.perf_counter()
 import torch  # noqa: E402 (the clock above must start before the heavy imports)
 import torch_xla  # noqa: E402
 import torch_xla.debug.metrics as xla_metrics  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
+from torch import Tensor  # noqa: E402
 
 IMPORT_SECONDS = time.perf_counter() - IMPORT_STARTED
 
+sys.path.insert(0, str(Path(__file__).parent))  # so under PYTHONSAFEPATH too
+
+import loops  # noqa: E402
+from gpt import GPT, draw_batches, read_corpus  # noqa: E402
+
 __all__ = ["GPT", "main"]
 
-VOCABULARY = 256  # one token per byte value
-CORPUS_LIMIT_BYTES = 4_000_000
+BETAS = (0.9, 0.95)  # of AdamW
 SETTLED_STEP = 3  # steps 1 and 2 compile; this is the first that only repeats
 SMALL_PRESET = {"steps": 6, "layers": 2, "width": 64, "context": 32, "learning_rate": 1e-2}
 
-# (tokens [B, T], targets [B, T]) -> the loss, a scalar still on the device
-StepFunction = Callable[[Tensor, Tensor], Tensor]
+# (tokens [B, T], targets [B, T]) -> the loss: a scalar still on the device, or read already
+StepFunction = Callable[[Tensor, Tensor], Tensor | float]
 
 
-class Block(nn.Module):
-    """One pre-norm transformer layer: causal attention, then a GELU MLP, each added to `x_BTC`."""
+def make_step(model: GPT, *, learning_rate: float, mode: str, loop: str | None) -> StepFunction:
+    """Makes the function that trains `model` by one step, compiled in the way `mode` says.
 
-    def __init__(self, *, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.attention_norm = nn.LayerNorm(width)
-        self.query_key_value = nn.Linear(width, 3 * width)
-        self.attention_out = nn.Linear(width, width)
-        self.mlp_norm = nn.LayerNorm(width)
-        self.mlp_in = nn.Linear(width, 4 * width)
-        self.mlp_out = nn.Linear(4 * width, width)
-
-    def forward(self, x_BTC: Tensor) -> Tensor:
-        x_BTC = x_BTC + self.attend(self.attention_norm(x_BTC))
-        hidden_BTF = functional.gelu(self.mlp_in(self.mlp_norm(x_BTC)))  # F = 4 C
-        return x_BTC + self.mlp_out(hidden_BTF)
-
-    def attend(self, x_BTC: Tensor) -> Tensor:
-        """Mixes each position with those before it."""
-        batch, context, width = x_BTC.shape
-        split = (batch, context, 3, self.heads, width // self.heads)
-        q, k, v = self.query_key_value(x_BTC).view(split).permute(2, 0, 3, 1, 4)  # [B, H, T, C/H]
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # [B, H, T, C/H]
-        return self.attention_out(mixed.transpose(1, 2).reshape(batch, context, width))
-
-
-class GPT(nn.Module):
-    """A decoder-only transformer over bytes; calling it gives the mean next-byte loss in nats."""
-
-    def __init__(self, *, layers: int, width: int, heads: int, context: int) -> None:
-        super().__init__()
-        self.token_embedding = nn.Embedding(VOCABULARY, width)
-        self.position_TC = nn.Parameter(torch.empty(context, width))
-        self.blocks = nn.ModuleList(Block(width=width, heads=heads) for _ in range(layers))
-        self.final_norm = nn.LayerNorm(width)
-        # Not tied to the embedding: moving a module to an XLA device makes new parameters, which
-        # would quietly untie them, and with 256 tokens there is little to save.
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
-        self.initialise(layers=layers)
-
-    def initialise(self, *, layers: int) -> None:
-        """Sets GPT-2's initial weights (Radford et al., 2019, section 2.3), but larger embeddings.
-
-        GPT-2's 0.02 for embeddings too lets AdamW's first steps, each as large as the learning
-        rate, wash out what tells the bytes apart; forty steps then end at the byte frequencies.
-        """
-        for name, parameter in self.named_parameters():
-            if name == "token_embedding.weight":
-                nn.init.normal_(parameter, std=1.0)
-            elif name == "position_TC":
-                nn.init.normal_(parameter, std=0.1)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif name.endswith(("attention_out.weight", "mlp_out.weight")):
-                # 2 * layers branches add up in the residual stream; this keeps their sum's variance
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers))
-            elif "norm" not in name:
-                nn.init.normal_(parameter, std=0.02)
-
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """Predicts each target from the tokens up to its place; both int64 below 256."""
-        x_BTC = self.token_embedding(tokens_BT) + self.position_TC
-        for block in self.blocks:
-            x_BTC = block(x_BTC)
-        logits_BTV = self.head(self.final_norm(x_BTC))
-        return functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
-
-
-def read_corpus() -> Tensor:
-    """Reads the standard library's top-level modules, in the order of their names.
-
-    Returns:
-        The bytes, uint8 [corpus], on the CPU. They are the same for every run of one Python.
+    With `loop`, it is that arm of the module `loops`.
     """
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    text = bytearray()
-    for path in sorted(folder.glob("*.py")):
-        text += path.read_bytes()
-    return torch.frombuffer(text[:CORPUS_LIMIT_BYTES], dtype=torch.uint8)
-
-
-def draw_batches(
-    corpus: Tensor, *, batch: int, context: int, seed: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Reads on from `batch` random places, `context` bytes a step, without end.
-
-    Consecutive text resembles itself, so a short run learns more from it than from windows drawn
-    anew each step.
-
-    Yields:
-        tokens_BT and targets_BT, int64, on the CPU; the targets are the tokens one byte later.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    start_B1 = torch.randint(len(corpus), (batch, 1), generator=generator)
-    window = torch.arange(context + 1)
-    while True:
-        bytes_BT = corpus[(start_B1 + window) % len(corpus)].long()  # [B, T + 1]
-        yield bytes_BT[:, :-1].contiguous(), bytes_BT[:, 1:].contiguous()
-        start_B1 += context
-
-
-def make_step(model: GPT, *, learning_rate: float, mode: str) -> StepFunction:
-    """Makes the function that trains `model` by one step, compiled in the way `mode` says."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95))
+    if loop is not None:
+        return loops.make_step(
+            loop, model, model, optimizer="AdamW", learning_rate=learning_rate, betas=BETAS
+        )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=BETAS)
     forward = torch.compile(model, backend="openxla") if mode == "dynamo" else model
 
     def train_step(tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
@@ -219,7 +126,7 @@ def train(
     """
     boundaries = {1, SETTLED_STEP, steps, *range(log_every, steps + 1, log_every)}
     progress = Progress()
-    unread: list[Tensor] = []  # scalars on the device
+    unread: list[Tensor | float] = []  # scalars on the device, mostly
     started = time.perf_counter()
     for step in range(1, steps + 1):
         tokens_BT, targets_BT = next(batches)
@@ -227,7 +134,7 @@ def train(
         if step not in boundaries:
             continue
         # One by one: stacking them first would be one more program to compile.
-        progress.losses += [loss.item() for loss in unread]
+        progress.losses += [float(loss) for loss in unread]
         unread.clear()
         progress.marks.append((step, time.perf_counter() - started))
         print(f"step {step:4d}  loss {progress.losses[-1]:.4f}  {progress.marks[-1][1]:8.2f} s")
@@ -255,6 +162,9 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     """Parses the command line; `--small` changes defaults, so options beside it still count."""
     parser = argparse.ArgumentParser(description="Train a small byte-level GPT with torch_xla.")
     parser.add_argument("--mode", choices=("lazy", "compile", "dynamo"), default="lazy")
+    parser.add_argument(
+        "--loop", choices=loops.ARMS, help="another training loop, instead of --mode"
+    )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=256)
@@ -286,18 +196,24 @@ def main(arguments: list[str] | None = None) -> None:
     device = torch_xla.device()
     model.to(device)
     torch_xla.sync(wait=True)  # the uploads are not the first step's cost
-    print(f"{parameters:,} parameters on {device}, mode {options.mode}")
+    print(
+        f"{parameters:,} parameters on {device}, "
+        + (f"loop {options.loop}" if options.loop else f"mode {options.mode}")
+    )
 
     batches = draw_batches(
         read_corpus(), batch=options.batch, context=options.context, seed=options.seed
     )
-    step_function = make_step(model, learning_rate=options.learning_rate, mode=options.mode)
+    step_function = make_step(
+        model, learning_rate=options.learning_rate, mode=options.mode, loop=options.loop
+    )
     progress = train(
         step_function, batches, steps=options.steps, log_every=options.log_every, device=device
     )
     if options.report is not None:
         report = {
             "mode": options.mode,
+            **({"loop": options.loop} if options.loop else {}),
             "parameters": parameters,
             "steps": options.steps,
             "import_seconds": IMPORT_SECONDS,

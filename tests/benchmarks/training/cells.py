@@ -1,0 +1,132 @@
+"""Cells of the comparison: a model, an optimizer and a batch size, trained by each arm in turn.
+
+Losses are scaled in every arm, also in bfloat16, which does not need it: it is the work that the
+arms do differently. The batches are on the device beforehand.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from gpt import GPT, draw_batches, read_corpus
+from loops import device_counts, make_step
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from train_digits import CNN, Digits, batches_of
+
+__all__ = ["BATCH_SIZES", "Cell", "Run"]
+
+BATCH_SIZES = {"MLP": (32, 256), "CNN": (32, 128), "GPT": (2, 8)}
+LEARNING_RATES = {"SGD": 0.01, "Adam": 1e-3, "AdamW": 1e-3}
+CONTEXT = 32
+WARM_UP = 8  # steps, the first few of which compile
+COUNTED = 5  # steps, where counting costs so much that it has a run of its own
+
+
+@dataclass(frozen=True)
+class Cell:
+    model: str
+    batch: int
+    optimizer: str
+
+    def __str__(self):
+        return f"{self.model} {self.batch} {self.optimizer}"
+
+    def make_model(self):
+        """Its loss is called with a batch."""
+        if self.model == "GPT":
+            return GPT(layers=2, width=64, heads=4, context=CONTEXT)
+        if self.model == "CNN":
+            return CNN()
+        hidden = [part for _ in range(3) for part in (nn.Linear(256, 256), nn.ReLU())]
+        return nn.Sequential(*hidden, nn.Linear(256, 10))
+
+    def batches(self, number):
+        if self.model == "GPT":
+            drawn = draw_batches(read_corpus(), batch=self.batch, context=CONTEXT, seed=0)
+        elif self.model == "CNN":
+            drawn = batches_of(Digits(train=True), size=self.batch, seed=0)
+        else:
+            drawn = noise(self.batch)
+        return [next(drawn) for _ in range(number)]
+
+
+def noise(batch):
+    while True:
+        yield torch.randn(batch, 256), torch.randint(10, (batch,))
+
+
+class Run:
+    """One arm's training in a cell; settled, that is, all that it compiles is compiled.
+
+    Attributes:
+        losses: of the warm-up.
+        compiles: until settled; 0 where nothing tells.
+    """
+
+    def __init__(self, cell, arm, device):
+        torch.manual_seed(0)
+        self.device = device
+        model = cell.make_model().to(device)
+        batches = cell.batches(4)
+        self._batches = [tuple(part.to(device) for part in batch) for batch in batches]
+        loss_of = (
+            model
+            if cell.model == "GPT"
+            else lambda inputs, targets: functional.cross_entropy(model(inputs), targets)
+        )
+        self.step = make_step(
+            arm,
+            model,
+            loss_of,
+            optimizer=cell.optimizer,
+            learning_rate=LEARNING_RATES[cell.optimizer],
+            precision="fp16" if device.type == "cuda" else "bf16",
+            scaled=True,
+        )
+        self._done = 0
+        before = self._counts()
+        losses = [self._one_step() for _ in range(WARM_UP)]
+        self.compiles = self._counts().get("compiles", 0) - before.get("compiles", 0)
+        self.losses = [float(loss) for loss in losses]
+
+    def _one_step(self):
+        self._done += 1
+        return self.step(*self._batches[self._done % len(self._batches)])
+
+    def _counts(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return device_counts(self.device)  # waits, on torch_xla
+
+    def block(self, steps):
+        """Runs some steps, from an idle device to an idle device.
+
+        Returns:
+            Steps per second, milliseconds of this thread's CPU time per step, counts per step.
+        """
+        before = self._counts()
+        busy, began = time.thread_time(), time.perf_counter()
+        for _ in range(steps):
+            self._one_step()
+        busy = time.thread_time() - busy
+        after = self._counts()
+        seconds = time.perf_counter() - began
+        counts = {name: (after[name] - before[name]) / steps for name in after}
+        return steps / seconds, 1000 * busy / steps, counts
+
+    def reads(self):
+        """Reads of the device per step on plain torch, where no metric tells."""
+        with _Reads() as reads:
+            for _ in range(COUNTED):
+                self._one_step()
+        return reads.count / COUNTED
+
+
+class _Reads(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))

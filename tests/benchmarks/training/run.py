@@ -1,0 +1,151 @@
+"""Compares training loops: the plain one, the best there was, ours, and ours traced.
+
+    .venv/bin/python tests/benchmarks/training/run.py [--quick]
+
+Runs on every backend that is there (torch_xla, CUDA, plain torch on the CPU; the last one with one
+batch size only, since there each traced step takes torch.compile half a minute), then measures how
+well the executor overlaps, and writes bench-training.md, .json and .png. `make bench-training` runs
+this.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+TESTS = Path(__file__).parents[2]
+EXAMPLES = TESTS.parent / "client" / "examples"
+sys.path[:0] = [str(TESTS), str(EXAMPLES)]
+
+from loops import ARMS  # noqa: E402 (the line above finds it)
+
+from benchmarks.figures import Figures, console  # noqa: E402
+from benchmarks.run import machine, markdown  # noqa: E402
+from benchmarks.training import overlap  # noqa: E402
+from benchmarks.training.arms import BACKENDS, ROUNDS  # noqa: E402
+from benchmarks.training.goals import HOST_BOUND, goals_of  # noqa: E402
+from benchmarks.training.plot import draw  # noqa: E402
+
+OVERLAP = "Equal halves of 10 ms, one computed by the executor: wall time over the slower half"
+
+EXPLANATION = (
+    "A cell is a model, a batch size and an optimizer; it reaches a goal if the median of its "
+    "rounds does. The host counts as the bottleneck where its thread computes for at least "
+    f"{HOST_BOUND:.0%} of the wall time of best's step."
+)
+
+
+def main():
+    options = parse_options()
+    options.directory.mkdir(parents=True, exist_ok=True)
+    report = {"machine": machine(), "started": time.strftime("%Y-%m-%d %H:%M %Z"), "parts": {}}
+    failed = []
+    for backend in options.backends:
+        console.rule(f"[bold]{backend}[/bold]")
+        output = options.directory / f"bench-training-{backend}.json"
+        if run(backend, options, output) == 0:
+            report["parts"][backend] = json.loads(output.read_text())
+        else:
+            failed.append(backend)
+    console.rule("[bold]overlap[/bold]")
+    figures = measure_overlap(options)
+    figures.write(options.directory / "bench-training-overlap.json")
+    report["parts"]["overlap"] = figures.as_json()
+    report["failed"] = failed
+    goals = goals_of(report["parts"])
+    report["goals"] = [vars(goal) | {"missed": sorted(goal.missed)} for goal in goals]
+    written = {name: options.directory / f"bench-training.{name}" for name in ("json", "md", "png")}
+    written["json"].write_text(json.dumps(report, indent=2) + "\n")
+    draw(report["parts"], written["png"])
+    written["md"].write_text(pages(report, goals, written["png"].name))
+    console.print("\n".join(goal.as_markdown() for goal in goals), highlight=False)
+    console.print("written:", ", ".join(map(str, written.values())))
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}; the reasons are above")
+
+
+def run(backend, options, output):
+    """Measures one backend in a process of its own, with no settings from outside."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("GRAPHSTASH_")}
+    environment |= {"PYTHONPATH": f"{TESTS}{os.pathsep}{EXAMPLES}"}
+    environment |= {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    if backend == "torch_xla":
+        environment = {"PJRT_DEVICE": "CPU"} | environment
+    command = [
+        *(sys.executable, "-m", "benchmarks.training.arms", "--backend", backend),
+        *("--output", str(output), "--rounds", str(options.rounds)),
+        *("--models", *options.models, "--optimizers", *options.optimizers),
+        *("--arms", *options.arms),
+        *("--batch-sizes", "1" if options.quick or backend == "torch" else "2"),
+    ]
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
+def measure_overlap(options):
+    rows = overlap.measure(options.rounds, 10 if options.quick else overlap.STEPS)
+    figures = Figures("overlap", {"rounds": options.rounds})
+    for row in rows:
+        name = f"host: {row.host}; device: {row.device}"
+        figures.tables.setdefault(OVERLAP, {})[name] = {
+            "host ms": row.host_ms,
+            "device ms": row.device_ms,
+            "serial / slower half": row.serial,
+            "executor / slower half": row.threaded,
+        }
+    return figures
+
+
+def pages(report, goals, picture):
+    """The report for people: the goals, the plot, then every table."""
+    title, rest = markdown(report).split("\n", 1)
+    lines = [
+        title.replace("Benchmarks", "Training loops"),
+        "",
+        "| goal | in how many cells | median of the cells (lowest to highest) |",
+        "|---|---|---|",
+        *(goal.as_markdown() for goal in goals),
+        "",
+        EXPLANATION,
+        "",
+        f"![Speed of each arm relative to the plain loop]({picture})",
+    ]
+    return "\n".join(lines) + "\n" + rest
+
+
+def backends_here():
+    """What there is to run on; does not start any of it."""
+    import torch
+
+    there = {
+        "torch_xla": importlib.util.find_spec("torch_xla") is not None,
+        "cuda": torch.cuda.is_available(),
+        "torch": True,
+    }
+    return [backend for backend in BACKENDS if there[backend]]
+
+
+def parse_options():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer cells and rounds: 3 minutes")
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, help="[all that are there]")
+    parser.add_argument("--models", nargs="+", default=("MLP", "CNN", "GPT"), help="[all]")
+    parser.add_argument("--optimizers", nargs="+", help="[SGD Adam AdamW; quick: not Adam]")
+    parser.add_argument("--arms", nargs="+", default=ARMS, help="[all]; plain among them")
+    parser.add_argument("--rounds", type=int, help=f"samples of every figure [{ROUNDS}; quick: 3]")
+    parser.add_argument("--directory", type=Path, default=Path("build"), help="[build]")
+    options = parser.parse_args()
+    options.rounds = options.rounds or (3 if options.quick else ROUNDS)
+    everything = ("SGD", "AdamW") if options.quick else ("SGD", "Adam", "AdamW")
+    options.optimizers = options.optimizers or everything
+    options.backends = options.backends or backends_here()
+    return options
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""The examples train for real, by every loop; the benchmark of the loops measures and reports."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[2]
+EXAMPLES = TESTS.parent / "client" / "examples"
+JOB = TESTS / "support" / "examples_job.py"
+ENVIRONMENT = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+ARMS = ("plain", "best", "ours", "ours-traced")
+LAZY = ("best", "ours", "ours-traced")
+COSTS = "Per step between boundaries, over all cells of the model"
+
+
+@pytest.fixture
+def train_digits(monkeypatch, tmp_path):
+    """Runs the example in this process, on one core; gives its report."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import torch
+    import train_digits
+
+    def run(*options):
+        report = tmp_path / "report.json"
+        train_digits.main([*options, "--report", str(report)])
+        return json.loads(report.read_text())
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield run
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW"])
+def test_every_loop_learns_the_digits_and_goes_the_same_way(train_digits, optimizer):
+    options = ("--optimizer", optimizer, "--steps", "200", "--log-every", "10")
+    reports = {arm: train_digits("--loop", arm, *options) for arm in ("plain", "best", "ours")}
+    for report in reports.values():
+        assert report["accuracy"] > 0.95
+        assert report["losses"][:5] == pytest.approx(reports["plain"]["losses"][:5], rel=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_learns_the_digits(train_digits, precision):
+    options = ("--precision", precision, "--steps", "100", "--log-every", "10")
+    reports = {arm: train_digits("--loop", arm, *options) for arm in ("plain", "best", "ours")}
+    for report in reports.values():
+        assert report["accuracy"] > 0.85
+        assert report["losses"][:3] == pytest.approx(reports["plain"]["losses"][:3], rel=1e-2)
+
+
+def test_the_default_run_reads_above_97_percent_of_the_test_images_rightly(train_digits):
+    assert train_digits()["accuracy"] > 0.97
+
+
+@pytest.mark.timeout(900)  # torch.compile takes a minute of CPU time
+def test_a_traced_loop_learns_the_digits(train_digits, tmp_path):
+    report = tmp_path / "traced.json"
+    options = ("--optimizer", "SGD", "--steps", "100", "--log-every", "10")
+    command = [sys.executable, str(EXAMPLES / "train_digits.py"), "--loop", "ours-traced", *options]
+    subprocess.run([*command, "--report", str(report)], env=ENVIRONMENT, check=True)
+    traced = json.loads(report.read_text())
+    assert traced["accuracy"] > 0.85
+    lazy = train_digits("--loop", "ours", *options)
+    assert traced["losses"][:5] == pytest.approx(lazy["losses"][:5], rel=1e-3)
+
+
+@pytest.fixture(scope="module")
+def on_torch_xla(jobs, tmp_path_factory):
+    return jobs.start(tmp_path_factory.mktemp("job"), script=JOB, under="").finish().report
+
+
+@pytest.mark.parametrize("example", ["digits", "gpt"])
+def test_between_boundaries_nothing_is_read_and_a_step_is_one_execution(on_torch_xla, example):
+    for arm in LAZY:
+        counts = on_torch_xla[example][arm]["per_step"]
+        assert counts == {"reads": 0, "executions": 1, "compiles": 0}, arm
+
+
+@pytest.mark.parametrize("example", ["digits", "gpt"])
+def test_the_plain_loop_reads_every_step(on_torch_xla, example):
+    assert on_torch_xla[example]["plain"]["per_step"]["reads"] >= 1
+
+
+@pytest.mark.parametrize("example", ["digits", "gpt"])
+def test_all_loops_go_the_same_way_on_torch_xla(on_torch_xla, example):
+    first = on_torch_xla[example]["plain"]["losses"]
+    for arm in ARMS:
+        assert on_torch_xla[example][arm]["losses"] == pytest.approx(first, rel=1e-2), arm
+
+
+def test_the_gpts_step_is_traced(on_torch_xla):
+    assert on_torch_xla["gpt"]["ours-traced"]["reason"] is None
+
+
+def test_the_gpt_goes_the_same_way_by_its_own_loop_and_by_ours(on_torch_xla):
+    own, ours = (on_torch_xla[name]["losses"] for name in ("gpt_as_ever", "gpt_by_our_loop"))
+    assert ours == pytest.approx(own, rel=1e-4)
+
+
+def test_the_benchmark_writes_report_plot_and_figures(tmp_path):
+    subprocess.run(
+        [
+            *(sys.executable, str(TESTS / "benchmarks" / "training" / "run.py"), "--quick"),
+            *("--backends", "torch", "--models", "MLP", "--optimizers", "SGD", "--rounds", "2"),
+            *("--arms", "plain", "best", "ours", "--directory", str(tmp_path)),
+        ],
+        env=ENVIRONMENT,
+        check=True,
+    )
+    report = json.loads((tmp_path / "bench-training.json").read_text())
+    assert report["failed"] == []
+    tables = report["parts"]["torch"]["tables"]
+    rates = tables["Steps per second"]["MLP 32 SGD"]
+    assert {arm: len(rates[arm]["samples"]) for arm in rates} == {"plain": 2, "best": 2, "ours": 2}
+    reads = {row: cells["reads"]["median"] for row, cells in tables[COSTS].items()}
+    assert reads == {"MLP, plain": 2, "MLP, best": 0, "MLP, ours": 0}
+    text = (tmp_path / "bench-training.md").read_text()
+    assert "| executor, equal halves: at most 1.15 x the slower |" in text
+    assert "MLP 32 SGD" in text
+    assert (tmp_path / "bench-training.png").read_bytes().startswith(b"\x89PNG")
