@@ -22,7 +22,7 @@ from graphstash._errors import CacheError, ConfigError, VerificationError
 from graphstash._executor import BoundedExecutor
 from graphstash._stash import Stash
 from graphstash._stats import Counters, Stats
-from graphstash_schema import ArtifactKey
+from graphstash_schema import ArtifactKey, ManifestName
 
 __all__ = ["Session", "add_hook", "get_or_compile", "install", "stats", "uninstall"]
 
@@ -102,6 +102,18 @@ class Session:
         with suppress(OSError):
             self._stash.close()
         self._tell(stats)
+
+    def name_job(self, job: str) -> None:
+        """Remembers this job's artifacts under a name from now on, and begins the prefetch.
+
+        Changes nothing if the job has a name already.
+
+        Raises:
+            InvalidValueError: the name cannot be one.
+        """
+        if self.config.job is None:
+            self.config = self.config.model_copy(update={"job": ManifestName(job)})
+            self.start_prefetch()
 
     def start_prefetch(self) -> None:
         """Begins to bring this job's artifacts to the local tier, when the job has a name."""

@@ -23,6 +23,7 @@ parser.add_argument("--ahead", type=int)
 parser.add_argument("--traced", action="store_true")
 parser.add_argument("--no-dropout", action="store_true")
 parser.add_argument("--ranks", action="store_true", help="one of several processes of torchrun")
+parser.add_argument("--job")
 parser.add_argument("--stop-after", type=int)
 parser.add_argument("--slow", type=float, default=0.0, help="seconds that loading a batch takes")
 options = parser.parse_args()
@@ -117,6 +118,7 @@ result = training.train(
     checkpoints=options.checkpoints,
     checkpoint_every=options.checkpoint_every,
     callbacks=[Losses(), counted],
+    job=options.job,
 )
 report = {
     "step": result.step,

@@ -114,21 +114,20 @@ def train(
         ConfigError: an argument is out of its range, or two do not go together.
         DivergedError: the loss or the gradients stay infinite or NaN.
     """
-    for name, value in (
-        ("steps", steps),
-        ("accumulate", accumulate),
-        ("log_every", log_every),
-        ("checkpoint_every", checkpoint_every),
-        ("evaluate_every", evaluate_every or 1),
-    ):
-        if value < 1:
-            raise ConfigError(f"{name} is {value}; it must be 1 or more")
+    _require_positive(
+        steps=steps,
+        accumulate=accumulate,
+        log_every=log_every,
+        checkpoint_every=checkpoint_every,
+        evaluate_every=steps if evaluate_every is None else evaluate_every,
+    )
     if precision not in ("fp32", "bf16", "fp16"):
         raise ConfigError(f"precision is {precision!r}; it can be 'fp32', 'bf16' or 'fp16'")
     if job is not None:
         from graphstash._session import install
 
-        install(job=job)
+        if (session := install()) is not None:
+            session.name_job(job)
     if loss_scale is None and precision == "fp16":
         loss_scale = LossScale()
     if loss_scale is not None and "found_inf" not in inspect.signature(optimizer.step).parameters:
@@ -173,7 +172,7 @@ def train(
             ahead=ahead,
             log_every=log_every,
             evaluate=evaluate,
-            evaluate_every=evaluate_every or steps,
+            evaluate_every=steps if evaluate_every is None else evaluate_every,
             checkpoint_every=checkpoint_every,
             callbacks=(*shown, *callbacks),
         )
@@ -182,6 +181,12 @@ def train(
             run.resume()
         parallel.require_same("the step to begin with", run.done)
         return run.loop(traced=traced)
+
+
+def _require_positive(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise ConfigError(f"{name} is {value}; it must be 1 or more")
 
 
 @dataclass

@@ -1,4 +1,7 @@
+import os
 import random
+import subprocess
+import sys
 import time
 
 import pytest
@@ -85,10 +88,20 @@ def test_a_resumed_run_finds_all_its_graphs_in_the_cache(jobs, server, namespace
     arguments = options(tmp_path, f"--checkpoints={tmp_path / 'checkpoints'}")
     settings = {"url": server.url, "namespace": namespace}
     first = jobs.start(
-        tmp_path / "a", *arguments, "--stop-after=12", script=TRAIN_JOB, **settings
+        tmp_path / "a", *arguments, "--job=mine", "--stop-after=12", script=TRAIN_JOB, **settings
     ).finish()
-    second = jobs.start(tmp_path / "b", *arguments, script=TRAIN_JOB, **settings).finish()
+    second = jobs.start(
+        tmp_path / "b", *arguments, "--job=mine", script=TRAIN_JOB, **settings
+    ).finish()
     assert first.report["step"] == 12
     assert second.report["resumed_from"] == 12
     assert second.report["counts"][str(STEPS)]["UncachedCompile"] == 0
     assert second.hits > 0
+    elsewhere = os.environ | {
+        "GRAPHSTASH_URL": server.url,
+        "GRAPHSTASH_NAMESPACE": namespace,
+        "GRAPHSTASH_CACHE_DIR": str(tmp_path / "c"),
+    }
+    command = [sys.executable, "-m", "graphstash", "prefetch", "mine"]
+    prefetched = subprocess.run(command, env=elsewhere, capture_output=True, text=True, check=True)
+    assert int(prefetched.stdout.split()[0]) >= second.hits
