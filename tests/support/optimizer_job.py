@@ -28,6 +28,7 @@ from optimizer_cases import (
 )
 from torch import nn
 
+from graphstash.training import device
 from graphstash.training.gradients import clip_grad_norm_, clip_grad_value_
 from graphstash.training.loss_scale import LossScale
 from graphstash.training.optimizers import LAMB, SGD, Adam, AdamW
@@ -206,7 +207,8 @@ def clipped():
 
 
 def aliases():
-    """What the graph of a step writes over: everything that the step changes."""
+    """What the graph of a step writes over, where it may: everything that the step changes."""
+    default, device.donates = device.donates, lambda: True
 
     def aliased():
         data = xla_metrics.metric_data("InputOutputAliasCount")
@@ -237,6 +239,7 @@ def aliases():
             "changed": len({id(t) for t in (*parameters, *state_of(optimizer))}) + 2,
             "live": live,
         }
+    device.donates = default
     return reports
 
 

@@ -14,7 +14,7 @@ step of an optimizer that does not know better.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,8 +25,6 @@ from graphstash.training.operation import Operation
 from graphstash.training.optimizers.base import SyncFreeOptimizer
 
 __all__ = ["LossScale"]
-
-_LARGEST: Final = 2.0**127  # power of two in float32
 
 
 class LossScale:
@@ -159,17 +157,12 @@ class LossScale:
         with torch.no_grad():
             for other in others:
                 found_inf = torch.maximum(found_inf, other)
-            torch._amp_update_scale_(
-                self.value,
-                self._good_steps,
-                found_inf,
-                self.growth_factor,
-                self.backoff_factor,
-                self.growth_interval,
-            )
+            rule = (self.growth_factor, self.backoff_factor, self.growth_interval)
             if self.value.device.type == "xla":
-                # Elsewhere torch stops before infinity, from which there is no way back.
-                self.value.clamp_(max=_LARGEST)
+                old = [self.value, self._good_steps]
+                assign(old, _adjust([*old, found_inf], rule))
+            else:
+                torch._amp_update_scale_(self.value, self._good_steps, found_inf, *rule)
         self._found_inf.clear()
         self._stepped.clear()
 
@@ -270,5 +263,20 @@ def _checked_and_unscaled(inputs: list[Tensor], key: object) -> list[Tensor]:
     return [*_any_nonfinite(gradients, key), *(g * inverse for g in gradients)]
 
 
+def _adjusted(inputs: list[Tensor], key: tuple[float, float, int]) -> list[Tensor]:
+    """The scale's rule, as torch's kernel has it; it stops before infinity."""
+    growth_factor, backoff_factor, growth_interval = key
+    scale, good_steps, found_inf = inputs
+    bad = found_inf != 0
+    enough = good_steps + 1 >= growth_interval
+    grown = scale * growth_factor
+    grown = torch.where(enough & torch.isfinite(grown), grown, scale)
+    return [
+        torch.where(bad, scale * backoff_factor, grown),
+        torch.where(bad | enough, 0, good_steps + 1),
+    ]
+
+
+_adjust = Operation("adjust_scale", _adjusted)
 _find_inf = Operation("find_inf", _any_nonfinite)
 _unscale = Operation("unscale", _checked_and_unscaled)

@@ -34,6 +34,7 @@ What cannot be frozen runs lazily, with a warning that says why: results are rig
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from graphstash.training.device import donates
 from graphstash.training.device_state import State, StateElement
 from graphstash.training.traced.step import TracedStep
 
@@ -43,7 +44,7 @@ R = TypeVar("R")
 
 
 def traced_step(
-    function: Callable[..., R], state: Sequence[StateElement], *, donate: bool = True
+    function: Callable[..., R], state: Sequence[StateElement], *, donate: bool | None = None
 ) -> TracedStep[R]:
     """Makes a training step that is traced once.
 
@@ -52,7 +53,8 @@ def traced_step(
             tensors, None and Python constants.
         state: everything that the step changes, or that changes between steps: modules, optimizers,
             objects with `device_tensors()` and `refresh()`, tensors. All on one device.
-        donate: let the graph write new state over the old, so that none of it exists twice.
+        donate: let the graph write new state over the old, so that none of it exists twice. None:
+            yes, but not on a CPU, where that is slower.
 
     Raises:
         ValueError: the state has no tensor.
@@ -65,7 +67,8 @@ def traced_step(
     if tensors[0].device.type == "xla":
         from graphstash.training.traced.xla import XlaStep
 
-        return XlaStep(function, elements, device=tensors[0].device, donate=donate)
+        donating = donates() if donate is None else donate
+        return XlaStep(function, elements, device=tensors[0].device, donate=donating)
     from graphstash.training.traced.torch_graph import plain_torch_step
 
     return plain_torch_step(function, elements, device=tensors[0].device)
