@@ -59,7 +59,7 @@ class Losses(training.Callback):
         with options.losses.open("a") as file:
             for step, loss in enumerate(entry.losses, entry.step - len(entry.losses) + 1):
                 file.write(f"{step} {loss.hex()}\n")
-        if entry.step == options.stop_after:
+        if entry.step == options.stop_after and rank == 0:
             raise training.StopTraining
 
 

@@ -72,7 +72,7 @@ class Batches:
         self._shuffle = shuffle
         self._drop_last = drop_last
         self._rank = rank
-        self._world = world
+        self.world = world
         self._epoch = 0
         self._batch = 0
         self._order: tuple[int, int, Tensor] | None = None
@@ -84,7 +84,7 @@ class Batches:
 
     def __len__(self) -> int:
         """Batches in an epoch."""
-        size = self._batch_size * self._world
+        size = self._batch_size * self.world
         return self._samples // size if self._drop_last else -(-self._samples // size)
 
     @property
@@ -129,7 +129,7 @@ class Batches:
     def _shape(self) -> dict[str, int | bool]:
         return {
             "samples": self._samples,
-            "global_batch_size": self._batch_size * self._world,
+            "global_batch_size": self._batch_size * self.world,
             "shuffle": self._shuffle,
             "drop_last": self._drop_last,
         }
@@ -137,11 +137,11 @@ class Batches:
     def _indices(self, epoch: int, number: int) -> Tensor:
         """Which samples this process's part of a batch has."""
         order = self._order_of(epoch)
-        size = self._batch_size * self._world
+        size = self._batch_size * self.world
         of_all = order[number * size : (number + 1) * size]
-        if missing := -len(of_all) % self._world:
+        if missing := -len(of_all) % self.world:
             of_all = torch.cat([of_all, order.repeat(-(-missing // len(order)))[:missing]])
-        return of_all.chunk(self._world)[self._rank]
+        return of_all.chunk(self.world)[self._rank]
 
     def _order_of(self, epoch: int) -> Tensor:
         if self._order is None or self._order[:2] != (self._seed, epoch):

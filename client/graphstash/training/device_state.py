@@ -68,6 +68,10 @@ class State:
         self._modules = list(_distinct(modules))
         self.parameters: list[Tensor] = list(_distinct(parameters))
 
+    def has_begun(self) -> bool:
+        """Whether every optimizer has state: it has made a step, or was loaded."""
+        return all(optimizer.state for optimizer in self.optimizers)
+
     def refresh(self) -> None:
         """Uploads what the host has changed."""
         for element in self._refreshed:

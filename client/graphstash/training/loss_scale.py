@@ -28,7 +28,7 @@ __all__ = ["LossScale"]
 
 
 class LossScale:
-    """A drop-in for `torch.amp.GradScaler` that never reads the device.
+    """Called as `torch.amp.GradScaler` is; never reads the device.
 
         scale.scale(loss).backward()
         scale.unscale_(optimizer)            # if gradients are clipped or looked at

@@ -77,4 +77,4 @@ class Progress(Callback):
             self._bar = None
 
     def _print(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True)
+        self._console.print(text, soft_wrap=True, markup=False)

@@ -4,7 +4,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ from graphstash.training.randomness import (
     random_state,
     set_random_state,
 )
+from graphstash.training.snapshot import to_host
 from graphstash.training.traced import traced_step
 from graphstash.training.training_step import TrainingStep
 
@@ -63,17 +65,21 @@ class Run:
     """Steps whose numbers the host has."""
     saved: int = 0
     """The step of the newest checkpoint."""
+    stop_asked: bool = False
+    """A callback has raised `StopTraining`."""
     losses: list[float] = field(default_factory=list)
     divergence: Divergence = field(default_factory=Divergence)
     places: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Where the data stood when the batch of a boundary's step had been loaded."""
     interval_began: float = 0.0
+    drawing: threading.Lock = field(default_factory=threading.Lock)
+    """Held by whoever draws from the host's random generators beside the training."""
 
     def resume(self) -> None:
         """Goes on from the newest checkpoint, if there is one."""
         found = self.checkpoints.load() if self.checkpoints is not None else None
         if found is None:
-            self.position.state_dict()  # data whose place cannot be saved is refused now
+            to_host(self._state())  # what a checkpoint cannot hold is refused now
             return
         state = found.state
         self.model.load_state_dict(state["model"])
@@ -102,16 +108,14 @@ class Run:
         began = self.interval_began = time.perf_counter()
         resumed_from = self.done
         stopped_by: Literal["steps", "callback"] = "steps"
-        for callback in self.callbacks:
-            callback.on_start(self.done, self.steps)
         with _terminations() as terminated:
-            try:
-                with self._feed() as feed:
-                    self._make_steps(feed, self._one_step(traced=traced), terminated)
-            except StopTraining:
+            self._tell(lambda callback: callback.on_start(self.done, self.steps))
+            with self._feed() as feed:
+                self._make_steps(feed, self._one_step(traced=traced), terminated)
+            if self.stop_asked:
                 stopped_by = "callback"
             self._finish()
-            if terminated.is_set() and self.done < self.steps:
+            if terminated.is_set():
                 raise SystemExit(128 + signal.SIGTERM)
         result = TrainingResult(
             step=self.done,
@@ -120,8 +124,7 @@ class Run:
             stopped_by=stopped_by,
             resumed_from=resumed_from,
         )
-        for callback in self.callbacks:
-            callback.on_end(result)
+        self._tell(lambda callback: callback.on_end(result))
         return result
 
     def _make_steps(
@@ -130,7 +133,7 @@ class Run:
         one_step: Callable[..., object],
         terminated: threading.Event,
     ) -> None:
-        while self.done < self.steps:
+        while self.done < self.steps and not self.stop_asked:
             if terminated.is_set() and self.parallel.world == 1:
                 feed.stop_loading()  # what is loaded is trained on: the data can stop nowhere else
             batches = next(feed, None)
@@ -142,20 +145,21 @@ class Run:
             self.done += 1
             if self._is_boundary(self.done):
                 self._boundary()
-                # Processes make a checkpoint of the same step, or none.
-                if self.parallel.world > 1 and any(self.parallel.gather(terminated.is_set())):
-                    terminated.set()
-                    return
+                if self.parallel.world > 1:  # processes stop after the same step
+                    asked = self.parallel.gather((self.stop_asked, terminated.is_set()))
+                    self.stop_asked = any(stop for stop, _ in asked)
+                    if any(terminate for _, terminate in asked):
+                        terminated.set()
+                        return
 
     def _finish(self) -> None:
         """Nothing that was trained is lost."""
-        with suppress(StopTraining):
-            if self.done > self.logged:
-                self._read_log()
-            if self.checkpoints is not None:
-                if self.done > self.saved:
-                    self._save()
-                self.checkpoints.wait()
+        if self.done > self.logged:
+            self._read_log()
+        if self.checkpoints is not None:
+            if self.done > self.saved:
+                self._save()
+            self.checkpoints.wait()
 
     def _one_step(self, *, traced: bool) -> Callable[..., object]:
         if traced:
@@ -176,7 +180,7 @@ class Run:
 
     def _feed(self) -> "_Feed":
         first = self.done
-        steps = _grouped(self.position, self.accumulate)
+        steps = _grouped(self.position, self.accumulate, self.drawing)
 
         def upload(batches: tuple[Any, ...]) -> tuple[Any, ...]:
             return to_device(batches, self.device)
@@ -188,11 +192,12 @@ class Run:
             if self._is_boundary(first + number):
                 self.places[first + number] = self._place()
 
-        return Feed(steps, ahead=self.ahead, upload=upload, on_loaded=remember)
+        on_loaded = remember if self.checkpoints is not None else None
+        return Feed(steps, ahead=self.ahead, upload=upload, on_loaded=on_loaded)
 
     def _place(self) -> dict[str, Any]:
         """What the next batch depends on."""
-        return {"data": self.position.state_dict(), "random": host_random_state()}
+        return {"data": deepcopy(self.position.state_dict()), "random": host_random_state()}
 
     def _is_boundary(self, step: int) -> bool:
         return step % self.log_every == 0 or self._evaluates(step) or self._saves(step)
@@ -229,28 +234,43 @@ class Run:
             gradient_norm=rows[-1].get("gradient_norm"),
         )
         self.losses += entry.losses
-        for callback in self.callbacks:
-            callback.on_log(entry)
+        self._tell(lambda callback: callback.on_log(entry))
 
     def _evaluate(self) -> None:
         if self.evaluate is None:
             return
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                metrics = self.evaluate(self.model)
-        finally:
-            self.model.train()
-        for callback in self.callbacks:
-            callback.on_evaluation(self.done, metrics)
+        modes = [(module, module.training) for module in self.model.modules()]
+        # What an evaluation draws is no part of the training, nor may it come between two draws
+        # of the thread that loads.
+        with self.drawing:
+            generators = host_random_state()
+            self.model.eval()
+            try:
+                with torch.no_grad():
+                    metrics = dict(self.evaluate(self.model) or {})
+            finally:
+                set_random_state(generators)
+                for module, mode in modes:
+                    module.training = mode
+        self._tell(lambda callback: callback.on_evaluation(self.done, metrics))
 
     def _save(self) -> None:
         if self.checkpoints is None:
             return
+        state = self._state()
+        for step in [step for step in list(self.places) if step <= self.done]:
+            del self.places[step]
+        if self.parallel.is_first:
+            self.checkpoints.save(self.done, state)
+        self.saved = self.done
+        directory = self.checkpoints.directory
+        self._tell(lambda callback: callback.on_checkpoint(self.done, directory))
+
+    def _state(self) -> dict[str, Any]:
+        """Everything that decides what comes after this step."""
         # Without threads that load ahead, data and generators are where the step has left them.
         place = self.places.get(self.done) or self._place()
-        self.places.clear()
-        state = {
+        return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": _state_of(self.schedule),
@@ -259,11 +279,14 @@ class Run:
             "random": self.parallel.gather(random_state(self.device) | place["random"]),
             "data": self.parallel.gather(place["data"]),
         }
-        if self.parallel.is_first:
-            self.checkpoints.save(self.done, state)
-        self.saved = self.done
+
+    def _tell(self, event: Callable[[Callback], None]) -> None:
+        """Tells every callback, also where one of them asks to stop."""
         for callback in self.callbacks:
-            callback.on_checkpoint(self.done, self.checkpoints.directory)
+            try:
+                event(callback)
+            except StopTraining:
+                self.stop_asked = True
 
 
 _Feed = Feed[tuple[Any, ...]] | InlineFeed[tuple[Any, ...]]
@@ -273,10 +296,12 @@ def _state_of(part: LRScheduler | LossScale | None) -> dict[str, Any] | None:
     return None if part is None else dict(part.state_dict())
 
 
-def _grouped(batches: Position, count: int) -> Iterator[tuple[Any, ...]]:
+def _grouped(batches: Position, count: int, drawing: threading.Lock) -> Iterator[tuple[Any, ...]]:
     try:
         while True:
-            yield tuple([next(batches) for _ in range(count)])
+            with drawing:
+                step = tuple([next(batches) for _ in range(count)])
+            yield step
     finally:
         batches.close()
 

@@ -18,9 +18,10 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from graphstash._errors import ConfigError
+from graphstash.training.batches import Batches
 from graphstash.training.checkpoint import Checkpoints
 from graphstash.training.data import Position
 from graphstash.training.events import Callback, TrainingResult
@@ -110,9 +111,13 @@ def train(
         raise ConfigError(f"precision is {precision!r}; it can be 'fp32', 'bf16' or 'fp16'")
     if job is not None:
         from graphstash._session import install
+        from graphstash_schema import InvalidValueError
 
         if (session := install()) is not None:
-            session.name_job(job)
+            try:
+                session.name_job(job)
+            except InvalidValueError as error:
+                raise ConfigError(f"job: {error}") from None
     if loss_scale is None and precision == "fp16":
         loss_scale = LossScale()
     if loss_scale is not None and "found_inf" not in inspect.signature(optimizer.step).parameters:
@@ -122,6 +127,7 @@ def train(
         )
     device = next(model.parameters()).device
     parallel = Parallel.current(device)
+    _require_fitting(data, schedule, parallel)
     optimizer.zero_grad(set_to_none=True)
     step = TrainingStep(
         parallel.wrap(model),
@@ -133,7 +139,7 @@ def train(
         scale=loss_scale,
         clip_norm=clip_norm,
         clip_value=clip_value,
-        log_rows=log_every,
+        log_rows=min(log_every, steps),
     )
     if ahead is None:
         ahead = 0 if device.type == "cpu" else 2
@@ -166,6 +172,19 @@ def train(
             run.resume()
         parallel.require_same("the step to begin with", run.done)
         return run.loop(traced=traced)
+
+
+def _require_fitting(data: object, schedule: object, parallel: Parallel) -> None:
+    if isinstance(data, Batches) and data.world != parallel.world:
+        raise ConfigError(
+            f"the batches are for {data.world} processes, and {parallel.world} train: give Batches "
+            "their rank and world"
+        )
+    if isinstance(schedule, ReduceLROnPlateau):
+        raise ConfigError(
+            "ReduceLROnPlateau wants a metric at every step, which the host does not have: step it "
+            "in a callback's on_evaluation, or give another schedule"
+        )
 
 
 def _require_positive(**values: int) -> None:

@@ -369,6 +369,148 @@ def test_progress_is_lines_where_nobody_watches(capfd):
     assert lines[-1].startswith("6 steps in ")
 
 
+def drawing_evaluation(model):
+    torch.rand(3)
+    return {}
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+@pytest.mark.parametrize("checkpoint_every", [1, 2, 3])
+@pytest.mark.parametrize("stop", [4, 5])
+def test_a_run_goes_on_exactly_wherever_it_stopped(tmp_path, ahead, checkpoint_every, stop):
+    def run(**options):
+        model, optimizer, _ = problem()
+        inputs = torch.randn(24, 4, generator=torch.Generator().manual_seed(5))
+        samples = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
+        return training.train(
+            model,
+            optimizer,
+            torch.utils.data.DataLoader(samples, batch_size=4, shuffle=True),
+            loss=mse,
+            ahead=ahead,
+            evaluate=drawing_evaluation,
+            evaluate_every=2,
+            progress=False,
+            **options,
+        ).losses
+
+    whole = run(steps=12)
+    saving = {"checkpoints": tmp_path, "checkpoint_every": checkpoint_every}
+    first = run(steps=stop, log_every=1, **saving)
+    torch.manual_seed(77)
+    rest = run(steps=12, log_every=3, **saving)
+    assert first + rest == whole
+
+
+def test_data_that_can_be_gone_through_once_serves_without_checkpoints(tmp_path):
+    model, optimizer, data = problem()
+    once = (next(data) for _ in range(50))
+    result = training.train(
+        model, optimizer, once, steps=20, loss=mse, ahead=2, log_every=5, progress=False
+    )
+    assert result.step == 20
+    with pytest.raises(ConfigError, match="its place cannot be saved"):
+        training.train(model, optimizer, once, steps=30, loss=mse, checkpoints=tmp_path)
+
+
+def test_evaluation_leaves_a_frozen_layer_frozen():
+    model, optimizer, data = problem()
+    model.insert(1, nn.BatchNorm1d(8).eval())
+    training.train(
+        model,
+        optimizer,
+        data,
+        steps=6,
+        loss=mse,
+        evaluate=lambda model: {},
+        evaluate_every=2,
+        progress=False,
+    )
+    assert not model[1].training
+    assert model[1].running_mean.eq(0).all()
+    assert model[0].training
+
+
+class StopAtOnce(training.Callback):
+    def on_log(self, entry):
+        raise training.StopTraining
+
+
+def test_to_stop_and_to_terminate_at_once_makes_a_checkpoint_and_ends_the_process(tmp_path):
+    class Terminated(training.Callback):
+        def on_log(self, entry):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as ended:
+        training.train(
+            *problem(),
+            steps=8,
+            loss=mse,
+            log_every=2,
+            checkpoints=tmp_path,
+            callbacks=[StopAtOnce(), Terminated()],
+            progress=False,
+        )
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert [path.name for path in tmp_path.glob("*.pt")] == ["step-00000002.pt"]
+
+
+def test_sigterm_in_the_last_evaluation_is_not_forgotten():
+    def evaluate(model):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return {}
+
+    with pytest.raises(SystemExit):
+        training.train(*problem(), steps=3, loss=mse, evaluate=evaluate, progress=False)
+
+
+def test_a_callback_that_stops_before_the_first_step_stops():
+    class Never(training.Callback):
+        def on_start(self, step, steps):
+            raise training.StopTraining
+
+    result = training.train(*problem(), steps=3, loss=mse, callbacks=[Never()], progress=False)
+    assert (result.step, result.stopped_by) == (0, "callback")
+
+
+def test_what_a_checkpoint_cannot_hold_is_refused_before_the_first_step(tmp_path):
+    class Odd(nn.Linear):
+        def get_extra_state(self):
+            return {1, 2}
+
+        def set_extra_state(self, state):
+            pass
+
+    model = Odd(4, 1)
+    _, _, data = problem()
+    optimizer = training.SGD(model.parameters(), lr=0.1)
+    seen = Seen()
+    with pytest.raises(ConfigError, match="_extra_state"):
+        training.train(
+            model, optimizer, data, steps=5, loss=mse, checkpoints=tmp_path, callbacks=[seen]
+        )
+    assert not seen.entries
+
+
+def test_batches_for_other_processes_are_refused():
+    model, optimizer, _ = problem()
+    data = training.Batches((torch.ones(8, 4), torch.ones(8, 1)), 2, rank=1, world=2)
+    with pytest.raises(ConfigError, match="for 2 processes, and 1 train"):
+        training.train(model, optimizer, data, steps=5, loss=mse)
+
+
+def test_a_schedule_that_wants_a_metric_is_refused():
+    model, optimizer, data = problem()
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(ConfigError, match="wants a metric"):
+        training.train(model, optimizer, data, steps=5, loss=mse, schedule=schedule)
+
+
+def test_a_name_that_no_job_can_have_is_refused():
+    with pytest.raises(ConfigError, match="job: "):
+        training.train(*problem(), steps=5, loss=mse, job="no name!!")
+
+
 def losses_of(path):
     lines = path.read_text().splitlines() if path.exists() else []
     return {int(step): loss for step, loss in (line.split() for line in lines if " " in line)}
@@ -443,15 +585,21 @@ def test_two_processes_train_as_one_with_their_batches_together(start, tmp_path)
             "--steps=20",
             "--no-dropout",
             "--ranks",
+            "--stop-after=12",  # asked by the first process only
             f"--checkpoints={tmp_path / 'checkpoints'}",
         ],
         env=environment,
         check=True,
         timeout=120,
     )
-    one = start("--steps=20", "--no-dropout", "--accumulate=2").finish()
+    one = start("--steps=20", "--no-dropout", "--accumulate=2", "--stop-after=12").finish()
     first, second = (
-        json.loads((tmp_path / name).read_text())["weights"] for name in ("two.json", "two.json.1")
+        json.loads((tmp_path / name).read_text()) for name in ("two.json", "two.json.1")
     )
-    assert first == second
-    assert first == pytest.approx(one.report["weights"], abs=1e-5)
+    assert first["step"] == second["step"] == 12
+    assert first["weights"] == second["weights"]
+    assert first["weights"] == pytest.approx(one.report["weights"], abs=1e-5)
+    with training.Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        last = checkpoints.load()
+    assert last.step == 12
+    assert [sorted(place) for place in last.state["data"]] == [["batch", "data", "epoch"]] * 2

@@ -55,7 +55,7 @@ class TorchStep(TracedStep[R]):
         self.mode = "recording"
         self.reason = None
         self._refused = False
-        self._begun = False
+        self._begun = self._state.has_begun()
         self._seen: set[Hashable] = set()
         self._state.scan()
         self._compiled: Callable[..., R] = torch.compile(self._function)
