@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import utils
 
 from graphstash.training.device import assign
-from graphstash.training.operation import Operation
+from graphstash.training.operation import Operation, Shapes, shapes_of
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_"]
 
@@ -42,7 +42,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
     if not gradients or gradients[0].device.type != "xla":
         total: Tensor = utils.clip_grad_norm_(parameters, max_norm)
         return total
-    norm, *clipped = _clip_norm(gradients, (max_norm, _shapes(gradients)))
+    norm, *clipped = _clip_norm(gradients, (max_norm, shapes_of(gradients)))
     assign(gradients, clipped)
     return norm
 
@@ -65,16 +65,12 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float) -
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if gradients and gradients[0].device.type == "xla":
-        assign(gradients, _clip_value(gradients, (clip_value, _shapes(gradients))))
+        assign(gradients, _clip_value(gradients, (clip_value, shapes_of(gradients))))
     else:
         utils.clip_grad_value_(parameters, clip_value)
 
 
-_Key = tuple[float, tuple[tuple[torch.Size, torch.dtype], ...]]
-
-
-def _shapes(gradients: list[Tensor]) -> tuple[tuple[torch.Size, torch.dtype], ...]:
-    return tuple((gradient.shape, gradient.dtype) for gradient in gradients)
+_Key = tuple[float, Shapes]
 
 
 def _scaled_to_norm(gradients: list[Tensor], key: _Key) -> list[Tensor]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from graphstash.training.device import assign, upload
-from graphstash.training.operation import Operation
+from graphstash.training.operation import Operation, shapes_of
 from graphstash.training.optimizers.base import SyncFreeOptimizer
 
 __all__ = ["LossScale"]
@@ -110,7 +110,7 @@ class LossScale:
         gradients = _gradients(optimizer)
         with torch.no_grad():
             if self.value.device.type == "xla":
-                found_inf, *unscaled = _unscale([*gradients, self.value], _shapes(gradients))
+                found_inf, *unscaled = _unscale([*gradients, self.value], shapes_of(gradients))
                 assign(gradients, unscaled)
             else:
                 found_inf = _check_here(gradients, self.value.reciprocal())
@@ -170,7 +170,7 @@ class LossScale:
         gradients = _gradients(optimizer)
         with torch.no_grad():
             if self.value.device.type == "xla":
-                return _find_inf(gradients, _shapes(gradients))[0]
+                return _find_inf(gradients, shapes_of(gradients))[0]
             return _check_here(gradients, torch.ones_like(self.value))
 
     def get_scale(self) -> float:
@@ -246,10 +246,6 @@ def _check_here(gradients: list[Tensor], factor: Tensor) -> Tensor:
     for of_dtype in by_dtype.values():
         torch._amp_foreach_non_finite_check_and_unscale_(of_dtype, found_inf, factor)
     return found_inf
-
-
-def _shapes(gradients: list[Tensor]) -> tuple[tuple[torch.Size, torch.dtype], ...]:
-    return tuple((gradient.shape, gradient.dtype) for gradient in gradients)
 
 
 def _any_nonfinite(gradients: list[Tensor], key: object) -> list[Tensor]:

@@ -8,16 +8,24 @@ C++, for one parameter of one optimizer; here it is all parameters and any funct
 function is simply called.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from graphstash.training.device import torch_xla_functions
 
-__all__ = ["Operation"]
+__all__ = ["Operation", "Shapes", "shapes_of"]
+
+Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
 
 _Function = Callable[[list[Tensor], Any], list[Tensor]]
+
+
+def shapes_of(tensors: Sequence[Tensor]) -> Shapes:
+    """Shapes and dtypes: the part of an operation's key that tensors make up."""
+    return tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
 
 
 class Operation:

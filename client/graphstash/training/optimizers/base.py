@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from graphstash.training.device import assign, materialize, settle, upload
-from graphstash.training.operation import Operation
+from graphstash.training.operation import Operation, shapes_of
 from graphstash.training.optimizers.cohort import Cohort, Place, begin, cohorts_of
 from graphstash.training.optimizers.update import Layout, Options
 from graphstash.training.scalars import DeviceScalars
@@ -173,7 +173,7 @@ class SyncFreeOptimizer(Optimizer):
             unscale=grad_scale is not None,
             scalar_count=len(scalars),
             slot_count=len(cohort.slots),
-            parameters=tuple((p.shape, p.dtype) for p in cohort.parameters),
+            parameters=shapes_of(cohort.parameters),
         )
         targets = [cohort.step, *cohort.parameters]
         for slot in cohort.slots:

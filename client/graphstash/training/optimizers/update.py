@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from graphstash.training.operation import Shapes
+
 __all__ = ["Formula", "Layout", "Options", "Split", "selecting"]
 
 Options = tuple[Any, ...]
@@ -20,7 +22,7 @@ class Layout(NamedTuple):
     unscale: bool
     scalar_count: int
     slot_count: int
-    parameters: tuple[tuple[torch.Size, torch.dtype], ...]
+    parameters: Shapes
 
 
 class Split(NamedTuple):
