@@ -10,6 +10,7 @@ import gc
 import json
 import math
 import pickle
+import sys
 import time
 from pathlib import Path
 
@@ -17,7 +18,16 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as xla_metrics
-from optimizer_cases import (
+from torch import nn
+
+from graphstash.training import device
+from graphstash.training.gradients import clip_grad_norm_, clip_grad_value_
+from graphstash.training.loss_scale import LossScale
+from graphstash.training.optimizers import LAMB, SGD, Adam, AdamW
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # so under PYTHONSAFEPATH too
+
+from support.optimizer_cases import (
     BY_HAND,
     CASES,
     SCHEDULES,
@@ -26,12 +36,6 @@ from optimizer_cases import (
     new_parameters,
     train_scheduled,
 )
-from torch import nn
-
-from graphstash.training import device
-from graphstash.training.gradients import clip_grad_norm_, clip_grad_value_
-from graphstash.training.loss_scale import LossScale
-from graphstash.training.optimizers import LAMB, SGD, Adam, AdamW
 
 STEPS = 12
 BAD = {0: math.inf, 5: math.inf, 7: math.nan}
