@@ -15,12 +15,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["JOB", "TRAIN_JOB", "Jobs", "Outcome", "Running"]
+__all__ = ["JOB", "TRAIN_JOB", "Jobs", "Outcome", "Running", "losses_of"]
 
 JOB = Path(__file__).with_name("job.py")
 TRAIN_JOB = Path(__file__).with_name("train_job.py")
 ZYGOTE = Path(__file__).with_name("zygote.py")
 SECONDS = 240
+
+
+def losses_of(path):
+    """What the training job has written so far: losses by step."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {int(step): loss for step, loss in (line.split() for line in lines if " " in line)}
 
 
 @dataclass

@@ -33,16 +33,17 @@ def assign(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     On torch_xla whatever came from `detach()`, `.data` or `state_dict()` follows; other views keep
     the value that they had, as under torch_xla's own optimizers.
     """
-    if targets and targets[0].device.type == "xla" and torch._is_functional_tensor(targets[0]):
+    if not targets:
+        return
+    lazy = targets[0].device.type == "xla" and torch._is_functional_tensor(targets[0])
+    if lazy:
         # Below functionalization this records nothing; the new value takes the old one's memory.
         targets = [torch._from_functional_tensor(target) for target in targets]
         values = [torch._from_functional_tensor(value) for value in values]
-        torch._foreach_copy_(list(targets), list(values))
-        if not donates():
-            for target, value in zip(targets, values, strict=True):
-                torch._propagate_xla_data(value, target)
-    elif targets:
-        torch._foreach_copy_(list(targets), list(values))
+    torch._foreach_copy_(list(targets), list(values))
+    if lazy and not donates():
+        for target, value in zip(targets, values, strict=True):
+            torch._propagate_xla_data(value, target)  # says that it has memory of its own
 
 
 @cache

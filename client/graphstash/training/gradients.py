@@ -35,9 +35,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm is {max_norm}; it must be above 0")
-    if isinstance(parameters, Tensor):
-        parameters = [parameters]
-    parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients or gradients[0].device.type != "xla":
         total: Tensor = utils.clip_grad_norm_(parameters, max_norm)
@@ -60,9 +58,7 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float) -
     """
     if not clip_value > 0:
         raise ValueError(f"clip_value is {clip_value}; it must be above 0")
-    if isinstance(parameters, Tensor):
-        parameters = [parameters]
-    parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if gradients and gradients[0].device.type == "xla":
         assign(gradients, _clip_value(gradients, (clip_value, shapes_of(gradients))))

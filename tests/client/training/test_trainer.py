@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphstash import ConfigError, training
-from support.jobs import TRAIN_JOB
+from support.jobs import TRAIN_JOB, losses_of
 
 STEPS = 40
 
@@ -509,11 +509,6 @@ def test_a_schedule_that_wants_a_metric_is_refused():
 def test_a_name_that_no_job_can_have_is_refused():
     with pytest.raises(ConfigError, match="job: "):
         training.train(*problem(), steps=5, loss=mse, job="no name!!")
-
-
-def losses_of(path):
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {int(step): loss for step, loss in (line.split() for line in lines if " " in line)}
 
 
 @pytest.fixture

@@ -6,14 +6,9 @@ import time
 
 import pytest
 
-from support.jobs import TRAIN_JOB
+from support.jobs import TRAIN_JOB, losses_of
 
 STEPS = 30
-
-
-def losses_of(path):
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {int(step): loss for step, loss in (line.split() for line in lines if " " in line)}
 
 
 def options(directory, *more):
