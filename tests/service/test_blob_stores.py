@@ -167,8 +167,7 @@ class DiskStoreIsADictionary(RuleBasedStateMachine):
     @rule(blob=blobs, cut=st.integers(0, 40))
     def put(self, blob, cut):
         digest = Digest.of(blob)
-        is_new = asyncio.run(self.store.put(digest, as_chunks(blob[:cut], blob[cut:])))
-        assert is_new == (digest.sha256 not in self.model)
+        asyncio.run(self.store.put(digest, as_chunks(blob[:cut], blob[cut:])))
         self.model[digest.sha256] = blob
 
     @rule(blob=blobs, other=blobs)
@@ -181,8 +180,8 @@ class DiskStoreIsADictionary(RuleBasedStateMachine):
     @rule(blob=blobs)
     def delete(self, blob):
         digest = Digest.of(blob)
-        was_there = self.model.pop(digest.sha256, None) is not None
-        assert asyncio.run(self.store.delete(digest)) == was_there
+        self.model.pop(digest.sha256, None)
+        asyncio.run(self.store.delete(digest))
 
     @rule(blob=blobs, start=st.integers(0, 40), length=st.integers(0, 40))
     def read(self, blob, start, length):

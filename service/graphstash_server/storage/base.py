@@ -55,15 +55,12 @@ class BlobStore(Protocol):
     that the store answered and has no such blob.
     """
 
-    async def put(self, digest: Digest, chunks: AsyncIterator[bytes]) -> bool:
+    async def put(self, digest: Digest, chunks: AsyncIterator[bytes]) -> None:
         """Stores the bytes; after the return they survive a crash of the host.
 
         Room is made sure of before the first chunk is asked for. The chunks are always read and
         always checked, so that nobody can claim a blob that they do not have. A failed put leaves
-        nothing behind, and nobody ever sees half a blob.
-
-        Returns:
-            False when the blob was there already.
+        nothing behind, and nobody ever sees half a blob. Putting a blob again mends a damaged one.
 
         Raises:
             NoSpaceError: when there is no room.
@@ -80,8 +77,15 @@ class BlobStore(Protocol):
         """The size in bytes of what is stored, which may be damaged; None when it is absent."""
         ...
 
-    async def delete(self, digest: Digest) -> bool:
-        """Forgets a blob; False when it was absent."""
+    async def delete(self, digest: Digest) -> None:
+        """Forgets a blob; one that is absent is no error."""
+        ...
+
+    async def link(self, digest: Digest) -> str | None:
+        """A URL where a client that holds no credentials can fetch the blob for some minutes; None
+        when the store has none for it, or when it is too small to be worth a redirect. Whether the
+        blob is there is not looked at.
+        """
         ...
 
     def list(self, *, before: datetime | None = None) -> AsyncIterator[Digest]:

@@ -51,7 +51,7 @@ class DiskBlobStore:
         self._readers = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="blob-read")
         self._writers = ThreadPoolExecutor(_WRITE_THREADS, thread_name_prefix="blob-write")
 
-    async def put(self, digest: Digest, chunks: AsyncIterator[bytes]) -> bool:
+    async def put(self, digest: Digest, chunks: AsyncIterator[bytes]) -> None:
         """Stores the bytes, see `BlobStore.put`."""
         upload = await self._write(
             lambda: DiskUpload(digest, directory=self._temporary, space=self._space)
@@ -66,7 +66,7 @@ class DiskBlobStore:
                     await self._write(partial(upload.write, gathered))
                     gathered, gathered_bytes = [], 0
             destination = self._path(digest)
-            return await self._write(lambda: upload.commit(gathered, destination=destination))
+            await self._write(lambda: upload.commit(gathered, destination=destination))
         except BaseException:
             await asyncio.shield(self._write(upload.abort))
             raise
@@ -79,9 +79,13 @@ class DiskBlobStore:
         """The size of the file, see `BlobStore.stat`."""
         return await self._read(lambda: self._present(_size(self._path(digest))))
 
-    async def delete(self, digest: Digest) -> bool:
+    async def delete(self, digest: Digest) -> None:
         """Removes the file, see `BlobStore.delete`."""
-        return await self._write(lambda: _remove(self._path(digest)))
+        await self._write(lambda: self._path(digest).unlink(missing_ok=True))
+
+    async def link(self, digest: Digest) -> str | None:  # noqa: ARG002 - the protocol's
+        """None: files have no URL of their own."""
+        return None
 
     async def list(self, *, before: datetime | None = None) -> AsyncIterator[Digest]:
         """Lists one directory of 256 at a time, see `BlobStore.list`."""
@@ -186,14 +190,6 @@ def _size(path: Path) -> int | None:
         return path.stat().st_size
     except FileNotFoundError:
         return None
-
-
-def _remove(path: Path) -> bool:
-    try:
-        path.unlink()
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def _names(directory: Path) -> list[str]:

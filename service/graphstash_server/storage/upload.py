@@ -74,13 +74,10 @@ class DiskUpload:
                 while view:
                     view = view[os.write(self._fd, view) :]
 
-    def commit(self, chunks: Iterable[bytes], *, destination: Path) -> bool:
+    def commit(self, chunks: Iterable[bytes], *, destination: Path) -> None:
         """Takes the last bytes, compares the digest and gives the file its name.
 
         A file that is there is replaced: it can only hold the same bytes or damaged ones.
-
-        Returns:
-            False when there was a file of that name.
 
         Raises:
             LengthMismatchError: when there are too few or too many bytes.
@@ -97,7 +94,6 @@ class DiskUpload:
             if received != self._digest:
                 raise DigestMismatchError(announced=self._digest, received=received)
             os.fsync(self._fd)
-            is_new = not destination.exists()
             try:
                 self._path.rename(destination)
             except FileNotFoundError:
@@ -106,7 +102,6 @@ class DiskUpload:
                 self._path.rename(destination)
             sync_directory(destination.parent)
             self._close()
-            return is_new
 
     def abort(self) -> None:
         """Removes the temporary file unless it already has its final name."""

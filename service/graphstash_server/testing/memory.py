@@ -31,7 +31,7 @@ class MemoryBlobStore:
         self._stored_at: dict[str, datetime] = {}
         self._clock = clock
 
-    async def put(self, digest: Digest, chunks: AsyncIterator[bytes]) -> bool:
+    async def put(self, digest: Digest, chunks: AsyncIterator[bytes]) -> None:
         """See `BlobStore.put`."""
         used = sum(map(len, self.blobs.values()))
         if self.capacity_bytes is not None and used + digest.size_bytes > self.capacity_bytes:
@@ -50,10 +50,8 @@ class MemoryBlobStore:
             raise LengthMismatchError(announced=digest, received_bytes=hasher.size_bytes)
         if hasher.digest() != digest:
             raise DigestMismatchError(announced=digest, received=hasher.digest())
-        is_new = digest.sha256 not in self.blobs
         self.blobs[digest.sha256] = bytes(taken)
         self._stored_at[digest.sha256] = self._clock()
-        return is_new
 
     async def open(self, digest: Digest) -> BlobReader | None:
         """See `BlobStore.open`."""
@@ -65,9 +63,13 @@ class MemoryBlobStore:
         blob = self.blobs.get(digest.sha256)
         return len(blob) if blob is not None else None
 
-    async def delete(self, digest: Digest) -> bool:
+    async def delete(self, digest: Digest) -> None:
         """See `BlobStore.delete`."""
-        return self.blobs.pop(digest.sha256, None) is not None
+        self.blobs.pop(digest.sha256, None)
+
+    async def link(self, digest: Digest) -> str | None:  # noqa: ARG002 - the protocol's
+        """None: memory has no URL."""
+        return None
 
     async def list(self, *, before: datetime | None = None) -> AsyncIterator[Digest]:
         """See `BlobStore.list`."""
