@@ -4,11 +4,9 @@ import asyncio
 from typing import Any, Literal
 
 from alembic import context
-from sqlalchemy.engine import Connection
-from sqlalchemy.ext.asyncio import create_async_engine
-from sqlalchemy.pool import NullPool
+from sqlalchemy.engine import Connection, make_url
 
-from graphstash_server.db.engine import begin_immediate
+from graphstash_server.db.engine import make_engine
 from graphstash_server.db.tables import UtcTime, metadata
 from graphstash_server.settings import load_settings
 
@@ -27,13 +25,14 @@ def migrate(connection: Connection) -> None:
         transactional_ddl=True,  # both databases can; alembic assumes that SQLite cannot
     )
     with context.begin_transaction():
+        if connection.dialect.name == "postgresql":
+            # Servers that start at the same time take turns; SQLite's transaction is exclusive.
+            connection.exec_driver_sql("SELECT pg_advisory_xact_lock(8077)")
         context.run_migrations()
 
 
 async def connect_and_migrate(url: str) -> None:
-    engine = create_async_engine(url, poolclass=NullPool)
-    if engine.dialect.name == "sqlite":
-        begin_immediate(engine)
+    engine = make_engine(make_url(url))
     try:
         async with engine.connect() as connection:
             await connection.run_sync(migrate)

@@ -42,6 +42,13 @@ class StoredKey(NamedTuple):
         )
 
     @property
+    def columns(self) -> tuple[str, str, str, str]:
+        """The values of the primary key, in its order. Transactions lock rows in this order, or two
+        of them could wait for each other.
+        """
+        return self.namespace, self.fingerprint, self.kind.value, self.device_type
+
+    @property
     def artifact_path(self) -> str:
         """The URL path of the artifact."""
         return self.key.artifact_path(self.namespace)

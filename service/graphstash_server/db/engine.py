@@ -1,10 +1,12 @@
-"""Database: connections that read and transactions that write.
+"""Database: connections that read and transactions that write, on SQLite or PostgreSQL.
 
 SQLite takes one writer at a time. So there are two pools on it: reading connections without
 transactions, and one writing connection whose transactions begin IMMEDIATE. Writers of this
 process queue for that connection instead of failing with "database is locked", and a transaction
 never has to upgrade from reading to writing, which is the deadlock that SQLite cannot wait out.
-A database server will have one pool for both; nothing outside this module depends on it.
+
+PostgreSQL has one pool for both. Its transactions run side by side (READ COMMITTED); what must not
+change between two statements is locked by name (`queries.locks`), which is nothing to do on SQLite.
 """
 
 import logging
@@ -13,41 +15,70 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from sqlalchemy import event
-from sqlalchemy.engine import Connection
-from sqlalchemy.exc import DatabaseError, DataError, IntegrityError, ProgrammingError
+from sqlalchemy.engine import URL, Connection, make_url
+from sqlalchemy.exc import DatabaseError, DataError, DBAPIError, IntegrityError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+from sqlalchemy.pool import NullPool
 
 from graphstash_schema import ErrorCode
 from graphstash_server.errors import NoSpaceError, ServerError
 
-__all__ = ["Database", "begin_immediate"]
+__all__ = ["Database", "make_engine"]
 
 _LOGGER = logging.getLogger(__name__)
 
-_READERS = 4
+_SQLITE_READERS = 4
 _BUSY_MILLISECONDS = 10_000
 _POOL_SECONDS = 20
 
+_CONNECT_SECONDS = 5.0
+_STATEMENT_SECONDS = 20.0
+_POSTGRES_SETTINGS = {
+    "application_name": "graphstash",
+    "idle_in_transaction_session_timeout": "60s",  # a host that vanished holds no lock for ever
+    "jit": "off",  # it costs more than any statement here
+}
+
 
 class Database:
-    """Opened by whoever makes it, closed with `close`."""
+    """Opened by whoever makes it, closed with `close`.
 
-    def __init__(self, url: str) -> None:
-        """Prepares the pools; nothing connects yet."""
+    Attributes:
+        url: where it is.
+    """
+
+    def __init__(self, url: str, *, connections: int = 5) -> None:
+        """Prepares the pools; nothing connects yet.
+
+        Args:
+            url: an SQLAlchemy URL, `sqlite+aiosqlite:///...` or `postgresql+asyncpg://...`.
+            connections: most connections of this process to a PostgreSQL.
+        """
+        self.url = make_url(url)
+        if self.is_postgresql:
+            self._writing = make_engine(
+                self.url, pool_size=connections, max_overflow=0, pool_timeout=_POOL_SECONDS
+            )
+            self._reading = self._writing.execution_options(isolation_level="AUTOCOMMIT")
+            return
         self._reading = create_async_engine(
-            url,
+            self.url,
             isolation_level="AUTOCOMMIT",
-            pool_size=_READERS,
+            pool_size=_SQLITE_READERS,
             max_overflow=0,
             pool_timeout=_POOL_SECONDS,
             pool_reset_on_return=None,
         )
-        self._writing = create_async_engine(
-            url, pool_size=1, max_overflow=0, pool_timeout=_POOL_SECONDS
-        )
         event.listen(self._reading.sync_engine, "connect", _set_pragmas)
-        begin_immediate(self._writing)
+        self._writing = make_engine(
+            self.url, pool_size=1, max_overflow=0, pool_timeout=_POOL_SECONDS
+        )
+
+    @property
+    def is_postgresql(self) -> bool:
+        """Whether several hosts can share it."""
+        return self.url.get_backend_name() == "postgresql"
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncConnection]:
@@ -64,9 +95,6 @@ class Database:
     async def writing(self) -> AsyncIterator[AsyncConnection]:
         """A transaction, committed at the end and durable then; rolled back by an exception.
 
-        While it is open no other one is, in any process on this database: what is checked inside
-        stays true until the commit. (A database with finer locks has to lock the digest here.)
-
         Raises:
             NoSpaceError: when the disk is full.
             ServerError: 503 when the database does not answer.
@@ -81,11 +109,26 @@ class Database:
         await self._reading.dispose()
 
 
-def begin_immediate(engine: AsyncEngine) -> None:
-    """Makes an engine on SQLite begin real transactions, and with the write lock taken."""
+def make_engine(url: URL, **pool: Any) -> AsyncEngine:
+    """An engine whose transactions are real ones.
+
+    Without arguments it keeps no connection and lets statements take their time.
+    """
+    pool = pool or {"poolclass": NullPool}
+    if url.get_backend_name() == "postgresql":
+        is_pool = "pool_size" in pool
+        arguments: dict[str, Any] = {
+            "timeout": _CONNECT_SECONDS,
+            "command_timeout": _STATEMENT_SECONDS if is_pool else None,
+            "server_settings": _POSTGRES_SETTINGS,
+        }
+        # A connection is tried before it is used: a restarted database must not cost a request.
+        return create_async_engine(url, connect_args=arguments, pool_pre_ping=is_pool, **pool)
+    engine = create_async_engine(url, **pool)
     event.listen(engine.sync_engine, "connect", _set_pragmas)
     event.listen(engine.sync_engine, "connect", _begin_nothing)
     event.listen(engine.sync_engine, "begin", _begin_immediate)
+    return engine
 
 
 def _set_pragmas(connection: Any, _record: Any) -> None:
@@ -113,21 +156,44 @@ def _begin_immediate(connection: Connection) -> None:
 
 @contextmanager
 def _failures_named() -> Iterator[None]:
-    """Turns what the driver says into a refusal, and logs it whole."""
+    """Turns what the driver says into a refusal, and logs it."""
     try:
         yield
     except PoolTimeoutError as error:
         raise ServerError(
             ErrorCode.UNAVAILABLE, "the database is busy: ask again in a second"
         ) from error
-    except (IntegrityError, ProgrammingError, DataError):
-        raise  # a fault of this program
-    except DatabaseError as error:
-        if "disk is full" in str(error.orig):
+    except (IntegrityError, ProgrammingError, DataError) as error:
+        if not _is_passing(error):
+            raise  # a fault of this program
+        raise _no_answer(error) from error
+    except DBAPIError as error:
+        if _is_full(error):
             raise NoSpaceError(
                 "the disk has no room for the database: nothing was stored; free some space"
             ) from error
-        _LOGGER.exception("the database does not answer")
-        raise ServerError(
-            ErrorCode.UNAVAILABLE, "the database does not answer: ask again in a second"
-        ) from error
+        raise _no_answer(error) from error
+    except OSError as error:  # how asyncpg says that nobody listens, or that time is up
+        raise _no_answer(error) from error
+    except Exception as error:
+        if type(error).__module__.startswith("asyncpg"):  # raised while connecting
+            raise _no_answer(error) from error
+        raise
+
+
+def _no_answer(error: Exception) -> ServerError:
+    _LOGGER.warning("the database does not answer: %s: %s", type(error).__name__, error)
+    return ServerError(ErrorCode.UNAVAILABLE, "the database does not answer: ask again in a second")
+
+
+def _is_full(error: DBAPIError) -> bool:
+    return "disk is full" in str(error.orig) or _sqlstate(error) == "53100"
+
+
+def _is_passing(error: DatabaseError) -> bool:
+    """Whether a server says that it is starting, stopping or out of something (classes 53, 57)."""
+    return _sqlstate(error)[:2] in ("53", "57")
+
+
+def _sqlstate(error: DBAPIError) -> str:
+    return str(getattr(error.orig, "sqlstate", None) or "")

@@ -1,28 +1,93 @@
-"""Migration: brings the database to the newest revision before the server uses it."""
+"""Migration: brings the database to the newest revision, or says that it is not there.
 
+Revisions only ever add, so that servers of the release before go on working on a database that was
+migrated already: that is what makes a rolling upgrade possible.
+"""
+
+import asyncio
 import fcntl
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from alembic import command
 from alembic.config import Config
+from alembic.script import ScriptDirectory
+from sqlalchemy import inspect, text
+from sqlalchemy.engine import Connection, make_url
+from sqlalchemy.exc import SQLAlchemyError
 
+from graphstash_server.db.engine import make_engine
 from graphstash_server.errors import StartError
 
-__all__ = ["alembic_config", "migrate"]
+__all__ = ["alembic_config", "check_revision", "find_revision", "migrate", "newest_revision"]
+
+_LOGGER = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def migrate(url: str, *, lock_path: Path) -> None:
-    """Upgrades to the newest revision. Blocks; run it in a thread without an event loop.
+    """Upgrades to the newest revision, unless a later release was here before. Blocks; run it in a
+    thread without an event loop.
 
-    Servers that start at the same time on one data directory take turns: the second one finds
-    nothing left to do.
+    Servers that start at the same time take turns: the second one finds nothing left to do.
+
+    Raises:
+        StartError: when the database cannot be reached or used.
+    """
+    with _locked(lock_path), _failures_named(url):
+        if not _is_of_later_release(asyncio.run(find_revision(url))):
+            command.upgrade(alembic_config(url), "head")
+
+
+def check_revision(url: str, *, lock_path: Path) -> None:
+    """Makes sure that the database is at the newest revision, or at one of a later release. Blocks;
+    run it in a thread without an event loop.
+
+    Raises:
+        StartError: when it is not, or cannot be reached or used.
     """
     with _locked(lock_path):
-        command.upgrade(alembic_config(url), "head")
+        found = asyncio.run(find_revision(url))
+    newest = newest_revision()
+    if found != newest and not _is_of_later_release(found):
+        raise StartError(
+            f"the database is at revision {found or 'none'} and this release needs {newest}: run "
+            "`graphstash migrate`, or set GRAPHSTASH_AUTO_MIGRATE=true"
+        )
+
+
+async def find_revision(url: str) -> str | None:
+    """The revision of a database; None when it was never migrated.
+
+    It makes the file of a new SQLite database, which two processes must not do at once.
+
+    Raises:
+        StartError: when the database cannot be reached or used.
+    """
+
+    def read(connection: Connection) -> str | None:
+        if not inspect(connection).has_table("alembic_version"):
+            return None
+        found = connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
+        return None if found is None else str(found)
+
+    engine = make_engine(make_url(url))
+    try:
+        with _failures_named(url):
+            async with engine.connect() as connection:
+                return await connection.run_sync(read)
+    finally:
+        await engine.dispose()
+
+
+def newest_revision() -> str:
+    """The revision that this release works with."""
+    head = ScriptDirectory.from_config(alembic_config("")).get_current_head()
+    assert head is not None  # noqa: S101 - there is a first revision
+    return head
 
 
 def alembic_config(url: str) -> Config:
@@ -35,6 +100,16 @@ def alembic_config(url: str) -> Config:
     config.set_main_option("script_location", str(_scripts()).replace("%", "%%"))
     config.attributes["url"] = url
     return config
+
+
+def _is_of_later_release(revision: str | None) -> bool:
+    """Whether this release does not have a revision."""
+    scripts = ScriptDirectory.from_config(alembic_config(""))
+    known = {script.revision for script in scripts.walk_revisions()}
+    if revision is None or revision in known:
+        return False
+    _LOGGER.warning("the database is at revision %s, later than this release's", revision)
+    return True
 
 
 def _scripts() -> Path:
@@ -50,3 +125,20 @@ def _locked(path: Path) -> Iterator[None]:
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+@contextmanager
+def _failures_named(url: str) -> Iterator[None]:
+    shown = make_url(url).render_as_string(hide_password=True)
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise StartError(
+            f"the database {shown} needs {error.name}: pip install 'graphstash[server,postgres]'"
+        ) from error
+    except (OSError, SQLAlchemyError) as error:
+        raise StartError(f"cannot use the database {shown}: {error}") from error
+    except Exception as error:
+        if type(error).__module__.startswith("asyncpg"):
+            raise StartError(f"cannot use the database {shown}: {error}") from error
+        raise

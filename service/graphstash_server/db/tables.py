@@ -1,4 +1,8 @@
-"""The tables. A change here needs a revision in `migrations/`; `alembic check` compares the two."""
+"""The tables. A change here needs a revision in `migrations/`; `alembic check` compares the two.
+
+A column that a later revision adds has a default in the database: servers of the release before go
+on inserting rows without it while a fleet is upgraded.
+"""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -18,7 +22,16 @@ from sqlalchemy import (
 )
 from sqlalchemy.engine import Dialect
 
-__all__ = ["UtcTime", "artifacts", "leases", "manifest_entries", "metadata", "usage"]
+__all__ = [
+    "UtcTime",
+    "artifacts",
+    "chores",
+    "deletions",
+    "leases",
+    "manifest_entries",
+    "metadata",
+    "usage",
+]
 
 
 class UtcTime(TypeDecorator[datetime]):
@@ -76,13 +89,50 @@ artifacts = Table(
         "metadata_header", Text, nullable=False, comment="as uploaded; empty when there is none"
     ),
     Column("compile_seconds", Double, nullable=False, comment="what a hit saves"),
+    Column(
+        "toolchain",
+        String(256),
+        nullable=False,
+        server_default="",
+        comment="as the metadata says",
+    ),
+    Column("density", Double, nullable=False, server_default="0", comment="see value.py"),
+    Column(
+        "rank",
+        Double,
+        nullable=False,
+        server_default="0",
+        comment="least is evicted first, see value.py",
+    ),
     Column("created_at", UtcTime, nullable=False),
     Column("last_used_at", UtcTime, nullable=False, comment="lags by the flush interval"),
     Column("hits", BigInteger, nullable=False, comment="lags by the flush interval"),
-    Column("pinned_until", UtcTime, nullable=True, comment="a lookup promised it until then"),
+    Column("pinned_until", UtcTime, nullable=True, comment="is not evicted until then"),
     Index(None, "sha256"),
+    Index(None, "rank"),
+    Index(None, "namespace", "rank"),
+    Index(None, "last_used_at"),
 )
 """One row is one artifact; its key, digest and size never change."""
+
+deletions = Table(
+    "deletions",
+    metadata,
+    Column("sha256", String(64), primary_key=True),
+    Column("size_bytes", BigInteger, nullable=False),
+    Column("claimed_until", UtcTime, nullable=True, comment="a server is at it until then"),
+)
+"""Blobs that lost an artifact and are deleted unless another one has them. A row is written in the
+transaction that removes the artifact and goes when the blob is gone: a server that dies in between
+leaves the row for any other one."""
+
+chores = Table(
+    "chores",
+    metadata,
+    Column("name", String(64), primary_key=True),
+    Column("next_at", UtcTime, nullable=False),
+)
+"""Periodic work that one server does for all: whoever moves `next_at` does it."""
 
 leases = Table(
     "leases",
@@ -124,6 +174,8 @@ usage = Table(
     Column("puts", BigInteger, nullable=False),
     Column("conflicts", BigInteger, nullable=False),
     Column("saved_seconds", Double, nullable=False),
+    Column("evictions", BigInteger, nullable=False, server_default="0"),
+    Column("evicted_bytes", BigInteger, nullable=False, server_default="0"),
 )
 """`artifacts` and `size_bytes` change in the transaction of the row they count; the rest lags by
 the flush interval. An artifact counts in full although equal blobs are kept once."""

@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, and_, bindparam, delete, select, update
+from sqlalchemy import ColumnElement, and_, bindparam, delete, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Digest, Namespace
 from graphstash_server.db.queries.upsert import insert_into
 from graphstash_server.db.tables import artifacts
 from graphstash_server.keys import StoredKey
+from graphstash_server.value import aged, density
 
 __all__ = [
     "ArtifactRow",
@@ -24,6 +25,7 @@ __all__ = [
     "list_digests",
     "pin_artifacts",
     "touch_artifacts",
+    "unpin_artifacts",
 ]
 
 _KEYS_PER_STATEMENT = 500
@@ -143,9 +145,11 @@ async def insert_artifact(
     digest: Digest,
     metadata_header: str,
     compile_seconds: float,
+    toolchain: str,
     now: datetime,
 ) -> bool:
     """Adds an artifact; False when there is one under the key already."""
+    worth = density(compile_seconds=compile_seconds, size_bytes=digest.size_bytes)
     statement = (
         insert_into(connection, artifacts)
         .values(
@@ -154,6 +158,9 @@ async def insert_artifact(
             size_bytes=digest.size_bytes,
             metadata_header=metadata_header,
             compile_seconds=compile_seconds,
+            toolchain=toolchain,
+            density=worth,
+            rank=worth + aged(now),
             created_at=now,
             last_used_at=now,
             hits=0,
@@ -193,26 +200,41 @@ async def is_blob_used(connection: AsyncConnection, digest: Digest) -> bool:
 async def pin_artifacts(
     connection: AsyncConnection, keys: Sequence[StoredKey], *, until: datetime
 ) -> None:
-    """Keeps artifacts of one namespace from eviction until a time."""
+    """Keeps artifacts of one namespace from eviction until a time, at least."""
     for part in _parts([key.fingerprint for key in keys]):
-        await connection.execute(
-            update(artifacts)
-            .where(artifacts.c.namespace == keys[0].namespace, artifacts.c.fingerprint.in_(part))
-            .values(pinned_until=until)
+        chosen = and_(
+            artifacts.c.namespace == keys[0].namespace,
+            artifacts.c.fingerprint.in_(part),
+            or_(artifacts.c.pinned_until.is_(None), artifacts.c.pinned_until < until),
         )
+        await _lock_rows(connection, chosen)
+        await connection.execute(update(artifacts).where(chosen).values(pinned_until=until))
+
+
+async def unpin_artifacts(connection: AsyncConnection, keys: Sequence[StoredKey]) -> None:
+    """Lets artifacts of one namespace be evicted again."""
+    for part in _parts([key.fingerprint for key in keys]):
+        chosen = and_(artifacts.c.namespace == keys[0].namespace, artifacts.c.fingerprint.in_(part))
+        await _lock_rows(connection, chosen)
+        await connection.execute(update(artifacts).where(chosen).values(pinned_until=None))
 
 
 async def touch_artifacts(
     connection: AsyncConnection, used: Sequence[tuple[StoredKey, int, datetime]]
 ) -> None:
-    """Adds hits and sets the last use of many artifacts."""
+    """Adds hits and sets the last use of many artifacts, given in the order of their keys."""
     statement = (
         update(artifacts)
         .where(_WHERE_KEY)
-        .values(hits=artifacts.c.hits + bindparam("more_hits"), last_used_at=bindparam("used_at"))
+        .values(
+            hits=artifacts.c.hits + bindparam("more_hits"),
+            last_used_at=bindparam("used_at"),
+            rank=artifacts.c.density + bindparam("aged"),
+        )
     )
     parameters = [
-        {**_parameters(key), "more_hits": hits, "used_at": used_at} for key, hits, used_at in used
+        {**_parameters(key), "more_hits": hits, "used_at": used_at, "aged": aged(used_at)}
+        for key, hits, used_at in used
     ]
     await connection.execute(statement, parameters)
 
@@ -224,6 +246,21 @@ _WHERE_KEY = and_(
     artifacts.c.device_type == bindparam("key_device_type"),
 )
 _FIND_ONE = _CHOSEN.where(_WHERE_KEY)
+
+
+async def _lock_rows(connection: AsyncConnection, chosen: ColumnElement[bool]) -> None:
+    """Locks rows in the order of their keys, as everybody does.
+
+    An UPDATE takes them in any order, and two of these could wait for each other. SQLite's
+    transaction has the lock on all.
+    """
+    if connection.dialect.name == "postgresql":
+        await connection.execute(
+            select(artifacts.c.fingerprint)
+            .where(chosen)
+            .order_by(*artifacts.primary_key)
+            .with_for_update()
+        )
 
 
 def _named(key: StoredKey) -> dict[str, str]:

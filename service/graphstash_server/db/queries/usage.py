@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sqlalchemy import func, select
+from sqlalchemy import func, literal, or_, select, union_all
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import NamespaceStats
 from graphstash_server.db.queries.upsert import insert_into
-from graphstash_server.db.tables import usage
+from graphstash_server.db.tables import artifacts, usage
 
-__all__ = ["UsageChange", "add_usage", "list_usage", "stored_bytes"]
+__all__ = ["UsageChange", "add_usage", "list_usage", "recount_usage", "stored_bytes"]
 
 
 class UsageChange(NamedTuple):
@@ -24,6 +24,8 @@ class UsageChange(NamedTuple):
     puts: int = 0
     conflicts: int = 0
     saved_seconds: float = 0.0
+    evictions: int = 0
+    evicted_bytes: int = 0
 
     def plus(self, other: "UsageChange") -> "UsageChange":
         """Both changes at once."""
@@ -46,7 +48,39 @@ async def list_usage(connection: AsyncConnection) -> Sequence[NamespaceStats]:
     return [NamespaceStats.model_validate(result._asdict()) for result in results]
 
 
-async def stored_bytes(connection: AsyncConnection) -> int:
-    """What all artifacts together have."""
-    total = await connection.scalar(select(func.coalesce(func.sum(usage.c.size_bytes), 0)))
-    return int(total or 0)
+async def stored_bytes(connection: AsyncConnection, namespace: str | None = None) -> int:
+    """What the artifacts of one namespace, or of all, have together."""
+    statement = select(func.coalesce(func.sum(usage.c.size_bytes), 0))
+    if namespace is not None:
+        statement = statement.where(usage.c.namespace == namespace)
+    return int(await connection.scalar(statement) or 0)
+
+
+async def recount_usage(connection: AsyncConnection, *, is_repair: bool) -> Sequence[str]:
+    """Compares what is counted as stored with the artifacts, and mends it when asked to.
+
+    Returns:
+        The namespaces whose counters were wrong.
+    """
+    # One statement sees one state of both tables, so the differences hold whatever goes on.
+    parts = union_all(
+        select(
+            artifacts.c.namespace,
+            literal(1).label("more"),
+            artifacts.c.size_bytes.label("more_bytes"),
+        ),
+        select(usage.c.namespace, -usage.c.artifacts, -usage.c.size_bytes),
+    ).subquery()
+    more, more_bytes = func.sum(parts.c.more), func.sum(parts.c.more_bytes)
+    statement = (
+        select(parts.c.namespace, more, more_bytes)
+        .group_by(parts.c.namespace)
+        .having(or_(more != 0, more_bytes != 0))
+        .order_by(parts.c.namespace)
+    )
+    wrong = (await connection.execute(statement)).all()
+    if is_repair:
+        for namespace, count, size_bytes in wrong:
+            change = UsageChange(artifacts=int(count), size_bytes=int(size_bytes))
+            await add_usage(connection, namespace, change)
+    return [namespace for namespace, *_ in wrong]

@@ -1,0 +1,103 @@
+"""Fills a database with artifacts by the thousand, past the server."""
+
+import asyncio
+import hashlib
+import random
+import sqlite3
+from datetime import UTC, datetime, timedelta
+
+import asyncpg
+from sqlalchemy.engine import make_url
+
+from graphstash_server.db.tables import artifacts, usage
+from graphstash_server.value import aged, density
+
+__all__ = ["BLOB_BYTES", "blob", "fill", "fingerprint"]
+
+BLOB_BYTES = 4096
+_BLOBS = 256
+"""Different blobs; artifacts share them, so that a million take a megabyte of disk."""
+
+_NEWEST = datetime(2026, 6, 1, tzinfo=UTC)
+_COLUMNS = [column.name for column in artifacts.columns]
+
+
+def blob(number):
+    """The blob of an artifact."""
+    return f"{number % _BLOBS} ".encode().ljust(BLOB_BYTES, b".")
+
+
+def fingerprint(number):
+    return hashlib.sha256(str(number).encode()).hexdigest()
+
+
+def fill(url, data_dir, count, *, namespace="bench"):
+    """Adds artifacts to a migrated database, and their blobs to a disk store."""
+    for number in range(min(count, _BLOBS)):
+        sha256 = hashlib.sha256(blob(number)).hexdigest()
+        path = data_dir / "blobs" / "sha256" / sha256[:2] / sha256
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(blob(number))
+    counters = dict.fromkeys((column.name for column in usage.columns), 0)
+    counters |= {"namespace": namespace, "artifacts": count, "size_bytes": count * BLOB_BYTES}
+    parsed = make_url(url)
+    if parsed.get_backend_name() == "postgresql":
+        asyncio.run(_fill_postgres(parsed, count, namespace, counters))
+    else:
+        _fill_sqlite(parsed, count, namespace, counters)
+
+
+def _rows(count, namespace, *, naive):
+    randomness = random.Random(1)
+    hashes = [hashlib.sha256(blob(number)).hexdigest() for number in range(_BLOBS)]
+    for number in range(count):
+        used = _NEWEST - timedelta(seconds=randomness.uniform(0, 90 * 24 * 3600))
+        seconds = randomness.lognormvariate(1, 2)
+        worth = density(compile_seconds=seconds, size_bytes=BLOB_BYTES)
+        shown = used.replace(tzinfo=None) if naive else used
+        row = {
+            "namespace": namespace,
+            "fingerprint": fingerprint(number),
+            "kind": "torch_xla",
+            "device_type": "cpu-bench",
+            "sha256": hashes[number % _BLOBS],
+            "size_bytes": BLOB_BYTES,
+            "metadata_header": "",
+            "compile_seconds": seconds,
+            "toolchain": f"torch 2.{number % 5}",
+            "density": worth,
+            "rank": worth + aged(used),
+            "created_at": str(shown) if naive else shown,
+            "last_used_at": str(shown) if naive else shown,
+            "hits": 0,
+            "pinned_until": None,
+        }
+        yield tuple(row[name] for name in _COLUMNS)
+
+
+def _fill_sqlite(url, count, namespace, counters):
+    connection = sqlite3.connect(url.database)
+    marks = ", ".join("?" * len(_COLUMNS))
+    names = ", ".join(_COLUMNS)
+    rows = _rows(count, namespace, naive=True)
+    with connection:
+        connection.executemany(f"INSERT INTO artifacts ({names}) VALUES ({marks})", rows)
+        connection.execute(
+            f"INSERT INTO usage ({', '.join(counters)}) VALUES ({', '.join('?' * len(counters))})",
+            list(counters.values()),
+        )
+    connection.execute("ANALYZE")
+    connection.close()
+
+
+async def _fill_postgres(url, count, namespace, counters):
+    connection = await asyncpg.connect(
+        url.set(drivername="postgresql").render_as_string(hide_password=False)
+    )
+    rows = _rows(count, namespace, naive=False)
+    await connection.copy_records_to_table("artifacts", records=rows, columns=_COLUMNS)
+    await connection.copy_records_to_table(
+        "usage", records=[tuple(counters.values())], columns=list(counters)
+    )
+    await connection.execute("VACUUM ANALYZE artifacts")
+    await connection.close()

@@ -1,0 +1,163 @@
+"""A real PostgreSQL server of its own, on a free loopback port."""
+
+import itertools
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import asyncpg
+
+__all__ = ["Postgres"]
+
+_START_SECONDS = 60
+
+
+class Postgres:
+    """Started when it is made; a context manager that removes everything at the end.
+
+    The server loses nothing when its process is killed. A power cut is not tried, so it does not
+    wait for the disk.
+
+    Args:
+        settings: of the server, added to `postgresql.conf`.
+    """
+
+    def __init__(self, **settings):
+        self._numbers = itertools.count(1)
+        self._bin = _directory_of_binaries()
+        # Not below pytest's directory: that one is closed to other users, and PostgreSQL refuses
+        # to run as root.
+        self._directory = Path(tempfile.mkdtemp(prefix="graphstash-postgres-"))
+        self._data = self._directory / "data"
+        self._user = {"user": _other_user()} if os.geteuid() == 0 else {}
+        if self._user:
+            shutil.chown(self._directory, self._user["user"])
+        password = self._directory / "password"
+        password.write_text("secret")
+        password.chmod(0o644)
+        self._run(
+            *("initdb", "--pgdata", self._data, "--username", "graphstash", "--no-sync"),
+            *("--auth", "scram-sha-256", "--pwfile", password, "--encoding", "UTF8"),
+            *("--locale", "C"),
+        )
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self._options = {
+            "listen_addresses": "127.0.0.1",
+            "port": self.port,
+            "unix_socket_directories": "",
+            "fsync": "off",
+            "shared_buffers": "64MB",
+            "max_connections": 200,
+            **settings,
+        }
+        self.process = None
+        self.start()
+
+    @property
+    def url(self):
+        """Of the database that is there from the start."""
+        return self.url_of("postgres")
+
+    def url_of(self, database):
+        return f"postgresql+asyncpg://graphstash:secret@127.0.0.1:{self.port}/{database}"
+
+    def new_database(self):
+        """Makes an empty database; its URL."""
+        name = f"test_{next(self._numbers)}"
+        self.execute(f"CREATE DATABASE {name}")
+        return self.url_of(name)
+
+    def execute(self, statement, database="postgres"):
+        """Runs one statement and returns its rows."""
+        import asyncio
+
+        async def run():
+            connection = await asyncpg.connect(
+                host="127.0.0.1",
+                port=self.port,
+                user="graphstash",
+                password="secret",
+                database=database,
+            )
+            try:
+                return await connection.fetch(statement)
+            finally:
+                await connection.close()
+
+        return asyncio.run(run())
+
+    def start(self):
+        """Starts it again; returns when it answers."""
+        options = [f"--{name}={value}" for name, value in self._options.items()]
+        with (self._directory / "log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [self._bin / "postgres", "-D", self._data, *options],
+                stdout=log,
+                stderr=log,
+                cwd=self._directory,
+                **self._user,
+            )
+        deadline = time.monotonic() + _START_SECONDS
+        while True:
+            try:
+                self.execute("SELECT 1")
+            except (OSError, asyncpg.PostgresError):
+                if self.process.poll() is not None or time.monotonic() > deadline:
+                    log = (self._directory / "log").read_text()
+                    raise RuntimeError(f"PostgreSQL did not start: {log}") from None
+                time.sleep(0.05)
+            else:
+                return
+
+    def kill(self):
+        """Ends it at once, as an immediate shutdown does: the next start recovers from the log."""
+        self.process.send_signal(signal.SIGQUIT)
+        self.process.wait(_START_SECONDS)
+
+    def restart(self):
+        self.kill()
+        self.start()
+
+    def close(self):
+        if self.process.poll() is None:
+            self.kill()
+        shutil.rmtree(self._directory)
+
+    def _run(self, command, *arguments):
+        subprocess.run(
+            [self._bin / command, *arguments],
+            check=True,
+            stdout=subprocess.DEVNULL,
+            cwd=self._directory,
+            **self._user,
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+def _directory_of_binaries():
+    """Debian keeps them out of the PATH, by version."""
+    found = sorted(
+        Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[-3])
+    )
+    if found:
+        return found[-1].parent
+    command = shutil.which("initdb")
+    assert command, "PostgreSQL is not installed (Debian: postgresql)"
+    return Path(command).resolve().parent
+
+
+def _other_user():
+    names = {user.pw_name for user in pwd.getpwall()}
+    return "postgres" if "postgres" in names else "nobody"
