@@ -10,6 +10,7 @@ __all__ = [
     "API_PREFIX",
     "DEFAULT_LEASE_SECONDS",
     "DEFAULT_MAX_ARTIFACT_BYTES",
+    "HEADER_ACCEPT_REDIRECT",
     "HEADER_HITS",
     "HEADER_LEASE",
     "HEADER_METADATA",
@@ -43,6 +44,9 @@ HEADER_LEASE: Final = "Graphstash-Lease"
 
 HEADER_HITS: Final = "Graphstash-Hits"
 """HEAD response: how often the artifact was served until the last flush of the counters."""
+
+HEADER_ACCEPT_REDIRECT: Final = "Graphstash-Accept-Redirect"
+"""GET request: `1` when a 307 to where the blob lies is welcome; without it none is sent."""
 
 HEADER_REQUEST_ID: Final = "X-Request-Id"
 """Response: names the request in the server's log; also `instance` of a problem document."""

@@ -26,6 +26,8 @@ class NamespaceStats(BaseModel):
         "reproducible",
     )
     saved_seconds: float = Field(ge=0, description="compile seconds that hits avoided")
+    evictions: int = Field(default=0, ge=0, description="artifacts evicted since the beginning")
+    evicted_bytes: int = Field(default=0, ge=0, description="bytes evicted since the beginning")
 
 
 class ServerStats(BaseModel):

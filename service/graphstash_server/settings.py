@@ -5,10 +5,19 @@ the same name; the option wins. Sizes take `10GiB`, `500MB` or plain bytes.
 """
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import platformdirs
-from pydantic import ByteSize, Field, ValidationError, model_validator
+from pydantic import (
+    ByteSize,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from graphstash_schema.protocol import DEFAULT_MAX_ARTIFACT_BYTES
@@ -19,6 +28,7 @@ __all__ = ["ENV_PREFIX", "Settings", "load_settings"]
 ENV_PREFIX = "GRAPHSTASH_"
 
 _MIB = 1024**2
+_MAX_WORKERS = 64
 
 
 class Settings(BaseSettings):
@@ -37,6 +47,13 @@ class Settings(BaseSettings):
     port: int = Field(
         default=8077, ge=0, le=65535, description="TCP port, 0 to 65535; 0 takes a free one."
     )
+    workers: int = Field(
+        default=1,
+        ge=1,
+        le=_MAX_WORKERS,
+        description=f"Processes that serve the port, 1 to {_MAX_WORKERS}. 1 by default: it serves "
+        "a team; more are for more cores, and a crash of one leaves the others serving.",
+    )
     insecure: bool = Field(
         default=False,
         description="Listen beyond loopback although nobody has to show who they are.",
@@ -48,9 +65,66 @@ class Settings(BaseSettings):
     )
     database_url: str = Field(
         default="",
-        pattern=r"^$|^sqlite\+aiosqlite:///.",
-        description="SQLAlchemy URL of the database, sqlite+aiosqlite:///<path>. By default a file "
-        "in the data directory, which needs no set-up.",
+        description="Where the metadata are: postgresql://<user>:<password>@<host>/<database> for "
+        "a team, sqlite:///<path> for one host. By default a file in the data directory, which "
+        "needs no set-up.",
+    )
+    database_connections: int = Field(
+        default=5,
+        ge=2,
+        le=100,
+        description="Most connections of one process to PostgreSQL, 2 to 100, and one more for "
+        "notifications. 5 by default: two servers of four workers stay below PostgreSQL's 100.",
+    )
+    auto_migrate: bool = Field(
+        default=True,
+        description="Bring the database to this release's revision at the start. Where `graphstash "
+        "migrate` does that as a step of its own, false: the server refuses to start before it.",
+    )
+    blob_store: Literal["disk", "s3"] = Field(
+        default="disk",
+        description="Where the blobs are: disk, in the data directory, or s3, in a bucket that any "
+        "number of servers may share. Disk by default: it needs nothing else.",
+    )
+    s3_bucket: str = Field(
+        default="",
+        validate_default=True,
+        description="Bucket of the blobs; it must exist. Credentials come the usual AWS way "
+        "(AWS_ACCESS_KEY_ID, a profile, the host's role), never from a setting of ours.",
+    )
+    s3_prefix: str = Field(
+        default="",
+        pattern=r"^$|^[A-Za-z0-9!_.*'()/-]+/$",
+        description="What the names of all objects begin with; ends with a slash. Empty by "
+        "default: the bucket is for the cache alone.",
+    )
+    s3_endpoint_url: str | None = Field(
+        default=None,
+        pattern=r"^https?://[^/\s]+/?$",
+        description="Where the S3 is, e.g. http://seaweedfs:8333. AWS by default.",
+    )
+    s3_region: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Region of the bucket. By default what the AWS configuration says.",
+    )
+    s3_addressing: Literal["auto", "path", "virtual"] = Field(
+        default="auto",
+        description="Whether the bucket is named in the path or in the host name; auto lets boto3 "
+        "decide. Most servers other than AWS's want path.",
+    )
+    s3_redirect_bytes: ByteSize | None = Field(
+        default=None,
+        ge=0,
+        description="Blobs of this size or more are fetched from the bucket itself, with a link "
+        "that is good for 15 minutes. Never by default: clients have to be able to reach the "
+        "endpoint.",
+    )
+    tier_limit_bytes: ByteSize = Field(
+        default=ByteSize(10 * 1024 * _MIB),
+        ge=0,
+        description="Size of the disk tier in front of S3, in bytes; the least recently used blobs "
+        "go. 10 GiB by default: the working set of a team; 0 for none.",
     )
     max_artifact_bytes: ByteSize = Field(
         default=ByteSize(DEFAULT_MAX_ARTIFACT_BYTES),
@@ -62,7 +136,43 @@ class Settings(BaseSettings):
         default=None,
         gt=0,
         description="Most bytes that all artifacts together may have, above 0; a PUT beyond it is "
-        "answered 507. No limit by default: the disk's head-room is the limit then.",
+        "answered 507 when nothing more can be evicted. By default the disk is the limit.",
+    )
+    soft_limit_bytes: ByteSize | None = Field(
+        default=None,
+        gt=0,
+        description="Bytes of all artifacts above which the least valuable ones are evicted, above "
+        "0 and at most the store limit. Nine tenths of the store limit by default.",
+    )
+    namespace_limit_bytes: ByteSize | None = Field(
+        default=None,
+        gt=0,
+        description="Most bytes of the artifacts of one namespace, above 0; eviction begins at "
+        "nine tenths of it. No limit by default.",
+    )
+    namespace_limits: dict[str, Annotated[ByteSize, Field(gt=0)]] = Field(
+        default_factory=dict,
+        description="Limits of single namespaces, by pattern, as JSON: "
+        '{"ci-*": "10GiB", "research": "200GiB"}. The first pattern that fits counts.',
+    )
+    retain_days: float | None = Field(
+        default=None,
+        gt=0,
+        description="Evict artifacts that nobody used for so many days, above 0, whatever room "
+        "there is. They stay by default.",
+    )
+    retain_toolchains: int | None = Field(
+        default=None,
+        ge=1,
+        description="Evict artifacts of all but so many toolchains, 1 or more, of each namespace "
+        "and kind; the most recently used ones stay. All stay by default.",
+    )
+    maintenance_seconds: float = Field(
+        default=60.0,
+        gt=0,
+        le=3600,
+        description="Time between two rounds of maintenance, in seconds, up to 3600. 60 by "
+        "default; an upload that passes a soft limit starts one at once.",
     )
     min_free_bytes: ByteSize = Field(
         default=ByteSize(256 * _MIB),
@@ -99,6 +209,38 @@ class Settings(BaseSettings):
         description="Log every request. Off by default: it costs a quarter of the small hits.",
     )
 
+    @field_validator("workers", mode="wrap")
+    @classmethod
+    def _name_the_whole_range(cls, given: object, parse: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return parse(given)
+        except ValidationError:
+            raise PydanticCustomError(
+                "workers", f"it takes a whole number from 1 to {_MAX_WORKERS}"
+            ) from None
+
+    @field_validator("database_url")
+    @classmethod
+    def _name_the_driver(cls, url: str) -> str:
+        scheme, _, rest = url.partition("://")
+        if scheme in ("postgres", "postgresql", "postgresql+asyncpg") and rest:
+            return f"postgresql+asyncpg://{rest}"
+        if scheme in ("sqlite", "sqlite+aiosqlite") and rest.startswith("/") and rest != "/":
+            return f"sqlite+aiosqlite://{rest}"
+        if url:
+            raise PydanticCustomError(
+                "database_url",
+                "it takes postgresql://<user>:<password>@<host>/<database> or sqlite:///<path>",
+            )
+        return url
+
+    @field_validator("s3_bucket")
+    @classmethod
+    def _need_a_bucket(cls, value: str, info: ValidationInfo) -> str:
+        if not value and info.data.get("blob_store") == "s3":
+            raise ValueError("blob_store is s3, which needs the name of a bucket")
+        return value
+
     @model_validator(mode="after")
     def _place_the_database(self) -> Self:
         if not self.database_url:
@@ -106,10 +248,31 @@ class Settings(BaseSettings):
             object.__setattr__(self, "database_url", f"sqlite+aiosqlite:///{path}")
         return self
 
+    @model_validator(mode="after")
+    def _order_the_limits(self) -> Self:
+        soft, hard = self.soft_limit_bytes, self.store_limit_bytes
+        if soft is not None and hard is not None and soft > hard:
+            raise PydanticCustomError(
+                "limits",
+                f"GRAPHSTASH_SOFT_LIMIT_BYTES={soft} is above GRAPHSTASH_STORE_LIMIT_BYTES={hard}: "
+                "eviction has to begin before uploads are refused",
+            )
+        return self
+
     @property
     def blob_dir(self) -> Path:
         """Where the disk store keeps blobs."""
         return self.data_dir / "blobs"
+
+    @property
+    def spool_dir(self) -> Path:
+        """Where large uploads wait until S3 has them."""
+        return self.data_dir / "spool"
+
+    @property
+    def tier_dir(self) -> Path:
+        """Where the disk tier in front of S3 keeps blobs."""
+        return self.data_dir / "tier"
 
 
 def load_settings(**options: Any) -> Settings:
@@ -124,8 +287,12 @@ def load_settings(**options: Any) -> Settings:
     except ValidationError as error:
         lines = []
         for problem in error.errors(include_url=False):
-            name = str(problem["loc"][0]) if problem["loc"] else ""
+            if not problem["loc"]:
+                lines.append(problem["msg"])
+                continue
+            name = str(problem["loc"][0])
             source = f"--{name.replace('_', '-')}" if name in given else f"{ENV_PREFIX}{name}"
             shown = source if name in given else source.upper()
-            lines.append(f"{shown}={problem['input']!s} is not valid: {problem['msg']}")
+            value = "..." if name == "database_url" else problem["input"]  # it has a password
+            lines.append(f"{shown}={value!s} is not valid: {problem['msg']}")
         raise StartError("; ".join(lines)) from None

@@ -12,6 +12,7 @@ import pytest
 
 from graphstash_schema import ArtifactMetadata, Digest, Namespace
 from graphstash_server.testing import LiveServer, ServerProcess
+from support.postgres import Postgres
 
 DEVICE = "cpu-x86_64-0123456789abcdef"
 NUMBERS = itertools.count()
@@ -93,9 +94,23 @@ def assert_problem(answer: httpx.Response, status: int, code: str, *named: str) 
 
 
 @pytest.fixture(scope="session")
-def live_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+def postgres() -> Iterator[Postgres]:
+    """One PostgreSQL server; take a `new_database()` of your own."""
+    with Postgres() as postgres:
+        yield postgres
+
+
+@pytest.fixture(scope="session", params=["sqlite", "postgresql"])
+def live_server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveServer]:
+    """One server on each database: whatever holds for one holds for the other."""
+    settings = {}
+    if request.param == "postgresql":
+        settings["database_url"] = request.getfixturevalue("postgres").new_database()
     with LiveServer(
         tmp_path_factory.mktemp("server"),
+        **settings,
         max_artifact_bytes=400 * 1024**2,
         upload_idle_seconds=1.0,
         flush_seconds=0.05,

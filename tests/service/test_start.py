@@ -39,7 +39,15 @@ def test_help_is_readable(process_environment):
     said = run("--help", environment=process_environment)
 
     assert said.returncode == 0
-    for option in ("--host", "--port", "--data-dir", "--insecure", "--log-level", "--port-file"):
+    for option in (
+        "--host",
+        "--port",
+        "--data-dir",
+        "--insecure",
+        "--log-level",
+        "--port-file",
+        "--workers",
+    ):
         assert option in said.stdout
 
 
@@ -106,6 +114,9 @@ def clean_environment(monkeypatch):
     [
         ("GRAPHSTASH_PORT", "-1", "0"),
         ("GRAPHSTASH_PORT", "http", "integer"),
+        ("GRAPHSTASH_WORKERS", "0", "from 1 to 64"),
+        ("GRAPHSTASH_WORKERS", "65", "from 1 to 64"),
+        ("GRAPHSTASH_WORKERS", "two", "from 1 to 64"),
         ("GRAPHSTASH_MAX_ARTIFACT_BYTES", "0", "greater than 0"),
         ("GRAPHSTASH_MAX_ARTIFACT_BYTES", "much", "byte"),
         ("GRAPHSTASH_STORE_LIMIT_BYTES", "-5", ""),
@@ -159,5 +170,5 @@ def test_an_unknown_database_is_refused(start, tmp_path, process_environment):
     )
 
     assert said.returncode == 2
-    assert "GRAPHSTASH_DATABASE_URL=mysql://x/y is not valid" in said.stderr
+    assert "GRAPHSTASH_DATABASE_URL=... is not valid: it takes postgresql://" in said.stderr
     assert len(said.stderr.splitlines()) == 1

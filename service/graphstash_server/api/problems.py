@@ -76,6 +76,9 @@ def invalid_body(error: ValidationError | RequestValidationError) -> ServerError
 
 _SHOWN = 120
 
+_RETRY_SECONDS = "2"
+"""A database or a store that restarts needs about as long, and a job has better to do meanwhile."""
+
 
 def add_problem_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
     """Registers one handler for every kind of failure but the unforeseen, which the frame has.
@@ -143,6 +146,8 @@ def _answer(
 ) -> Response:
     """Closes the connection where the rest of the request would be taken for the next one."""
     headers = dict(headers or {})
+    if error.code is ErrorCode.UNAVAILABLE:
+        headers["Retry-After"] = _RETRY_SECONDS
     request_id: str = request.scope["state"]["request_id"]
     if "expect" in request.headers or error.code is ErrorCode.UPLOAD_TIMEOUT:
         headers["Connection"] = "close"

@@ -94,12 +94,16 @@ class Accounting:
                 return
             try:
                 async with self._database.writing() as connection:
+                    if counts.uses:  # artifacts first, then usage: as everybody locks them
+                        await touch_artifacts(
+                            connection,
+                            [
+                                (key, *counts.uses[key])
+                                for key in sorted(counts.uses, key=lambda key: key.columns)
+                            ],
+                        )
                     for namespace, change in sorted(counts.usage.items()):
                         await add_usage(connection, namespace, change)
-                    if counts.uses:
-                        await touch_artifacts(
-                            connection, [(key, *use) for key, use in sorted(counts.uses.items())]
-                        )
             except BaseException:
                 for namespace, change in counts.usage.items():
                     self._counts.add(namespace, change)

@@ -17,6 +17,7 @@ from graphstash_server.db.queries.artifacts import (
     find_artifacts,
     pin_artifacts,
 )
+from graphstash_server.db.queries.deletions import add_deletions
 from graphstash_server.db.queries.usage import UsageChange, add_usage
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
@@ -81,6 +82,15 @@ class ArtifactService:
             await self.heal(row)
             return None
         return OpenArtifact(row, reader)
+
+    async def link(self, key: StoredKey) -> tuple[ArtifactRow, str] | None:
+        """Where a client can fetch an artifact by itself; None: `open` it, if it is there at all.
+
+        The blob is not looked at: a client that does not find it comes back without this way.
+        """
+        row = self._recent.get(key) or await self._read(key)
+        url = await self._blobs.link(row.digest) if row is not None else None
+        return (row, url) if row is not None and url is not None else None
 
     async def find(self, key: StoredKey) -> ArtifactRow | None:
         """What is known about an artifact whose blob is there; None otherwise."""
@@ -150,8 +160,9 @@ class ArtifactService:
             if gone is not None:
                 change = UsageChange(artifacts=-1, size_bytes=-gone.size_bytes)
                 await add_usage(connection, key.namespace, change)
+                await add_deletions(connection, [gone])
         self._recent.drop(key)
         if gone is None:
             return False
-        await self._keeper.collect(gone)
+        await self._keeper.collect(gone, only_marked=True)
         return True

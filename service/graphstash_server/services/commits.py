@@ -15,11 +15,14 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from graphstash_schema import Digest, ErrorCode
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
+from graphstash_server.db.notifications import notify
 from graphstash_server.db.queries.artifacts import find_artifact, insert_artifact
 from graphstash_server.db.queries.leases import end_leases
+from graphstash_server.db.queries.locks import share_blobs
 from graphstash_server.db.queries.usage import UsageChange, add_usage
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
+from graphstash_server.services.waiting import Wake
 from graphstash_server.storage import BlobStore
 
 __all__ = ["Committer", "Upload"]
@@ -37,6 +40,7 @@ class Upload:
         digest: what the bytes will be.
         metadata_header: kept as it came, and given back with every hit.
         compile_seconds: what a hit will save.
+        toolchain: what compiled it; empty when it is not known.
         only_if_absent: refuse even the same bytes when the key has some (`If-None-Match: *`).
     """
 
@@ -44,6 +48,7 @@ class Upload:
     digest: Digest
     metadata_header: str
     compile_seconds: float
+    toolchain: str
     only_if_absent: bool
 
 
@@ -83,6 +88,7 @@ class Committer:
         try:
             while self._waiting:
                 batch, self._waiting = self._waiting[:_MOST], self._waiting[_MOST:]
+                batch.sort(key=lambda waiting: waiting[0].key.columns)
                 await self._answer(batch)
         finally:
             self._task = None
@@ -104,24 +110,27 @@ class Committer:
         """One transaction; what an upload does wrong by itself is its own outcome."""
         now = self._clock()
         changes: dict[str, UsageChange] = {}
-        stored: list[StoredKey] = []
+        stored: list[Upload] = []
         outcomes: list[_Outcome] = []
         async with self._database.writing() as connection:
+            await share_blobs(connection, [upload.digest for upload in uploads])
             sizes = await asyncio.gather(*(self._blobs.stat(upload.digest) for upload in uploads))
             for upload, size_bytes in zip(uploads, sizes, strict=True):
                 outcome: _Outcome = _deleted_meanwhile()
                 if size_bytes == upload.digest.size_bytes:
                     outcome = await _insert(connection, upload, now)
                 if outcome is None:
-                    stored.append(upload.key)
+                    stored.append(upload)
                     change = UsageChange(artifacts=1, puts=1, size_bytes=upload.digest.size_bytes)
                     before = changes.get(upload.key.namespace, UsageChange())
                     changes[upload.key.namespace] = before.plus(change)
                 outcomes.append(outcome)
-            for namespace, change in changes.items():
+            for namespace, change in sorted(changes.items()):
                 await add_usage(connection, namespace, change)
             if stored:
-                await end_leases(connection, stored, now=now)
+                await end_leases(connection, [upload.key for upload in stored], now=now)
+                news = [Wake.ready(upload.key, upload.digest).payload for upload in stored]
+                await notify(connection, news)
         return outcomes
 
 
@@ -132,6 +141,7 @@ async def _insert(connection: AsyncConnection, upload: Upload, now: datetime) ->
         digest=upload.digest,
         metadata_header=upload.metadata_header,
         compile_seconds=upload.compile_seconds,
+        toolchain=upload.toolchain,
         now=now,
     )
     if is_new:

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple
 
-from graphstash_schema import ErrorCode, LeaseOutcome, LeaseReply, LeaseRequest, LeaseState
+from graphstash_schema import Digest, ErrorCode, LeaseReply, LeaseRequest, LeaseState
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
-from graphstash_server.db.queries.artifacts import ArtifactRow, find_artifact
+from graphstash_server.db.notifications import notify
+from graphstash_server.db.queries.artifacts import find_artifact
 from graphstash_server.db.queries.leases import (
     LeaseRow,
     acquire_lease,
@@ -25,13 +26,15 @@ from graphstash_server.db.queries.leases import (
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
 from graphstash_server.services.artifacts import ArtifactService
-from graphstash_server.services.waiting import Waiters
+from graphstash_server.services.waiting import Ticket, Waiters, Wake
 
 __all__ = ["Acquisition", "LeaseService"]
 
 _LOOK_SECONDS = 0.4
+_LOOK_SECONDS_INFORMED = 5.0
 """Mean time between two looks of a lookout; half of it to one and a half of it, so that the
-servers of a fleet do not ask in step. Waiters are served within half a second of a commit."""
+servers of a fleet do not ask in step. Waiters are served within half a second of a commit, be it
+because they look or because they are told."""
 
 
 class Acquisition(NamedTuple):
@@ -80,13 +83,13 @@ class LeaseService:
             try:
                 while True:
                     ticket.clear()
-                    reply = await self._try(wanted)
-                    if reply.state is LeaseState.READY:
-                        self._waiters.wake_all(wanted.key)
+                    if ticket.digest is not None:
+                        return _ready(ticket.digest)
+                    reply, digest = await self._try(wanted)
+                    if digest is not None:
+                        self._waiters.wake(Wake.ready(wanted.key, digest))
                     if gone.done() and reply.token is not None:
-                        await self.release(
-                            wanted.key, token=reply.token, outcome=LeaseOutcome.FAILED
-                        )
+                        await self.release(wanted.key, token=reply.token)
                     rest = deadline - loop.time()
                     is_over = rest <= 0 or gone.done() or self._waiters.is_closed
                     if reply.state is not LeaseState.HELD or is_over:
@@ -115,8 +118,10 @@ class LeaseService:
             raise _lost(key)
         return _granted(token=token, fencing=fencing, ttl_seconds=request.ttl_seconds)
 
-    async def release(self, key: StoredKey, *, token: str, outcome: LeaseOutcome) -> None:
-        """Ends a lease; ending it again, or after publishing ended it, changes nothing.
+    async def release(self, key: StoredKey, *, token: str) -> None:
+        """Ends a lease, and wakes one waiter; if there is an artifact, that one wakes the others.
+
+        Ending it again, or after publishing ended it, changes nothing.
 
         Raises:
             ServerError: 410 when the token never held the lease, or lost it.
@@ -124,42 +129,47 @@ class LeaseService:
         now = self._clock()
         async with self._database.writing() as connection:
             is_ended = await release_lease(connection, key, token=token, now=now)
-            if not is_ended:
+            if is_ended:
+                await notify(connection, [Wake.free(key).payload])
+            else:
                 last = await find_lease(connection, key)
                 is_ended = last is not None and last.token == token and last.released_at is not None
         if not is_ended:
             raise _lost(key)
-        if outcome is LeaseOutcome.FAILED:
-            self._waiters.wake_one(key)
-        else:
-            self._waiters.wake_all(key)
+        self._waiters.wake(Wake.free(key))
 
     async def count_held(self) -> int:
         """How many leases are held now, of all servers."""
         async with self._database.reading() as connection:
             return await count_held_leases(connection, now=self._clock())
 
-    async def _try(self, wanted: Acquisition) -> LeaseReply:
-        """Looks once; goes round when somebody was faster between two statements."""
+    async def _try(self, wanted: Acquisition) -> tuple[LeaseReply, Digest | None]:
+        """Looks once; goes round when somebody was faster between two statements.
+
+        Returns:
+            What to answer, and the digest of the artifact if it is there.
+        """
         while True:
             row = await self._artifacts.find(wanted.key)
             if row is not None:
-                return _ready(row)
+                return _ready(row.digest), row.digest
             async with self._database.reading() as connection:
                 lease = await find_lease(connection, wanted.key)
             if lease is not None and lease.is_held(self._clock()):
-                return self._held(lease)
+                return self._held(lease), None
             reply = await self._take(wanted)
             if reply is not None:
-                return reply
+                return reply, None
 
     async def _take(self, wanted: Acquisition) -> LeaseReply | None:
-        """Takes a free lease; None when it is not free, or not needed, any more."""
+        """Takes a free lease; None when it is not free, or not needed, any more.
+
+        The lease is taken before the artifact is looked for: an upload that commits meanwhile has
+        either ended before, and is seen, or ends this lease.
+        """
         now = self._clock()
         token = self._new_token()
         async with self._database.writing() as connection:
-            if await find_artifact(connection, wanted.key) is not None:
-                return None
             fencing = await acquire_lease(
                 connection,
                 wanted.key,
@@ -168,17 +178,21 @@ class LeaseService:
                 now=now,
                 expires_at=now + timedelta(seconds=wanted.request.ttl_seconds),
             )
-        if fencing is None:
-            return None
+            if fencing is None:
+                return None
+            if await find_artifact(connection, wanted.key) is not None:
+                await release_lease(connection, wanted.key, token=token, now=now)
+                return None
         return _granted(token=token, fencing=fencing, ttl_seconds=wanted.request.ttl_seconds)
 
     async def _pause(
-        self, key: StoredKey, ticket: asyncio.Event, *, reply: LeaseReply, rest_seconds: float
+        self, key: StoredKey, ticket: Ticket, *, reply: LeaseReply, rest_seconds: float
     ) -> None:
         """Sleeps until it is worth looking again."""
         seconds = rest_seconds
         if self._waiters.is_lookout(key, ticket):
-            look = _LOOK_SECONDS * (0.5 + self._jitter())
+            mean = _LOOK_SECONDS_INFORMED if self._waiters.are_informed else _LOOK_SECONDS
+            look = mean * (0.5 + self._jitter())
             seconds = min(seconds, look, reply.expires_in_seconds or 0.0)
         try:
             async with asyncio.timeout(seconds):
@@ -195,10 +209,8 @@ class LeaseService:
         )
 
 
-def _ready(row: ArtifactRow) -> LeaseReply:
-    return LeaseReply(
-        state=LeaseState.READY, digest=str(row.digest), size_bytes=row.digest.size_bytes
-    )
+def _ready(digest: Digest) -> LeaseReply:
+    return LeaseReply(state=LeaseState.READY, digest=str(digest), size_bytes=digest.size_bytes)
 
 
 def _granted(*, token: str, fencing: int, ttl_seconds: float) -> LeaseReply:

@@ -7,6 +7,7 @@ from graphstash_schema import Manifest, ManifestName, Namespace
 from graphstash_schema.protocol import MAX_MANIFEST_ENTRIES
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
+from graphstash_server.db.queries.locks import lock_name
 from graphstash_server.db.queries.manifests import (
     add_run,
     drop_unused_entries,
@@ -45,6 +46,7 @@ class ManifestService:
         """
         now = self._clock()
         async with self._database.writing() as connection:
+            await lock_name(connection, f"manifest {namespace}/{name}")
             is_new = not await has_manifest(connection, namespace, name)
             await add_run(connection, name, list(dict.fromkeys(keys)), now=now)
             await drop_unused_entries(connection, namespace, name, before=now - _UNUSED)

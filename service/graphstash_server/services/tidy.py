@@ -1,9 +1,9 @@
-"""Tidy: after a start, makes the rows and the blobs agree again.
+"""Tidy: makes the rows and the blobs agree again.
 
 A crash leaves at most two things: a blob without a row (it died between the rename and the commit),
 and, when files were lost from outside, rows without a blob. Both are harmless to readers; this puts
 them away. Rows and blobs are compared in the order of their digests, a page at a time, while the
-server already serves; each is looked at once more before it goes.
+server serves; each is looked at once more before it goes.
 """
 
 import logging
@@ -16,11 +16,11 @@ from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.artifacts import list_artifacts_of, list_digests
 from graphstash_server.db.queries.leases import drop_ended_leases
-from graphstash_server.services.artifacts import ArtifactService
+from graphstash_server.services.artifacts import ArtifactService, StoredArtifact
 from graphstash_server.services.blobs import BlobKeeper
 from graphstash_server.storage import BlobStore
 
-__all__ = ["Tidied", "TidyService"]
+__all__ = ["Lost", "Orphan", "Tidied", "TidyService"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -28,6 +28,18 @@ _PAGE = 500
 
 _LEASES_KEPT = timedelta(days=1)
 """How long an ended lease's fencing number is remembered exactly."""
+
+
+class Orphan(NamedTuple):
+    """A blob that no artifact has."""
+
+    digest: Digest
+
+
+class Lost(NamedTuple):
+    """An artifact whose blob is absent or has another size."""
+
+    artifact: StoredArtifact
 
 
 class Tidied(NamedTuple):
@@ -55,14 +67,16 @@ class TidyService:
         self._artifacts = artifacts
         self._clock = clock
 
-    async def compare(self, *, blobs_before: datetime) -> Tidied:
-        """Compares everything.
+    async def compare(self, *, blobs_before: datetime) -> AsyncIterator[Orphan | Lost]:
+        """Finds what does not agree, and changes nothing.
 
         Args:
             blobs_before: leave younger blobs alone: their upload may be under way in another
-                process. The start of this server when it was alone then, else an hour ago.
+                process.
+
+        Raises:
+            ServerError: 503.
         """
-        blobs = rows = 0
         after = ""
         async for page in self._pages(blobs_before):
             until = page[-1].sha256 if len(page) == _PAGE else None
@@ -71,11 +85,22 @@ class TidyService:
             async for digest in self._used_digests(after=after, until=until):
                 referenced.add(digest.sha256)
                 if sizes.get(digest.sha256) != digest.size_bytes:
-                    rows += await self._look_again(digest)
+                    for artifact in await self._lost(digest):
+                        yield Lost(artifact)
             for digest in page:
                 if digest.sha256 not in referenced:
-                    blobs += await self._keeper.collect(digest)
+                    yield Orphan(digest)
             after = page[-1].sha256 if page else ""
+
+    async def tidy(self, *, blobs_before: datetime) -> Tidied:
+        """Puts away what `compare` finds."""
+        blobs = rows = 0
+        async for found in self.compare(blobs_before=blobs_before):
+            if isinstance(found, Orphan):
+                blobs += await self._keeper.collect(found.digest)
+            else:
+                await self._artifacts.heal(found.artifact)
+                rows += 1
         tidied = Tidied(blobs, rows)
         if any(tidied):
             _LOGGER.info(
@@ -88,15 +113,12 @@ class TidyService:
         async with self._database.writing() as connection:
             return await drop_ended_leases(connection, before=self._clock() - _LEASES_KEPT)
 
-    async def _look_again(self, digest: Digest) -> int:
-        """Drops the rows of a blob that is not merely younger than the list; says how many."""
+    async def _lost(self, digest: Digest) -> list[StoredArtifact]:
+        """The artifacts of a blob that is not merely younger than the list."""
         if await self._blobs.stat(digest) == digest.size_bytes:
-            return 0
+            return []
         async with self._database.reading() as connection:
-            rows = await list_artifacts_of(connection, digest)
-        for row in rows:
-            await self._artifacts.heal(row)
-        return len(rows)
+            return await list_artifacts_of(connection, digest)
 
     async def _pages(self, before: datetime) -> AsyncIterator[list[Digest]]:
         """Blobs by `_PAGE`; the last page is shorter, and empty if need be."""

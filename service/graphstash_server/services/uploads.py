@@ -5,14 +5,13 @@ import logging
 from collections.abc import AsyncIterator
 
 from graphstash_schema import Digest, ErrorCode
-from graphstash_server.db.engine import Database
-from graphstash_server.db.queries.usage import stored_bytes
 from graphstash_server.errors import NoSpaceError, ServerError
 from graphstash_server.services.accounting import Accounting
 from graphstash_server.services.artifacts import ArtifactService
 from graphstash_server.services.blobs import BlobKeeper
 from graphstash_server.services.commits import Committer, Upload
-from graphstash_server.services.waiting import Waiters
+from graphstash_server.services.eviction import Evictor
+from graphstash_server.services.waiting import Waiters, Wake
 from graphstash_server.storage import BlobStore
 
 __all__ = ["Upload", "UploadService"]
@@ -28,25 +27,39 @@ class UploadService:
     def __init__(
         self,
         *,
-        database: Database,
         blobs: BlobStore,
         keeper: BlobKeeper,
         artifacts: ArtifactService,
         accounting: Accounting,
         committer: Committer,
+        evictor: Evictor,
         waiters: Waiters,
         max_artifact_bytes: int,
-        store_limit_bytes: int | None,
+        evicts_when_full: bool,
     ) -> None:
-        self._database = database
+        """Prepares it.
+
+        Args:
+            blobs: where the bytes go.
+            keeper: deletes blobs that no artifact has.
+            artifacts: finds what is there already.
+            accounting: counts conflicts.
+            committer: makes stored blobs visible.
+            evictor: makes room.
+            waiters: told when an artifact is there.
+            max_artifact_bytes: largest artifact taken.
+            evicts_when_full: whether evicting makes room where uploads find none: not when they
+                wait on a disk for a bucket.
+        """
         self._blobs = blobs
         self._keeper = keeper
         self._artifacts = artifacts
         self._accounting = accounting
         self._committer = committer
+        self._evictor = evictor
         self._waiters = waiters
         self._max_artifact_bytes = max_artifact_bytes
-        self._store_limit_bytes = store_limit_bytes
+        self._evicts_when_full = evicts_when_full
 
     async def publish(self, upload: Upload, chunks: AsyncIterator[bytes]) -> bool:
         """Stores an artifact. Nothing is read from `chunks` before everything else was checked.
@@ -61,22 +74,35 @@ class UploadService:
         existing = await self._artifacts.find(upload.key)
         if existing is not None:
             return self._refuse_other(upload, existing.digest)
-        await self._check_limit(upload.digest.size_bytes)
+        await self._evictor.ensure_room(upload.key.namespace, upload.digest.size_bytes)
         is_stored = False
         try:
             with self._keeper.uploading(upload.digest):
-                await self._blobs.put(upload.digest, chunks)
+                await self._keeper.settle(upload.digest)
+                await self._put(upload.digest, chunks)
                 is_stored = True
                 faster = await self._committer.commit(upload)
         except BaseException:
             if is_stored:
                 await asyncio.shield(self._drop_blob(upload.digest))
             raise
-        self._waiters.wake_all(upload.key)
+        self._waiters.wake(Wake.ready(upload.key, faster or upload.digest))
         if faster is None:
             return True
         await self._drop_blob(upload.digest)
         return self._refuse_other(upload, faster)
+
+    async def _put(self, digest: Digest, chunks: AsyncIterator[bytes]) -> None:
+        """Stores the bytes. When the disk is full and none was read yet, others make room once."""
+        unread = _Unread(chunks)
+        try:
+            await self._blobs.put(digest, unread)
+        except NoSpaceError as error:
+            if unread.is_begun or not self._evicts_when_full:
+                raise
+            if not await self._evictor.free(digest.size_bytes - int(error.limit or 0)):
+                raise
+            await self._blobs.put(digest, unread)
 
     async def _drop_blob(self, digest: Digest) -> None:
         """Removes a blob whose row was not stored; what fails here is tidied at the next start."""
@@ -99,20 +125,6 @@ class UploadService:
                 limit=self._max_artifact_bytes,
             )
 
-    async def _check_limit(self, size_bytes: int) -> None:
-        """Other processes' uploads under way are not seen; the limit may be passed by these."""
-        if self._store_limit_bytes is None:
-            return
-        async with self._database.reading() as connection:
-            used = await stored_bytes(connection) + self._keeper.uploading_bytes
-        if used + size_bytes > self._store_limit_bytes:
-            raise NoSpaceError(
-                f"the artifact has {size_bytes} bytes, the store has {used} of at most "
-                f"{self._store_limit_bytes}: delete artifacts or raise "
-                "GRAPHSTASH_STORE_LIMIT_BYTES",
-                limit=self._store_limit_bytes,
-            )
-
     def _refuse_other(self, upload: Upload, stays: Digest) -> bool:
         """False when the same bytes are there; a refusal when others are, or any was too much."""
         if upload.only_if_absent:
@@ -132,3 +144,18 @@ class UploadService:
                 given_digest=upload.digest,
             )
         return False
+
+
+class _Unread:
+    """Chunks that know whether the first one was asked for."""
+
+    def __init__(self, chunks: AsyncIterator[bytes]) -> None:
+        self._chunks = chunks
+        self.is_begun = False
+
+    def __aiter__(self) -> "_Unread":
+        return self
+
+    async def __anext__(self) -> bytes:
+        self.is_begun = True
+        return await anext(self._chunks)

@@ -35,9 +35,9 @@ class MemoryBlobStore:
         """See `BlobStore.put`."""
         used = sum(map(len, self.blobs.values()))
         if self.capacity_bytes is not None and used + digest.size_bytes > self.capacity_bytes:
+            room_bytes = self.capacity_bytes - used
             raise NoSpaceError(
-                f"{digest.size_bytes} bytes do not fit into {self.capacity_bytes}",
-                limit=self.capacity_bytes,
+                f"{digest.size_bytes} bytes do not fit into {room_bytes}", limit=room_bytes
             )
         hasher = DigestHasher()
         taken = bytearray()

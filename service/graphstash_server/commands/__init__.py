@@ -1,0 +1,8 @@
+"""Commands for whoever runs a server: each reads the same settings as `graphstash serve` and works
+on the same database and store, while the servers run.
+
+Everything heavy is imported when a command runs: the client's command line loads these modules only
+to list them.
+"""
+
+__all__: list[str] = []

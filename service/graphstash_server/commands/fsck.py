@@ -1,0 +1,85 @@
+"""`graphstash fsck`: checks that rows, blobs and counters agree."""
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from graphstash_server.commands.running import parse_age, run_with_services, size_of
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from graphstash_server.context import ProcessContext
+
+__all__ = ["fsck"]
+
+_FOUND_SOMETHING = 1
+
+
+def fsck(
+    *,
+    repair: Annotated[
+        bool,
+        typer.Option(
+            "--repair",
+            help="Drop artifacts whose blob is lost or damaged, delete orphans, count anew.",
+        ),
+    ] = False,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Read every blob and compare its SHA-256.")
+    ] = False,
+    orphans_older_than: Annotated[
+        str,
+        typer.Option(help="Age of a blob that no artifact has; a younger one may be an upload."),
+    ] = "1h",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object per line, for scripts.")
+    ] = False,
+) -> None:
+    """Check that every artifact has its blob, and every blob an artifact.
+
+    Exit code 0: nothing found, or everything repaired; 1: something was found. Safe while servers
+    run.
+    """
+    age = parse_age(orphans_older_than)
+    run_with_services(
+        lambda context: _check(context, age=age, is_repair=repair, is_deep=deep, is_json=as_json)
+    )
+
+
+async def _check(
+    context: "ProcessContext", *, age: "timedelta", is_repair: bool, is_deep: bool, is_json: bool
+) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from graphstash_server.clock import system_clock
+
+    total_bytes = sum(
+        namespace.size_bytes for namespace in (await context.statistics.read()).namespaces
+    )
+    found = 0
+    columns = (TextColumn("checking"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not is_deep, transient=True) as progress:
+        bar = progress.add_task("checking", total=total_bytes)
+        async for finding in context.fsck.check(
+            blobs_before=system_clock() - age,
+            is_deep=is_deep,
+            is_repair=is_repair,
+            checked=lambda size_bytes: progress.advance(bar, size_bytes),
+        ):
+            found += 1
+            if is_json:
+                sys.stdout.write(json.dumps(finding._asdict()) + "\n")
+            else:
+                sys.stdout.write(
+                    f"{finding.problem:>10}  {size_of(finding.size_bytes):>9}  {finding.name}\n"
+                )
+    if not is_json:
+        done = " and repaired" if is_repair and found else ""
+        sys.stdout.write(f"{found} problems found{done}\n")
+    if found and not is_repair:
+        raise SystemExit(_FOUND_SOMETHING)

@@ -1,0 +1,214 @@
+"""Evictor: keeps the store and the namespaces within their budgets, least value first.
+
+One eviction runs at a time, whatever the number of servers: each page is chosen, counted and
+removed in one transaction under one lock, so that two servers never evict for the same excess. The
+blobs go afterwards (`BlobKeeper.collect_marked`), on all servers side by side.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+from graphstash_server.clock import Clock
+from graphstash_server.db.engine import Database
+from graphstash_server.db.queries.deletions import pending_bytes
+from graphstash_server.db.queries.eviction import (
+    Candidate,
+    evict_artifacts,
+    list_least_valuable,
+)
+from graphstash_server.db.queries.locks import lock_name
+from graphstash_server.db.queries.usage import list_usage, stored_bytes
+from graphstash_server.errors import NoSpaceError
+from graphstash_server.services.blobs import BlobKeeper
+from graphstash_server.services.budget import Budgets
+
+__all__ = ["Evictor"]
+
+_LOGGER = logging.getLogger(__name__)
+
+_PAGE = 200
+"""Artifacts of one transaction: a few milliseconds in which SQLite takes no other writer."""
+
+
+class Evictor:
+    """Used from the event loop only.
+
+    Attributes:
+        is_needed: set when an upload passed a soft limit.
+    """
+
+    def __init__(
+        self, *, database: Database, keeper: BlobKeeper, budgets: Budgets, clock: Clock
+    ) -> None:
+        self.is_needed = asyncio.Event()
+        self._database = database
+        self._keeper = keeper
+        self._budgets = budgets
+        self._clock = clock
+
+    async def ensure_room(self, namespace: str, size_bytes: int) -> None:
+        """Before an upload: evicts what is needed to stay below the hard limits.
+
+        Other processes' uploads under way are not seen; the limit may be passed by these.
+
+        Raises:
+            NoSpaceError: when even that is not enough: too much is pinned, or it is too large.
+        """
+        if self._budgets.are_none:
+            return
+        is_last = False
+        while True:
+            over = await self._over(namespace, size_bytes)
+            if over is None:
+                return
+            if is_last:
+                raise over
+            is_last = True
+            await self._make_room(namespace, size_bytes)
+
+    async def free(self, size_bytes: int) -> bool:
+        """Evicts artifacts of so many bytes because the disk is full; False when there are none."""
+        async with self._database.reading() as connection:
+            goal = await stored_bytes(connection) - size_bytes
+        evicted = await self._shrink(None, goal_bytes=max(goal, 0))
+        await self._keeper.collect_marked(now=self._clock())
+        if evicted:
+            _LOGGER.warning("the disk is full: %d artifacts were evicted for an upload", evicted)
+        return evicted > 0
+
+    async def run(self) -> int:
+        """Evicts until every soft limit is kept; says how many artifacts.
+
+        Raises:
+            ServerError: 503.
+        """
+        self.is_needed.clear()
+        evicted = 0
+        for namespace, goal_bytes in await self._passed():
+            evicted += await self._shrink(namespace, goal_bytes=goal_bytes)
+        if evicted:
+            _LOGGER.info("%d artifacts were evicted", evicted)
+        return evicted
+
+    async def plan(self) -> AsyncIterator[Candidate]:
+        """What `run` would evict now, the namespaces' before the store's."""
+        freed_bytes = 0
+        last: dict[str, Candidate] = {}
+        for namespace, goal_bytes in await self._passed():
+            async with self._database.reading() as connection:
+                excess = await stored_bytes(connection, namespace) - goal_bytes
+            if namespace is None:
+                excess -= freed_bytes
+            after = None
+            while excess > 0:
+                async with self._database.reading() as connection:
+                    page = await list_least_valuable(
+                        connection, namespace=namespace, now=self._clock(), limit=_PAGE, after=after
+                    )
+                fresh = [each for each in page if not _is_planned(each, last)]
+                for candidate in _enough(fresh, excess):
+                    excess -= candidate.digest.size_bytes
+                    if namespace is not None:
+                        freed_bytes += candidate.digest.size_bytes
+                        last[namespace] = candidate
+                    yield candidate
+                if len(page) < _PAGE:
+                    break
+                after = page[-1]
+
+    async def evict(self, chosen: Sequence[Candidate]) -> int:
+        """Evicts artifacts that were chosen for another reason than room; says how many."""
+        async with self._database.writing() as connection:
+            return len(await evict_artifacts(connection, chosen, now=self._clock()))
+
+    async def _over(self, namespace: str, size_bytes: int) -> NoSpaceError | None:
+        """What an upload would pass; notes when it is time to evict."""
+        async with self._database.reading() as connection:
+            stored = await stored_bytes(connection) + self._keeper.uploading_bytes + size_bytes
+            own = await stored_bytes(connection, namespace) + size_bytes
+            pending = await pending_bytes(connection)
+        budget = self._budgets.of(namespace)
+        if self._budgets.store.is_passed_softly(stored) or budget.is_passed_softly(own):
+            self.is_needed.set()
+        if self._budgets.store.is_passed(stored + pending):
+            return _refusal(
+                size_bytes, "the store", stored - size_bytes, self._budgets.store.hard_bytes
+            )
+        if budget.is_passed(own):
+            where = f"the namespace {namespace}"
+            return _refusal(size_bytes, where, own - size_bytes, budget.hard_bytes)
+        return None
+
+    async def _make_room(self, namespace: str, size_bytes: int) -> None:
+        wanted = ((namespace, self._budgets.of(namespace)), (None, self._budgets.store))
+        for name, budget in wanted:
+            if budget.hard_bytes is None:
+                continue
+            under_way = self._keeper.uploading_bytes if name is None else 0
+            room_bytes = budget.hard_bytes - under_way - size_bytes
+            if room_bytes >= 0:  # one that never fits drives nobody out
+                await self._shrink(name, goal_bytes=room_bytes)
+        await self._keeper.collect_marked(now=self._clock())
+
+    async def _passed(self) -> list[tuple[str | None, int]]:
+        """Namespaces, or None for the whole store, above their soft limit, and how far to go."""
+        async with self._database.reading() as connection:
+            usage = await list_usage(connection)
+        sizes: dict[str | None, int] = {each.namespace: each.size_bytes for each in usage}
+        budgets = {name: self._budgets.of(name or "") for name in sizes}
+        budgets[None] = self._budgets.store  # last: what the namespaces free counts for it
+        sizes[None] = sum(sizes.values())
+        return [
+            (name, budget.goal_bytes or 0)
+            for name, budget in budgets.items()
+            if budget.is_passed_softly(sizes[name])
+        ]
+
+    async def _shrink(self, namespace: str | None, *, goal_bytes: int) -> int:
+        """Evicts, a page at a time, until no more than the goal is left; says how many."""
+        evicted = 0
+        while True:
+            async with self._database.writing() as connection:
+                await lock_name(connection, "eviction")
+                excess = await stored_bytes(connection, namespace) - goal_bytes
+                if excess <= 0:
+                    return evicted
+                now = self._clock()
+                page = await list_least_valuable(
+                    connection, namespace=namespace, now=now, limit=_PAGE
+                )
+                chosen = _enough(page, excess)
+                gone = await evict_artifacts(connection, chosen, now=now)
+            evicted += len(gone)
+            if not gone:
+                return evicted
+
+
+def _enough(page: Sequence[Candidate], excess_bytes: int) -> list[Candidate]:
+    """The first of them that have so many bytes together."""
+    chosen = []
+    for candidate in page:
+        if excess_bytes <= 0:
+            break
+        chosen.append(candidate)
+        excess_bytes -= candidate.digest.size_bytes
+    return chosen
+
+
+def _is_planned(candidate: Candidate, last: Mapping[str, Candidate]) -> bool:
+    """Whether its namespace has to evict it already: all up to the last one there."""
+    end = last.get(candidate.key.namespace)
+    return end is not None and (candidate.rank, candidate.key.columns) <= (
+        end.rank,
+        end.key.columns,
+    )
+
+
+def _refusal(size_bytes: int, where: str, used_bytes: int, limit_bytes: int | None) -> NoSpaceError:
+    return NoSpaceError(
+        f"the artifact has {size_bytes} bytes, {where} has {used_bytes} of at most {limit_bytes} "
+        "and nothing more can be evicted: unpin or delete artifacts, or raise the limit "
+        "(GRAPHSTASH_STORE_LIMIT_BYTES, GRAPHSTASH_NAMESPACE_LIMIT_BYTES)",
+        limit=limit_bytes,
+    )

@@ -1,0 +1,239 @@
+"""`graphstash gc`, `fsck`, `pin` and `migrate`, beside a server that runs."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import sqlalchemy as sa
+import typer
+from typer.testing import CliRunner
+
+from graphstash_schema import ArtifactMetadata, Digest
+from graphstash_server.commands.fsck import fsck
+from graphstash_server.commands.gc import gc
+from graphstash_server.commands.migrate import migrate
+from graphstash_server.commands.pin import pin, unpin
+from graphstash_server.db.engine import make_engine
+from graphstash_server.settings import load_settings
+from graphstash_server.testing import LiveServer
+
+BLOB = b"x" * 10_000
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_url(request, tmp_path):
+    if request.param == "postgresql":
+        return request.getfixturevalue("postgres").new_database()
+    return f"sqlite:///{tmp_path / 'graphstash.sqlite3'}"
+
+
+@pytest.fixture
+def serving(tmp_path, database_url, monkeypatch):
+    """A server, and the environment in which the commands find what it uses."""
+    monkeypatch.setenv("GRAPHSTASH_DATA_DIR", str(tmp_path / "data"))
+    monkeypatch.setenv("GRAPHSTASH_DATABASE_URL", database_url)
+    with LiveServer(
+        tmp_path / "data",
+        database_url=database_url,
+        log_level="error",
+        flush_seconds=0.05,
+        maintenance_seconds=3600,
+    ) as server:
+        yield server
+
+
+@pytest.fixture
+def api(serving, connect):
+    return connect(serving.url)
+
+
+def run(command, *arguments, status=0):
+    app = typer.Typer()
+    app.command()(command)
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def put(api, count, size=10_000):
+    for number in range(count):
+        blob = str(number).encode().ljust(size, b".")
+        assert api.put(blob, number, seconds=1 + number).status_code == 201
+
+
+def lines(output):
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+
+
+def test_nothing_to_do_is_said(api):
+    put(api, 2)
+
+    assert "0 artifacts evicted" in run(gc)
+    assert "0 problems found" in run(fsck, "--deep")
+
+
+def test_a_dry_run_prints_what_would_go_and_changes_nothing(api, monkeypatch, files_in):
+    put(api, 5)
+    monkeypatch.setenv("GRAPHSTASH_SOFT_LIMIT_BYTES", "25000")
+
+    printed = run(gc, "--dry-run")
+    assert printed.count("over the soft limit") == 3
+    assert api.path(0) in printed
+    assert "3 artifacts would be evicted (29.3 KiB)" in printed
+    assert len(files_in()) == 5
+
+    records = lines(run(gc, "-n", "--json"))
+    assert [record["artifact"] for record in records] == [api.path(number) for number in range(3)]
+    assert records[1]["compile_seconds"] == 2.0
+    assert {record["reason"] for record in records} == {"over the soft limit"}
+
+    assert "3 artifacts evicted; 3 blobs deleted" in run(gc)
+    assert len(files_in()) == 2
+
+
+def test_what_nobody_used_for_long_can_be_evicted(api, database_url):
+    put(api, 3)
+    execute(
+        database_url,
+        "UPDATE artifacts SET last_used_at = '2026-01-02 03:04:05' "
+        f"WHERE fingerprint <> '{api.fingerprint(1)}'",
+    )
+
+    assert "0 artifacts evicted" in run(gc, "--unused-for", "90d", "--namespace", "other")
+    assert "2 artifacts evicted" in run(gc, "--unused-for", "90d", "--namespace", "team")
+    assert api.http.head(api.path(1)).status_code == 200
+
+
+def test_artifacts_of_a_toolchain_can_be_evicted(api):
+    for number, toolchain in enumerate(["torch 2.6.0", "torch 2.7.0"]):
+        metadata = ArtifactMetadata(compile_seconds=1, raw_size_bytes=1, toolchain=toolchain)
+        api.put(BLOB, number, **{"Graphstash-Metadata": metadata.to_header()})
+
+    assert "1 artifacts evicted" in run(gc, "--toolchain", "torch 2.6*")
+    assert api.http.head(api.path(0)).status_code == 404
+    assert api.http.head(api.path(1)).status_code == 200
+
+
+def test_an_age_that_is_none_is_refused_by_name(api):
+    assert "'ninety days' is no age" in run(gc, "--unused-for", "ninety days", status=2)
+
+
+def test_orphans_go_when_they_are_old_enough(api, serving, files_in):
+    put(api, 1)
+    orphan = Digest.of(b"nobody's")
+    path = serving.data_dir / "blobs" / "sha256" / orphan.sha256[:2] / orphan.sha256
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"nobody's")
+
+    assert "0 blobs without an artifact" in run(gc)
+    assert "1 blobs without an artifact (8 B)" in run(gc, "--orphans-older-than", "0s")
+    assert len(files_in()) == 1
+
+
+def test_fsck_finds_and_repairs_every_kind_of_damage(api, serving, files_in, database_url):
+    put(api, 4)
+    blobs = {path.read_bytes()[:1]: path for path in files_in()}
+    blobs[b"0"].unlink()
+    blobs[b"1"].write_bytes(b"cut")
+    blobs[b"2"].write_bytes(b"2".ljust(10_000, b"?"))
+    (blobs[b"3"].parent / blobs[b"3"].name.replace("0", "1")).write_bytes(b"orphan")
+    execute(database_url, "UPDATE usage SET size_bytes = size_bytes + 77")
+
+    found = lines(run(fsck, "--json", "--orphans-older-than", "0s", status=1))
+    kinds = sorted(finding["problem"] for finding in found)
+    assert kinds == ["lost", "lost", "miscounted", "orphan"]
+    deep = lines(run(fsck, "--json", "--deep", "--orphans-older-than", "0s", status=1))
+    damaged = [finding["name"] for finding in deep if finding["problem"] == "damaged"]
+    assert api.path(2) in damaged
+
+    repaired = run(fsck, "--deep", "--repair", "--orphans-older-than", "0s")
+    assert "found and repaired" in repaired
+    assert "0 problems found" in run(fsck, "--deep", "--orphans-older-than", "0s")
+    assert [api.http.head(api.path(number)).status_code for number in range(4)] == [
+        *[404] * 3,
+        200,
+    ]
+    assert api.stats()["artifacts"] == 1
+    assert api.put(b"0".ljust(10_000, b"."), 0).status_code == 201
+
+
+def execute(url, statement):
+    """Changes the database behind the server's back."""
+
+    async def change():
+        engine = make_engine(sa.make_url(load_settings(database_url=url).database_url))
+        async with engine.begin() as connection:
+            await connection.execute(sa.text(statement))
+        await engine.dispose()
+
+    asyncio.run(change())
+
+
+def test_a_job_is_pinned_and_unpinned(api, monkeypatch):
+    put(api, 3)
+    api.http.put("/v1/team/manifests/gpt", json={"keys": [api.key(0)]}).raise_for_status()
+    monkeypatch.setenv("GRAPHSTASH_SOFT_LIMIT_BYTES", "10000")
+
+    assert "1 artifacts of the job gpt are pinned" in run(
+        pin, "gpt", "--namespace", "team", "--for", "30d"
+    )
+    assert "2 artifacts evicted" in run(gc)
+    assert "0 artifacts evicted" in run(gc)
+    assert "not pinned any more" in run(unpin, "gpt", "--namespace", "team")
+    monkeypatch.setenv("GRAPHSTASH_SOFT_LIMIT_BYTES", "9000")
+    assert "1 artifacts evicted" in run(gc)
+
+
+def test_a_job_without_a_manifest_is_named(api):
+    assert "the job nobody has no manifest" in run(pin, "nobody", status=1)
+    assert "Nobody!" in run(pin, "x", "--namespace", "Nobody!", status=2)
+
+
+def test_the_commands_need_a_migrated_database(tmp_path, monkeypatch, database_url):
+    monkeypatch.setenv("GRAPHSTASH_DATA_DIR", str(tmp_path / "new"))
+    monkeypatch.setenv("GRAPHSTASH_DATABASE_URL", database_url)
+    assert "no data directory" in run(gc, status=1)
+    assert "graphstash migrate" in run(migrate, "--check", status=1)
+    assert "graphstash migrate" in run(gc, status=1)
+
+    assert "revision none and is at 0002" in run(migrate)
+    assert "nothing to do" in run(migrate, "--check")
+    assert "0 artifacts evicted" in run(gc)
+
+
+def test_a_bad_setting_is_one_line(monkeypatch):
+    monkeypatch.setenv("GRAPHSTASH_SOFT_LIMIT_BYTES", "much")
+
+    assert "GRAPHSTASH_SOFT_LIMIT_BYTES=much is not valid" in run(gc, status=2)
+
+
+def test_limits_in_the_wrong_order_are_refused(monkeypatch):
+    monkeypatch.setenv("GRAPHSTASH_STORE_LIMIT_BYTES", "1GiB")
+    monkeypatch.setenv("GRAPHSTASH_SOFT_LIMIT_BYTES", "2GiB")
+
+    assert "eviction has to begin before uploads are refused" in run(gc, status=2)
+
+
+def test_a_bad_database_url_is_refused_without_its_password(monkeypatch):
+    monkeypatch.setenv("GRAPHSTASH_DATABASE_URL", "mysql://root:hunter2@db/x")
+
+    printed = run(gc, status=2)
+    assert "postgresql://<user>:<password>@<host>/<database>" in printed
+    assert "hunter2" not in printed
+
+
+def test_the_installed_command_finds_them(serving, database_url):
+    environment = {**os.environ, "GRAPHSTASH_DATABASE_URL": database_url}
+    command = [sys.executable, "-m", "graphstash", "gc", "--dry-run"]
+
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+
+    assert "0 artifacts would be evicted" in done.stdout
+
+
+@pytest.fixture
+def files_in(serving, stored_files):
+    return lambda: stored_files(serving.data_dir)

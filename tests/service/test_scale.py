@@ -1,0 +1,164 @@
+"""A million artifacts cost no more than a thousand: whatever is asked often, or in a loop, goes by
+an index. The figures are in `make bench` (million)."""
+
+import asyncio
+import tracemalloc
+
+import pytest
+from sqlalchemy import event, text
+
+from graphstash_schema import ArtifactKey, Digest, LeaseRequest, Namespace
+from graphstash_server.clock import system_clock
+from graphstash_server.context import open_services, prepare_database
+from graphstash_server.keys import StoredKey
+from graphstash_server.services.commits import Upload
+from graphstash_server.services.leases import Acquisition
+from graphstash_server.settings import load_settings
+from graphstash_server.testing.stores import as_chunks
+from support.filling import BLOB_BYTES, fill, fingerprint
+
+COUNT = 20_000
+
+
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def filled(request, tmp_path_factory):
+    """Settings of a server with many artifacts, all in one namespace."""
+    directory = tmp_path_factory.mktemp("filled")
+    url = f"sqlite:///{directory / 'graphstash.sqlite3'}"
+    if request.param == "postgresql":
+        url = request.getfixturevalue("postgres").new_database()
+    settings = load_settings(
+        data_dir=directory,
+        database_url=url,
+        min_free_bytes=0,
+        soft_limit_bytes=COUNT * BLOB_BYTES // 2,
+    )
+    asyncio.run(prepare_database(settings, is_migrating=True))
+    fill(settings.database_url, directory, COUNT)
+    return settings
+
+
+def key(number):
+    return StoredKey.of(
+        Namespace("bench"), ArtifactKey.parse("torch_xla", "cpu-bench", fingerprint(number))
+    )
+
+
+def upload(number):
+    blob = f"new {number}".encode()
+    return (
+        Upload(
+            key=key(COUNT + number),
+            digest=Digest.of(blob),
+            metadata_header="",
+            compile_seconds=1,
+            toolchain="",
+            only_if_absent=False,
+        ),
+        as_chunks(blob),
+    )
+
+
+class Statements:
+    """Everything that is executed, with its parameters."""
+
+    def __init__(self, database):
+        self.seen = {}
+        for engine in (database._reading, database._writing):
+            event.listen(engine.sync_engine, "before_cursor_execute", self._note)
+
+    def _note(self, *arguments):
+        _, _, statement, parameters, _, executemany = arguments
+        given = parameters[0] if executemany else parameters
+        if statement.lstrip().startswith(("SELECT", "UPDATE", "DELETE", "INSERT")):
+            self.seen.setdefault(statement, given)
+
+
+async def plan_of(database, statement, parameters):
+    """How a statement is executed; on PostgreSQL: whether it can do without reading everything,
+    which it may prefer for a table as small as this one."""
+    explain = "EXPLAIN " if database.is_postgresql else "EXPLAIN QUERY PLAN "
+    async with database._writing.begin() as connection:
+        if database.is_postgresql:
+            await connection.exec_driver_sql("SET LOCAL enable_seqscan = off")
+        result = await connection.exec_driver_sql(explain + statement, parameters)
+        return "\n".join(str(row[-1]) for row in result)
+
+
+def reads_everything(plan):
+    """SQLite says SCAN <table> for it, and USING INDEX when only the index is walked; a walk along
+    an index that a LIMIT ends is what paging is."""
+    for line in plan.splitlines():
+        if "Seq Scan on artifacts" in line:
+            return True
+        if line.startswith("SCAN artifacts") and "INDEX" not in line:
+            return True
+    return False
+
+
+def test_what_is_asked_often_goes_by_an_index(filled):
+    async def test():
+        async with open_services(filled, blob_store=None, clock=system_clock) as context:
+            statements = Statements(context.database)
+            artifact = await context.artifacts.open(key(7))
+            await artifact.reader.close()
+            await context.artifacts.find(key(8))
+            asked = [key(number) for number in range(0, COUNT, 20)]
+            assert len(await context.artifacts.lookup(Namespace("bench"), asked)) == len(asked)
+            context.accounting.count_hit(key(7), saved_seconds=1)
+            await context.accounting.flush()
+            await context.uploads.publish(*upload(0))
+            await context.leases.acquire(
+                Acquisition(key(COUNT + 9), LeaseRequest(), 0.0),
+                gone=asyncio.get_running_loop().create_future(),
+            )
+            await context.artifacts.delete(key(9))
+            await context.evictor.ensure_room("bench", 10)
+            plans = {
+                statement: await plan_of(context.database, statement, parameters)
+                for statement, parameters in statements.seen.items()
+                if "artifacts" in statement
+            }
+            assert len(plans) > 6
+            for statement, plan in plans.items():
+                assert not reads_everything(plan), f"{statement[:500]}\n{plan[:500]}"
+
+    asyncio.run(test())
+
+
+def test_eviction_pages_along_the_order_of_value(filled):
+    async def test():
+        async with open_services(filled, blob_store=None, clock=system_clock) as context:
+            statements = Statements(context.database)
+            planned = [candidate async for candidate in context.evictor.plan()]
+            ranks = [candidate.rank for candidate in planned]
+            assert ranks == sorted(ranks)
+            assert len(planned) > COUNT // 2
+            choosing = [each for each in statements.seen if "ORDER BY artifacts.rank" in each]
+            assert choosing
+            for statement in choosing:
+                plan = await plan_of(context.database, statement, statements.seen[statement])
+                assert "ix_artifacts_rank" in plan, plan
+                assert not reads_everything(plan)
+
+    asyncio.run(test())
+
+
+def test_an_eviction_takes_the_memory_of_a_page(filled):
+    """Eleven thousand artifacts go; what one of them needs is some kilobytes."""
+
+    async def test():
+        async with open_services(filled, blob_store=None, clock=system_clock) as context:
+            tracemalloc.start()
+            evicted = await context.evictor.run()
+            _, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            async with context.database.reading() as connection:
+                left = await connection.scalar(text("SELECT count(*) FROM artifacts"))
+            return evicted, left, peak
+
+    evicted, left, peak = asyncio.run(test())
+    assert evicted > COUNT // 2
+    assert left * BLOB_BYTES <= COUNT * BLOB_BYTES // 2
+    print(f"{evicted} artifacts were evicted with {peak / 1e6:.1f} MB at most")
+    assert peak < 8 * 1024**2
