@@ -4,7 +4,9 @@ import os
 import pytest
 
 from support.jobs import Jobs
+from support.moto import CREDENTIALS, Moto
 from support.server import Server
+from support.swift import Swift
 
 _numbers = itertools.count()
 
@@ -37,3 +39,25 @@ def jobs():
     jobs = Jobs()
     yield jobs
     jobs.close()
+
+
+@pytest.fixture(scope="session")
+def moto():
+    """A quick S3; take a bucket of your own."""
+    with Moto() as moto:
+        yield moto
+
+
+@pytest.fixture(scope="session")
+def swift(tmp_path_factory):
+    """A real S3; take a bucket of your own."""
+    with Swift(tmp_path_factory.mktemp("swift")) as swift:
+        yield swift
+
+
+@pytest.fixture
+def s3_credentials(monkeypatch):
+    """Credentials in the environment, as users give them."""
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    return CREDENTIALS

@@ -3,6 +3,9 @@
 httpx bounds the wait for each piece of data, not their sum: a server that sends one byte of a
 header every second would hold a job for ever. Here every wait is also bounded by the time that is
 left of the whole call. Uses httpcore's documented network-backend interface.
+
+A server may close a connection just as the next request goes out on it; a worker that ends does.
+Such a request is sent again, once, on a connection of its own, before anybody counts a failure.
 """
 
 import ipaddress
@@ -58,14 +61,40 @@ class DeadlineTransport(httpx.HTTPTransport):
     def __init__(self, limits: httpx.Limits, *, tls: bool) -> None:
         # Loading the certificate authorities takes some 20 ms: only where they are needed.
         super().__init__(limits=limits, verify=False, trust_env=False)
-        self._current = threading.local()
+        self._current = _Current()
+        context = ssl.create_default_context() if tls else None
         self._pool = httpcore.ConnectionPool(
-            ssl_context=ssl.create_default_context() if tls else None,
+            ssl_context=context,
             max_connections=limits.max_connections,
             max_keepalive_connections=limits.max_keepalive_connections,
             keepalive_expiry=limits.keepalive_expiry,
             network_backend=_Backend(self._current),
         )
+        self._unkept = httpx.HTTPTransport(verify=False, trust_env=False)
+        self._unkept._pool = httpcore.ConnectionPool(  # noqa: SLF001 - as above
+            ssl_context=context,
+            max_connections=limits.max_connections,
+            max_keepalive_connections=0,
+            network_backend=_Backend(self._current),
+        )
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        """Sends a request and reads the head of its answer."""
+        if not isinstance(request.stream, httpx.ByteStream):
+            # A body that is streamed cannot be sent twice: it never meets an old connection.
+            return self._unkept.handle_request(request)
+        self._current.is_fresh = self._current.is_answered = False
+        try:
+            return super().handle_request(request)
+        except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+            if self._current.is_fresh or self._current.is_answered:
+                raise
+        return self._unkept.handle_request(request)
+
+    def close(self) -> None:
+        """Closes every connection."""
+        self._unkept.close()
+        super().close()
 
     @contextmanager
     def within(self, deadline: Deadline) -> Iterator[None]:
@@ -77,8 +106,18 @@ class DeadlineTransport(httpx.HTTPTransport):
             self._current.deadline = None
 
 
+class _Current(threading.local):
+    """The call that this thread makes."""
+
+    deadline: Deadline | None = None
+    is_fresh = False
+    """A connection was opened for it."""
+    is_answered = False
+    """A byte of the answer came."""
+
+
 class _Backend(httpcore.NetworkBackend):
-    def __init__(self, current: threading.local) -> None:
+    def __init__(self, current: _Current) -> None:
         self._current = current
         self._inner = httpcore.SyncBackend()
 
@@ -90,6 +129,7 @@ class _Backend(httpcore.NetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.NetworkStream:
+        self._current.is_fresh = True
         bounded = _bounded(self._current, timeout)
         stream = self._inner.connect_tcp(
             _address(host, bounded), port, bounded, local_address, socket_options
@@ -98,12 +138,14 @@ class _Backend(httpcore.NetworkBackend):
 
 
 class _Stream(httpcore.NetworkStream):
-    def __init__(self, inner: httpcore.NetworkStream, current: threading.local) -> None:
+    def __init__(self, inner: httpcore.NetworkStream, current: _Current) -> None:
         self._inner = inner
         self._current = current
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        return self._inner.read(max_bytes, _bounded(self._current, timeout))
+        data = self._inner.read(max_bytes, _bounded(self._current, timeout))
+        self._current.is_answered |= data != b""
+        return data
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
         # The time-out below counts anew for every piece that the kernel takes.
@@ -149,8 +191,8 @@ def _address(host: str, timeout: float | None) -> str:
     return found[0]
 
 
-def _bounded(current: threading.local, timeout: float | None) -> float | None:
-    deadline: Deadline | None = getattr(current, "deadline", None)
+def _bounded(current: _Current, timeout: float | None) -> float | None:
+    deadline = current.deadline
     if deadline is None:
         return timeout
     left = deadline.left_seconds

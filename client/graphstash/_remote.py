@@ -79,6 +79,16 @@ class Remote:
             CacheError: the server cannot say, or its bytes are not what it announced.
         """
         deadline = Deadline(self.config.fetch_seconds)
+        took_redirects = self._transport.takes_redirects
+        try:
+            return self._download(key, target, deadline)
+        except (TransportError, VerificationError):
+            if self._transport.takes_redirects or not took_redirects:
+                raise
+        # Where the server sent us, the blob could not be had: the server itself has it.
+        return self._download(key, target, deadline)
+
+    def _download(self, key: ArtifactKey, target: Path, deadline: Deadline) -> int | None:
         path = key.artifact_path(self.config.namespace)
         with self._transport.download(path, deadline=deadline) as (answer, chunks):
             if answer.status == 404:
@@ -105,6 +115,8 @@ class Remote:
                 raise LocalTierError(f"{target}: {error}") from error
         received = hasher.digest()
         if received != announced:
+            if answer.is_redirected:
+                self._transport.takes_redirects = False
             raise VerificationError(
                 Reason.DIGEST_MISMATCH,
                 f"{key}: announced {announced} ({announced.size_bytes} bytes), "

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import httpx
-from pydantic import ValidationError
 
 from graphstash._breaker import CircuitBreaker
 from graphstash._config import ClientConfig
@@ -24,9 +23,15 @@ from graphstash._errors import (
     RefusedError,
     TransportError,
 )
+from graphstash._failures import named_failures, problem_of, retry_after
 from graphstash._network import Deadline, DeadlineTransport
-from graphstash_schema import ErrorCode, Problem
-from graphstash_schema.protocol import HEADER_PROTOCOL, PROTOCOL_VERSION
+from graphstash._redirect import RedirectClient, place_of
+from graphstash_schema import ErrorCode
+from graphstash_schema.protocol import (
+    HEADER_ACCEPT_REDIRECT,
+    HEADER_PROTOCOL,
+    PROTOCOL_VERSION,
+)
 
 __all__ = ["Answer", "Transport"]
 
@@ -45,11 +50,14 @@ _PASSING: Final = (429, 503)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer below 400. `body` is empty for a streamed call."""
+    """An answer below 400. `body` is empty for a streamed call; `is_redirected` tells whether its
+    bytes come from another place than the server.
+    """
 
     status: int
     headers: Mapping[str, str]
     body: bytes = b""
+    is_redirected: bool = False
 
 
 class Transport:
@@ -58,6 +66,10 @@ class Transport:
     Args:
         config: URL and time limits.
         breaker: shared by all calls of this transport.
+
+    Attributes:
+        takes_redirects: whether downloads may come from where the server says. The first that
+            fails there ends this for the process, and says nothing against the server.
     """
 
     def __init__(self, config: ClientConfig, *, breaker: CircuitBreaker | None = None) -> None:
@@ -66,6 +78,8 @@ class Transport:
         self._lock = threading.Lock()  # guards the client of this process
         self._connection: tuple[int, httpx.Client, DeadlineTransport] | None = None
         self._closed = False
+        self._redirects = RedirectClient()
+        self.takes_redirects = True
 
     def call(
         self,
@@ -117,8 +131,38 @@ class Transport:
             CacheError: of the class and reason that fit, also while the body is iterated.
         """
         headers = {"Accept-Encoding": "identity"}  # a proxy must not touch the bytes
+        if self.takes_redirects:
+            headers[HEADER_ACCEPT_REDIRECT] = "1"
         with self._stream("GET", path, headers=headers, deadline=deadline) as response:
-            yield Answer(response.status_code, response.headers), response.iter_raw(1024**2)
+            answer = Answer(response.status_code, response.headers)
+            if answer.status != 307:
+                yield answer, response.iter_raw(1024**2)
+                return
+            _read_small(response)
+        try:
+            with self._followed(answer, deadline) as followed:
+                yield followed
+        except TransportError:
+            self.takes_redirects = False
+            raise
+
+    @contextmanager
+    def _followed(
+        self, answer: Answer, deadline: Deadline
+    ) -> Iterator[tuple[Answer, Iterator[bytes]]]:
+        """What the server announced, and the bytes from where it sent us."""
+        location = answer.headers.get("Location", "")
+        with (
+            named_failures(place_of(location)),
+            self._redirects.get(location, deadline=deadline, timeout=self._timeout()) as response,
+        ):
+            if response.status_code != 200:
+                raise TransportError(
+                    Reason.PROTOCOL, f"{place_of(location)} answered {response.status_code}"
+                )
+            headers = httpx.Headers(dict(answer.headers))
+            headers["Content-Length"] = response.headers.get("Content-Length", "")
+            yield Answer(200, headers, is_redirected=True), response.iter_raw(1024**2)
 
     def upload(
         self, path: str, *, headers: Mapping[str, str], chunks: Iterable[bytes], size_bytes: int
@@ -147,6 +191,14 @@ class Transport:
                 self._connection[1].close()
             self._connection = None
             self._closed = True
+        self._redirects.close()
+
+    def _timeout(self, patience_seconds: float = 0.0) -> httpx.Timeout:
+        return httpx.Timeout(
+            self._config.first_byte_seconds + patience_seconds,
+            connect=self._config.connect_seconds,
+            pool=self._config.first_byte_seconds,
+        )
 
     def _connected(self) -> tuple[httpx.Client, DeadlineTransport]:
         # A forked child must not speak on its parent's sockets.
@@ -182,13 +234,9 @@ class Transport:
     ) -> Iterator[httpx.Response]:
         if not self._breaker.allows():
             raise TransportError(Reason.CIRCUIT_OPEN, "earlier calls failed; pausing")
-        timeout = httpx.Timeout(
-            self._config.first_byte_seconds + patience_seconds,
-            connect=self._config.connect_seconds,
-            pool=self._config.first_byte_seconds,
-        )
+        timeout = self._timeout(patience_seconds)
         try:
-            with _mapped(self._config.url):
+            with named_failures(self._config.url):
                 client, transport = self._connected()
                 with (
                     transport.within(deadline),
@@ -223,12 +271,14 @@ class Transport:
             )
         if status < 300 or (status == 404 and response.request.method == "GET"):
             return
+        if status == 307 and HEADER_ACCEPT_REDIRECT in response.request.headers:
+            return
         if status < 400:
             raise TransportError(Reason.PROTOCOL, f"unexpected redirect ({status})")
-        problem = _problem_of(_read_small(response))
+        problem = problem_of(_read_small(response))
         detail = problem.detail if problem else f"{self._config.url} answered {status}"
         if status in _PASSING:
-            raise BusyError(detail, retry_after_seconds=_retry_after(response))
+            raise BusyError(detail, retry_after_seconds=retry_after(response))
         code = problem.code if problem else None
         kind = _CLASS_OF_CODE.get(code, RefusedError) if code else RefusedError
         raise kind(detail, code=code, status=status)
@@ -243,43 +293,3 @@ def _read_small(response: httpx.Response) -> bytes:
                 Reason.PROTOCOL, f"an answer of more than {_SMALL_BODY_BYTES} bytes"
             )
     return bytes(body)
-
-
-def _problem_of(body: bytes) -> Problem | None:
-    try:
-        return Problem.model_validate_json(body)
-    except ValidationError:
-        return None
-
-
-def _retry_after(response: httpx.Response) -> float:
-    # The HTTP-date form of Retry-After is not worth a parser here: our server sends seconds.
-    value = response.headers.get("Retry-After", "")
-    return float(value) if value.isdigit() else 1.0
-
-
-@contextmanager
-def _mapped(url: str) -> Iterator[None]:
-    """Turns httpx's exceptions into ours, most specific first (tests check that none is left)."""
-    try:
-        yield
-    except httpx.ConnectTimeout as error:
-        raise TransportError(Reason.CONNECT, f"{url}: no connection in time") from error
-    except httpx.TimeoutException as error:
-        raise TransportError(Reason.TIMEOUT, f"{url}: {type(error).__name__}") from error
-    except (httpx.ConnectError, httpx.ProxyError, httpx.UnsupportedProtocol) as error:
-        raise TransportError(Reason.CONNECT, f"{url}: {error}") from error
-    except httpx.RemoteProtocolError as error:
-        raise TransportError(_reason_of(error), f"{url}: {error}") from error
-    except httpx.NetworkError as error:
-        raise TransportError(Reason.RESET, f"{url}: {error}") from error
-    except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
-        raise TransportError(Reason.PROTOCOL, f"{url}: {error}") from error
-
-
-def _reason_of(error: httpx.RemoteProtocolError) -> Reason:
-    # httpx has one class for three cases and tells them apart in the text only.
-    text = str(error)
-    if "peer closed connection without sending complete message body" in text:
-        return Reason.TRUNCATED
-    return Reason.RESET if "disconnected without sending" in text else Reason.PROTOCOL

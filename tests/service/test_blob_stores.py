@@ -1,8 +1,9 @@
-"""Both blob stores keep one contract; the disk store also behaves like a dictionary."""
+"""All blob stores keep one contract; the disk store also behaves like a dictionary."""
 
 import asyncio
 import contextlib
 import fcntl
+import itertools
 import os
 import tempfile
 from pathlib import Path
@@ -20,9 +21,14 @@ from hypothesis.stateful import (
 
 from graphstash_schema import Digest, ErrorCode
 from graphstash_server.errors import NoSpaceError, ServerError
-from graphstash_server.storage import DiskBlobStore
+from graphstash_server.settings import load_settings
+from graphstash_server.storage import DiskBlobStore, TieredBlobStore
+from graphstash_server.storage.s3 import S3BlobStore
 from graphstash_server.storage.space import SpaceGuard
 from graphstash_server.testing import BlobStoreContract, MemoryBlobStore, as_chunks, read_blob
+from support.moto import CREDENTIALS, s3_settings
+
+NUMBERS = itertools.count()
 
 
 class TestMemoryBlobStore(BlobStoreContract):
@@ -38,6 +44,66 @@ class TestDiskBlobStore(BlobStoreContract):
         yield store
         asyncio.run(store.close())
         assert list((tmp_path / "blobs" / "tmp").iterdir()) == []
+
+
+@contextlib.contextmanager
+def opened_s3(data_dir, s3):
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in CREDENTIALS.items():
+            environment.setenv(name, value)
+        settings = s3_settings(s3.url, s3.new_bucket(), data_dir=data_dir)
+        store = S3BlobStore(load_settings(**settings))
+    yield store
+    asyncio.run(store.close())
+    assert list(data_dir.joinpath("spool").iterdir()) == []
+
+
+def emptied(store):
+    """A prefix of its own is as good as a store of its own, and takes no new client."""
+    store._prefix = f"test-{next(NUMBERS)}/blobs/sha256/"
+    return store
+
+
+@pytest.fixture(scope="module")
+def s3_on_moto(tmp_path_factory, moto):
+    with opened_s3(tmp_path_factory.mktemp("moto"), moto) as store:
+        yield store
+
+
+@pytest.fixture(scope="module")
+def s3_on_swift(tmp_path_factory, swift):
+    with opened_s3(tmp_path_factory.mktemp("swift"), swift) as store:
+        yield store
+
+
+class TestS3BlobStoreOnMoto(BlobStoreContract):
+    @pytest.fixture
+    def store(self, s3_on_moto):
+        return emptied(s3_on_moto)
+
+
+class TestS3BlobStoreOnSwift(BlobStoreContract):
+    @pytest.fixture
+    def store(self, s3_on_swift):
+        return emptied(s3_on_swift)
+
+
+class TestTierInFrontOfMemory(BlobStoreContract):
+    @pytest.fixture
+    def store(self, tmp_path):
+        store = TieredBlobStore(MemoryBlobStore(), tmp_path / "tier", limit_bytes=2**30)
+        yield store
+        asyncio.run(store.close())
+        assert list((tmp_path / "tier" / "tmp").iterdir()) == []
+
+
+class TestTierInFrontOfMoto(BlobStoreContract):
+    @pytest.fixture
+    def store(self, tmp_path, s3_on_moto):
+        store = TieredBlobStore(emptied(s3_on_moto), tmp_path / "tier", limit_bytes=2**30)
+        yield store
+        asyncio.run(store.close())
+        assert list((tmp_path / "tier" / "tmp").iterdir()) == []
 
 
 @pytest.fixture

@@ -14,15 +14,17 @@ from graphstash_schema import (
 )
 from graphstash_schema.protocol import (
     API_PREFIX,
+    HEADER_ACCEPT_REDIRECT,
     HEADER_HITS,
     HEADER_METADATA,
     MAX_LOOKUP_KEYS,
 )
-from graphstash_server.api.blobs import BlobResponse
+from graphstash_server.api.blobs import BlobResponse, accelerated_path
 from graphstash_server.api.bodies import body_chunks, check_key_count, json_body, read_model
 from graphstash_server.api.conditions import lists_etag, requested_range
 from graphstash_server.api.paths import IN_KEY, IN_NAMESPACE, KEY, key_of, namespace_of
 from graphstash_server.api.problems import refusals
+from graphstash_server.api.redirects import redirect, takes_link
 from graphstash_server.context import ProcessContext
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
@@ -52,6 +54,7 @@ _BYTES: Final[dict[str, Any]] = {"content": {"application/octet-stream": {}}}
         200: {"description": "the whole blob", **_BYTES},
         206: {"description": "the range that was asked for", **_BYTES},
         304: {"description": "the caller has it: If-None-Match names its ETag"},
+        307: {"description": f"the blob lies at Location; only with {HEADER_ACCEPT_REDIRECT}: 1"},
         **refusals(*_BAD_WORD, ErrorCode.NOT_FOUND, ErrorCode.RANGE_NOT_SATISFIABLE),
     },
     openapi_extra={"parameters": IN_KEY},
@@ -60,6 +63,10 @@ async def get_artifact(request: Request) -> Response:
     """Serves an artifact. Changes nothing but the usage counters."""
     key = key_of(request)
     context: ProcessContext = request.app.state.context
+    if takes_link(request):
+        linked = await context.artifacts.link(key)
+        if linked is not None:
+            return redirect(context, *linked, headers=_headers(linked[0], None))
     artifact = await context.artifacts.open(key)
     if artifact is None:
         context.accounting.count_miss(key)
@@ -80,17 +87,18 @@ async def get_artifact(request: Request) -> Response:
     except BaseException:
         await artifact.reader.close()
         raise
-    start, stop = span or (0, row.digest.size_bytes)
-    if start == 0:
+    if span is None or span[0] == 0:
         context.accounting.count_hit(key, saved_seconds=row.compile_seconds)
     else:
         context.accounting.count_use(key)
+    accelerated = accelerated_path(
+        request, artifact.reader.path, blob_dir=context.settings.blob_dir, span=span
+    )
     return BlobResponse(
         artifact,
-        start=start,
-        stop=stop,
-        status_code=200 if span is None else 206,
+        span=span,
         headers=_headers(row, span),
+        accelerated=accelerated,
         sent=lambda sent_bytes: context.accounting.count_served(key, sent_bytes=sent_bytes),
     )
 
@@ -153,11 +161,13 @@ async def put_artifact(request: Request) -> Response:
     size_bytes = _announced_size(request)
     context.uploads.check_size(size_bytes)
     header = request.headers.get(HEADER_METADATA, "")
+    metadata = ArtifactMetadata.from_header(header) if header else None
     upload = Upload(
         key=key,
         digest=_announced_digest(request, size_bytes),
         metadata_header=header,
-        compile_seconds=ArtifactMetadata.from_header(header).compile_seconds if header else 0.0,
+        compile_seconds=metadata.compile_seconds if metadata else 0.0,
+        toolchain=metadata.toolchain if metadata else "",
         only_if_absent=request.headers.get("if-none-match", "").strip() == "*",
     )
     chunks = body_chunks(request, idle_seconds=context.settings.upload_idle_seconds)

@@ -2,13 +2,19 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
 
+from graphstash_server.errors import StartError
 from graphstash_server.settings import Settings
 from graphstash_server.storage.base import BlobReader, BlobStore
 from graphstash_server.storage.disk import DiskBlobStore
+from graphstash_server.storage.tier import TieredBlobStore
 
-__all__ = ["BlobReader", "BlobStore", "DiskBlobStore", "open_blob_store"]
+if TYPE_CHECKING:
+    from graphstash_server.storage.s3 import S3BlobStore
+
+__all__ = ["BlobReader", "BlobStore", "DiskBlobStore", "TieredBlobStore", "open_blob_store"]
 
 
 @asynccontextmanager
@@ -17,11 +23,39 @@ async def open_blob_store(settings: Settings) -> AsyncIterator[BlobStore]:
 
     Raises:
         OSError: when the directory cannot be made or written.
+        StartError: when the bucket cannot be used.
     """
-    store = await asyncio.to_thread(
-        DiskBlobStore, settings.blob_dir, min_free_bytes=settings.min_free_bytes
-    )
+    async with AsyncExitStack() as stack:
+        if settings.blob_store == "disk":
+            disk = await asyncio.to_thread(
+                DiskBlobStore, settings.blob_dir, min_free_bytes=settings.min_free_bytes
+            )
+            stack.push_async_callback(disk.close)
+            yield disk
+            return
+        bucket = await asyncio.to_thread(_open_s3, settings)
+        stack.push_async_callback(bucket.close)
+        if not settings.tier_limit_bytes:
+            yield bucket
+            return
+        tier = await asyncio.to_thread(
+            TieredBlobStore,
+            bucket,
+            settings.tier_dir,
+            limit_bytes=settings.tier_limit_bytes,
+            min_free_bytes=settings.min_free_bytes,
+        )
+        stack.push_async_callback(tier.close)
+        yield tier
+
+
+def _open_s3(settings: Settings) -> "S3BlobStore":
+    """boto3 is an extra, and takes a third of a second to import."""
     try:
-        yield store
-    finally:
-        await store.close()
+        from graphstash_server.storage.s3 import S3BlobStore
+    except ModuleNotFoundError as error:
+        raise StartError(
+            f"GRAPHSTASH_BLOB_STORE=s3 needs boto3 ({error.name} is missing): "
+            "pip install 'graphstash[server,s3]'"
+        ) from error
+    return S3BlobStore(settings)

@@ -21,7 +21,7 @@ from graphstash_server.storage.base import CHUNK_BYTES, BlobReader
 from graphstash_server.storage.space import SpaceGuard
 from graphstash_server.storage.upload import DiskUpload, remove_abandoned, sync_directory
 
-__all__ = ["DiskBlobStore"]
+__all__ = ["DiskBlobStore", "FileReader", "open_file"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class DiskBlobStore:
 
     async def open(self, digest: Digest) -> BlobReader | None:
         """Opens a blob, see `BlobStore.open`; a small one is read in the same thread hop."""
-        return await self._read(lambda: self._present(_open(self._path(digest), self._readers)))
+        return await self._read(lambda: self._present(open_file(self._path(digest), self._readers)))
 
     async def stat(self, digest: Digest) -> int | None:
         """The size of the file, see `BlobStore.stat`."""
@@ -131,8 +131,8 @@ def _failures_named() -> Iterator[None]:
         ) from error
 
 
-class _FileReader:
-    """An open file; its bytes are read by the store's threads."""
+class FileReader:
+    """A `BlobReader` of an open file; its bytes are read by the store's threads."""
 
     def __init__(
         self,
@@ -150,6 +150,7 @@ class _FileReader:
         self.size_bytes = size_bytes
 
     async def chunks(self, start: int, stop: int) -> AsyncIterator[bytes]:
+        """A part of the file, see `BlobReader.chunks`."""
         if self._small is not None:
             if stop > len(self._small):
                 raise ShortBlobError(f"{self.path.name} ends at {len(self._small)}, not {stop}")
@@ -166,12 +167,14 @@ class _FileReader:
             yield chunk
 
     async def close(self) -> None:
+        """Closes the file."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
 
 
-def _open(path: Path, threads: ThreadPoolExecutor) -> _FileReader | None:
+def open_file(path: Path, threads: ThreadPoolExecutor) -> FileReader | None:
+    """Opens a file, and reads it at once when it is small; None when it is absent. Blocks."""
     try:
         fd = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -182,7 +185,7 @@ def _open(path: Path, threads: ThreadPoolExecutor) -> _FileReader | None:
         small = os.pread(fd, CHUNK_BYTES + 1, 0)
         os.close(fd)
         fd = -1
-    return _FileReader(fd=fd, path=path, size_bytes=size_bytes, small=small, threads=threads)
+    return FileReader(fd=fd, path=path, size_bytes=size_bytes, small=small, threads=threads)
 
 
 def _size(path: Path) -> int | None:

@@ -92,7 +92,7 @@ class ServerProcess:
     Attributes:
         url: where it listens.
         data_dir: where it keeps its data.
-        process: the running process.
+        process: the running process; with several workers, their parent.
     """
 
     def __init__(
@@ -126,6 +126,7 @@ class ServerProcess:
                 stdout=log,
                 stderr=log,
                 env={**inherited, "PYTHONUNBUFFERED": "1", **(environment or {})},
+                start_new_session=True,  # so that its workers can be killed with it
             )
         self.url = self._wait_for_url(start)
 
@@ -140,10 +141,34 @@ class ServerProcess:
         pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
-    def kill(self) -> None:
-        """Ends it as a power cut would: at once, with nothing flushed."""
-        self.process.send_signal(signal.SIGKILL)
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self.url.rpartition(":")[2])
+
+    @property
+    def workers(self) -> set[int]:
+        """The processes that it has forked and that are alive."""
+        pid = self.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return {int(child) for child in children}
+
+    def kill(self, *, tree: bool = False) -> None:
+        """Ends it as a power cut would: at once, with nothing flushed.
+
+        Args:
+            tree: its workers, too, as when a container is killed; else they outlive it for the
+                moment that they need to see that it is gone.
+        """
+        if tree:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        else:
+            self.process.send_signal(signal.SIGKILL)
         self.process.wait(_STOP_SECONDS)
+
+    def kill_worker(self, pid: int) -> None:
+        """Kills one of its workers."""
+        os.kill(pid, signal.SIGKILL)
 
     def stop(self) -> int:
         """Ends it gracefully; returns its exit code."""

@@ -1,0 +1,205 @@
+"""Bucket: one S3 bucket, its threads, and what its failures mean.
+
+Only two answers are taken at their word: the object, and "no such key" of a bucket that is there.
+Whatever else happens is `unavailable`: a store that cannot be asked must never look like one that
+lost its blobs.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import datetime
+from time import monotonic
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
+from botocore.parsers import ResponseParserError
+from urllib3.exceptions import HTTPError
+
+from graphstash_schema import ErrorCode
+from graphstash_server.errors import NoSpaceError, ServerError, StartError
+from graphstash_server.settings import Settings
+from graphstash_server.storage.quiet import QuietLog
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
+
+__all__ = ["FAILURES", "UPLOAD_REQUESTS", "Bucket"]
+
+_LOGGER = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+FAILURES: Final = (ClientError, BotoCoreError, ResponseParserError, HTTPError, OSError)
+"""Everything that boto3 raises when a bucket does not answer as it should."""
+
+_THREADS = 32
+"""Most calls at a time; each waits for the network and costs next to nothing meanwhile."""
+
+UPLOAD_REQUESTS = 8
+"""Most parts of large blobs that are sent at a time, by all uploads together."""
+
+_CONNECT_SECONDS = 2.0
+_READ_SECONDS = 10.0
+_ATTEMPTS = 3
+
+_KNOWN_SECONDS = 5.0
+"""How long a bucket that was there is taken to be still there."""
+
+_ABSENT = frozenset({"404", "NoSuchKey", "NotFound"})
+_NO_BUCKET = frozenset({"NoSuchBucket", "404", "NotFound"})
+_REFUSED = frozenset({401, 403})
+
+
+class Bucket:
+    """Safe for many threads.
+
+    Attributes:
+        client: boto3's; its calls block and raise `FAILURES`.
+        name: of the bucket.
+        threads: where the calls run.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        """Makes sure that the bucket can be used. Blocks.
+
+        Raises:
+            StartError: when it cannot be reached, does not exist or refuses the credentials.
+        """
+        self.name = settings.s3_bucket
+        self._endpoint = settings.s3_endpoint_url or "AWS"
+        self._known_until = 0.0
+        self._log = QuietLog(_LOGGER)
+        self._is_closing = threading.Event()
+        try:
+            self.client = _connect(settings)
+            self.client.head_bucket(Bucket=self.name)
+        except (*FAILURES, ValueError) as error:
+            raise StartError(
+                f"GRAPHSTASH_S3_BUCKET={self.name} cannot be used at {self._endpoint} "
+                f"({_cause(error)}): {_way_out(error)}"
+            ) from error
+        self.threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="s3")
+
+    async def call(self, operation: str, function: Callable[[], T]) -> T:
+        """Runs a function in a thread.
+
+        Raises:
+            ServerError: `unavailable`, when the bucket does not answer.
+        """
+        with self.failures_named(operation):
+            return await asyncio.get_running_loop().run_in_executor(self.threads, function)
+
+    @contextmanager
+    def failures_named(self, operation: str) -> Iterator[None]:
+        """Turns what boto3 raises into a refusal that names bucket, operation, cause, way out."""
+        try:
+            yield
+        except FAILURES as error:
+            detail = (
+                f"the bucket {self.name} at {self._endpoint} failed to {operation} "
+                f"({_cause(error)}): {_way_out(error)}"
+            )
+            self._log.warning(detail)
+            if _status(error) == 507:
+                raise NoSpaceError(detail) from error
+            raise ServerError(ErrorCode.UNAVAILABLE, detail) from error
+
+    def unless_absent(self, function: Callable[[], T]) -> T | None:
+        """What a call answers; None when the bucket is there and the object is not. Blocks.
+
+        Raises:
+            ClientError: any other refusal; a missing bucket is one, whatever the call said.
+        """
+        try:
+            return function()
+        except ClientError as error:
+            if error.response["Error"].get("Code") not in _ABSENT:
+                raise
+        if monotonic() > self._known_until:
+            self.client.head_bucket(Bucket=self.name)
+            self._known_until = monotonic() + _KNOWN_SECONDS
+        return None
+
+    def close(self) -> None:
+        """Waits for the threads; no call may follow. Blocks."""
+        self._is_closing.set()
+        self.threads.shutdown()
+        self.client.close()
+
+    def abort_abandoned(self, prefix: str, *, before: datetime) -> None:
+        """Ends the uploads in parts that began earlier and never ended. Blocks.
+
+        The outermost frame of its thread: what fails here is tried again at the next start.
+        """
+        try:
+            pages = self.client.get_paginator("list_multipart_uploads").paginate(
+                Bucket=self.name, Prefix=prefix
+            )
+            for page in pages:
+                for upload in page.get("Uploads", ()):
+                    if self._is_closing.is_set():
+                        return
+                    if upload["Initiated"] < before:
+                        self.client.abort_multipart_upload(
+                            Bucket=self.name, Key=upload["Key"], UploadId=upload["UploadId"]
+                        )
+        except Exception as error:  # noqa: BLE001 - see above
+            _LOGGER.warning("abandoned uploads stay in %s for now: %s", self.name, _cause(error))
+
+
+def _connect(settings: Settings) -> "S3Client":
+    """A client with the credentials of the usual AWS chain.
+
+    Checksums are sent where the store asks for one and nowhere else: not every S3 knows the others.
+    """
+    config = Config(
+        signature_version="s3v4",
+        connect_timeout=_CONNECT_SECONDS,
+        read_timeout=_READ_SECONDS,
+        retries={"mode": "adaptive", "total_max_attempts": _ATTEMPTS},
+        max_pool_connections=_THREADS + UPLOAD_REQUESTS,
+        s3={"addressing_style": settings.s3_addressing},
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        user_agent_extra="graphstash",
+    )
+    return boto3.session.Session().client(
+        "s3",
+        endpoint_url=settings.s3_endpoint_url,
+        region_name=settings.s3_region,
+        config=config,
+    )
+
+
+def _status(error: BaseException) -> int:
+    if isinstance(error, ClientError):
+        return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    return 0
+
+
+def _code(error: BaseException) -> str:
+    return str(error.response["Error"].get("Code", "")) if isinstance(error, ClientError) else ""
+
+
+def _cause(error: BaseException) -> str:
+    """One line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _way_out(error: BaseException) -> str:
+    if _status(error) in _REFUSED:
+        return (
+            "check the credentials, the clock, and that the policy allows s3:ListBucket, "
+            "s3:GetObject, s3:PutObject, s3:DeleteObject and s3:AbortMultipartUpload"
+        )
+    if _code(error) in _NO_BUCKET:
+        return "create the bucket, or mend GRAPHSTASH_S3_BUCKET or GRAPHSTASH_S3_ENDPOINT_URL"
+    if isinstance(error, NoCredentialsError):
+        return "give credentials the usual AWS way, e.g. AWS_ACCESS_KEY_ID"
+    return "see that GRAPHSTASH_S3_ENDPOINT_URL is up and can be reached, and ask again later"

@@ -1,0 +1,256 @@
+"""S3BlobStore: blobs as objects, `<prefix>blobs/sha256/ab/<hex>`, in one bucket.
+
+boto3 blocks, so every call runs in a thread. An upload is spooled first and sent when all of it was
+checked: a stream from the network cannot be sent again when the bucket stumbles. What a server that
+was killed half-way leaves are parts of a multipart upload, which a later start puts away.
+"""
+
+import asyncio
+import base64
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import TYPE_CHECKING, BinaryIO, Final, TypeVar
+
+from s3transfer.manager import TransferConfig, TransferManager
+
+from graphstash_schema import Digest, InvalidValueError
+from graphstash_server.settings import Settings
+from graphstash_server.storage.base import CHUNK_BYTES, BlobReader
+from graphstash_server.storage.bucket import UPLOAD_REQUESTS, Bucket
+from graphstash_server.storage.object import ObjectReader, size_of
+from graphstash_server.storage.space import SpaceGuard
+from graphstash_server.storage.spool import Spool
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3.type_defs import ListObjectsV2OutputTypeDef
+    from s3transfer.futures import TransferFuture
+
+__all__ = ["LINK_SECONDS", "MULTIPART_BYTES", "PART_BYTES", "S3BlobStore"]
+
+T = TypeVar("T")
+
+_WRITE_THREADS = 16
+
+MULTIPART_BYTES: Final = 16 * 1024**2
+"""Blobs of this size or more are sent in parts."""
+
+PART_BYTES: Final = 8 * 1024**2
+"""Size of a part; S3 takes 10,000 of them, and the manager makes them larger when need be. At most
+`UPLOAD_REQUESTS` are in memory at a time, of all uploads together."""
+
+LINK_SECONDS: Final = 900
+"""How long a link can be used."""
+
+_ABANDONED_AGE = timedelta(days=1)
+"""No upload takes so long: one that is older has lost its server."""
+
+
+class S3BlobStore:
+    """A `BlobStore` in a bucket; any number of servers may share it."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Makes sure that the bucket can be used. Blocks.
+
+        Raises:
+            OSError: when the spool's directory cannot be made.
+            StartError: when the bucket cannot be used.
+        """
+        self._prefix = f"{settings.s3_prefix}blobs/sha256/"
+        self._redirect_bytes = settings.s3_redirect_bytes
+        self._spool_dir = settings.spool_dir
+        self._spool_dir.mkdir(parents=True, exist_ok=True)
+        self._space = SpaceGuard(self._spool_dir, min_free_bytes=settings.min_free_bytes)
+        self._bucket = Bucket(settings)
+        self._client = self._bucket.client
+        # Uploads have threads of their own: they must not hold up a hit.
+        self._writers = ThreadPoolExecutor(_WRITE_THREADS, thread_name_prefix="s3-write")
+        self._transfers = TransferManager(
+            self._client,
+            TransferConfig(
+                multipart_threshold=MULTIPART_BYTES,
+                multipart_chunksize=PART_BYTES,
+                max_request_concurrency=UPLOAD_REQUESTS,
+                max_in_memory_upload_chunks=UPLOAD_REQUESTS,
+            ),
+        )
+        self._bucket.threads.submit(
+            self._bucket.abort_abandoned, self._prefix, before=datetime.now(UTC) - _ABANDONED_AGE
+        )
+
+    async def put(self, digest: Digest, chunks: AsyncIterator[bytes]) -> None:
+        """Stores the bytes, see `BlobStore.put`."""
+        spool = Spool(digest, directory=self._spool_dir, space=self._space)
+        try:
+            await self._write(spool.open)
+            gathered: list[bytes] = []
+            gathered_bytes = 0
+            async for chunk in chunks:
+                gathered.append(chunk)
+                gathered_bytes += len(chunk)
+                if gathered_bytes > CHUNK_BYTES:
+                    await self._write(partial(spool.write, gathered))
+                    gathered, gathered_bytes = [], 0
+            blob = await self._write(partial(spool.finish, gathered))
+        except BaseException:
+            await asyncio.shield(self._on_writer(spool.close))
+            raise
+        await self._send(_Sending(spool, blob), digest)
+
+    async def open(self, digest: Digest) -> BlobReader | None:
+        """Opens a blob, see `BlobStore.open`; a small one is read in the same thread hop."""
+        opening = self._bucket.threads.submit(self._open, digest)
+        with self._bucket.failures_named("get a blob"):
+            try:
+                return await asyncio.shield(asyncio.wrap_future(opening))
+            except asyncio.CancelledError:
+                opening.add_done_callback(_close_unread)
+                raise
+
+    async def stat(self, digest: Digest) -> int | None:
+        """The size of the object, see `BlobStore.stat`."""
+        head = partial(self._client.head_object, Bucket=self._bucket.name, Key=self._key(digest))
+        found = await self._bucket.call("stat a blob", lambda: self._bucket.unless_absent(head))
+        return None if found is None else size_of(found)
+
+    async def delete(self, digest: Digest) -> None:
+        """Removes the object, see `BlobStore.delete`."""
+        remove = partial(self._client.delete_object, Bucket=self._bucket.name)
+        key = self._key(digest)
+        await self._bucket.call(
+            "delete a blob", lambda: self._bucket.unless_absent(partial(remove, Key=key))
+        )
+
+    async def link(self, digest: Digest) -> str | None:
+        """A presigned URL of a blob that is large enough, see `BlobStore.link`."""
+        if self._redirect_bytes is None or digest.size_bytes < self._redirect_bytes:
+            return None
+        # Signing is arithmetic, but the credentials may have to be renewed before.
+        return await self._bucket.call(
+            "sign a link",
+            partial(
+                self._client.generate_presigned_url,
+                "get_object",
+                Params={"Bucket": self._bucket.name, "Key": self._key(digest)},
+                ExpiresIn=LINK_SECONDS,
+            ),
+        )
+
+    async def list(self, *, before: datetime | None = None) -> AsyncIterator[Digest]:
+        """Lists a page of a thousand at a time, see `BlobStore.list`."""
+        pages = iter(
+            self._client.get_paginator("list_objects_v2").paginate(
+                Bucket=self._bucket.name, Prefix=self._prefix
+            )
+        )
+        while (
+            page := await self._bucket.call("list blobs", lambda: next(pages, None))
+        ) is not None:
+            for digest in self._digests(page, before):
+                yield digest
+
+    async def close(self) -> None:
+        """Waits for the threads; no call may follow."""
+        await asyncio.to_thread(self._writers.shutdown)
+        await asyncio.to_thread(self._transfers.shutdown)
+        await asyncio.to_thread(self._bucket.close)
+
+    async def _write(self, call: Callable[[], T]) -> T:
+        with self._bucket.failures_named("spool a blob for it"):
+            return await self._on_writer(call)
+
+    def _on_writer(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._writers, call)
+
+    async def _send(self, sending: "_Sending", digest: Digest) -> None:
+        """Uploads what was spooled; the thread closes the spool, and goes on to its end even when
+        nobody waits for it any more.
+        """
+        with self._bucket.failures_named("put a blob"):
+            sent = self._on_writer(partial(self._upload, sending, digest))
+            try:
+                await asyncio.shield(sent)
+            except asyncio.CancelledError:
+                sending.cancel()
+                raise
+
+    def _upload(self, sending: "_Sending", digest: Digest) -> None:
+        bucket, key = self._bucket.name, self._key(digest)
+        with sending:
+            if digest.size_bytes >= MULTIPART_BYTES:
+                sending.follow(
+                    self._transfers.upload(
+                        sending.blob, bucket, key, extra_args={"ChecksumAlgorithm": "SHA256"}
+                    )
+                )
+            elif not sending.is_cancelled:
+                self._client.put_object(
+                    Bucket=bucket,
+                    Key=key,
+                    Body=sending.blob,
+                    ContentLength=digest.size_bytes,
+                    ChecksumSHA256=base64.b64encode(bytes.fromhex(digest.sha256)).decode(),
+                )
+
+    def _open(self, digest: Digest) -> ObjectReader | None:
+        get = partial(self._client.get_object, Bucket=self._bucket.name, Key=self._key(digest))
+        found = self._bucket.unless_absent(get)
+        if found is None:
+            return None
+        return ObjectReader(found, get=get, bucket=self._bucket)
+
+    def _key(self, digest: Digest) -> str:
+        return f"{self._prefix}{digest.sha256[:2]}/{digest.sha256}"
+
+    def _digests(
+        self, page: "ListObjectsV2OutputTypeDef", before: datetime | None
+    ) -> Iterator[Digest]:
+        """One page's blobs; other objects are somebody's accident and left alone."""
+        for found in page.get("Contents", ()):
+            with suppress(InvalidValueError):
+                digest = Digest(found["Key"].rpartition("/")[2], found["Size"])
+                is_old = before is None or found["LastModified"] < before
+                if is_old and found["Key"] == self._key(digest):
+                    yield digest
+
+
+def _close_unread(opening: "Future[ObjectReader | None]") -> None:
+    """Nobody waits for the reader any more."""
+    reader = None if opening.exception() else opening.result()
+    if reader is not None:
+        reader.close_now()
+
+
+class _Sending:
+    """A spooled blob on its way to the bucket; another thread may cancel it."""
+
+    def __init__(self, spool: Spool, blob: BinaryIO) -> None:
+        self._spool = spool
+        self.blob = blob
+        self.is_cancelled = False
+        self._lock = threading.Lock()  # guards `is_cancelled` and the future
+        self._future: TransferFuture | None = None
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, *_: object) -> None:
+        self._spool.close()
+
+    def follow(self, future: "TransferFuture") -> None:
+        """Waits for the end of an upload in parts; one that fails aborts itself."""
+        with self._lock:
+            self._future = future
+            if self.is_cancelled:
+                future.cancel()
+        future.result()
+
+    def cancel(self) -> None:
+        """Stops the upload where it can be stopped."""
+        with self._lock:
+            self.is_cancelled = True
+            if self._future is not None:
+                self._future.cancel()

@@ -1,0 +1,193 @@
+"""A server that closes a kept connection just as the next request goes out on it."""
+
+import socket
+import struct
+import threading
+from contextlib import suppress
+from enum import StrEnum
+
+import pytest
+
+from graphstash import ClientConfig
+from graphstash._errors import Reason, TransportError
+from graphstash._network import Deadline
+from graphstash._transport import Transport
+
+ANSWER = b"HTTP/1.1 200 OK\r\nGraphstash-Protocol: 1\r\nContent-Length: 2\r\n\r\nok"
+
+
+class End(StrEnum):
+    """What meets a request that the server does not answer."""
+
+    CLOSE = "close"
+    RESET = "reset"
+    HALF = "half"
+    """The connection ends within the head of the answer."""
+    SILENT = "silent"
+
+
+class Forgetful:
+    """Answers the first `kept` requests of a connection; the next one is the end of it.
+
+    Attributes:
+        heard: head and body of every request that was read, in order.
+    """
+
+    def __init__(self, end: End, *, kept: int = 1) -> None:
+        self.end = end
+        self.kept = kept
+        self.heard: list[bytes] = []
+        self.connections = 0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._open: list[socket.socket] = []
+        self._thread = threading.Thread(target=self._accept)
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        for connection in self._open:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        self._listener.close()
+
+    def _accept(self):
+        with suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                self.connections += 1
+                self._open.append(connection)
+                self._threads.append(threading.Thread(target=self._serve, args=(connection,)))
+                self._threads[-1].start()
+
+    def _serve(self, connection):
+        with connection, connection.makefile("rb") as stream, suppress(OSError):
+            kept = self.kept
+            while request := self._read(stream):
+                self.heard.append(request)
+                if kept == 0:
+                    self._leave(connection)
+                    return
+                kept -= 1
+                connection.sendall(ANSWER)
+
+    def _read(self, stream):
+        head = b""
+        size = 0
+        while not head.endswith(b"\r\n\r\n"):
+            line = stream.readline()
+            if not line:
+                return b""
+            head += line
+            if line.lower().startswith(b"content-length:"):
+                size = int(line.split(b":")[1])
+        return head + stream.read(size)
+
+    def _leave(self, connection):
+        if self.end is End.RESET:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        elif self.end is End.HALF:
+            connection.sendall(ANSWER[:20])
+        elif self.end is End.SILENT:
+            connection.recv(1)
+
+
+@pytest.fixture
+def transport_to():
+    made = []
+
+    def make(server, **settings):
+        made.append(Transport(ClientConfig.load({}, url=server.url, **settings)))
+        return made[-1]
+
+    yield make
+    for transport in made:
+        transport.close()
+
+
+@pytest.mark.parametrize("end", [End.CLOSE, End.RESET])
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE"])
+def test_a_request_on_a_connection_that_was_just_closed_is_sent_again(transport_to, method, end):
+    with Forgetful(end) as server:
+        transport = transport_to(server)
+        body = b'{"a": 1}' if method in {"POST", "PUT"} else None
+        for _ in range(6):  # twice as often as it takes to open the circuit
+            assert transport.call(method, "/x", json=body).body == b"ok"
+
+    assert server.connections > 1
+    assert all(request.endswith(body or b"\r\n\r\n") for request in server.heard)
+
+
+def test_a_download_on_a_connection_that_was_just_closed_is_sent_again(transport_to):
+    with Forgetful(End.CLOSE) as server:
+        transport = transport_to(server)
+        transport.call("GET", "/x")
+        with transport.download("/x", deadline=Deadline(10)) as (_, chunks):
+            assert b"".join(chunks) == b"ok"
+
+    assert len(server.heard) == 3
+
+
+def test_an_upload_never_meets_an_old_connection(transport_to):
+    """Its body is a stream, which cannot be sent twice."""
+    with Forgetful(End.CLOSE) as server:
+        transport = transport_to(server)
+        for number in range(4):
+            transport.call("GET", "/x")
+            chunks = iter([b"%d" % number, b"abc"])
+            answer = transport.upload("/y", headers={}, chunks=chunks, size_bytes=4)
+            assert answer.status == 200
+
+    uploads = [request for request in server.heard if request.startswith(b"PUT")]
+    assert [upload[-4:] for upload in uploads] == [b"0abc", b"1abc", b"2abc", b"3abc"]
+
+
+@pytest.mark.parametrize("end", [End.CLOSE, End.RESET])
+def test_a_request_on_a_new_connection_is_sent_once(transport_to, end):
+    """Its server was there a moment ago: asking again would only double the load."""
+    with Forgetful(end, kept=0) as server:
+        with pytest.raises(TransportError) as caught:
+            transport_to(server).call("GET", "/x")
+        assert caught.value.reason is Reason.RESET
+
+    assert len(server.heard) == 1
+
+
+def test_a_request_is_sent_again_once_and_no_more(transport_to):
+    with Forgetful(End.CLOSE) as server:
+        transport = transport_to(server)
+        transport.call("GET", "/x")
+        server.kept = 0
+        with pytest.raises(TransportError):
+            transport.call("GET", "/x")
+
+    assert len(server.heard) == 3
+
+
+def test_a_request_whose_answer_had_begun_is_not_sent_again(transport_to):
+    with Forgetful(End.HALF) as server:
+        transport = transport_to(server)
+        transport.call("POST", "/x", json=b"{}")
+        with pytest.raises(TransportError):
+            transport.call("POST", "/x", json=b"{}")
+
+    assert len(server.heard) == 2
+
+
+def test_a_request_that_is_not_answered_in_time_is_not_sent_again(transport_to):
+    with Forgetful(End.SILENT) as server:
+        transport = transport_to(server, first_byte_seconds=0.2)
+        transport.call("GET", "/x")
+        with pytest.raises(TransportError) as caught:
+            transport.call("GET", "/x")
+        assert caught.value.reason is Reason.TIMEOUT
+
+    assert len(server.heard) == 2

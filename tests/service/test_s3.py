@@ -1,0 +1,424 @@
+"""Blobs in S3: nothing that the bucket does loses a row, and only what is lost is a miss."""
+
+import asyncio
+import contextlib
+import logging
+import sys
+import threading
+from datetime import timedelta
+
+import httpx
+import pytest
+
+from graphstash_schema import Digest, ErrorCode
+from graphstash_server.errors import NoSpaceError, ServerError, ShortBlobError, StartError
+from graphstash_server.settings import load_settings
+from graphstash_server.storage import bucket as bucket_module
+from graphstash_server.storage import open_blob_store
+from graphstash_server.storage import s3 as s3_module
+from graphstash_server.storage.s3 import MULTIPART_BYTES, S3BlobStore
+from graphstash_server.testing import LiveServer, ServerProcess, as_chunks, read_blob
+from support.moto import CREDENTIALS, s3_settings
+from support.s3_proxy import S3Fault, S3Proxy
+
+SMALL = b"small" * 1000
+LARGE = bytes(range(256)) * 20_000  # 5 MB: it does not fit into the sockets' buffers
+PARTS = bytes(MULTIPART_BYTES + 5_000_000)
+
+pytestmark = pytest.mark.usefixtures("s3_credentials")
+
+
+@pytest.fixture
+def proxy(moto):
+    with S3Proxy(moto.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def bucket(moto):
+    return moto.new_bucket()
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """A bucket that fails is not asked again."""
+    monkeypatch.setattr(bucket_module, "_ATTEMPTS", 1)
+
+
+@pytest.fixture
+def store(tmp_path, proxy, bucket, impatient, eventually):
+    store = S3BlobStore(load_settings(data_dir=tmp_path, **s3_settings(proxy.url, bucket)))
+    eventually(lambda: proxy.count("GET", within="uploads"))  # the last request of a start
+    yield store
+    asyncio.run(store.close())
+    assert list((tmp_path / "spool").iterdir()) == []
+
+
+@pytest.fixture
+def api(tmp_path, proxy, bucket, impatient, connect):
+    """A server whose bucket is behind the proxy."""
+    settings = s3_settings(proxy.url, bucket, flush_seconds=0.05, log_level="error")
+    with LiveServer(tmp_path / "data", **settings) as server:
+        yield connect(server.url)
+
+
+def put(store, blob):
+    asyncio.run(store.put(Digest.of(blob), as_chunks(blob)))
+
+
+def objects(moto, bucket):
+    return [each["Key"] for each in moto.client.list_objects_v2(Bucket=bucket).get("Contents", ())]
+
+
+def uploads_in_parts(moto, bucket):
+    return moto.client.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
+
+
+class TestTrouble:
+    @pytest.mark.parametrize(
+        "fault",
+        [
+            S3Fault.FAILING,
+            S3Fault.BUSY,
+            S3Fault.FORBIDDEN,
+            S3Fault.NO_BUCKET,
+            S3Fault.STRANGER,
+            S3Fault.RESET,
+            S3Fault.CUT,
+        ],
+    )
+    def test_every_answer_is_503_and_no_row_is_lost(self, api, proxy, problem, fault):
+        api.put(SMALL, 1)
+        proxy.fault = fault
+
+        answer = api.get(1)
+        problem(answer, 503, "unavailable", "")
+        assert int(answer.headers["Retry-After"]) > 0
+        if fault is not S3Fault.CUT:  # which strikes bodies only
+            problem(api.put(b"other", 2), 503, "unavailable", "")
+            assert api.http.head(api.path(1)).status_code == 503
+
+        proxy.fault = S3Fault.NONE
+        assert api.get(1).content == SMALL
+        assert api.get(2).status_code == 404
+        assert api.put(b"other", 2).status_code == 201
+
+    def test_no_answer_is_503_and_no_row_is_lost(
+        self, *, tmp_path, proxy, bucket, impatient, monkeypatch, connect, problem
+    ):
+        settings = s3_settings(proxy.url, bucket, log_level="error")
+        with LiveServer(tmp_path, **settings) as server:
+            connect(server.url).put(SMALL, 1)
+        monkeypatch.setattr(bucket_module, "_READ_SECONDS", 3.0)
+        with LiveServer(tmp_path, **settings) as server:
+            api = connect(server.url)
+            proxy.fault = S3Fault.HANG
+
+            problem(api.get(1), 503, "unavailable", "timeout")
+
+            proxy.fault = S3Fault.NONE
+            assert api.get(1).content == SMALL
+
+    def test_a_refused_connection_is_503_and_no_row_is_lost(self, api, proxy, problem):
+        api.put(SMALL, 1)
+
+        with proxy.down():
+            problem(api.get(1), 503, "unavailable", "GRAPHSTASH_S3_ENDPOINT_URL", "get a blob")
+            problem(api.put(b"other", 2), 503, "unavailable", "")
+
+        assert api.get(1).content == SMALL
+
+    @pytest.mark.parametrize("fault", [S3Fault.CUT, S3Fault.CUT_BY_RESET])
+    def test_a_body_that_breaks_off_cuts_the_connection(self, api, proxy, fault):
+        api.put(LARGE, 1)
+        proxy.fault = fault
+
+        with pytest.raises(httpx.RemoteProtocolError):
+            api.get(1)
+
+        proxy.fault = S3Fault.NONE
+        assert api.get(1).content == LARGE
+
+    def test_a_bucket_that_is_gone_is_503_and_no_row_is_lost(self, api, moto, bucket, problem):
+        api.put(SMALL, 1)
+        moto.client.delete_object(Bucket=bucket, Key=objects(moto, bucket)[0])
+        moto.client.delete_bucket(Bucket=bucket)
+
+        problem(api.get(1), 503, "unavailable", bucket)
+        assert api.http.head(api.path(1)).status_code == 503
+        assert api.stats()["artifacts"] == 1
+
+    def test_a_lost_object_is_a_miss_and_its_row_is_dropped(
+        self, api, moto, bucket, problem, eventually
+    ):
+        api.put(SMALL, 1)
+        moto.client.delete_object(Bucket=bucket, Key=objects(moto, bucket)[0])
+
+        problem(api.get(1), 404, "not_found")
+
+        eventually(lambda: api.stats()["artifacts"] == 0)
+        assert api.put(SMALL, 1).status_code == 201
+        assert api.get(1).content == SMALL
+
+    def test_a_stumble_is_not_noticed(self, tmp_path, proxy, bucket):
+        store = S3BlobStore(load_settings(data_dir=tmp_path, **s3_settings(proxy.url, bucket)))
+        proxy.fault, proxy.left = S3Fault.FAILING, 1
+        put(store, SMALL)
+        proxy.left = 1
+        assert asyncio.run(read_blob(store, Digest.of(SMALL))) == SMALL
+        asyncio.run(store.close())
+
+    def test_the_cause_is_logged_in_one_line_however_many_fail(self, store, proxy, caplog):
+        proxy.fault = S3Fault.FORBIDDEN
+
+        async def ask():
+            calls = (store.stat(Digest.of(bytes([number]))) for number in range(20))
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+        with caplog.at_level(logging.WARNING, logger="graphstash_server"):
+            errors = asyncio.run(ask())
+
+        assert {error.code for error in errors} == {ErrorCode.UNAVAILABLE}
+        assert len(caplog.messages) == 1
+        assert "s3:ListBucket" in caplog.messages[0]
+
+    def test_absent_asks_for_the_bucket_now_and_then(self, store, proxy):
+        asyncio.run(read_blob(store, Digest.of(b"1")))
+        before = len(proxy.seen)
+        asyncio.run(read_blob(store, Digest.of(b"2")))
+        asyncio.run(store.stat(Digest.of(b"3")))
+
+        assert len(proxy.seen) == before + 2
+
+
+class TestPut:
+    def test_a_small_blob_is_one_put_with_its_checksum(self, store, proxy):
+        before = len(proxy.seen)
+        put(store, SMALL)
+
+        (seen,) = proxy.seen[before:]
+        checksum = Digest.of(SMALL).repr_digest.removeprefix("sha-256=:").removesuffix(":")
+        assert (seen.method, seen.headers["x-amz-checksum-sha256"]) == ("PUT", checksum)
+        assert seen.target.endswith(
+            f"/blobs/sha256/{Digest.of(SMALL).sha256[:2]}/{Digest.of(SMALL).sha256}"
+        )
+
+    def test_a_large_one_is_sent_in_parts_with_checksums(self, store, proxy, moto, bucket):
+        put(store, PARTS)
+
+        parts = [seen for seen in proxy.seen if "partNumber" in seen.target]
+        assert len(parts) == 3
+        assert all("x-amz-checksum-sha256" in seen.headers for seen in parts)
+        assert asyncio.run(store.stat(Digest.of(PARTS))) == len(PARTS)
+        assert uploads_in_parts(moto, bucket) == []
+
+    def test_a_part_that_fails_leaves_nothing(self, store, proxy, moto, bucket):
+        proxy.fault = S3Fault.FAILING
+        proxy.strikes = lambda seen: "partNumber=2" in seen.target
+
+        with pytest.raises(ServerError) as refusal:
+            put(store, PARTS)
+
+        assert refusal.value.code is ErrorCode.UNAVAILABLE
+        assert (objects(moto, bucket), uploads_in_parts(moto, bucket)) == ([], [])
+
+    def test_a_put_that_is_cancelled_leaves_nothing(self, store, proxy, moto, bucket, monkeypatch):
+        struck = threading.Event()
+        proxy.fault = S3Fault.HANG
+        proxy.strikes = lambda seen: "partNumber=3" in seen.target and (struck.set() or True)
+
+        async def give_up():
+            task = asyncio.create_task(store.put(Digest.of(PARTS), as_chunks(PARTS)))
+            await asyncio.to_thread(struck.wait)
+            task.cancel()
+            proxy.resume.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+        asyncio.run(give_up())
+        asyncio.run(store.close())  # its threads clean up
+
+        assert (objects(moto, bucket), uploads_in_parts(moto, bucket)) == ([], [])
+        assert store._space._promised_bytes == 0
+
+    @pytest.mark.parametrize("blob", [SMALL, LARGE], ids=["small", "large"])
+    def test_nothing_is_sent_before_all_was_checked(self, store, proxy, blob):
+        before = len(proxy.seen)
+        with pytest.raises(ServerError):
+            asyncio.run(store.put(Digest.of(blob), as_chunks(blob[:-1] + b"x")))
+
+        assert len(proxy.seen) == before
+        assert store._space._promised_bytes == 0
+
+    def test_a_full_spool_is_507_before_a_byte_is_read(self, tmp_path, proxy, bucket):
+        settings = s3_settings(proxy.url, bucket, min_free_bytes=2**60)
+        store = S3BlobStore(load_settings(data_dir=tmp_path, **settings))
+
+        async def unread():
+            raise AssertionError("the body was read")
+            yield b""
+
+        with pytest.raises(NoSpaceError):
+            asyncio.run(store.put(Digest.of(LARGE), unread()))
+        put(store, SMALL)  # which needs no room
+        asyncio.run(store.close())
+
+    def test_uploads_that_lost_their_server_are_aborted(
+        self, tmp_path, swift, monkeypatch, eventually
+    ):
+        bucket = swift.new_bucket()
+        settings = load_settings(data_dir=tmp_path, **s3_settings(swift.url, bucket))
+        for key in ("blobs/sha256/ab/lost", "somebody/else"):
+            swift.client.create_multipart_upload(Bucket=bucket, Key=key)
+        asyncio.run(S3BlobStore(settings).close())
+        assert len(uploads_in_parts(swift, bucket)) == 2  # they are young
+
+        monkeypatch.setattr(s3_module, "_ABANDONED_AGE", timedelta(hours=-1))
+        store = S3BlobStore(settings)
+        eventually(lambda: len(uploads_in_parts(swift, bucket)) == 1)
+        asyncio.run(store.close())
+
+        assert [each["Key"] for each in uploads_in_parts(swift, bucket)] == ["somebody/else"]
+
+
+class TestRead:
+    def test_a_whole_read_is_one_request_and_a_part_another(self, store, proxy):
+        put(store, LARGE)
+        before = len(proxy.seen)
+        asyncio.run(read_blob(store, Digest.of(LARGE)))
+        assert [seen.method for seen in proxy.seen[before:]] == ["GET"]
+
+        asyncio.run(read_blob(store, Digest.of(LARGE), 2_000_000, 2_000_010))
+        assert proxy.seen[-1].headers["range"] == "bytes=2000000-2000009"
+
+    def test_a_part_of_a_blob_that_was_deleted_meanwhile_is_an_error(self, store):
+        put(store, LARGE)
+
+        async def read():
+            reader = await store.open(Digest.of(LARGE))
+            await store.delete(Digest.of(LARGE))
+            try:
+                async for _ in reader.chunks(2_000_000, 3_000_000):
+                    pass
+            finally:
+                await reader.close()
+
+        with pytest.raises(ShortBlobError):
+            asyncio.run(read())
+
+    def test_other_objects_are_not_listed(self, store, moto, bucket):
+        put(store, SMALL)
+        for key in ("blobs/sha256/zz/README", "blobs/sha256/00/" + "f" * 64, "a"):
+            moto.client.put_object(Bucket=bucket, Key=key, Body=b"mine")
+
+        async def listed():
+            return [digest async for digest in store.list()]
+
+        assert asyncio.run(listed()) == [Digest.of(SMALL)]
+
+    def test_a_link_is_for_large_blobs_and_needs_no_credentials(self, tmp_path, moto, bucket):
+        settings = s3_settings(moto.url, bucket, s3_redirect_bytes=len(LARGE))
+        store = S3BlobStore(load_settings(data_dir=tmp_path, **settings))
+        put(store, LARGE)
+
+        async def links():
+            return await store.link(Digest.of(LARGE)), await store.link(Digest.of(SMALL))
+
+        link, none = asyncio.run(links())
+        asyncio.run(store.close())
+        assert none is None
+        assert "X-Amz-Expires=900" in link
+        assert "testing" not in link
+        assert httpx.get(link, trust_env=False).content == LARGE
+
+
+class TestStart:
+    def refused(self, tmp_path, url, bucket, **more):
+        settings = load_settings(data_dir=tmp_path, **s3_settings(url, bucket, **more))
+
+        async def start():
+            async with open_blob_store(settings):
+                raise AssertionError("it started")
+
+        with pytest.raises(StartError) as refusal:
+            asyncio.run(start())
+        assert "\n" not in str(refusal.value)
+        return str(refusal.value)
+
+    def test_a_missing_bucket(self, tmp_path, moto):
+        said = self.refused(tmp_path, moto.url, "no-such-bucket")
+        assert said.startswith("GRAPHSTASH_S3_BUCKET=no-such-bucket cannot be used at")
+        assert "create the bucket" in said
+
+    def test_a_wrong_secret(self, tmp_path, swift, monkeypatch):
+        bucket = swift.new_bucket()
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+        said = self.refused(tmp_path, swift.url, bucket)
+        assert "403" in said
+        assert "check the credentials" in said
+
+    def test_no_credentials(self, tmp_path, moto, monkeypatch):
+        for name in CREDENTIALS:
+            if name.startswith(("AWS_ACCESS", "AWS_SECRET")):
+                monkeypatch.delenv(name)
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+        assert "AWS_ACCESS_KEY_ID" in self.refused(tmp_path, moto.url, "bucket")
+
+    def test_an_endpoint_that_cannot_be_reached(self, tmp_path, proxy, impatient):
+        with proxy.down():
+            said = self.refused(tmp_path, proxy.url, "bucket")
+        assert "GRAPHSTASH_S3_ENDPOINT_URL is up" in said
+
+    def test_boto3_is_missing(self, tmp_path, monkeypatch):
+        monkeypatch.delitem(sys.modules, "graphstash_server.storage.s3")
+        monkeypatch.delitem(sys.modules, "graphstash_server.storage.bucket")
+        monkeypatch.setitem(sys.modules, "boto3", None)
+        said = self.refused(tmp_path, "http://127.0.0.1:1", "bucket")
+        assert said.endswith("pip install 'graphstash[server,s3]'")
+
+    def test_no_bucket_is_named(self):
+        with pytest.raises(StartError, match=r"^GRAPHSTASH_S3_BUCKET= is not valid: .*bucket"):
+            load_settings(blob_store="s3")
+
+
+def test_secrets_that_are_withdrawn_lose_no_row(tmp_path, swift, monkeypatch, connect, problem):
+    """Swift checks signatures, which moto does not."""
+    settings = s3_settings(swift.url, swift.new_bucket(), log_level="error")
+    with LiveServer(tmp_path, **settings) as server:
+        connect(server.url).put(SMALL, 1)
+    with LiveServer(tmp_path, **settings) as server:
+        api = connect(server.url)
+        store = server._server.config.app.state.context.artifacts._blobs
+        store._client._request_signer._credentials.secret_key = "withdrawn"
+
+        problem(api.get(1), 503, "unavailable", "check the credentials")
+        problem(api.put(b"other", 2), 503, "unavailable")
+
+        store._client._request_signer._credentials.secret_key = "testing"
+        assert api.get(1).content == SMALL
+
+
+@pytest.fixture
+def process(tmp_path, moto, bucket):
+    """A server in a process of its own, with spool and tier."""
+    settings = s3_settings(moto.url, bucket, tier_limit_bytes="1GiB")
+    environment = {f"GRAPHSTASH_{name.upper()}": str(value) for name, value in settings.items()}
+    with ServerProcess(tmp_path / "data", environment=environment | CREDENTIALS) as process:
+        yield process
+
+
+def test_memory_stays_bounded(process, connect):
+    api = connect(process.url)
+    api.put(PARTS, 1)
+    api.get(1)
+    before = process.resident_bytes
+    blob = bytes(200 * 1024**2)
+
+    assert api.put(blob, 2).status_code == 201
+    after_put = process.resident_bytes
+    with api.http.stream("GET", api.path(2)) as answer:
+        received = sum(len(chunk) for chunk in answer.iter_raw(1024**2))
+
+    assert received == len(blob)
+    assert max(after_put, process.resident_bytes) - before < 120 * 1024**2

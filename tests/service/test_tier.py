@@ -1,0 +1,461 @@
+"""The disk tier: asks the store behind it once, serves nothing it has not checked, never fails."""
+
+import asyncio
+import os
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+
+from graphstash_schema import Digest, ErrorCode
+from graphstash_server.errors import ServerError, ShortBlobError
+from graphstash_server.settings import load_settings
+from graphstash_server.storage import TieredBlobStore
+from graphstash_server.storage.s3 import S3BlobStore
+from graphstash_server.testing import (
+    LiveServer,
+    MemoryBlobStore,
+    ServerProcess,
+    as_chunks,
+    read_blob,
+)
+from support.moto import CREDENTIALS, s3_settings
+from support.s3_proxy import S3Fault, S3Proxy
+
+LARGE = bytes(range(256)) * 20_000  # 5 MB
+IN_S3 = "/blobs/sha256/"
+
+
+class Back(MemoryBlobStore):
+    """Counts, and can refuse."""
+
+    def __init__(self):
+        super().__init__()
+        self.opened = 0
+        self.is_up = True
+
+    async def open(self, digest):
+        self.opened += 1
+        if not self.is_up:
+            raise ServerError(ErrorCode.UNAVAILABLE, "down")
+        return await super().open(digest)
+
+
+@pytest.fixture
+def back():
+    return Back()
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """Opens tiers, and closes them."""
+    made = []
+
+    def make(back, *, name="tier", limit_bytes=2**30, **more):
+        made.append(TieredBlobStore(back, tmp_path / name, limit_bytes=limit_bytes, **more))
+        return made[-1]
+
+    yield make
+    for store in made:
+        asyncio.run(store.close())
+
+
+@pytest.fixture
+def proxy(moto):
+    with S3Proxy(moto.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def s3(tmp_path, moto, proxy, s3_credentials):
+    settings = s3_settings(proxy.url, moto.new_bucket())
+    store = S3BlobStore(load_settings(data_dir=tmp_path / "s3", **settings))
+    yield store
+    asyncio.run(store.close())
+
+
+def copies(tmp_path, name="tier"):
+    return {path.name for path in (tmp_path / name / "sha256").rglob("*") if path.is_file()}
+
+
+def put(store, *blobs):
+    async def put_all():
+        for blob in blobs:
+            await store.put(Digest.of(blob), as_chunks(blob))
+
+    asyncio.run(put_all())
+
+
+async def settled(store):
+    """Waits until the copies are kept."""
+    fills = list(store._fills.values())
+    await asyncio.gather(*(fill._task for fill in fills), return_exceptions=True)
+
+
+def read(store, blob):
+    """Reads a blob, and waits until its copy is kept."""
+
+    async def read_and_wait():
+        found = await read_blob(store, Digest.of(blob))
+        await settled(store)
+        return found
+
+    return asyncio.run(read_and_wait())
+
+
+class TestCopies:
+    def test_a_blob_is_asked_for_once(self, opened, back, tmp_path):
+        store = opened(back)
+        put(store, b"abc")
+        assert copies(tmp_path) == set()
+
+        assert [read(store, b"abc") for _ in range(3)] == [b"abc"] * 3
+
+        assert back.opened == 1
+        assert copies(tmp_path) == {Digest.of(b"abc").sha256}
+
+    def test_a_copy_is_a_file_that_can_be_sent(self, opened, back):
+        store = opened(back)
+        put(store, b"abc")
+        read(store, b"abc")
+
+        async def path():
+            reader = await store.open(Digest.of(b"abc"))
+            await reader.close()
+            return reader.path
+
+        assert asyncio.run(path()).read_bytes() == b"abc"
+
+    def test_copies_are_read_while_the_back_is_down(self, opened, back):
+        store = opened(back)
+        put(store, b"abc", b"def")
+        read(store, b"abc")
+        back.is_up = False
+
+        assert read(store, b"abc") == b"abc"
+        with pytest.raises(ServerError):
+            read(store, b"def")
+
+    def test_what_is_there_is_decided_behind(self, opened, back):
+        store = opened(back)
+        put(store, b"abc")
+        read(store, b"abc")
+        back.blobs.clear()
+
+        assert asyncio.run(store.stat(Digest.of(b"abc"))) is None
+
+    def test_a_copy_that_was_cut_is_fetched_again(self, opened, back, tmp_path):
+        store = opened(back)
+        put(store, LARGE)
+        read(store, LARGE)
+        (copy,) = (path for path in (tmp_path / "tier").rglob("*") if path.name in copies(tmp_path))
+        os.truncate(copy, 1000)
+
+        assert read(store, LARGE) == LARGE
+        assert (back.opened, copy.stat().st_size) == (2, len(LARGE))
+
+    def test_putting_again_drops_the_copy(self, opened, back, tmp_path):
+        store = opened(back)
+        put(store, b"abc")
+        read(store, b"abc")
+        put(store, b"abc")
+
+        assert copies(tmp_path) == set()
+
+    def test_a_copy_is_not_redirected(self, opened, back):
+        async def link(_digest):
+            return "https://elsewhere"
+
+        back.link = link
+        store = opened(back)
+        put(store, b"abc")
+        assert asyncio.run(store.link(Digest.of(b"abc"))) == "https://elsewhere"
+        read(store, b"abc")
+        assert asyncio.run(store.link(Digest.of(b"abc"))) is None
+
+
+class TestFills:
+    def test_many_readers_are_one_request(self, opened, s3, proxy):
+        store = opened(s3)
+        put(store, LARGE)
+        before = proxy.count("GET", within=IN_S3)
+
+        async def read_all():
+            return await asyncio.gather(*(read_blob(store, Digest.of(LARGE)) for _ in range(20)))
+
+        assert asyncio.run(read_all()) == [LARGE] * 20
+        assert proxy.count("GET", within=IN_S3) == before + 1
+
+    def test_readers_follow_the_growing_file(self, opened, s3, proxy):
+        store = opened(s3)
+        put(store, LARGE)
+        proxy.fault = S3Fault.PAUSE
+
+        async def read_half_and_half():
+            readers = [await store.open(Digest.of(LARGE)) for _ in range(3)]
+            parts = [reader.chunks(0, len(LARGE)) for reader in readers]
+            firsts = [await anext(part) for part in parts]  # half of the blob is not there yet
+            proxy.resume.set()
+            rests = [b"".join([chunk async for chunk in part]) for part in parts]
+            for reader in readers:
+                await reader.close()
+            return [first + rest for first, rest in zip(firsts, rests, strict=True)]
+
+        assert asyncio.run(read_half_and_half()) == [LARGE] * 3
+
+    def test_a_fill_goes_on_for_those_who_stay(self, opened, s3, proxy, tmp_path):
+        store = opened(s3)
+        put(store, LARGE)
+        proxy.fault = S3Fault.PAUSE
+
+        async def one_leaves():
+            leaving, staying = [await store.open(Digest.of(LARGE)) for _ in range(2)]
+            await leaving.close()
+            proxy.resume.set()
+            whole = b"".join([chunk async for chunk in staying.chunks(0, len(LARGE))])
+            await staying.close()
+            return whole
+
+        assert asyncio.run(one_leaves()) == LARGE
+
+    def test_a_fill_that_nobody_follows_is_given_up(self, opened, s3, proxy, tmp_path):
+        store = opened(s3)
+        put(store, LARGE)
+        proxy.fault = S3Fault.PAUSE
+
+        async def all_leave():
+            reader = await store.open(Digest.of(LARGE))
+            await anext(reader.chunks(0, 10))
+            filling = asyncio.create_task(settled(store))
+            await asyncio.sleep(0)
+            await reader.close()
+            proxy.resume.set()
+            await filling
+
+        asyncio.run(all_leave())
+        assert copies(tmp_path) == set()
+        assert list((tmp_path / "tier" / "tmp").iterdir()) == []
+        assert read(store, LARGE) == LARGE
+
+    def test_a_caller_who_is_cancelled_takes_nobody_along(self, opened, s3, proxy):
+        store = opened(s3)
+        put(store, LARGE)
+        proxy.fault = S3Fault.PAUSE
+
+        async def cancel_the_first():
+            first = asyncio.create_task(read_blob(store, Digest.of(LARGE)))
+            await asyncio.sleep(0)
+            second = asyncio.create_task(read_blob(store, Digest.of(LARGE)))
+            await asyncio.sleep(0)
+            first.cancel()
+            proxy.resume.set()
+            return await second
+
+        assert asyncio.run(cancel_the_first()) == LARGE
+
+    @pytest.mark.parametrize("fault", [S3Fault.CUT, S3Fault.CUT_BY_RESET])
+    def test_a_back_that_breaks_off_keeps_nothing(self, opened, s3, proxy, tmp_path, fault):
+        store = opened(s3)
+        put(store, LARGE)
+        proxy.fault = fault
+
+        with pytest.raises(ShortBlobError):
+            read(store, LARGE)
+
+        assert copies(tmp_path) == set()
+        proxy.fault = S3Fault.NONE
+        assert read(store, LARGE) == LARGE
+
+    def test_a_deletion_during_a_fill_leaves_no_copy(self, opened, back, tmp_path):
+        store = opened(back)
+        put(store, LARGE)
+
+        async def delete_meanwhile():
+            reader = await store.open(Digest.of(LARGE))
+            await store.delete(Digest.of(LARGE))
+            whole = b"".join([chunk async for chunk in reader.chunks(0, len(LARGE))])
+            await reader.close()
+            await settled(store)
+            return whole
+
+        assert asyncio.run(delete_meanwhile()) == LARGE
+        assert copies(tmp_path) == set()
+        assert read(store, LARGE) is None
+
+
+class TestDamage:
+    def test_a_damaged_blob_never_looks_whole(self, opened, back, tmp_path):
+        store = opened(back)
+        put(store, LARGE)
+        back.blobs[Digest.of(LARGE).sha256] = LARGE[:-1] + b"x"
+
+        received = bytearray()
+
+        async def read_to_the_end():
+            reader = await store.open(Digest.of(LARGE))
+            try:
+                async for chunk in reader.chunks(0, len(LARGE)):
+                    received.extend(chunk)
+            finally:
+                await reader.close()
+
+        with pytest.raises(ShortBlobError):
+            asyncio.run(read_to_the_end())
+        assert len(received) < len(LARGE)
+        assert copies(tmp_path) == set()
+        assert read(store, LARGE) is None
+
+    def test_its_artifact_is_dropped_and_can_be_put_again(
+        self, tmp_path, moto, proxy, s3_credentials, connect
+    ):
+        settings = s3_settings(proxy.url, moto.new_bucket(), tier_limit_bytes="1GiB")
+        with LiveServer(tmp_path, **settings) as server:
+            api = connect(server.url)
+            api.put(LARGE, 1)
+            proxy.fault, proxy.left = S3Fault.FLIP, 1
+            proxy.strikes = lambda seen: seen.method == "GET" and IN_S3 in seen.target
+
+            with pytest.raises(httpx.RemoteProtocolError):
+                api.get(1)
+
+            assert api.get(1).status_code == 404
+            assert api.put(LARGE, 1).status_code == 201
+            assert api.get(1).content == LARGE
+
+
+class TestBudget:
+    def test_the_least_recently_used_go(self, opened, back, tmp_path):
+        store = opened(back, limit_bytes=1000)
+        blobs = [bytes([number]) * 300 for number in range(4)]
+        put(store, *blobs)
+        for age, blob in ((300, blobs[0]), (200, blobs[1]), (100, blobs[2])):
+            read(store, blob)
+            sha256 = Digest.of(blob).sha256
+            used = time.time() - age
+            os.utime(tmp_path / "tier" / "sha256" / sha256[:2] / sha256, (used, used))
+        read(store, blobs[0])  # used again
+
+        read(store, blobs[3])
+        asyncio.run(store.close())
+
+        left = copies(tmp_path)
+        assert left == {Digest.of(blobs[number]).sha256 for number in (0, 2, 3)}
+
+    def test_a_blob_beyond_the_limit_is_not_kept(self, opened, back, tmp_path):
+        store = opened(back, limit_bytes=1000)
+        put(store, LARGE)
+
+        assert read(store, LARGE) == LARGE
+        assert copies(tmp_path) == set()
+        assert store.bypassed_count == 0
+
+    def test_an_open_copy_is_read_to_its_end_though_it_was_evicted(self, opened, back, tmp_path):
+        store = opened(back)
+        put(store, LARGE)
+        read(store, LARGE)
+
+        async def evict_meanwhile():
+            reader = await store.open(Digest.of(LARGE))
+            for path in (tmp_path / "tier" / "sha256").rglob("*"):
+                if path.is_file():
+                    path.unlink()
+            whole = b"".join([chunk async for chunk in reader.chunks(0, len(LARGE))])
+            await reader.close()
+            return whole
+
+        assert asyncio.run(evict_meanwhile()) == LARGE
+
+    def test_without_room_the_back_is_read(self, opened, back, tmp_path):
+        store = opened(back, min_free_bytes=2**60)
+        put(store, LARGE)
+
+        assert [read(store, LARGE) for _ in range(2)] == [LARGE] * 2
+        assert store.bypassed_count == 2
+        assert copies(tmp_path) == set()
+
+    def test_a_tier_that_vanished_is_not_noticed(self, opened, back, tmp_path):
+        store = opened(back)
+        put(store, LARGE)
+        (tmp_path / "tier").rename(tmp_path / "elsewhere")
+
+        assert read(store, LARGE) == LARGE
+        assert store.bypassed_count == 1
+        (tmp_path / "elsewhere").rename(tmp_path / "tier")
+
+    def test_a_disk_that_fills_up_half_way_is_not_noticed(
+        self, tmp_path, moto, proxy, s3_credentials, connect
+    ):
+        """The process may write files of 3 MB only: the kernel says "full" as a disk would."""
+        limited = (
+            "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, 3_000_000)); "
+            "from graphstash_server.__main__ import main; main()"
+        )
+        settings = s3_settings(moto.url, moto.new_bucket(), tier_limit_bytes="1GiB")
+        environment = process_settings(settings)
+        with ServerProcess(tmp_path / "whole", environment=environment) as server:
+            database = server.data_dir / "graphstash.sqlite3"
+            connect(server.url).put(LARGE, 1)
+        (tmp_path / "limited").mkdir()
+        database.rename(tmp_path / "limited" / database.name)
+        with ServerProcess(
+            tmp_path / "limited", command=(sys.executable, "-c", limited), environment=environment
+        ) as server:
+            answer = connect(server.url).get(1)
+            assert (answer.status_code, answer.content) == (200, LARGE)
+            assert copies(server.data_dir) == set()
+
+
+def process_settings(settings):
+    named = {f"GRAPHSTASH_{name.upper()}": str(value) for name, value in settings.items()}
+    return named | CREDENTIALS
+
+
+class TestProcesses:
+    def test_two_processes_share_one_directory(self, tmp_path, moto, proxy, connect):
+        settings = s3_settings(proxy.url, moto.new_bucket(), tier_limit_bytes="1GiB")
+        environment = process_settings(settings)
+        with (
+            ServerProcess(tmp_path / "data", environment=environment) as one,
+            ServerProcess(tmp_path / "data", environment=environment) as other,
+        ):
+            first, second = connect(one.url), connect(other.url)
+            for number in range(4):
+                first.put(LARGE + bytes([number]), number)
+            answers = []
+
+            def get(api):
+                answers.extend(api.get(number).content for number in (0, 1, 2, 3))
+
+            threads = [threading.Thread(target=get, args=(api,)) for api in (first, second)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert sorted(answers) == sorted(2 * [LARGE + bytes([n]) for n in range(4)])
+            proxy.fault = S3Fault.FAILING
+            get(second)
+            assert answers[8:] == [LARGE + bytes([n]) for n in range(4)]
+
+    def test_a_kill_during_a_fill_leaves_nothing_that_is_served(
+        self, tmp_path, moto, proxy, connect
+    ):
+        settings = s3_settings(proxy.url, moto.new_bucket(), tier_limit_bytes="1GiB")
+        environment = process_settings(settings)
+        temporary = tmp_path / "data" / "tier" / "tmp"
+        with ServerProcess(tmp_path / "data", environment=environment) as server:
+            api = connect(server.url)
+            api.put(LARGE, 1)
+            proxy.fault = S3Fault.PAUSE
+            proxy.strikes = lambda seen: seen.method == "GET" and IN_S3 in seen.target
+            with api.http.stream("GET", api.path(1)) as answer:
+                next(answer.iter_raw(1000))  # the fill is half-way
+                server.kill()
+        assert len(list(temporary.iterdir())) == 1
+        assert copies(tmp_path / "data") == set()
+
+        proxy.fault = S3Fault.NONE
+        with ServerProcess(tmp_path / "data", environment=environment) as server:
+            assert list(temporary.iterdir()) == []
+            assert connect(server.url).get(1).content == LARGE

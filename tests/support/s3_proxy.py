@@ -1,0 +1,203 @@
+"""An HTTP proxy in front of an S3 that counts requests and misbehaves on demand."""
+
+import socket
+import struct
+import threading
+from contextlib import contextmanager, suppress
+from enum import StrEnum
+from typing import NamedTuple
+
+__all__ = ["S3Fault", "S3Proxy"]
+
+
+class S3Fault(StrEnum):
+    """How the proxy misbehaves."""
+
+    NONE = "none"
+    FAILING = "500"
+    BUSY = "503"
+    FORBIDDEN = "403"
+    NO_BUCKET = "404 of the bucket"
+    STRANGER = "200 of some other server"
+    RESET = "reset before the answer"
+    HANG = "no answer until `resume`, and none then"
+    CUT = "the body ends half-way"
+    CUT_BY_RESET = "the connection is reset half-way through the body"
+    FLIP = "a bit in the middle of the body is flipped"
+    PAUSE = "half of the body, the rest after `resume`"
+
+
+class Seen(NamedTuple):
+    method: str
+    target: str
+    headers: dict[str, str]
+
+
+_ANSWERS = {
+    S3Fault.FAILING: ("500 Oops", "<Error><Code>InternalError</Code></Error>"),
+    S3Fault.BUSY: ("503 Busy", "<Error><Code>ServiceUnavailable</Code></Error>"),
+    S3Fault.FORBIDDEN: ("403 Forbidden", "<Error><Code>AccessDenied</Code></Error>"),
+    S3Fault.NO_BUCKET: ("404 Not Found", "<Error><Code>NoSuchBucket</Code></Error>"),
+    S3Fault.STRANGER: ("200 OK", "<html>Welcome</html>"),
+}
+_IN_THE_BODY = (S3Fault.CUT, S3Fault.CUT_BY_RESET, S3Fault.FLIP, S3Fault.PAUSE)
+
+
+class S3Proxy:
+    """Listens on a free loopback port; one request per connection.
+
+    Attributes:
+        fault: may be changed at any time; it strikes every request that `strikes` says.
+        left: how many more requests it strikes; None for all.
+        seen: every request.
+        resume: lets paused bodies go on, and ends what hangs.
+    """
+
+    def __init__(self, upstream_port):
+        self.fault = S3Fault.NONE
+        self.strikes = lambda _seen: True
+        self.left = None
+        self.seen = []
+        self.resume = threading.Event()
+        self._upstream_port = upstream_port
+        self._lock = threading.Lock()
+        self._listener = None
+        self._listen(0)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.resume.set()
+        self._close()
+
+    def count(self, method, *, within=""):
+        return sum(seen.method == method and within in seen.target for seen in self.seen)
+
+    @contextmanager
+    def down(self):
+        """Connections are refused."""
+        self._close()
+        yield
+        self._listen(self.port)
+
+    def _listen(self, port):
+        self._listener = socket.create_server(("127.0.0.1", port), backlog=512)
+        self.port = self._listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    def _close(self):
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self, listener):
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection):
+        with connection, suppress(OSError):
+            head, body = _read_head(connection)
+            if not head:
+                return
+            seen = _parsed(head)
+            fault = self._note(seen)
+            if fault is S3Fault.HANG:
+                self.resume.wait()
+            elif fault is S3Fault.RESET:
+                _reset(connection)
+            elif fault in _ANSWERS:
+                status, text = _ANSWERS[fault]
+                connection.sendall(_answer(status, "" if seen.method == "HEAD" else text))
+                # Closed at once with a body unread, the kernel would reset the answer away.
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(1 << 16):
+                    pass
+            else:
+                self._forward(connection, head, body, fault)
+
+    def _note(self, seen):
+        with self._lock:
+            self.seen.append(seen)
+            if self.fault is S3Fault.NONE or self.left == 0 or not self.strikes(seen):
+                return S3Fault.NONE
+            if self.left is not None:
+                self.left -= 1
+            return self.fault
+
+    def _forward(self, connection, head, body, fault):
+        lines = [line for line in head.split(b"\r\n") if not line.lower().startswith(b"connection")]
+        lines[1:1] = [b"Connection: close"]
+        with socket.create_connection(("127.0.0.1", self._upstream_port)) as upstream:
+            upstream.sendall(b"\r\n".join(lines) + b"\r\n\r\n" + body)
+            threading.Thread(target=_pump, args=(connection, upstream), daemon=True).start()
+            answer, rest = _read_head(upstream)
+            while answer.startswith(b"HTTP/1.1 100"):
+                connection.sendall(answer + b"\r\n\r\n")
+                answer, rest = _read_head(upstream, rest)
+            connection.sendall(answer + b"\r\n\r\n")
+            length = int(_parsed(answer).headers.get("content-length", "0"))
+            self._forward_body(connection, upstream, rest, fault, length // 2)
+        connection.shutdown(socket.SHUT_RDWR)
+
+    def _forward_body(self, connection, upstream, chunk, fault, middle):
+        sent = 0
+        while True:
+            if fault in _IN_THE_BODY and sent <= middle < sent + len(chunk):
+                if fault is S3Fault.FLIP:
+                    at = middle - sent
+                    chunk = chunk[:at] + bytes([chunk[at] ^ 1]) + chunk[at + 1 :]
+                else:
+                    connection.sendall(chunk[: middle - sent])
+                    if fault is not S3Fault.PAUSE:
+                        if fault is S3Fault.CUT_BY_RESET:
+                            _reset(connection)
+                        return
+                    self.resume.wait()
+                    sent, chunk = middle, chunk[middle - sent :]
+                    fault = S3Fault.NONE
+            connection.sendall(chunk)
+            sent += len(chunk)
+            chunk = upstream.recv(1 << 16)
+            if not chunk:
+                return
+
+
+def _read_head(source, data=b""):
+    """The head without its empty line, and what came after it."""
+    while b"\r\n\r\n" not in data:
+        chunk = source.recv(1 << 16)
+        if not chunk:
+            return b"", b""
+        data += chunk
+    head, _, rest = data.partition(b"\r\n\r\n")
+    return head, rest
+
+
+def _parsed(head):
+    first, *lines = head.decode("latin-1").split("\r\n")
+    method, target, *_ = first.split(" ")
+    headers = (line.partition(": ") for line in lines)
+    return Seen(method, target, {name.lower(): value for name, _, value in headers})
+
+
+def _answer(status, text):
+    head = f"HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: {len(text)}\r\n\r\n"
+    return (head + text).encode()
+
+
+def _reset(connection):
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def _pump(source, target):
+    with suppress(OSError):
+        while chunk := source.recv(1 << 16):
+            target.sendall(chunk)
+    with suppress(OSError):
+        target.shutdown(socket.SHUT_WR)  # who sent half a body is gone

@@ -1,0 +1,202 @@
+"""OpenStack Swift with its S3 API: a real S3 on loopback, of packages from PyPI and memcached.
+
+Swift pins old libraries, so it lives in an environment of its own beside `.venv`, made once.
+"""
+
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from filelock import FileLock
+
+from support.moto import s3_client
+
+__all__ = ["Swift"]
+
+_ENVIRONMENT = Path(__file__).parents[2] / ".venv-swift"
+_READY_SECONDS = 120
+
+_RINGS = """
+import sys
+from swift.common.ring import RingBuilder
+directory, *ports = sys.argv[1:]
+for name, port in zip(("account", "container", "object"), ports):
+    builder = RingBuilder(4, 1, 0)
+    builder.add_dev({
+        "id": 0, "region": 1, "zone": 1, "ip": "127.0.0.1", "port": int(port), "device": "d1",
+        "weight": 1.0,
+    })
+    builder.rebalance()
+    builder.get_ring().save(f"{directory}/{name}.ring.gz")
+"""
+
+_COMMON = """
+[DEFAULT]
+bind_ip = 127.0.0.1
+bind_port = {port}
+swift_dir = {directory}
+devices = {devices}
+mount_check = false
+fallocate_reserve = 0
+user = {user}
+workers = 0
+log_level = ERROR
+"""
+
+_SWIFT = """
+[swift-hash]
+swift_hash_path_suffix = s
+swift_hash_path_prefix = p
+[storage-policy:0]
+name = default
+default = yes
+"""
+
+_STORAGE = """
+[pipeline:main]
+pipeline = {name}-server
+[app:{name}-server]
+use = egg:swift#{name}
+"""
+
+_PROXY = """
+[pipeline:main]
+pipeline = catch_errors healthcheck cache listing_formats bulk s3api tempauth slo dlo proxy-server
+[app:proxy-server]
+use = egg:swift#proxy
+account_autocreate = true
+allow_account_management = true
+[filter:tempauth]
+use = egg:swift#tempauth
+user_test_tester = testing .admin
+[filter:s3api]
+use = egg:swift#s3api
+location = us-east-1
+s3_acl = false
+check_bucket_owner = false
+[filter:cache]
+use = egg:swift#memcache
+memcache_servers = 127.0.0.1:{memcached}
+[filter:catch_errors]
+use = egg:swift#catch_errors
+[filter:healthcheck]
+use = egg:swift#healthcheck
+[filter:listing_formats]
+use = egg:swift#listing_formats
+[filter:bulk]
+use = egg:swift#bulk
+[filter:slo]
+use = egg:swift#slo
+[filter:dlo]
+use = egg:swift#dlo
+"""
+
+
+class Swift:
+    """A context manager. Attributes: `url`, `access_key`, `secret_key`, and `client` of boto3."""
+
+    access_key = "test:tester"
+    secret_key = "testing"
+
+    def __init__(self, directory):
+        self._directory = directory
+        self._stack = ExitStack()
+
+    def __enter__(self):
+        memcached = shutil.which("memcached")
+        if memcached is None:
+            raise RuntimeError("the tests need memcached on PATH: apt-get install memcached")
+        _install()
+        with self._stack:
+            self._start(memcached)
+            self.client = s3_client(self.url)
+            self._stack.callback(self.client.close)
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, *_):
+        self._stack.close()
+
+    def new_bucket(self):
+        name = f"bucket-{secrets.token_hex(8)}"
+        self.client.create_bucket(Bucket=name)
+        return name
+
+    def _start(self, memcached):
+        user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True)
+        account, container, objects, proxy, cache = _free_ports(5)
+        values = {
+            "directory": self._directory,
+            "devices": self._directory / "devices",
+            "user": user.stdout.strip(),
+            "memcached": cache,
+        }
+        (self._directory / "devices" / "d1").mkdir(parents=True)
+        (self._directory / "swift.conf").write_text(_SWIFT)
+        ports = [str(port) for port in (account, container, objects)]
+        subprocess.run([_bin("python"), "-c", _RINGS, str(self._directory), *ports], check=True)
+        self._run([memcached, "-u", values["user"], "-l", "127.0.0.1", "-p", str(cache)])
+        servers = {"account": account, "container": container, "object": objects, "proxy": proxy}
+        for name, port in servers.items():
+            pipeline = _PROXY if name == "proxy" else _STORAGE
+            conf = self._directory / f"{name}-server.conf"
+            conf.write_text((_COMMON + pipeline).format(name=name, port=port, **values))
+            self._run([_bin(f"swift-{name}-server"), str(conf)])
+        self.url = f"http://127.0.0.1:{proxy}"
+        self._wait_until_ready(servers.values())
+
+    def _run(self, command):
+        log = self._stack.enter_context((self._directory / "log").open("ab"))
+        # They end with this process, however that ends.
+        command = ["setpriv", "--pdeathsig", "KILL", *command]
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self._directory)
+        self._stack.callback(process.wait, 30)
+        self._stack.callback(process.kill)
+
+    def _wait_until_ready(self, ports):
+        deadline = time.monotonic() + _READY_SECONDS
+        for port in ports:
+            while True:
+                try:
+                    socket.create_connection(("127.0.0.1", port)).close()
+                    break
+                except OSError:
+                    if time.monotonic() > deadline:
+                        raise RuntimeError((self._directory / "log").read_text()) from None
+                    time.sleep(0.05)
+        try:
+            urlopen(f"{self.url}/healthcheck", timeout=30).close()
+        except URLError as error:
+            raise RuntimeError((self._directory / "log").read_text()) from error
+
+
+def _bin(name):
+    return str(_ENVIRONMENT / "bin" / name)
+
+
+def _install():
+    with FileLock(Path(sys.prefix) / "swift.lock"):
+        done = _ENVIRONMENT / ".installed"
+        if done.exists():
+            return
+        uv = [sys.executable, "-m", "uv", "--quiet"]
+        subprocess.run([*uv, "venv", "--clear", str(_ENVIRONMENT)], check=True)
+        # Its configuration is loaded with pkg_resources, which setuptools 81 dropped.
+        packages = ["swift==2.38.3", "setuptools<81"]
+        subprocess.run([*uv, "pip", "install", "--python", _bin("python"), *packages], check=True)
+        done.touch()
+
+
+def _free_ports(count):
+    with ExitStack() as stack:
+        sockets = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
+        ]
+        return [listener.getsockname()[1] for listener in sockets]
