@@ -32,6 +32,13 @@ def serve(
     port: Annotated[
         str | None, typer.Option(help="TCP port; 0 takes a free one", show_default="8077")
     ] = None,
+    workers: Annotated[
+        str | None,
+        typer.Option(
+            help="Processes that serve the port, 1 to 64; SIGHUP renews them one by one",
+            show_default="1",
+        ),
+    ] = None,
     data_dir: Annotated[
         Path | None, typer.Option(help="Directory of the database and the blobs.")
     ] = None,
@@ -63,6 +70,9 @@ def serve(
     """Run the cache server; it needs no configuration.
 
     Every option can also be set by an environment variable, e.g. GRAPHSTASH_DATA_DIR.
+
+    With more than one worker, SIGHUP replaces them one after another and no request fails. It
+    renews processes, not code: a new version needs a restart of the server.
     """
     try:
         from graphstash_server.settings import load_settings
@@ -76,6 +86,7 @@ def serve(
         settings = load_settings(
             host=host,
             port=port,
+            workers=workers,
             data_dir=data_dir,
             max_artifact_bytes=max_artifact_bytes,
             store_limit_bytes=store_limit_bytes,
@@ -102,6 +113,7 @@ def main() -> None:
 
 def _run(settings: "Settings", listener: socket.socket, port_file: Path | None) -> None:
     from graphstash_server.server import run_server
+    from graphstash_server.workers import run_workers
 
     url = _url(listener)
 
@@ -114,11 +126,15 @@ def _run(settings: "Settings", listener: socket.socket, port_file: Path | None) 
             partial.write_text(f"{listener.getsockname()[1]}\n")
             partial.rename(port_file)
 
+    is_one = settings.workers == 1
+    process = "" if is_one else " [%(process)d]"
     logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        level=settings.log_level.upper(),
+        format=f"%(asctime)s{process} %(levelname)s %(name)s: %(message)s",
     )
     logging.getLogger("alembic").setLevel("WARNING")
-    if not run_server(settings, listener, when_ready=announce):
+    run = run_server if is_one else run_workers
+    if not run(settings, listener, when_ready=announce):
         _fail("the server did not start; the reason is above", _CANNOT_START)
 
 

@@ -1,0 +1,299 @@
+"""run_workers: several processes serve one port, and a small parent keeps them there.
+
+The parent imports everything once and forks; it starts no thread and no event loop, so that a fork
+copies nothing that moves. A worker that ended is replaced in the time of a start without imports,
+and all share the memory of the code. They accept from one listening socket, which stays open in the
+parent: a connection that nobody has accepted yet waits for the next free worker.
+
+uvicorn has a supervisor, too. It kills a worker that does not answer a ping within seconds, which a
+loaded host does not deserve, and it starts every worker from nothing.
+
+    SIGTERM, SIGINT   the workers end gracefully, then the parent; a SIGINT after it kills at once
+    SIGHUP            a rolling restart: a successor for one worker after another. It renews the
+                      processes, so their memory and connections. The code is the parent's and as
+                      old as the parent: new code needs a restart of the server
+    parent killed     the workers see the end of a pipe, the lifeline, and end gracefully
+
+A worker takes nothing along when it ends: whatever outlives a request is in the database.
+"""
+
+import gc
+import logging
+import os
+import selectors
+import signal
+import socket
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from math import inf
+from time import monotonic
+from typing import NoReturn
+
+from graphstash_server.server import PARENT_SIGNALS, run_worker
+from graphstash_server.settings import Settings
+
+__all__ = ["run_workers"]
+
+_LOGGER = logging.getLogger(__name__)
+
+_MARGIN_SECONDS = 4.0
+"""Beyond `shutdown_seconds`: for the last write of the counters, and for a host that is loaded."""
+
+_READY_SECONDS = 60.0
+"""How long the successor of a rolling restart may take to start."""
+
+_EARLY_SECONDS = 5.0
+"""A worker that ends sooner after its start will probably do so again."""
+_FIRST_PAUSE_SECONDS = 0.5
+_LONGEST_PAUSE_SECONDS = 10.0
+
+
+def run_workers(
+    settings: Settings, listener: socket.socket, *, when_ready: Callable[[], None]
+) -> bool:
+    """Serves with `settings.workers` processes until a signal.
+
+    Args:
+        settings: of the server.
+        listener: where all of them listen; closed at the end.
+        when_ready: called once, when all workers serve.
+
+    Returns:
+        False when a worker could not start the first time.
+    """
+    return _Supervisor(settings, listener, when_ready=when_ready).run()
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """The place of one worker; several processes have it in turn."""
+
+    worker: "_Worker | None" = None
+    successor: "_Worker | None" = None  # that starts, in a rolling restart
+    early_ends: int = 0  # in a row
+    start_at: float = 0.0  # when there is no worker
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    pid: int
+    slot: _Slot
+    says: int | None  # the pipe through which it tells that it is ready, until it has
+    started_at: float
+    kill_at: float = inf  # a successor that gets not ready; whoever was told to end and does not
+    is_ready: bool = False
+    is_ending: bool = False
+
+
+class _Supervisor:
+    def __init__(
+        self, settings: Settings, listener: socket.socket, *, when_ready: Callable[[], None]
+    ) -> None:
+        self._settings = settings
+        self._listener = listener
+        self._when_ready = when_ready
+        self._slots = [_Slot() for _ in range(settings.workers)]
+        self._alive: dict[int, _Worker] = {}
+        self._outdated: deque[_Worker] = deque()  # what a rolling restart has yet to replace
+        self._is_prepared = False
+        self._is_announced = False
+        self._is_stopping = False
+        self._has_failed = False
+        self._selector = selectors.DefaultSelector()
+        self._lifeline, self._held = os.pipe()  # nobody writes: the workers wait for its end
+        self._woken, self._waking = socket.socketpair()
+
+    def run(self) -> bool:
+        gc.collect()
+        gc.freeze()  # the collector writes to what it looks at, and so would copy what is shared
+        self._woken.setblocking(False)
+        self._waking.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        signal.set_wakeup_fd(self._waking.fileno(), warn_on_full_buffer=False)
+        for number in PARENT_SIGNALS:
+            signal.signal(number, lambda *_: None)  # what wakes us carries the number
+        while self._alive or not self._is_stopping:
+            now = monotonic()
+            self._act(now)
+            for key, _ in self._selector.select(self._rest_seconds(now)):
+                if isinstance(key.data, _Worker):
+                    self._hear(key.data)
+            self._take_signals()
+            self._reap()
+        return not self._has_failed
+
+    def _act(self, now: float) -> None:
+        """Does what is due."""
+        for worker in list(self._alive.values()):
+            if worker.kill_at <= now:
+                _LOGGER.warning("worker %d has had its time: it is killed", worker.pid)
+                self._kill(worker)
+        if self._is_stopping:
+            return
+        for slot in self._empty():
+            if slot.start_at <= now:
+                slot.worker = self._start(slot)
+        is_rolling = any(slot.successor for slot in self._slots) or any(
+            worker.is_ending for worker in self._alive.values()
+        )
+        while self._outdated and not is_rolling:
+            worker = self._outdated.popleft()
+            if worker.slot.worker is worker:
+                is_rolling = True
+                worker.slot.successor = self._start(worker.slot, kill_at=now + _READY_SECONDS)
+                if worker.slot.successor is None:
+                    self._outdated.clear()
+
+    def _empty(self) -> list[_Slot]:
+        """The places to fill. The first worker starts alone: it makes the database what it is."""
+        slots = self._slots if self._is_prepared else self._slots[:1]
+        return [slot for slot in slots if slot.worker is None]
+
+    def _rest_seconds(self, now: float) -> float | None:
+        """How long nothing will be due."""
+        due = min((worker.kill_at for worker in self._alive.values()), default=inf)
+        if not self._is_stopping:
+            due = min([due, *(slot.start_at for slot in self._empty())])
+        return None if due == inf else max(due - now, 0.0)
+
+    def _take_signals(self) -> None:
+        with suppress(BlockingIOError):
+            for number in self._woken.recv(4096):
+                if number == signal.SIGHUP and self._is_announced:
+                    _LOGGER.info("a rolling restart of %d workers begins", len(self._slots))
+                    self._outdated = deque(slot.worker for slot in self._slots if slot.worker)
+                elif number == signal.SIGINT and self._is_stopping:
+                    for worker in self._alive.values():
+                        self._kill(worker)
+                elif number in {signal.SIGTERM, signal.SIGINT}:
+                    self._stop()
+
+    def _hear(self, worker: _Worker) -> None:
+        """A worker is ready, or ended before it was."""
+        if worker.says is None:
+            return
+        worker.is_ready = os.read(worker.says, 1) != b""
+        self._hang_up(worker)
+        if self._is_stopping or not worker.is_ready:
+            return
+        _LOGGER.info("worker %d serves", worker.pid)
+        self._is_prepared = True
+        worker.kill_at = inf
+        slot = worker.slot
+        if slot.successor is worker:
+            old, slot.worker, slot.successor = slot.worker, worker, None
+            if old is not None:
+                self._end(old)
+        if not self._is_announced and all(
+            each.worker and each.worker.is_ready for each in self._slots
+        ):
+            self._is_announced = True
+            self._when_ready()
+
+    def _reap(self) -> None:
+        while self._alive:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            worker = self._alive.pop(pid, None)
+            if worker is not None:  # process 1 inherits strangers
+                self._hang_up(worker)
+                self._replace(worker, _how(status))
+
+    def _replace(self, worker: _Worker, ended: str) -> None:
+        """Decides what follows the end of a worker."""
+        slot = worker.slot
+        if self._is_stopping or worker.is_ending:
+            _LOGGER.info("worker %d %s", worker.pid, ended)
+        elif not self._is_announced:
+            _LOGGER.error("worker %d %s: the server cannot start", worker.pid, ended)
+            self._has_failed = True
+            self._stop()
+        elif slot.successor is worker:
+            slot.successor = None
+            self._outdated.clear()
+            told = "worker %d %s before it was ready: the rolling restart stops, the others stay"
+            _LOGGER.error(told, worker.pid, ended)
+        else:
+            slot.worker, slot.successor = slot.successor, None
+            pause_seconds = 0.0 if slot.worker else _pause_seconds(worker)
+            slot.start_at = monotonic() + pause_seconds
+            _LOGGER.error("worker %d %s: the next in %g s", worker.pid, ended, pause_seconds)
+
+    def _stop(self) -> None:
+        if not self._is_stopping:
+            self._is_stopping = True
+            self._listener.close()
+            for worker in self._alive.values():
+                self._end(worker)
+
+    def _end(self, worker: _Worker) -> None:
+        if not worker.is_ending:
+            worker.is_ending = True
+            worker.kill_at = monotonic() + self._settings.shutdown_seconds + _MARGIN_SECONDS
+            os.kill(worker.pid, signal.SIGTERM)
+
+    @staticmethod
+    def _kill(worker: _Worker) -> None:
+        worker.kill_at = inf
+        os.kill(worker.pid, signal.SIGKILL)
+
+    def _hang_up(self, worker: _Worker) -> None:
+        if worker.says is not None:
+            self._selector.unregister(worker.says)
+            os.close(worker.says)
+            worker.says = None
+
+    def _start(self, slot: _Slot, *, kill_at: float = inf) -> _Worker | None:
+        says, say = os.pipe()
+        signal.pthread_sigmask(signal.SIG_BLOCK, PARENT_SIGNALS)  # the child is not ready for them
+        try:
+            pid = os.fork()
+            if pid == 0:
+                self._be_worker(say)
+        except OSError as error:
+            os.close(says)
+            slot.start_at = monotonic() + _LONGEST_PAUSE_SECONDS
+            _LOGGER.error("no worker can be started (%s): again in a while", error.strerror)  # noqa: TRY400 - the traceback says nothing more
+            return None
+        finally:
+            os.close(say)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENT_SIGNALS)
+        worker = self._alive[pid] = _Worker(pid, slot, says, monotonic(), kill_at)
+        self._selector.register(says, selectors.EVENT_READ, worker)
+        return worker
+
+    def _be_worker(self, say: int) -> NoReturn:
+        """Lets go of what is the parent's, and serves; never returns into the parent's frames."""
+        try:
+            signal.set_wakeup_fd(-1)
+            self._selector.close()
+            self._woken.close()
+            self._waking.close()
+            for pipe in (self._held, *(other.says for other in self._alive.values())):
+                if pipe is not None:
+                    os.close(pipe)
+            run_worker(self._settings, self._listener, say=say, lifeline=self._lifeline)
+        finally:
+            os._exit(1)
+
+
+def _pause_seconds(worker: _Worker) -> float:
+    """None the first time; more and more where one worker after another ends soon."""
+    slot = worker.slot
+    is_early = not worker.is_ready or monotonic() - worker.started_at < _EARLY_SECONDS
+    slot.early_ends = slot.early_ends + 1 if is_early else 0
+    if slot.early_ends < 2:
+        return 0.0
+    doublings = min(slot.early_ends - 2, 16)
+    return min(_FIRST_PAUSE_SECONDS * 2.0**doublings, _LONGEST_PAUSE_SECONDS)
+
+
+def _how(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        return f"ended with exit code {code}"
+    names = {each.value: each.name for each in signal.Signals}
+    return f"was killed by {names.get(-code, -code)}"

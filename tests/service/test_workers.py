@@ -1,0 +1,459 @@
+"""Several workers on one port, as real processes: killed, restarted one by one, stopped."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from graphstash import CacheError, ClientConfig, Stash
+from graphstash_schema import ArtifactKey, ArtifactMetadata, Digest
+
+LARGE = bytes(range(256)) * 200_000  # 50 MB: more than the sockets of both sides hold
+
+FAILING = """
+import graphstash_server.app as app
+
+open_one = app.open_context
+
+def open_context(settings, **others):
+    if (settings.data_dir / "broken").exists():
+        raise OSError("the database is broken")
+    return open_one(settings, **others)
+
+app.open_context = open_context
+from graphstash_server.__main__ import main
+main()
+"""
+
+
+@pytest.fixture
+def eventually() -> Callable[[Callable[[], bool]], None]:
+    """Asserts what becomes true, however busy the machine is: nothing here depends on when."""
+
+    def check(holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not holds():
+            assert time.monotonic() < deadline, "it never became true"
+            time.sleep(0.02)
+
+    return check
+
+
+def patient(seconds: int) -> dict[str, tuple[str, ...]]:
+    """A server that waits for requests under way for so long when it ends."""
+    setting = f"GRAPHSTASH_SHUTDOWN_SECONDS={seconds}"
+    return {"command": ("env", setting, sys.executable, "-m", "graphstash_server")}
+
+
+def is_alive(pid: int) -> bool:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    return False
+
+
+def is_listening(server) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", server.port), timeout=5):
+        return True
+    return False
+
+
+def asked(server, path: str = "/healthz") -> str:
+    """What a new connection is answered; of which worker, nobody can say."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    with closing(connection):
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        assert answer.status == 200
+        return answer.read().decode()
+
+
+def serving(server) -> int:
+    """How many workers have told that they serve, of all that were ever started."""
+    return server.log.count(" serves\n")
+
+
+def replaced(server, old: set[int]):
+    """Holds when all of `old` are gone and as many others serve."""
+    return lambda: len(server.workers - old) == len(old) == len(server.workers)
+
+
+class Load:
+    """Threads that put, get and look up with the client library until they are told to stop.
+
+    Attributes:
+        errors: whatever the library raised, one per failed operation.
+        rounds: how many times each thread has done everything.
+    """
+
+    def __init__(self, server, directory: Path, *, threads: int = 4) -> None:
+        self.errors: list[CacheError] = []
+        self.rounds = [0] * threads
+        self._stopped = threading.Event()
+        self._stashes = [
+            Stash(
+                ClientConfig.load(
+                    {},
+                    url=server.url,
+                    cache_dir=directory / f"client-{number}",
+                    local_limit="0",
+                    first_byte_seconds=30,  # the machine of the tests may be busy
+                    connect_seconds=30,
+                )
+            )
+            for number in range(threads)
+        ]
+        self._threads = [
+            threading.Thread(target=self._run, args=(number,)) for number in range(threads)
+        ]
+
+    def __enter__(self):
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._stopped.set()
+        for thread in self._threads:
+            thread.join()
+        for stash in self._stashes:
+            stash.close()
+
+    def has_gone_on(self):
+        """Holds when every thread has done everything twice more."""
+        before = list(self.rounds)
+        return lambda: all(now >= then + 2 for now, then in zip(self.rounds, before, strict=True))
+
+    def _run(self, number: int) -> None:
+        stash = self._stashes[number]
+        while not self._stopped.is_set():
+            name = f"{number << 32 | self.rounds[number]:064x}"
+            key = ArtifactKey.parse("jax", "cpu-x86_64-0123456789abcdef", name)
+            payload = name.encode() * 500
+            try:
+                stash.put(
+                    key, payload, ArtifactMetadata(compile_seconds=1, raw_size_bytes=len(payload))
+                )
+                stash.local.discard(stash.config.namespace, key)
+                assert stash.get(key) == payload
+                assert len(stash.lookup([key]).found) == 1
+            except CacheError as error:
+                self.errors.append(error)
+            self.rounds[number] += 1
+
+
+def test_every_worker_serves_the_one_port(start):
+    server = start("--workers", "3")
+    workers = server.workers
+
+    assert len(workers) == 3
+    assert serving(server) == 3  # before the port was announced
+    for worker in workers:
+        others = workers - {worker}
+        for other in others:
+            os.kill(other, signal.SIGSTOP)
+        assert "ok" in asked(server)
+        for other in others:
+            os.kill(other, signal.SIGCONT)
+    assert server.stop() == 0
+    assert not any(map(is_alive, workers))
+    assert "Traceback" not in server.log
+
+
+def test_one_worker_has_no_parent(start):
+    server = start("--workers", "1")
+
+    assert server.workers == set()
+    assert "ok" in asked(server)
+
+
+def test_a_killed_worker_is_replaced_and_only_its_own_requests_fail(start, tmp_path, eventually):
+    server = start("--workers", "2")
+    old = server.workers
+
+    with Load(server, tmp_path) as load:
+        eventually(load.has_gone_on())
+        for worker in old:
+            count = serving(server)
+            server.kill_worker(worker)
+            eventually(lambda count=count: serving(server) > count)
+        eventually(load.has_gone_on())
+    assert len(load.errors) <= 2 * len(load.rounds), (
+        load.errors
+    )  # two kills, one call of each thread under way
+    assert len(server.workers - old) == 2
+    assert all(f"worker {worker} was killed by SIGKILL" in server.log for worker in old)
+
+
+def test_workers_end_with_a_parent_that_was_killed(start, eventually):
+    server = start("--workers", "2")
+    workers = server.workers
+
+    server.kill()
+
+    eventually(lambda: not any(map(is_alive, workers)))
+    assert server.log.count("its parent is gone") == 2
+    socket.create_server(("127.0.0.1", server.port)).close()  # the port is free
+
+
+def test_a_whole_tree_can_be_killed(start, eventually):
+    server = start("--workers", "2")
+    workers = server.workers
+
+    server.kill(tree=True)
+
+    eventually(lambda: not any(map(is_alive, workers)))
+    assert "its parent is gone" not in server.log
+
+
+def end_server(server, eventually):
+    server.process.terminate()
+    eventually(lambda: not is_listening(server))
+
+
+def end_workers(server, eventually):
+    old = server.workers
+    for worker in old:
+        os.kill(worker, signal.SIGTERM)
+    # One of them has to finish the transfer, the other one is gone.
+    eventually(lambda: len(server.workers - old) == 1 and serving(server) == 3)
+
+
+ENDS = pytest.mark.parametrize(
+    ("workers", "end"), [("1", end_server), ("2", end_server), ("2", end_workers)]
+)
+
+
+def exit_code(server) -> int:
+    server.process.terminate()
+    return server.process.wait(30)
+
+
+@ENDS
+def test_a_long_download_is_finished_before_the_end(start, connect, eventually, workers, end):
+    server = start("--workers", workers)
+    api = connect(server.url)
+    api.put(LARGE)
+    received = bytearray()
+    with api.http.stream("GET", api.path()) as answer:
+        chunks = answer.iter_raw(65536)
+        received += next(chunks)
+        end(server, eventually)
+        for chunk in chunks:
+            received += chunk
+
+    assert received == LARGE
+    assert exit_code(server) == 0
+
+
+@ENDS
+def test_a_long_upload_is_finished_before_the_end(start, connect, eventually, workers, end):
+    server = start("--workers", workers)
+    api = connect(server.url)
+
+    def halves():
+        yield LARGE[: len(LARGE) // 2]
+        eventually(lambda: any((server.data_dir / "blobs" / "tmp").iterdir()))
+        end(server, eventually)
+        yield LARGE[len(LARGE) // 2 :]
+
+    headers = {"Content-Length": str(len(LARGE)), "Repr-Digest": Digest.of(LARGE).repr_digest}
+    assert api.http.put(api.path(), content=halves(), headers=headers).status_code == 201
+
+    assert exit_code(server) == 0
+
+
+def test_waiting_leases_are_answered_at_the_end_and_granted_ones_outlive_it(
+    start, connect, eventually
+):
+    server = start("--workers", "2", **patient(3600))
+    token = connect(server.url).acquire(holder="a", ttl_seconds=300).json()["token"]
+    answers: list[httpx.Response] = []
+    waiter = connect(server.url)
+    thread = threading.Thread(
+        target=lambda: answers.append(waiter.acquire(holder="b", ttl_seconds=300, wait=60))
+    )
+    thread.start()
+    eventually(lambda: json.loads(asked(server, "/v1/stats"))["waiters"] == 1)
+
+    assert server.stop() == 0  # it would wait an hour for a request under way
+
+    thread.join()
+    assert answers[0].status_code == 202
+    again = connect(start("--workers", "2").url)
+    renewed = again.http.put(
+        again.lease_path(),
+        json={"holder": "a", "ttl_seconds": 300},
+        headers={"Graphstash-Lease": token},
+    )
+    assert renewed.status_code == 200
+
+
+def test_a_client_that_has_just_connected_is_answered_before_the_end(start, eventually):
+    server = start()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        # Connections are accepted in order: a later one that is answered shows that this one is.
+        assert "ok" in asked(server)
+        server.process.terminate()
+        eventually(lambda: not is_listening(server))
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer = b""
+        while chunk := connection.recv(65536):
+            answer += chunk
+
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert b"connection: close" in answer
+    assert server.process.wait(30) == 0
+
+
+def test_a_rolling_restart_under_load_fails_nobody(start, tmp_path, eventually):
+    server = start("--workers", "2")
+
+    with Load(server, tmp_path) as load:
+        old = server.workers
+        eventually(load.has_gone_on())
+        server.process.send_signal(signal.SIGHUP)
+        eventually(replaced(server, old))
+        eventually(load.has_gone_on())
+
+    assert load.errors == []
+    assert server.stop() == 0
+
+
+def test_a_rolling_restart_stops_when_a_successor_cannot_start(start, eventually):
+    server = start("--workers", "2", command=(sys.executable, "-c", FAILING))
+    old = server.workers
+    (server.data_dir / "broken").touch()
+
+    server.process.send_signal(signal.SIGHUP)
+
+    eventually(lambda: "before it was ready: the rolling restart stops" in server.log)
+    assert server.workers == old
+    assert "ok" in asked(server)
+    (server.data_dir / "broken").unlink()
+    server.process.send_signal(signal.SIGHUP)
+    eventually(replaced(server, old))
+
+
+def test_a_worker_that_cannot_start_is_tried_again_more_and_more_rarely(start, eventually):
+    server = start("--workers", "2", command=(sys.executable, "-c", FAILING))
+    (server.data_dir / "broken").touch()
+
+    server.kill_worker(min(server.workers))
+
+    eventually(lambda: "the next in 1 s" in server.log)
+    (server.data_dir / "broken").unlink()
+    assert "ok" in asked(server)
+    eventually(lambda: serving(server) == 3)
+    assert re.findall(r"the next in (\S+) s", server.log) == ["0", "0.5", "1"]
+    assert len(server.workers) == 2
+
+
+def test_a_server_whose_workers_cannot_start_says_so_and_ends(tmp_path, process_environment):
+    (tmp_path / "graphstash.sqlite3").write_bytes(b"this is not a database" * 500)
+
+    said = subprocess.run(
+        [sys.executable, "-m", "graphstash_server", "--port", "0", "--workers", "2"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **process_environment, "GRAPHSTASH_DATA_DIR": str(tmp_path)},
+        check=False,
+    )
+
+    assert said.returncode == 1
+    assert "file is not a database" in said.stderr
+    assert re.search(r"worker \d+ ended with exit code 1: the server cannot start", said.stderr)
+    assert said.stderr.endswith("graphstash: the server did not start; the reason is above\n")
+    assert said.stdout == ""
+
+
+def test_a_second_interrupt_ends_it_at_once(start, connect, eventually):
+    server = start("--workers", "2", **patient(3600))
+    workers = server.workers
+    api = connect(server.url)
+    api.put(LARGE)
+    with api.http.stream("GET", api.path()) as answer:
+        next(answer.iter_raw(65536))
+        server.process.send_signal(signal.SIGINT)
+        eventually(lambda: not is_listening(server))
+        server.process.send_signal(signal.SIGINT)
+
+        assert server.process.wait(30) == 0
+
+    assert not any(map(is_alive, workers))
+
+
+def test_a_worker_that_does_not_end_is_killed(start):
+    server = start("--workers", "2", **patient(0))
+    stuck = min(server.workers)
+    os.kill(stuck, signal.SIGSTOP)
+
+    assert server.stop() == 0
+
+    assert f"worker {stuck} was killed by SIGKILL" in server.log
+    assert not is_alive(stuck)
+
+
+def test_two_servers_restarted_in_turn_lose_nothing_that_was_acknowledged(start, connect):
+    servers = [start("--workers", "2") for _ in range(2)]
+    acknowledged: dict[int, bytes] = {}
+    stopped = threading.Event()
+
+    def write(writer: int) -> None:
+        api = connect(servers[writer % 2].url)
+        number = writer
+        while not stopped.is_set():
+            blob = f"{number} ".encode() * 2000
+            try:
+                if api.put(blob, number).status_code == 201:
+                    acknowledged[number] = blob
+            except httpx.TransportError:
+                time.sleep(0.05)  # its server is away
+            number += 4
+
+    writers = [threading.Thread(target=write, args=(writer,)) for writer in range(4)]
+    for thread in writers:
+        thread.start()
+    for index, server in enumerate(servers):
+        before = len(acknowledged)
+        while len(acknowledged) < before + 20:
+            time.sleep(0.02)
+        assert server.stop() == 0
+        servers[index] = start("--workers", "2", "--port", str(server.port))
+    stopped.set()
+    for thread in writers:
+        thread.join()
+
+    readers = [connect(server.url) for server in servers]
+    assert len(acknowledged) >= 40
+    for number, blob in acknowledged.items():
+        assert readers[number % 2].get(number).content == blob
+
+
+@pytest.mark.parametrize("count", ["0", "x"])
+def test_a_count_of_workers_out_of_range_is_one_line_naming_the_range(process_environment, count):
+    said = subprocess.run(
+        [sys.executable, "-m", "graphstash_server", "--workers", count],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **process_environment},
+        check=False,
+    )
+
+    assert said.returncode == 2
+    assert said.stderr == (
+        f"graphstash: --workers={count} is not valid: it takes a whole number from 1 to 64\n"
+    )
