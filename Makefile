@@ -1,5 +1,6 @@
 # The two commands of the README are `make demo` and `make test`. Both need only python3 (>= 3.11,
-# with venv); everything else is installed into .venv, which `make clean` removes.
+# with venv); everything else is installed into .venv, which `make clean` removes. What the tests need
+# of Debian's packages, `make test` installs where it may.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -24,7 +25,7 @@ demo: $(VENV)/.installed  ## Run the promise in three acts: cold, warm, herd; wr
 serve: $(VENV)/.installed  ## Start a server on 127.0.0.1:8077
 	$(BIN)/graphstash serve
 
-test: $(VENV)/.installed  ## Run every test, real torch_xla jobs included
+test: $(VENV)/.installed $(VENV)/.packages  ## Run every test, real torch_xla jobs included
 	$(BIN)/python -m pytest $(TESTS)
 
 check: lint types  ## Run ruff, import-linter and mypy
@@ -61,5 +62,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	    $(TORCH_INDEX_OPTIONS) --group dev --editable '.[server,postgres,s3]'
 	@touch $@
 
+# Needs root, or sudo, where something is missing; otherwise it says what to install.
+$(VENV)/.packages: .ci/packages | $(VENV)/.installed
+	.ci/packages
+	@touch $@
+
 clean:  ## Remove the environment and everything that was built
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-swift build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,187 @@
+"""X-Accel-Redirect: nginx sends the blobs, and the answers do not show it.
+
+Every test asks a real server directly and through a real nginx with the configuration of docker/,
+and compares.
+"""
+
+import base64
+import json
+import os
+
+import pytest
+
+from graphstash_schema import Digest
+from support.nginx import in_front_of, seen
+
+BLOB = os.urandom(300_000)
+ETAG = Digest.of(BLOB).etag
+
+
+@pytest.fixture(scope="module")
+def nginx(live_server, tmp_path_factory):
+    with in_front_of(live_server, tmp_path_factory.mktemp("nginx")) as nginx:
+        yield nginx
+
+
+@pytest.fixture
+def through(nginx, api, connect):
+    """The same namespace, through nginx."""
+    return connect(nginx.url, str(api.namespace))
+
+
+GETS = {
+    "whole": ({}, 200),
+    "head of it": ({"Range": "bytes=0-99"}, 206),
+    "middle": ({"Range": "bytes=1000-200000"}, 206),
+    "open end": ({"Range": "bytes=299990-"}, 206),
+    "suffix": ({"Range": "bytes=-100"}, 206),
+    "long suffix": ({"Range": "bytes=-999999"}, 206),
+    "beyond the end": ({"Range": "bytes=299990-999999"}, 206),
+    "spaces": ({"Range": "bytes= 5 - 6"}, 206),
+    "upper case": ({"Range": "BYTES=5-6"}, 206),
+    "several": ({"Range": "bytes=0-1,5-6"}, 200),
+    "backwards": ({"Range": "bytes=9-5"}, 200),
+    "no range": ({"Range": "bytes=-"}, 200),
+    "other unit": ({"Range": "lines=0-1"}, 200),
+    "too many digits": ({"Range": "bytes=" + "9" * 30 + "-"}, 200),
+    "unsatisfiable": ({"Range": "bytes=300000-"}, 416),
+    "no byte": ({"Range": "bytes=-0"}, 416),
+    "if-range, same": ({"Range": "bytes=0-9", "If-Range": ETAG}, 206),
+    "if-range, other": ({"Range": "bytes=0-9", "If-Range": '"sha256:other"'}, 200),
+    "if-range, weak": ({"Range": "bytes=0-9", "If-Range": "W/" + ETAG}, 200),
+    "if-range, date": ({"Range": "bytes=0-9", "If-Range": "Sat, 21 Nov 2026 10:00:00 GMT"}, 200),
+    "not modified": ({"If-None-Match": ETAG}, 304),
+    "not modified, weak": ({"If-None-Match": f'"x", W/{ETAG}'}, 304),
+    "any": ({"If-None-Match": "*"}, 304),
+    "modified": ({"If-None-Match": '"sha256:other"'}, 200),
+    "not modified, and a range": ({"If-None-Match": ETAG, "Range": "bytes=999999-"}, 304),
+    "if-match": ({"If-Match": '"sha256:other"'}, 200),
+    "modified since": ({"If-Modified-Since": "Sat, 21 Nov 2099 10:00:00 GMT"}, 200),
+    "unmodified since": ({"If-Unmodified-Since": "Sat, 21 Nov 2020 10:00:00 GMT"}, 200),
+    "compression is welcome": ({"Accept-Encoding": "gzip, br"}, 200),
+}
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+@pytest.mark.parametrize("case", GETS)
+def test_reading_through_nginx_is_reading(api, through, method, case):
+    headers, status = GETS[case]
+    api.put(BLOB, seconds=12.5)
+
+    direct = api.http.request(method, api.path(), headers=headers)
+    behind = through.http.request(method, api.path(), headers=headers)
+
+    assert seen(behind) == seen(direct)
+    if method == "GET":
+        assert behind.status_code == status
+
+
+@pytest.mark.parametrize("asked", [{}, {"Range": "bytes=10-19"}, {"If-None-Match": '"other"'}])
+def test_nginx_sends_the_bytes_and_the_server_does_not(api, through, nginx, asked):
+    api.put(BLOB)
+
+    answer = through.http.get(api.path(), headers=asked)
+
+    assert answer.content == (BLOB[10:20] if "Range" in asked else BLOB)
+    assert nginx.has_sent(answer.headers["x-request-id"])
+    assert "x-accel-redirect" not in answer.headers
+
+
+@pytest.mark.parametrize("blob", [b"", b"x", b"z" * (8 * 1024**2 + 1)])
+def test_every_size_comes_back(api, through, blob):
+    assert through.put(blob).status_code == 201
+    assert seen(through.get()) == seen(api.get())
+
+
+def test_the_largest_metadata_comes_back(api, through):
+    through.put(BLOB, Graphstash_Metadata=large_metadata())
+
+    assert seen(through.get()) == seen(api.get())
+    assert seen(through.http.head(api.path())) == seen(api.http.head(api.path()))
+    assert api.get().headers["graphstash-metadata"] == large_metadata()
+
+
+def large_metadata():
+    """Nearly the 16 KiB that the protocol allows."""
+    text = json.dumps({"compile_seconds": 1, "raw_size_bytes": 2, "note": "n" * 12_000})
+    return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
+
+
+def test_the_callers_request_id_is_on_what_nginx_sends(api, through):
+    api.put(BLOB)
+
+    assert through.get(X_Request_Id="asked.by-me").headers["x-request-id"] == "asked.by-me"
+
+
+def test_what_nginx_serves_is_counted_as_if_the_server_had(api, through, eventually):
+    api.put(BLOB, seconds=12.5)
+    assert through.get().status_code == 200
+    assert through.get(Range="bytes=0-9").status_code == 206
+    assert through.get(Range="bytes=10-19").status_code == 206
+    assert through.get(If_None_Match=ETAG).status_code == 304
+
+    eventually(lambda: api.stats().get("served_bytes") == len(BLOB) + 20)
+    assert api.stats()["hits"] == 2
+
+
+def test_a_file_that_vanished_is_a_miss_and_can_be_stored_again(api, through, files, problem):
+    unlike = BLOB + api.namespace.encode()
+    api.put(unlike)
+    assert through.get().status_code == 200
+    before = files()
+    sha256 = Digest.of(unlike).sha256
+    next(path for path in before if path.name == sha256).unlink()
+
+    problem(through.get(), 404, "not_found", "there is no artifact", api.namespace)
+
+    assert through.put(unlike).status_code == 201
+    assert through.get().content == unlike
+
+
+def test_a_file_that_nginx_cannot_find_is_sent_by_the_server(live_server, api, connect, tmp_path):
+    api.put(BLOB, seconds=12.5)
+    (tmp_path / "other").mkdir()
+    with in_front_of(
+        live_server, tmp_path / "nginx", GRAPHSTASH_BLOB_DIR=str(tmp_path / "other")
+    ) as blind:
+        through = connect(blind.url, str(api.namespace))
+        for asked in ({}, {"Range": "bytes=10-19"}):
+            assert seen(through.get(**asked)) == seen(api.get(**asked))
+        # What vanished everywhere is what the server says it is.
+        assert seen(through.get(7)) == seen(api.get(7))
+
+
+def test_where_nginx_reads_no_blobs_a_client_cannot_make_the_server_think_so(
+    live_server, api, connect, tmp_path
+):
+    api.put(BLOB)
+    with in_front_of(live_server, tmp_path / "nginx", GRAPHSTASH_ACCEL="") as plain:
+        answer = connect(plain.url, str(api.namespace)).get(Graphstash_Accel="1")
+
+        assert (answer.status_code, answer.content) == (200, BLOB)
+        assert not plain.has_sent(answer.headers["x-request-id"])
+
+
+def test_a_client_cannot_ask_for_a_path_of_nginx(api, through, problem):
+    api.put(BLOB)
+    sha256 = Digest.of(BLOB).sha256
+
+    refused = through.http.get(f"/_blobs/sha256/{sha256[:2]}/{sha256}")
+
+    problem(refused, 404, "not_found", "/_blobs/")
+
+
+def test_the_header_sent_directly_gets_headers_and_no_byte(api):
+    api.put(BLOB)
+
+    answer = api.get(Graphstash_Accel="1")
+
+    assert (answer.status_code, answer.content) == (200, b"")
+    sha256 = Digest.of(BLOB).sha256
+    assert answer.headers["x-accel-redirect"] == f"/_blobs/sha256/{sha256[:2]}/{sha256}"
+
+
+def test_without_nginx_no_path_is_named(api):
+    api.put(BLOB)
+
+    assert "x-accel-redirect" not in api.get().headers

@@ -1,0 +1,78 @@
+"""What nginx answers by itself, in the form of all other refusals, and what it writes down."""
+
+import json
+import threading
+
+import pytest
+
+from support.nginx import Nginx, free_port, in_front_of
+
+
+@pytest.fixture(scope="module")
+def nginx(live_server, tmp_path_factory):
+    with in_front_of(live_server, tmp_path_factory.mktemp("nginx")) as nginx:
+        yield nginx
+
+
+@pytest.fixture
+def through(nginx, api, connect):
+    """The same namespace, through nginx."""
+    return connect(nginx.url, str(api.namespace))
+
+
+def test_refusals_of_nginx_are_problem_documents(through, api, problem):
+    problem(
+        through.http.post(f"/v1/{api.namespace}/artifacts:lookup", content=b" " * 9_000_000),
+        413,
+        "too_large",
+    )
+    problem(through.http.get("/", headers={"X-Long": "x" * 100_000}), 431, "headers_too_large")
+
+
+def test_no_server_at_all_is_a_problem_that_passes(tmp_path, problem, connect):
+    with Nginx(
+        tmp_path / "nginx",
+        variables={
+            "GRAPHSTASH_SERVER_1": f"127.0.0.1:{free_port()}",
+            "GRAPHSTASH_SERVER_2": f"127.0.0.1:{free_port()}",
+            "GRAPHSTASH_BLOB_DIR": str(tmp_path),
+        },
+    ) as lonely:
+        api = connect(lonely.url)
+        for answer in (api.get(), api.put(b"blob" * 100_000), api.acquire()):
+            assert problem(answer, 503, "unavailable")["retryable"] is True
+            assert answer.headers["retry-after"] == "1"
+        assert api.http.get("/nginx/healthz").status_code == 200
+
+
+def test_too_many_connections_are_a_problem_that_passes(live_server, tmp_path, problem, connect):
+    with in_front_of(
+        live_server, tmp_path / "nginx", GRAPHSTASH_CONNECTIONS_PER_ADDRESS="1"
+    ) as narrow:
+        api = connect(narrow.url, "narrow")
+        api.acquire(ttl_seconds=60)
+
+        def wait():
+            while api.acquire(wait=5).status_code == 503:
+                pass
+
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        while (answer := api.get()).status_code != 503:
+            assert waiter.is_alive()
+        waiter.join(30)
+        problem(answer, 503, "unavailable", "GRAPHSTASH_CONNECTIONS_PER_ADDRESS")
+
+
+def test_the_access_log_is_json_without_secrets(nginx, through, api):
+    token = through.acquire(ttl_seconds=60).json()["token"]
+    through.http.delete(
+        api.lease_path() + "?outcome=failed&token=hidden", headers={"Graphstash-Lease": token}
+    )
+    answer = through.http.get(api.path(), headers={"Authorization": "Bearer hidden-too"})
+    assert not nginx.has_sent(answer.headers["x-request-id"])
+
+    entries = [json.loads(line) for line in nginx.log.splitlines() if line.startswith("{")]
+    assert entries[-1].keys() >= {"time", "client", "method", "path", "status", "seconds", "server"}
+    for secret in (token, "hidden"):
+        assert secret not in nginx.log

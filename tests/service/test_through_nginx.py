@@ -1,0 +1,263 @@
+"""Uploads, leases, refusals and the rest through nginx: as without it.
+
+Every test asks a real server directly and through a real nginx with the configuration of docker/,
+and compares.
+"""
+
+import http.client
+import json
+import os
+import re
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+
+from graphstash_schema import Digest
+from graphstash_schema.protocol import MAX_WAIT_SECONDS
+from support.nginx import in_front_of, seen
+
+BLOB = os.urandom(300_000)
+
+
+@pytest.fixture(scope="module")
+def nginx(live_server, tmp_path_factory):
+    with in_front_of(live_server, tmp_path_factory.mktemp("nginx")) as nginx:
+        yield nginx
+
+
+@pytest.fixture
+def through(nginx, api, connect):
+    """The same namespace, through nginx."""
+    return connect(nginx.url, str(api.namespace))
+
+
+def began_put(nginx, path, size, *, digest, body=b"", **headers):
+    """A connection on which a PUT of so many bytes has begun, and these are sent."""
+    connection = socket.create_connection(("127.0.0.1", nginx.port), timeout=20)
+    headers |= {"Host": "x", "Content-Length": size, "Repr-Digest": digest.repr_digest}
+    lines = [f"PUT {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+    connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
+    return connection
+
+
+def answered(connection):
+    """Status and JSON body of the answer."""
+    answer = http.client.HTTPResponse(connection)
+    answer.begin()
+    return answer.status, json.loads(answer.read() or b"null")
+
+
+WRITES = {
+    "new": {},
+    "no digest": {"Repr-Digest": None},
+    "wrong digest": {"Repr-Digest": Digest.of(b"other").repr_digest},
+    "bad metadata": {"Graphstash-Metadata": "!"},
+    "bad protocol": {"Graphstash-Protocol": "99"},
+}
+
+
+@pytest.mark.parametrize("case", WRITES)
+def test_putting_through_nginx_is_putting(api, through, case):
+    headers = {"Repr-Digest": Digest.of(BLOB).repr_digest} | WRITES[case]
+    headers = {name: value for name, value in headers.items() if value is not None}
+
+    answers = []
+    for client, number in ((api, 1), (through, 2)):
+        answers.append(client.http.put(api.path(number), content=BLOB, headers=headers))
+        answers.append(client.http.put(api.path(number), content=BLOB, headers=headers))
+
+    direct, behind = answers[:2], answers[2:]
+    for one, other in zip(direct, behind, strict=True):
+        one.headers.pop("location", None)
+        other.headers.pop("location", None)
+        assert seen(other) == seen(one)
+
+
+def test_a_conflict_and_a_precondition_are_told(api, through, problem):
+    through.put(BLOB)
+
+    assert seen(through.put(b"other")) == seen(api.put(b"other"))
+    problem(through.put(BLOB, If_None_Match="*"), 412, "precondition_failed")
+
+
+def test_a_body_without_a_length_is_refused(api, through, problem):
+    answer = through.http.put(
+        api.path(), content=iter([BLOB]), headers={"Repr-Digest": Digest.of(BLOB).repr_digest}
+    )
+
+    problem(answer, 411, "length_required")
+
+
+@pytest.mark.parametrize("size", [10 * 1024**3, 500 * 1024**2])
+def test_what_is_too_large_is_refused_before_the_body_is_there(nginx, api, size):
+    with began_put(nginx, api.path(), size, digest=Digest.of(b"")) as connection:
+        status, said = answered(connection)
+
+    assert (status, said["code"]) == (413, "too_large")
+
+
+def test_a_refusal_is_heard_while_the_body_is_still_sent(nginx, api, problem):
+    """401 MiB against a limit of 400: whoever sends on regardless gets the answer, too."""
+    block = bytes(1024**2)
+
+    def body():
+        for _ in range(401):
+            yield block
+
+    with httpx.Client(timeout=60, trust_env=False) as client:
+        answer = client.put(
+            nginx.url + api.path(),
+            content=body(),
+            headers={
+                "Content-Length": str(401 * 1024**2),
+                "Repr-Digest": Digest.of(b"").repr_digest,
+            },
+        )
+
+    problem(answer, 413, "too_large")
+
+
+def test_an_upload_reaches_the_server_before_it_is_complete(nginx, api, files):
+    """nginx stores nothing: the temporary file is the server's, and grows."""
+    blob = os.urandom(4 * 1024**2)
+    half = len(blob) // 2
+    known = set(files())
+    with socket.create_connection(("127.0.0.1", nginx.port), timeout=20) as connection:
+        connection.sendall(
+            f"PUT {api.path()} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(blob)}\r\n"
+            f"Repr-Digest: {Digest.of(blob).repr_digest}\r\n\r\n".encode()
+            + blob[:half]
+        )
+        deadline = time.monotonic() + 10
+        while not set(files()) - known:
+            assert time.monotonic() < deadline, "the upload is kept back"
+            time.sleep(0.02)
+        connection.sendall(blob[half:])
+        assert answered(connection)[0] == 201
+
+
+def test_expect_100_continue_is_answered_and_the_upload_stored(nginx, api, through):
+    with began_put(
+        nginx, api.path(), len(BLOB), digest=Digest.of(BLOB), expect="100-continue"
+    ) as connection:
+        assert connection.recv(1000).startswith(b"HTTP/1.1 100 ")
+        connection.sendall(BLOB)
+        assert answered(connection)[0] == 201
+    assert through.get().content == BLOB
+
+
+def test_an_early_answer_fails_nobody_who_asks_again_on_the_same_connection(api, through):
+    large = os.urandom(20 * 1024**2)
+    api.put(large)
+    for _ in range(5):
+        assert through.put(large).status_code == 200
+        assert through.get(1).status_code == 404
+
+
+def test_an_upload_that_stops_is_timed_out_by_the_server(nginx, api):
+    with began_put(nginx, api.path(), 100, digest=Digest.of(b""), body=b"abc") as connection:
+        status, said = answered(connection)
+
+    assert (status, said["code"]) == (408, "upload_timeout")
+
+
+def test_an_upload_whose_client_is_gone_leaves_nothing(nginx, api, files, eventually, problem):
+    known = set(files())
+    with began_put(nginx, api.path(), 3000000, digest=Digest.of(b""), body=b"abc"):
+        eventually(lambda: bool(set(files()) - known))
+
+    eventually(lambda: not set(files()) - known)
+    problem(api.get(), 404, "not_found")
+
+
+def test_a_wait_for_a_lease_lasts_as_long_as_it_was_asked_for(api, through):
+    assert through.acquire(ttl_seconds=60).status_code == 201
+
+    began = time.monotonic()
+    held = through.acquire(wait=3)
+
+    assert held.status_code == 202
+    assert held.headers["preference-applied"] == "wait=3"
+    assert held.headers["retry-after"] == "1"
+    assert 2.9 < time.monotonic() - began < 30
+
+
+def test_nginx_waits_longer_than_the_longest_wait(nginx):
+    (seconds,) = re.findall(r"proxy_read_timeout +([0-9]+)s;", nginx.configuration.read_text())
+    assert int(seconds) >= 2 * MAX_WAIT_SECONDS
+
+
+def test_a_waiter_is_woken_through_nginx(api, through):
+    granted = through.acquire(ttl_seconds=60).json()
+    replies = []
+    waiter = threading.Thread(target=lambda: replies.append(through.acquire(wait=30)))
+    waiter.start()
+    time.sleep(0.3)
+    api.put(BLOB)
+    ended = through.http.delete(
+        api.lease_path() + "?outcome=published", headers={"Graphstash-Lease": granted["token"]}
+    )
+    waiter.join(20)
+
+    assert ended.status_code == 204
+    assert replies[0].status_code == 200
+
+
+def test_a_waiter_that_hangs_up_is_forgotten(nginx, api, eventually):
+    def waiters():
+        return api.http.get("/v1/stats").json()["waiters"]
+
+    api.acquire(ttl_seconds=60)
+    body = b"{}"
+    with socket.create_connection(("127.0.0.1", nginx.port), timeout=20) as connection:
+        connection.sendall(
+            f"POST {api.lease_path()} HTTP/1.1\r\nHost: x\r\nPrefer: wait=60\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
+        eventually(lambda: waiters() == 1)
+
+    eventually(lambda: waiters() == 0)
+
+
+CALLS = {
+    "lease without token": ("PUT", "/v1/{ns}/leases/jax/cpu/" + "a" * 64, {"json": {}}),
+    "bad kind": ("GET", "/v1/{ns}/artifacts/No/cpu/" + "a" * 64, {}),
+    "bad namespace": ("GET", "/v1/..%2f/artifacts/jax/cpu/" + "a" * 64, {}),
+    "dots": ("GET", "/v1/../v1/{ns}/artifacts/jax/cpu/" + "a" * 64, {}),
+    "unknown path": ("GET", "/nowhere", {}),
+    "wrong method": ("PATCH", "/v1/stats", {}),
+    "bad json": ("POST", "/v1/{ns}/artifacts:lookup", {"content": b"{"}),
+    "no keys": ("POST", "/v1/{ns}/artifacts:lookup", {"json": {"keys": []}}),
+    "no manifest": ("GET", "/v1/{ns}/manifests/none", {}),
+    "large json": ("POST", "/v1/{ns}/artifacts:lookup", {"content": b" " * 3_000_000}),
+    "delete nothing": ("DELETE", "/v1/{ns}/artifacts/jax/cpu/" + "a" * 64, {}),
+    "root": ("GET", "/", {}),
+    "health": ("GET", "/healthz", {}),
+    "readiness": ("GET", "/readyz", {}),
+    "interface": ("GET", "/openapi.json", {}),
+    "headers of 70 KB": ("GET", "/", {"headers": {f"X-{n}": "x" * 10_000 for n in range(7)}}),
+    "one header of 66 KB": ("GET", "/", {"headers": {"X-Long": "x" * 66_000}}),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_other_calls_are_answered_alike(api, through, case):
+    method, path, options = CALLS[case]
+    path = path.replace("{ns}", str(api.namespace))
+
+    direct = api.http.request(method, path, **options)
+    behind = through.http.request(method, path, **options)
+
+    assert seen(behind) == seen(direct)
+
+
+def test_deleting_through_nginx_is_deleting(api, through, problem):
+    api.put(BLOB)
+
+    assert through.http.delete(api.path()).status_code == 204
+    problem(api.get(), 404, "not_found")
+    problem(through.get(), 404, "not_found")

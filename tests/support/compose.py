@@ -1,0 +1,108 @@
+"""What compose makes of its files, and what the Dockerfile gives every container of the image.
+
+As much of the compose specification as docker/ uses: interpolation, anchors, merging of files.
+"""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import yaml
+
+__all__ = ["DOCKER", "Image", "example_variables", "load", "variables_of"]
+
+DOCKER = Path(__file__).parents[2] / "docker"
+
+_VARIABLE = re.compile(r"\$\{(?P<name>[A-Z0-9_]+)(?P<kind>:-|:\?)?(?P<rest>[^}]*)\}")
+_REPLACED = {"command", "entrypoint", "test"}
+"""Lists that another file replaces; others grow."""
+
+
+def load(*names, variables):
+    """The services, networks and volumes of compose files, merged in order.
+
+    Raises:
+        KeyError: for a variable that is needed and not given.
+    """
+    merged = {}
+    for name in names:
+        raw = yaml.safe_load((DOCKER / name).read_text())
+        merged = _merged(merged, _interpolated(raw, variables))
+    return merged
+
+
+def variables_of(*names):
+    """The variables that compose files read."""
+    return {
+        match["name"] for name in names for match in _VARIABLE.finditer((DOCKER / name).read_text())
+    }
+
+
+def example_variables():
+    """`.env.example`: name -> value, commented defaults included."""
+    lines = (DOCKER / ".env.example").read_text().splitlines()
+    return dict(
+        line.removeprefix("#").split("=", 1)
+        for line in lines
+        if re.match(r"#?[A-Z][A-Z0-9_]*=", line)
+    )
+
+
+class Image:
+    """The last stage of docker/Dockerfile.
+
+    Attributes:
+        instructions: (name, arguments) of all stages, in order.
+        environment: what ENV sets.
+        entrypoint, command: in exec form.
+        healthcheck: the command of HEALTHCHECK.
+        user: uid:gid.
+    """
+
+    def __init__(self):
+        text = (DOCKER / "Dockerfile").read_text()
+        joined = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ")
+        self.instructions = [
+            tuple(line.split(maxsplit=1)) for line in joined.splitlines() if line.strip()
+        ]
+        starts = [at for at, (name, _) in enumerate(self.instructions) if name == "FROM"]
+        last = dict(self.instructions[starts[-1] :])
+        self.environment = dict(pair.split("=", 1) for pair in shlex.split(last["ENV"]))
+        self.entrypoint = json.loads(last["ENTRYPOINT"])
+        self.command = json.loads(last["CMD"])
+        self.healthcheck = json.loads(last["HEALTHCHECK"].partition(" CMD ")[2])
+        self.user = last["USER"]
+
+
+def _interpolated(value, variables):
+    if isinstance(value, dict):
+        return {name: _interpolated(each, variables) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_interpolated(each, variables) for each in value]
+    if not isinstance(value, str):
+        return value
+
+    def replaced(match):
+        found = variables.get(match["name"]) or ""
+        if not found and match["kind"] == ":?":
+            raise KeyError(f"{match['name']}: {match['rest']}")
+        return found or (match["rest"] if match["kind"] == ":-" else "")
+
+    return _VARIABLE.sub(replaced, value).replace("$$", "$")
+
+
+def _merged(base, over, *, name=""):
+    if isinstance(base, dict) and isinstance(over, dict):
+        both = {key: _merged(base[key], over[key], name=key) for key in base.keys() & over.keys()}
+        return {**base, **over, **both}
+    if isinstance(base, list) and isinstance(over, list) and name not in _REPLACED:
+        if name == "volumes":
+            targets = {_target(each) for each in over}
+            base = [each for each in base if _target(each) not in targets]
+        return [*base, *over]
+    return over
+
+
+def _target(volume):
+    return volume.split(":")[1]

@@ -1,0 +1,159 @@
+"""A real nginx with the configuration that docker/ ships, on a free loopback port."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+__all__ = ["TEMPLATES", "Nginx", "free_port", "in_front_of", "render", "seen"]
+
+TEMPLATES = Path(__file__).parents[2] / "docker" / "nginx"
+
+# Different for every answer, or made by whoever speaks to the client.
+_OWN_HEADERS = {"date", "server", "connection", "x-request-id"}
+
+_START_SECONDS = 30
+_VARIABLE = re.compile(r"\$\{(GRAPHSTASH_[A-Z0-9_]+)\}")
+
+
+class Nginx:
+    """Started when it is made; a context manager.
+
+    Args:
+        directory: for everything that it writes.
+        variables: what the templates read; those that a test does not care about have values.
+        tls: also render the TLS part.
+
+    Attributes:
+        url: where it listens.
+        command: what runs.
+    """
+
+    def __init__(self, directory, *, variables, tls=False):
+        directory.mkdir(parents=True, exist_ok=True)
+        directory.chmod(0o755)
+        self.port = free_port()
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
+        self.variables = {
+            "GRAPHSTASH_NGINX_WORKERS": "2",
+            "GRAPHSTASH_CONNECTIONS_PER_ADDRESS": "1000",
+            "GRAPHSTASH_ACCEL": "1",
+            **variables,
+            "GRAPHSTASH_NGINX_DIR": str(directory),
+            "GRAPHSTASH_NGINX_LISTEN": f"127.0.0.1:{self.port}{' ssl' if tls else ''}",
+        }
+        for name in ("nginx.conf", "tls.conf") if tls else ("nginx.conf",):
+            template = (TEMPLATES / f"{name}.template").read_text()
+            (directory / name).write_text(render(template, self.variables))
+        self.configuration = directory / "nginx.conf"
+        # Started by root, nginx would read the blobs as another user; in the container it is the
+        # servers' user from the start.
+        user = " user root;" if os.geteuid() == 0 else ""
+        self.command = [_nginx(), "-c", str(self.configuration), "-g", f"daemon off;{user}"]
+        self._log = directory / "log"
+        self._start()
+
+    @property
+    def log(self):
+        """What it wrote: one JSON line per request, and errors."""
+        return self._log.read_text(errors="replace")
+
+    def has_sent(self, request_id):
+        """Whether nginx itself sent the bytes of a request, and the server none."""
+        deadline = time.monotonic() + _START_SECONDS
+        while time.monotonic() < deadline:
+            for line in self.log.splitlines():
+                if f'"request":"{request_id}"' in line:
+                    entry = json.loads(line)
+                    return entry["status"] < 300 and entry["server_bytes"] == "0"
+            time.sleep(0.02)
+        raise AssertionError(f"{request_id} is not in the access log")
+
+    def check(self):
+        """`nginx -t`: its exit code and what it says."""
+        done = subprocess.run(
+            [*self.command, "-t"],
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+        return done.returncode, done.stderr
+
+    def close(self):
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        self.process.wait(_START_SECONDS)
+
+    def _start(self):
+        status, said = self.check()
+        assert status == 0, said
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
+        deadline = time.monotonic() + _START_SECONDS
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+            except OSError:
+                assert self.process.poll() is None, self.log
+                assert time.monotonic() < deadline, self.log
+                time.sleep(0.02)
+            else:
+                return
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+def in_front_of(server, directory, **variables):
+    """An nginx that sends the blobs of one server; the server stands for both."""
+    address = server.url.removeprefix("http://")
+    return Nginx(
+        directory,
+        variables={
+            "GRAPHSTASH_SERVER_1": address,
+            "GRAPHSTASH_SERVER_2": address,
+            "GRAPHSTASH_BLOB_DIR": str(server.data_dir / "blobs"),
+            **variables,
+        },
+    )
+
+
+def seen(answer):
+    """What a client may rely on: status, headers, body."""
+    pairs = [pair for pair in answer.headers.multi_items() if pair[0] not in _OWN_HEADERS]
+    headers = dict(pairs)
+    assert len(headers) == len(pairs), f"a header came twice: {pairs}"
+    body = answer.content
+    if answer.headers.get("content-type") == "application/problem+json":
+        problem = answer.json()
+        assert problem.pop("instance").endswith(answer.headers["x-request-id"])
+        problem["detail"] = re.sub(r"\d{5,}", "<number>", problem["detail"])  # bytes of headers
+        body = problem
+        headers.pop("content-length")
+    return answer.status_code, headers, body
+
+
+def render(template, variables):
+    """What the image's envsubst makes of a template: only these variables are replaced."""
+    return _VARIABLE.sub(lambda match: variables[match.group(1)], template)
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def _nginx():
+    command = shutil.which("nginx", path=os.environ["PATH"] + ":/usr/sbin:/sbin")
+    assert command, "nginx is not installed (Debian: nginx-light)"
+    return command
