@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from graphstash_server.settings import Settings
+
 ROOT = Path(__file__).parents[1]
 # What the issue tracker calls the default install, and nothing of the server or of a compiler.
 HEAVY = ("torch", "torch_xla", "jax", "triton", "fastapi", "starlette", "sqlalchemy", "uvicorn")
@@ -99,7 +101,7 @@ def test_nothing_but_the_agreed_names_is_in_the_root():
     assert {name.split("/")[0] for name in listed} <= {
         *("service", "client", "schema", "migrations", "docker", "tests", "pyproject.toml"),
         *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Makefile", ".gitignore"),
-        *("constraints.txt", ".ci"),
+        *("constraints.txt", ".ci", ".dockerignore"),
     }
 
 
@@ -114,3 +116,12 @@ def test_no_shell_variable_is_needed_to_import_what_is_installed():
     environment = {"PATH": os.environ["PATH"]}
     program = "import graphstash_server, graphstash, graphstash_schema"
     run(sys.executable, "-I", "-c", program, env=environment)
+
+
+def test_the_readme_names_every_setting_of_the_server():
+    text = (ROOT / "README.md").read_text()
+    table = text[text.index("All settings of the server") : text.index("## The training loop")]
+
+    for name in Settings.model_fields:
+        variable = f"GRAPHSTASH_{name.upper()}"
+        assert f"`{variable}`" in table or f"`_{name.upper()}`" in table, variable
