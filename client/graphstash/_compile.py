@@ -237,8 +237,9 @@ class CompileCache:
             self.counters.add(misses=1)
         except CacheError as error:
             self.trouble(error)
-            # What did not verify is still stored under the key; a second upload is refused anyway.
-            wanted = error.reason not in _DAMAGED
+            # What did not verify is still stored under the key; a second upload is refused anyway,
+            # unless the server finds its bytes damaged and drops them.
+            wanted = error.reason not in _DAMAGED or self._is_healed(key, error.reason)
         except Exception as error:  # noqa: BLE001 - the hook's outermost frame: training goes on
             _log.debug("cache look-up failed", exc_info=True)
             self.trouble(CacheError(Reason.INTERNAL, repr(error)))
@@ -299,6 +300,16 @@ class CompileCache:
         until = monotonic() + _GOODBYE_SECONDS
         for lease in self._leases:
             lease.join(max(0.0, until - monotonic()))
+
+    def _is_healed(self, key: ArtifactKey, reason: Reason) -> bool:
+        """Tells the server that its bytes were not those it announced; True when it agrees."""
+        if reason is not Reason.DIGEST_MISMATCH or self.config.read_only:
+            return False
+        try:
+            return self.stash.verify(key).healed
+        except Exception as error:  # noqa: BLE001 - on the way of the hook's outermost frame
+            _log.debug("the server cannot look at %s: %r", key, error)
+            return False
 
     def _found(self, key: ArtifactKey, destination: Path, *, since: float) -> bool:
         """Fetches the artifact; what was saved is its compilation less all the time `since`."""

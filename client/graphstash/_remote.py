@@ -38,6 +38,7 @@ from graphstash_schema import (
     ManifestName,
     ManifestUpdate,
     ServerStats,
+    VerifyResponse,
 )
 from graphstash_schema.protocol import (
     API_PREFIX,
@@ -50,6 +51,9 @@ from graphstash_schema.protocol import (
 __all__ = ["Remote"]
 
 _CHUNK_BYTES: Final = 1024**2
+
+_VERIFY_SECONDS: Final = 5.0
+"""A server reads some gigabytes in that time; if it takes longer, the next client asks again."""
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -159,6 +163,20 @@ class Remote:
             found += reply.found
             missing += reply.missing
         return LookupResponse(found=tuple(found), missing=tuple(missing))
+
+    def verify(self, key: ArtifactKey) -> VerifyResponse:
+        """Asks the server to read an artifact's blob again, and to drop it if it is damaged.
+
+        Raises:
+            CacheError: the cache cannot say.
+        """
+        answer = self._transport.call(
+            "POST",
+            f"{API_PREFIX}/{self.config.namespace}/artifacts:verify",
+            json=key.model_dump_json().encode(),
+            patience_seconds=_VERIFY_SECONDS,
+        )
+        return _parsed(VerifyResponse, answer)
 
     def acquire(self, key: ArtifactKey, *, wait_seconds: float = 0.0) -> LeaseReply:
         """Asks for the right to compile; waits on the server while somebody else holds it.

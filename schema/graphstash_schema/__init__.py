@@ -7,6 +7,7 @@ from graphstash_schema.artifact import (
     ArtifactMetadata,
     LookupRequest,
     LookupResponse,
+    VerifyResponse,
 )
 from graphstash_schema.device import DeviceType
 from graphstash_schema.digest import Digest, DigestHasher
@@ -52,6 +53,7 @@ __all__ = [
     "NamespaceStats",
     "Problem",
     "ServerStats",
+    "VerifyResponse",
     "Word",
     "fingerprint_of",
     "parts_for_display",

@@ -23,6 +23,7 @@ __all__ = [
     "ArtifactMetadata",
     "LookupRequest",
     "LookupResponse",
+    "VerifyResponse",
 ]
 
 MAX_COMPILE_SECONDS: Final = 7 * 24 * 3600.0
@@ -148,6 +149,15 @@ class LookupResponse(BaseModel):
 
     found: tuple[ArtifactInfo, ...]
     missing: tuple[ArtifactKey, ...]
+
+
+class VerifyResponse(BaseModel):
+    """What the server found when it read an artifact's blob again."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    found: bool = Field(description="whether there was an artifact")
+    healed: bool = Field(description="whether it was dropped, because its blob was lost or damaged")
 
 
 def _invalid(value: object, expected: str) -> InvalidValueError:

@@ -188,9 +188,7 @@ def _build(
         evictor=evictor,
         retention=retention,
         tidy=tidy,
-        fsck=FsckService(
-            database=database, blobs=blobs, keeper=keeper, artifacts=artifacts, tidy=tidy
-        ),
+        fsck=FsckService(database=database, keeper=keeper, artifacts=artifacts, tidy=tidy),
         maintenance=Maintenance(
             database=database,
             keeper=keeper,

@@ -7,6 +7,7 @@ from graphstash import ClientConfig, CompileCache, Stash
 from graphstash._executor import BoundedExecutor
 from graphstash._stats import Counters
 from graphstash_schema import ArtifactKey, LeaseState
+from support.fault_proxy import Fault, FaultProxy
 
 
 def key(number):
@@ -183,3 +184,41 @@ def test_a_read_only_job_takes_no_lease_and_publishes_nothing(hosts):
     assert reader.build(1) == b"graph"
     assert reader.stats.published == 0
     assert hosts("b").stash.acquire(key(1)).state is LeaseState.GRANTED
+
+
+def test_an_artifact_that_the_server_damaged_is_published_anew(hosts, server, namespace):
+    """The size is unchanged: only the digest tells."""
+    first, second, third = hosts("first"), hosts("second"), hosts("third")
+    first.build(1, result=b"graph" * 1000)
+    assert first.stats.published == 1
+    blob = max(
+        (server.data_dir / "blobs" / "sha256").rglob("*"),
+        key=lambda path: (path.is_file(), path.stat().st_mtime_ns),
+    )
+    damaged = bytearray(blob.read_bytes())
+    damaged[-1] ^= 1
+    blob.write_bytes(damaged)
+
+    assert second.build(1, result=b"graph" * 1000) == b"graph" * 1000
+    assert (second.compiles, second.stats.fallbacks, second.stats.published) == (
+        1,
+        {"digest_mismatch": 1},
+        1,
+    )
+    assert third.build(1) == b"graph" * 1000
+    assert third.compiles == 0
+
+
+def test_an_artifact_that_was_damaged_on_the_way_stays(hosts, server, namespace):
+    first = hosts("first")
+    first.build(1)
+    assert first.stats.published == 1
+    with FaultProxy(server.port) as proxy:
+        proxy.fault = Fault.FLIP
+        second = hosts("second", url=proxy.url)
+        assert second.build(1) == b"graph"
+        assert second.stats.fallbacks == {"digest_mismatch": 1}
+        assert second.stats.published == 0
+    third = hosts("third")
+    assert third.build(1) == b"graph"
+    assert third.compiles == 0

@@ -25,6 +25,7 @@ from graphstash_schema import (
     NamespaceStats,
     Problem,
     ServerStats,
+    VerifyResponse,
     protocol,
 )
 
@@ -43,6 +44,7 @@ MODELS: list[type[BaseModel]] = [
     NamespaceStats,
     Problem,
     ServerStats,
+    VerifyResponse,
 ]
 REQUESTS = [ArtifactKey, LeaseRequest, LookupRequest, ManifestUpdate]
 

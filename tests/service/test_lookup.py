@@ -2,6 +2,7 @@
 
 import json
 import time
+from pathlib import Path
 
 import pytest
 
@@ -113,3 +114,34 @@ def test_a_lookup_counts_neither_hits_nor_misses(api):
     time.sleep(0.2)
 
     assert (api.stats()["hits"], api.stats()["misses"]) == (0, 0)
+
+
+def test_a_whole_artifact_is_verified_and_stays(api):
+    api.put(b"x" * 3_000_000, 1)
+
+    answer = api.http.post("/v1/" + api.namespace + "/artifacts:verify", json=api.key(1))
+
+    assert (answer.status_code, answer.json()) == (200, {"found": True, "healed": False})
+    assert answer.headers["cache-control"] == "no-store"
+    assert api.get(1).status_code == 200
+
+
+def test_a_damaged_or_lost_artifact_is_verified_and_dropped(api, files):
+    before = set(files())
+    for number, damage in ((1, lambda path: path.write_bytes(b"y" * 5000)), (2, Path.unlink)):
+        api.put(bytes([number]) * 5000, number)
+        (path,) = set(files()) - before
+        damage(path)
+
+        answer = api.http.post("/v1/" + api.namespace + "/artifacts:verify", json=api.key(number))
+
+        assert answer.json() == {"found": True, "healed": True}
+        assert api.get(number).status_code == 404
+        assert set(files()) == before
+
+
+def test_an_absent_artifact_is_verified_as_such(api, problem):
+    path = "/v1/" + api.namespace + "/artifacts:verify"
+
+    assert api.http.post(path, json=api.key(9)).json() == {"found": False, "healed": False}
+    problem(api.http.post(path, json={"kind": "jax"}), 400, "invalid_request")

@@ -6,11 +6,13 @@ from fastapi import APIRouter, Request, Response
 from pydantic_core import to_json
 
 from graphstash_schema import (
+    ArtifactKey,
     ArtifactMetadata,
     Digest,
     ErrorCode,
     LookupRequest,
     LookupResponse,
+    VerifyResponse,
 )
 from graphstash_schema.protocol import (
     API_PREFIX,
@@ -37,6 +39,7 @@ router = APIRouter(prefix=API_PREFIX, tags=["artifacts"])
 
 _PATH: Final = "/{namespace}/artifacts/" + KEY
 _LOOKUP_PATH: Final = "/{namespace}/artifacts:lookup"
+_VERIFY_PATH: Final = "/{namespace}/artifacts:verify"
 _BAD_WORD: Final = (
     ErrorCode.INVALID_NAMESPACE,
     ErrorCode.INVALID_KIND,
@@ -237,6 +240,38 @@ async def lookup_artifacts(request: Request) -> Response:
         "missing": [_in_body(key) for key in asked if key not in found],
     }
     return Response(to_json(reply), media_type="application/json")
+
+
+@router.post(
+    _VERIFY_PATH,
+    response_class=Response,
+    responses={
+        200: {"model": VerifyResponse},
+        **refusals(
+            ErrorCode.INVALID_NAMESPACE,
+            ErrorCode.INVALID_REQUEST,
+            ErrorCode.INVALID_FINGERPRINT,
+            ErrorCode.INVALID_DEVICE_TYPE,
+            ErrorCode.INVALID_KIND,
+            ErrorCode.UNAVAILABLE,
+        ),
+    },
+    openapi_extra=json_body(ArtifactKey, IN_NAMESPACE),
+)
+async def verify_artifact(request: Request) -> Response:
+    """Reads an artifact's blob again, and drops the artifact if it is damaged.
+
+    For a client that got other bytes than were announced: it cannot know who changed them.
+    """
+    where = namespace_of(request)
+    context: ProcessContext = request.app.state.context
+    key = await read_model(request, ArtifactKey, idle_seconds=context.settings.upload_idle_seconds)
+    reply = await context.artifacts.verify(StoredKey.of(where, key))
+    return Response(
+        reply.model_dump_json(),
+        headers={"Cache-Control": "no-store"},
+        media_type="application/json",
+    )
 
 
 def _in_body(key: StoredKey) -> dict[str, str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeAlias
 
-from graphstash_schema import Digest, Namespace
+from graphstash_schema import Digest, Namespace, VerifyResponse
 from graphstash_schema.protocol import LOOKUP_PIN_SECONDS
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
@@ -101,6 +101,22 @@ class ArtifactService:
             await self.heal(row)
             return None
         return row
+
+    async def verify(self, key: StoredKey) -> VerifyResponse:
+        """Reads an artifact's blob and compares its digest; drops the artifact when it is damaged.
+
+        Nothing is taken on the caller's word, so anybody may ask.
+
+        Raises:
+            ServerError: 503.
+        """
+        row = await self._read(key)
+        if row is None:
+            return VerifyResponse(found=False, healed=False)
+        is_healed = not await self._keeper.is_whole(row.digest)
+        if is_healed:
+            await self.heal(row)
+        return VerifyResponse(found=True, healed=is_healed)
 
     async def lookup(
         self, namespace: Namespace, keys: Sequence[StoredKey]

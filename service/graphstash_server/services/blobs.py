@@ -17,16 +17,18 @@ So a committed row always has its blob. The one thing that can go wrong is that 
 blob it stored deleted by another process; it is refused with 503 then: nothing was acknowledged.
 """
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 
-from graphstash_schema import Digest
+from graphstash_schema import Digest, DigestHasher
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.artifacts import is_blob_used
 from graphstash_server.db.queries.deletions import claim_deletions, drop_deletion, has_deletion
 from graphstash_server.db.queries.locks import lock_blob
+from graphstash_server.errors import ShortBlobError
 from graphstash_server.storage import BlobStore
 
 __all__ = ["BlobKeeper"]
@@ -61,6 +63,25 @@ class BlobKeeper:
             self._uploading[digest.sha256] -= 1
             if not self._uploading[digest.sha256]:
                 del self._uploading[digest.sha256]
+
+    async def is_whole(self, digest: Digest) -> bool | None:
+        """Whether the stored bytes are those of a digest; None when there are none. Reads them all.
+
+        Raises:
+            ServerError: 503.
+        """
+        reader = await self._blobs.open(digest)
+        if reader is None:
+            return None
+        hasher = DigestHasher()
+        try:
+            async for chunk in reader.chunks(0, digest.size_bytes):
+                await asyncio.to_thread(hasher.update, chunk)
+        except ShortBlobError:
+            return False
+        finally:
+            await reader.close()
+        return reader.size_bytes == digest.size_bytes and hasher.digest() == digest
 
     async def settle(self, digest: Digest) -> None:
         """Before an upload: takes the mark off a blob, so that what is about to be stored is not

@@ -4,15 +4,12 @@ from collections.abc import AsyncIterator, Callable
 from datetime import datetime
 from typing import NamedTuple
 
-from graphstash_schema import Digest, DigestHasher
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.artifacts import list_artifacts_of, list_digests
 from graphstash_server.db.queries.usage import recount_usage
-from graphstash_server.errors import ShortBlobError
 from graphstash_server.services.artifacts import ArtifactService, StoredArtifact
 from graphstash_server.services.blobs import BlobKeeper
 from graphstash_server.services.tidy import Orphan, TidyService
-from graphstash_server.storage import BlobStore
 
 __all__ = ["Finding", "FsckService"]
 
@@ -41,13 +38,11 @@ class FsckService:
         self,
         *,
         database: Database,
-        blobs: BlobStore,
         keeper: BlobKeeper,
         artifacts: ArtifactService,
         tidy: TidyService,
     ) -> None:
         self._database = database
-        self._blobs = blobs
         self._keeper = keeper
         self._artifacts = artifacts
         self._tidy = tidy
@@ -98,7 +93,7 @@ class FsckService:
                     connection, after_sha256=after, until_sha256=None, limit=_PAGE
                 )
             for digest in digests:
-                if not await self._is_whole(digest):
+                if await self._keeper.is_whole(digest) is False:
                     async with self._database.reading() as connection:
                         rows = await list_artifacts_of(connection, digest)
                     for row in rows:
@@ -107,21 +102,6 @@ class FsckService:
             if len(digests) < _PAGE:
                 return
             after = digests[-1].sha256
-
-    async def _is_whole(self, digest: Digest) -> bool:
-        """Whether the bytes are those of the digest; a blob that is gone by now is, too."""
-        reader = await self._blobs.open(digest)
-        if reader is None:
-            return True
-        hasher = DigestHasher()
-        try:
-            async for chunk in reader.chunks(0, digest.size_bytes):
-                hasher.update(chunk)
-        except ShortBlobError:
-            return False
-        finally:
-            await reader.close()
-        return hasher.digest() == digest
 
     async def _miscounted(self, *, is_repair: bool) -> list[str]:
         """Namespaces whose counters differ from their artifacts."""
