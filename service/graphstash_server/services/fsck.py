@@ -105,7 +105,6 @@ class FsckService:
 
     async def _miscounted(self, *, is_repair: bool) -> list[str]:
         """Namespaces whose counters differ from their artifacts."""
-        wrong: list[str] = []
-        async with self._database.writing() as connection:
-            wrong += await recount_usage(connection, is_repair=is_repair)
-        return wrong
+        opened = self._database.writing() if is_repair else self._database.reading()
+        async with opened as connection:
+            return list(await recount_usage(connection, is_repair=is_repair))
