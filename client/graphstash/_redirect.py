@@ -39,13 +39,14 @@ class RedirectClient:
         url = httpx.URL(location)
         if url.scheme not in ("http", "https") or not url.host:
             raise httpx.UnsupportedProtocol(f"a redirect to {place_of(location)}")
-        client, transport = self._connected()
-        # A request that the client did not build carries none of its defaults.
+        _, transport = self._connected()
+        # Past the client: it would add its headers, and log the URL, which is a key to the blob.
         request = httpx.Request(
             "GET", url, headers=_HEADERS, extensions={"timeout": timeout.as_dict()}
         )
         with transport.within(deadline):
-            response = client.send(request, stream=True)
+            response = transport.handle_request(request)
+            response.request = request
             try:
                 yield response
             finally:

@@ -94,6 +94,7 @@ async def open_context(
         context = await stack.enter_async_context(
             open_services(settings, blob_store=blob_store, clock=clock)
         )
+        await context.tidy.refuse_an_empty_store()
         await asyncio.to_thread(lock.share)
         stack.push_async_callback(_flush_last, context.accounting)
         # A bucket may be used by servers of other data directories.
@@ -149,7 +150,7 @@ def _build(
 ) -> ProcessContext:
     waiters = Waiters()
     accounting = Accounting(database=database, clock=clock)
-    keeper = BlobKeeper(database=database, blobs=blobs)
+    keeper = BlobKeeper(database=database, blobs=blobs, clock=clock)
     artifacts = ArtifactService(
         database=database, blobs=blobs, keeper=keeper, accounting=accounting, clock=clock
     )

@@ -57,9 +57,16 @@ class ServerError(Exception):
 
 
 class NoSpaceError(ServerError):
-    """There is no room for the bytes; nothing was stored, and reading goes on."""
+    """There is no room for the bytes; nothing was stored, and reading goes on.
 
-    def __init__(self, detail: str, *, limit: float | None = None) -> None:
+    Attributes:
+        missing_bytes: how many would have to go; None when that is not known.
+    """
+
+    def __init__(
+        self, detail: str, *, limit: float | None = None, missing_bytes: int | None = None
+    ) -> None:
+        self.missing_bytes = missing_bytes
         super().__init__(ErrorCode.INSUFFICIENT_STORAGE, detail, limit=limit)
 
 

@@ -224,7 +224,8 @@ class Settings(BaseSettings):
     def _name_the_driver(cls, url: str) -> str:
         scheme, _, rest = url.partition("://")
         if scheme in ("postgres", "postgresql", "postgresql+asyncpg") and rest:
-            return f"postgresql+asyncpg://{rest}"
+            # The driver's word for what every other tool calls sslmode.
+            return f"postgresql+asyncpg://{rest.replace('sslmode=', 'ssl=')}"
         if scheme in ("sqlite", "sqlite+aiosqlite") and rest.startswith("/") and rest != "/":
             return f"sqlite+aiosqlite://{rest}"
         if url:

@@ -18,7 +18,7 @@ from graphstash_schema import (
     Namespace,
 )
 from graphstash_server.context import open_services, prepare_database
-from graphstash_server.errors import NoSpaceError, ServerError
+from graphstash_server.errors import NoSpaceError, ServerError, ShortBlobError, StartError
 from graphstash_server.keys import StoredKey
 from graphstash_server.services.commits import Upload
 from graphstash_server.settings import load_settings
@@ -52,8 +52,12 @@ class Store:
         key = ArtifactKey.parse("jax", "cpu", fingerprint)
         return StoredKey.of(Namespace(namespace), key)
 
+    @staticmethod
+    def blob(number, size, namespace="team"):
+        return f"{namespace} {number} ".encode().ljust(size, b".")[:size]
+
     async def put(self, number, size=1000, *, seconds=1.0, namespace="team", toolchain=""):
-        blob = f"{namespace} {number} ".encode().ljust(size, b".")[:size]
+        blob = self.blob(number, size, namespace)
         metadata = ArtifactMetadata(
             compile_seconds=seconds, raw_size_bytes=size, toolchain=toolchain
         )
@@ -292,7 +296,7 @@ def test_equal_blobs_go_with_their_last_artifact(opened):
                 await store.context.uploads.publish(upload, as_chunks(blob))
             await store.put(2, 10_000, seconds=50)
             await store.context.evictor.run()
-            await store.context.keeper.collect_marked(now=store.clock.now)
+            await store.context.keeper.collect_marked()
             assert await store.kept(3) == [1, 2]
             assert len(store.blobs.blobs) == 2
 
@@ -356,8 +360,8 @@ def test_two_servers_never_evict_for_the_same_excess(opened):
             evicted = await asyncio.gather(one.context.evictor.run(), two.context.evictor.run())
             assert sum(evicted) == 53  # to 95 % of the soft limit, once
             deleted = await asyncio.gather(
-                one.context.keeper.collect_marked(now=one.clock.now),
-                two.context.keeper.collect_marked(now=two.clock.now),
+                one.context.keeper.collect_marked(),
+                two.context.keeper.collect_marked(),
             )
             assert sum(deleted) == 53
 
@@ -388,11 +392,11 @@ def test_eviction_goes_on_after_a_kill_at_any_point(opened, monkeypatch, phase):
 
             monkeypatch.setattr(store.blobs, "delete", dying)
             with pytest.raises(Stopped):
-                await store.context.keeper.collect_marked(now=store.clock.now)
+                await store.context.keeper.collect_marked()
             monkeypatch.undo()
         store.clock.now += timedelta(minutes=10)  # its claim is over
         async with opened(soft_limit_bytes=15_000) as other:
-            await other.context.keeper.collect_marked(now=other.clock.now)
+            await other.context.keeper.collect_marked()
             assert len(other.blobs.blobs) == 1
             assert await other.kept(5) == [4]
 
@@ -414,9 +418,9 @@ def test_a_claim_keeps_other_servers_off(opened):
                 await delete(digest)
 
             one.blobs.delete = slow
-            under_way = asyncio.create_task(one.context.keeper.collect_marked(now=one.clock.now))
+            under_way = asyncio.create_task(one.context.keeper.collect_marked())
             await deleting.wait()
-            others = asyncio.create_task(two.context.keeper.collect_marked(now=two.clock.now))
+            others = asyncio.create_task(two.context.keeper.collect_marked())
             if two.context.database.is_postgresql:
                 assert await others == 0
             go_on.set()
@@ -431,7 +435,7 @@ def test_an_upload_takes_the_mark_off_the_blob_that_it_brings(opened):
             await store.put(0, 10_000)
             await store.context.evictor.run()
             await store.put(0, 10_000)
-            await store.context.keeper.collect_marked(now=store.clock.now)
+            await store.context.keeper.collect_marked()
             assert await store.has(0)
 
     run(test)
@@ -451,7 +455,7 @@ def test_an_upload_waits_for_a_deletion_of_its_blob_that_is_under_way(opened):
                 await delete(digest)
 
             one.blobs.delete = slow
-            under_way = asyncio.create_task(one.context.keeper.collect_marked(now=one.clock.now))
+            under_way = asyncio.create_task(one.context.keeper.collect_marked())
             await deleting.wait()
             await two.put(0, 10_000)
             await under_way
@@ -521,3 +525,183 @@ def test_a_failing_database_ends_a_round_and_not_the_maintenance(opened, caplog)
 
     run(test)
     assert "no database" in caplog.text
+
+
+def test_concurrent_uploads_of_one_server_stay_below_the_limits(opened):
+    async def test():
+        limits = {"store_limit_bytes": 200_000, "namespace_limit_bytes": 100_000}
+        async with opened(**limits) as store:
+            uploads = (store.put(number, 10_000) for number in range(40))
+            await asyncio.gather(*uploads, return_exceptions=True)
+            assert (await store.used()).size_bytes <= 100_000
+            assert sum(map(len, store.blobs.blobs.values())) <= 200_000
+
+    run(test)
+
+
+def test_an_upload_that_never_fits_drives_nobody_out(opened):
+    async def test():
+        limits = {"store_limit_bytes": 50_000, "namespace_limit_bytes": 100_000}
+        async with opened(**limits) as store:
+            for number in range(4):
+                await store.put(number, 10_000)
+            with pytest.raises(NoSpaceError):
+                await store.put(9, 80_000)
+            assert await store.kept(4) == [0, 1, 2, 3]
+        async with opened() as store:
+            store.blobs.capacity_bytes = 45_000
+            with pytest.raises(NoSpaceError):
+                await store.put(9, 49_000)
+            assert await store.kept(4) == [0, 1, 2, 3]
+
+    run(test)
+
+
+def test_what_a_dead_server_was_deleting_refuses_no_upload(opened):
+    async def test():
+        async with opened(store_limit_bytes=40_000) as store:
+            for number in range(4):
+                await store.put(number, 10_000, seconds=1 + number)
+            delete = store.blobs.delete
+
+            async def dying(digest):
+                raise Stopped
+
+            store.blobs.delete = dying
+            with pytest.raises(Stopped):
+                await store.put(4, 10_000, seconds=9)
+            store.blobs.delete = delete
+            await store.put(5, 10_000, seconds=9)
+            assert await store.has(5)
+
+    run(test)
+
+
+@pytest.mark.parametrize("lost", ["cancelled", "disconnected"])
+def test_a_deletion_that_outlives_its_transaction_takes_no_acknowledged_blob(
+    opened, request, lost, database_url
+):
+    """A request to S3 goes on when whoever made it is gone."""
+
+    async def test():
+        async with opened(soft_limit_bytes=1) as one, opened() as two:
+            await one.put(0, 10_000)
+            await one.context.evictor.run()
+            delete = one.blobs.delete
+            deleting, landed = asyncio.Event(), asyncio.Event()
+
+            async def later(digest):
+                await asyncio.sleep(0.5)
+                await delete(digest)
+                landed.set()
+
+            late = []
+
+            async def slow(digest):
+                late.append(asyncio.create_task(later(digest)))
+                deleting.set()
+                await asyncio.shield(late[0])
+
+            one.blobs.delete = slow
+            under_way = asyncio.create_task(one.context.keeper.collect_marked())
+            await deleting.wait()
+            if lost == "cancelled":
+                under_way.cancel()
+            elif one.context.database.is_postgresql:
+                cut = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query <> ''"
+                await asyncio.to_thread(
+                    request.getfixturevalue("postgres").execute,
+                    f"{cut} AND pid <> pg_backend_pid() AND datname = '{database_url[-6:]}'",
+                )
+            (outcome,) = await asyncio.gather(two.put(0, 10_000), return_exceptions=True)
+            acknowledged = outcome is None
+            assert acknowledged or outcome.code is ErrorCode.UNAVAILABLE
+            await landed.wait()
+            await asyncio.gather(under_way, return_exceptions=True)
+            assert await two.has(0) == acknowledged
+
+    run(test)
+
+
+def test_a_failed_upload_that_took_a_mark_off_leaves_no_blob(opened):
+    async def test():
+        async with opened(soft_limit_bytes=1) as store:
+            await store.put(0, 10_000)
+            await store.context.evictor.run()
+
+            async def broken():
+                yield b"only the beginning"
+                raise ConnectionResetError
+
+            digest = Digest.of(store.blob(0, 10_000))
+            upload = Upload(
+                key=store.key(7),
+                digest=digest,
+                metadata_header="",
+                compile_seconds=1,
+                toolchain="",
+                only_if_absent=False,
+            )
+            with pytest.raises(ConnectionResetError):
+                await store.context.uploads.publish(upload, broken())
+            await store.context.keeper.collect_marked()
+            assert store.blobs.blobs == {}
+
+    run(test)
+
+
+def test_large_lookups_in_any_order_do_not_wait_for_each_other(opened):
+    async def test():
+        async with opened() as store:
+            for number in range(20):
+                await store.put(number, 10)
+            keys = [store.key(number) for number in range(2000)]
+            team = Namespace("team")
+            for _ in range(3):
+                found = await asyncio.gather(
+                    store.context.artifacts.lookup(team, keys),
+                    store.context.artifacts.lookup(team, keys[::-1]),
+                )
+                assert [len(each) for each in found] == [20, 20]
+                store.clock.now += timedelta(hours=1)
+
+    run(test)
+
+
+def test_a_read_that_breaks_off_condemns_no_artifact(opened):
+    async def test():
+        async with opened() as store:
+            await store.put(0, 10_000)
+            open_whole = store.blobs.open
+
+            async def cut(digest):
+                reader = await open_whole(digest)
+
+                async def chunks(start, stop):
+                    yield b"some"
+                    raise ShortBlobError("the connection broke")
+
+                reader.chunks = chunks
+                return reader
+
+            store.blobs.open = cut
+            with pytest.raises(ServerError) as refused:
+                await store.context.artifacts.verify(store.key(0))
+            assert refused.value.code is ErrorCode.UNAVAILABLE
+            store.blobs.open = open_whole
+            assert await store.has(0)
+
+    run(test)
+
+
+def test_a_database_beside_an_empty_store_is_not_served(opened):
+    async def test():
+        async with opened() as store:
+            await store.context.tidy.refuse_an_empty_store()
+            await store.put(0)
+            await store.context.tidy.refuse_an_empty_store()
+            store.blobs.blobs.clear()
+            with pytest.raises(StartError, match="mount the right directory"):
+                await store.context.tidy.refuse_an_empty_store()
+
+    run(test)

@@ -9,22 +9,26 @@ from graphstash_server.testing import LiveServer
 BLOB = bytes(range(256)) * 400  # 102,400 bytes
 
 
-def test_the_store_limit_refuses_what_would_pass_it(tmp_path, connect, problem):
-    with LiveServer(tmp_path, store_limit_bytes=250_000) as server:
+def test_the_store_limit_refuses_what_would_pass_it_and_evicts_nobody_who_is_pinned(
+    tmp_path, connect, problem, stored_files
+):
+    with LiveServer(tmp_path, store_limit_bytes=150_000, log_level="error") as server:
         api = connect(server.url)
-        assert [api.put(BLOB + bytes([n]), n).status_code for n in range(2)] == [201, 201]
+        api.put(BLOB, 0)
+        api.http.post(f"/v1/{api.namespace}/artifacts:lookup", json={"keys": [api.key(0)]})
 
         refused = problem(
-            api.put(BLOB + b"2", 2), 507, "insufficient_storage", "102401", "204802", "250000"
+            api.put(BLOB + b"1", 1), 507, "insufficient_storage", "102401 bytes", "150000"
         )
 
-        assert refused["limit"] == 250_000
-        assert refused["retryable"] is False
-        assert api.get(2).status_code == 404
-        assert api.get(0).content == BLOB + b"\0"
+        assert refused["limit"] == 150_000
+        assert len(stored_files(tmp_path)) == 1
+        assert api.get(0).content == BLOB
         assert api.http.get("/readyz").status_code == 200
         api.http.delete(api.path(0))
         assert api.put(BLOB + b"2", 2).status_code == 201
+        assert api.put(BLOB + b"3", 3).status_code == 201  # the one before makes room
+        assert api.get(2).status_code == 404
 
 
 def test_head_room_is_kept_on_the_disk(tmp_path, connect, problem, stored_files):

@@ -14,7 +14,7 @@ __all__ = ["DOCKER", "Image", "example_variables", "load", "variables_of"]
 
 DOCKER = Path(__file__).parents[2] / "docker"
 
-_VARIABLE = re.compile(r"\$\{(?P<name>[A-Z0-9_]+)(?P<kind>:-|:\?)?(?P<rest>[^}]*)\}")
+_VARIABLE = re.compile(r"\$\{(?P<name>[A-Z0-9_]+)(?P<kind>:-|:\?|-)?(?P<rest>[^}]*)\}")
 _REPLACED = {"command", "entrypoint", "test"}
 """Lists that another file replaces; others grow."""
 
@@ -84,6 +84,8 @@ def _interpolated(value, variables):
         return value
 
     def replaced(match):
+        if match["kind"] == "-":  # only a variable that is not set at all gets the default
+            return variables.get(match["name"], match["rest"])
         found = variables.get(match["name"]) or ""
         if not found and match["kind"] == ":?":
             raise KeyError(f"{match['name']}: {match['rest']}")

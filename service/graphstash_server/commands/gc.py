@@ -80,7 +80,7 @@ async def _collect(context: "ProcessContext", wanted: _Wanted) -> None:
             report.add_artifacts("over the soft limit", [candidate])
     else:
         report.evicted += await context.evictor.run()
-        report.deleted += await context.keeper.collect_marked(now=system_clock(), claimed_too=True)
+        report.deleted += await context.keeper.collect_marked()
     async for found in context.tidy.compare(blobs_before=system_clock() - wanted.orphan_age):
         if isinstance(found, Orphan):
             if wanted.is_dry_run or await context.keeper.collect(found.digest):

@@ -20,7 +20,7 @@ def migrate(
     """Bring the database to this release's revision.
 
     `graphstash serve` does it at the start unless GRAPHSTASH_AUTO_MIGRATE is false. Revisions only
-    add: servers of the release before go on meanwhile.
+    add: servers of the release before go on afterwards; while it runs, they may have to wait.
     """
     try:
         from graphstash_server.context import prepare_database

@@ -43,7 +43,9 @@ def run_with_services(work: "Callable[[ProcessContext], Awaitable[None]]") -> No
 
     async def main() -> None:
         await prepare_database(settings, is_migrating=False)
-        async with open_services(settings, blob_store=None, clock=system_clock) as context:
+        # Past the tier, which keeps what jobs need and not what is looked at once.
+        durable = settings.model_copy(update={"tier_limit_bytes": 0})
+        async with open_services(durable, blob_store=None, clock=system_clock) as context:
             await work(context)
 
     try:

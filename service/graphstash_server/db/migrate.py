@@ -136,7 +136,7 @@ def _failures_named(url: str) -> Iterator[None]:
         raise StartError(
             f"the database {shown} needs {error.name}: pip install 'graphstash[server,postgres]'"
         ) from error
-    except (OSError, SQLAlchemyError) as error:
+    except (OSError, TypeError, SQLAlchemyError) as error:
         raise StartError(f"cannot use the database {shown}: {error}") from error
     except Exception as error:
         if type(error).__module__.startswith("asyncpg"):

@@ -7,10 +7,10 @@ SQLite has none; whoever waits also looks from time to time.
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from sqlalchemy import ARRAY, Text, bindparam, func, select
-from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_server.db.engine import Database, make_engine
@@ -21,6 +21,9 @@ _LOGGER = logging.getLogger(__name__)
 
 _CHANNEL = "graphstash"
 _RETRY_SECONDS = 1.0
+_CHECK_SECONDS = 10.0
+_ANSWER_SECONDS = 5.0
+"""A connection whose other end vanished says nothing; so it is asked."""
 
 _PAYLOADS = func.unnest(bindparam("payloads", type_=ARRAY(Text))).column_valued("payload")
 _NOTIFY = select(func.pg_notify(_CHANNEL, _PAYLOADS))
@@ -70,12 +73,8 @@ class Listener:
                     async with engine.connect() as connection:
                         raw = await connection.get_raw_connection()
                         await self._listen(raw.driver_connection)
-                except (OSError, SQLAlchemyError) as error:
-                    _LOGGER.warning("not listening to the database: %s", error)
-                except Exception as error:
-                    if not type(error).__module__.startswith("asyncpg"):
-                        raise
-                    _LOGGER.warning("not listening to the database: %s", error)
+                except Exception as error:  # noqa: BLE001 - the outermost frame of a task
+                    _LOGGER.warning("not listening to the database: %r", error)
                 await asyncio.sleep(_RETRY_SECONDS)
         finally:
             await engine.dispose()
@@ -86,6 +85,11 @@ class Listener:
         await connection.add_listener(_CHANNEL, lambda *heard: self._heard(str(heard[-1])))
         self._is_listening(True)
         try:
-            await lost.wait()
+            while not lost.is_set():
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_CHECK_SECONDS):
+                        await lost.wait()
+                if not lost.is_set():
+                    await connection.execute("SELECT 1", timeout=_ANSWER_SECONDS)
         finally:
             self._is_listening(False)

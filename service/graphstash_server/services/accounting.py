@@ -119,3 +119,5 @@ class Accounting:
                 await self.flush()
             except ServerError as error:
                 _LOGGER.warning("usage counters were not written, kept for later: %s", error)
+            except Exception:
+                _LOGGER.exception("usage counters were not written, kept for later")

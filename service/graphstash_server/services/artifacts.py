@@ -18,6 +18,7 @@ from graphstash_server.db.queries.artifacts import (
     pin_artifacts,
 )
 from graphstash_server.db.queries.deletions import add_deletions
+from graphstash_server.db.queries.locks import share_blobs
 from graphstash_server.db.queries.usage import UsageChange, add_usage
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
@@ -172,7 +173,13 @@ class ArtifactService:
 
     async def _delete(self, key: StoredKey, *, digest: Digest | None) -> bool:
         async with self._database.writing() as connection:
-            gone = await delete_artifact(connection, key, digest=digest)
+            if digest is None:
+                row = await find_artifact(connection, key)
+                digest = None if row is None else row.digest
+            gone = None
+            if digest is not None:
+                await share_blobs(connection, [digest])
+                gone = await delete_artifact(connection, key, digest=digest)
             if gone is not None:
                 change = UsageChange(artifacts=-1, size_bytes=-gone.size_bytes)
                 await add_usage(connection, key.namespace, change)

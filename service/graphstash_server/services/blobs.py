@@ -6,12 +6,13 @@ deleted, and another server may do any of this at the same time. The rules:
 - An artifact is removed in three phases: its row goes and its blob is marked (`deletions`), in one
   transaction; the blob is deleted; the mark goes. A server may die between any two of them: the
   mark stays, and any server goes on.
-- A row is committed only in a transaction that shares the blob's lock and saw the blob
-  (`services.commits`).
-- A blob is deleted only inside a transaction that has the blob's lock for itself and saw that no
-  row has it.
-- A blob that this process is uploading is left to the upload, which looks again when it ends. An
-  upload of a blob that is marked takes the mark off first.
+- A blob is deleted only by a server that has claimed it: in a transaction that had the blob's lock
+  for itself and saw that no row has the blob. The claim is a row too, so it stands when the lock is
+  lost with its connection, and it lasts longer than any request to the store.
+- A row is committed only in a transaction that shares the blob's lock, saw no claim, and saw the
+  blob (`services.commits`).
+- An upload takes the mark off its blob first, and waits for the end of a claim. A blob that this
+  process is uploading is never claimed by it.
 
 So a committed row always has its blob. The one thing that can go wrong is that an upload finds the
 blob it stored deleted by another process; it is refused with 503 then: nothing was acknowledged.
@@ -19,131 +20,207 @@ blob it stored deleted by another process; it is refused with 503 then: nothing 
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import datetime, timedelta
+from datetime import timedelta
 
-from graphstash_schema import Digest, DigestHasher
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from graphstash_schema import Digest, DigestHasher, ErrorCode
+from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.artifacts import is_blob_used
-from graphstash_server.db.queries.deletions import claim_deletions, drop_deletion, has_deletion
+from graphstash_server.db.queries.deletions import (
+    claim_deletion,
+    claim_deletions,
+    claimed_digests,
+    drop_deletion,
+    has_deletion,
+    pending_bytes,
+    release_deletion,
+)
 from graphstash_server.db.queries.locks import lock_blob
-from graphstash_server.errors import ShortBlobError
+from graphstash_server.errors import ServerError, ShortBlobError
 from graphstash_server.storage import BlobStore
 
 __all__ = ["BlobKeeper"]
 
-_CLAIM = timedelta(minutes=5)
-_CLAIMED = 100
+_CLAIM = timedelta(minutes=2)
+"""Far longer than a request to a store can take, all its attempts included; and how long a blob may
+wait that a server died at."""
+
+_CLAIMED = 50
+_SETTLE_SECONDS = 0.1
+_SETTLE_TIMES = 50
 
 
 class BlobKeeper:
     """Used from the event loop only."""
 
-    def __init__(self, *, database: Database, blobs: BlobStore) -> None:
+    def __init__(self, *, database: Database, blobs: BlobStore, clock: Clock) -> None:
         self._database = database
         self._blobs = blobs
+        self._clock = clock
         self._uploading: Counter[str] = Counter()
-        self._uploading_bytes = 0
+        self._begun_bytes: Counter[str] = Counter()
+        self._ended_bytes: Counter[str] = Counter()
 
-    @property
-    def uploading_bytes(self) -> int:
-        """Announced sizes of the uploads of this process that are under way."""
-        return self._uploading_bytes
+    def begun_bytes(self, namespace: str | None = None) -> int:
+        """Announced sizes of all uploads of one namespace, or of all, since this process began."""
+        return self._begun_bytes.total() if namespace is None else self._begun_bytes[namespace]
+
+    def uploading_bytes(self, namespace: str | None = None) -> int:
+        """Of those that are under way."""
+        if namespace is None:
+            return self._begun_bytes.total() - self._ended_bytes.total()
+        return self._begun_bytes[namespace] - self._ended_bytes[namespace]
 
     @contextmanager
-    def uploading(self, digest: Digest) -> Iterator[None]:
+    def uploading(self, namespace: str, digest: Digest) -> Iterator[None]:
         """Keeps a blob from being collected while it is uploaded."""
         self._uploading[digest.sha256] += 1
-        self._uploading_bytes += digest.size_bytes
+        self._begun_bytes[namespace] += digest.size_bytes
         try:
             yield
         finally:
-            self._uploading_bytes -= digest.size_bytes
+            self._ended_bytes[namespace] += digest.size_bytes
             self._uploading[digest.sha256] -= 1
             if not self._uploading[digest.sha256]:
                 del self._uploading[digest.sha256]
 
     async def is_whole(self, digest: Digest) -> bool | None:
-        """Whether the stored bytes are those of a digest; None when there are none. Reads them all.
+        """Whether the stored bytes are those of a digest; None when there are none. Reads them all,
+        from where they are durable.
 
         Raises:
-            ServerError: 503.
+            ServerError: 503, also when they cannot be read to their end: that says nothing of them.
         """
+        await self._blobs.forget_copy(digest)
         reader = await self._blobs.open(digest)
         if reader is None:
             return None
         hasher = DigestHasher()
         try:
+            if reader.size_bytes != digest.size_bytes:
+                return False
             async for chunk in reader.chunks(0, digest.size_bytes):
                 await asyncio.to_thread(hasher.update, chunk)
-        except ShortBlobError:
-            return False
+        except ShortBlobError as error:
+            raise ServerError(
+                ErrorCode.UNAVAILABLE, f"{digest} could not be read to its end: ask again later"
+            ) from error
         finally:
             await reader.close()
-        return reader.size_bytes == digest.size_bytes and hasher.digest() == digest
+        return hasher.digest() == digest
 
-    async def settle(self, digest: Digest) -> None:
+    async def settle(self, digest: Digest) -> bool:
         """Before an upload: takes the mark off a blob, so that what is about to be stored is not
         deleted for an artifact that had it before. Waits for a deletion that is under way.
+
+        Returns:
+            Whether there was a mark: when the upload fails, `collect` is due.
+
+        Raises:
+            ServerError: 503, when that takes too long, or its server died at it a moment ago.
         """
-        async with self._database.reading() as connection:
-            if not await has_deletion(connection, digest):
-                return
-        async with self._database.writing() as connection:
-            await lock_blob(connection, digest)
-            await drop_deletion(connection, digest)
+        for _ in range(_SETTLE_TIMES):
+            async with self._database.reading() as connection:
+                if not await has_deletion(connection, digest):
+                    return False
+            async with self._database.writing() as connection:
+                await lock_blob(connection, digest)
+                if not await claimed_digests(connection, [digest], now=self._clock()):
+                    await drop_deletion(connection, digest)
+                    return True
+            await asyncio.sleep(_SETTLE_SECONDS)
+        raise ServerError(
+            ErrorCode.UNAVAILABLE, "the same bytes are being deleted: send the artifact again"
+        )
 
     async def collect(self, digest: Digest, *, only_marked: bool = False) -> bool:
-        """Deletes a blob if no artifact has it and no upload of this process brings it.
+        """Deletes a blob if no artifact has it, no upload of this process brings it, and no other
+        server is at it.
 
         Args:
             digest: which blob.
-            only_marked: leave it alone unless it is still marked.
+            only_marked: leave it alone unless it is marked.
 
         Returns:
             Whether a blob was deleted.
         """
-        if digest.sha256 in self._uploading:
-            return False
         async with self._database.writing() as connection:
             await lock_blob(connection, digest)
-            is_left = digest.sha256 in self._uploading or (
-                only_marked and not await has_deletion(connection, digest)
-            )
-            if is_left:
+            if only_marked and not await has_deletion(connection, digest):
                 return False
-            is_needed = await is_blob_used(connection, digest)
-            if not is_needed:
-                await self._blobs.delete(digest)
-            await drop_deletion(connection, digest)
-        return not is_needed
+            now = self._clock()
+            if await claimed_digests(connection, [digest], now=now):
+                return False
+            if await self._is_kept(connection, digest):
+                return False
+            await claim_deletion(connection, digest, until=now + _CLAIM)
+        await self._delete([digest])
+        return True
 
-    async def collect_marked(self, *, now: datetime, claimed_too: bool = False) -> int:
+    async def collect_marked(self) -> int:
         """Deletes every marked blob that no other server is at; says how many.
-
-        Args:
-            now: the time.
-            claimed_too: also what another server says it is at, which may be dead. Done twice, a
-                deletion does no harm.
 
         Raises:
             ServerError: 503; what is left stays marked.
         """
         deleted = 0
-        after = ""
         while True:
             async with self._database.writing() as connection:
-                digests = await claim_deletions(
-                    connection,
-                    after_sha256=after,
-                    now=now,
-                    keep=_CLAIM,
-                    limit=_CLAIMED,
-                    claimed_too=claimed_too,
+                claimed = await claim_deletions(
+                    connection, now=self._clock(), keep=_CLAIM, limit=_CLAIMED
                 )
-            for digest in digests:
-                deleted += await self.collect(digest, only_marked=True)
-            if len(digests) < _CLAIMED:
+            free = []
+            for digest in claimed:
+                async with self._database.writing() as connection:
+                    await lock_blob(connection, digest)
+                    if not await self._is_kept(connection, digest):
+                        free.append(digest)
+            await self._delete(free)
+            deleted += len(free)
+            if len(claimed) < _CLAIMED:
                 return deleted
-            after = digests[-1].sha256
+
+    async def pending_bytes(self, *, patience_seconds: float = 0.0) -> int:
+        """Of marked blobs, which may still be there; waits a little for others who are at them."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + patience_seconds
+        while True:
+            async with self._database.reading() as connection:
+                pending = await pending_bytes(connection)
+            if not pending or loop.time() >= deadline:
+                return pending
+            await asyncio.sleep(_SETTLE_SECONDS)
+
+    async def _is_kept(self, connection: AsyncConnection, digest: Digest) -> bool:
+        """Whether a blob has to stay; the transaction has its lock."""
+        if digest.sha256 in self._uploading:
+            await release_deletion(connection, digest)  # the upload takes the mark off
+            return True
+        if await is_blob_used(connection, digest):
+            await drop_deletion(connection, digest)
+            return True
+        return False
+
+    async def _delete(self, claimed: Sequence[Digest]) -> None:
+        """Deletes blobs that this server has claimed, and takes the marks off those that went.
+
+        A claim of one that failed stands: the store may still do it.
+        """
+        failure: ServerError | None = None
+        gone: list[Digest] = []
+        for digest in claimed:
+            try:
+                await self._blobs.delete(digest)
+                gone.append(digest)
+            except ServerError as error:
+                failure = error
+        if gone:
+            async with self._database.writing() as connection:
+                for digest in gone:
+                    await drop_deletion(connection, digest)
+        if failure is not None:
+            raise failure

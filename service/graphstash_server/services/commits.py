@@ -17,6 +17,7 @@ from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.notifications import notify
 from graphstash_server.db.queries.artifacts import find_artifact, insert_artifact
+from graphstash_server.db.queries.deletions import claimed_digests
 from graphstash_server.db.queries.leases import end_leases
 from graphstash_server.db.queries.locks import share_blobs
 from graphstash_server.db.queries.usage import UsageChange, add_usage
@@ -114,10 +115,13 @@ class Committer:
         outcomes: list[_Outcome] = []
         async with self._database.writing() as connection:
             await share_blobs(connection, [upload.digest for upload in uploads])
-            sizes = await asyncio.gather(*(self._blobs.stat(upload.digest) for upload in uploads))
+            digests = [upload.digest for upload in uploads]
+            claimed = await claimed_digests(connection, digests, now=now)
+            sizes = await asyncio.gather(*(self._blobs.stat(digest) for digest in digests))
             for upload, size_bytes in zip(uploads, sizes, strict=True):
                 outcome: _Outcome = _deleted_meanwhile()
-                if size_bytes == upload.digest.size_bytes:
+                is_there = size_bytes == upload.digest.size_bytes
+                if is_there and upload.digest.sha256 not in claimed:
                     outcome = await _insert(connection, upload, now)
                 if outcome is None:
                     stored.append(upload)
@@ -135,21 +139,22 @@ class Committer:
 
 
 async def _insert(connection: AsyncConnection, upload: Upload, now: datetime) -> _Outcome:
-    is_new = await insert_artifact(
-        connection,
-        key=upload.key,
-        digest=upload.digest,
-        metadata_header=upload.metadata_header,
-        compile_seconds=upload.compile_seconds,
-        toolchain=upload.toolchain,
-        now=now,
-    )
-    if is_new:
-        return None
-    existing = await find_artifact(connection, upload.key)
-    if existing is None:  # impossible while the transaction is open
-        return ServerError(ErrorCode.INTERNAL, "an artifact was neither stored nor found")
-    return existing.digest
+    """Goes round when the artifact that was in the way is gone at the second look."""
+    while True:
+        is_new = await insert_artifact(
+            connection,
+            key=upload.key,
+            digest=upload.digest,
+            metadata_header=upload.metadata_header,
+            compile_seconds=upload.compile_seconds,
+            toolchain=upload.toolchain,
+            now=now,
+        )
+        if is_new:
+            return None
+        existing = await find_artifact(connection, upload.key)
+        if existing is not None:
+            return existing.digest
 
 
 def _deleted_meanwhile() -> ServerError:

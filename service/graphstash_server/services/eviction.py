@@ -27,6 +27,11 @@ __all__ = ["Evictor"]
 
 _LOGGER = logging.getLogger(__name__)
 
+_ATTEMPTS = 3
+"""At room for one upload, while others come and go."""
+
+_PATIENCE_SECONDS = 1.0
+
 _PAGE = 200
 """Artifacts of one transaction: a few milliseconds in which SQLite takes no other writer."""
 
@@ -57,22 +62,26 @@ class Evictor:
         """
         if self._budgets.are_none:
             return
-        is_last = False
-        while True:
-            over = await self._over(namespace, size_bytes)
+        over = await self._over(namespace, size_bytes)
+        for _ in range(_ATTEMPTS):
             if over is None:
                 return
-            if is_last:
-                raise over
-            is_last = True
             await self._make_room(namespace, size_bytes)
+            over = await self._over(namespace, size_bytes)
+        if over is not None:
+            raise over
 
     async def free(self, size_bytes: int) -> bool:
-        """Evicts artifacts of so many bytes because the disk is full; False when there are none."""
+        """Evicts artifacts of so many bytes because the disk is full; False when there are none.
+
+        When all of them would not be enough, somebody else filled the disk, and they stay.
+        """
         async with self._database.reading() as connection:
             goal = await stored_bytes(connection) - size_bytes
-        evicted = await self._shrink(None, goal_bytes=max(goal, 0))
-        await self._keeper.collect_marked(now=self._clock())
+        if goal < 0:
+            return False
+        evicted = await self._shrink(None, goal_bytes=goal)
+        await self._keeper.collect_marked()
         if evicted:
             _LOGGER.warning("the disk is full: %d artifacts were evicted for an upload", evicted)
         return evicted > 0
@@ -124,10 +133,18 @@ class Evictor:
 
     async def _over(self, namespace: str, size_bytes: int) -> NoSpaceError | None:
         """What an upload would pass; notes when it is time to evict."""
+        keeper = self._keeper
+        under_way, begun = keeper.uploading_bytes(), keeper.begun_bytes()
+        own_under_way, own_begun = keeper.uploading_bytes(namespace), keeper.begun_bytes(namespace)
         async with self._database.reading() as connection:
-            stored = await stored_bytes(connection) + self._keeper.uploading_bytes + size_bytes
+            stored = await stored_bytes(connection) + size_bytes
             own = await stored_bytes(connection, namespace) + size_bytes
             pending = await pending_bytes(connection)
+        # What was under way before the database was asked, or began since. An upload that was
+        # committed in between is counted twice, and none is missed. From here to the begin of this
+        # one nothing is awaited: no other can slip in.
+        stored += under_way + keeper.begun_bytes() - begun
+        own += own_under_way + keeper.begun_bytes(namespace) - own_begun
         budget = self._budgets.of(namespace)
         if self._budgets.store.is_passed_softly(stored) or budget.is_passed_softly(own):
             self.is_needed.set()
@@ -141,15 +158,24 @@ class Evictor:
         return None
 
     async def _make_room(self, namespace: str, size_bytes: int) -> None:
-        wanted = ((namespace, self._budgets.of(namespace)), (None, self._budgets.store))
-        for name, budget in wanted:
-            if budget.hard_bytes is None:
-                continue
-            under_way = self._keeper.uploading_bytes if name is None else 0
-            room_bytes = budget.hard_bytes - under_way - size_bytes
-            if room_bytes >= 0:  # one that never fits drives nobody out
-                await self._shrink(name, goal_bytes=room_bytes)
-        await self._keeper.collect_marked(now=self._clock())
+        """Evicts for one upload. One that would never fit drives nobody out."""
+        own, store = self._budgets.of(namespace).hard_bytes, self._budgets.store.hard_bytes
+        if any(limit is not None and limit < size_bytes for limit in (own, store)):
+            return
+        if own is not None:
+            own_room_bytes = own - self._keeper.uploading_bytes(namespace) - size_bytes
+            await self._shrink(namespace, goal_bytes=max(own_room_bytes, 0))
+        if store is None:
+            return
+        room_bytes = max(store - self._keeper.uploading_bytes() - size_bytes, 0)
+        await self._shrink(None, goal_bytes=room_bytes)
+        await self._keeper.collect_marked()
+        # What other servers are deleting counts until it is gone. If it does not go, because they
+        # died at it, something else has to.
+        pending = await self._keeper.pending_bytes(patience_seconds=_PATIENCE_SECONDS)
+        if pending:
+            await self._shrink(None, goal_bytes=max(room_bytes - pending, 0))
+            await self._keeper.collect_marked()
 
     async def _passed(self) -> list[tuple[str | None, int]]:
         """Namespaces, or None for the whole store, above their soft limit, and how far to go."""

@@ -85,7 +85,7 @@ class Maintenance:
             ServerError: 503.
         """
         await self._evictor.run()
-        await self._keeper.collect_marked(now=self._clock())
+        await self._keeper.collect_marked()
         if await self._is_due("drop old leases", _HOURLY):
             await self._tidy.drop_old_leases()
         if await self._is_due("retention", _HOURLY):
@@ -100,7 +100,7 @@ class Maintenance:
             evicted += await self._evictor.evict(page)
         if evicted:
             _LOGGER.info("%d artifacts were evicted by age or toolchain", evicted)
-            await self._keeper.collect_marked(now=self._clock())
+            await self._keeper.collect_marked()
         return evicted
 
     async def outlived(self) -> AsyncIterator[list[Candidate]]:
@@ -117,8 +117,10 @@ class Maintenance:
             return await claim_chore(connection, chore, now=self._clock(), every=every)
 
     async def _try(self, what: str, work: Awaitable[object]) -> None:
-        """A store that cannot be kept tidy can still be served."""
+        """The outermost frame: a store that cannot be kept tidy can still be served."""
         try:
             await work
         except ServerError as error:
             _LOGGER.warning("%s stopped, it will be tried again: %s", what, error)
+        except Exception:
+            _LOGGER.exception("%s failed, it will be tried again", what)

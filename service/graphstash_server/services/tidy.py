@@ -16,6 +16,8 @@ from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.artifacts import list_artifacts_of, list_digests
 from graphstash_server.db.queries.leases import drop_ended_leases
+from graphstash_server.db.queries.usage import stored_bytes
+from graphstash_server.errors import StartError
 from graphstash_server.services.artifacts import ArtifactService, StoredArtifact
 from graphstash_server.services.blobs import BlobKeeper
 from graphstash_server.storage import BlobStore
@@ -66,6 +68,26 @@ class TidyService:
         self._keeper = keeper
         self._artifacts = artifacts
         self._clock = clock
+
+    async def refuse_an_empty_store(self) -> None:
+        """Before a server starts: a store without any blob, beside a database with artifacts, is
+        not the store of this database. Served, it would heal all of them away.
+
+        Raises:
+            StartError: then.
+            ServerError: 503.
+        """
+        async with self._database.reading() as connection:
+            stored = await stored_bytes(connection)
+        if not stored:
+            return
+        async for _ in self._blobs.list():
+            return
+        raise StartError(
+            f"the database has artifacts of {stored} bytes and the blob store has no blob: mount "
+            "the right directory, name the right bucket and prefix, or let `graphstash fsck "
+            "--repair` drop these artifacts"
+        )
 
     async def compare(self, *, blobs_before: datetime) -> AsyncIterator[Orphan | Lost]:
         """Finds what does not agree, and changes nothing.

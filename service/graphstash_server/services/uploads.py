@@ -18,6 +18,8 @@ __all__ = ["Upload", "UploadService"]
 
 _LOGGER = logging.getLogger(__name__)
 
+_ATTEMPTS_WHEN_FULL = 4
+
 
 class UploadService:
     """The first writer of a key stays: compilers are not reproducible, and the processes of one job
@@ -75,15 +77,15 @@ class UploadService:
         if existing is not None:
             return self._refuse_other(upload, existing.digest)
         await self._evictor.ensure_room(upload.key.namespace, upload.digest.size_bytes)
-        is_stored = False
+        is_due = False
         try:
-            with self._keeper.uploading(upload.digest):
-                await self._keeper.settle(upload.digest)
+            with self._keeper.uploading(upload.key.namespace, upload.digest):
+                is_due = await self._keeper.settle(upload.digest)
                 await self._put(upload.digest, chunks)
-                is_stored = True
+                is_due = True
                 faster = await self._committer.commit(upload)
         except BaseException:
-            if is_stored:
+            if is_due:
                 await asyncio.shield(self._drop_blob(upload.digest))
             raise
         self._waiters.wake(Wake.ready(upload.key, faster or upload.digest))
@@ -93,16 +95,21 @@ class UploadService:
         return self._refuse_other(upload, faster)
 
     async def _put(self, digest: Digest, chunks: AsyncIterator[bytes]) -> None:
-        """Stores the bytes. When the disk is full and none was read yet, others make room once."""
+        """Stores the bytes. When the disk is full and none was read yet, others make room; more
+        than once, for the database on the same disk grows while it evicts.
+        """
         unread = _Unread(chunks)
-        try:
-            await self._blobs.put(digest, unread)
-        except NoSpaceError as error:
-            if unread.is_begun or not self._evicts_when_full:
-                raise
-            if not await self._evictor.free(digest.size_bytes - int(error.limit or 0)):
-                raise
-            await self._blobs.put(digest, unread)
+        for attempt in range(_ATTEMPTS_WHEN_FULL):
+            try:
+                await self._blobs.put(digest, unread)
+            except NoSpaceError as error:
+                is_last = attempt == _ATTEMPTS_WHEN_FULL - 1
+                if is_last or unread.is_begun or not self._evicts_when_full:
+                    raise
+                if not await self._evictor.free(error.missing_bytes or digest.size_bytes):
+                    raise
+            else:
+                return
 
     async def _drop_blob(self, digest: Digest) -> None:
         """Removes a blob whose row was not stored; what fails here is tidied at the next start."""

@@ -81,6 +81,10 @@ class BlobStore(Protocol):
         """Forgets a blob; one that is absent is no error."""
         ...
 
+    async def forget_copy(self, digest: Digest) -> None:
+        """Drops what is kept nearer than the durable bytes, so that the next read reads these."""
+        ...
+
     async def link(self, digest: Digest) -> str | None:
         """A URL where a client that holds no credentials can fetch the blob for some minutes; None
         when the store has none for it, or when it is too small to be worth a redirect. Whether the

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import datetime
-from time import monotonic
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import boto3
@@ -48,9 +47,6 @@ _CONNECT_SECONDS = 2.0
 _READ_SECONDS = 10.0
 _ATTEMPTS = 3
 
-_KNOWN_SECONDS = 5.0
-"""How long a bucket that was there is taken to be still there."""
-
 _ABSENT = frozenset({"404", "NoSuchKey", "NotFound"})
 _NO_BUCKET = frozenset({"NoSuchBucket", "404", "NotFound"})
 _REFUSED = frozenset({401, 403})
@@ -73,7 +69,6 @@ class Bucket:
         """
         self.name = settings.s3_bucket
         self._endpoint = settings.s3_endpoint_url or "AWS"
-        self._known_until = 0.0
         self._log = QuietLog(_LOGGER)
         self._is_closing = threading.Event()
         try:
@@ -121,9 +116,7 @@ class Bucket:
         except ClientError as error:
             if error.response["Error"].get("Code") not in _ABSENT:
                 raise
-        if monotonic() > self._known_until:
-            self.client.head_bucket(Bucket=self.name)
-            self._known_until = monotonic() + _KNOWN_SECONDS
+        self.client.head_bucket(Bucket=self.name)  # a gateway may answer 404 to everything
         return None
 
     def close(self) -> None:

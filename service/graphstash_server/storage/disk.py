@@ -83,6 +83,9 @@ class DiskBlobStore:
         """Removes the file, see `BlobStore.delete`."""
         await self._write(lambda: self._path(digest).unlink(missing_ok=True))
 
+    async def forget_copy(self, digest: Digest) -> None:
+        """Nothing to do: there is no copy."""
+
     async def link(self, digest: Digest) -> str | None:  # noqa: ARG002 - the protocol's
         """None: files have no URL of their own."""
         return None
@@ -154,7 +157,8 @@ class FileReader:
         if self._small is not None:
             if stop > len(self._small):
                 raise ShortBlobError(f"{self.path.name} ends at {len(self._small)}, not {stop}")
-            yield self._small[start:stop]
+            if start < stop:
+                yield self._small[start:stop]
             return
         loop = asyncio.get_running_loop()
         position = start

@@ -124,6 +124,9 @@ class S3BlobStore:
             "delete a blob", lambda: self._bucket.unless_absent(partial(remove, Key=key))
         )
 
+    async def forget_copy(self, digest: Digest) -> None:
+        """Nothing to do: there is no copy."""
+
     async def link(self, digest: Digest) -> str | None:
         """A presigned URL of a blob that is large enough, see `BlobStore.link`."""
         if self._redirect_bytes is None or digest.size_bytes < self._redirect_bytes:

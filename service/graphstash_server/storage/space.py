@@ -57,6 +57,7 @@ class SpaceGuard:
                     f"{max(room, 0)}, leaving {self._min_free_bytes} free: nothing was stored; "
                     "free some space or delete artifacts",
                     limit=max(room, 0),
+                    missing_bytes=size_bytes - room,
                 )
             self._promised_bytes += size_bytes
 

@@ -112,6 +112,10 @@ class TieredBlobStore:
         await self._back.delete(digest)
         await self._drop(digest)
 
+    async def forget_copy(self, digest: Digest) -> None:
+        """Removes the copy, see `BlobStore.forget_copy`."""
+        await self._drop(digest)
+
     async def link(self, digest: Digest) -> str | None:
         """The back's URL, unless there is a copy here, see `BlobStore.link`."""
         url = await self._back.link(digest)  # first: it mostly says no, without a thread

@@ -67,6 +67,9 @@ class MemoryBlobStore:
         """See `BlobStore.delete`."""
         self.blobs.pop(digest.sha256, None)
 
+    async def forget_copy(self, digest: Digest) -> None:
+        """Nothing to do: there is no copy."""
+
     async def link(self, digest: Digest) -> str | None:  # noqa: ARG002 - the protocol's
         """None: memory has no URL."""
         return None

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import ColumnElement, and_, bindparam, delete, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from graphstash_schema import Digest, Namespace
+from graphstash_schema import ArtifactKind, Digest, Namespace
 from graphstash_server.db.queries.upsert import insert_into
 from graphstash_server.db.tables import artifacts
 from graphstash_server.keys import StoredKey
@@ -123,7 +123,8 @@ async def list_digests(
 
 async def list_artifacts_of(connection: AsyncConnection, digest: Digest) -> list[ArtifactRow]:
     """The artifacts that have a blob."""
-    statement = _CHOSEN.where(artifacts.c.sha256 == digest.sha256)
+    known = [kind.value for kind in ArtifactKind]  # others are left to servers of a later release
+    statement = _CHOSEN.where(artifacts.c.sha256 == digest.sha256, artifacts.c.kind.in_(known))
     return [
         _row(
             found,
@@ -201,7 +202,7 @@ async def pin_artifacts(
     connection: AsyncConnection, keys: Sequence[StoredKey], *, until: datetime
 ) -> None:
     """Keeps artifacts of one namespace from eviction until a time, at least."""
-    for part in _parts([key.fingerprint for key in keys]):
+    for part in _parts(sorted(key.fingerprint for key in keys)):
         chosen = and_(
             artifacts.c.namespace == keys[0].namespace,
             artifacts.c.fingerprint.in_(part),
@@ -213,7 +214,7 @@ async def pin_artifacts(
 
 async def unpin_artifacts(connection: AsyncConnection, keys: Sequence[StoredKey]) -> None:
     """Lets artifacts of one namespace be evicted again."""
-    for part in _parts([key.fingerprint for key in keys]):
+    for part in _parts(sorted(key.fingerprint for key in keys)):
         chosen = and_(artifacts.c.namespace == keys[0].namespace, artifacts.c.fingerprint.in_(part))
         await _lock_rows(connection, chosen)
         await connection.execute(update(artifacts).where(chosen).values(pinned_until=None))

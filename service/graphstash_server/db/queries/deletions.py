@@ -10,7 +10,16 @@ from graphstash_schema import Digest
 from graphstash_server.db.queries.upsert import insert_into
 from graphstash_server.db.tables import deletions
 
-__all__ = ["add_deletions", "claim_deletions", "drop_deletion", "has_deletion", "pending_bytes"]
+__all__ = [
+    "add_deletions",
+    "claim_deletion",
+    "claim_deletions",
+    "claimed_digests",
+    "drop_deletion",
+    "has_deletion",
+    "pending_bytes",
+    "release_deletion",
+]
 
 
 async def add_deletions(connection: AsyncConnection, digests: Sequence[Digest]) -> None:
@@ -25,42 +34,60 @@ async def add_deletions(connection: AsyncConnection, digests: Sequence[Digest]) 
 
 
 async def claim_deletions(
-    connection: AsyncConnection,
-    *,
-    after_sha256: str,
-    now: datetime,
-    keep: timedelta,
-    limit: int,
-    claimed_too: bool,
+    connection: AsyncConnection, *, now: datetime, keep: timedelta, limit: int
 ) -> list[Digest]:
-    """Takes marked blobs that no other server is at, in the order of their SHA-256.
+    """Takes marked blobs that no other server is at.
 
     Args:
         connection: where to ask.
-        after_sha256: exclusive; empty for the first page.
         now: the time.
         keep: how long nobody else takes them.
         limit: most blobs.
-        claimed_too: take also what another server has claimed; it may be dead.
     """
     free = (
         select(deletions.c.sha256)
-        .where(deletions.c.sha256 > after_sha256)
+        .where(or_(deletions.c.claimed_until.is_(None), deletions.c.claimed_until < now))
         .order_by(deletions.c.sha256)
         .limit(limit)
         .with_for_update(skip_locked=True)
     )
-    if not claimed_too:
-        is_free = or_(deletions.c.claimed_until.is_(None), deletions.c.claimed_until < now)
-        free = free.where(is_free)
     statement = (
         update(deletions)
         .where(deletions.c.sha256.in_(free))
         .values(claimed_until=now + keep)
         .returning(deletions.c.sha256, deletions.c.size_bytes)
     )
-    claimed = [Digest(*found) for found in await connection.execute(statement)]
-    return sorted(claimed, key=lambda digest: digest.sha256)
+    return [Digest(*found) for found in await connection.execute(statement)]
+
+
+async def claim_deletion(connection: AsyncConnection, digest: Digest, *, until: datetime) -> None:
+    """Takes one blob, marked or not."""
+    statement = insert_into(connection, deletions).values(
+        sha256=digest.sha256, size_bytes=digest.size_bytes, claimed_until=until
+    )
+    statement = statement.on_conflict_do_update(
+        index_elements=[deletions.c.sha256],
+        set_={"claimed_until": statement.excluded.claimed_until},
+    )
+    await connection.execute(statement)
+
+
+async def claimed_digests(
+    connection: AsyncConnection, digests: Sequence[Digest], *, now: datetime
+) -> set[str]:
+    """The SHA-256 of those blobs that some server is deleting now."""
+    statement = select(deletions.c.sha256).where(
+        deletions.c.sha256.in_([digest.sha256 for digest in digests]),
+        deletions.c.claimed_until >= now,
+    )
+    return set((await connection.execute(statement)).scalars())
+
+
+async def release_deletion(connection: AsyncConnection, digest: Digest) -> None:
+    """Ends a claim; the mark stays."""
+    await connection.execute(
+        update(deletions).where(deletions.c.sha256 == digest.sha256).values(claimed_until=None)
+    )
 
 
 async def drop_deletion(connection: AsyncConnection, digest: Digest) -> None:

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from sqlalchemy import ColumnElement, Select, bindparam, delete, func, or_, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from graphstash_schema import Digest
+from graphstash_schema import ArtifactKind, Digest
 from graphstash_server.db.queries.deletions import add_deletions
+from graphstash_server.db.queries.locks import share_blobs
 from graphstash_server.db.queries.usage import UsageChange, add_usage
 from graphstash_server.db.tables import artifacts
 from graphstash_server.keys import StoredKey
@@ -158,6 +159,7 @@ async def evict_artifacts(
         artifacts.c.rank == bindparam("key_rank"),
         _is_loose(now),
     )
+    await share_blobs(connection, [candidate.digest for candidate in chosen])
     gone: dict[str, list[Candidate]] = {}
     for candidate in sorted(chosen, key=lambda candidate: candidate.key.columns):
         parameters: dict[str, Any] = {
@@ -186,7 +188,9 @@ def _is_loose(now: datetime) -> ColumnElement[bool]:
 
 
 def _unpinned(now: datetime) -> Select[Any]:
-    return select(*_COLUMNS).where(_is_loose(now))
+    """Artifacts of a kind that only a later release knows are left to its servers."""
+    known = [kind.value for kind in ArtifactKind]
+    return select(*_COLUMNS).where(_is_loose(now), artifacts.c.kind.in_(known))
 
 
 async def _candidates(connection: AsyncConnection, statement: Select[Any]) -> list[Candidate]:

@@ -1,0 +1,252 @@
+"""A whole deployment as processes: PostgreSQL, S3 behind a proxy or one directory, two servers."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+
+from chaos.proxy import ChaosProxy
+from graphstash_server.testing import ServerProcess
+from support.moto import CREDENTIALS, Moto
+from support.postgres import Postgres
+
+__all__ = ["KEEP", "TIER_BYTES", "TIGHT", "TIGHT_BYTES", "Cluster", "Command"]
+
+KEEP = "keep"
+TIGHT = "tight"
+TIGHT_BYTES = 4_000_000
+TIER_BYTES = 6_000_000
+
+_SERVE = (sys.executable, "-m", "graphstash", "serve")
+_READY_SECONDS = 60
+_START_ATTEMPTS = 50
+
+
+class Command:
+    """`graphstash <arguments>` on the deployment, beside the servers."""
+
+    def __init__(self, arguments, *, environment):
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "graphstash", *arguments],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._timer = None
+
+    def kill_after(self, seconds):
+        self._timer = threading.Timer(seconds, self._process.kill)
+        self._timer.start()
+
+    @property
+    def is_over(self):
+        return self._process.poll() is not None
+
+    def wait(self):
+        """Exit code and everything that was printed."""
+        said, _ = self._process.communicate(timeout=300)
+        if self._timer is not None:
+            self._timer.cancel()
+        return self._process.returncode, said
+
+
+class Cluster:
+    """A context manager.
+
+    Attributes:
+        moto: the S3, None where the blobs are on disk.
+        bucket: there.
+        proxy: in front of it.
+        postgres: of all servers.
+        servers: two, each with two workers.
+        data_dirs: of the servers, one for both where the blobs are on disk.
+    """
+
+    def __init__(self, directory: Path, *, is_s3: bool) -> None:
+        self._directory = directory
+        self._is_s3 = is_s3
+        self._starting = self._down = None
+        self.moto = self.bucket = self.proxy = None
+
+    def __enter__(self):
+        self.postgres = Postgres()
+        self._environment = {
+            "GRAPHSTASH_DATABASE_URL": self.postgres.new_database(),
+            "GRAPHSTASH_NAMESPACE_LIMITS": json.dumps({TIGHT: TIGHT_BYTES}),
+            "GRAPHSTASH_MAINTENANCE_SECONDS": "1",
+            "GRAPHSTASH_MIN_FREE_BYTES": "0",
+            "GRAPHSTASH_SHUTDOWN_SECONDS": "3",
+            "GRAPHSTASH_FLUSH_SECONDS": "0.2",
+            "GRAPHSTASH_LOG_LEVEL": "warning",
+            "PYTHONPYCACHEPREFIX": str(self._directory.parent / "pycache"),
+            "PYTHONDONTWRITEBYTECODE": "",
+        }
+        self.data_dirs = [self._directory / "data"]
+        if self._is_s3:
+            self.moto = Moto().__enter__()
+            self.bucket = self.moto.new_bucket()
+            self.proxy = ChaosProxy(self.moto.port)
+            self.data_dirs = [self._directory / f"host-{number}" for number in range(2)]
+            self._environment |= CREDENTIALS | {
+                "GRAPHSTASH_BLOB_STORE": "s3",
+                "GRAPHSTASH_S3_BUCKET": self.bucket,
+                "GRAPHSTASH_S3_ENDPOINT_URL": self.proxy.url,
+                "GRAPHSTASH_S3_ADDRESSING": "path",
+                "GRAPHSTASH_TIER_LIMIT_BYTES": str(TIER_BYTES),
+            }
+        self.servers = [self._start(number) for number in range(2)]
+        return self
+
+    def __exit__(self, *_):
+        if self._is_s3:
+            self.proxy.end()
+        self.wait_for_starts()
+        for server in self.servers:
+            if server.process.poll() is None:
+                with suppress(ProcessLookupError):
+                    server.kill(tree=True)
+        if self._is_s3:
+            self.proxy.__exit__()
+            self.moto.__exit__()
+        self.postgres.close()
+
+    def query(self, statement):
+        """Rows of the servers' database."""
+        database = self._environment["GRAPHSTASH_DATABASE_URL"].rpartition("/")[2]
+        return self.postgres.execute(statement, database)
+
+    @property
+    def log(self):
+        """What the servers said."""
+        return "".join(log.read_text(errors="replace") for log in self._logs)
+
+    @property
+    def _logs(self):
+        return [path.with_name(f"{path.name}.log") for path in self.data_dirs]
+
+    def url(self, number):
+        """Of a server, or of the other one while it is known to be down, as a balancer chooses."""
+        return self.servers[1 - number if number == self._down else number].url
+
+    def restart(self, number, *, is_killed):
+        """Ends a server, by SIGKILL with its workers or by SIGTERM. It is started again in the
+        background, as often as it takes: while the database or the bucket is down, none starts.
+        """
+        self.wait_for_starts()
+        if is_killed:
+            self.servers[number].kill(tree=True)
+        else:
+            self._stop(number)
+        self._down = number
+        self._starting = threading.Thread(target=self._start_until_it_serves, args=(number,))
+        self._starting.start()
+
+    def wait_for_starts(self):
+        """Returns when every server has started."""
+        if self._starting is not None:
+            self._starting.join()
+            self._starting = None
+
+    def kill_worker(self, number, pick):
+        """Kills one of the workers that are alive just now; `pick` chooses."""
+        with suppress(FileNotFoundError, ProcessLookupError):
+            workers = sorted(self.servers[number].workers)
+            if workers:
+                self.servers[number].kill_worker(pick(workers))
+
+    def hang_up(self, number):
+        """A rolling restart."""
+        self.servers[number].process.send_signal(signal.SIGHUP)
+
+    @contextmanager
+    def frozen_postgres(self) -> Iterator[None]:
+        """PostgreSQL does not move: its sockets stay open and nothing answers."""
+        pids = [self.postgres.process.pid]
+        children = Path(f"/proc/{pids[0]}/task/{pids[0]}/children").read_text().split()
+        pids += map(int, children)
+        stopped = [pid for pid in pids if _signal(pid, signal.SIGSTOP)]
+        try:
+            yield
+        finally:
+            for pid in stopped:
+                _signal(pid, signal.SIGCONT)
+
+    def cut_sessions(self):
+        """Ends every session of PostgreSQL, in whatever transaction it is."""
+        self.postgres.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() "
+            "AND backend_type = 'client backend'"
+        )
+
+    def command(self, *arguments):
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("GRAPHSTASH_")
+        }
+        data_dir = {"GRAPHSTASH_DATA_DIR": str(self.data_dirs[0])}
+        return Command(arguments, environment=environment | self._environment | data_dir)
+
+    def leave_orphan(self, blob):
+        """What a server leaves that is killed between the blob and its row."""
+        name = hashlib.sha256(blob).hexdigest()
+        path = f"blobs/sha256/{name[:2]}/{name}"
+        if self.bucket:
+            self.moto.client.put_object(Bucket=self.bucket, Key=path, Body=blob)
+            return
+        file = self.data_dirs[0] / path
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(blob)
+
+    def wait_until_ready(self):
+        """Every server answers its probe, again and again: all workers."""
+        deadline = time.monotonic() + _READY_SECONDS
+        for server in self.servers:
+            successes = 0
+            while successes < 10:
+                with suppress(httpx.TransportError):
+                    answer = httpx.get(f"{server.url}/readyz", timeout=20, trust_env=False)
+                    successes = successes + 1 if answer.status_code == 200 else 0
+                assert time.monotonic() < deadline, f"not ready: {self.log[-4000:]}"
+                time.sleep(0.01)
+
+    def stop(self):
+        """Ends every server as a user does."""
+        self.wait_for_starts()
+        for number in range(2):
+            self._stop(number)
+
+    def start_again(self):
+        self.servers = [self._start(number) for number in range(2)]
+
+    def _stop(self, number):
+        code = self.servers[number].stop()
+        assert code == 0, f"a server that was stopped ended with {code}: {self.log[-4000:]}"
+
+    def _start_until_it_serves(self, number):
+        for _ in range(_START_ATTEMPTS):
+            with suppress(RuntimeError):
+                self.servers[number] = self._start(number)
+                self._down = None
+                return
+
+    def _start(self, number):
+        data_dir = self.data_dirs[number % len(self.data_dirs)]
+        return ServerProcess(
+            data_dir, "--workers", "2", command=_SERVE, environment=self._environment
+        )
+
+
+def _signal(pid, number):
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+        return True
+    return False

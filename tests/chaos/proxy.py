@@ -1,0 +1,96 @@
+"""An S3 proxy whose faults end: what hung is cut off when the fault is over."""
+
+import threading
+import time
+from contextlib import suppress
+from enum import StrEnum
+
+from support.s3_proxy import S3Fault, S3Proxy, Seen
+
+__all__ = ["FAULTS", "ChaosProxy", "Delay"]
+
+
+class Delay(StrEnum):
+    """What `S3Fault` has not."""
+
+    LOST_ANSWER = "the request is served and its answer lost"
+    SLOW = "every request waits for a moment"
+
+
+FAULTS = (
+    S3Fault.FAILING,
+    S3Fault.BUSY,
+    S3Fault.FORBIDDEN,
+    S3Fault.NO_BUCKET,
+    S3Fault.STRANGER,
+    S3Fault.RESET,
+    S3Fault.HANG,
+    S3Fault.CUT,
+    S3Fault.CUT_BY_RESET,
+    *Delay,
+)
+"""All but those that damage bytes: an artifact whose blob is damaged is dropped, and has to be."""
+
+_SLOW_SECONDS = 0.15
+
+
+class ChaosProxy(S3Proxy):
+    """Misbehaves from `begin` to `end`.
+
+    Attributes:
+        struck_count: requests that met a fault.
+    """
+
+    def __init__(self, upstream_port):
+        self.struck_count = 0
+        self._calm = threading.Event()
+        self._calm.set()
+        self._lost = threading.local()
+        super().__init__(upstream_port)
+
+    def begin(self, fault, *, strikes):
+        """Every request meets the fault from now on, if `strikes` says so."""
+        self._calm.clear()
+        self.strikes = strikes
+        self.fault = fault
+
+    def end(self):
+        self.fault = S3Fault.NONE
+        self._calm.set()
+
+    def _note(self, seen: Seen):
+        fault = super()._note(seen)
+        self.seen.clear()
+        if fault is S3Fault.NONE:
+            return fault
+        self.struck_count += 1
+        if fault is S3Fault.HANG:
+            self._calm.wait()
+            return S3Fault.RESET
+        if fault is Delay.SLOW:
+            time.sleep(_SLOW_SECONDS)
+            return S3Fault.NONE
+        self._lost.is_it = fault is Delay.LOST_ANSWER
+        return S3Fault.NONE if fault is Delay.LOST_ANSWER else fault
+
+    def _forward(self, connection, head, body, fault):
+        if not getattr(self._lost, "is_it", False):
+            super()._forward(connection, head, body, fault)
+            return
+        super()._forward(_Deaf(connection), head, body, fault)
+
+
+class _Deaf:
+    """A connection that takes no answer."""
+
+    def __init__(self, connection):
+        self._connection = connection
+
+    def __getattr__(self, name):
+        return getattr(self._connection, name)
+
+    def sendall(self, data):
+        # The client would not send its body without it.
+        if data.startswith(b"HTTP/1.1 100"):
+            with suppress(OSError):
+                self._connection.sendall(data)

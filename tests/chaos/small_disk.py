@@ -1,0 +1,92 @@
+"""A disk that is full for real: a small file system of its own."""
+
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["SmallDisk"]
+
+_PIECE_BYTES = 64 * 1024
+
+# Where nobody may mount anything, the server is told of a small disk instead. It writes to a large
+# one, so its database never fails there.
+_TOLD = """
+import os, sys
+from pathlib import Path
+directory, size_bytes = Path({directory!r}), {size_bytes}
+statvfs = os.statvfs
+
+class Small:
+    f_frsize = 1
+    def __init__(self):
+        used = 0
+        for path in directory.rglob("*"):
+            try:
+                used += path.stat().st_size
+            except FileNotFoundError:
+                pass
+        self.f_bavail = max(size_bytes - used, 0)
+
+os.statvfs = lambda path: Small()
+from graphstash_server.__main__ import main
+main()
+"""
+
+
+class SmallDisk:
+    """A context manager.
+
+    Attributes:
+        directory: on the disk.
+        is_real: whether the kernel says that it is full.
+    """
+
+    def __init__(self, directory: Path, *, size_bytes: int) -> None:
+        self.directory = directory
+        self.is_real = False
+        self._size_bytes = size_bytes
+        self._filler = directory / "filler"
+
+    def __enter__(self):
+        self.directory.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={self._size_bytes}", "tmpfs"]
+        with suppress(FileNotFoundError):
+            done = subprocess.run([*mount, self.directory], capture_output=True, check=False)
+            self.is_real = done.returncode == 0
+        return self
+
+    def __exit__(self, *_):
+        if self.is_real:
+            subprocess.run(["umount", "--lazy", self.directory], check=True)
+
+    @property
+    def command(self):
+        """How a server is started on it."""
+        if self.is_real:
+            return (sys.executable, "-m", "graphstash_server")
+        told = _TOLD.format(directory=str(self.directory), size_bytes=self._size_bytes)
+        return (sys.executable, "-c", told)
+
+    @property
+    def used_bytes(self):
+        files = [path for path in self.directory.rglob("*") if path.is_file()]
+        return sum(path.stat().st_size for path in files)
+
+    def fill(self, *, left_bytes=0):
+        """Somebody else takes the room that there is, but for a rest."""
+        if not self.is_real:
+            size_bytes = max(self._size_bytes - self.used_bytes - left_bytes, 0)
+            self._filler.touch()
+            os.truncate(self._filler, size_bytes)
+            return
+        with suppress(OSError), self._filler.open("ab", buffering=0) as filler:
+            while filler.write(bytes(_PIECE_BYTES)):
+                pass
+        if left_bytes:
+            os.truncate(self._filler, self._filler.stat().st_size - left_bytes)
+
+    def drain(self):
+        """Gives it back."""
+        self._filler.unlink()

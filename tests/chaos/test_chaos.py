@@ -1,0 +1,178 @@
+"""Rounds of random faults under mixed load: what a shared deployment promises, it keeps.
+
+CHAOS_SEED=<text>     plays the faults of a run again; how the load meets them is chance
+CHAOS_ROUNDS=<number> more rounds than the default, or fewer
+"""
+
+import os
+import random
+import secrets
+import time
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from chaos.audit import find_discrepancies, read_everything
+from chaos.cluster import Cluster
+from chaos.load import Load
+from chaos.proxy import FAULTS
+
+_S3_ROUNDS = 150
+_DISK_ROUNDS = 50
+_THREADS = 8
+_ROUND_SECONDS = 0.4
+_NEW_KEYS = 4
+
+
+class Chaos:
+    """Chooses the faults of every round from a seed alone."""
+
+    def __init__(self, cluster: Cluster, load: Load, seed: str) -> None:
+        self._cluster = cluster
+        self._load = load
+        self._pick = random.Random(seed)
+        self._collecting = []
+        self.done: Counter[str] = Counter()
+        self.seconds: Counter[str] = Counter()
+        self._faults = {
+            self._nothing: 8,
+            self._kill_worker: 40,
+            self._kill_server: 6,
+            self._stop_server: 4,
+            self._restart_postgres: 10,
+            self._freeze_postgres: 8,
+            self._cut_sessions: 10,
+            self._roll: 6,
+            self._collect: 8,
+        }
+
+    def round(self):
+        fault = self._pick.choices(list(self._faults), list(self._faults.values()))[0]
+        is_s3_failing = self._cluster.proxy is not None and self._pick.random() < 0.5
+        before, after = (self._pick.random() * _ROUND_SECONDS / 2 for _ in range(2))
+        if is_s3_failing:
+            kind = self._pick.choice(FAULTS)
+            method = self._pick.choice((None, None, "PUT", "DELETE", "GET", "HEAD"))
+            self._cluster.proxy.begin(
+                kind, strikes=lambda seen: method is None or seen.method == method
+            )
+        began = time.monotonic()
+        time.sleep(before)
+        fault()
+        time.sleep(after)
+        self.seconds[fault.__name__.strip("_")] += time.monotonic() - began
+        if is_s3_failing:
+            self._cluster.proxy.end()
+            self.done[f"S3: {kind}"] += 1
+        self.done[fault.__name__.strip("_")] += 1
+        self._load.newest += _NEW_KEYS
+
+    def end(self):
+        """Waits for what still runs."""
+        self._cluster.wait_for_starts()
+        for command in self._collecting:
+            command.wait()
+
+    def _number(self):
+        return self._pick.randrange(2)
+
+    def _nothing(self):
+        """The load alone."""
+
+    def _kill_worker(self):
+        number, which = self._number(), self._pick.random()
+        self._cluster.kill_worker(number, lambda workers: workers[int(which * len(workers))])
+
+    def _kill_server(self):
+        self._restart(is_killed=True)
+
+    def _stop_server(self):
+        self._restart(is_killed=False)
+
+    def _restart(self, *, is_killed):
+        if self._cluster.proxy is not None:
+            self._cluster.proxy.end()  # else the last server might never start
+        self._cluster.restart(self._number(), is_killed=is_killed)
+
+    def _restart_postgres(self):
+        pause = self._pick.random() * 0.5
+        self._cluster.postgres.kill()
+        time.sleep(pause)
+        self._cluster.postgres.start()
+
+    def _freeze_postgres(self):
+        pause = self._pick.random()
+        with self._cluster.frozen_postgres():
+            time.sleep(pause)
+
+    def _cut_sessions(self):
+        self._cluster.cut_sessions()
+
+    def _roll(self):
+        self._cluster.hang_up(self._number())
+
+    def _collect(self):
+        is_killed, after = self._pick.random() < 0.6, 0.8 + self._pick.random() * 1.5
+        if self._collecting and not self._collecting[-1].is_over:
+            return  # one at a time is enough for a small machine
+        command = self._cluster.command("gc", "--orphans-older-than", "1m")
+        self._collecting.append(command)
+        if is_killed:
+            command.kill_after(after)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("store", "rounds"), [("s3", _S3_ROUNDS), ("disk", _DISK_ROUNDS)])
+def test_nothing_acknowledged_is_lost_and_nothing_is_left_over(
+    tmp_path: Path, store: str, rounds: int
+) -> None:
+    seed = os.environ.get("CHAOS_SEED") or secrets.token_hex(4)
+    rounds = int(os.environ.get("CHAOS_ROUNDS") or rounds)
+    print(f"CHAOS_SEED={seed} CHAOS_ROUNDS={rounds}")
+    with ExitStack() as stack:
+        cluster = stack.enter_context(Cluster(tmp_path, is_s3=store == "s3"))
+        load = Load(cluster.url, seed=seed, threads=_THREADS)
+        chaos = Chaos(cluster, load, seed)
+        stack.callback(_report, cluster, load, chaos)
+        load.start()
+        for _ in range(rounds):
+            chaos.round()
+            load.check()
+        load.stop()
+        load.check()
+        chaos.end()
+        _check_the_end(cluster, load)
+
+
+def _check_the_end(cluster, load):
+    cluster.stop()
+    cluster.start_again()
+    cluster.wait_until_ready()
+
+    known = load.permanent.known
+    assert read_everything(cluster, known) == []
+    cluster.leave_orphan(b"whatever chance has left, this one is there")
+    code, said = cluster.command("gc", "--orphans-older-than", "0s").wait()
+    assert code == 0, said
+    print(f"gc: {said}")
+    code, said = cluster.command("fsck", "--deep", "--orphans-older-than", "0s").wait()
+    assert (code, said.strip()) == (0, "0 problems found")
+    cluster.stop()
+    assert find_discrepancies(cluster) == []
+
+
+def _report(cluster, load, chaos):
+    """What happened, for whoever reads a failure."""
+    for what, count in sorted(chaos.done.items()):
+        print(f"{count:8d} {what}, {chaos.seconds[what]:.1f} s")
+    for what, count in sorted(load.counts.items()):
+        print(f"{count:8d} {what}")
+    print(f"{chaos.seconds.total():8.0f} s in rounds; {load.operations} operations")
+    print(f"{len(load.permanent.known):8d} acknowledged artifacts that may never go")
+    print(f"{load.grants.count:8d} grants; most bytes of the limited namespace:", end=" ")
+    print(load.budgeted.largest_bytes)
+    print(cluster.log[-20_000:])
+    if kept := os.environ.get("CHAOS_LOG"):
+        Path(kept).write_text(cluster.log)
