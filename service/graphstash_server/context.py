@@ -14,7 +14,7 @@ from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.migrate import check_revision, migrate
 from graphstash_server.db.notifications import Listener
-from graphstash_server.errors import ServerError
+from graphstash_server.errors import ServerError, StartError
 from graphstash_server.services.accounting import Accounting
 from graphstash_server.services.artifacts import ArtifactService
 from graphstash_server.services.blobs import BlobKeeper
@@ -94,7 +94,10 @@ async def open_context(
         context = await stack.enter_async_context(
             open_services(settings, blob_store=blob_store, clock=clock)
         )
-        await context.tidy.refuse_an_empty_store()
+        try:
+            await context.tidy.refuse_an_empty_store()
+        except ServerError as error:
+            raise StartError(error.detail) from error
         await asyncio.to_thread(lock.share)
         stack.push_async_callback(_flush_last, context.accounting)
         # A bucket may be used by servers of other data directories.

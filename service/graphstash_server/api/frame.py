@@ -4,6 +4,7 @@ It gives the request an id, refuses what no call could understand, puts the prot
 every answer and turns an unforeseen failure into a sanitised one.
 """
 
+import asyncio
 import itertools
 import logging
 import re
@@ -77,6 +78,13 @@ class RequestFrame:
             return
         try:
             await self._app(scope, receive, send_framed)
+        except asyncio.CancelledError:
+            if not is_started:  # the server ends, and the request took longer than it may wait
+                ending = ServerError(
+                    ErrorCode.UNAVAILABLE, "the server is ending: nothing was done, ask again"
+                )
+                await problem_response(request_id.decode(), ending)(scope, receive, send_framed)
+            raise
         except Exception:
             _LOGGER.exception(
                 "%s %s failed (%s)", scope["method"], scope["path"], request_id.decode()

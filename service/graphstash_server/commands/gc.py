@@ -90,6 +90,7 @@ async def _collect(context: "ProcessContext", wanted: _Wanted) -> None:
             if not wanted.is_dry_run:
                 await context.artifacts.heal(found.artifact)
     if not wanted.is_dry_run:
+        report.deleted += await context.keeper.collect_abandoned()
         await context.tidy.drop_old_leases()
     report.finish()
 

@@ -137,8 +137,12 @@ def _failures_named(url: str) -> Iterator[None]:
             f"the database {shown} needs {error.name}: pip install 'graphstash[server,postgres]'"
         ) from error
     except (OSError, TypeError, SQLAlchemyError) as error:
-        raise StartError(f"cannot use the database {shown}: {error}") from error
+        raise StartError(f"cannot use the database {shown}: {_first_line(error)}") from error
     except Exception as error:
         if type(error).__module__.startswith("asyncpg"):
-            raise StartError(f"cannot use the database {shown}: {error}") from error
+            raise StartError(f"cannot use the database {shown}: {_first_line(error)}") from error
         raise
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

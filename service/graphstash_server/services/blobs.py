@@ -34,6 +34,7 @@ from graphstash_server.db.queries.deletions import (
     claim_deletion,
     claim_deletions,
     claimed_digests,
+    count_deletions,
     drop_deletion,
     has_deletion,
     pending_bytes,
@@ -45,8 +46,8 @@ from graphstash_server.storage import BlobStore
 
 __all__ = ["BlobKeeper"]
 
-_CLAIM = timedelta(minutes=2)
-"""Far longer than a request to a store can take, all its attempts included; and how long a blob may
+_CLAIM = timedelta(minutes=1)
+"""Longer than a request to a store can take, all its attempts included; and how long a blob may
 wait that a server died at."""
 
 _CLAIMED = 50
@@ -183,6 +184,24 @@ class BlobKeeper:
             deleted += len(free)
             if len(claimed) < _CLAIMED:
                 return deleted
+
+    async def collect_abandoned(self) -> int:
+        """Deletes what is left when every claim has ended, and waits for that: a minute when a
+        server died at it. Says how many blobs.
+
+        Raises:
+            ServerError: 503.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + 2 * _CLAIM.total_seconds()
+        deleted = 0
+        while loop.time() < deadline:
+            async with self._database.reading() as connection:
+                if not await count_deletions(connection):
+                    break
+            deleted += await self.collect_marked()
+            await asyncio.sleep(_SETTLE_SECONDS)
+        return deleted
 
     async def pending_bytes(self, *, patience_seconds: float = 0.0) -> int:
         """Of marked blobs, which may still be there; waits a little for others who are at them."""

@@ -15,6 +15,7 @@ __all__ = [
     "claim_deletion",
     "claim_deletions",
     "claimed_digests",
+    "count_deletions",
     "drop_deletion",
     "has_deletion",
     "pending_bytes",
@@ -99,6 +100,11 @@ async def has_deletion(connection: AsyncConnection, digest: Digest) -> bool:
     """Whether a blob is about to be deleted."""
     statement = select(deletions.c.sha256).where(deletions.c.sha256 == digest.sha256)
     return (await connection.execute(statement)).first() is not None
+
+
+async def count_deletions(connection: AsyncConnection) -> int:
+    """How many blobs are marked."""
+    return int(await connection.scalar(select(func.count()).select_from(deletions)) or 0)
 
 
 async def pending_bytes(connection: AsyncConnection) -> int:
