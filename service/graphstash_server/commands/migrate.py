@@ -1,12 +1,11 @@
 """`graphstash migrate`: brings the database to this release's revision, as a step of its own."""
 
 import asyncio
-import logging
 from typing import Annotated
 
 import typer
 
-from graphstash_server.commands.running import fail
+from graphstash_server.commands.running import fail, load
 
 __all__ = ["migrate"]
 
@@ -22,21 +21,11 @@ def migrate(
     `graphstash serve` does it at the start unless GRAPHSTASH_AUTO_MIGRATE is false. Revisions only
     add: servers of the release before go on afterwards; while it runs, they may have to wait.
     """
-    try:
-        from graphstash_server.context import prepare_database
-        from graphstash_server.db.migrate import find_revision, newest_revision
-        from graphstash_server.errors import StartError
-        from graphstash_server.settings import load_settings
-    except ModuleNotFoundError as error:
-        fail(
-            f"this needs the server's packages ({error.name} is missing): "
-            "pip install 'graphstash[server]'"
-        )
-    logging.basicConfig(level="WARNING", format="%(levelname)s %(name)s: %(message)s")
-    try:
-        settings = load_settings()
-    except StartError as error:
-        fail(str(error), status=2)
+    settings = load()
+    from graphstash_server.context import prepare_database
+    from graphstash_server.db.migrate import find_revision, newest_revision
+    from graphstash_server.errors import StartError
+
     try:
         settings.data_dir.mkdir(parents=True, exist_ok=True)
         if check:

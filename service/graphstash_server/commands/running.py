@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from graphstash_server.context import ProcessContext
+    from graphstash_server.settings import Settings
 
-__all__ = ["fail", "parse_age", "run_with_services", "size_of"]
+__all__ = ["fail", "load", "parse_age", "run_with_services", "size_of"]
 
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
@@ -20,21 +21,11 @@ def run_with_services(work: "Callable[[ProcessContext], Awaitable[None]]") -> No
 
     Whatever goes wrong is one line on stderr: exit code 2 for a bad setting, 1 for the rest.
     """
-    try:
-        from graphstash_server.clock import system_clock
-        from graphstash_server.context import open_services, prepare_database
-        from graphstash_server.errors import ServerError, StartError
-        from graphstash_server.settings import load_settings
-    except ModuleNotFoundError as error:
-        fail(
-            f"this needs the server's packages ({error.name} is missing): "
-            "pip install 'graphstash[server]'"
-        )
-    logging.basicConfig(level="WARNING", format="%(levelname)s %(name)s: %(message)s")
-    try:
-        settings = load_settings()
-    except StartError as error:
-        fail(str(error), status=2)
+    settings = load()
+    from graphstash_server.clock import system_clock
+    from graphstash_server.context import open_services, prepare_database
+    from graphstash_server.errors import ServerError, StartError
+
     if not settings.data_dir.is_dir():
         fail(
             f"there is no data directory {settings.data_dir}: set GRAPHSTASH_DATA_DIR as for the "
@@ -56,6 +47,24 @@ def run_with_services(work: "Callable[[ProcessContext], Awaitable[None]]") -> No
         fail(error.detail)
     except OSError as error:
         fail(str(error))
+
+
+def load() -> "Settings":
+    """The settings of a server, as the environment says; ends the process when it cannot."""
+    try:
+        from graphstash_server import context  # noqa: F401 - everything that a server needs
+        from graphstash_server.errors import StartError
+        from graphstash_server.settings import load_settings
+    except ModuleNotFoundError as error:
+        fail(
+            f"this needs the server's packages ({error.name} is missing): "
+            "pip install 'graphstash[server]'"
+        )
+    logging.basicConfig(level="WARNING", format="%(levelname)s %(name)s: %(message)s")
+    try:
+        return load_settings()
+    except StartError as error:
+        fail(str(error), status=2)
 
 
 def parse_age(text: str) -> timedelta:

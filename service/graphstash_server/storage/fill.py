@@ -159,7 +159,7 @@ class Fill:
 
     async def _copy(self) -> None:
         size_bytes = self.digest.size_bytes
-        await self._in_tier(partial(self._place.space.reserve, size_bytes))
+        await self._reserve(size_bytes)
         try:
             await self._in_tier(self._file.open)
             reader = await self.back.open(self.digest)
@@ -180,6 +180,21 @@ class Fill:
             await self._in_tier(partial(self._file.keep, self._place.destination))
         if not self.is_wanted:
             await self._in_tier(partial(self._place.destination.unlink, missing_ok=True))
+
+    async def _reserve(self, size_bytes: int) -> None:
+        """Takes the room; one that is given up meanwhile gives it back."""
+        space = self._place.space
+        taking = asyncio.ensure_future(self._in_tier(partial(space.reserve, size_bytes)))
+
+        def give_back(taken: "asyncio.Future[None]") -> None:
+            if not taken.cancelled() and taken.exception() is None:
+                space.release(size_bytes)
+
+        try:
+            await asyncio.shield(taking)
+        except asyncio.CancelledError:
+            taking.add_done_callback(give_back)
+            raise
 
     async def _copy_from(self, reader: BlobReader) -> None:
         position = 0
