@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-from graphstash_schema import Digest, DigestHasher
-from graphstash_server.errors import DigestMismatchError, LengthMismatchError
+from graphstash_schema import Digest
 from graphstash_server.storage.base import CHUNK_BYTES
+from graphstash_server.storage.incoming import Incoming
 from graphstash_server.storage.space import SpaceGuard, no_space_refused
 
 __all__ = ["Spool"]
@@ -28,7 +28,7 @@ class Spool:
         self._digest = digest
         self._directory = directory
         self._space = space
-        self._hasher = DigestHasher()
+        self._incoming = Incoming(digest)
         # Guards the file: an upload that is cancelled is closed while a thread may still write.
         self._lock = threading.Lock()
         self._promised_bytes = 0
@@ -62,15 +62,7 @@ class Spool:
             NoSpaceError: when the disk is full.
         """
         with self._lock, no_space_refused():
-            for chunk in chunks:
-                self._hasher.update(chunk)
-                if self._hasher.size_bytes > self._digest.size_bytes:
-                    raise LengthMismatchError(
-                        announced=self._digest, received_bytes=self._hasher.size_bytes
-                    )
-                view = memoryview(chunk)
-                while view:
-                    view = view[self._file.write(view) :]
+            self._incoming.take(chunks, write=self._file.write)
 
     def finish(self, chunks: Iterable[bytes]) -> BinaryIO:
         """Takes the last bytes and compares the digest.
@@ -84,11 +76,7 @@ class Spool:
             NoSpaceError: when the disk is full.
         """
         self.write(chunks)
-        received = self._hasher.digest()
-        if received.size_bytes != self._digest.size_bytes:
-            raise LengthMismatchError(announced=self._digest, received_bytes=received.size_bytes)
-        if received != self._digest:
-            raise DigestMismatchError(announced=self._digest, received=received)
+        self._incoming.finish()
         self._file.seek(0)
         return self._file
 

@@ -13,9 +13,9 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-from graphstash_schema import Digest, DigestHasher
-from graphstash_server.errors import DigestMismatchError, LengthMismatchError
+from graphstash_schema import Digest
 from graphstash_server.storage.base import CHUNK_BYTES
+from graphstash_server.storage.incoming import Incoming
 from graphstash_server.storage.space import SpaceGuard, no_space_refused
 
 __all__ = ["DiskUpload", "remove_abandoned", "sync_directory"]
@@ -39,7 +39,7 @@ class DiskUpload:
         """
         self._digest = digest
         self._space = space
-        self._hasher = DigestHasher()
+        self._incoming = Incoming(digest)
         # Guards the file: an upload that is cancelled is aborted while a thread may still write.
         self._lock = threading.Lock()
         space.reserve(digest.size_bytes)
@@ -64,15 +64,7 @@ class DiskUpload:
             NoSpaceError: when the disk is full.
         """
         with self._lock, no_space_refused():
-            for chunk in chunks:
-                self._hasher.update(chunk)
-                if self._hasher.size_bytes > self._digest.size_bytes:
-                    raise LengthMismatchError(
-                        announced=self._digest, received_bytes=self._hasher.size_bytes
-                    )
-                view = memoryview(chunk)
-                while view:
-                    view = view[os.write(self._fd, view) :]
+            self._incoming.take(chunks, write=lambda view: os.write(self._fd, view))
 
     def commit(self, chunks: Iterable[bytes], *, destination: Path) -> None:
         """Takes the last bytes, compares the digest and gives the file its name.
@@ -86,13 +78,7 @@ class DiskUpload:
         """
         self.write(chunks)
         with self._lock, no_space_refused():
-            received = self._hasher.digest()
-            if received.size_bytes != self._digest.size_bytes:
-                raise LengthMismatchError(
-                    announced=self._digest, received_bytes=received.size_bytes
-                )
-            if received != self._digest:
-                raise DigestMismatchError(announced=self._digest, received=received)
+            self._incoming.finish()
             os.fsync(self._fd)
             try:
                 self._path.rename(destination)
