@@ -184,6 +184,7 @@ def test_the_description_lists_every_call_and_all_its_references_resolve(api):
         *((method, f"/v1/{{namespace}}/artifacts/{key}") for method in _ARTIFACT_METHODS),
         *((method, f"/v1/{{namespace}}/leases/{key}") for method in ("POST", "PUT", "DELETE")),
         ("POST", "/v1/{namespace}/artifacts:lookup"),
+        ("POST", "/v1/{namespace}/artifacts:verify"),
         ("GET", "/v1/{namespace}/manifests/{name}"),
         ("PUT", "/v1/{namespace}/manifests/{name}"),
         ("GET", "/healthz"),
