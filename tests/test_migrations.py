@@ -226,6 +226,9 @@ def test_a_server_goes_on_with_a_database_of_a_later_release(config, url, tmp_pa
 def test_a_server_of_the_filled_older_database_serves(config, url, tmp_path):
     command.upgrade(config, "0001")
     on(url, lambda connection: fill(connection, 10))
+    blob = tmp_path / "data" / "blobs" / "sha256" / "00" / f"{0:064x}"
+    blob.parent.mkdir(parents=True)
+    blob.write_bytes(bytes(5000))
 
     with LiveServer(tmp_path / "data", database_url=url, log_level="error"):
         pass

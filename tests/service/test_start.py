@@ -9,6 +9,7 @@ import pytest
 
 from graphstash_server.errors import StartError
 from graphstash_server.settings import load_settings
+from graphstash_server.testing import LiveServer
 
 
 def run(*options, environment=None, **variables):
@@ -172,3 +173,16 @@ def test_an_unknown_database_is_refused(start, tmp_path, process_environment):
     assert said.returncode == 2
     assert "GRAPHSTASH_DATABASE_URL=... is not valid: it takes postgresql://" in said.stderr
     assert len(said.stderr.splitlines()) == 1
+
+
+def test_a_server_does_not_start_beside_an_empty_store(postgres, tmp_path, connect):
+    """Its directory was not mounted, or another host's was: it would heal every artifact away."""
+    url = postgres.new_database()
+    with LiveServer(tmp_path / "mounted", database_url=url, log_level="error") as server:
+        assert connect(server.url).put(b"precious", 1).status_code == 201
+
+    with pytest.raises(RuntimeError, match="did not start"):
+        LiveServer(tmp_path / "forgotten", database_url=url, log_level="error").start()
+
+    with LiveServer(tmp_path / "mounted", database_url=url, log_level="error") as server:
+        assert connect(server.url).get(1).content == b"precious"

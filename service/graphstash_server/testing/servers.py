@@ -53,6 +53,7 @@ class LiveServer:
         deadline = time.monotonic() + _START_SECONDS
         while not self._ready.wait(0.05):
             if not self._thread.is_alive() or time.monotonic() > deadline:
+                self._listener.close()
                 raise RuntimeError("the server did not start")
         return self
 
