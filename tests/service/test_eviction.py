@@ -705,3 +705,33 @@ def test_a_database_beside_an_empty_store_is_not_served(opened):
                 await store.context.tidy.refuse_an_empty_store()
 
     run(test)
+
+
+def test_a_claim_that_ended_before_its_turn_came_is_not_used(opened):
+    """A page is claimed at once, and the store is slow: the last one's claim has ended by then."""
+
+    async def test():
+        async with opened(soft_limit_bytes=1) as one, opened() as two:
+            await one.put(0, 10_000)
+            await one.put(1, 10_000)
+            await one.context.evictor.run()
+            order = sorted(range(2), key=lambda number: Digest.of(one.blob(number, 10_000)).sha256)
+            delete = one.blobs.delete
+            first, go_on = asyncio.Event(), asyncio.Event()
+
+            async def slow(digest):
+                if not first.is_set():
+                    first.set()
+                    await go_on.wait()
+                await delete(digest)
+
+            one.blobs.delete = slow
+            under_way = asyncio.create_task(one.context.keeper.collect_marked())
+            await first.wait()
+            one.clock.now += timedelta(minutes=10)
+            await two.put(order[1], 10_000)
+            go_on.set()
+            await under_way
+            assert await two.has(order[1])
+
+    run(test)

@@ -20,9 +20,9 @@ blob it stored deleted by another process; it is refused with 503 then: nothing 
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -39,6 +39,7 @@ from graphstash_server.db.queries.deletions import (
     has_deletion,
     pending_bytes,
     release_deletion,
+    renew_claim,
 )
 from graphstash_server.db.queries.locks import lock_blob
 from graphstash_server.errors import ServerError, ShortBlobError
@@ -46,9 +47,11 @@ from graphstash_server.storage import BlobStore
 
 __all__ = ["BlobKeeper"]
 
-_CLAIM = timedelta(minutes=1)
-"""Longer than a request to a store can take, all its attempts included; and how long a blob may
-wait that a server died at."""
+_CLAIM = timedelta(seconds=90)
+"""Longer than a request to a store can take, all its attempts (40 s) and `_DELETE_SECONDS` before
+it included; and how long a blob may wait that a server died at."""
+
+_DELETE_SECONDS = 15.0
 
 _CLAIMED = 50
 _SETTLE_SECONDS = 0.1
@@ -158,8 +161,9 @@ class BlobKeeper:
                 return False
             if await self._is_kept(connection, digest):
                 return False
-            await claim_deletion(connection, digest, until=now + _CLAIM)
-        await self._delete([digest])
+            until = now + _CLAIM
+            await claim_deletion(connection, digest, until=until)
+        await self._delete(digest, held_until=until)
         return True
 
     async def collect_marked(self) -> int:
@@ -169,25 +173,26 @@ class BlobKeeper:
             ServerError: 503; what is left stays marked.
         """
         deleted = 0
+        failure: ServerError | None = None
         while True:
+            now = self._clock()
+            until = now + _CLAIM
             async with self._database.writing() as connection:
-                claimed = await claim_deletions(
-                    connection, now=self._clock(), keep=_CLAIM, limit=_CLAIMED
-                )
-            free = []
+                claimed = await claim_deletions(connection, now=now, until=until, limit=_CLAIMED)
             for digest in claimed:
-                async with self._database.writing() as connection:
-                    await lock_blob(connection, digest)
-                    if not await self._is_kept(connection, digest):
-                        free.append(digest)
-            await self._delete(free)
-            deleted += len(free)
-            if len(claimed) < _CLAIMED:
-                return deleted
+                try:
+                    deleted += await self._collect_claimed(digest, held_until=until)
+                except ServerError as error:
+                    failure = error  # one blob that stays keeps no other one
+            if len(claimed) == _CLAIMED:
+                continue
+            if failure is not None:
+                raise failure
+            return deleted
 
     async def collect_abandoned(self) -> int:
-        """Deletes what is left when every claim has ended, and waits for that: a minute when a
-        server died at it. Says how many blobs.
+        """Deletes what is left when every claim has ended, and waits for that: ninety seconds
+        when a server died at it. Says how many blobs.
 
         Raises:
             ServerError: 503.
@@ -224,22 +229,35 @@ class BlobKeeper:
             return True
         return False
 
-    async def _delete(self, claimed: Sequence[Digest]) -> None:
-        """Deletes blobs that this server has claimed, and takes the marks off those that went.
-
-        A claim of one that failed stands: the store may still do it.
+    async def _collect_claimed(self, digest: Digest, *, held_until: datetime) -> bool:
+        """Deletes one blob of a page that was claimed together. Others of the page may have taken
+        long, so the claim is renewed; it may be lost by now.
         """
-        failure: ServerError | None = None
-        gone: list[Digest] = []
-        for digest in claimed:
-            try:
+        async with self._database.writing() as connection:
+            await lock_blob(connection, digest)
+            until = self._clock() + _CLAIM
+            if not await renew_claim(connection, digest, held_until=held_until, until=until):
+                return False
+            if await self._is_kept(connection, digest):
+                return False
+        await self._delete(digest, held_until=until)
+        return True
+
+    async def _delete(self, digest: Digest, *, held_until: datetime) -> None:
+        """Deletes a blob that this server has just claimed, and takes the mark off.
+
+        When that fails the claim stands: the store may still do it. A call that waits for a thread
+        of the store does not wait so long that its claim could end before it does.
+
+        Raises:
+            ServerError: 503.
+        """
+        try:
+            async with asyncio.timeout(_DELETE_SECONDS):
                 await self._blobs.delete(digest)
-                gone.append(digest)
-            except ServerError as error:
-                failure = error
-        if gone:
-            async with self._database.writing() as connection:
-                for digest in gone:
-                    await drop_deletion(connection, digest)
-        if failure is not None:
-            raise failure
+        except TimeoutError:
+            raise ServerError(
+                ErrorCode.UNAVAILABLE, f"{digest} was not deleted in {_DELETE_SECONDS:g} s"
+            ) from None
+        async with self._database.writing() as connection:
+            await drop_deletion(connection, digest, held_until=held_until)

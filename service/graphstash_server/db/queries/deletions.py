@@ -1,7 +1,7 @@
 """Statements on `deletions`."""
 
 from collections.abc import Sequence
-from datetime import datetime, timedelta
+from datetime import datetime
 
 from sqlalchemy import delete, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -20,6 +20,7 @@ __all__ = [
     "has_deletion",
     "pending_bytes",
     "release_deletion",
+    "renew_claim",
 ]
 
 
@@ -35,14 +36,14 @@ async def add_deletions(connection: AsyncConnection, digests: Sequence[Digest]) 
 
 
 async def claim_deletions(
-    connection: AsyncConnection, *, now: datetime, keep: timedelta, limit: int
+    connection: AsyncConnection, *, now: datetime, until: datetime, limit: int
 ) -> list[Digest]:
     """Takes marked blobs that no other server is at.
 
     Args:
         connection: where to ask.
         now: the time.
-        keep: how long nobody else takes them.
+        until: nobody else takes them before; it also tells this claim from a later one.
         limit: most blobs.
     """
     free = (
@@ -55,7 +56,7 @@ async def claim_deletions(
     statement = (
         update(deletions)
         .where(deletions.c.sha256.in_(free))
-        .values(claimed_until=now + keep)
+        .values(claimed_until=until)
         .returning(deletions.c.sha256, deletions.c.size_bytes)
     )
     return [Digest(*found) for found in await connection.execute(statement)]
@@ -71,6 +72,18 @@ async def claim_deletion(connection: AsyncConnection, digest: Digest, *, until: 
         set_={"claimed_until": statement.excluded.claimed_until},
     )
     await connection.execute(statement)
+
+
+async def renew_claim(
+    connection: AsyncConnection, digest: Digest, *, held_until: datetime, until: datetime
+) -> bool:
+    """Keeps a blob for longer; False when the claim was lost meanwhile."""
+    statement = (
+        update(deletions)
+        .where(deletions.c.sha256 == digest.sha256, deletions.c.claimed_until == held_until)
+        .values(claimed_until=until)
+    )
+    return (await connection.execute(statement)).rowcount == 1
 
 
 async def claimed_digests(
@@ -91,9 +104,20 @@ async def release_deletion(connection: AsyncConnection, digest: Digest) -> None:
     )
 
 
-async def drop_deletion(connection: AsyncConnection, digest: Digest) -> None:
-    """The blob is gone, or needed again."""
-    await connection.execute(delete(deletions).where(deletions.c.sha256 == digest.sha256))
+async def drop_deletion(
+    connection: AsyncConnection, digest: Digest, *, held_until: datetime | None = None
+) -> None:
+    """The blob is gone, or needed again.
+
+    Args:
+        connection: where to ask.
+        digest: which blob.
+        held_until: of the claim under which it went: a later mark stays.
+    """
+    statement = delete(deletions).where(deletions.c.sha256 == digest.sha256)
+    if held_until is not None:
+        statement = statement.where(deletions.c.claimed_until == held_until)
+    await connection.execute(statement)
 
 
 async def has_deletion(connection: AsyncConnection, digest: Digest) -> bool:
