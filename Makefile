@@ -48,9 +48,13 @@ bench: $(VENV)/.installed  ## Measure side by side with peers; writes build/benc
 bench-training: $(VENV)/.installed  ## Compare training loops; writes build/bench-training.{md,json,png}
 	$(BIN)/python tests/benchmarks/training/run.py $(BENCH_OPTIONS)
 
-constraints:  ## Write constraints.txt anew from pyproject.toml
-	$(UV) pip compile --quiet --python-version 3.11 --python-platform linux --no-emit-index-url --no-header \
-	    --no-annotate --all-extras --group dev pyproject.toml --output-file constraints.txt
+COMPILE := $(UV) pip compile --quiet --python-version 3.11 --python-platform x86_64-manylinux_2_31 \
+    --no-emit-index-url --no-header --no-annotate
+
+constraints:  ## Write constraints.txt and tests/environments/*.txt anew
+	$(COMPILE) --all-extras --group dev pyproject.toml --output-file constraints.txt
+	for name in $(basename $(wildcard tests/environments/*.in)); do \
+	    $(COMPILE) $$name.in pyproject.toml --output-file $$name.txt || exit; done
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
@@ -68,4 +72,4 @@ $(VENV)/.packages: .ci/packages | $(VENV)/.installed
 	@touch $@
 
 clean:  ## Remove the environment and everything that was built
-	rm -rf $(VENV) .venv-swift build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

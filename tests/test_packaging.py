@@ -106,10 +106,29 @@ def test_nothing_but_the_agreed_names_is_in_the_root():
 
 
 def test_the_lock_names_no_index():
-    text = (ROOT / "constraints.txt").read_text()
-    assert "://" not in text
-    assert "--index" not in text
-    assert "torch==2.7.0" in text
+    locks = [ROOT / "constraints.txt", *(ROOT / "tests" / "environments").glob("*.txt")]
+    assert len(locks) > 5
+    for lock in locks:
+        assert "://" not in lock.read_text()
+        assert "--index" not in lock.read_text()
+    assert "torch==2.7.0" in (ROOT / "constraints.txt").read_text()
+
+
+@pytest.mark.parametrize("group", ["jax_plugins", "torch.backends"])
+@pytest.mark.parametrize("autoload", ["0", "1"])
+def test_what_compilers_load_by_themselves_does_nothing_unless_it_is_told_to(group, autoload):
+    program = (
+        "import sys; from importlib.metadata import entry_points\n"
+        f"(point,) = entry_points(group={group!r}, name='graphstash')\n"
+        "loaded = point.load()\n"
+        "getattr(loaded, 'initialize', loaded)()\n"
+        "print(len(sys.meta_path))"
+    )
+    plain = int(run(sys.executable, "-I", "-c", "import sys; print(len(sys.meta_path))"))
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("GRAPHSTASH_AUTOLOAD", autoload)
+        finders = int(run(sys.executable, "-I", "-c", program))
+    assert (finders > plain) == (autoload == "1")
 
 
 def test_no_shell_variable_is_needed_to_import_what_is_installed():

@@ -19,9 +19,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from graphstash._config import ENVIRONMENT_PREFIX, ClientConfig
+from graphstash._entry_points import AUTOLOAD
 from graphstash._errors import CacheError, ConfigError
+from graphstash._prewarm import prewarm
 from graphstash._stash import Stash
-from graphstash.hooks import COMPILER_OF
+from graphstash.hooks import HOOKS
 from graphstash_schema import ManifestName, NamespaceStats, ServerStats
 
 __all__ = ["app", "main"]
@@ -113,16 +115,16 @@ def run(
         read_only=read_only,
         summary=False if quiet else None,
     )
-    if unknown := set(config.hooks) - set(COMPILER_OF):
+    if unknown := set(config.hooks) - set(HOOKS):
         _fail(
             f"GRAPHSTASH_HOOKS: no hook {', '.join(sorted(unknown))}; "
-            f"there are: {', '.join(sorted(COMPILER_OF))}",
+            f"there are: {', '.join(sorted(HOOKS))}",
             status=2,
         )
     program = shutil.which(command[0])
     if program is None:
         _fail(f"{command[0]}: not found on PATH", status=127)
-    environment = os.environ | _variables(config) | {"PYTHONPATH": _python_path()}
+    environment = os.environ | _variables(config) | {"PYTHONPATH": _python_path(), AUTOLOAD: "1"}
     sys.stdout.flush()
     sys.stderr.flush()
     try:
@@ -191,6 +193,9 @@ def prefetch(
         f"{fetched} fetched ({_bytes(size)}), "
         f"{len(manifest.entries) - fetched - missing} already here, {missing} gone from the server"
     )
+
+
+app.command()(prewarm)
 
 
 def _config(**settings: Any) -> ClientConfig:

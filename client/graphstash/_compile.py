@@ -55,13 +55,14 @@ class Compilation:
 
     Attributes:
         key: what is compiled.
-        is_compiling: until the compiler is done with it; while one is, this process waits for
-            nobody, because two processes that compile and wait crosswise would wait for ever.
+        trouble: why the cache could not help; None for a plain miss.
+        is_compiling: until the compiler is done with it.
 
     Args:
         cache: gets the result.
         key: what is compiled.
         lease: the right to compile, when it was granted.
+        trouble: see the attribute.
         wanted: False when the server would refuse the result anyway: it stays on this host.
     """
 
@@ -71,14 +72,25 @@ class Compilation:
         key: ArtifactKey,
         *,
         lease: HeldLease | None = None,
+        trouble: Reason | None = None,
         wanted: bool = True,
     ) -> None:
         self.key = key
+        self.trouble = trouble
         self._cache = cache
         self._lease = lease
         self._wanted = wanted
         self._done: Callable[[], None] | None = None
         self.is_compiling = True
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether others may wait for the compiler to be done with it.
+
+        While that is so this process waits for nobody: two processes that compile and wait
+        crosswise would wait for ever.
+        """
+        return self.is_compiling and self._lease is not None
 
     def publish(
         self,
@@ -122,6 +134,31 @@ class Compilation:
                 CacheError(Reason.QUEUE_FULL, "too many artifacts wait for their upload")
             )
             self._finish(LeaseOutcome.FAILED)
+
+    def publish_bytes(
+        self,
+        payload: bytes,
+        *,
+        compile_seconds: float,
+        parts: Mapping[str, str],
+        toolchain: str,
+    ) -> None:
+        """Uploads a result that is in memory, as `publish` does; never raises."""
+        try:
+            with tempfile.NamedTemporaryFile(prefix="graphstash-", delete=False) as file:
+                path = Path(file.name)
+                file.write(payload)
+        except OSError as error:
+            self._cache.trouble(LocalTierError(str(error)))
+            self.abandon()
+            return
+        self.publish(
+            path,
+            compile_seconds=compile_seconds,
+            parts=parts,
+            toolchain=toolchain,
+            done=lambda: path.unlink(missing_ok=True),
+        )
 
     def abandon(self) -> None:
         """Nothing is coming of this compilation: the next waiter may try; never waits."""
@@ -180,72 +217,95 @@ class CompileCache:
             parts: what the fingerprint was made of; shown when a miss is explained.
             toolchain: versions, for people and retention.
         """
-        compilation: Compilation | None = None
+        found = self.get_or_begin(key)
+        if isinstance(found, bytes):
+            return found
+        started = monotonic()
+        try:
+            compiled = compile_payload()
+        except BaseException:
+            found.abandon()
+            raise
+        found.publish_bytes(
+            compiled,
+            compile_seconds=monotonic() - started,
+            parts=parts or {},
+            toolchain=toolchain,
+        )
+        return compiled
+
+    def get_or_begin(self, key: ArtifactKey, *, lease: bool = True) -> bytes | Compilation:
+        """The verified payload, or its compilation: `find_or_begin` for those that want bytes."""
         try:
             with tempfile.TemporaryDirectory(
                 prefix="graphstash-", ignore_cleanup_errors=True
             ) as directory:
                 payload = Path(directory) / "payload"
-                compilation = self.find_or_begin(key, payload)
-                if compilation is None:
-                    return payload.read_bytes()
+                compilation = self.find_or_begin(key, payload, lease=lease)
+                return payload.read_bytes() if compilation is None else compilation
         except OSError as error:
             self.trouble(LocalTierError(str(error)))
-            return compile_payload()
-        started = monotonic()
-        try:
-            compiled = compile_payload()
-        except BaseException:
-            compilation.abandon()
-            raise
-        seconds = monotonic() - started
-        try:
-            with tempfile.NamedTemporaryFile(prefix="graphstash-", delete=False) as file:
-                path = Path(file.name)
-                file.write(compiled)
-        except OSError as error:
-            self.trouble(LocalTierError(str(error)))
-            compilation.abandon()
-            return compiled
-        compilation.publish(
-            path,
-            compile_seconds=seconds,
-            parts=parts or {},
-            toolchain=toolchain,
-            done=lambda: path.unlink(missing_ok=True),
-        )
-        return compiled
+            return self._begin(key, trouble=Reason.LOCAL_IO)
 
-    def find_or_begin(self, key: ArtifactKey, destination: Path) -> Compilation | None:
+    def find_or_begin(
+        self, key: ArtifactKey, destination: Path, *, lease: bool = True
+    ) -> Compilation | None:
         """Puts the artifact's payload at `destination`, or hands out its compilation.
 
         Never raises. Waits for a colleague's compilation no longer than the compile budget.
 
+        Args:
+            key: what is wanted.
+            destination: gets the payload.
+            lease: whether to ask for the right to compile, and to wait while somebody has it.
+
         Returns:
             None when the verified payload is at `destination`.
         """
+        trouble: Reason | None = None
         wanted = True
-        lease: HeldLease | None = None
+        held: HeldLease | None = None
         try:
             if self._found(key, destination, since=monotonic()):
                 return None
             found = False
-            if not self.config.read_only:
-                found, lease = self._wait_or_begin(key, destination)
+            if lease and not self.config.read_only:
+                found, held = self._wait_or_begin(key, destination)
             if found:
                 return None
             self.counters.add(misses=1)
         except CacheError as error:
             self.trouble(error)
+            trouble = error.reason
             # What did not verify is still stored under the key; a second upload is refused anyway,
             # unless the server finds its bytes damaged and drops them.
             wanted = error.reason not in _DAMAGED or self._is_healed(key, error.reason)
         except Exception as error:  # noqa: BLE001 - the hook's outermost frame: training goes on
             _log.debug("cache look-up failed", exc_info=True)
-            self.trouble(CacheError(Reason.INTERNAL, repr(error)))
-        compilation = Compilation(self, key, lease=lease, wanted=wanted)
-        self._open.add(compilation)
-        return compilation
+            trouble = Reason.INTERNAL
+            self.trouble(CacheError(trouble, repr(error)))
+        return self._begin(key, lease=held, trouble=trouble, wanted=wanted)
+
+    def begin(self, key: ArtifactKey) -> Compilation:
+        """Hands out a compilation without a look-up."""
+        return self._begin(key)
+
+    def reject(self, key: ArtifactKey, detail: str) -> None:
+        """Counts that the compiler could not load a verified artifact; this host forgets it."""
+        self.stash.local.discard(self.config.namespace, key)
+        self.trouble(CacheError(Reason.REJECTED, detail))
+
+    def get(self, key: ArtifactKey) -> bytes | None:
+        """The payload when anybody has it; never raises or compiles."""
+        try:
+            with tempfile.TemporaryDirectory(
+                prefix="graphstash-", ignore_cleanup_errors=True
+            ) as directory:
+                payload = Path(directory) / "payload"
+                return payload.read_bytes() if self.found(key, payload) else None
+        except OSError as error:
+            self.trouble(LocalTierError(str(error)))
+            return None
 
     def found(self, key: ArtifactKey, destination: Path) -> bool:
         """Puts the payload at `destination` when anybody has it; never raises or compiles."""
@@ -301,6 +361,18 @@ class CompileCache:
         for lease in self._leases:
             lease.join(max(0.0, until - monotonic()))
 
+    def _begin(
+        self,
+        key: ArtifactKey,
+        *,
+        lease: HeldLease | None = None,
+        trouble: Reason | None = None,
+        wanted: bool = True,
+    ) -> Compilation:
+        compilation = Compilation(self, key, lease=lease, trouble=trouble, wanted=wanted)
+        self._open.add(compilation)
+        return compilation
+
     def _is_healed(self, key: ArtifactKey, reason: Reason) -> bool:
         """Tells the server that its bytes were not those it announced; True when it agrees."""
         if reason is not Reason.DIGEST_MISMATCH or self.config.read_only:
@@ -341,8 +413,8 @@ class CompileCache:
     def _wait_or_begin(self, key: ArtifactKey, destination: Path) -> tuple[bool, HeldLease | None]:
         """Waits until the artifact is at `destination` (True) or somebody has to compile it."""
         budget = self.config.wait_seconds
-        if any(compilation.is_compiling for compilation in tuple(self._open)):
-            budget = 0.0  # see `Compilation.is_compiling`
+        if any(compilation.is_awaited for compilation in tuple(self._open)):
+            budget = 0.0  # see `Compilation.is_awaited`
         started = monotonic()
         false_promises = 0
         waited = False

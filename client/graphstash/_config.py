@@ -85,7 +85,8 @@ class ClientConfig(BaseModel):
     enabled: bool = Field(default=True, description="off: hooks are not installed at all")
     read_only: bool = Field(default=False, description="on: nothing is published, no lease taken")
     hooks: Annotated[tuple[str, ...], BeforeValidator(_hooks)] = Field(
-        default=("torch_xla",), description="which compilers get their hook, comma-separated"
+        default=("torch_xla", "pjrt", "jax", "inductor", "triton"),
+        description="which compilers get their hook, comma-separated",
     )
     cache_dir: Path = Field(
         default_factory=default_cache_dir, description="directory of the local tier"

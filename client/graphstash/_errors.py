@@ -74,6 +74,8 @@ class Reason(StrEnum):
     """The compiler could not be held while the artifact was fetched."""
     QUEUE_FULL = "queue_full"
     """Too many artifacts waited for their upload; this one was dropped."""
+    RANKS = "ranks"
+    """The ranks of a distributed job could not agree on one artifact; this one compiled."""
     INTERNAL = "internal"
     """A fault of the client itself, caught at the outermost frame."""
 

@@ -17,6 +17,7 @@ class Stats:
     Attributes:
         hits_local: artifacts taken from this host's disk.
         hits_remote: artifacts fetched from the server.
+        hits_ranks: artifacts taken from another rank of the same job.
         misses: artifacts that had to be compiled because nobody had them.
         waits: hits that came from waiting for somebody else's compilation.
         wait_seconds: time spent waiting for them.
@@ -32,6 +33,7 @@ class Stats:
 
     hits_local: int = 0
     hits_remote: int = 0
+    hits_ranks: int = 0
     misses: int = 0
     waits: int = 0
     wait_seconds: float = 0.0
@@ -47,7 +49,7 @@ class Stats:
     @property
     def hits(self) -> int:
         """All hits, wherever they came from."""
-        return self.hits_local + self.hits_remote
+        return self.hits_local + self.hits_remote + self.hits_ranks
 
     def summary(self) -> str:
         """One line for people, e.g. `12 hits (10 local), 1 miss, 8 min 20 s of compiling saved`."""

@@ -8,7 +8,7 @@ def test_defaults_need_no_environment():
     assert config.url == "http://127.0.0.1:8077"
     assert config.namespace == "default"
     assert config.enabled
-    assert config.hooks == ("torch_xla",)
+    assert config.hooks == ("torch_xla", "pjrt", "jax", "inductor", "triton")
 
 
 def test_every_field_is_read_from_its_variable(tmp_path):

@@ -73,8 +73,8 @@ def test_waiting_for_a_compiler_costs_no_import(tmp_path):
         tmp_path,
         """
         import sys
-        from graphstash.hooks import COMPILER_OF, install_when_needed
-        install_when_needed(COMPILER_OF, print)
+        from graphstash.hooks import HOOKS, install_when_needed
+        install_when_needed(HOOKS, print)
         heavy = {"pydantic", "httpx", "zstandard", "torch", "torch_xla", "typer", "rich"}
         print(sorted(heavy & set(sys.modules)))
         """,

@@ -52,9 +52,10 @@ from torch import nn
 from torch.nn import functional
 
 if options.pretend_features:
+    from graphstash.hooks import host
     from graphstash.hooks.torch_xla import fingerprint
 
-    fingerprint.host_features = options.pretend_features.split
+    fingerprint.cpu_features = host.cpu_features = options.pretend_features.split
 if options.precision:
     torch_xla._XLAC._xla_set_mat_mul_precision(options.precision)
 if options.sabotage:

@@ -1,26 +1,22 @@
 """OpenStack Swift with its S3 API: a real S3 on loopback, of packages from PyPI and memcached.
 
-Swift pins old libraries, so it lives in an environment of its own beside `.venv`, made once.
+Swift pins old libraries, so it lives in an environment of its own.
 """
 
 import secrets
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from contextlib import ExitStack
-from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from filelock import FileLock
-
+from support.environments import python_of
 from support.moto import s3_client
 
 __all__ = ["Swift"]
 
-_ENVIRONMENT = Path(__file__).parents[2] / ".venv-swift"
 _READY_SECONDS = 120
 
 _RINGS = """
@@ -113,7 +109,6 @@ class Swift:
         memcached = shutil.which("memcached")
         if memcached is None:
             raise RuntimeError("the tests need memcached on PATH: apt-get install memcached")
-        _install()
         with self._stack:
             self._start(memcached)
             self.client = s3_client(self.url)
@@ -178,20 +173,7 @@ class Swift:
 
 
 def _bin(name):
-    return str(_ENVIRONMENT / "bin" / name)
-
-
-def _install():
-    with FileLock(Path(sys.prefix) / "swift.lock"):
-        done = _ENVIRONMENT / ".installed"
-        if done.exists():
-            return
-        uv = [sys.executable, "-m", "uv", "--quiet"]
-        subprocess.run([*uv, "venv", "--clear", str(_ENVIRONMENT)], check=True)
-        # Its configuration is loaded with pkg_resources, which setuptools 81 dropped.
-        packages = ["swift==2.38.3", "setuptools<81"]
-        subprocess.run([*uv, "pip", "install", "--python", _bin("python"), *packages], check=True)
-        done.touch()
+    return str(python_of("swift").with_name(name))
 
 
 def _free_ports(count):

@@ -25,16 +25,10 @@ def _chain() -> None:
 
 def _register() -> None:
     try:
-        from graphstash.hooks import COMPILER_OF, install_when_needed
+        from graphstash._entry_points import load
     except Exception:  # noqa: BLE001 - another environment's Python, perhaps of another age
         return
-
-    def add(name: str) -> None:
-        from graphstash._session import add_hook
-
-        add_hook(name)
-
-    install_when_needed(COMPILER_OF, add)
+    load()
 
 
 _self = sys.modules["sitecustomize"]

@@ -7,7 +7,7 @@ and nothing heavy: every Python process under `graphstash run` passes through it
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
@@ -16,10 +16,16 @@ from graphstash._import_hook import when_imported
 if TYPE_CHECKING:
     from graphstash._compile import CompileCache
 
-__all__ = ["COMPILER_OF", "Hook", "install", "install_when_needed"]
+__all__ = ["HOOKS", "Hook", "install", "install_when_needed"]
 
-COMPILER_OF: Final = {"torch_xla": "torch_xla"}
-"""For every hook, the module of its compiler."""
+HOOKS: Final[Mapping[str, tuple[str, ...]]] = {
+    "torch_xla": ("torch_xla",),
+    "pjrt": ("torch_xla", "jax"),
+    "jax": ("jax",),
+    "inductor": ("torch._inductor.compile_fx",),
+    "triton": ("triton",),
+}
+"""For every hook, the modules of its compiler: the import of the first one installs it."""
 
 
 class Hook(Protocol):
@@ -38,8 +44,8 @@ def install(name: str, cache: "CompileCache") -> Hook | None:
     Raises:
         ValueError: there is no such hook.
     """
-    if name not in COMPILER_OF:
-        raise ValueError(f"no hook {name!r}; there are: {', '.join(sorted(COMPILER_OF))}")
+    if name not in HOOKS:
+        raise ValueError(f"no hook {name!r}; there are: {', '.join(sorted(HOOKS))}")
     module = importlib.import_module(f"graphstash.hooks.{name}")
     return cast("Hook | None", module.install(cache))
 
@@ -47,8 +53,9 @@ def install(name: str, cache: "CompileCache") -> Hook | None:
 def install_when_needed(names: Iterable[str], action: Callable[[str], None]) -> None:
     """Calls `action(hook name)` now for every imported compiler, for the others on their import."""
     for name in names:
-        compiler = COMPILER_OF.get(name, "")
-        if not compiler or compiler in sys.modules:
+        modules = HOOKS.get(name, ())
+        if not modules or any(module in sys.modules for module in modules):
             action(name)
         else:
-            when_imported(compiler, partial(action, name))
+            for module in modules:
+                when_imported(module, partial(action, name))

@@ -9,6 +9,8 @@ private one (two processes in one directory read each other's half-written files
     hint    predicts the files from the pending graph before a step; works everywhere, costs a few
             steps until the loop has settled
 
+torch_xla 2.8 and 2.9 write such files but cannot load them; there the pjrt hook serves plug-ins.
+
 Nothing runs in a step whose graph torch_xla has in memory.
 """
 
@@ -37,6 +39,9 @@ _TRIED: Final = ("2.7",)
 _CANNOT_LOAD: Final = ("2.8", "2.9")
 """Their runtime answers UNIMPLEMENTED when an executable is loaded (pytorch/xla#9094)."""
 
+_BUILT_IN: Final = "CPU"
+"""The device whose runtime is inside torch_xla; all others are plug-ins: the pjrt hook's."""
+
 _PATH_VARIABLE: Final = "XLA_PERSISTENT_CACHE_PATH"
 _READ_ONLY_VARIABLE: Final = "XLA_PERSISTENT_CACHE_READ_ONLY"
 
@@ -54,11 +59,7 @@ def install(cache: CompileCache) -> "TorchXlaHook | None":
     """
     version = str(torch_xla.__version__)
     if version.startswith(_CANNOT_LOAD):
-        _log.warning(
-            "graphstash: torch_xla %s cannot load a compiled graph back (pytorch/xla#9094), so "
-            "there is nothing to share; its graphs are compiled as usual. Use torch_xla 2.7",
-            version,
-        )
+        _tell_what_is_shared(version, by_plugin="pjrt" in cache.config.hooks)
         return None
     if not version.startswith(_TRIED):
         _log.warning(
@@ -74,6 +75,26 @@ def install(cache: CompileCache) -> "TorchXlaHook | None":
         )
         return None
     return TorchXlaHook(cache)
+
+
+def _tell_what_is_shared(version: str, *, by_plugin: bool) -> None:
+    """Warns where torch_xla's own cache cannot load and no other hook stands in for it."""
+    device = str(xr.device_type())
+    if device == _BUILT_IN:
+        _log.warning(
+            "graphstash: torch_xla %s cannot load a compiled graph back on its built-in runtime "
+            "(pytorch/xla#9094), so with PJRT_DEVICE=%s it compiles as usual; use torch_xla 2.7",
+            version,
+            device,
+        )
+    elif not by_plugin:
+        _log.warning(
+            "graphstash: the own cache of torch_xla %s cannot load a compiled graph back "
+            "(pytorch/xla#9094), so it compiles as usual; the pjrt hook, which GRAPHSTASH_HOOKS "
+            "leaves out, shares what is compiled for PJRT_DEVICE=%s",
+            version,
+            device,
+        )
 
 
 class TorchXlaHook:

@@ -111,10 +111,7 @@ class ExactMode:
             each.compilation.abandon()
         key = self._fingerprints.key(name)
         if rejected:
-            self._cache.stash.local.discard(self._cache.config.namespace, key)
-            self._cache.trouble(
-                CacheError(Reason.REJECTED, f"torch_xla could not load {key}; it compiled instead")
-            )
+            self._cache.reject(key, f"torch_xla could not load {key}; it compiled instead")
             return
         if self._rejected >= _HOPELESS_REJECTIONS and not self._loaded:
             return

@@ -14,9 +14,7 @@ import ctypes
 import hashlib
 import os
 import platform
-import re
 from collections.abc import Callable, Mapping
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -25,34 +23,14 @@ import torch
 import torch_xla
 import torch_xla.runtime as xr
 
+from graphstash.hooks.environment import environment_parts, sample_of
+from graphstash.hooks.host import cpu_device_type, cpu_features, libc
 from graphstash_schema import ArtifactKey, ArtifactKind, DeviceType, fingerprint_of
 
-__all__ = ["Fingerprints", "environment_parts", "host_features"]
+__all__ = ["Fingerprints"]
 
 _PRECISION: Final = "_ZN9torch_xla10XlaHelpers19s_mat_mul_precisionE"
 """`torch_xla::XlaHelpers::s_mat_mul_precision`, an `xla::PrecisionConfig::Precision`."""
-
-_READ: Final = re.compile(r"(?a:(XLA|LIBTPU|TPU|PJRT)_\w+|CPU_NUM_DEVICES)")
-"""Variables that torch_xla, the runtime or libtpu read."""
-
-_SAME_EXECUTABLE: Final = re.compile(
-    r"XLA_(PERSISTENT_CACHE|METRICS|FNTRACKER|SAVE|DUMP|COMPILATION_CACHE_SIZE)\w*"
-    r"|TPU_(WORKER_ID|WORKER_HOSTNAMES|PROCESS_ADDRESSES|PROCESS_PORT|STDERR_LOG_LEVEL"
-    r"|MIN_LOG_LEVEL|LOG_DIR|VISIBLE_CHIPS|VISIBLE_DEVICES|SKIP_MDS_QUERY|NAME)"
-    r"|TPU_(RUNTIME_METRICS_PORTS|LIBRARY_PATH)"
-    r"|PJRT_(LOCAL_PROCESS_RANK|LOCAL_PROCESS_COUNT|ALLOCATOR_\w+|DIST_SERVICE_ADDR)"
-    r"|XLA_COORDINATOR_PORT"
-)
-"""Those of them that differ between hosts, ranks or jobs, or only say where to find, write or log
-something. A rank that kept its number in the fingerprint would share nothing with its neighbours.
-Which libtpu is loaded is a part of its own."""
-
-_LONGEST_NAME: Final = 60
-"""The name of a part has at most 64 characters; no variable that is read has more than 40."""
-
-_SAMPLE_BYTES: Final = 1024**2
-
-_WHERE_TO_WRITE: Final = re.compile(r"--xla_dump_\w+(=\S*)?")
 
 
 class Fingerprints:
@@ -98,41 +76,6 @@ class Fingerprints:
         return f"torch {torch.__version__}, torch_xla {torch_xla.__version__}"
 
 
-def environment_parts(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that make another executable, as parts named `env.<NAME>`.
-
-    `--xla_dump_*` tokens are left out: they say where to write. The contents of a flag file that
-    `XLA_FLAGS` names are included, because torch_xla hashes only its name, if that.
-    """
-    parts = {}
-    for name, value in environ.items():
-        if len(name) <= _LONGEST_NAME and _is_read(name):
-            # By flag, not by token: of a flag that is given twice, the last one counts.
-            tokens = sorted(_WHERE_TO_WRITE.sub("", value).split(), key=_flag)
-            parts[f"env.{name}"] = " ".join(tokens)
-            if name == "XLA_FLAGS":
-                for file in (token for token in tokens if not token.startswith("-")):
-                    parts["xla_flag_file"] = _read(partial(Path(file).read_text, "utf-8"))
-    return parts
-
-
-def _is_read(name: str) -> bool:
-    return bool(_READ.fullmatch(name)) and not _SAME_EXECUTABLE.fullmatch(name)
-
-
-def _flag(token: str) -> str:
-    return token.partition("=")[0]
-
-
-def host_features() -> list[str]:
-    """The instruction-set features of this host's CPU, as the kernel lists them."""
-    for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            return sorted(set(value.split()))
-    return []
-
-
 def _process_parts() -> dict[str, str]:
     parts = {
         "torch": torch.__version__,
@@ -149,8 +92,8 @@ def _process_parts() -> dict[str, str]:
         "spmd": _read(xr.is_spmd),
         "auto_sharding": _read(torch_xla._XLAC._xla_get_auto_sharding),
         "machine": platform.machine(),
-        "libc": "-".join(platform.libc_ver()),
-        "cpu_features": _read(lambda: " ".join(host_features())),
+        "libc": libc(),
+        "cpu_features": _read(lambda: " ".join(cpu_features())),
     }
     return parts | environment_parts(os.environ)
 
@@ -176,20 +119,14 @@ def _libtpu_hash() -> str:
     """Size, beginning and end of the libtpu that is loaded, wherever it lies."""
     for line in Path("/proc/self/maps").read_text("utf-8").splitlines():
         if line.endswith("libtpu.so"):
-            path = Path(line.split(maxsplit=5)[5])
-            size = path.stat().st_size
-            with path.open("rb") as file:
-                hasher = hashlib.sha256(file.read(_SAMPLE_BYTES))
-                file.seek(max(0, size - _SAMPLE_BYTES))
-                hasher.update(file.read())
-            return f"{size} {hasher.hexdigest()}"
+            return sample_of(Path(line.split(maxsplit=5)[5]))
     return "none"
 
 
 def _device_type() -> DeviceType:
     name = str(xr.device_type() or "unknown").lower()
     if name == "cpu":
-        return DeviceType.cpu(platform.machine(), host_features())
+        return cpu_device_type()
     kind = _read(lambda: torch_xla._XLAC._xla_device_kind("xla:0"))
     devices = _read(torch_xla._XLAC._xla_get_all_device_attributes)
     topology = hashlib.sha256(devices.encode()).hexdigest()[:16]

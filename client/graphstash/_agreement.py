@@ -1,0 +1,234 @@
+"""Agreement: all ranks of a distributed job run one executable per key, or all compile.
+
+A mixed set of ranks, some with a fetched and some with a locally compiled executable, can deadlock
+in a collective or drift apart (openxla/xla#7716). So the first rank that asks for a key leads, and
+the others follow its word:
+
+    artifact   exactly these bytes, from the cache or, where that fails, from the leader
+    each       nobody has it, and the leader's result cannot be shared: everybody compiles
+    pass       the leader cannot reach the cache: whoever can leads instead
+
+The words go through the job's own store (`torch.distributed`'s, or JAX's coordination service). A
+key that only one rank asks for is led by that rank: nobody waits for a rank that never comes.
+"""
+
+import hashlib
+import json
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import zstandard
+
+from graphstash._compile import Compilation, CompileCache
+from graphstash._errors import CacheError, Reason
+from graphstash_schema import ArtifactKey
+
+__all__ = ["Agreement", "RankStore", "Turn", "say_nothing"]
+
+_CHUNK_BYTES: Final = 1024**2
+"""Largest value in a rank store: below the message limits of all of them."""
+
+_RELAY_BYTES: Final = 256 * 1024**2
+"""What a leader leaves in the store at most; the oldest goes, which everybody has taken by then."""
+
+_PASS_SECONDS: Final = 1.0
+"""How long a rank that cannot reach the cache waits for one that can, before it compiles."""
+
+
+class RankStore(Protocol):
+    """Small values that all ranks of one job see; every call may raise whatever it likes."""
+
+    @property
+    def rank(self) -> int:
+        """This process, from 0."""
+
+    @property
+    def size(self) -> int:
+        """How many processes there are."""
+
+    @property
+    def compiles_together(self) -> bool:
+        """Whether the compiler talks with the other ranks while it compiles.
+
+        Then one rank alone would wait for the others for ever: on a miss all of them compile.
+        """
+
+    def claim(self, name: str, value: bytes) -> bytes:
+        """Sets a value where there is none; gives the one that is there afterwards."""
+
+    def set(self, name: str, value: bytes) -> None:
+        """Sets a value for the first time."""
+
+    def wait(self, name: str, *, timeout_seconds: float) -> bytes | None:
+        """The value as soon as it is there; None when the time is over."""
+
+    def delete(self, name: str) -> None:
+        """Removes a value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """It is this process's turn to compile.
+
+    Attributes:
+        compilation: publishes the result; None where another rank does.
+        announce: tells the other ranks the result, or None when there is none.
+    """
+
+    compilation: Compilation | None
+    announce: Callable[[bytes | None], None]
+
+
+class Agreement:
+    """Finds one answer per key for all ranks of this job.
+
+    Attributes:
+        store: what the ranks share.
+
+    Args:
+        cache: finds the artifacts; each rank has its own.
+        store: see the attribute.
+    """
+
+    def __init__(self, cache: CompileCache, store: RankStore) -> None:
+        self._cache = cache
+        self.store = store
+        self._lock = threading.Lock()  # guards the queue below
+        self._relayed: deque[tuple[str, int, int]] = deque()  # name, chunks, bytes
+
+    def get(self, key: ArtifactKey, *, lease: bool) -> bytes | Turn:
+        """The payload that all ranks load, or this rank's turn to compile.
+
+        Args:
+            key: what is wanted.
+            lease: as for `CompileCache.find_or_begin`; without one the ranks do not wait for the
+                leader's compilation either.
+
+        Raises:
+            Exception: whatever the store raises.
+        """
+        has_passed = False
+        for round_ in range(self.store.size):
+            name = f"graphstash/{key}/{round_}"
+            alone = round_ == self.store.size - 1  # all others have passed
+            if has_passed:
+                leader = self.store.wait(f"{name}/leader", timeout_seconds=_PASS_SECONDS)
+                alone = alone or leader is None
+            if self._is_led_here(name) and not self._is_said(name):
+                answer = self._lead(key, name, lease=lease, alone=alone)
+                has_passed = True
+            else:
+                answer = self._follow(key, name)
+            if answer is not None:
+                return answer
+        self._disagree(f"all ranks passed {key} on")
+        return Turn(None, say_nothing)
+
+    def _is_led_here(self, name: str) -> bool:
+        rank = str(self.store.rank).encode()
+        return self.store.claim(f"{name}/leader", rank) == rank
+
+    def _is_said(self, name: str) -> bool:
+        """Whether the round has its word: what was said holds as long as the job does."""
+        return self.store.wait(f"{name}/word", timeout_seconds=0) is not None
+
+    def _lead(
+        self, key: ArtifactKey, name: str, *, lease: bool, alone: bool
+    ) -> bytes | Turn | None:
+        found = self._cache.get_or_begin(key, lease=lease)
+        if isinstance(found, bytes):
+            self._announce(name, found)
+            return found
+        if found.trouble is not None and not alone:
+            found.abandon()
+            self._say(name, {"word": "pass"})
+            return None
+        if not lease or self.store.compiles_together:
+            self._say(name, {"word": "each"})
+            return Turn(found, say_nothing)
+        return Turn(found, lambda payload: self._announce(name, payload))
+
+    def _follow(self, key: ArtifactKey, name: str) -> bytes | Turn | None:
+        # The leader may wait for a colleague's compilation first, and compile then.
+        budget = 2 * self._cache.config.wait_seconds
+        said = self.store.wait(f"{name}/word", timeout_seconds=budget)
+        if said is None:
+            self._disagree(f"the leader of {key} said nothing for {budget:g} s")
+            return Turn(None, say_nothing)
+        word = json.loads(said)
+        match word["word"]:
+            case "artifact":
+                payload = self._artifact(key, name, word)
+                return Turn(None, say_nothing) if payload is None else payload
+            case "each":
+                return Turn(None, say_nothing)
+            case _:
+                return None
+
+    def _artifact(self, key: ArtifactKey, name: str, word: dict[str, Any]) -> bytes | None:
+        """The bytes that the leader loads, wherever they are to be had."""
+        found = self._cache.get(key)
+        if found is not None and hashlib.sha256(found).hexdigest() == word["sha256"]:
+            return found
+        compressed = b""
+        for number in range(word["chunks"]):
+            chunk = self.store.wait(f"{name}/chunk/{number}", timeout_seconds=_PASS_SECONDS)
+            compressed += chunk or b""
+        try:
+            payload = zstandard.decompress(compressed, max_output_size=word["size"])
+        except zstandard.ZstdError:
+            payload = b""
+        if hashlib.sha256(payload).hexdigest() == word["sha256"]:
+            self._cache.counters.add(hits_ranks=1)
+            return payload
+        self._disagree(f"neither the cache nor the leader gives the {word['size']} bytes of {key}")
+        return None
+
+    def _announce(self, name: str, payload: bytes | None) -> None:
+        """Says what was found or compiled, and leaves it for ranks without a cache."""
+        if payload is None:
+            self._say(name, {"word": "each"})
+            return
+        compressed = zstandard.compress(payload)
+        chunks = [
+            compressed[start : start + _CHUNK_BYTES]
+            for start in range(0, len(compressed), _CHUNK_BYTES)
+        ]
+        if len(compressed) > _RELAY_BYTES:
+            chunks = []  # a rank without a cache compiles then
+        for number, chunk in enumerate(chunks):
+            self.store.set(f"{name}/chunk/{number}", chunk)
+        self._say(
+            name,
+            {
+                "word": "artifact",
+                "sha256": hashlib.sha256(payload).hexdigest(),
+                "size": len(payload),
+                "chunks": len(chunks),
+            },
+        )
+        self._forget_relayed(name, len(chunks), len(compressed))
+
+    def _forget_relayed(self, name: str, chunk_count: int, size_bytes: int) -> None:
+        """Removes what was relayed long ago, so that the store does not grow with the job."""
+        with self._lock:
+            self._relayed.append((name, chunk_count, size_bytes))
+            over = sum(size for _, _, size in self._relayed) - _RELAY_BYTES
+            while over > 0:
+                old, count, size = self._relayed.popleft()
+                over -= size
+                for number in range(count):
+                    self.store.delete(f"{old}/chunk/{number}")
+
+    def _say(self, name: str, word: dict[str, Any]) -> None:
+        self.store.set(f"{name}/word", json.dumps(word).encode())
+
+    def _disagree(self, detail: str) -> None:
+        self._cache.trouble(CacheError(Reason.RANKS, detail))
+
+
+def say_nothing(_payload: bytes | None) -> None:
+    """Announces to nobody."""

@@ -1,0 +1,36 @@
+"""What JAX and torch call by themselves when they start, wherever graphstash is installed.
+
+    jax_plugins       `initialize()`, before JAX makes its backends
+    torch.backends    `load()`, at the end of `import torch` (2.5 and newer)
+
+Both do nothing unless the environment has `GRAPHSTASH_AUTOLOAD=1`, as under `graphstash run`. There
+they reach interpreters that `sitecustomize` does not (`python -I`); elsewhere a container sets the
+variable once, and its jobs need no `graphstash run`.
+"""
+
+import os
+from functools import cache
+
+from graphstash.hooks import HOOKS, install_when_needed
+
+__all__ = ["AUTOLOAD", "initialize", "load"]
+
+AUTOLOAD = "GRAPHSTASH_AUTOLOAD"
+
+
+@cache
+def load() -> None:
+    """Installs every hook, now or when its compiler is imported; further calls do nothing."""
+    if os.environ.get(AUTOLOAD) == "1":
+        install_when_needed(HOOKS, _add)
+
+
+def initialize() -> None:
+    """The name that JAX looks for in the module that the entry point gives it."""
+    load()
+
+
+def _add(name: str) -> None:
+    from graphstash._session import add_hook  # not before a compiler is there: it is heavy
+
+    add_hook(name)

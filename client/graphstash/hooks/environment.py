@@ -1,0 +1,83 @@
+"""What of a process's environment, and which build of a library, makes another executable."""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+__all__ = ["environment_parts", "sample_of"]
+
+_READ: Final = re.compile(r"(?a:(XLA|LIBTPU|TPU|PJRT|NEURON)_\w+|CPU_NUM_DEVICES)")
+"""Variables that frameworks, the runtime, libtpu or the Neuron plug-in read."""
+
+_SAME_EXECUTABLE: Final = re.compile(
+    r"XLA_(PERSISTENT_CACHE|METRICS|FNTRACKER|SAVE|DUMP|COMPILATION_CACHE_SIZE)\w*"
+    r"|TPU_(WORKER_ID|WORKER_HOSTNAMES|PROCESS_ADDRESSES|PROCESS_PORT|STDERR_LOG_LEVEL"
+    r"|MIN_LOG_LEVEL|LOG_DIR|VISIBLE_CHIPS|VISIBLE_DEVICES|SKIP_MDS_QUERY|NAME)"
+    r"|TPU_(RUNTIME_METRICS_PORTS|LIBRARY_PATH)"
+    r"|PJRT_(LOCAL_PROCESS_RANK|LOCAL_PROCESS_COUNT|ALLOCATOR_\w+|DIST_SERVICE_ADDR)"
+    r"|XLA_COORDINATOR_PORT"
+    r"|NEURON_(RT_\w+|LIBRARY_PATH|COMPILE_CACHE_URL)"
+)
+"""Those of them that differ between hosts, ranks or jobs, or only say where to find, write or log
+something. A rank that kept its number in the fingerprint would share nothing with its neighbours.
+Which libtpu is loaded is a part of its own."""
+
+_LONGEST_NAME: Final = 60
+"""The name of a part has at most 64 characters; no variable that is read has more than 40."""
+
+_WHERE_TO_WRITE: Final = re.compile(r"--xla_dump_\w+(=\S*)?")
+
+_SAMPLE_BYTES: Final = 1024**2
+
+
+def environment_parts(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that make another executable, as parts named `env.<NAME>`.
+
+    `--xla_dump_*` tokens are left out: they say where to write. The contents of a flag file that
+    `XLA_FLAGS` names are included, because compilers hash only its name, if that.
+    """
+    parts = {}
+    for name, value in environ.items():
+        if len(name) <= _LONGEST_NAME and _is_read(name):
+            # By flag, not by token: of a flag that is given twice, the last one counts.
+            tokens = sorted(_WHERE_TO_WRITE.sub("", value).split(), key=_flag)
+            parts[f"env.{name}"] = " ".join(tokens)
+            if name == "XLA_FLAGS":
+                for file in (token for token in tokens if not token.startswith("-")):
+                    parts["xla_flag_file"] = _contents(Path(file))
+    return parts
+
+
+def sample_of(library: Path) -> str:
+    """Size and hash of the beginning and the end of a file: tells builds of a library apart.
+
+    The first and the last MiB hold the build's id, its symbols and its tables; reading hundreds of
+    megabytes in every process is not needed.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    size = library.stat().st_size
+    with library.open("rb") as file:
+        hasher = hashlib.sha256(file.read(_SAMPLE_BYTES))
+        file.seek(max(0, size - _SAMPLE_BYTES))
+        hasher.update(file.read())
+    return f"{size} {hasher.hexdigest()}"
+
+
+def _is_read(name: str) -> bool:
+    return bool(_READ.fullmatch(name)) and not _SAME_EXECUTABLE.fullmatch(name)
+
+
+def _flag(token: str) -> str:
+    return token.partition("=")[0]
+
+
+def _contents(file: Path) -> str:
+    """What cannot be read is a part all the same: hosts without it share with each other."""
+    try:
+        return file.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        return f"none ({type(error).__name__})"

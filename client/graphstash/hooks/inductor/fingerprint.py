@@ -1,0 +1,156 @@
+"""What torch's own key of a graph leaves out: the parts of an entry's fingerprint.
+
+The key of the FX and AOTAutograd caches (2.7 to 2.15) holds the graph, the inputs' metadata,
+Inductor's settings, a hash of torch's Python files, the GPU's name and the CUDA version. It does
+not hold what the C++ code in an entry was generated for: an AVX-512 entry that is served to an AVX2
+host is a hit there, and computes wrong numbers without a word. So the vector instruction set, the
+CPU, the thread count (2.7), the C++ compiler, the C library, Python and the driver are parts here.
+"""
+
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch._inductor import config
+from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+from graphstash.hooks.host import cpu_device_type, cpu_features, cpu_model, libc
+from graphstash_schema import ArtifactKey, ArtifactKind, DeviceType, fingerprint_of
+
+__all__ = ["entry_key", "entry_parts", "host_parts", "key_of", "toolchain", "torch_release"]
+
+
+def entry_key(kind: ArtifactKind, name: str, *, variant: int) -> ArtifactKey:
+    """The key of what torch calls `name`.
+
+    Neither the name nor the value says which device a graph is for: a process that has an
+    accelerator files everything under it, graphs for its CPU included.
+
+    Args:
+        kind: which of torch's caches asks.
+        name: torch's own key, e.g. `pt2:fx-graph-v1::f3a…:c1`.
+        variant: number of the entry under that name; they differ in their guards.
+    """
+    parts = entry_parts(name, variant=variant)
+    return key_of(kind, parts, _device_type())
+
+
+def entry_parts(name: str, *, variant: int) -> dict[str, str]:
+    """Everything that the key of `name` is made of."""
+    return {
+        **host_parts(),
+        **_accelerator_parts(),
+        "name": name,
+        "variant": str(variant),
+        # Both may change while the process runs, and torch reads them when it generates code.
+        "threads": _read(torch.get_num_threads),
+        "vec_isa": _read(_vec_isa),
+    }
+
+
+def key_of(
+    kind: ArtifactKind, parts: Mapping[str, str], device_type: DeviceType | None = None
+) -> ArtifactKey:
+    """The key of an artifact for `device_type`; without one, for this host's CPU."""
+    return ArtifactKey(
+        kind=kind,
+        device_type=device_type or _cpu_device_type(),
+        fingerprint=fingerprint_of(kind, parts),
+    )
+
+
+@cache
+def host_parts() -> Mapping[str, str]:
+    """What holds for everything that is compiled on this host; read once."""
+    return {
+        "torch": torch.__version__,
+        "torch_git": _read(lambda: torch.version.git_version),
+        "python": f"{sys.implementation.cache_tag} {sysconfig.get_config_var('SOABI')}",
+        "libc": libc(),
+        "cpu_features": _read(lambda: " ".join(cpu_features())),
+        "cpu_model": _read(cpu_model),
+        "compiler": _read(lambda: get_compiler_version_info(get_cpp_compiler())),
+    }
+
+
+def torch_release() -> tuple[int, int]:
+    """Major and minor version, e.g. `(2, 7)`."""
+    major, minor, *_ = torch.__version__.split(".")
+    return int(major), int(minor)
+
+
+def toolchain() -> str:
+    """Versions, for people and for retention."""
+    return f"torch {torch.__version__}"
+
+
+@cache
+def _cpu_device_type() -> DeviceType:
+    return cpu_device_type()
+
+
+@cache
+def _accelerator() -> str:
+    """The accelerator of this process, e.g. `cuda`; empty when there is none."""
+    if not torch.accelerator.is_available():
+        return ""
+    device = torch.accelerator.current_accelerator()
+    return "" if device is None else device.type
+
+
+@cache
+def _device_type() -> DeviceType:
+    accelerator = _accelerator()
+    if not accelerator:
+        return _cpu_device_type()
+    if accelerator == "cuda" and torch.version.hip is None:
+        major, minor = torch.cuda.get_device_capability()
+        return DeviceType.of("cuda", f"sm_{major}{minor}")
+    return DeviceType.of(accelerator, _read(_device_name))
+
+
+@cache
+def _accelerator_parts() -> Mapping[str, str]:
+    if not _accelerator():
+        return {"device": "cpu"}
+    return {
+        "device": _read(_device_name),
+        "cuda": _read(lambda: torch.version.cuda),
+        "hip": _read(lambda: torch.version.hip),
+        "driver": _read(_driver),
+    }
+
+
+def _driver() -> Any:
+    return torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined] # builds with CUDA
+
+
+def _device_name() -> str:
+    return str(torch.get_device_module(_accelerator()).get_device_name())
+
+
+def _vec_isa() -> str:
+    """The vector instructions that Inductor generates CPU code for.
+
+    To pick them, Inductor builds and loads probes. It does so anyway when it compiles for a CPU; a
+    process that computes on an accelerator may never, so there the things that decide the pick
+    stand for it (`pick_vec_isa`, 2.7 and 2.15), next to compiler and CPU features.
+    """
+    if _accelerator():
+        setting = os.environ.get("ATEN_CPU_CAPABILITY", "")
+        return f"by {setting} {config.cpp.simdlen} {config.cpp.vec_isa_ok}"
+    isa = pick_vec_isa()
+    return f"{isa} {isa.bit_width()} {isa.build_arch_flags()}"
+
+
+def _read(source: Callable[[], Any]) -> str:
+    """A part that cannot be read is a part all the same: hosts without it share with each other."""
+    try:
+        return str(source())
+    except Exception as error:  # noqa: BLE001 - compilers and their bindings raise what they like
+        return f"none ({type(error).__name__})"

@@ -1,0 +1,217 @@
+"""C++ objects: what g++ makes of the source code that Inductor generates for CPUs.
+
+torch's caches hold the source code and not the object: without this, a process that finds all its
+graphs still runs g++ for every kernel. `CppBuilder.build` is the one place that does (2.6 to 2.15).
+
+An object is found by the bytes of everything that the command reads, the command itself without
+the places where things lie, the compiler, and the CPU: the command says `-march=native`.
+"""
+
+import logging
+import os
+import shlex
+import sysconfig
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from time import monotonic
+from typing import Any, Final
+
+import torch
+from torch._inductor import config
+from torch._inductor.runtime.runtime_utils import (  # type: ignore[attr-defined] # re-exported
+    cache_dir,
+    default_cache_dir,
+)
+
+from graphstash._compile import CompileCache
+from graphstash._errors import CacheError, LocalTierError, Reason
+from graphstash._exchange import Exchange
+from graphstash.hooks.inductor.fingerprint import host_parts, key_of, toolchain, torch_release
+from graphstash.hooks.inductor.headers import build_header_of
+from graphstash_schema import ArtifactKey, ArtifactKind
+
+__all__ = ["Objects", "object_parts"]
+
+_log = logging.getLogger("graphstash")
+
+_READ_BY_GCC: Final = (
+    "CPATH",
+    "CPLUS_INCLUDE_PATH",
+    "LIBRARY_PATH",
+    "GCC_EXEC_PREFIX",
+    "COMPILER_PATH",
+)
+"""Variables that make g++ read other files under the same command (gcc's manual, "Environment
+Variables Affecting GCC")."""
+
+
+class Objects:
+    """Takes the place of `CppBuilder.build`.
+
+    Attributes:
+        built_seconds: the time that was spent on building so far.
+
+    Args:
+        cache: finds and publishes.
+        original: what it takes the place of.
+        is_awaited: whether others may wait for a graph that this process compiles. Then it takes
+            no lease for an object: whoever wants the object waits for its graph.
+    """
+
+    def __init__(
+        self, cache: CompileCache, original: Callable[[Any], Any], *, is_awaited: Callable[[], bool]
+    ) -> None:
+        self._original = original
+        self._is_awaited = is_awaited
+        self.built_seconds = 0.0
+        self.use(cache)
+
+    def use(self, cache: CompileCache) -> None:
+        """Goes on with another cache: a forked child has its own."""
+        self._cache = cache
+        self._exchange = Exchange(cache, toolchain=toolchain())
+
+    def close(self) -> None:
+        """Gives up what was begun."""
+        self._exchange.close()
+
+    def build(self, builder: Any) -> Any:
+        """Puts the object where the builder would put it; fetched, or built by the original."""
+        target = Path(builder.get_target_file_path())
+        found = self._find(builder, target)
+        if found is True:
+            # What the original returns: nothing since 2.7, before that g++'s output and the path.
+            return None if torch_release() >= (2, 7) else (b"", str(target))
+        build_header_of(builder)
+        if not found:
+            return self._original(builder)
+        started = monotonic()
+        try:
+            result = self._original(builder)
+            seconds = monotonic() - started
+            self.built_seconds += seconds
+        except BaseException:
+            self._exchange.end()
+            raise
+        self._publish(found, target, seconds)
+        return result
+
+    def _find(self, builder: Any, target: Path) -> "_Wanted | bool":
+        """True when the object is in place, False when it is none of ours."""
+        try:
+            if config.force_disable_caches or not _is_shared(builder):
+                return False
+            wanted = _Wanted(object_parts(builder.get_command_line(), target))
+            payload = self._exchange.get(wanted.key, lease=not self._is_awaited())
+            if payload is None:
+                return wanted
+            _write(target, payload)
+        except OSError as error:
+            self._cache.trouble(LocalTierError(str(error)))
+            return False
+        except Exception as error:  # noqa: BLE001 - the hook's outermost frame: torch builds it
+            _log.debug("looking for a C++ object failed", exc_info=True)
+            self._cache.trouble(CacheError(Reason.INTERNAL, repr(error)))
+            return False
+        return True
+
+    def _publish(self, wanted: "_Wanted", target: Path, seconds: float) -> None:
+        try:
+            self._exchange.put(
+                wanted.key, target.read_bytes(), parts=wanted.parts, compile_seconds=seconds
+            )
+        except OSError as error:
+            self._exchange.end()
+            self._cache.trouble(LocalTierError(str(error)))
+
+
+class _Wanted:
+    def __init__(self, parts: Mapping[str, str]) -> None:
+        self.parts = parts
+        self.key: ArtifactKey = key_of(ArtifactKind.INDUCTOR, parts)
+
+
+def object_parts(command: str, target: Path) -> dict[str, str]:
+    """Everything that decides what `command` makes.
+
+    Args:
+        command: g++'s command line.
+        target: what it writes.
+    """
+    compiler, *words = shlex.split(command)
+    return {
+        **host_parts(),
+        "command": " ".join([Path(compiler).name, *(_word(word, target) for word in words)]),
+        # torch names a precompiled header by everything that it includes; g++ does not look.
+        "header": target.name if target.suffix in {".gch", ".pch"} else "",
+        "environment": " ".join(f"{name}={os.environ.get(name, '')}" for name in _READ_BY_GCC),
+    }
+
+
+def _word(word: str, target: Path) -> str:
+    """A word of the command without the place where this host keeps its files."""
+    if word == str(target):
+        return f"<target>{target.suffix}"
+    path = Path(word)
+    if path.is_absolute() and path.is_file():
+        content = path.read_bytes()
+        for place, name in _places():
+            content = content.replace(place.encode(), name.encode())
+        return sha256(content).hexdigest()
+    if "rpath" in word:  # it is written into the object
+        return word
+    for place, name in _places():
+        word = word.replace(place, name)
+    return word
+
+
+def _places() -> list[tuple[str, str]]:
+    """Directories that differ between hosts, and what stands for them; longest first.
+
+    Before 2.8 the source code includes a header from Inductor's own directory, by its absolute
+    path; the header is named by its content.
+    """
+    return sorted({cache_dir(): "<cache>", **_fixed_places()}.items(), key=lambda p: -len(p[0]))
+
+
+@cache
+def _fixed_places() -> Mapping[str, str]:
+    paths = sysconfig.get_paths()
+    return {
+        default_cache_dir(): "<default-cache>",
+        str(Path(torch.__file__).parent): "<torch>",
+        paths["include"]: "<include>",
+        paths["platlib"]: "<platlib>",
+        paths["stdlib"]: "<stdlib>",
+        sysconfig.get_config_var("LIBDIR") or paths["data"]: "<libdir>",
+    }
+
+
+def _is_shared(builder: Any) -> bool:
+    """Whether the object is one that a process of another job would make again.
+
+    Preprocessed text is hashed and thrown away; it is how torch sees that a header of this host has
+    changed. What is compiled ahead of time for export is the job's product.
+    """
+    kept_back = ("_preprocessing", "_aot_mode", "_use_relative_path")
+    return not any(getattr(builder, name, False) for name in kept_back)
+
+
+def _write(target: Path, payload: bytes) -> None:
+    """Another process sees all of it or nothing: torch looks only whether the file exists."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(
+        dir=target.parent, prefix=".graphstash-", delete=False
+    ) as file:
+        part = Path(file.name)
+        try:
+            file.write(payload)
+            file.flush()
+            part.chmod(0o755)
+            part.replace(target)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise

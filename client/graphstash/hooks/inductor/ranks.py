@@ -1,0 +1,80 @@
+"""What the ranks of a `torch.distributed` job share: the store that its process group met in."""
+
+import time
+from functools import cache
+from typing import Any, Final
+
+import torch.distributed as dist
+from torch._inductor import config
+
+__all__ = ["TorchRanks", "ranks"]
+
+_POLL_SECONDS: Final = 0.02
+_LONGEST_POLL_SECONDS: Final = 0.2
+
+
+class TorchRanks:
+    """A `RankStore` in torch's key-value store; for TCP, file and hash stores alike.
+
+    Nothing here blocks inside the store: a client has one connection, and whatever waited on it
+    would keep NCCL's watchdog from it.
+    """
+
+    def __init__(self, store: Any, *, rank: int, size: int) -> None:
+        self._store = store
+        self.rank = rank
+        self.size = size
+
+    @property
+    def compiles_together(self) -> bool:
+        """Whether Inductor gathers from all ranks while it compiles a graph.
+
+        It does to balance estimates for overlapping (`comms.py`, `overlap_scheduling.py`), to
+        compare graphs (`spmd_check.py`) and to share out autotuning (`distributed_autotune.py`).
+        """
+        overlap = getattr(config, "aten_distributed_optimizations", None)
+        return bool(
+            config.reorder_for_compute_comm_overlap
+            or getattr(config, "distributed_max_autotune_gemm", False)
+            or getattr(overlap, "enable_overlap_scheduling", False)
+            or getattr(overlap, "spmd_check", False)
+        )
+
+    def claim(self, name: str, value: bytes) -> bytes:
+        """See `RankStore`."""
+        there: bytes = self._store.compare_set(name, "", value.decode())
+        return there
+
+    def set(self, name: str, value: bytes) -> None:
+        """See `RankStore`."""
+        self._store.set(name, value)
+
+    def wait(self, name: str, *, timeout_seconds: float) -> bytes | None:
+        """See `RankStore`."""
+        until = time.monotonic() + timeout_seconds
+        pause = _POLL_SECONDS
+        while not self._store.check([name]):
+            if time.monotonic() >= until:
+                return None
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_POLL_SECONDS)
+        there: bytes = self._store.get(name)
+        return there
+
+    def delete(self, name: str) -> None:
+        """See `RankStore`."""
+        self._store.delete_key(name)
+
+
+def ranks() -> TorchRanks | None:
+    """What this job's ranks share; None while it has no process group, or has one rank."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return None
+    return _ranks(
+        dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    )
+
+
+@cache
+def _ranks(store: Any, rank: int, size: int) -> TorchRanks:
+    return TorchRanks(store, rank=rank, size=size)

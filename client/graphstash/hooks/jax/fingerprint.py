@@ -1,0 +1,103 @@
+"""What JAX's own key leaves out: the parts of an executable's fingerprint, and its device type.
+
+JAX's key covers the program, jaxlib, the platform and its version, XLA's flags, the compile options
+and the topology (`jax._src.cache_key`). Measured on 0.4.31 to 0.12.0, the topology of a CPU names
+its features; they are parts here all the same, because an executable for another CPU ends in
+SIGILL. libtpu's version was not in the key before jax 0.6 (jax-ml/jax#27814), and the versions of
+the CUDA libraries that a GPU executable was tuned with are in none.
+"""
+
+import re
+from functools import cache
+from importlib import metadata
+from typing import Any, Final
+
+import jax
+
+from graphstash.hooks import host
+from graphstash.hooks.jax.compiling import Program
+from graphstash_schema import ArtifactKey, ArtifactKind, DeviceType, fingerprint_of
+
+__all__ = ["Fingerprints"]
+
+_GPU_LIBRARIES: Final = re.compile(r"(jax[-_](cuda|rocm)|nvidia[-_])[\w-]*", re.IGNORECASE)
+
+
+class Fingerprints:
+    """Makes our key from JAX's; one per hook, because what does not change is read once."""
+
+    def __init__(self) -> None:
+        self._cpu: tuple[DeviceType, str] | None = None
+
+    def of(self, jax_key: str, program: Program) -> tuple[ArtifactKey, dict[str, str]]:
+        """The artifact's key, and the parts that its fingerprint is made of.
+
+        Args:
+            jax_key: `<module>-<sha256>`, as JAX hands it to its cache.
+            program: what is compiled.
+        """
+        parts = {
+            "jax_key": jax_key,
+            "jax": str(jax.__version__),
+            "jaxlib": _version("jaxlib"),
+            "device_kind": str(program.device.device_kind),
+        }
+        if program.platform == "cpu" or not program.is_watched:
+            parts["cpu_features"] = self._of_cpu()[1]
+        if program.platform == "tpu":
+            parts["libtpu"] = _version("libtpu") or _version("libtpu-nightly")
+        elif program.platform == "gpu":
+            parts["libraries"] = _gpu_libraries()
+        key = ArtifactKey(
+            kind=ArtifactKind.JAX,
+            device_type=self._device_type(program),
+            fingerprint=fingerprint_of(ArtifactKind.JAX, parts),
+        )
+        return key, parts
+
+    def _device_type(self, program: Program) -> DeviceType:
+        kind = str(program.device.device_kind)
+        match program.platform:
+            case "cpu":
+                return self._of_cpu()[0]
+            case "gpu":
+                capability = str(getattr(program.device, "compute_capability", kind))
+                if capability.startswith("gfx"):
+                    return DeviceType.of("rocm", capability)
+                return DeviceType.of("cuda", "sm_" + capability.replace(".", ""))
+            case "tpu":
+                return DeviceType.of("tpu", kind.lower().removeprefix("tpu"), _bounds(program))
+            case other:
+                return DeviceType.of(other, kind)
+
+    def _of_cpu(self) -> tuple[DeviceType, str]:
+        if self._cpu is None:
+            self._cpu = host.cpu_device_type(), " ".join(host.cpu_features())
+        return self._cpu
+
+
+def _bounds(program: Program) -> str:
+    """How the chips of a slice are arranged, e.g. `2x2x1`; their number where they do not say."""
+    places: list[Any] = [getattr(device, "coords", None) for device in program.devices]
+    if not all(places):
+        return str(len(places))
+    return "x".join(str(max(axis) + 1) for axis in zip(*places, strict=True))
+
+
+@cache
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+@cache
+def _gpu_libraries() -> str:
+    """The plug-in and the CUDA libraries beside it, as far as they came from wheels."""
+    found = {
+        f"{name.lower()}={distribution.version}"
+        for distribution in metadata.distributions()
+        if _GPU_LIBRARIES.fullmatch(name := str(distribution.metadata["Name"]))
+    }
+    return " ".join(sorted(found))

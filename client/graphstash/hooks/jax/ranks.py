@@ -1,0 +1,79 @@
+"""What the processes of a `jax.distributed` job share: JAX's coordination service."""
+
+from functools import cache
+from typing import Any, Final
+
+import jax
+from jax._src import distributed
+
+__all__ = ["JaxRanks", "ranks"]
+
+_LONGEST_WAIT_SECONDS: Final = 60.0
+"""One call's share of a longer wait."""
+
+
+class JaxRanks:
+    """A `RankStore` in the key-value store of the coordination service."""
+
+    def __init__(self, client: Any, *, rank: int, size: int) -> None:
+        self._client = client
+        self.rank = rank
+        self.size = size
+
+    @property
+    def compiles_together(self) -> bool:
+        """Whether XLA talks with the other processes while it compiles.
+
+        On GPUs it does: autotuning is shared out among them (openxla/xla#22164).
+        """
+        return jax.default_backend() == "gpu"
+
+    def claim(self, name: str, value: bytes) -> bytes:
+        """See `RankStore`."""
+        try:
+            self._client.key_value_set_bytes(name, value)
+        except RuntimeError as error:
+            if "ALREADY_EXISTS" not in str(error):
+                raise
+            there: bytes = self._client.blocking_key_value_get_bytes(name, 10_000)
+            return there
+        return value
+
+    def set(self, name: str, value: bytes) -> None:
+        """See `RankStore`."""
+        self._client.key_value_set_bytes(name, value)
+
+    def wait(self, name: str, *, timeout_seconds: float) -> bytes | None:
+        """See `RankStore`."""
+        left = timeout_seconds
+        while True:
+            seconds = min(left, _LONGEST_WAIT_SECONDS)
+            try:
+                there: bytes = self._client.blocking_key_value_get_bytes(
+                    name, max(1, int(seconds * 1000))
+                )
+            except RuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+            else:
+                return there
+            left -= seconds
+            if left <= 0:
+                return None
+
+    def delete(self, name: str) -> None:
+        """See `RankStore`."""
+        self._client.key_value_delete(name)
+
+
+def ranks() -> JaxRanks | None:
+    """What this job's processes share; None while there is only one."""
+    state = distributed.global_state
+    if state.client is None or state.num_processes in (None, 1):
+        return None
+    return _ranks(state.client, state.process_id, state.num_processes)
+
+
+@cache
+def _ranks(client: Any, rank: int, size: int) -> JaxRanks:
+    return JaxRanks(client, rank=rank, size=size)

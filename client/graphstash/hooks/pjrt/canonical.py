@@ -1,0 +1,119 @@
+"""Compile options in one form: map entries sorted, everything else left as it is.
+
+Compile options come as a serialized protobuf message, and protobuf writes the entries of a map in
+another order in every process, so the raw bytes never hit. A map on the wire is a run of fields of
+one number, each a message of exactly two fields, 1 (the key) and 2 (the value); writers always
+write both (https://protobuf.dev/programming-guides/encoding/#maps). Only such runs, with keys of
+one type and no key twice, are sorted; so the sequences whose order does matter stay: the devices of
+a device assignment, say, are messages of one field.
+
+No schema is needed, and no message of a newer XLA can be read wrongly: sorting keeps every byte
+and every length, and what does not parse is returned as it came.
+"""
+
+from typing import Final, NamedTuple
+
+__all__ = ["canonical"]
+
+_VARINT: Final = 0
+_FIXED64: Final = 1
+_BYTES: Final = 2
+_FIXED32: Final = 5
+
+_LONGEST_VARINT: Final = 10
+_DEEPEST: Final = 32
+"""Messages inside messages; protobuf itself stops at 100."""
+
+
+class _Field(NamedTuple):
+    number: int
+    wire_type: int
+    head: bytes
+    """Tag and, of a field of bytes, its length."""
+    body: bytes
+
+
+class _NotAMessageError(Exception):
+    """These bytes are text, or numbers, or damaged."""
+
+
+def canonical(message: bytes) -> bytes:
+    """The message with the entries of every map sorted; of the same length."""
+    return _canonical(message, depth=0)
+
+
+def _canonical(message: bytes, *, depth: int) -> bytes:
+    try:
+        fields = _parsed(message)
+    except _NotAMessageError:
+        return message
+    if depth < _DEEPEST:
+        fields = [
+            field._replace(body=_canonical(field.body, depth=depth + 1))
+            if field.wire_type == _BYTES
+            else field
+            for field in fields
+        ]
+    written: list[bytes] = []
+    start = 0
+    while start < len(fields):
+        end = start + 1
+        while end < len(fields) and fields[end].number == fields[start].number:
+            end += 1
+        run = fields[start:end]
+        if len(run) > 1 and _is_map(run):
+            run.sort(key=lambda field: field.body)
+        written += [field.head + field.body for field in run]
+        start = end
+    return b"".join(written)
+
+
+def _is_map(run: list[_Field]) -> bool:
+    keys = set()
+    for field in run:
+        if field.wire_type != _BYTES:
+            return False
+        try:
+            entry = _parsed(field.body)
+        except _NotAMessageError:
+            return False
+        if [part.number for part in entry] != [1, 2]:
+            return False
+        keys.add((entry[0].wire_type, entry[0].body))
+    return len(keys) == len(run) and len({wire_type for wire_type, _ in keys}) == 1
+
+
+def _parsed(message: bytes) -> list[_Field]:
+    fields = []
+    at = 0
+    while at < len(message):
+        start = at
+        tag, at = _varint(message, at)
+        number, wire_type = tag >> 3, tag & 7
+        if wire_type == _VARINT:
+            _, end = _varint(message, at)
+        elif wire_type == _BYTES:
+            length, at = _varint(message, at)
+            end = at + length
+        elif wire_type in (_FIXED64, _FIXED32):
+            end = at + (8 if wire_type == _FIXED64 else 4)
+        else:
+            raise _NotAMessageError
+        if number == 0 or end > len(message):
+            raise _NotAMessageError
+        fields.append(_Field(number, wire_type, message[start:at], message[at:end]))
+        at = end
+    return fields
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    """The number that starts at `at`, and where it ends."""
+    value = 0
+    for place in range(_LONGEST_VARINT):
+        if at + place >= len(message):
+            break
+        byte = message[at + place]
+        value |= (byte & 0x7F) << (7 * place)
+        if byte < 0x80:
+            return value, at + place + 1
+    raise _NotAMessageError

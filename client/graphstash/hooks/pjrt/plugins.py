@@ -1,0 +1,108 @@
+"""Finds plug-ins: shared libraries with a `GetPjrtApi`, by path or among what is loaded already.
+
+A library is loaded once per process, by its real path, and its table is one object: whoever calls
+`GetPjrtApi` gets the same pointer, before or after us.
+"""
+
+import ctypes
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from graphstash.hooks.environment import sample_of
+from graphstash.hooks.pjrt.abi import Function
+from graphstash.hooks.pjrt.api import Api
+
+__all__ = ["Plugin", "is_writable", "loaded_plugins", "plugin_at"]
+
+_MAPS: Final = Path("/proc/self/maps")
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """A plug-in that is in this process.
+
+    Attributes:
+        path: the file its code comes from.
+        api: its functions.
+    """
+
+    path: Path
+    api: Api
+
+    @cached_property
+    def identity(self) -> str:
+        """Name, size and sampled hash of the file: two builds of one version differ in it.
+
+        Raises:
+            OSError: the file is gone.
+        """
+        return f"{self.path.name} {sample_of(self.path)}"
+
+
+class _Mapping(NamedTuple):
+    start: int
+    end: int
+    flags: str
+    path: str
+
+
+def plugin_at(path: str) -> Plugin | None:
+    """The plug-in at a path, which is loaded if it is not yet; None when it is none.
+
+    Loading runs nothing of the plug-in: its framework initializes it later.
+
+    Raises:
+        OSError: it cannot be loaded.
+    """
+    return _plugin_of(ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_LOCAL))
+
+
+def loaded_plugins() -> Iterator[Plugin]:
+    """Every plug-in that is loaded by now."""
+    seen = set()
+    for path in dict.fromkeys(each.path for each in _mappings() if ".so" in each.path):
+        try:
+            library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        except OSError:  # mapped to be read, or deleted
+            continue
+        # What depends on a plug-in finds its function, too.
+        plugin = _plugin_of(library)
+        if plugin is not None and plugin.api.table not in seen:
+            seen.add(plugin.api.table)
+            yield plugin
+
+
+def is_writable(address: int) -> bool:
+    """Whether this process may write to the page of an address."""
+    mapping = _mapping_of(address)
+    return mapping is not None and "w" in mapping.flags
+
+
+def _plugin_of(library: ctypes.CDLL) -> Plugin | None:
+    try:
+        get_api = library.GetPjrtApi
+    except AttributeError:
+        return None
+    get_api.argtypes = ()
+    get_api.restype = ctypes.c_void_p
+    table = get_api()
+    if not table:
+        return None
+    api = Api(table)
+    code = _mapping_of(api.pointer(Function.CLIENT_COMPILE))
+    return Plugin(Path(code.path if code and code.path else library._name), api)
+
+
+def _mapping_of(address: int) -> _Mapping | None:
+    return next((each for each in _mappings() if each.start <= address < each.end), None)
+
+
+def _mappings() -> Iterator[_Mapping]:
+    for line in _MAPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
+        span, flags, *rest = line.split(maxsplit=5)
+        start, _, end = span.partition("-")
+        yield _Mapping(int(start, 16), int(end, 16), flags, rest[3] if len(rest) > 3 else "")

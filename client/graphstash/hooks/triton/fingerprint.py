@@ -1,0 +1,78 @@
+"""The key of a Triton kernel's artifact: Triton's own key, and the settings it leaves out.
+
+Triton's key is a hash of its own files and library, the kernel's source with its line number, the
+target with its architecture, the options with the contents of device libraries, ptxas' version and
+a list of environment variables. Other variables change the result as well (on AMD, most of them):
+those are parts here, all but the ones that are known not to matter.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Final
+
+import triton
+
+from graphstash_schema import ArtifactKey, ArtifactKind, DeviceType, fingerprint_of
+
+__all__ = ["artifact_key", "is_shareable", "parts_of"]
+
+_DEVICE: Final = DeviceType("gpu")
+"""One word for all. The architecture is inside Triton's key, which is all that a cache manager is
+told; whatever it guessed beyond that (the active GPU is not always the target) could only make two
+artifacts of one kernel. What a kernel's description says of its target is checked on arrival."""
+
+_READ: Final = re.compile(r"(?a:(TRITON|AMDGCN|NVPTX|PTXAS)_\w+)")
+
+_SAME_KERNEL: Final = re.compile(
+    r"TRITON_(CACHE_DIR|CACHE_MANAGER|REMOTE_CACHE_BACKEND|HOME|DUMP_DIR|OVERRIDE_DIR|REDIS_\w+)"
+    r"|TRITON_(PTXAS|PTXAS_BLACKWELL|CUOBJDUMP|NVDISASM|LIBDEVICE|LIBCUDA|LIBHIP|CUDACRT|CUDART)_PATH"
+    r"|TRITON_(CUPTI|PROTON|ROCPROFILER|ROCTRACER|ROCTX|PROFILE|HSA)\w*|TRITON_ENABLE_NVTX"
+    r"|TRITON_(ALWAYS_COMPILE|KERNEL_DUMP|KERNEL_OVERRIDE|FRONT_END_DEBUGGING|DUMP_PTXAS_LOG)"
+    r"|TRITON_(PRINT_AUTOTUNING|CACHE_AUTOTUNING|ALLOW_NON_CONSTEXPR_GLOBALS|INTERPRET)"
+    r"|TRITON_REPRODUCER_PATH|(NVPTX|AMDGCN)_ENABLE_DUMP"
+)
+"""Those that say where to find, write or print something. Whose device library and whose ptxas are
+used is in Triton's key, by content and by version."""
+
+_FOREIGN_CODE: Final = ("TRITON_KERNEL_OVERRIDE", "TRITON_SWAP_MIR", "LLVM_PASS_PLUGIN_PATH")
+"""With one of these, files of the user take part in the compilation, and no key knows of them."""
+
+_PLUGIN: Final = re.compile(r"(?a:TRITON_\w*PLUGIN\w*)")
+
+_OFF: Final = frozenset({"", "0", "false", "off", "no", "n"})
+
+_LONGEST_NAME: Final = 60  # the name of a part has at most 64 characters
+
+
+def is_shareable(environ: Mapping[str, str]) -> bool:
+    """Whether Triton compiles nothing but what its key says."""
+    return not any(
+        value.lower() not in _OFF
+        for name, value in environ.items()
+        if name in _FOREIGN_CODE or _PLUGIN.fullmatch(name)
+    )
+
+
+def parts_of(key: str, group: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Everything that the artifact's key is made of.
+
+    Args:
+        key: Triton's key of the kernel.
+        group: the name of its group.
+        environ: the environment that Triton compiles in.
+    """
+    settings = {
+        f"env.{name}": value
+        for name, value in environ.items()
+        if len(name) <= _LONGEST_NAME and _READ.fullmatch(name) and not _SAME_KERNEL.fullmatch(name)
+    }
+    return {**settings, "triton": triton.__version__, "triton_key": key, "group": group}
+
+
+def artifact_key(parts: Mapping[str, str]) -> ArtifactKey:
+    """The key of the artifact that is made of `parts`."""
+    return ArtifactKey(
+        kind=ArtifactKind.TRITON,
+        device_type=_DEVICE,
+        fingerprint=fingerprint_of(ArtifactKind.TRITON, parts),
+    )

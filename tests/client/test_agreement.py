@@ -1,0 +1,240 @@
+"""Ranks of one job, each with a cache of its own, over a store that all of them see."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from graphstash import ClientConfig, CompileCache, Stash, _agreement
+from graphstash._exchange import Exchange
+from graphstash._executor import BoundedExecutor
+from graphstash._stats import Counters
+from graphstash_schema import ArtifactKey
+
+NOBODY = "http://127.0.0.1:9"
+
+
+def key(number):
+    return ArtifactKey.parse("inductor", "cpu-x86_64-0123456789abcdef", f"{number:064x}")
+
+
+class Values:
+    """What all ranks see."""
+
+    def __init__(self):
+        self.changed = threading.Condition()
+        self.values = {}
+
+
+class MemoryRanks:
+    def __init__(self, values, rank, size, *, compiles_together=False):
+        self._values = values
+        self.rank = rank
+        self.size = size
+        self.compiles_together = compiles_together
+
+    def claim(self, name, value):
+        with self._values.changed:
+            self._values.changed.notify_all()
+            return self._values.values.setdefault(name, value)
+
+    def set(self, name, value):
+        assert len(value) <= 1024**2
+        with self._values.changed:
+            assert name not in self._values.values
+            self._values.values[name] = value
+            self._values.changed.notify_all()
+
+    def wait(self, name, *, timeout_seconds):
+        with self._values.changed:
+            self._values.changed.wait_for(lambda: name in self._values.values, timeout_seconds)
+            return self._values.values.get(name)
+
+    def delete(self, name):
+        with self._values.changed:
+            del self._values.values[name]
+
+
+class Rank:
+    """One process of a job: it compiles what it does not find, its own way."""
+
+    def __init__(self, config, store):
+        self.stash = Stash(config)
+        self.publisher = BoundedExecutor("test-publish", workers=1, capacity=8)
+        self.counters = Counters()
+        self.cache = CompileCache(self.stash, counters=self.counters, publisher=self.publisher)
+        self.exchange = Exchange(self.cache, toolchain="test")
+        self.store = store
+        self.compiles = 0
+
+    def ask(self, number, **options):
+        return self.exchange.get(key(number), ranks=self.store, **options)
+
+    def load(self, number, *, lease=True, fails=False):
+        """What this rank runs."""
+        found = self.ask(number, lease=lease)
+        if found is not None:
+            return found
+        self.compiles += 1
+        time.sleep(0.1)
+        if fails:
+            self.exchange.end()
+            return None
+        compiled = f"graph {number} as rank {self.store.rank} compiles it".encode()
+        self.exchange.put(key(number), compiled, parts={})
+        return compiled
+
+    @property
+    def stats(self):
+        assert self.publisher.drain(20)
+        return self.counters.snapshot()
+
+    def close(self):
+        self.exchange.close()
+        self.publisher.drain(20)
+        self.publisher.close()
+        self.cache.abandon_all()
+        self.stash.close()
+
+
+class Job:
+    def __init__(self, ranks):
+        self.ranks = ranks
+
+    def load(self, number, **options):
+        """What each rank runs, when all of them ask at once."""
+        with ThreadPoolExecutor(len(self.ranks)) as pool:
+            return list(pool.map(lambda rank: rank.load(number, **options), self.ranks))
+
+    @property
+    def compiles(self):
+        return sum(rank.compiles for rank in self.ranks)
+
+
+@pytest.fixture
+def job(server, namespace, tmp_path):
+    made = []
+
+    def make(name, *, broken=(), size=4, compiles_together=False, **settings):
+        values = Values()
+        ranks = []
+        for rank in range(size):
+            config = ClientConfig.load(
+                {},
+                cache_dir=tmp_path / name / str(rank),  # each rank on a host of its own
+                url=NOBODY if rank in broken else server.url,
+                namespace=namespace,
+                **settings,
+            )
+            store = MemoryRanks(values, rank, size, compiles_together=compiles_together)
+            ranks.append(Rank(config, store))
+        made.extend(ranks)
+        return Job(ranks)
+
+    yield make
+    for rank in made:
+        rank.close()
+
+
+def test_of_all_ranks_one_compiles_and_all_run_its_result(job):
+    cold = job("cold")
+    ran = cold.load(1)
+    assert len(set(ran)) == 1
+    assert cold.compiles == 1
+    assert sum(rank.stats.published for rank in cold.ranks) == 1
+
+    warm = job("warm")
+    assert warm.load(1) == ran
+    assert warm.compiles == 0
+    assert all(rank.stats.hits == 1 for rank in warm.ranks)
+
+
+@pytest.mark.parametrize("broken", [(0,), (1, 3), (0, 1, 2)])
+def test_ranks_without_a_cache_run_what_the_others_found(job, broken):
+    ran = job("cold").load(1)
+    warm = job("warm", broken=broken)
+    assert warm.load(1) == ran
+    assert warm.compiles == 0
+    for number, rank in enumerate(warm.ranks):
+        assert rank.stats.hits == 1
+        assert (rank.stats.hits_ranks == 1) == (number in broken)
+
+
+def test_when_no_rank_reaches_the_cache_one_compiles_for_all(job):
+    lone = job("lone", broken=range(4))
+    assert len(set(lone.load(1))) == 1
+    assert lone.compiles == 1
+
+
+def test_a_large_result_reaches_a_rank_without_a_cache(job, monkeypatch):
+    monkeypatch.setattr(_agreement, "_CHUNK_BYTES", 7)
+    assert len(set(job("a", broken=(0, 1, 2, 3)).load(1))) == 1
+
+
+def test_what_is_left_for_other_ranks_is_bounded(job, monkeypatch):
+    monkeypatch.setattr(_agreement, "_RELAY_BYTES", 200)
+    one = job("one", size=1)
+    for number in range(20):
+        one.load(number)
+    values = one.ranks[0].store._values.values
+    relayed = [value for name, value in values.items() if "/chunk/" in name]
+    assert 0 < sum(map(len, relayed)) <= 200
+
+
+def test_a_graph_of_one_rank_alone_waits_for_nobody(job):
+    ranks = job("a").ranks
+    assert ranks[2].load(1) == b"graph 1 as rank 2 compiles it"
+    assert job("b", broken=(1,)).ranks[1].load(2) == b"graph 2 as rank 1 compiles it"
+
+
+def test_when_the_leaders_compiler_fails_everybody_compiles(job):
+    failing = job("a")
+    assert failing.load(1, fails=True) == [None] * 4
+    assert failing.compiles == 4
+
+
+def test_a_compiler_that_needs_all_ranks_gets_them_and_one_publishes(job):
+    together = job("a", compiles_together=True)
+    together.load(1)
+    assert together.compiles == 4
+    assert sum(rank.stats.published for rank in together.ranks) == 1
+    warm = job("b", compiles_together=True)
+    assert len(set(warm.load(1))) == 1
+    assert warm.compiles == 0
+
+
+def test_what_is_put_late_is_not_waited_for(job):
+    late = job("a")
+    assert [rank.ask(1, lease=False) for rank in late.ranks] == [None] * 4
+    for rank in late.ranks:
+        rank.exchange.put(key(1), b"from everybody", parts={})
+    assert [rank.stats.published for rank in late.ranks] == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("lease", [True, False])
+def test_what_was_said_once_holds_when_a_key_is_asked_for_again(job, lease):
+    ranks = job("a", size=2).ranks
+    ran = [rank.load(1, lease=lease) for rank in ranks]
+    again = [rank.load(1, lease=lease) for rank in ranks]
+    assert again == ran
+    assert [rank.compiles for rank in ranks] == ([1, 0] if lease else [2, 2])
+    assert all(rank.stats.fallbacks == {} for rank in ranks)
+
+
+def test_a_store_that_fails_leaves_each_rank_to_itself(job, monkeypatch):
+    def fail(*_, **__):
+        raise ConnectionError("the store is gone")
+
+    ranks = job("a", size=2).ranks
+    monkeypatch.setattr(MemoryRanks, "claim", fail)
+    assert ranks[0].load(1) is not None
+    assert ranks[0].stats.fallbacks == {"ranks": 1}
+
+
+def test_a_leader_that_says_nothing_is_not_waited_for_longer_than_twice_the_budget(job):
+    ranks = job("a", size=2, wait_seconds=0.1).ranks
+    assert ranks[0].ask(1) is None  # and it never ends
+    assert ranks[1].load(1) == b"graph 1 as rank 1 compiles it"
+    assert ranks[1].stats.fallbacks == {"ranks": 1}
+    assert ranks[1].stats.published == 0

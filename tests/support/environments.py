@@ -1,0 +1,34 @@
+"""Environments beside `.venv`, for compilers in other versions: `.venv-<name>`, made on first use.
+
+`tests/environments/<name>.in` says what one is for, `<name>.txt` is every version in it (`make
+constraints` writes it). The client is installed into each of them, as in a user's own environment.
+"""
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+from filelock import FileLock
+
+__all__ = ["python_of"]
+
+_ROOT = Path(__file__).parents[2]
+
+
+def python_of(name):
+    """The Python of an environment, which is installed when it is absent or out of date."""
+    requirements = _ROOT / "tests" / "environments" / f"{name}.txt"
+    directory = _ROOT / f".venv-{name}"
+    python = directory / "bin" / "python"
+    done = directory / ".installed"
+    digest = hashlib.sha256(requirements.read_bytes()).hexdigest()
+    with FileLock(Path(sys.prefix) / f"{name}.lock"):
+        if not done.exists() or done.read_text() != digest:
+            uv = [sys.executable, "-m", "uv", "--quiet"]
+            install = [*uv, "pip", "install", "--python", str(python)]
+            subprocess.run([*uv, "venv", "--clear", str(directory)], check=True)
+            subprocess.run([*install, "--requirement", str(requirements)], check=True)
+            subprocess.run([*install, "--no-deps", "--editable", str(_ROOT)], check=True)
+            done.write_text(digest)
+    return python
