@@ -1,0 +1,115 @@
+"""Real ranks that talk over gloo, each on a host of its own: all load one artifact."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.environments import python_of
+
+SUPPORT = Path(__file__).parents[2] / "support"
+TORCH_JOB, JAX_JOB = SUPPORT / "ranks_torch_job.py", SUPPORT / "ranks_jax_job.py"
+SIZE = 4
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@pytest.fixture(params=["", "torch-newest"])
+def ranks(request, server, namespace, tmp_path):
+    """Runs all ranks of a job; the cache is out of reach for the `broken` ones."""
+    python = python_of(request.param) if request.param else sys.executable
+
+    def run(name, *, broken=()):
+        directory = tmp_path / name
+        directory.mkdir()
+        options = {
+            "--size": SIZE,
+            "--port": free_port(),
+            "--url": server.url,
+            "--namespace": namespace,
+            "--broken": ",".join(map(str, broken)),
+        }
+        arguments = (str(part) for option in options.items() for part in option)
+        ended = subprocess.run(
+            [python, TORCH_JOB, directory, *arguments],
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=240,
+        )
+        assert ended.returncode == 0, ended.stderr
+        return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(SIZE)]
+
+    return run
+
+
+def graphs(reports, what):
+    return [report["found"].get(f"fxgraph_cache_{what}", 0) for report in reports]
+
+
+def losses(reports):
+    return [report["losses"] for report in reports]
+
+
+def test_ranks_load_one_artifact_also_those_that_cannot_reach_the_cache(ranks):
+    cold = ranks("cold")
+    assert sum(graphs(cold, "miss")) == 2  # forward and backward, each by one rank
+    assert sum(graphs(cold, "hit")) == 2 * (SIZE - 1)
+
+    warm = ranks("warm", broken=(2,))
+    assert graphs(warm, "miss") == [0] * SIZE
+    assert warm[2]["stats"]["hits_ranks"] >= 2
+    assert all(report["stats"]["fallbacks"] == {} for report in (*warm[:2], warm[3]))
+    assert losses(warm) == losses(cold)
+
+
+def test_when_no_rank_reaches_the_cache_they_still_share(ranks):
+    lone = ranks("lone", broken=range(SIZE))
+    assert sum(graphs(lone, "miss")) == 2
+    assert sum(report["stats"]["hits_ranks"] for report in lone) == 2 * (SIZE - 1)
+
+
+@pytest.fixture(params=["", "jax-oldest"])
+def processes(request, jobs, server, namespace, tmp_path):
+    """Runs all processes of a job on JAX; the cache is out of reach for the `broken` ones."""
+    python = python_of(request.param) if request.param else sys.executable
+
+    def run(name, *, broken=()):
+        options = ("--size", 2, "--port", free_port(), "--broken", ",".join(map(str, broken)))
+        running = [
+            jobs.start(
+                tmp_path / name / str(rank),
+                *("--rank", rank, *options),
+                script=JAX_JOB,
+                under="graphstash run",
+                launcher=(str(python),),
+                url=server.url,
+                namespace=namespace,
+            )
+            for rank in range(2)
+        ]
+        return [process.finish().report for process in running]
+
+    return run
+
+
+def test_processes_of_jax_load_one_executable_also_those_that_cannot_reach_the_cache(processes):
+    cold = processes("cold")
+    assert sum(report["compiled"] for report in cold) == 1  # whoever asked first
+    assert len({report["total"] for report in cold}) == 1
+
+    warm = processes("warm", broken=(1,))
+    assert [report["compiled"] for report in warm] == [0, 0]
+    assert warm[0]["stats"]["fallbacks"] == {}
+    assert warm[1]["stats"]["hits_ranks"] == 1
+    assert warm[0]["total"] == warm[1]["total"] == cold[0]["total"]
+
+    lone = processes("lone", broken=(0, 1))
+    assert sum(report["compiled"] for report in lone) == 1
+    assert lone[0]["total"] == lone[1]["total"] == cold[0]["total"]

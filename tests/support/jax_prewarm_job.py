@@ -1,0 +1,40 @@
+"""A train step to be compiled ahead of time; knows nothing of graphstash."""
+
+import jax
+import jax.numpy as jnp
+
+
+def loss_of(parameters, x, y):
+    first, second = parameters
+    return ((jnp.tanh(x @ first) @ second - y) ** 2).mean()
+
+
+@jax.jit
+def step(parameters, x, y):
+    loss, gradients = jax.value_and_grad(loss_of)(parameters, x, y)
+    return [p - 0.1 * g for p, g in zip(parameters, gradients, strict=True)], loss
+
+
+def abstract_step(devices):
+    """The step with data on all devices and the same parameters on each of them."""
+    mesh = jax.sharding.Mesh(devices, ("data",))
+
+    def abstract(shape, *axes):
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+    parameters = [abstract((128, 256)), abstract((256, 128))]
+    return step, (parameters, abstract((64, 128), "data"), abstract((64, 128), "data"))
+
+
+def nothing(devices):
+    """A program for this host, not for the topology."""
+    return step, (
+        [jnp.ones((4, 4)), jnp.ones((4, 4))],
+        jnp.ones((4, 4)),
+        jnp.ones((4, 4)),
+    )
+
+
+def a_string(devices):
+    return f"{len(devices)} devices"

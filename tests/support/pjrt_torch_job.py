@@ -1,0 +1,84 @@
+"""A few torch_xla steps on the PJRT plug-in for the CPU; runs in the environment `xla-newest`.
+
+Knows nothing of graphstash, like a user's script. Writes what happened as JSON.
+"""
+
+import argparse
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+
+parser = argparse.ArgumentParser()
+parser.add_argument("report", type=Path)
+parser.add_argument("--path-after-import", action="store_true", help="choose the plug-in late")
+parser.add_argument("--own-cache", type=Path, help="torch_xla's persistent cache")
+parser.add_argument("--late", action="store_true", help="install after the first graph")
+parser.add_argument("--shifted", action="store_true", help="run the same step from another line")
+options = parser.parse_args()
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pjrt_plugin import LIBRARY, widen_execute_options
+
+os.environ["PJRT_DEVICE"] = "LIBRARY"
+if not options.path_after_import:
+    os.environ["PJRT_LIBRARY_PATH"] = str(LIBRARY)
+
+widen_execute_options()
+import torch
+import torch_xla
+import torch_xla.debug.metrics as xla_metrics
+import torch_xla.runtime as xr
+
+os.environ["PJRT_LIBRARY_PATH"] = str(LIBRARY)
+if options.own_cache:
+    xr.initialize_cache(str(options.own_cache))
+
+
+def count(metric):
+    data = xla_metrics.metric_data(metric)
+    return int(data[0]) if data else 0
+
+
+def train(step, steps=3):
+    torch.manual_seed(0)
+    device = torch_xla.device()
+    weight = torch.randn(16, 1).to(device).requires_grad_()
+    batches = [torch.randn(8, 16) for _ in range(steps)]
+    return [step(weight, batch.to(device)) for batch in batches]
+
+
+def step(weight, batch):
+    loss = (batch @ weight - batch.sum(1, keepdim=True)).square().mean()
+    (gradient,) = torch.autograd.grad(loss, weight)
+    weight.data -= 0.1 * gradient
+    torch_xla.sync()
+    return loss.item()
+
+
+def shifted(weight, batch):
+    # The same step on other lines: torch_xla's programs do not tell where they come from.
+    loss = (batch @ weight - batch.sum(1, keepdim=True)).square().mean()
+    (gradient,) = torch.autograd.grad(loss, weight)
+
+    weight.data -= 0.1 * gradient
+    torch_xla.sync()
+    return loss.item()
+
+
+gc.disable()  # which tensors are alive decides what a lazy step is
+report = {}
+if options.late:
+    import graphstash
+
+    report["before"] = torch.ones(3, device="xla").sum().item()
+    graphstash.uninstall()
+    graphstash.install(hooks=("pjrt",))
+losses = train(shifted if options.shifted else step)
+report |= {
+    "losses": losses,
+    "compiles": count("CompileTime"),
+    "own_cache_failures": xla_metrics.counter_value("PersistentCacheDeserializeFailure") or 0,
+}
+options.report.write_text(json.dumps(report))

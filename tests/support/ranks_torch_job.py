@@ -1,0 +1,82 @@
+"""Ranks that train a small model with torch.compile and average their gradients.
+
+    ranks_torch_job.py DIRECTORY --size 4 --broken 2 --url URL --namespace NAME --port 29500
+
+Importing torch is most of the work of such a small job, so the ranks are forks of one process that
+has done it; each has the disk of a host of its own. Reports, `<rank>.json` in the directory:
+losses, which entries torch found, what the cache counted.
+"""
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+parser = argparse.ArgumentParser()
+parser.add_argument("directory", type=Path)
+parser.add_argument("--size", type=int)
+parser.add_argument("--broken", default="")
+parser.add_argument("--url")
+parser.add_argument("--namespace")
+parser.add_argument("--port", type=int)
+options = parser.parse_args()
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.utils import counters
+
+import graphstash
+
+
+def train(rank):
+    host = options.directory / str(rank)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(host / "inductor")
+    graphstash.install(
+        url="http://127.0.0.1:9" if str(rank) in options.broken.split(",") else options.url,
+        namespace=options.namespace,
+        cache_dir=host / "tier",
+        hooks=("inductor",),
+    )
+    store = f"tcp://127.0.0.1:{options.port}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=options.size)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 1))
+    loss_of = torch.compile(lambda x, y: ((model(x) - y) ** 2).mean())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    losses = []
+    for _ in range(3):
+        x = torch.randn(8, 16, generator=generator)
+        optimizer.zero_grad()
+        loss = loss_of(x, x.sum(1, keepdim=True))
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        losses.append(loss.item().hex())
+    return losses
+
+
+def report(rank):
+    losses = train(rank)
+    found = {name: number for name, number in counters["inductor"].items() if "cache" in name}
+    stats = asdict(graphstash.stats())
+    (options.directory / f"{rank}.json").write_text(
+        json.dumps({"losses": losses, "found": found, "stats": stats})
+    )
+    dist.barrier()  # rank 0 keeps the store
+    dist.destroy_process_group()
+
+
+children = []
+for rank in range(options.size):
+    if (child := os.fork()) == 0:
+        report(rank)
+        sys.exit()
+    children.append(child)
+sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))
