@@ -25,6 +25,7 @@ from benchmarks.figures import columns_of, console, show  # noqa: E402 (the line
 PARTS = {
     "server": "GET, HEAD, lookup and durable PUT, beside nginx and docker-registry; 4 minutes",
     "hook": "first and settled steps with the hook, torch_xla's own cache or none; 10 minutes",
+    "compilers": "the same step under every hook, cold and warm, by compiler; 15 minutes",
     "million": "a million artifacts beside a thousand, on SQLite and PostgreSQL; 10 minutes",
     "herd": "eight processes want one uncompiled graph: compilations and waiting; 2 minutes",
 }
@@ -34,7 +35,7 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="\n".join(f"  {name:8}{text}" for name, text in PARTS.items()),
+        epilog="\n".join(f"  {name:10}{text}" for name, text in PARTS.items()),
     )
     parser.add_argument("parts", nargs="*", metavar="part", help="default: all, in this order")
     parser.add_argument("--rounds", type=int, help="samples of every figure [each part's own]")

@@ -1,0 +1,180 @@
+"""The same training step under every hook: cold, and warm as another host with nothing on its disk.
+
+A small GPT (4 layers, 128 wide; torch and JAX) and, for Triton, three kernels of such a step,
+compiled for sm_90 without a GPU. Every job is a process started by `graphstash run`, in the
+environment of its compiler; cold and warm share a namespace and nothing else. The README's table is
+`build/bench-compilers.md`.
+
+    PYTHONPATH=tests .venv/bin/python -m benchmarks.compilers --rounds 3
+"""
+
+import json
+import os
+import shutil
+import stat
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.figures import Figures, columns_of, options, progress, show
+from support.environments import python_of
+from support.jobs import Jobs
+from support.server import Server
+
+STEPS = Path(__file__).with_name("steps")
+TITLE = "first step of a training job"
+
+COUNTING = """#!/bin/sh
+case " $* " in *" -o"*) echo "$*" >> "{log}" ;; esac
+exec "{program}" "$@"
+"""
+"""Stands in for a compiler and writes a line for each file that it is asked to make."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One compiler in one version."""
+
+    name: str
+    hook: str
+    script: str
+    environment: str = ""  # of tests/environments; empty is the one that runs this
+    choices: tuple[str, ...] = ()
+
+    @property
+    def python(self):
+        return python_of(self.environment) if self.environment else Path(sys.executable)
+
+
+def arms():
+    xla = ("--backend", "xla")
+    inductor = ("--backend", "inductor")
+    return [
+        Arm("torch_xla 2.7", "torch_xla", "gpt_torch.py", choices=xla),
+        Arm("torch_xla 2.9", "pjrt", "gpt_torch.py", "xla-newest", (*xla, "--plugin")),
+        Arm("JAX 0.4.31", "jax", "gpt_jax.py", "jax-oldest"),
+        Arm("JAX 0.10.2", "jax", "gpt_jax.py", "jax-newest"),
+        Arm("JAX 0.8.3, plug-in", "pjrt", "gpt_jax.py", "jax-pjrt", ("--plugin",)),
+        Arm("torch.compile 2.7", "inductor", "gpt_torch.py", choices=inductor),
+        Arm("torch.compile 2.15", "inductor", "gpt_torch.py", "torch-newest", inductor),
+        Arm("Triton 3.3", "triton", "kernels_triton.py"),
+        Arm("Triton 3.9", "triton", "kernels_triton.py", "torch-newest"),
+    ]
+
+
+def main():
+    settings = options("compilers", __doc__.splitlines()[0], rounds=3)
+    figures = Figures("compilers", {"rounds": settings.rounds})
+    figures.note("First step: tracing, compiling or fetching, and running; importing is not in it.")
+    figures.note("Losses of cold and warm are compared bit for bit (Triton: the cubins).")
+    Path("build").mkdir(exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-", dir="build") as name,
+        Server(Path(name) / "server") as server,
+        progress() as bar,
+    ):
+        directory = Path(name).absolute()
+        jobs = Jobs()
+        compilers = arms()
+        task = bar.add_task("compilers", total=settings.rounds * len(compilers) * 2)
+        for number in range(settings.rounds):
+            for index, arm in enumerate(compilers):
+                place = directory / f"{number}-{index}"
+                reports = {}
+                for host in ("cold", "warm"):
+                    bar.update(task, description=f"{arm.name}, {host}")
+                    reports[host] = run(jobs, arm, place / host, server.url, f"{number}-{index}")
+                    bar.advance(task)
+                measure(figures, arm, **reports)
+    figures.write(settings.output)
+    table = settings.output.with_suffix(".md")
+    table.write_text(markdown(figures))
+    print(f"written: {table}")
+
+
+def run(jobs, arm, host, url, namespace):
+    """One job on a host of its own; its report, what it counted, which programs it ran."""
+    host.mkdir(parents=True)
+    tools = host / "tools"
+    tools.mkdir()
+    log = host / "made"
+    log.touch()
+    count_runs(tools / "g++", shutil.which("g++"), log)
+    environment = {
+        "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
+        "TORCHINDUCTOR_CACHE_DIR": str(host / "inductor"),
+        "TRITON_CACHE_DIR": str(host / "triton"),
+        "JAX_PLATFORMS": "cpu",
+        "PJRT_DEVICE": "CPU",
+    }
+    if arm.hook == "triton":
+        for program in arm.python.parents[1].glob("lib/python*/site-packages/triton/**/bin/ptxas*"):
+            count_runs(tools / program.name, program, log)
+            variable = program.name.upper().replace("-", "_")
+            environment[f"TRITON_{variable}_PATH"] = str(tools / program.name)
+    before = dict(os.environ)
+    os.environ.update(environment)
+    try:
+        running = jobs.start(
+            host,
+            *arm.choices,
+            script=STEPS / arm.script,
+            under="graphstash run",
+            launcher=(str(arm.python),),
+            url=url,
+            namespace=f"bench-{namespace}",
+            hooks=arm.hook,
+        )
+        report = running.finish().report
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    counted = Counter()
+    for line in running.stats.read_text().splitlines():  # one per process
+        process = json.loads(line)
+        counted.update({name: n for name, n in process.items() if isinstance(n, int | float)})
+        counted["fallbacks"] += sum(process["fallbacks"].values())
+    made = len(log.read_text().splitlines())
+    return report | {"counted": counted, "made": made}
+
+
+def count_runs(path, program, log):
+    path.write_text(COUNTING.format(log=log, program=program))
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def measure(figures, arm, *, cold, warm):
+    def add(column, sample):
+        figures.add(TITLE, arm.name, column, sample)
+
+    figures.say(TITLE, arm.name, "hook", arm.hook)
+    add("cold, s", cold["step_seconds"][0])
+    add("warm, s", warm["step_seconds"][0])
+    add("cold / warm", cold["step_seconds"][0] / warm["step_seconds"][0])
+    add("compiled cold", cold["counted"]["misses"])
+    add("compiled warm", warm["counted"]["misses"])
+    add("fetched", sum(warm["counted"][f"hits_{way}"] for way in ("local", "remote", "ranks")))
+    add("fetched, KiB", warm["counted"]["fetched_bytes"] / 1024)
+    if arm.hook in ("inductor", "triton"):
+        add("g++ or ptxas runs cold", cold["made"])
+        add("g++ or ptxas runs warm", warm["made"])
+    figures.say(TITLE, arm.name, "equal", "yes" if cold["losses"] == warm["losses"] else "NO")
+    for host, report in (("cold", cold), ("warm", warm)):
+        if report["counted"]["fallbacks"]:
+            figures.note(f"{arm.name}, {host}: {report['counted']['fallbacks']} fallbacks")
+
+
+def markdown(figures):
+    rows = figures.tables[TITLE]
+    columns = columns_of(rows)
+    lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for name, cells in rows.items():
+        shown = (show(cells[column]) if column in cells else "" for column in columns)
+        lines.append(f"| {name} | {' | '.join(shown)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
