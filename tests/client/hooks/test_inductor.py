@@ -30,9 +30,26 @@ def cold(torch):
 
 
 @pytest.fixture(scope="module")
-def warm(torch, cold):
+def later(torch, cold):
+    """The same job on other hosts, as it is and with another number of threads."""
+    started = {"warm": torch.start("warm"), "threads": torch.start("threads", "--threads", "1")}
+    return {name: job.finish() for name, job in started.items()}
+
+
+@pytest.fixture(scope="module")
+def warm(later):
     """The same job on another host."""
-    return torch.run("warm")
+    return later["warm"]
+
+
+@pytest.fixture(scope="module")
+def lengths(torch, tmp_path_factory):
+    """A job that meets code for another vector length, with the hook and without."""
+    namespace = f"isa-{torch.version}"
+    options = {"script": ISA_JOB, "variables": QUICK}
+    hooked = torch.start("isa", namespace=namespace, **options)
+    plain = torch.run_plainly("isa-plain", "--plain", tmp_path_factory.mktemp("files"), **options)
+    return {"plain": plain, "hooked": hooked.finish()}
 
 
 def test_the_first_job_publishes_all_that_it_compiled(torch, cold):
@@ -87,8 +104,8 @@ def test_another_graph_is_built_by_two_threads_with_a_fetched_header(torch, cold
         assert re.search(r"^! .*\.h\.gch$", told, re.MULTILINE)
 
 
-def test_another_number_of_threads_is_another_artifact(torch, cold):
-    outcome = torch.run("threads", "--threads", "1")
+def test_another_number_of_threads_is_another_artifact(cold, later):
+    outcome = later["threads"]
     assert outcome.report["fx"] == {"fxgraph_cache_miss": GRAPHS}
     assert outcome.report["losses"] == pytest.approx(cold.report["losses"])
 
@@ -121,8 +138,8 @@ def test_where_a_name_is_missing_a_bundle_goes_from_job_to_job(torch):
     assert again.stats["published"] == 0
 
 
-def test_without_the_hook_code_for_another_vector_length_computes_wrong_numbers(torch, tmp_path):
-    outcome = torch.run_plainly("isa-plain", "--plain", tmp_path, script=ISA_JOB, variables=QUICK)
+def test_without_the_hook_code_for_another_vector_length_computes_wrong_numbers(lengths):
+    outcome = lengths["plain"]
     first, second = outcome.report["first"], outcome.report["second"]
     assert not outcome.report["has_hook"]
     assert (first["isa"], second["isa"]) == ("avx512", "avx2")
@@ -130,9 +147,8 @@ def test_without_the_hook_code_for_another_vector_length_computes_wrong_numbers(
     assert not second["error"] < 1e-3  # it is huge, or no number
 
 
-def test_with_the_hook_code_for_another_vector_length_is_another_artifact(torch):
-    namespace = f"isa-{torch.version}"
-    outcome = torch.run("isa", script=ISA_JOB, variables=QUICK, namespace=namespace)
+def test_with_the_hook_code_for_another_vector_length_is_another_artifact(lengths):
+    outcome = lengths["hooked"]
     first, second = outcome.report["first"], outcome.report["second"]
     assert outcome.report["has_hook"]
     assert (first["isa"], second["isa"]) == ("avx512", "avx2")
