@@ -10,6 +10,9 @@ from support.swift import Swift
 
 _numbers = itertools.count()
 
+# Jobs import torch and JAX hundreds of times; compiling these modules anew takes 20 s each time.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Otherwise torch starts a process per core that compiles, whether anything is compiled or not.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 

@@ -31,15 +31,20 @@ runs = host / "ptxas-runs"
 sys.path.insert(0, str(Path(__file__).parent))  # where a user's own cache manager may lie
 
 KERNEL = """
+import os
+
 import triton
 import triton.language as tl
+
+TYPE = getattr(tl, os.environ.get("KERNEL_TYPE", "float32"))
 
 
 @triton.jit
 def scaled_add(x, y, out, n, SCALE: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = at < n
-    tl.store(out + at, tl.load(x + at, mask=mask) * SCALE + tl.load(y + at, mask=mask), mask=mask)
+    scaled = (tl.load(x + at, mask=mask) * SCALE).to(TYPE)
+    tl.store(out + at, scaled + tl.load(y + at, mask=mask), mask=mask)
 """
 
 

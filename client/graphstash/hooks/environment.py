@@ -8,7 +8,9 @@ from typing import Final
 
 __all__ = ["environment_parts", "sample_of"]
 
-_READ: Final = re.compile(r"(?a:(XLA|LIBTPU|TPU|PJRT|NEURON)_\w+|CPU_NUM_DEVICES)")
+_READ: Final = re.compile(
+    r"(?a:(XLA|LIBTPU|TPU|PJRT|NEURON)_\w+|CPU_NUM_DEVICES|MEGASCALE_NUM_SLICES)"
+)
 """Variables that frameworks, the runtime, libtpu or the Neuron plug-in read."""
 
 _SAME_EXECUTABLE: Final = re.compile(
@@ -18,7 +20,7 @@ _SAME_EXECUTABLE: Final = re.compile(
     r"|TPU_(RUNTIME_METRICS_PORTS|LIBRARY_PATH)"
     r"|PJRT_(LOCAL_PROCESS_RANK|LOCAL_PROCESS_COUNT|ALLOCATOR_\w+|DIST_SERVICE_ADDR)"
     r"|XLA_COORDINATOR_PORT"
-    r"|NEURON_(RT_\w+|LIBRARY_PATH|COMPILE_CACHE_URL)"
+    r"|NEURON_(RT_\w+|LIBRARY_PATH|COMPILE_CACHE_URL|PJRT_PROCESS_INDEX)"
 )
 """Those of them that differ between hosts, ranks or jobs, or only say where to find, write or log
 something. A rank that kept its number in the fingerprint would share nothing with its neighbours.
@@ -41,8 +43,10 @@ def environment_parts(environ: Mapping[str, str]) -> dict[str, str]:
     parts = {}
     for name, value in environ.items():
         if len(name) <= _LONGEST_NAME and _is_read(name):
-            # By flag, not by token: of a flag that is given twice, the last one counts.
-            tokens = sorted(_WHERE_TO_WRITE.sub("", value).split(), key=_flag)
+            tokens = _WHERE_TO_WRITE.sub("", value).split()
+            if all(token.startswith("-") for token in tokens):  # else `--flag value`, in this order
+                # By flag, not by token: of a flag that is given twice, the last one counts.
+                tokens.sort(key=_flag)
             parts[f"env.{name}"] = " ".join(tokens)
             if name == "XLA_FLAGS":
                 for file in (token for token in tokens if not token.startswith("-")):

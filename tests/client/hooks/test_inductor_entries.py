@@ -11,10 +11,13 @@ from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 from torch._inductor import codecache, compile_fx, config, cpp_builder, remote_cache
 
+from graphstash import CompileCache
+from graphstash._stats import Counters
 from graphstash.hooks.inductor import fingerprint
 from graphstash_schema import ArtifactKind, ArtifactMetadata
 from support.fault_proxy import Fault, FaultProxy
 from support.inductor_host import inductor_host
+from support.server import Server
 
 # What is counted under each fault; others may follow from the first.
 REASONS = {
@@ -37,6 +40,13 @@ def host(server, namespace, tmp_path):
         return inductor_host(tmp_path / name, **settings)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory):
+    """A server whose leases are those of one test."""
+    with Server(tmp_path_factory.mktemp("quiet")) as server:
+        yield server
 
 
 def multiply(x, y):
@@ -125,35 +135,33 @@ def test_a_put_that_fails_does_not_end_the_compilation(host, monkeypatch):
 
 
 def test_a_lease_is_held_while_a_graph_is_compiled_and_not_when_that_fails(
-    host, server, monkeypatch
+    host, quiet, monkeypatch
 ):
     held = []
 
     def fail(*args, **kwargs):
-        held.append(leases_held(server))
+        held.append(leases_held(quiet))
         raise RuntimeError("no code")
 
-    before = leases_held(server)
-    with host("a") as a:
+    with host("a", url=quiet.url) as a:
         monkeypatch.setattr(compile_fx, "fx_codegen_and_compile", fail)
         with pytest.raises(Exception, match="no code"):
             compute()
         for lease in a.cache._leases:
             lease.join(20)
-        assert held == [before + 1]
-        assert leases_held(server) == before
+        assert held == [1]
+        assert leases_held(quiet) == 0
         monkeypatch.undo()
         compute()
         assert a.stats.published == 2
 
 
-def test_a_graph_that_torch_does_not_cache_leaves_no_lease(host, server):
-    before = leases_held(server)
-    with host("a") as a, config.patch(post_grad_custom_pre_pass=lambda graph: None):
+def test_a_graph_that_torch_does_not_cache_leaves_no_lease(host, quiet):
+    with host("a", url=quiet.url) as a, config.patch(post_grad_custom_pre_pass=lambda graph: None):
         compute()
         assert counters["inductor"]["fxgraph_cache_bypass"] == 1
         assert a.stats.published == 0
-        assert leases_held(server) == before
+        assert leases_held(quiet) == 0
 
 
 def test_every_kind_comes_back_byte_for_byte(host):
@@ -207,6 +215,16 @@ def test_taking_the_hook_out_leaves_torch_as_it_was(host):
     torch._dynamo.reset()
     compute()
     assert a.stats.misses == 2
+
+
+def test_a_forked_child_goes_on_with_a_cache_of_its_own(host):
+    counted = Counters()
+    with host("a") as a:
+        own = CompileCache(a.cache.stash, counters=counted, publisher=a.cache.publisher)
+        assert a.hook.after_fork(own)
+        compute()
+        assert a.stats.misses == 0
+        assert counted.snapshot().published == 2
 
 
 def test_profiles_autotuning_without_a_gpu_and_local_caches_are_left_alone(host):

@@ -132,6 +132,22 @@ def test_tritons_variables_are_enough_and_a_line_more_is_another_kernel(triton, 
         assert outcome.stats["fallbacks"] == {}
 
 
+def test_a_global_that_tritons_key_leaves_out_makes_another_artifact(triton, fresh):
+    def run(host, kind):
+        return triton.run(host, namespace=fresh, variables=[f"KERNEL_TYPE={kind}"])
+
+    half, whole, again = (
+        run("type-a", "float16"),
+        run("type-b", "float32"),
+        run("type-c", "float16"),
+    )
+    (one,), (other,) = half.report["kernels"], whole.report["kernels"]
+    assert one["hash"] == other["hash"]  # of Triton
+    assert one["cubin"] != other["cubin"]
+    assert [outcome.report["ptxas"] for outcome in (half, whole, again)] == [1, 1, 0]
+    assert again.report["kernels"] == half.report["kernels"]
+
+
 def test_a_managers_files_are_published_when_they_are_a_whole_kernel_for_a_gpu(
     triton, server, fresh
 ):

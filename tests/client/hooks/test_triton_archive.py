@@ -11,6 +11,7 @@ from graphstash.hooks.triton import install
 from graphstash.hooks.triton.archive import MAX_FILES, ArchiveError, pack, unpack
 from graphstash.hooks.triton.fingerprint import artifact_key, is_shareable, parts_of
 from graphstash.hooks.triton.kernel import KernelError, group_file, pack_kernel, unpack_kernel
+from graphstash.hooks.triton.kernels import Kernels
 
 KEY = base64.b32encode(bytes(range(32))).decode().rstrip("=")
 TARGET = {"backend": "cuda", "arch": 90, "warp_size": 32}
@@ -148,7 +149,7 @@ def test_the_key_up_to_3_1_is_the_hash_itself():
 
 def test_where_files_lie_makes_no_other_artifact_and_what_the_compiler_does_makes_one():
     def key(**environ):
-        return artifact_key(parts_of(KEY, "k.json", environ))
+        return artifact_key(parts_of(KEY, "k.json", environ, None))
 
     plain = key()
     assert plain.device_type == "gpu"
@@ -158,8 +159,8 @@ def test_where_files_lie_makes_no_other_artifact_and_what_the_compiler_does_make
         key(TRITON_ENABLE_ASAN="1"),
         key(AMDGCN_USE_BUFFER_OPS="1"),
         key(TRITON_STORE_BINARY_ONLY="1"),
-        artifact_key(parts_of(KEY, "other.json", {})),
-        artifact_key(parts_of(KEY[::-1], "k.json", {})),
+        artifact_key(parts_of(KEY, "other.json", {}, None)),
+        artifact_key(parts_of(KEY[::-1], "k.json", {}, None)),
     ]
     assert len({plain, *others}) == 1 + len(others)
 
@@ -177,6 +178,13 @@ def test_where_files_lie_makes_no_other_artifact_and_what_the_compiler_does_make
 )
 def test_a_kernel_with_code_of_the_user_in_it_is_not_shared(name, value, shareable):
     assert is_shareable({name: value}) is shareable
+
+
+def test_a_forked_child_without_a_session_does_not_use_its_parents(monkeypatch):
+    monkeypatch.setattr(Kernels, "of_this_process", Kernels(None))
+    assert Kernels.kernel(KEY) is not None
+    monkeypatch.setattr("os.getpid", lambda: 0)
+    assert Kernels.kernel(KEY) is None
 
 
 @pytest.mark.parametrize("version", ["2.3.1", "3.10.0", "4.0.0"])

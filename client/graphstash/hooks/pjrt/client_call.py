@@ -19,7 +19,7 @@ class ClientCall(Call):
     def serve(self, fingerprints: Fingerprints) -> bool:
         """Loads the artifact with the caller's options; without one a compilation begins."""
         topology = Topology.of_client(self.plugin.api, self.args.client)
-        key = self.describe(fingerprints, topology)
+        key = self.describe(fingerprints, topology) if _is_served(topology) else None
         if key is None:
             return False
         try:
@@ -27,8 +27,7 @@ class ClientCall(Call):
                 prefix="graphstash-", ignore_cleanup_errors=True
             ) as directory:
                 payload = Path(directory) / "payload"
-                lease = _may_wait(topology)
-                self.compilation = self.cache.find_or_begin(key, payload, lease=lease)
+                self.compilation = self.cache.find_or_begin(key, payload)
                 if self.compilation is not None:
                     return False
                 serialized = payload.read_bytes()
@@ -60,10 +59,11 @@ class ClientCall(Call):
         return True
 
 
-def _may_wait(topology: Topology) -> bool:
-    """Whether this process may wait while another one compiles the same.
+def _is_served(topology: Topology) -> bool:
+    """Whether a process may load what the others compile, or wait while another one compiles.
 
     On GPUs the processes of one job may share the search for the best kernels, each waiting for the
-    results of all others (`--xla_gpu_shard_autotuning`): there none may be missing.
+    results of all others (`--xla_gpu_shard_autotuning`): there none may be missing, and at this
+    level they have nothing by which they could agree.
     """
     return topology.process_count <= 1 or topology.platform.lower() == "tpu"

@@ -12,6 +12,7 @@ import platform
 import re
 import sys
 from collections.abc import Mapping
+from importlib import metadata
 from typing import Final
 
 from graphstash.hooks.environment import environment_parts
@@ -82,7 +83,16 @@ class Fingerprints:
         }
         if topology.platform.lower() == "cpu":
             parts |= {"libc": libc(), "cpu_features": " ".join(cpu_features())}
+        if topology.platform.lower() == "neuron":  # the plug-in calls a compiler beside it
+            parts["compiler"] = _version("neuronx-cc")
         return parts
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "none"
 
 
 def toolchain(plugin: Plugin) -> str:

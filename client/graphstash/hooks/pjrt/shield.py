@@ -37,9 +37,10 @@ class Shield:
     def attempt(self, step: Callable[[], _T]) -> _T | None:
         """The step's value; None when it raised."""
         try:
-            return step()
-        except Exception as error:  # noqa: BLE001 - the hook's outermost frame
-            self._failed(error)
+            try:
+                return step()
+            except Exception as error:  # noqa: BLE001 - the hook's outermost frame
+                self._failed(error)
         except BaseException as interrupt:  # noqa: BLE001 - raised again by `close`
             self._interrupt = interrupt
         return None

@@ -8,6 +8,7 @@ file. The manager is replaced, in this process only:
     kernels    look-up, publication, and the lease between them
     kernel     which files are one whole kernel that may travel
     archive    the bytes of them
+    fingerprint, source    the key; the values of globals that Triton's own key leaves out
 
 Without `graphstash run` or `graphstash.install()`, Triton's variables are enough:
 

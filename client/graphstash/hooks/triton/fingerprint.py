@@ -3,15 +3,17 @@
 Triton's key is a hash of its own files and library, the kernel's source with its line number, the
 target with its architecture, the options with the contents of device libraries, ptxas' version and
 a list of environment variables. Other variables change the result as well (on AMD, most of them):
-those are parts here, all but the ones that are known not to matter.
+those are parts here, all but the ones that are known not to matter. So are the values that a kernel
+takes from the modules around it (see `source`).
 """
 
 import re
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import triton
 
+from graphstash.hooks.triton.source import values_in
 from graphstash_schema import ArtifactKey, ArtifactKind, DeviceType, fingerprint_of
 
 __all__ = ["artifact_key", "is_shareable", "parts_of"]
@@ -53,20 +55,27 @@ def is_shareable(environ: Mapping[str, str]) -> bool:
     )
 
 
-def parts_of(key: str, group: str, environ: Mapping[str, str]) -> dict[str, str]:
+def parts_of(key: str, group: str, environ: Mapping[str, str], source: Any) -> dict[str, str]:
     """Everything that the artifact's key is made of.
 
     Args:
         key: Triton's key of the kernel.
         group: the name of its group.
         environ: the environment that Triton compiles in.
+        source: what it compiles; None when that is not known.
     """
     settings = {
         f"env.{name}": value
         for name, value in environ.items()
         if len(name) <= _LONGEST_NAME and _READ.fullmatch(name) and not _SAME_KERNEL.fullmatch(name)
     }
-    return {**settings, "triton": triton.__version__, "triton_key": key, "group": group}
+    return {
+        **settings,
+        "triton": triton.__version__,
+        "triton_key": key,
+        "group": group,
+        "values": values_in(source),
+    }
 
 
 def artifact_key(parts: Mapping[str, str]) -> ArtifactKey:

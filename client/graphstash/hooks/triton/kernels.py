@@ -20,6 +20,7 @@ from graphstash._errors import CacheError, Reason
 from graphstash._exchange import Exchange
 from graphstash.hooks.triton.fingerprint import artifact_key, is_shareable, parts_of
 from graphstash.hooks.triton.kernel import KernelError, pack_kernel, unpack_kernel
+from graphstash.hooks.triton.source import source_being_compiled
 from graphstash_schema import ArtifactKey
 
 __all__ = ["Kernels", "SharedKernel"]
@@ -43,19 +44,23 @@ class Kernels:
     def go_on_with(self, cache: CompileCache) -> None:
         """Uses another cache from now on, as in a forked child."""
         self._cache = cache
+        self._owner = os.getpid()
         self.exchange = Exchange(cache, toolchain=f"triton {triton.__version__}")
 
     @staticmethod
     def kernel(key: str) -> "SharedKernel | None":
         """One kernel by Triton's key; None where the cache is off.
 
+        It is off in a forked child that has no session of its own: the cache is its parent's.
         Starts the cache when Triton was pointed at this package by its own variables and nothing
         else has started it.
         """
         if Kernels.of_this_process is None:
             _start()
         kernels = Kernels.of_this_process
-        return None if kernels is None else SharedKernel(kernels, key)
+        if kernels is None or kernels._owner != os.getpid():
+            return None
+        return SharedKernel(kernels, key)
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
@@ -172,7 +177,7 @@ class SharedKernel:
     def _find(self, group: str) -> dict[str, bytes] | None:
         if not is_shareable(os.environ):
             return None
-        parts = parts_of(self._key, group, os.environ)
+        parts = parts_of(self._key, group, os.environ, source_being_compiled())
         artifact = artifact_key(parts)
         exchange = self._kernels.exchange
         payload = exchange.get(artifact, lease=self._kernels.is_compiling)
