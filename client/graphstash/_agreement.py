@@ -17,6 +17,7 @@ import json
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -36,6 +37,9 @@ _RELAY_BYTES: Final = 256 * 1024**2
 
 _PASS_SECONDS: Final = 1.0
 """How long a rank that cannot reach the cache waits for one that can, before it compiles."""
+
+_ROUNDS: Final = 4
+"""How many ranks try to reach the cache, one after another; the last one leads without it."""
 
 
 class RankStore(Protocol):
@@ -96,7 +100,8 @@ class Agreement:
     def __init__(self, cache: CompileCache, store: RankStore) -> None:
         self._cache = cache
         self.store = store
-        self._lock = threading.Lock()  # guards the queue below
+        self._lock = threading.Lock()  # guards both fields below
+        self._leading: dict[str, int] = {}  # round without its word: thread of this process
         self._relayed: deque[tuple[str, int, int]] = deque()  # name, chunks, bytes
 
     def get(self, key: ArtifactKey, *, lease: bool) -> bytes | Turn:
@@ -111,13 +116,14 @@ class Agreement:
             Exception: whatever the store raises.
         """
         has_passed = False
-        for round_ in range(self.store.size):
+        round_count = min(self.store.size, _ROUNDS)
+        for round_ in range(round_count):
             name = f"graphstash/{key}/{round_}"
-            alone = round_ == self.store.size - 1  # all others have passed
+            alone = round_ == round_count - 1  # enough others have passed
             if has_passed:
                 leader = self.store.wait(f"{name}/leader", timeout_seconds=_PASS_SECONDS)
                 alone = alone or leader is None
-            if self._is_led_here(name) and not self._is_said(name):
+            if self._is_led_here(name):
                 answer = self._lead(key, name, lease=lease, alone=alone)
                 has_passed = True
             else:
@@ -128,17 +134,38 @@ class Agreement:
         return Turn(None, say_nothing)
 
     def _is_led_here(self, name: str) -> bool:
-        rank = str(self.store.rank).encode()
-        return self.store.claim(f"{name}/leader", rank) == rank
+        """Whether this thread leads the round, which has no word yet.
 
-    def _is_said(self, name: str) -> bool:
-        """Whether the round has its word: what was said holds as long as the job does."""
-        return self.store.wait(f"{name}/word", timeout_seconds=0) is not None
+        What was said holds as long as the job does. Where another thread of this process leads, it
+        is followed as a leader in another process is.
+        """
+        rank = str(self.store.rank).encode()
+        if self.store.claim(f"{name}/leader", rank) != rank:
+            return False
+        if self.store.wait(f"{name}/word", timeout_seconds=0) is not None:
+            return False
+        thread = threading.get_ident()
+        with self._lock:
+            return self._leading.setdefault(name, thread) == thread
 
     def _lead(
         self, key: ArtifactKey, name: str, *, lease: bool, alone: bool
     ) -> bytes | Turn | None:
-        found = self._cache.get_or_begin(key, lease=lease)
+        found: bytes | Compilation | None = None
+        try:
+            found = self._cache.get_or_begin(key, lease=lease)
+            return self._tell(found, name, lease=lease, alone=alone)
+        except BaseException:  # interrupted, or the store failed: nobody is to wait for this rank
+            if isinstance(found, Compilation):
+                found.abandon()
+            with suppress(Exception):
+                self._say(name, {"word": "pass"})
+            raise
+
+    def _tell(
+        self, found: bytes | Compilation, name: str, *, lease: bool, alone: bool
+    ) -> bytes | Turn | None:
+        """Says what was found, or who is going to compile."""
         if isinstance(found, bytes):
             self._announce(name, found)
             return found
@@ -146,14 +173,16 @@ class Agreement:
             found.abandon()
             self._say(name, {"word": "pass"})
             return None
-        if not lease or self.store.compiles_together:
+        nobody_waits = not lease or self._cache.config.wait_seconds == 0
+        if nobody_waits or self.store.compiles_together:
             self._say(name, {"word": "each"})
             return Turn(found, say_nothing)
         return Turn(found, lambda payload: self._announce(name, payload))
 
     def _follow(self, key: ArtifactKey, name: str) -> bytes | Turn | None:
-        # The leader may wait for a colleague's compilation first, and compile then.
-        budget = 2 * self._cache.config.wait_seconds
+        # The leader looks it up, may wait for a colleague's compilation, and compile then.
+        config = self._cache.config
+        budget = config.fetch_seconds + 2 * config.wait_seconds
         said = self.store.wait(f"{name}/word", timeout_seconds=budget)
         if said is None:
             self._disagree(f"the leader of {key} said nothing for {budget:g} s")
@@ -173,12 +202,14 @@ class Agreement:
         found = self._cache.get(key)
         if found is not None and hashlib.sha256(found).hexdigest() == word["sha256"]:
             return found
-        compressed = b""
+        chunks = []
         for number in range(word["chunks"]):
             chunk = self.store.wait(f"{name}/chunk/{number}", timeout_seconds=_PASS_SECONDS)
-            compressed += chunk or b""
+            if chunk is None:  # forgotten, like those after it
+                break
+            chunks.append(chunk)
         try:
-            payload = zstandard.decompress(compressed, max_output_size=word["size"])
+            payload = zstandard.decompress(b"".join(chunks), max_output_size=word["size"])
         except zstandard.ZstdError:
             payload = b""
         if hashlib.sha256(payload).hexdigest() == word["sha256"]:
@@ -210,7 +241,8 @@ class Agreement:
                 "chunks": len(chunks),
             },
         )
-        self._forget_relayed(name, len(chunks), len(compressed))
+        with suppress(Exception):  # the word has been said; what cannot be removed stays
+            self._forget_relayed(name, len(chunks), sum(map(len, chunks)))
 
     def _forget_relayed(self, name: str, chunk_count: int, size_bytes: int) -> None:
         """Removes what was relayed long ago, so that the store does not grow with the job."""
@@ -224,6 +256,8 @@ class Agreement:
                     self.store.delete(f"{old}/chunk/{number}")
 
     def _say(self, name: str, word: dict[str, Any]) -> None:
+        with self._lock:
+            self._leading.pop(name, None)
         self.store.set(f"{name}/word", json.dumps(word).encode())
 
     def _disagree(self, detail: str) -> None:

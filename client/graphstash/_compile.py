@@ -144,12 +144,15 @@ class Compilation:
         toolchain: str,
     ) -> None:
         """Uploads a result that is in memory, as `publish` does; never raises."""
+        path: Path | None = None
         try:
             with tempfile.NamedTemporaryFile(prefix="graphstash-", delete=False) as file:
                 path = Path(file.name)
                 file.write(payload)
         except OSError as error:
             self._cache.trouble(LocalTierError(str(error)))
+            if path is not None:  # a full disk is not to be filled further
+                path.unlink(missing_ok=True)
             self.abandon()
             return
         self.publish(

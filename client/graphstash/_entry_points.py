@@ -22,7 +22,7 @@ AUTOLOAD = "GRAPHSTASH_AUTOLOAD"
 def load() -> None:
     """Installs every hook, now or when its compiler is imported; further calls do nothing."""
     if os.environ.get(AUTOLOAD) == "1":
-        install_when_needed(HOOKS, _add)
+        install_when_needed(HOOKS, _add)  # what this raised would end `import torch`
 
 
 def initialize() -> None:
@@ -31,6 +31,13 @@ def initialize() -> None:
 
 
 def _add(name: str) -> None:
-    from graphstash._session import add_hook  # not before a compiler is there: it is heavy
+    try:
+        from graphstash._session import add_hook  # not before a compiler is there: it is heavy
 
-    add_hook(name)
+        add_hook(name)
+    except Exception:  # a hook's outermost frame: the compiler goes on without
+        import logging  # here, because most processes never come here
+
+        logging.getLogger("graphstash").warning(
+            "graphstash: no %s hook; going on without", name, exc_info=True
+        )

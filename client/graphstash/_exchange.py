@@ -61,9 +61,13 @@ class Exchange:
         answer = self._ask(key, ranks, lease=lease)
         if isinstance(answer, bytes):
             return answer
+        begun = _Begun(answer, threading.get_ident(), monotonic())
         with self._lock:
-            before = self._begun.pop(key, None)
-            self._begun[key] = _Begun(answer, threading.get_ident(), monotonic())
+            before = self._begun.get(key)
+            if before is None or before.thread == begun.thread:
+                self._begun[key] = begun
+            else:  # another thread compiles it; the first of the two that is done puts it
+                before = begun
         if before is not None:  # asked again, never put: its compiler failed
             self._give_up(before)
         return None

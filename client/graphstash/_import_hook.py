@@ -11,17 +11,58 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["when_imported"]
+__all__ = ["is_imported", "when_imported"]
+
+
+def is_imported(module: str) -> bool:
+    """Whether a module has been executed to its end."""
+    return module in sys.modules and not _is_being_imported(module)
 
 
 def when_imported(module: str, action: Callable[[], None]) -> None:
     """Calls `action` once, when `module` has been executed; its exceptions are logged, not raised.
 
     Args:
-        module: top-level name of a module that has not been imported yet.
+        module: top-level name of a module that has not been imported yet, or is just being so.
         action: what to do.
     """
-    sys.meta_path.insert(0, _Finder(module, action))
+    if not _is_being_imported(module):
+        sys.meta_path.insert(0, _Finder(module, action))
+    elif type(spec := sys.modules[module].__spec__) in (ModuleSpec, _Ending):
+        spec.__class__ = _Ending
+        spec.__dict__.setdefault("_actions", []).append(action)
+
+
+def _is_being_imported(module: str) -> bool:
+    spec = getattr(sys.modules.get(module), "__spec__", None)
+    return bool(getattr(spec, "_initializing", False))
+
+
+def _carry_out(action: Callable[[], None]) -> None:
+    try:
+        action()
+    except Exception:  # a hook's outermost frame: the import must succeed
+        import logging  # here, because most processes never come here
+
+        logging.getLogger("graphstash").warning(
+            "graphstash: installing the hook failed; going on without", exc_info=True
+        )
+
+
+class _Ending(ModuleSpec):
+    """The spec of a module that is being executed: there Python notes that it is no more."""
+
+    @property
+    def _initializing(self) -> bool:
+        return True
+
+    @_initializing.setter
+    def _initializing(self, value: bool) -> None:
+        self.__class__ = ModuleSpec  # type: ignore[assignment] # as it was
+        self._initializing = value
+        for action in self.__dict__.pop("_actions"):
+            if self.name in sys.modules:  # else it has failed
+                _carry_out(action)
 
 
 class _Finder:
@@ -56,14 +97,7 @@ class _Finder:
     def _executed(self) -> None:
         with suppress(ValueError):
             sys.meta_path.remove(self)
-        try:
-            self._action()
-        except Exception:  # a hook's outermost frame: the import must succeed
-            import logging  # here, because most processes never come here
-
-            logging.getLogger("graphstash").warning(
-                "graphstash: installing the hook failed; going on without", exc_info=True
-            )
+        _carry_out(self._action)
 
 
 class _Loader:

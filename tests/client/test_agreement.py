@@ -1,5 +1,6 @@
 """Ranks of one job, each with a cache of its own, over a store that all of them see."""
 
+import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -232,8 +233,99 @@ def test_a_store_that_fails_leaves_each_rank_to_itself(job, monkeypatch):
     assert ranks[0].stats.fallbacks == {"ranks": 1}
 
 
-def test_a_leader_that_says_nothing_is_not_waited_for_longer_than_twice_the_budget(job):
-    ranks = job("a", size=2, wait_seconds=0.1).ranks
+def test_a_store_that_fails_when_the_leader_speaks_leaves_no_lease_behind(job, monkeypatch):
+    def fail(*_, **__):
+        raise ConnectionError("the store is gone")
+
+    rank = job("a", size=2, compiles_together=True).ranks[0]
+    monkeypatch.setattr(MemoryRanks, "set", fail)
+    assert rank.load(1) is not None
+    assert rank.stats.fallbacks == {"ranks": 1}  # and not that of a lease that nobody ends
+    assert rank.stats.published == 1
+
+
+def test_a_leader_that_is_interrupted_hands_the_lead_on(job, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    first, second = job("a", size=2).ranks
+    monkeypatch.setattr(first.cache, "get_or_begin", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        first.ask(1)
+    assert second.load(1) == b"graph 1 as rank 1 compiles it"
+    assert second.stats.fallbacks == {}
+    monkeypatch.undo()
+    assert first.load(1) == b"graph 1 as rank 1 compiles it"
+
+
+def test_ranks_that_wait_for_nobody_load_one_artifact_or_all_compile(job):
+    cold = job("cold", wait_seconds=0)
+    cold.load(1)
+    assert cold.compiles == 4
+    assert sum(rank.stats.published for rank in cold.ranks) == 1
+    warm = job("warm", wait_seconds=0)
+    assert len(set(warm.load(1))) == 1
+    assert warm.compiles == 0
+
+
+def test_of_many_ranks_a_few_try_whether_the_cache_is_there(job):
+    many = job("a", size=8, broken=range(8))
+    assert len(set(many.load(1))) == 1
+    words = [name for name in many.ranks[0].store._values.values if name.endswith("/word")]
+    assert len(words) == 4
+
+
+def test_what_a_leader_has_removed_is_not_waited_for_piece_by_piece(job, monkeypatch):
+    monkeypatch.setattr(_agreement, "_CHUNK_BYTES", 7)
+    leader, broken = job("a", size=2, broken=(1,)).ranks
+    leader.load(1)
+    values = leader.store._values.values
+    for name in [name for name in values if "/chunk/" in name]:
+        del values[name]
+    asked = []
+    wait = broken.store.wait
+    monkeypatch.setattr(
+        broken.store, "wait", lambda name, **options: asked.append(name) or wait(name, **options)
+    )
+    assert broken.load(1) == b"graph 1 as rank 1 compiles it"
+    assert len([name for name in asked if "/chunk/" in name]) == 1
+
+
+def test_a_result_that_is_too_large_to_be_left_removes_nothing(job, monkeypatch):
+    rank = job("a", size=1).ranks[0]
+    rank.load(1)
+    values = rank.store._values.values
+    left = [name for name in values if "/chunk/" in name]
+    monkeypatch.setattr(_agreement, "_RELAY_BYTES", len(values[left[0]]))
+    assert rank.ask(2) is None
+    rank.exchange.put(key(2), random.Random(0).randbytes(1000), parts={})
+    assert [name for name in values if "/chunk/" in name] == left
+
+
+def test_a_second_thread_of_the_leader_runs_what_the_first_one_compiles(job):
+    leader, follower = job("a", size=2).ranks
+    assert leader.ask(1) is None
+    with ThreadPoolExecutor(2) as pool:
+        second = pool.submit(leader.ask, 1)
+        third = pool.submit(follower.ask, 1)
+        leader.exchange.put(key(1), b"by the first", parts={})
+        assert second.result(20) == third.result(20) == b"by the first"
+    assert leader.stats.fallbacks == {}
+
+
+def test_a_second_thread_that_asks_does_not_end_the_lease_of_the_first(job):
+    rank = job("a", size=1).ranks[0]
+    assert rank.exchange.get(key(1)) is None
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(rank.exchange.get, key(1)).result(20) is None
+        pool.submit(rank.exchange.end).result(20)
+    other = job("b", size=1, wait_seconds=0).ranks[0]
+    assert other.exchange.get(key(1)) is None
+    assert other.stats.fallbacks == {"wait_budget": 1}
+
+
+def test_a_leader_that_says_nothing_is_waited_for_as_long_as_it_may_take(job):
+    ranks = job("a", size=2, fetch_seconds=0.1, wait_seconds=0.1).ranks
     assert ranks[0].ask(1) is None  # and it never ends
     assert ranks[1].load(1) == b"graph 1 as rank 1 compiles it"
     assert ranks[1].stats.fallbacks == {"ranks": 1}

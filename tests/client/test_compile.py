@@ -1,3 +1,5 @@
+import resource
+import tempfile
 import threading
 import time
 
@@ -177,6 +179,21 @@ def test_a_full_upload_queue_drops_the_upload_not_the_job(hosts):
     other = hosts("b")
     assert other.build(1) == b"graph"
     assert other.compiles == 1
+
+
+def test_what_a_full_disk_does_not_take_leaves_nothing_there(hosts, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "full"))
+    (tmp_path / "full").mkdir()
+    host = hosts("a")
+    compilation = host.cache.begin(key(1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        compilation.publish_bytes(bytes(2000), compile_seconds=0, parts={}, toolchain="")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list((tmp_path / "full").iterdir()) == []
+    assert host.stats.fallbacks == {"local_io": 1}
 
 
 def test_a_read_only_job_takes_no_lease_and_publishes_nothing(hosts):

@@ -96,3 +96,64 @@ def test_a_library_that_only_asks_whether_the_compiler_is_there_does_not_use_the
         compiler="",
     )
     assert result.stdout == "installed\n", result.stderr
+
+
+def test_a_module_that_is_just_being_imported_is_waited_for(tmp_path):
+    result = run(
+        tmp_path,
+        """
+        import compiler
+        print(type(compiler.__spec__).__name__, compiler.__spec__._initializing)
+        """,
+        compiler="import library; ready = True",
+        library="""
+        import sys
+        from graphstash.hooks import HOOKS, install_when_needed
+        from graphstash._import_hook import when_imported
+
+        def act(name):
+            print(name, sys.modules["compiler"].ready)
+
+        HOOKS["first"] = HOOKS["second"] = ("compiler",)
+        install_when_needed(["first", "second"], act)
+        when_imported("compiler", lambda: 1 / 0)
+        """,
+    )
+    assert result.stdout.splitlines() == ["first True", "second True", "ModuleSpec False"]
+    assert result.stderr.count("installing the hook failed") == 1
+
+
+def test_a_module_whose_import_fails_gets_no_hook(tmp_path):
+    result = run(
+        tmp_path,
+        """
+        try:
+            import compiler
+        except ImportError as error:
+            print(error)
+        """,
+        compiler="import library; raise ImportError('no device')",
+        library="""
+        from graphstash._import_hook import when_imported
+        when_imported("compiler", lambda: print("installed"))
+        """,
+    )
+    assert result.stdout == "no device\n", result.stderr
+
+
+def test_what_is_missing_for_graphstash_does_not_fail_the_import_of_a_compiler(tmp_path):
+    result = run(
+        tmp_path,
+        """
+        import os
+        os.environ["GRAPHSTASH_AUTOLOAD"] = "1"
+        import triton
+        from graphstash._entry_points import load
+        load()  # as torch does at the end of its import, which an exception would fail
+        print("goes on")
+        """,
+        triton="",
+        pydantic="raise RuntimeError('another pydantic')",
+    )
+    assert result.stdout == "goes on\n", result.stderr
+    assert "no triton hook" in result.stderr

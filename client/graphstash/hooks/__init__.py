@@ -6,12 +6,11 @@ and nothing heavy: every Python process under `graphstash run` passes through it
 """
 
 import importlib
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
-from graphstash._import_hook import when_imported
+from graphstash._import_hook import is_imported, when_imported
 
 if TYPE_CHECKING:
     from graphstash._compile import CompileCache
@@ -54,7 +53,7 @@ def install_when_needed(names: Iterable[str], action: Callable[[str], None]) -> 
     """Calls `action(hook name)` now for every imported compiler, for the others on their import."""
     for name in names:
         modules = HOOKS.get(name, ())
-        if not modules or any(module in sys.modules for module in modules):
+        if not modules or any(map(is_imported, modules)):
             action(name)
         else:
             for module in modules:

@@ -1,9 +1,11 @@
 """Real ranks that talk over gloo, each on a host of its own: all load one artifact."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,73 @@ def ranks(request, server, namespace, tmp_path):
         return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(SIZE)]
 
     return run
+
+
+@pytest.fixture
+def programs():
+    """Runs the two ranks of a program at once; gives what each has printed."""
+    port = free_port()
+
+    def run(program):
+        running = [
+            subprocess.Popen(
+                [sys.executable, "-c", textwrap.dedent(program)],
+                env=os.environ
+                | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+                | {"RANK": str(rank), "WORLD_SIZE": "2"},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            return [process.communicate(timeout=120)[0].splitlines() for process in running]
+        finally:
+            for process in running:
+                process.kill()
+
+    return run
+
+
+def test_a_process_group_leaves_nothing_for_the_next_one_at_its_address(programs):
+    told = programs(
+        """
+        import torch
+        import torch.distributed as dist
+        from graphstash.hooks.inductor.ranks import ranks
+
+        for number in range(3):
+            dist.init_process_group("gloo")
+            said = ranks().claim("name", str(number).encode())
+            assert ranks() is ranks()
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            print(said.decode(), total.item())
+            dist.monitored_barrier()
+            dist.destroy_process_group()
+        print(ranks())
+        """
+    )
+    assert told == 2 * [["0 2.0", "1 2.0", "2 2.0", "None"]]
+
+
+def test_a_forked_child_stays_out_of_its_parents_talk(programs):
+    told = programs(
+        """
+        import os
+        import torch.distributed as dist
+        from graphstash.hooks.inductor.ranks import ranks
+
+        dist.init_process_group("gloo")
+        known = ranks()
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if ranks() is None else 1)
+        print(os.waitpid(child, 0)[1], ranks() is known)
+        dist.monitored_barrier()
+        """
+    )
+    assert told == 2 * [["0 True"]]
 
 
 def graphs(reports, what):

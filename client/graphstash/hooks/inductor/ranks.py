@@ -1,7 +1,8 @@
 """What the ranks of a `torch.distributed` job share: the store that its process group met in."""
 
+import os
 import time
-from functools import cache
+import weakref
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -18,10 +19,13 @@ class TorchRanks:
 
     Nothing here blocks inside the store: a client has one connection, and whatever waited on it
     would keep NCCL's watchdog from it.
+
+    The store is the process group's: one that outlived its group would serve the next one at the
+    same address with the addresses of the last. So this only refers to it.
     """
 
     def __init__(self, store: Any, *, rank: int, size: int) -> None:
-        self._store = store
+        self._store = weakref.proxy(store)
         self.rank = rank
         self.size = size
 
@@ -66,15 +70,25 @@ class TorchRanks:
         self._store.delete_key(name)
 
 
+_known: Final[weakref.WeakKeyDictionary[Any, TorchRanks | None]] = weakref.WeakKeyDictionary()
+
+
 def ranks() -> TorchRanks | None:
-    """What this job's ranks share; None while it has no process group, or has one rank."""
+    """What this job's ranks share; None while it has no process group, or has one rank.
+
+    None also in a forked child with its parent's group: both would talk on one connection.
+    """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
-    return _ranks(
-        dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
-    )
+    store = dist.distributed_c10d._get_default_store()
+    if store not in _known:
+        _known[store] = TorchRanks(store, rank=dist.get_rank(), size=dist.get_world_size())
+    return _known[store]
 
 
-@cache
-def _ranks(store: Any, rank: int, size: int) -> TorchRanks:
-    return TorchRanks(store, rank=rank, size=size)
+def _after_fork() -> None:
+    if dist.is_available() and dist.is_initialized():
+        _known[dist.distributed_c10d._get_default_store()] = None
+
+
+os.register_at_fork(after_in_child=_after_fork)

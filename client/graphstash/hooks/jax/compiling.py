@@ -66,11 +66,18 @@ class Compiling:
     Args:
         ended: called in the thread whose compiler has returned or failed.
         wants: whether a result of a program that spans processes is to be written by this one.
+        trouble: hears why such a result could not be written.
     """
 
-    def __init__(self, ended: Callable[[], None], wants: Callable[[str, Program], bool]) -> None:
+    def __init__(
+        self,
+        ended: Callable[[], None],
+        wants: Callable[[str, Program], bool],
+        trouble: Callable[[Exception], None],
+    ) -> None:
         self._ended = ended
         self._wants = wants
+        self._trouble = trouble
         self._local = threading.local()
         self._replaced: list[Replaced] = []
         if hasattr(compiler, _FUNCTION):
@@ -105,8 +112,9 @@ class Compiling:
                 return compile_program(*arguments, **named)
             finally:
                 self._local.program = before
-                with suppress(Exception):  # a hook's outermost frame: the compile has its result
-                    self._ended()
+                if before is None:  # else another one is under way, which has begun things too
+                    with suppress(Exception):  # a hook's outermost frame: there is a result
+                        self._ended()
 
         return compile_or_get_cached
 
@@ -119,16 +127,19 @@ class Compiling:
             if program is None or not program.is_collective:
                 write(*arguments, **named)
                 return
-            told = signature.bind(*arguments, **named).arguments
-            if program.is_unshareable or not self._wants(told["cache_key"], program):
-                return
-            compilation_cache.put_executable_and_time(
-                told["cache_key"],
-                told["module_name"],
-                told["executable"],
-                told["backend"],
-                int(told["compile_time_secs"]),
-            )
+            try:
+                told = signature.bind(*arguments, **named).arguments
+                if program.is_unshareable or not self._wants(told["cache_key"], program):
+                    return
+                compilation_cache.put_executable_and_time(
+                    told["cache_key"],
+                    told["module_name"],
+                    told["executable"],
+                    told["backend"],
+                    int(told["compile_time_secs"]),
+                )
+            except Exception as error:  # noqa: BLE001 - a hook's outermost frame: there is a result
+                self._trouble(error)
 
         return cache_write
 

@@ -11,6 +11,9 @@ __all__ = ["JaxRanks", "ranks"]
 _LONGEST_WAIT_SECONDS: Final = 60.0
 """One call's share of a longer wait."""
 
+_SHORTEST_WAIT_SECONDS: Final = 0.1
+"""A wait that is shorter than the way to the service and back finds nothing."""
+
 
 class JaxRanks:
     """A `RankStore` in the key-value store of the coordination service."""
@@ -22,11 +25,13 @@ class JaxRanks:
 
     @property
     def compiles_together(self) -> bool:
-        """Whether XLA talks with the other processes while it compiles.
+        """Whether XLA or JAX talks with the other processes while it compiles.
 
-        On GPUs it does: autotuning is shared out among them (openxla/xla#22164).
+        On GPUs XLA does: autotuning is shared out among them (openxla/xla#22164). JAX does where it
+        is told to share: all others wait for the first process's result.
         """
-        return jax.default_backend() == "gpu"
+        shares = bool(getattr(jax.config, "jax_share_binary_between_hosts", False))
+        return shares or jax.default_backend() == "gpu"
 
     def claim(self, name: str, value: bytes) -> bytes:
         """See `RankStore`."""
@@ -45,12 +50,14 @@ class JaxRanks:
 
     def wait(self, name: str, *, timeout_seconds: float) -> bytes | None:
         """See `RankStore`."""
+        if timeout_seconds <= 0 and hasattr(self._client, "key_value_try_get_bytes"):  # 0.4.36
+            return self._present(name)
         left = timeout_seconds
         while True:
             seconds = min(left, _LONGEST_WAIT_SECONDS)
             try:
                 there: bytes = self._client.blocking_key_value_get_bytes(
-                    name, max(1, int(seconds * 1000))
+                    name, int(max(seconds, _SHORTEST_WAIT_SECONDS) * 1000)
                 )
             except RuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
@@ -60,6 +67,15 @@ class JaxRanks:
             left -= seconds
             if left <= 0:
                 return None
+
+    def _present(self, name: str) -> bytes | None:
+        try:
+            there: bytes = self._client.key_value_try_get_bytes(name)
+        except RuntimeError as error:
+            if "NOT_FOUND" not in str(error):
+                raise
+            return None
+        return there
 
     def delete(self, name: str) -> None:
         """See `RankStore`."""

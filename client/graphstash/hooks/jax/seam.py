@@ -64,7 +64,7 @@ class Seam:
             self._settings = Settings()
         else:
             self._settings = Settings(_public_directory(self.get, self.put), insist=True)
-        self._compiling = Compiling(keeper.ended, self._wants)
+        self._compiling = Compiling(keeper.ended, self._wants, keeper.trouble)
         self._replaced: list[Replaced] = []
         if hasattr(cache_key, _ACCELERATORS):
             self._replaced.append(Replaced(cache_key, _ACCELERATORS, _hash_accelerators))
