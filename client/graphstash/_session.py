@@ -141,7 +141,7 @@ class Session:
             self._stash.update_manifest(self.config.job, self._cache.used)
 
     def _tell(self, stats: Stats) -> None:
-        if not (stats.hits or stats.misses or stats.fallbacks):
+        if not (stats.hits or stats.misses or stats.published or stats.fallbacks):
             return
         if self.config.summary:
             print(f"graphstash: {stats.summary()}", file=sys.stderr, flush=True)  # noqa: T201

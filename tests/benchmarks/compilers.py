@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import stat
-import sys
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
@@ -45,7 +44,7 @@ class Arm:
 
     @property
     def python(self):
-        return python_of(self.environment) if self.environment else Path(sys.executable)
+        return python_of(self.environment)
 
 
 def arms():

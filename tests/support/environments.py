@@ -17,7 +17,12 @@ _ROOT = Path(__file__).parents[2]
 
 
 def python_of(name):
-    """The Python of an environment, which is installed when it is absent or out of date."""
+    """The Python of an environment, which is installed when it is absent or out of date.
+
+    Without a name, the one that runs the tests.
+    """
+    if not name:
+        return Path(sys.executable)
     requirements = _ROOT / "tests" / "environments" / f"{name}.txt"
     directory = _ROOT / f".venv-{name}"
     python = directory / "bin" / "python"

@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 from support.environments import python_of
@@ -13,8 +12,8 @@ __all__ = ["INDUCTOR_JOB", "VERSIONS", "InductorJobs"]
 
 INDUCTOR_JOB = Path(__file__).with_name("inductor_job.py")
 
-VERSIONS = {"2.7.0": None, "2.15.0": "torch-newest"}
-"""Environment by torch's version; None is the one of the tests."""
+VERSIONS = {"2.7.0": "", "2.15.0": "torch-newest"}
+"""Environment by torch's version; empty is the one of the tests."""
 
 _COUNTING_COMPILER = """#!/bin/sh
 echo "$*" >> "$COMPILER_LOG"
@@ -35,10 +34,9 @@ class InductorJobs:
     """
 
     def __init__(self, jobs, directory, version, **settings):
-        environment = VERSIONS[version]
         self.version = version
         self.directory = directory
-        self.python = Path(sys.executable) if environment is None else python_of(environment)
+        self.python = python_of(VERSIONS[version])
         self._jobs = jobs
         self._settings = {"hooks": "inductor"} | settings
         self._compiler = directory / "bin" / "g++"

@@ -41,7 +41,7 @@ def start(
     # No look for a TPU: where libtpu is installed it asks the network for one.
     environ = os.environ | {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2"}
     environ |= {f"GRAPHSTASH_{name.upper()}": str(value) for name, value in settings.items()}
-    python = str(python_of(environment)) if environment else sys.executable
+    python = str(python_of(environment))
     launchers = {
         "graphstash run": [sys.executable, "-m", "graphstash", "run", "--", python],
         "python -I": [python, "-I"],

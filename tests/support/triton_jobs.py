@@ -1,6 +1,5 @@
 """Starts Triton jobs in the versions that are tried, each a process and a host of its own."""
 
-import sys
 from pathlib import Path
 
 from support.environments import python_of
@@ -9,8 +8,8 @@ __all__ = ["VERSIONS", "TritonJobs"]
 
 _JOB = Path(__file__).with_name("triton_job.py")
 
-VERSIONS = {"3.3.0": None, "3.9.0": "torch-newest"}
-"""Environment by Triton's version; None is the one of the tests."""
+VERSIONS = {"3.3.0": "", "3.9.0": "torch-newest"}
+"""Environment by Triton's version; empty is the one of the tests."""
 
 
 class TritonJobs:
@@ -24,10 +23,9 @@ class TritonJobs:
     """
 
     def __init__(self, jobs, directory, version, **settings):
-        environment = VERSIONS[version]
         self.version = version
         self.directory = directory
-        self.python = Path(sys.executable) if environment is None else python_of(environment)
+        self.python = python_of(VERSIONS[version])
         self._jobs = jobs
         self._settings = settings
         self._started = []

@@ -25,7 +25,7 @@ def free_port():
 @pytest.fixture(params=["", "torch-newest"])
 def ranks(request, server, namespace, tmp_path):
     """Runs all ranks of a job; the cache is out of reach for the `broken` ones."""
-    python = python_of(request.param) if request.param else sys.executable
+    python = python_of(request.param)
 
     def run(name, *, broken=()):
         directory = tmp_path / name
@@ -147,7 +147,7 @@ def test_when_no_rank_reaches_the_cache_they_still_share(ranks):
 @pytest.fixture(params=["", "jax-oldest"])
 def processes(request, jobs, server, namespace, tmp_path):
     """Runs all processes of a job on JAX; the cache is out of reach for the `broken` ones."""
-    python = python_of(request.param) if request.param else sys.executable
+    python = python_of(request.param)
 
     def run(name, *, broken=()):
         options = ("--size", 2, "--port", free_port(), "--broken", ",".join(map(str, broken)))

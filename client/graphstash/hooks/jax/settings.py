@@ -22,7 +22,8 @@ import jax
 
 __all__ = ["DIRECTORY", "Settings"]
 
-DIRECTORY: Final = "/tmp/graphstash-jax"  # noqa: S108 - a name, nothing is ever written there
+DIRECTORY: Final = "/nonexistent/graphstash"
+"""A name: nothing is ever written there."""
 
 _PATH: Final = "jax_compilation_cache_dir"
 _XLA_CACHES: Final = "jax_persistent_cache_enable_xla_caches"

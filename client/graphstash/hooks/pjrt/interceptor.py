@@ -29,6 +29,7 @@ from graphstash.hooks.pjrt.fingerprint import Fingerprints
 from graphstash.hooks.pjrt.patch import Patch
 from graphstash.hooks.pjrt.plugins import Plugin
 from graphstash.hooks.pjrt.shield import Shield
+from graphstash.hooks.pjrt.topology import NEEDED
 
 __all__ = ["Interceptor"]
 
@@ -36,15 +37,7 @@ _log = logging.getLogger("graphstash")
 
 _Args = TypeVar("_Args", ClientCompileArgs, AheadOfTimeArgs)
 
-_AHEAD_OF_TIME: Final = (
-    Function.COMPILE,
-    Function.TOPOLOGY_DESCRIPTION_PLATFORM_NAME,
-    Function.TOPOLOGY_DESCRIPTION_PLATFORM_VERSION,
-    Function.TOPOLOGY_DESCRIPTION_GET_DEVICE_DESCRIPTIONS,
-    Function.TOPOLOGY_DESCRIPTION_SERIALIZE,
-    Function.DEVICE_DESCRIPTION_KIND,
-    Function.DEVICE_DESCRIPTION_PROCESS_INDEX,
-)
+_AHEAD_OF_TIME: Final = (Function.COMPILE, *NEEDED)
 
 
 class Interceptor:

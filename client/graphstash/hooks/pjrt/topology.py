@@ -2,13 +2,25 @@
 
 import hashlib
 from dataclasses import dataclass
+from typing import Final
 
 from graphstash.hooks.host import cpu_device_type
 from graphstash.hooks.pjrt.abi import POINTER_BYTES, Function
 from graphstash.hooks.pjrt.api import Api, PjrtError, view_of
 from graphstash_schema import DeviceType
 
-__all__ = ["Topology"]
+__all__ = ["NEEDED", "Topology"]
+
+
+NEEDED: Final = (
+    Function.TOPOLOGY_DESCRIPTION_PLATFORM_NAME,
+    Function.TOPOLOGY_DESCRIPTION_PLATFORM_VERSION,
+    Function.TOPOLOGY_DESCRIPTION_GET_DEVICE_DESCRIPTIONS,
+    Function.TOPOLOGY_DESCRIPTION_SERIALIZE,
+    Function.DEVICE_DESCRIPTION_KIND,
+    Function.DEVICE_DESCRIPTION_PROCESS_INDEX,
+)
+"""What describes a topology to us."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +51,7 @@ class Topology:
         Raises:
             PjrtError: the plug-in does not even name its platform.
         """
-        if api.has(Function.CLIENT_TOPOLOGY_DESCRIPTION, *_NEEDED):
+        if api.has(Function.CLIENT_TOPOLOGY_DESCRIPTION, *NEEDED):
             try:
                 topology = api.ask(Function.CLIENT_TOPOLOGY_DESCRIPTION, client).answer
                 return cls.of(api, topology)
@@ -86,13 +98,3 @@ class Topology:
         kinds = "+".join(self.kinds)[:48]
         count = str(self.device_count)
         return DeviceType.of(self.platform[:32], kinds, count, self.digest[:16])
-
-
-_NEEDED = (
-    Function.TOPOLOGY_DESCRIPTION_PLATFORM_NAME,
-    Function.TOPOLOGY_DESCRIPTION_PLATFORM_VERSION,
-    Function.TOPOLOGY_DESCRIPTION_GET_DEVICE_DESCRIPTIONS,
-    Function.TOPOLOGY_DESCRIPTION_SERIALIZE,
-    Function.DEVICE_DESCRIPTION_KIND,
-    Function.DEVICE_DESCRIPTION_PROCESS_INDEX,
-)
