@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import sys
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 
@@ -71,16 +72,20 @@ def report(rank):
     (options.directory / f"{rank}.json").write_text(
         json.dumps({"losses": losses, "found": found, "stats": stats})
     )
-    # Rank 0 keeps the store. Not `barrier`: it runs in a thread of gloo's, for which the end of the
-    # group waits with the interpreter lock held, which that thread may want (torch 2.7).
-    dist.monitored_barrier()
-    dist.destroy_process_group()
+    graphstash.uninstall()  # uploads
+    dist.monitored_barrier()  # rank 0 keeps the store
+    # The end of the group may wait, with the interpreter lock held, for a thread that wants that
+    # lock (torch 2.7); so it is left to the end of the process.
+    os._exit(0)
 
 
 children = []
 for rank in range(options.size):
     if (child := os.fork()) == 0:
-        report(rank)
-        sys.exit()
+        try:
+            report(rank)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)
     children.append(child)
 sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))

@@ -80,7 +80,6 @@ def programs():
 def test_a_process_group_leaves_nothing_for_the_next_one_at_its_address(programs):
     told = programs(
         """
-        import torch
         import torch.distributed as dist
         from graphstash.hooks.inductor.ranks import ranks
 
@@ -88,15 +87,13 @@ def test_a_process_group_leaves_nothing_for_the_next_one_at_its_address(programs
             dist.init_process_group("gloo")
             said = ranks().claim("name", str(number).encode())
             assert ranks() is ranks()
-            total = torch.ones(1)
-            dist.all_reduce(total)
-            print(said.decode(), total.item())
+            print(said.decode())
             dist.monitored_barrier()
             dist.destroy_process_group()
         print(ranks())
         """
     )
-    assert told == 2 * [["0 2.0", "1 2.0", "2 2.0", "None"]]
+    assert told == 2 * [["0", "1", "2", "None"]]
 
 
 def test_a_forked_child_stays_out_of_its_parents_talk(programs):
