@@ -355,6 +355,13 @@ class CompileCache:
         """A compilation has ended."""
         self._open.discard(compilation)
 
+    def abandon_unfinished(self) -> None:
+        """Releases the leases of what the compiler is not done with; uploads go on."""
+        for compilation in tuple(self._open):
+            if compilation.is_compiling:
+                with suppress(Exception):
+                    compilation.abandon()
+
     def abandon_all(self) -> None:
         """Releases every lease, so that nobody waits for a job that ends."""
         for compilation in tuple(self._open):

@@ -239,3 +239,18 @@ def test_an_artifact_that_was_damaged_on_the_way_stays(hosts, server, namespace)
     third = hosts("third")
     assert third.build(1) == b"graph"
     assert third.compiles == 0
+
+
+def test_what_is_still_to_be_uploaded_survives_the_end_of_its_hook(hosts, tmp_path):
+    a, b = hosts("a"), hosts("b")
+    go_on = threading.Event()
+    a.publisher.submit(lambda: go_on.wait(20))  # an upload before it takes its time
+    finished, _ = (a.cache.get_or_begin(key(number)) for number in (1, 2))
+    finished.publish_bytes(b"graph", compile_seconds=1, parts={}, toolchain="test")
+    a.cache.abandon_unfinished()
+    go_on.set()
+    assert a.stats.published == 1
+    assert b.build(1) == b"graph"
+    assert b.compiles == 0
+    # Nobody waits for the other one.
+    assert b.stash.acquire(key(2), wait_seconds=10).state is LeaseState.GRANTED

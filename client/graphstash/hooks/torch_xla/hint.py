@@ -74,7 +74,7 @@ class HintMode:
         """Puts the original calls back."""
         for name, original in self._originals.items():
             setattr(torch_xla._XLAC, name, original)
-        self._hints.abandon_all()
+        self._hints.abandon_unfinished()  # the session has yet to wait for uploads
 
     def after_fork(self, cache: CompileCache, directory: Path) -> None:
         """Goes on in a forked child with a cache and a directory of its own."""
