@@ -2,11 +2,13 @@
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from importlib import metadata
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-__all__ = ["environment_parts", "sample_of"]
+__all__ = ["environment_parts", "read_part", "sample_of", "version_of"]
 
 _READ: Final = re.compile(
     r"(?a:(XLA|LIBTPU|TPU|PJRT|NEURON)_\w+|CPU_NUM_DEVICES|MEGASCALE_NUM_SLICES)"
@@ -50,7 +52,7 @@ def environment_parts(environ: Mapping[str, str]) -> dict[str, str]:
             parts[f"env.{name}"] = " ".join(tokens)
             if name == "XLA_FLAGS":
                 for file in (token for token in tokens if not token.startswith("-")):
-                    parts["xla_flag_file"] = _contents(Path(file))
+                    parts["xla_flag_file"] = read_part(partial(Path(file).read_text, "utf-8"))
     return parts
 
 
@@ -71,17 +73,26 @@ def sample_of(library: Path) -> str:
     return f"{size} {hasher.hexdigest()}"
 
 
+def read_part(source: Callable[[], Any]) -> str:
+    """A part that cannot be read is a part all the same: hosts without it share with each other."""
+    try:
+        return str(source())
+    except Exception as error:  # noqa: BLE001 - compilers and their bindings raise what they like
+        return f"none ({type(error).__name__})"
+
+
+@cache
+def version_of(distribution: str) -> str:
+    """The version of an installed distribution; empty where there is none."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
 def _is_read(name: str) -> bool:
     return bool(_READ.fullmatch(name)) and not _SAME_EXECUTABLE.fullmatch(name)
 
 
 def _flag(token: str) -> str:
     return token.partition("=")[0]
-
-
-def _contents(file: Path) -> str:
-    """What cannot be read is a part all the same: hosts without it share with each other."""
-    try:
-        return file.read_text("utf-8")
-    except (OSError, ValueError) as error:
-        return f"none ({type(error).__name__})"

@@ -10,7 +10,7 @@ CPU, the thread count (2.7), the C++ compiler, the C library, Python and the dri
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch._inductor import config
 from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 
+from graphstash.hooks.environment import read_part
 from graphstash.hooks.host import cpu_device_type, cpu_features, cpu_model, libc
 from graphstash_schema import ArtifactKey, ArtifactKind, DeviceType, fingerprint_of
 
@@ -48,8 +49,8 @@ def entry_parts(name: str, *, variant: int) -> dict[str, str]:
         "name": name,
         "variant": str(variant),
         # Both may change while the process runs, and torch reads them when it generates code.
-        "threads": _read(torch.get_num_threads),
-        "vec_isa": _read(_vec_isa),
+        "threads": read_part(torch.get_num_threads),
+        "vec_isa": read_part(_vec_isa),
     }
 
 
@@ -69,12 +70,12 @@ def host_parts() -> Mapping[str, str]:
     """What holds for everything that is compiled on this host; read once."""
     return {
         "torch": torch.__version__,
-        "torch_git": _read(lambda: torch.version.git_version),
+        "torch_git": read_part(lambda: torch.version.git_version),
         "python": f"{sys.implementation.cache_tag} {sysconfig.get_config_var('SOABI')}",
         "libc": libc(),
-        "cpu_features": _read(lambda: " ".join(cpu_features())),
-        "cpu_model": _read(cpu_model),
-        "compiler": _read(lambda: get_compiler_version_info(get_cpp_compiler())),
+        "cpu_features": read_part(lambda: " ".join(cpu_features())),
+        "cpu_model": read_part(cpu_model),
+        "compiler": read_part(lambda: get_compiler_version_info(get_cpp_compiler())),
     }
 
 
@@ -111,7 +112,7 @@ def _device_type() -> DeviceType:
     if accelerator == "cuda" and torch.version.hip is None:
         major, minor = torch.cuda.get_device_capability()
         return DeviceType.of("cuda", f"sm_{major}{minor}")
-    return DeviceType.of(accelerator, _read(_device_name))
+    return DeviceType.of(accelerator, read_part(_device_name))
 
 
 @cache
@@ -119,10 +120,10 @@ def _accelerator_parts() -> Mapping[str, str]:
     if not _accelerator():
         return {"device": "cpu"}
     return {
-        "device": _read(_device_name),
-        "cuda": _read(lambda: torch.version.cuda),
-        "hip": _read(lambda: torch.version.hip),
-        "driver": _read(_driver),
+        "device": read_part(_device_name),
+        "cuda": read_part(lambda: torch.version.cuda),
+        "hip": read_part(lambda: torch.version.hip),
+        "driver": read_part(_driver),
     }
 
 
@@ -146,11 +147,3 @@ def _vec_isa() -> str:
         return f"by {setting} {config.cpp.simdlen} {config.cpp.vec_isa_ok}"
     isa = pick_vec_isa()
     return f"{isa} {isa.bit_width()} {isa.build_arch_flags()}"
-
-
-def _read(source: Callable[[], Any]) -> str:
-    """A part that cannot be read is a part all the same: hosts without it share with each other."""
-    try:
-        return str(source())
-    except Exception as error:  # noqa: BLE001 - compilers and their bindings raise what they like
-        return f"none ({type(error).__name__})"

@@ -15,6 +15,7 @@ from typing import Any, Final
 import jax
 
 from graphstash.hooks import host
+from graphstash.hooks.environment import version_of
 from graphstash.hooks.jax.compiling import Program
 from graphstash_schema import ArtifactKey, ArtifactKind, DeviceType, fingerprint_of
 
@@ -39,13 +40,13 @@ class Fingerprints:
         parts = {
             "jax_key": jax_key,
             "jax": str(jax.__version__),
-            "jaxlib": _version("jaxlib"),
+            "jaxlib": version_of("jaxlib"),
             "device_kind": str(program.device.device_kind),
         }
         if program.platform == "cpu" or not program.is_watched:
             parts["cpu_features"] = self._of_cpu()[1]
         if program.platform == "tpu":
-            parts["libtpu"] = _version("libtpu") or _version("libtpu-nightly")
+            parts["libtpu"] = version_of("libtpu") or version_of("libtpu-nightly")
         elif program.platform == "gpu":
             parts["libraries"] = _gpu_libraries()
         key = ArtifactKey(
@@ -82,14 +83,6 @@ def _bounds(program: Program) -> str:
     if not all(places):
         return str(len(places))
     return "x".join(str(max(axis) + 1) for axis in zip(*places, strict=True))
-
-
-@cache
-def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 @cache

@@ -12,10 +12,9 @@ import platform
 import re
 import sys
 from collections.abc import Mapping
-from importlib import metadata
 from typing import Final
 
-from graphstash.hooks.environment import environment_parts
+from graphstash.hooks.environment import environment_parts, version_of
 from graphstash.hooks.host import cpu_features, libc
 from graphstash.hooks.pjrt.abi import AheadOfTimeArgs, ClientCompileArgs, Program
 from graphstash.hooks.pjrt.api import view_of
@@ -84,15 +83,8 @@ class Fingerprints:
         if topology.platform.lower() == "cpu":
             parts |= {"libc": libc(), "cpu_features": " ".join(cpu_features())}
         if topology.platform.lower() == "neuron":  # the plug-in calls a compiler beside it
-            parts["compiler"] = _version("neuronx-cc")
+            parts["compiler"] = version_of("neuronx-cc") or "none"
         return parts
-
-
-def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "none"
 
 
 def toolchain(plugin: Plugin) -> str:

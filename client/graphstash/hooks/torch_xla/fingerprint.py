@@ -14,16 +14,16 @@ import ctypes
 import hashlib
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch_xla
 import torch_xla.runtime as xr
 
-from graphstash.hooks.environment import environment_parts, sample_of
+from graphstash.hooks.environment import environment_parts, read_part, sample_of
 from graphstash.hooks.host import cpu_device_type, cpu_features, libc
 from graphstash_schema import ArtifactKey, ArtifactKind, DeviceType, fingerprint_of
 
@@ -80,30 +80,22 @@ def _process_parts() -> dict[str, str]:
     parts = {
         "torch": torch.__version__,
         "torch_xla": torch_xla.__version__,
-        "git_revisions": _read(lambda: sorted(torch_xla._XLAC._get_git_revs().items())),
-        "library": _read(_library_hash),
-        "libtpu": _read(lambda: metadata.version("libtpu")),
-        "libtpu_library": _read(_libtpu_hash),
-        "platform": _read(xr.device_type),
-        "device_kind": _read(lambda: torch_xla._XLAC._xla_device_kind("xla:0")),
-        "devices": _read(torch_xla._XLAC._xla_get_all_device_attributes),
-        "device_count": _read(xr.global_runtime_device_count),
-        "process_count": _read(xr.process_count),
-        "spmd": _read(xr.is_spmd),
-        "auto_sharding": _read(torch_xla._XLAC._xla_get_auto_sharding),
+        "git_revisions": read_part(lambda: sorted(torch_xla._XLAC._get_git_revs().items())),
+        "library": read_part(_library_hash),
+        "libtpu": read_part(lambda: metadata.version("libtpu")),
+        "libtpu_library": read_part(_libtpu_hash),
+        "platform": read_part(xr.device_type),
+        "device_kind": read_part(lambda: torch_xla._XLAC._xla_device_kind("xla:0")),
+        "devices": read_part(torch_xla._XLAC._xla_get_all_device_attributes),
+        "device_count": read_part(xr.global_runtime_device_count),
+        "process_count": read_part(xr.process_count),
+        "spmd": read_part(xr.is_spmd),
+        "auto_sharding": read_part(torch_xla._XLAC._xla_get_auto_sharding),
         "machine": platform.machine(),
         "libc": libc(),
-        "cpu_features": _read(lambda: " ".join(cpu_features())),
+        "cpu_features": read_part(lambda: " ".join(cpu_features())),
     }
     return parts | environment_parts(os.environ)
-
-
-def _read(source: Callable[[], Any]) -> str:
-    """A part that cannot be read is a part all the same: hosts without it share with each other."""
-    try:
-        return str(source())
-    except Exception as error:  # noqa: BLE001 - compilers and their bindings raise what they like
-        return f"none ({type(error).__name__})"
 
 
 def _library_hash() -> str:
@@ -127,8 +119,8 @@ def _device_type() -> DeviceType:
     name = str(xr.device_type() or "unknown").lower()
     if name == "cpu":
         return cpu_device_type()
-    kind = _read(lambda: torch_xla._XLAC._xla_device_kind("xla:0"))
-    devices = _read(torch_xla._XLAC._xla_get_all_device_attributes)
+    kind = read_part(lambda: torch_xla._XLAC._xla_device_kind("xla:0"))
+    devices = read_part(torch_xla._XLAC._xla_get_all_device_attributes)
     topology = hashlib.sha256(devices.encode()).hexdigest()[:16]
-    count = _read(xr.global_runtime_device_count)
+    count = read_part(xr.global_runtime_device_count)
     return DeviceType.of(name, kind, count, topology)
