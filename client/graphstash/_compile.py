@@ -9,6 +9,7 @@ Nothing in here raises because of the cache, and nothing waits without a bound.
 """
 
 import logging
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,7 +21,7 @@ from graphstash._config import ClientConfig, holder_name
 from graphstash._errors import CacheError, ConflictError, LocalTierError, Reason
 from graphstash._executor import BoundedExecutor
 from graphstash._lease import HeldLease
-from graphstash._stash import Stash
+from graphstash._stash import Fetched, Stash
 from graphstash._stats import Counters
 from graphstash_schema import (
     ArtifactKey,
@@ -81,6 +82,7 @@ class Compilation:
         self._lease = lease
         self._wanted = wanted
         self._done: Callable[[], None] | None = None
+        self._unsent: tuple[Path, float] | None = None
         self.is_compiling = True
 
     @property
@@ -112,6 +114,7 @@ class Compilation:
         """
         self.is_compiling = False
         self._done = done
+        self._unsent = (payload, compile_seconds)
         self._cache.counters.add(compile_seconds=compile_seconds)
 
         def work() -> None:
@@ -163,12 +166,25 @@ class Compilation:
             done=lambda: path.unlink(missing_ok=True),
         )
 
+    def copy_unsent(self, destination: Path) -> Fetched | None:
+        """Copies the result from here while its upload waits; None before and after."""
+        unsent = self._unsent
+        if unsent is None:
+            return None
+        payload, compile_seconds = unsent
+        try:
+            shutil.copyfile(payload, destination)
+        except FileNotFoundError:  # it was stored in this moment
+            return None
+        return Fetched("local", 0, destination.stat().st_size, compile_seconds)
+
     def abandon(self) -> None:
         """Nothing is coming of this compilation: the next waiter may try; never waits."""
         self._finish(LeaseOutcome.FAILED)
 
     def _finish(self, outcome: LeaseOutcome) -> None:
         self.is_compiling = False
+        self._unsent = None
         if self._lease is not None:
             self._lease.release(outcome)
         self._cache.forget(self)
@@ -396,7 +412,7 @@ class CompileCache:
     def _found(self, key: ArtifactKey, destination: Path, *, since: float) -> bool:
         """Fetches the artifact; what was saved is its compilation less all the time `since`."""
         started = monotonic()
-        fetched = self.stash.fetch(key, destination)
+        fetched = self._copy_unsent(key, destination) or self.stash.fetch(key, destination)
         if fetched is None:
             return False
         now = monotonic()
@@ -408,6 +424,13 @@ class CompileCache:
             saved_seconds=max(0.0, fetched.compile_seconds - (now - since)),
         )
         return True
+
+    def _copy_unsent(self, key: ArtifactKey, destination: Path) -> Fetched | None:
+        """What this process has compiled and not yet stored is there already."""
+        for compilation in tuple(self._open):
+            if compilation.key == key and (copied := compilation.copy_unsent(destination)):
+                return copied
+        return None
 
     def _hold(self, key: ArtifactKey, reply: LeaseReply) -> HeldLease:
         lease = HeldLease(

@@ -254,3 +254,17 @@ def test_what_is_still_to_be_uploaded_survives_the_end_of_its_hook(hosts, tmp_pa
     assert b.compiles == 0
     # Nobody waits for the other one.
     assert b.stash.acquire(key(2), wait_seconds=10).state is LeaseState.GRANTED
+
+
+def test_what_waits_for_its_upload_is_found_by_the_process_that_made_it(hosts):
+    host = hosts("a", wait_seconds=0.5)
+    go_on = threading.Event()
+    host.publisher.submit(lambda: go_on.wait(20))  # an upload before it takes its time
+    assert host.build(1) == b"graph"
+    assert host.build(1) == b"graph"
+    assert host.compiles == 1
+    go_on.set()
+    stats = host.stats
+    assert (stats.misses, stats.hits_local, stats.published) == (1, 1, 1)
+    assert host.build(1) == b"graph"
+    assert host.stats.hits_local == 2  # from the disk by now
