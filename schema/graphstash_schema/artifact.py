@@ -1,4 +1,4 @@
-"""Artifacts: the key under which one is found, and what is known about it.
+"""Artifacts: what is known about one, and which of many exist.
 
 An artifact's bytes are a blob and opaque to the server: the client wraps and compresses them.
 """
@@ -6,20 +6,19 @@ An artifact's bytes are a blob and opaque to the server: the client wraps and co
 import base64
 import binascii
 from datetime import datetime
-from typing import Annotated, Final, Self
+from typing import Final, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from graphstash_schema.device import DeviceType
 from graphstash_schema.errors import ErrorCode, InvalidValueError
-from graphstash_schema.fingerprint import MAX_PARTS, ArtifactKind, Fingerprint
-from graphstash_schema.names import Namespace
-from graphstash_schema.protocol import API_PREFIX, MAX_METADATA_BYTES
+from graphstash_schema.fingerprint import MAX_PARTS
+from graphstash_schema.key import ArtifactKey
+from graphstash_schema.protocol import MAX_METADATA_BYTES
+from graphstash_schema.signature import ArtifactSignature
 
 __all__ = [
     "MAX_COMPILE_SECONDS",
     "ArtifactInfo",
-    "ArtifactKey",
     "ArtifactMetadata",
     "LookupRequest",
     "LookupResponse",
@@ -28,40 +27,6 @@ __all__ = [
 
 MAX_COMPILE_SECONDS: Final = 7 * 24 * 3600.0
 """A week: above any real compilation, below what would drown the eviction order."""
-
-
-class ArtifactKey(BaseModel):
-    """Names an artifact inside a namespace; the URL or the client supplies the namespace."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    kind: Annotated[ArtifactKind, BeforeValidator(ArtifactKind.parse)]
-    device_type: DeviceType
-    fingerprint: Fingerprint
-
-    @classmethod
-    def parse(cls, kind: str, device_type: str, fingerprint: str) -> "ArtifactKey":
-        """Reads the three path segments.
-
-        Raises:
-            InvalidValueError: for the first part that is out of form.
-        """
-        return ArtifactKey.model_construct(
-            kind=ArtifactKind.parse(kind),
-            device_type=DeviceType(device_type),
-            fingerprint=Fingerprint(fingerprint),
-        )
-
-    def __str__(self) -> str:
-        return f"{self.kind}/{self.device_type}/{self.fingerprint}"
-
-    def artifact_path(self, namespace: Namespace) -> str:
-        """The URL path of the artifact."""
-        return f"{API_PREFIX}/{namespace}/artifacts/{self}"
-
-    def lease_path(self, namespace: Namespace) -> str:
-        """The URL path of the right to compile the artifact."""
-        return f"{API_PREFIX}/{namespace}/leases/{self}"
 
 
 class ArtifactMetadata(BaseModel):
@@ -84,6 +49,9 @@ class ArtifactMetadata(BaseModel):
         default_factory=dict,
         max_length=MAX_PARTS,
         description="the fingerprint's parts, shortened: they explain a miss",
+    )
+    signature: ArtifactSignature | None = Field(
+        default=None, description="by whoever published it; see signature.py"
     )
 
     def to_header(self) -> str:

@@ -25,21 +25,27 @@ class ErrorCode(StrEnum):
     INVALID_DIGEST = "invalid_digest"
     INVALID_METADATA = "invalid_metadata"
     INVALID_NAME = "invalid_name"
+    INVALID_PATTERN = "invalid_pattern"
     INVALID_REQUEST = "invalid_request"
     UNSUPPORTED_PROTOCOL = "unsupported_protocol"
     DIGEST_REQUIRED = "digest_required"
     DIGEST_MISMATCH = "digest_mismatch"
     LENGTH_MISMATCH = "length_mismatch"
+    UNAUTHENTICATED = "unauthenticated"
+    FORBIDDEN = "forbidden"
+    READ_ONLY = "read_only"
     NOT_FOUND = "not_found"
     METHOD_NOT_ALLOWED = "method_not_allowed"
     UPLOAD_TIMEOUT = "upload_timeout"
     CONFLICT = "conflict"
+    WITHHELD = "withheld"
     LEASE_LOST = "lease_lost"
     LENGTH_REQUIRED = "length_required"
     PRECONDITION_FAILED = "precondition_failed"
     TOO_LARGE = "too_large"
     TOO_MANY_KEYS = "too_many_keys"
     RANGE_NOT_SATISFIABLE = "range_not_satisfiable"
+    RATE_LIMITED = "rate_limited"
     HEADERS_TOO_LARGE = "headers_too_large"
     INTERNAL = "internal"
     UNAVAILABLE = "unavailable"
@@ -54,21 +60,27 @@ STATUS: Final[dict[ErrorCode, int]] = {
     ErrorCode.INVALID_DIGEST: 400,
     ErrorCode.INVALID_METADATA: 400,
     ErrorCode.INVALID_NAME: 400,
+    ErrorCode.INVALID_PATTERN: 400,
     ErrorCode.INVALID_REQUEST: 400,
     ErrorCode.UNSUPPORTED_PROTOCOL: 400,
     ErrorCode.DIGEST_REQUIRED: 400,
     ErrorCode.DIGEST_MISMATCH: 400,
     ErrorCode.LENGTH_MISMATCH: 400,
+    ErrorCode.UNAUTHENTICATED: 401,
+    ErrorCode.FORBIDDEN: 403,
+    ErrorCode.READ_ONLY: 403,
     ErrorCode.NOT_FOUND: 404,
     ErrorCode.METHOD_NOT_ALLOWED: 405,
     ErrorCode.UPLOAD_TIMEOUT: 408,
     ErrorCode.CONFLICT: 409,
+    ErrorCode.WITHHELD: 409,
     ErrorCode.LEASE_LOST: 410,
     ErrorCode.LENGTH_REQUIRED: 411,
     ErrorCode.PRECONDITION_FAILED: 412,
     ErrorCode.TOO_LARGE: 413,
     ErrorCode.TOO_MANY_KEYS: 413,
     ErrorCode.RANGE_NOT_SATISFIABLE: 416,
+    ErrorCode.RATE_LIMITED: 429,
     ErrorCode.HEADERS_TOO_LARGE: 431,
     ErrorCode.INTERNAL: 500,
     ErrorCode.UNAVAILABLE: 503,
@@ -77,7 +89,12 @@ STATUS: Final[dict[ErrorCode, int]] = {
 """The one HTTP status of each code."""
 
 RETRYABLE: Final[frozenset[ErrorCode]] = frozenset(
-    {ErrorCode.UNAVAILABLE, ErrorCode.UPLOAD_TIMEOUT, ErrorCode.LENGTH_MISMATCH}
+    {
+        ErrorCode.UNAVAILABLE,
+        ErrorCode.UPLOAD_TIMEOUT,
+        ErrorCode.LENGTH_MISMATCH,
+        ErrorCode.RATE_LIMITED,
+    }
 )
 """Codes after which the very same request may succeed later."""
 

@@ -4,7 +4,7 @@ from datetime import datetime
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from graphstash_schema.artifact import ArtifactKey
+from graphstash_schema.key import ArtifactKey
 
 __all__ = ["Manifest", "ManifestEntry", "ManifestUpdate"]
 

@@ -7,6 +7,7 @@ misread needs a new `PROTOCOL_VERSION` and a golden file beside the old one (tes
 from typing import Final
 
 __all__ = [
+    "ADMIN_PREFIX",
     "API_PREFIX",
     "DEFAULT_LEASE_SECONDS",
     "DEFAULT_MAX_ARTIFACT_BYTES",
@@ -32,6 +33,9 @@ PROTOCOL_VERSION: Final = 1
 
 API_PREFIX: Final = "/v1"
 """First path segment of every call that belongs to a namespace: `/v1/{namespace}/...`."""
+
+ADMIN_PREFIX: Final = "/v1/-"
+"""What begins the path of every call that belongs to no namespace: no namespace has that name."""
 
 HEADER_PROTOCOL: Final = "Graphstash-Protocol"
 """Request and response: the wire version, a decimal integer. Absent in a request means 1."""

@@ -12,9 +12,14 @@ from pydantic import BaseModel, ValidationError
 
 import graphstash_schema
 from graphstash_schema import (
+    Access,
     ArtifactInfo,
     ArtifactKey,
     ArtifactMetadata,
+    ArtifactSignature,
+    AuditEntry,
+    AuditLog,
+    Grant,
     LeaseReply,
     LeaseRequest,
     LookupRequest,
@@ -22,18 +27,34 @@ from graphstash_schema import (
     Manifest,
     ManifestEntry,
     ManifestUpdate,
+    NamespaceInfo,
+    NamespaceList,
+    NamespacePolicy,
     NamespaceStats,
     Problem,
+    ReportRequest,
+    ReportResponse,
     ServerStats,
+    TokenInfo,
+    TokenIssued,
+    TokenList,
+    TokenRequest,
     VerifyResponse,
+    Withheld,
+    WithheldList,
     protocol,
 )
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "protocol_1.json").read_text())
 MODELS: list[type[BaseModel]] = [
+    Access,
     ArtifactInfo,
     ArtifactKey,
     ArtifactMetadata,
+    ArtifactSignature,
+    AuditEntry,
+    AuditLog,
+    Grant,
     LeaseReply,
     LeaseRequest,
     LookupRequest,
@@ -41,12 +62,32 @@ MODELS: list[type[BaseModel]] = [
     Manifest,
     ManifestEntry,
     ManifestUpdate,
+    NamespaceInfo,
+    NamespaceList,
+    NamespacePolicy,
     NamespaceStats,
     Problem,
+    ReportRequest,
+    ReportResponse,
     ServerStats,
+    TokenInfo,
+    TokenIssued,
+    TokenList,
+    TokenRequest,
     VerifyResponse,
+    Withheld,
+    WithheldList,
 ]
-REQUESTS = [ArtifactKey, LeaseRequest, LookupRequest, ManifestUpdate]
+REQUESTS = [
+    ArtifactKey,
+    Grant,
+    LeaseRequest,
+    LookupRequest,
+    ManifestUpdate,
+    NamespacePolicy,
+    ReportRequest,
+    TokenRequest,
+]
 
 
 def golden(model: type[BaseModel]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from sqlalchemy import (
     BigInteger,
+    Boolean,
     Column,
     DateTime,
     Double,
@@ -25,11 +26,15 @@ from sqlalchemy.engine import Dialect
 __all__ = [
     "UtcTime",
     "artifacts",
+    "audit",
     "chores",
     "deletions",
     "leases",
     "manifest_entries",
     "metadata",
+    "namespaces",
+    "reports",
+    "tokens",
     "usage",
 ]
 
@@ -108,6 +113,7 @@ artifacts = Table(
     Column("last_used_at", UtcTime, nullable=False, comment="lags by the flush interval"),
     Column("hits", BigInteger, nullable=False, comment="lags by the flush interval"),
     Column("pinned_until", UtcTime, nullable=True, comment="is not evicted until then"),
+    Column("withheld_at", UtcTime, nullable=True, comment="is not served since then, see reports"),
     Index(None, "sha256"),
     Index(None, "rank"),
     Index(None, "namespace", "rank"),
@@ -179,3 +185,61 @@ usage = Table(
 )
 """`artifacts` and `size_bytes` change in the transaction of the row they count; the rest lags by
 the flush interval. An artifact counts in full although equal blobs are kept once."""
+
+tokens = Table(
+    "tokens",
+    metadata,
+    Column("id", String(16), primary_key=True, comment="in the token, not a secret"),
+    Column("secret_sha256", String(64), nullable=False),
+    Column("description", String(200), nullable=False),
+    Column("grants", Text, nullable=False, comment="<scope>:<pattern>, a space between two"),
+    Column("created_at", UtcTime, nullable=False),
+    Column("created_by", String(128), nullable=False),
+    Column("expires_at", UtcTime, nullable=True),
+    Column("last_used_at", UtcTime, nullable=True, comment="lags by the flush interval"),
+    Column("revoked_at", UtcTime, nullable=True),
+)
+"""Secrets are 256 random bits, so a plain hash of them is as good as a slow one."""
+
+namespaces = Table(
+    "namespaces",
+    metadata,
+    Column("namespace", String(64), primary_key=True),
+    Column("mode", String(16), nullable=False),
+    Column("trusted", Boolean, nullable=False),
+    Column("anonymous_read", Boolean, nullable=False),
+    Column("limit_bytes", BigInteger, nullable=True),
+    Column("max_artifact_bytes", BigInteger, nullable=True),
+    Column("requests_per_second", Double, nullable=True),
+    Column("updated_at", UtcTime, nullable=False),
+)
+"""Policies; a namespace without a row has the defaults."""
+
+reports = Table(
+    "reports",
+    metadata,
+    *_key_columns(),
+    Column("sha256", String(64), nullable=False, comment="the blob that was found wrong"),
+    Column("reason", String(32), nullable=False),
+    Column("reported_by", String(128), nullable=False),
+    Column("reported_at", UtcTime, nullable=False),
+)
+"""Why an artifact is withheld: the report that did it. The row goes when an admin decides, or with
+the artifact."""
+
+audit = Table(
+    "audit",
+    metadata,
+    Column(
+        "id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True
+    ),
+    Column("at", UtcTime, nullable=False),
+    Column("actor", String(128), nullable=False),
+    Column("action", String(32), nullable=False),
+    Column("namespace", String(64), nullable=True),
+    Column("subject", String(300), nullable=False),
+    Column("detail", Text, nullable=False),
+    Column("request_id", String(64), nullable=True),
+    Index(None, "at"),
+)
+"""Written in the transaction of the change it tells of; rows go after a while, see settings."""

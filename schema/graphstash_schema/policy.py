@@ -1,0 +1,65 @@
+"""Namespace policies: who may write into a namespace, how much, and what stays as it is."""
+
+from datetime import datetime
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from graphstash_schema.names import Namespace
+
+__all__ = ["NamespaceInfo", "NamespaceList", "NamespacePolicy", "WriteMode"]
+
+
+class WriteMode(StrEnum):
+    """What a PUT may do."""
+
+    READ_ONLY = "read_only"
+    """Nothing: what is there is served."""
+    WRITE_ONCE = "write_once"
+    """Add artifacts; the first one of a key stays."""
+    OVERWRITE = "overwrite"
+    """Add and replace."""
+
+
+class NamespacePolicy(BaseModel):
+    """The rules of one namespace; a namespace without its own has these defaults."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    mode: WriteMode = WriteMode.WRITE_ONCE
+    trusted: bool = Field(
+        default=False,
+        description="only a grant that names the namespace itself, without `*`, lets a caller "
+        "write here: a token for many namespaces does not reach it",
+    )
+    anonymous_read: bool = Field(default=False, description="everybody may read, without a token")
+    limit_bytes: int | None = Field(
+        default=None, gt=0, description="most bytes of all its artifacts; none: the server's"
+    )
+    max_artifact_bytes: int | None = Field(
+        default=None, gt=0, description="largest artifact; none: the server's"
+    )
+    requests_per_second: float | None = Field(
+        default=None,
+        gt=0,
+        le=1_000_000,
+        description="of all callers together, per server process; beyond it they are told to wait",
+    )
+
+
+class NamespaceInfo(BaseModel):
+    """A namespace that has a policy of its own."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    namespace: Namespace
+    policy: NamespacePolicy
+    updated_at: datetime
+
+
+class NamespaceList(BaseModel):
+    """All of them, by name."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    namespaces: tuple[NamespaceInfo, ...]
