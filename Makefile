@@ -14,7 +14,7 @@ TORCH_INDEX_OPTIONS := $(if $(TORCH_INDEX),--index $(TORCH_INDEX) --index-strate
 
 export PYTHONSAFEPATH = 1
 
-.PHONY: help demo serve test check lint types format bench bench-training constraints clean
+.PHONY: help demo serve test fuzz check lint types format bench bench-training constraints clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -27,6 +27,14 @@ serve: $(VENV)/.installed  ## Start a server on 127.0.0.1:8077
 
 test: $(VENV)/.installed $(VENV)/.packages  ## Run every test, real torch_xla jobs included
 	$(BIN)/python -m pytest $(TESTS)
+
+FUZZ_SECONDS ?= 600
+FUZZ_TARGETS ?= paths headers bodies signatures conversations
+
+fuzz: $(VENV)/.installed  ## Fuzz the parsers, FUZZ_SECONDS each; inputs stay in build/fuzz
+	for target in $(FUZZ_TARGETS); do \
+	    PYTHONPATH=tests/fuzz $(BIN)/python tests/fuzz/$$target.py \
+	        -max_total_time=$(FUZZ_SECONDS) -print_final_stats=1 || exit; done
 
 check: lint types  ## Run ruff, import-linter and mypy
 

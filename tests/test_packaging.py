@@ -101,7 +101,7 @@ def test_nothing_but_the_agreed_names_is_in_the_root():
     assert {name.split("/")[0] for name in listed} <= {
         *("service", "client", "schema", "migrations", "docker", "tests", "pyproject.toml"),
         *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Makefile", ".gitignore"),
-        *("constraints.txt", ".ci", ".dockerignore"),
+        *("SECURITY.md", "constraints.txt", ".ci", ".dockerignore"),
     }
 
 

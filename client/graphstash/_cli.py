@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from pydantic import SecretStr
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from graphstash._cli_keys import keys
 from graphstash._config import ENVIRONMENT_PREFIX, ClientConfig
+from graphstash._doctor.command import doctor
 from graphstash._entry_points import AUTOLOAD
 from graphstash._errors import CacheError, ConfigError
 from graphstash._prewarm import prewarm
@@ -50,7 +53,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts")]
 def main() -> None:
     """Entry point of the `graphstash` script."""
     for command in entry_points(group="graphstash.commands"):
-        app.command(command.name)(command.load())
+        loaded = command.load()
+        if isinstance(loaded, typer.Typer):  # a group of commands
+            app.add_typer(loaded, name=command.name)
+        else:
+            app.command(command.name)(loaded)
     app()
 
 
@@ -196,6 +203,8 @@ def prefetch(
 
 
 app.command()(prewarm)
+app.add_typer(keys, name="keys")
+app.command()(doctor)
 
 
 def _config(**settings: Any) -> ClientConfig:
@@ -210,7 +219,7 @@ def _variables(config: ClientConfig) -> dict[str, str]:
     variables = {}
     for name in config.model_fields_set:
         value = getattr(config, name)
-        if value is not None:
+        if value is not None and not isinstance(value, SecretStr):  # is in the environment
             text = ",".join(value) if isinstance(value, tuple) else str(value)
             variables[ENVIRONMENT_PREFIX + name.upper()] = text
     return variables

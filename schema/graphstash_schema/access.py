@@ -13,7 +13,7 @@ from typing import Final
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 
 from graphstash_schema.errors import ErrorCode, InvalidValueError
-from graphstash_schema.names import Namespace, Word
+from graphstash_schema.names import LINE, Namespace, Word
 
 __all__ = [
     "MAX_GRANTS",
@@ -114,7 +114,12 @@ class TokenRequest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    description: str = Field(min_length=1, max_length=200, description="who or what it is for")
+    description: str = Field(
+        min_length=1,
+        max_length=200,
+        pattern=LINE,
+        description="who or what it is for; without control characters",
+    )
     grants: tuple[Grant, ...] = Field(min_length=1, max_length=MAX_GRANTS)
     expires_at: AwareDatetime | None = Field(default=None, description="none: never")
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from graphstash_schema.errors import ErrorCode, InvalidValueError
 from graphstash_schema.fingerprint import MAX_PARTS
 from graphstash_schema.key import ArtifactKey
+from graphstash_schema.names import LINE
 from graphstash_schema.protocol import MAX_METADATA_BYTES
 from graphstash_schema.signature import ArtifactSignature
 
@@ -40,10 +41,16 @@ class ArtifactMetadata(BaseModel):
     )
     raw_size_bytes: int = Field(ge=0, description="size of the payload before compression")
     toolchain: str = Field(
-        default="", max_length=256, description='versions, e.g. "torch 2.7.0, torch_xla 2.7.0"'
+        default="",
+        max_length=256,
+        pattern=LINE,
+        description='versions, e.g. "torch 2.7.0, torch_xla 2.7.0"',
     )
     producer: str = Field(
-        default="", max_length=128, description="who made it, e.g. user@host; shown, never trusted"
+        default="",
+        max_length=128,
+        pattern=LINE,
+        description="who made it, e.g. user@host; shown, never trusted",
     )
     parts: dict[str, str] = Field(
         default_factory=dict,

@@ -93,7 +93,9 @@ class Digest:
             raw = base64.b64decode(match.group(1), validate=True) if match else b""
         except binascii.Error:
             raw = b""
-        if len(raw) != hashlib.sha256().digest_size:
+        # One digest has one spelling: base64 has spare bits that a lax reader overlooks.
+        is_canonical = match is not None and base64.b64encode(raw).decode() == match.group(1)
+        if len(raw) != hashlib.sha256().digest_size or not is_canonical:
             raise InvalidValueError(
                 code=ErrorCode.INVALID_DIGEST,
                 what="Repr-Digest",

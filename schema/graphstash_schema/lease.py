@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from graphstash_schema.names import LINE
 from graphstash_schema.protocol import (
     DEFAULT_LEASE_SECONDS,
     MAX_LEASE_SECONDS,
@@ -43,7 +44,10 @@ class LeaseRequest(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     holder: str = Field(
-        default="", max_length=128, description="who asks, e.g. user@host:pid; shown to waiters"
+        default="",
+        max_length=128,
+        pattern=LINE,
+        description="who asks, e.g. user@host:pid; shown to waiters",
     )
     ttl_seconds: float = Field(
         default=DEFAULT_LEASE_SECONDS,

@@ -5,14 +5,19 @@ everything else (SQL, URLs, JSON), and pydantic accepts them as field types.
 """
 
 import re
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Final, Self
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from graphstash_schema.errors import ErrorCode, InvalidValueError
 
-__all__ = ["ManifestName", "Namespace", "Word"]
+__all__ = ["LINE", "ManifestName", "Namespace", "Word", "line_of"]
+
+
+LINE: Final = r"^[^\x00-\x1f\x7f-\x9f]*$"
+"""What people are shown of what others sent: one line without control characters. They move a
+terminal's cursor, and PostgreSQL stores no NUL."""
 
 
 class Word(str):
@@ -73,3 +78,16 @@ class ManifestName(Word):
     form = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
     what = "manifest name"
     code = ErrorCode.INVALID_NAME
+
+
+def line_of(text: str, *, most: int) -> str:
+    """Makes text fit `LINE`: control characters become spaces, and the end is cut.
+
+    Args:
+        text: whatever a user or a host calls itself.
+        most: longest result, in characters.
+    """
+    return _CONTROL.sub(" ", text)[:most]
+
+
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")

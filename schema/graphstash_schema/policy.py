@@ -2,12 +2,16 @@
 
 from datetime import datetime
 from enum import StrEnum
+from typing import Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from graphstash_schema.names import Namespace
 
 __all__ = ["NamespaceInfo", "NamespaceList", "NamespacePolicy", "WriteMode"]
+
+_MAX_BYTES: Final = 2**63 - 1
+"""What a database keeps as a number."""
 
 
 class WriteMode(StrEnum):
@@ -34,10 +38,13 @@ class NamespacePolicy(BaseModel):
     )
     anonymous_read: bool = Field(default=False, description="everybody may read, without a token")
     limit_bytes: int | None = Field(
-        default=None, gt=0, description="most bytes of all its artifacts; none: the server's"
+        default=None,
+        gt=0,
+        le=_MAX_BYTES,
+        description="most bytes of all its artifacts; none: the server's",
     )
     max_artifact_bytes: int | None = Field(
-        default=None, gt=0, description="largest artifact; none: the server's"
+        default=None, gt=0, le=_MAX_BYTES, description="largest artifact; none: the server's"
     )
     requests_per_second: float | None = Field(
         default=None,

@@ -28,6 +28,11 @@ class ReportReason(StrEnum):
     CORRUPT = "corrupt"
     """The digest is right, the envelope is not."""
 
+    @property
+    def is_about_artifact(self) -> bool:
+        """Whether the artifact is wrong for everybody, whomever the reporter trusts."""
+        return self not in {ReportReason.UNKNOWN_KEY, ReportReason.UNSIGNED}
+
 
 class ReportRequest(BaseModel):
     """Says that an artifact is wrong."""

@@ -28,6 +28,9 @@ class NamespaceStats(BaseModel):
     saved_seconds: float = Field(ge=0, description="compile seconds that hits avoided")
     evictions: int = Field(default=0, ge=0, description="artifacts evicted since the beginning")
     evicted_bytes: int = Field(default=0, ge=0, description="bytes evicted since the beginning")
+    withheld: int = Field(
+        default=0, ge=0, description="artifacts that wait for an admin: stored, and not served"
+    )
 
 
 class ServerStats(BaseModel):
@@ -41,5 +44,11 @@ class ServerStats(BaseModel):
     waiters: int = Field(ge=0, description="requests of this process that wait for a lease")
     healed: int = Field(
         ge=0, description="rows of this process dropped because their blob was lost or damaged"
+    )
+    reported: int = Field(
+        default=0, ge=0, description="reports of wrong artifacts that this process got"
+    )
+    refused: dict[str, int] = Field(
+        default_factory=dict, description="requests that this process refused, by error code"
     )
     namespaces: tuple[NamespaceStats, ...]

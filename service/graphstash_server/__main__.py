@@ -6,6 +6,7 @@ to list the command.
 
 import ipaddress
 import logging
+import resource
 import socket
 import sys
 from pathlib import Path
@@ -58,6 +59,14 @@ def serve(
     port_file: Annotated[
         Path | None, typer.Option(help="Write the port into this file when the server is ready.")
     ] = None,
+    auth: Annotated[
+        str | None,
+        typer.Option(
+            help="Whom to serve: none asks nobody, tokens lets in whoever shows a token of "
+            "`graphstash token create`",
+            show_default="none",
+        ),
+    ] = None,
     insecure: Annotated[
         bool | None,
         typer.Option("--insecure", help="Listen beyond loopback without authentication."),
@@ -76,6 +85,7 @@ def serve(
     """
     try:
         from graphstash_server.settings import load_settings
+        from graphstash_server.tls import tls_context
     except ModuleNotFoundError as error:
         _fail(
             f"`serve` needs the server's packages ({error.name} is missing): "
@@ -92,6 +102,7 @@ def serve(
             store_limit_bytes=store_limit_bytes,
             min_free_bytes=min_free_bytes,
             log_level=log_level,
+            auth=auth,
             insecure=insecure,
             access_log=access_log,
         )
@@ -99,8 +110,10 @@ def serve(
     except StartError as error:
         _fail(str(error), _BAD_VALUE)
     try:
+        tls_context(settings)  # the workers load it; what is wrong with it is said here, once
         listener = _listen(settings)
         _make_data_dir(settings)
+        _allow_files(settings)
     except StartError as error:
         _fail(str(error), _CANNOT_START)
     _run(settings, listener, port_file)
@@ -115,7 +128,7 @@ def _run(settings: "Settings", listener: socket.socket, port_file: Path | None) 
     from graphstash_server.server import run_server
     from graphstash_server.workers import run_workers
 
-    url = _url(listener)
+    url = _url(settings, listener)
 
     def announce() -> None:
         print(f"graphstash keeps its data in {settings.data_dir.absolute()}")  # noqa: T201
@@ -140,12 +153,12 @@ def _run(settings: "Settings", listener: socket.socket, port_file: Path | None) 
 
 def _check_reach(settings: "Settings") -> None:
     """Refuses to listen where others can reach the cache."""
-    if settings.insecure or _is_loopback(settings.host):
+    if settings.auth != "none" or settings.insecure or _is_loopback(settings.host):
         return
     raise StartError(
         f"--host={settings.host} can be reached from other hosts, and there is no authentication: "
-        "anyone who can reach the port can run code in every job that reads the cache. Use a "
-        "loopback address, or --insecure if the network lets in nobody else"
+        "anyone who can reach the port can run code in every job that reads the cache. Use "
+        "--auth=tokens, a loopback address, or --insecure if the network lets in nobody else"
     )
 
 
@@ -190,11 +203,27 @@ def _make_data_dir(settings: "Settings") -> None:
         ) from error
 
 
-def _url(listener: socket.socket) -> str:
+def _url(settings: "Settings", listener: socket.socket) -> str:
     address, port = listener.getsockname()[:2]
     if listener.family == socket.AF_INET6:
         address = f"[{address}]"
-    return f"http://{address}:{port}"
+    return f"{'http' if settings.tls_cert_file is None else 'https'}://{address}:{port}"
+
+
+def _allow_files(settings: "Settings") -> None:
+    """Raises this process's limit of open files, which is often 1,024, as far as it is allowed.
+
+    A connection needs one, and another one while a blob is sent.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * settings.max_connections + _OTHER_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+_OTHER_FILES = 512
 
 
 def _fail(message: str, status: int) -> NoReturn:

@@ -9,7 +9,16 @@ from fastapi.openapi.utils import get_openapi
 
 from graphstash_schema import ArtifactKey, ManifestEntry, Problem
 from graphstash_server import __version__
-from graphstash_server.api import admin, artifacts, leases, manifests
+from graphstash_server.api import (
+    admin,
+    artifacts,
+    leases,
+    manifests,
+    namespaces,
+    quarantine,
+    tokens,
+)
+from graphstash_server.api.access import OPEN_PATHS, SECURITY_SCHEMES
 from graphstash_server.api.frame import RequestFrame
 from graphstash_server.api.problems import add_problem_handlers
 from graphstash_server.clock import Clock, system_clock
@@ -46,7 +55,7 @@ def create_app(
         redirect_slashes=False,
     )
     routes = list(app.routes)
-    for api in (artifacts, leases, manifests, admin):
+    for api in (artifacts, quarantine, leases, manifests, namespaces, tokens, admin):
         app.include_router(api.router)
         routes += api.router.routes
     add_problem_handlers(app, routes)
@@ -65,5 +74,9 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
             for name, definition in schema.pop("$defs", {}).items():
                 schemas.setdefault(name, definition)
             schemas.setdefault(model.__name__, schema)
+        document["components"]["securitySchemes"] = SECURITY_SCHEMES
+        for path, calls in document["paths"].items():
+            for call in calls.values():
+                call["security"] = [] if path in OPEN_PATHS else [{"token": []}]
         app.openapi_schema = document
     return app.openapi_schema

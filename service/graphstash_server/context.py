@@ -15,21 +15,29 @@ from graphstash_server.db.engine import Database
 from graphstash_server.db.migrate import check_revision, migrate
 from graphstash_server.db.notifications import Listener
 from graphstash_server.errors import ServerError, StartError
+from graphstash_server.services.access import AccessService
 from graphstash_server.services.accounting import Accounting
 from graphstash_server.services.artifacts import ArtifactService
+from graphstash_server.services.audit import AuditService
 from graphstash_server.services.blobs import BlobKeeper
 from graphstash_server.services.budget import Budget, Budgets
 from graphstash_server.services.commits import Committer
 from graphstash_server.services.eviction import Evictor
 from graphstash_server.services.fsck import FsckService
 from graphstash_server.services.health import HealthService
+from graphstash_server.services.issuer_keys import IssuerKeys
+from graphstash_server.services.known_tokens import KnownTokens
 from graphstash_server.services.leases import LeaseService
 from graphstash_server.services.maintenance import Maintenance
 from graphstash_server.services.manifests import ManifestService
+from graphstash_server.services.oidc import OidcVerifier
 from graphstash_server.services.pins import PinService
+from graphstash_server.services.policies import PolicyService
+from graphstash_server.services.quarantine import QuarantineService
 from graphstash_server.services.retention import RetentionService
 from graphstash_server.services.statistics import StatisticsService
 from graphstash_server.services.tidy import TidyService
+from graphstash_server.services.tokens import TokenService, revoked_in
 from graphstash_server.services.uploads import UploadService
 from graphstash_server.services.waiting import Waiters, Wake
 from graphstash_server.settings import Settings
@@ -50,11 +58,16 @@ class ProcessContext:
 
     settings: Settings
     database: Database
+    access: AccessService
+    tokens: TokenService
+    audit: AuditService
     artifacts: ArtifactService
     uploads: UploadService
     leases: LeaseService
     manifests: ManifestService
     pins: PinService
+    policies: PolicyService
+    quarantine: QuarantineService
     accounting: Accounting
     health: HealthService
     statistics: StatisticsService
@@ -99,6 +112,7 @@ async def open_context(
         except ServerError as error:
             raise StartError(error.detail) from error
         await asyncio.to_thread(lock.share)
+        await _say_how_to_begin(context)
         stack.push_async_callback(_flush_last, context.accounting)
         # A bucket may be used by servers of other data directories.
         was_alone = lock.was_alone and settings.blob_store == "disk"
@@ -157,7 +171,14 @@ def _build(
     artifacts = ArtifactService(
         database=database, blobs=blobs, keeper=keeper, accounting=accounting, clock=clock
     )
-    evictor = Evictor(database=database, keeper=keeper, budgets=_budgets(settings), clock=clock)
+    policies = PolicyService(database=database, clock=clock)
+    evictor = Evictor(
+        database=database,
+        keeper=keeper,
+        budgets=_budgets(settings),
+        policies=policies,
+        clock=clock,
+    )
     uploads = UploadService(
         blobs=blobs,
         keeper=keeper,
@@ -174,14 +195,32 @@ def _build(
     tidy = TidyService(
         database=database, blobs=blobs, keeper=keeper, artifacts=artifacts, clock=clock
     )
+    audit = AuditService(database=database)
     return ProcessContext(
         settings=settings,
         database=database,
+        access=AccessService(
+            is_open=settings.auth == "none",
+            tokens=KnownTokens(database=database, clock=clock),
+            oidc=_oidc(settings),
+            accounting=accounting,
+            clock=clock,
+        ),
+        tokens=TokenService(database=database, clock=clock),
+        audit=audit,
         artifacts=artifacts,
         uploads=uploads,
         leases=leases,
         manifests=ManifestService(database=database, clock=clock),
         pins=PinService(database=database),
+        policies=policies,
+        quarantine=QuarantineService(
+            database=database,
+            artifacts=artifacts,
+            accounting=accounting,
+            waiters=waiters,
+            clock=clock,
+        ),
         accounting=accounting,
         health=HealthService(database=database, blobs=blobs),
         statistics=StatisticsService(
@@ -199,12 +238,25 @@ def _build(
             evictor=evictor,
             retention=retention,
             tidy=tidy,
+            audit=audit,
             clock=clock,
             unused_longer_than=(
                 timedelta(days=settings.retain_days) if settings.retain_days else None
             ),
             toolchains_kept=settings.retain_toolchains,
+            audit_kept_for=timedelta(days=settings.audit_days),
         ),
+    )
+
+
+def _oidc(settings: Settings) -> OidcVerifier | None:
+    if settings.oidc_issuer is None or settings.oidc_audience is None:
+        return None
+    return OidcVerifier(
+        issuer=settings.oidc_issuer,
+        audience=settings.oidc_audience,
+        keys=IssuerKeys(settings.oidc_issuer, jwks_url=settings.oidc_jwks_url),
+        rules=settings.oidc_rules,
     )
 
 
@@ -221,6 +273,9 @@ def _listener(context: ProcessContext) -> Listener:
     waiters = context.waiters
 
     def heard(payload: str) -> None:
+        token_id = revoked_in(payload)
+        if token_id is not None:
+            context.access.forget_token(token_id)
         news = Wake.parse(payload)
         if news is not None:
             delay = random.random() * _WAKE_SPREAD_SECONDS  # noqa: S311 - no secret
@@ -236,6 +291,19 @@ def _listener(context: ProcessContext) -> Listener:
 def _lock_data_dir(data_dir: Path) -> ServerLock:
     data_dir.mkdir(parents=True, exist_ok=True)
     return ServerLock(data_dir / "server.lock")
+
+
+async def _say_how_to_begin(context: ProcessContext) -> None:
+    """A server that asks for tokens and has none serves nobody: that is told once."""
+    try:
+        is_new = context.settings.auth == "tokens" and not await context.tokens.has_live()
+    except ServerError:
+        return  # it starts without its database, too, and says so elsewhere
+    if is_new:
+        _LOGGER.warning(
+            "there is no token yet: make the first with `graphstash token create --grant 'admin:*' "
+            "--description admin`, with the settings of this server"
+        )
 
 
 async def _flush_last(accounting: Accounting) -> None:

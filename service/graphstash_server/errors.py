@@ -32,6 +32,7 @@ class ServerError(Exception):
         limit: the limit that was passed, as a number.
         digest: of a conflict: the digest that stays.
         given_digest: of a conflict: the digest that was refused.
+        retry_after_seconds: when it is worth asking again, where that is known.
     """
 
     def __init__(
@@ -42,12 +43,14 @@ class ServerError(Exception):
         limit: float | None = None,
         digest: Digest | None = None,
         given_digest: Digest | None = None,
+        retry_after_seconds: float | None = None,
     ) -> None:
         self.code = code
         self.detail = detail
         self.limit = limit
         self.digest = digest
         self.given_digest = given_digest
+        self.retry_after_seconds = retry_after_seconds
         super().__init__(f"{code}: {detail}")
 
     @property

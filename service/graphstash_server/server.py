@@ -22,8 +22,10 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from graphstash_server.app import create_app
+from graphstash_server.connection import ConnectionLimits, connections
 from graphstash_server.errors import StartError
 from graphstash_server.settings import Settings
+from graphstash_server.tls import tls_context
 
 __all__ = ["PARENT_SIGNALS", "GraphstashServer", "make_server", "run_server", "run_worker"]
 
@@ -122,19 +124,30 @@ class _OneLine(logging.Filter):
 def make_server(
     settings: Settings, *, when_ready: Callable[[], None], lifeline: int | None = None
 ) -> GraphstashServer:
-    """A server that is not running yet."""
+    """A server that is not running yet.
+
+    Raises:
+        StartError: when the files of TLS cannot be used.
+    """
+    tls = tls_context(settings)
+    limits = ConnectionLimits(
+        header_seconds=settings.header_seconds, max_connections=settings.max_connections
+    )
     config = uvicorn.Config(
         create_app(settings),
         loop="uvloop",
-        http="httptools",
+        http=connections(limits),
         ws="none",
         lifespan="on",
         log_config=None,
         log_level="warning" if settings.log_level == "info" else settings.log_level,
         access_log=settings.access_log,
         server_header=False,
+        proxy_headers=False,  # nobody's word about who is behind a connection is needed
         timeout_graceful_shutdown=settings.shutdown_seconds,
     )
+    config.load()
+    config.ssl = tls
     log = logging.getLogger("uvicorn.error")
     if not any(isinstance(each, _OneLine) for each in log.filters):
         log.addFilter(_OneLine())

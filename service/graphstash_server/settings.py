@@ -4,6 +4,7 @@ Every field is set by the environment variable `GRAPHSTASH_<FIELD>` or by the op
 the same name; the option wins. Sizes take `10GiB`, `500MB` or plain bytes.
 """
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -18,9 +19,10 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import PydanticCustomError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from graphstash_schema.protocol import DEFAULT_MAX_ARTIFACT_BYTES
+from graphstash_server.claims import ClaimRule
 from graphstash_server.errors import StartError
 
 __all__ = ["ENV_PREFIX", "Settings", "load_settings"]
@@ -53,6 +55,64 @@ class Settings(BaseSettings):
         le=_MAX_WORKERS,
         description=f"Processes that serve the port, 1 to {_MAX_WORKERS}. 1 by default: it serves "
         "a team; more are for more cores, and a crash of one leaves the others serving.",
+    )
+    tls_cert_file: Path | None = Field(
+        default=None,
+        description="PEM file with the server's certificate and its chain: the port speaks HTTPS, "
+        "TLS 1.2 or later. Plain HTTP by default, for loopback or behind a proxy that ends TLS.",
+    )
+    tls_key_file: Path | None = Field(
+        default=None, description="PEM file with the private key of the certificate."
+    )
+    tls_client_ca_file: Path | None = Field(
+        default=None,
+        description="PEM file with the authorities of clients: only who shows a certificate of "
+        "theirs is let in (mTLS). By default nobody has to.",
+    )
+    max_connections: int = Field(
+        default=2048,
+        ge=1,
+        le=1_000_000,
+        description="Most connections of one process, 1 to 1000000; further ones are answered 503. "
+        "2048 by default: a large job's hosts all at once.",
+    )
+    header_seconds: float = Field(
+        default=10.0,
+        gt=0,
+        le=3600,
+        description="How long a request's headers may take to come in, in seconds, up to 3600; "
+        "also how long a new connection may ask nothing. 10 by default.",
+    )
+    auth: Literal["none", "tokens"] = Field(
+        default="none",
+        description="Whom to serve: none asks nobody who they are, tokens lets in whoever shows a "
+        "token that `graphstash token create` made, or one of an identity provider. None by "
+        "default: on loopback, the host's own users are the limit.",
+    )
+    oidc_issuer: str | None = Field(
+        default=None,
+        pattern=r"^https://[^\s]+$|^http://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?(/[^\s]*)?$",
+        description="Identity provider whose tokens (JWT) are taken, too, as in their claim iss: "
+        "https://<host>/<path>. None by default.",
+    )
+    oidc_audience: str | None = Field(
+        default=None,
+        min_length=1,
+        description="What the claim aud of such a token must be, or have in it: a name that no "
+        "other service takes. Needed with an issuer.",
+    )
+    oidc_jwks_url: str | None = Field(
+        default=None,
+        pattern=r"^https?://[^\s]+$",
+        description="Where the provider's public keys are. By default its discovery document says "
+        "so.",
+    )
+    oidc_rules: tuple[ClaimRule, ...] = Field(
+        default=(),
+        description="Which claims give which grants, as JSON: "
+        '[{"claims": {"repository": "team/model", "ref": "refs/heads/main"}, '
+        '"grants": ["write:trusted"]}]. `*` stands for any characters; all rules that fit add up. '
+        "Needed with an issuer.",
     )
     insecure: bool = Field(
         default=False,
@@ -167,6 +227,13 @@ class Settings(BaseSettings):
         description="Evict artifacts of all but so many toolchains, 1 or more, of each namespace "
         "and kind; the most recently used ones stay. All stay by default.",
     )
+    audit_days: float = Field(
+        default=90.0,
+        gt=0,
+        le=36_500,
+        description="How long the audit log is kept, in days, above 0 and up to 36500. 90 by "
+        "default: longer than it takes until somebody asks who it was.",
+    )
     maintenance_seconds: float = Field(
         default=60.0,
         gt=0,
@@ -250,6 +317,20 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _complete_tls(self) -> Self:
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            raise PydanticCustomError(
+                "tls", "GRAPHSTASH_TLS_CERT_FILE and GRAPHSTASH_TLS_KEY_FILE need each other"
+            )
+        if self.tls_client_ca_file is not None and self.tls_cert_file is None:
+            raise PydanticCustomError(
+                "tls",
+                "GRAPHSTASH_TLS_CLIENT_CA_FILE needs GRAPHSTASH_TLS_CERT_FILE: clients show a "
+                "certificate over TLS only",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _order_the_limits(self) -> Self:
         soft, hard = self.soft_limit_bytes, self.store_limit_bytes
         if soft is not None and hard is not None and soft > hard:
@@ -257,6 +338,18 @@ class Settings(BaseSettings):
                 "limits",
                 f"GRAPHSTASH_SOFT_LIMIT_BYTES={soft} is above GRAPHSTASH_STORE_LIMIT_BYTES={hard}: "
                 "eviction has to begin before uploads are refused",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _know_the_provider(self) -> Self:
+        if self.oidc_issuer is None:
+            return self
+        if self.auth != "tokens" or self.oidc_audience is None or not self.oidc_rules:
+            raise PydanticCustomError(
+                "oidc",
+                "GRAPHSTASH_OIDC_ISSUER needs GRAPHSTASH_AUTH=tokens, GRAPHSTASH_OIDC_AUDIENCE and "
+                "GRAPHSTASH_OIDC_RULES: otherwise it would let in nobody, or whoever it knows",
             )
         return self
 
@@ -285,6 +378,8 @@ def load_settings(**options: Any) -> Settings:
     given = {name: value for name, value in options.items() if value is not None}
     try:
         return Settings(**given)
+    except SettingsError as error:
+        raise StartError(f"{_named_in(error)} is not valid: it takes JSON") from None
     except ValidationError as error:
         lines = []
         for problem in error.errors(include_url=False):
@@ -297,3 +392,9 @@ def load_settings(**options: Any) -> Settings:
             value = "..." if name == "database_url" else problem["input"]  # it has a password
             lines.append(f"{shown}={value!s} is not valid: {problem['msg']}")
         raise StartError("; ".join(lines)) from None
+
+
+def _named_in(error: SettingsError) -> str:
+    """The variable that could not be read: pydantic-settings has its field in the message only."""
+    found = re.search(r'field "(\w+)"', str(error))
+    return f"{ENV_PREFIX}{found[1].upper()}" if found else str(error)

@@ -54,6 +54,7 @@ class Deployment:
         self.more = {"PYTHONPYCACHEPREFIX": str(pycache), "PYTHONDONTWRITEBYTECODE": ""}
         self.database = postgres.new_database().rpartition("/")[2]
         self.payload = os.urandom(500_000)
+        self.token = None  # of the jobs
         self._keys = itertools.count()
         (directory / "tmp").mkdir(parents=True)
 
@@ -95,8 +96,12 @@ class Deployment:
 
     def run(self, service):
         """Runs a service that ends by itself."""
+        return self.exec(service, *self.command(service))
+
+    def exec(self, service, *command):
+        """As `docker compose exec -T`."""
         return subprocess.run(
-            self.command(service),
+            command,
             check=False,
             capture_output=True,
             text=True,
@@ -171,7 +176,20 @@ class Deployment:
         assert migrated.returncode == 0, migrated.stderr
         self.start("server-1", "server-2")
         self.start_nginx()
+        self.make_token()
         return self
+
+    def make_token(self, grant="admin:*"):
+        """As README.md of docker/ says; jobs and `headers` show the last one that was made."""
+        options = ("--grant", grant, "--description", "these tests")
+        made = self.exec("server-1", "graphstash", "token", "create", *options)
+        assert made.returncode == 0, made.stderr
+        self.token = made.stdout.strip()
+        return self.token
+
+    @property
+    def headers(self):
+        return {"Authorization": f"Bearer {self.token}"}
 
     def new_key(self):
         return ArtifactKey.parse("jax", "cpu", f"{next(self._keys):064x}")
@@ -187,7 +205,7 @@ class Deployment:
             return stash.get(key)
 
     def _stash(self, disk):
-        return Stash(ClientConfig(url=self.url, cache_dir=disk))
+        return Stash(ClientConfig(url=self.url, cache_dir=disk, token=self.token))
 
     def close(self):
         if self.nginx is not None:

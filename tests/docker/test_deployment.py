@@ -14,8 +14,9 @@ from graphstash_schema import Digest
 class Load:
     """Threads that put, get and ask for leases until told to stop; what failed is kept."""
 
-    def __init__(self, url, *, puts):
-        self.url = url
+    def __init__(self, deployment, *, puts):
+        self.url = deployment.url
+        self.headers = deployment.headers
         self.answered = 0
         self.failures = []
         self._puts = puts
@@ -40,7 +41,9 @@ class Load:
             time.sleep(0.01)
 
     def _work(self, worker):
-        with httpx.Client(base_url=self.url, timeout=60, trust_env=False) as client:
+        with httpx.Client(
+            base_url=self.url, headers=self.headers, timeout=60, trust_env=False
+        ) as client:
             for number in itertools.count():
                 if self._end.is_set():
                     return
@@ -78,7 +81,9 @@ def test_what_one_host_puts_another_gets_and_nginx_sends_the_bytes(deployment, h
     deployment.put(key)
 
     assert deployment.get(key) == deployment.payload
-    answer = http.get(deployment.url + str(key.artifact_path("default")))
+    answer = http.get(
+        deployment.url + str(key.artifact_path("default")), headers=deployment.headers
+    )
     assert answer.status_code == 200
     assert deployment.nginx.has_sent(answer.headers["x-request-id"])
 
@@ -88,7 +93,7 @@ def test_both_servers_answer_for_each_others_artifacts(deployment, http):
     deployment.put(key)
     path = str(key.artifact_path("default"))
     for port in deployment.ports.values():
-        answer = http.get(f"http://127.0.0.1:{port}{path}")
+        answer = http.get(f"http://127.0.0.1:{port}{path}", headers=deployment.headers)
         assert (answer.status_code, Digest.of(answer.content).etag) == (
             200,
             answer.headers["etag"],
@@ -99,11 +104,45 @@ def test_both_servers_answer_for_each_others_artifacts(deployment, http):
         assert f'"server":"127.0.0.1:{port}"' in deployment.nginx.log, "nginx asks both"
 
 
+def test_who_shows_no_token_is_let_in_nowhere(deployment, http):
+    path = str(deployment.new_key().artifact_path("default"))
+    blob = deployment.payload
+    digest = {"Repr-Digest": Digest.of(blob).repr_digest}
+
+    ports = [deployment.nginx.port, *deployment.ports.values()]
+    for url in (f"http://127.0.0.1:{port}" for port in ports):
+        for headers in ({}, {"Authorization": "Bearer gst_" + "a" * 16 + "_" + "A" * 43}):
+            put = http.put(url + path, content=blob, headers=headers | digest)
+            got = [http.get(url + each, headers=headers) for each in (path, "/v1/stats")]
+            assert [answer.status_code for answer in (put, *got)] == [401] * 3
+    assert http.get(deployment.url + path, headers=deployment.headers).status_code == 404
+
+
+def test_a_token_revoked_in_one_server_is_refused_behind_nginx(deployment, http):
+    kept = deployment.token
+    token = deployment.make_token("read:default")
+    deployment.token = kept
+    headers = {"Authorization": f"Bearer {token}"}
+    assert http.get(deployment.url + "/v1/-/access", headers=headers).status_code == 200
+
+    revoked = deployment.exec("server-2", "graphstash", "token", "revoke", token)
+    assert revoked.returncode == 0, revoked.stderr
+    for port in deployment.ports.values():
+        deadline = time.monotonic() + 30
+        url = f"http://127.0.0.1:{port}/v1/-/access"
+        while http.get(url, headers=headers).status_code != 401:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    listed = deployment.exec("server-1", "graphstash", "audit", "--json")
+    assert token.split("_")[1] in listed.stdout
+    assert token.split("_", 2)[2] not in listed.stdout
+
+
 def test_one_server_killed_and_requests_go_on(deployment):
     keys = [deployment.new_key() for _ in range(4)]
     for key in keys:
         deployment.put(key)
-    with Load(deployment.url, puts=False) as load:
+    with Load(deployment, puts=False) as load:
         load.wait_for(20)
         deployment.kill("server-1")
         load.wait_for(100)
@@ -118,7 +157,7 @@ def test_one_server_killed_and_requests_go_on(deployment):
 
 
 def test_a_rolling_restart_under_load_fails_nobody(deployment):
-    with Load(deployment.url, puts=True) as load:
+    with Load(deployment, puts=True) as load:
         for service in ("server-1", "server-2"):
             load.wait_for(20)
             assert deployment.stop(service) == 0

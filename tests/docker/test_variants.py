@@ -56,6 +56,7 @@ def test_tls_is_two_files(deploy, certificate):
     )
     deployment.run("migrate")
     deployment.start("server-1")
+    deployment.make_token()
     deployment.start_nginx(
         GRAPHSTASH_TLS_CERTIFICATE=str(certificate[0]), GRAPHSTASH_TLS_KEY=str(certificate[1])
     )
@@ -63,12 +64,16 @@ def test_tls_is_two_files(deploy, certificate):
     trusting = ssl.create_default_context(cafile=certificate[0])
     blob = deployment.payload
     path = deployment.url + str(deployment.new_key().artifact_path("default"))
-    with httpx.Client(verify=trusting, trust_env=False, timeout=30) as client:
+    with httpx.Client(
+        verify=trusting, headers=deployment.headers, trust_env=False, timeout=30
+    ) as client:
         sent = client.put(path, content=blob, headers={"Repr-Digest": Digest.of(blob).repr_digest})
         assert sent.status_code == 201
         answer = client.get(path, headers={"Range": "bytes=5-9"})
         assert (answer.status_code, answer.content) == (206, blob[5:10])
         assert deployment.nginx.has_sent(answer.headers["x-request-id"])
+        for told in (answer, sent, client.get(deployment.url + "/nothing")):
+            assert told.headers["strict-transport-security"] == "max-age=31536000"
     with httpx.Client(trust_env=False) as client:
         with pytest.raises(httpx.ConnectError):
             client.get(path)
@@ -101,9 +106,9 @@ def test_with_s3_the_bucket_is_made_and_every_server_has_every_blob(deploy, moto
     assert deployment.get(key) == deployment.payload
     path = str(key.artifact_path("default"))
     for port in deployment.ports.values():
-        answer = http.get(f"http://127.0.0.1:{port}{path}")
+        answer = http.get(f"http://127.0.0.1:{port}{path}", headers=deployment.headers)
         assert (answer.status_code, Digest.of(answer.content).etag) == (200, answer.headers["etag"])
-    behind = http.get(deployment.url + path)
+    behind = http.get(deployment.url + path, headers=deployment.headers)
     assert behind.status_code == 200
     assert not deployment.nginx.has_sent(behind.headers["x-request-id"])
 
@@ -133,10 +138,11 @@ def test_a_server_needs_its_volume_and_tmp_and_nothing_else_to_write_to(deploy, 
         "PYTHONPYCACHEPREFIX": "",
     }
     deployment.start("server-1")
+    deployment.make_token()
     url = f"http://127.0.0.1:{deployment.ports['server-1']}"
     path = url + str(deployment.new_key().artifact_path("default"))
     blob = deployment.payload * 5
-    with httpx.Client(trust_env=False, timeout=30) as client:
+    with httpx.Client(headers=deployment.headers, trust_env=False, timeout=30) as client:
         sent = client.put(path, content=blob, headers={"Repr-Digest": Digest.of(blob).repr_digest})
         assert sent.status_code == 201
         assert client.get(path).content == blob

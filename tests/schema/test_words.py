@@ -145,8 +145,8 @@ METADATA = st.builds(
     ArtifactMetadata,
     compile_seconds=st.floats(0, MAX_COMPILE_SECONDS),
     raw_size_bytes=st.integers(0, 2**50),
-    toolchain=st.text(st.characters(codec="utf-8"), max_size=256),
-    producer=st.text(st.characters(codec="utf-8"), max_size=128),
+    toolchain=st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), max_size=256),
+    producer=st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), max_size=128),
     parts=st.dictionaries(
         st.text(st.characters(codec="utf-8"), max_size=10),
         st.text(st.characters(codec="utf-8"), max_size=20),

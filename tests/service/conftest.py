@@ -13,6 +13,7 @@ import pytest
 from graphstash_schema import ArtifactMetadata, Digest, Namespace
 from graphstash_server.testing import LiveServer, ServerProcess
 from support.postgres import Postgres
+from support.tokens import Guarded
 
 DEVICE = "cpu-x86_64-0123456789abcdef"
 NUMBERS = itertools.count()
@@ -117,6 +118,18 @@ def live_server(
         log_level="error",
     ) as server:
         yield server
+
+
+@pytest.fixture(scope="session", params=["sqlite", "postgresql"])
+def guarded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Guarded]:
+    """A server that asks for tokens, on each database; take a `namespace` of your own."""
+    settings = {}
+    if request.param == "postgresql":
+        settings["database_url"] = request.getfixturevalue("postgres").new_database()
+    with Guarded(tmp_path_factory.mktemp("guarded"), **settings) as guarded:
+        yield guarded
 
 
 @pytest.fixture

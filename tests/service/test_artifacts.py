@@ -197,8 +197,8 @@ def test_head_answers_conditions_too(api):
 
 
 def test_hits_misses_and_saved_seconds_are_counted(api, eventually):
-    api.get()
     api.put(BLOB, seconds=2.5)
+    api.get(1)
     api.get()
     api.get()
     api.get(Range="bytes=10-19")
@@ -214,6 +214,17 @@ def test_hits_misses_and_saved_seconds_are_counted(api, eventually):
         )
 
     eventually(counted)
+
+
+def test_a_miss_in_a_namespace_that_nothing_was_stored_in_leaves_no_trace(api, connect, eventually):
+    made_up = connect(api.url, f"{api.namespace}-made-up")
+    api.put(BLOB)
+
+    made_up.get()
+    api.get(1)
+
+    eventually(lambda: api.stats()["misses"] == 1)  # the flush that had the other miss, too
+    assert made_up.stats() == {}
 
 
 @pytest.mark.parametrize(

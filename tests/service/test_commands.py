@@ -199,7 +199,7 @@ def test_the_commands_need_a_migrated_database(tmp_path, monkeypatch, database_u
     assert "graphstash migrate" in run(migrate, "--check", status=1)
     assert "graphstash migrate" in run(gc, status=1)
 
-    assert "revision none and is at 0002" in run(migrate)
+    assert "revision none and is at 0003" in run(migrate)
     assert "nothing to do" in run(migrate, "--check")
     assert "0 artifacts evicted" in run(gc)
 

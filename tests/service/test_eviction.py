@@ -16,7 +16,9 @@ from graphstash_schema import (
     ErrorCode,
     ManifestName,
     Namespace,
+    NamespacePolicy,
 )
+from graphstash_server.actor import Actor
 from graphstash_server.context import open_services, prepare_database
 from graphstash_server.errors import NoSpaceError, ServerError, ShortBlobError, StartError
 from graphstash_server.keys import StoredKey
@@ -26,6 +28,7 @@ from graphstash_server.testing import MemoryBlobStore
 from graphstash_server.testing.stores import as_chunks
 from graphstash_server.value import HALF_LIFE, aged, density
 
+ACTOR = Actor("everybody")
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
 
@@ -68,6 +71,8 @@ class Store:
             compile_seconds=seconds,
             toolchain=toolchain,
             only_if_absent=False,
+            actor=ACTOR,
+            policy=NamespacePolicy(),
         )
         await self.context.uploads.publish(upload, as_chunks(blob))
 
@@ -292,6 +297,8 @@ def test_equal_blobs_go_with_their_last_artifact(opened):
                     compile_seconds=1 + number,
                     toolchain="",
                     only_if_absent=False,
+                    actor=ACTOR,
+                    policy=NamespacePolicy(),
                 )
                 await store.context.uploads.publish(upload, as_chunks(blob))
             await store.put(2, 10_000, seconds=50)
@@ -641,6 +648,8 @@ def test_a_failed_upload_that_took_a_mark_off_leaves_no_blob(opened):
                 compile_seconds=1,
                 toolchain="",
                 only_if_absent=False,
+                actor=ACTOR,
+                policy=NamespacePolicy(),
             )
             with pytest.raises(ConnectionResetError):
                 await store.context.uploads.publish(upload, broken())

@@ -7,7 +7,8 @@ import tracemalloc
 import pytest
 from sqlalchemy import event, text
 
-from graphstash_schema import ArtifactKey, Digest, LeaseRequest, Namespace
+from graphstash_schema import ArtifactKey, Digest, LeaseRequest, Namespace, NamespacePolicy
+from graphstash_server.actor import Actor
 from graphstash_server.clock import system_clock
 from graphstash_server.context import open_services, prepare_database
 from graphstash_server.keys import StoredKey
@@ -17,6 +18,7 @@ from graphstash_server.settings import load_settings
 from graphstash_server.testing.stores import as_chunks
 from support.filling import BLOB_BYTES, fill, fingerprint
 
+ACTOR = Actor("everybody")
 COUNT = 20_000
 
 
@@ -54,6 +56,8 @@ def upload(number):
             compile_seconds=1,
             toolchain="",
             only_if_absent=False,
+            actor=ACTOR,
+            policy=NamespacePolicy(),
         ),
         as_chunks(blob),
     )
@@ -112,7 +116,7 @@ def test_what_is_asked_often_goes_by_an_index(filled):
                 Acquisition(key(COUNT + 9), LeaseRequest(), 0.0),
                 gone=asyncio.get_running_loop().create_future(),
             )
-            await context.artifacts.delete(key(9))
+            await context.artifacts.delete(key(9), actor=ACTOR)
             await context.evictor.ensure_room("bench", 10)
             plans = {
                 statement: await plan_of(context.database, statement, parameters)

@@ -63,6 +63,13 @@ def test_it_does_not_listen_beyond_loopback_without_being_told(tmp_path, process
     assert not (tmp_path / "d").exists()
 
 
+def test_a_server_that_asks_for_tokens_may_be_reached_from_elsewhere(start, connect):
+    server = start("--host", "0.0.0.0", "--auth", "tokens")
+
+    assert connect(server.url).get().status_code == 401
+    assert connect(server.url).http.get("/readyz").status_code == 200
+
+
 def test_insecure_listens_where_it_is_told(start, connect):
     server = start("--host", "0.0.0.0", "--insecure")
 

@@ -71,6 +71,7 @@ def _rows(count, namespace, *, naive):
             "last_used_at": str(shown) if naive else shown,
             "hits": 0,
             "pinned_until": None,
+            "withheld_at": None,
         }
         yield tuple(row[name] for name in _COLUMNS)
 

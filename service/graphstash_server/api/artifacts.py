@@ -12,7 +12,10 @@ from graphstash_schema import (
     ErrorCode,
     LookupRequest,
     LookupResponse,
+    NamespacePolicy,
+    Scope,
     VerifyResponse,
+    WriteMode,
 )
 from graphstash_schema.protocol import (
     API_PREFIX,
@@ -21,11 +24,18 @@ from graphstash_schema.protocol import (
     HEADER_METADATA,
     MAX_LOOKUP_KEYS,
 )
+from graphstash_server.api.access import access_refusals, actor_of, authorized
 from graphstash_server.api.blobs import BlobResponse, accelerated_path
 from graphstash_server.api.bodies import body_chunks, check_key_count, json_body, read_model
 from graphstash_server.api.conditions import lists_etag, requested_range
-from graphstash_server.api.paths import IN_KEY, IN_NAMESPACE, KEY, key_of, namespace_of
-from graphstash_server.api.problems import refusals
+from graphstash_server.api.paths import (
+    IN_KEY,
+    IN_NAMESPACE,
+    KEY,
+    key_of,
+    named_namespace,
+    namespace_of,
+)
 from graphstash_server.api.redirects import redirect, takes_link
 from graphstash_server.context import ProcessContext
 from graphstash_server.errors import ServerError
@@ -58,18 +68,20 @@ _BYTES: Final[dict[str, Any]] = {"content": {"application/octet-stream": {}}}
         206: {"description": "the range that was asked for", **_BYTES},
         304: {"description": "the caller has it: If-None-Match names its ETag"},
         307: {"description": f"the blob lies at Location; only with {HEADER_ACCEPT_REDIRECT}: 1"},
-        **refusals(*_BAD_WORD, ErrorCode.NOT_FOUND, ErrorCode.RANGE_NOT_SATISFIABLE),
+        **access_refusals(*_BAD_WORD, ErrorCode.NOT_FOUND, ErrorCode.RANGE_NOT_SATISFIABLE),
     },
     openapi_extra={"parameters": IN_KEY},
 )
 async def get_artifact(request: Request) -> Response:
     """Serves an artifact. Changes nothing but the usage counters."""
+    await authorized(request, named_namespace(request), Scope.READ, absent=_absent_there)
     key = key_of(request)
     context: ProcessContext = request.app.state.context
+    policy = await context.policies.of(key.namespace)
     if takes_link(request):
         linked = await context.artifacts.link(key)
         if linked is not None:
-            return redirect(context, *linked, headers=_headers(linked[0], None))
+            return redirect(context, *linked, headers=_headers(linked[0], None, policy))
     artifact = await context.artifacts.open(key)
     if artifact is None:
         context.accounting.count_miss(key)
@@ -80,7 +92,7 @@ async def get_artifact(request: Request) -> Response:
         if lists_etag(asked.get("if-none-match"), row.digest.etag):
             context.accounting.count_use(key)
             await artifact.reader.close()
-            return Response(status_code=304, headers=_unchanged(row))
+            return Response(status_code=304, headers=_unchanged(row, policy))
         span = requested_range(
             asked.get("range"),
             asked.get("if-range"),
@@ -94,13 +106,15 @@ async def get_artifact(request: Request) -> Response:
         context.accounting.count_hit(key, saved_seconds=row.compile_seconds)
     else:
         context.accounting.count_use(key)
-    accelerated = accelerated_path(
-        request, artifact.reader.path, blob_dir=context.settings.blob_dir, span=span
-    )
+    accelerated = None
+    if not _changes(policy):  # the proxy says by itself how long its answers may be kept
+        accelerated = accelerated_path(
+            request, artifact.reader.path, blob_dir=context.settings.blob_dir, span=span
+        )
     return BlobResponse(
         artifact,
         span=span,
-        headers=_headers(row, span),
+        headers=_headers(row, span, policy),
         accelerated=accelerated,
         sent=lambda sent_bytes: context.accounting.count_served(key, sent_bytes=sent_bytes),
     )
@@ -112,20 +126,22 @@ async def get_artifact(request: Request) -> Response:
     responses={
         200: {"description": "the headers of a GET, and how often it was served"},
         304: {"description": "the caller has it: If-None-Match names its ETag"},
-        **refusals(*_BAD_WORD, ErrorCode.NOT_FOUND),
+        **access_refusals(*_BAD_WORD, ErrorCode.NOT_FOUND),
     },
     openapi_extra={"parameters": IN_KEY},
 )
 async def head_artifact(request: Request) -> Response:
     """Describes an artifact; counts neither as a hit nor as a miss."""
+    await authorized(request, named_namespace(request), Scope.READ, absent=_absent_there)
     key = key_of(request)
     context: ProcessContext = request.app.state.context
+    policy = await context.policies.of(key.namespace)
     row = await context.artifacts.find(key)
     if row is None:
         raise _absent(key)
     if lists_etag(request.headers.get("if-none-match"), row.digest.etag):
-        return Response(status_code=304, headers=_unchanged(row))
-    headers = _headers(row, None)
+        return Response(status_code=304, headers=_unchanged(row, policy))
+    headers = _headers(row, None, policy)
     headers["Content-Length"] = str(row.digest.size_bytes)
     headers[HEADER_HITS] = str(row.hits)
     return Response(status_code=200, headers=headers)
@@ -137,8 +153,8 @@ async def head_artifact(request: Request) -> Response:
     status_code=201,
     responses={
         200: {"description": "the same bytes were there already"},
-        201: {"description": "stored, durably"},
-        **refusals(
+        201: {"description": "stored, durably, in place of others where the policy allows it"},
+        **access_refusals(
             *_BAD_WORD,
             ErrorCode.DIGEST_REQUIRED,
             ErrorCode.INVALID_DIGEST,
@@ -146,7 +162,9 @@ async def head_artifact(request: Request) -> Response:
             ErrorCode.DIGEST_MISMATCH,
             ErrorCode.LENGTH_MISMATCH,
             ErrorCode.UPLOAD_TIMEOUT,
+            ErrorCode.READ_ONLY,
             ErrorCode.CONFLICT,
+            ErrorCode.WITHHELD,
             ErrorCode.LENGTH_REQUIRED,
             ErrorCode.PRECONDITION_FAILED,
             ErrorCode.TOO_LARGE,
@@ -159,10 +177,14 @@ async def head_artifact(request: Request) -> Response:
 )
 async def put_artifact(request: Request) -> Response:
     """Stores an artifact. Everything is checked before the body is read."""
+    principal = await authorized(
+        request, named_namespace(request), Scope.WRITE, absent=_absent_there
+    )
     key = key_of(request)
     context: ProcessContext = request.app.state.context
     size_bytes = _announced_size(request)
-    context.uploads.check_size(size_bytes)
+    policy = await context.policies.of(key.namespace)
+    context.uploads.check(key.namespace, size_bytes, policy=policy)
     header = request.headers.get(HEADER_METADATA, "")
     metadata = ArtifactMetadata.from_header(header) if header else None
     upload = Upload(
@@ -172,6 +194,8 @@ async def put_artifact(request: Request) -> Response:
         compile_seconds=metadata.compile_seconds if metadata else 0.0,
         toolchain=metadata.toolchain if metadata else "",
         only_if_absent=request.headers.get("if-none-match", "").strip() == "*",
+        actor=actor_of(request, principal),
+        policy=policy,
     )
     chunks = body_chunks(request, idle_seconds=context.settings.upload_idle_seconds)
     is_new = await context.uploads.publish(upload, chunks)
@@ -191,15 +215,18 @@ async def put_artifact(request: Request) -> Response:
     status_code=204,
     responses={
         204: {"description": "gone"},
-        **refusals(*_BAD_WORD, ErrorCode.NOT_FOUND),
+        **access_refusals(*_BAD_WORD, ErrorCode.NOT_FOUND),
     },
     openapi_extra={"parameters": IN_KEY},
 )
 async def delete_artifact(request: Request) -> Response:
     """Removes an artifact; a job that is reading it gets its bytes to the end."""
+    principal = await authorized(
+        request, named_namespace(request), Scope.ADMIN, absent=_absent_there
+    )
     key = key_of(request)
     context: ProcessContext = request.app.state.context
-    if not await context.artifacts.delete(key):
+    if not await context.artifacts.delete(key, actor=actor_of(request, principal)):
         raise _absent(key)
     return Response(status_code=204)
 
@@ -209,12 +236,15 @@ async def delete_artifact(request: Request) -> Response:
     response_class=Response,
     responses={
         200: {"model": LookupResponse},
-        **refusals(ErrorCode.INVALID_NAMESPACE, ErrorCode.INVALID_REQUEST, ErrorCode.TOO_MANY_KEYS),
+        **access_refusals(
+            ErrorCode.INVALID_NAMESPACE, ErrorCode.INVALID_REQUEST, ErrorCode.TOO_MANY_KEYS
+        ),
     },
     openapi_extra=json_body(LookupRequest, IN_NAMESPACE),
 )
 async def lookup_artifacts(request: Request) -> Response:
     """Tells which of many artifacts exist, and pins these for ten minutes."""
+    await authorized(request, named_namespace(request), Scope.READ)
     where = namespace_of(request)
     context: ProcessContext = request.app.state.context
     wanted = await read_model(
@@ -247,7 +277,7 @@ async def lookup_artifacts(request: Request) -> Response:
     response_class=Response,
     responses={
         200: {"model": VerifyResponse},
-        **refusals(
+        **access_refusals(
             ErrorCode.INVALID_NAMESPACE,
             ErrorCode.INVALID_REQUEST,
             ErrorCode.INVALID_FINGERPRINT,
@@ -263,6 +293,7 @@ async def verify_artifact(request: Request) -> Response:
 
     For a client that got other bytes than were announced: it cannot know who changed them.
     """
+    await authorized(request, named_namespace(request), Scope.READ)
     where = namespace_of(request)
     context: ProcessContext = request.app.state.context
     key = await read_model(request, ArtifactKey, idle_seconds=context.settings.upload_idle_seconds)
@@ -304,24 +335,37 @@ def _announced_digest(request: Request, size_bytes: int) -> Digest:
     return Digest.parse_repr_digest(text, size_bytes=size_bytes)
 
 
+def _absent_there(request: Request) -> ServerError:
+    """What is said of an artifact that may not be read: the same as of one that is not there."""
+    return _absent(key_of(request))
+
+
 def _absent(key: StoredKey) -> ServerError:
     return ServerError(
         ErrorCode.NOT_FOUND, f"there is no artifact {key.key} in the namespace {key.namespace}"
     )
 
 
-def _unchanged(row: StoredArtifact) -> dict[str, str]:
+def _changes(policy: NamespacePolicy) -> bool:
+    """Whether what is under a key may be another artifact tomorrow."""
+    return policy.mode is WriteMode.OVERWRITE
+
+
+def _unchanged(row: StoredArtifact, policy: NamespacePolicy) -> dict[str, str]:
     """What a 304 repeats (RFC 9110 section 15.4.5)."""
-    return {"ETag": row.digest.etag, "Cache-Control": _CACHE_CONTROL}
+    return {"ETag": row.digest.etag, "Cache-Control": _CACHE_CONTROL[_changes(policy)]}
 
 
-def _headers(row: StoredArtifact, span: tuple[int, int] | None) -> dict[str, str]:
+def _headers(
+    row: StoredArtifact, span: tuple[int, int] | None, policy: NamespacePolicy
+) -> dict[str, str]:
     headers = {
         "Content-Type": "application/octet-stream",
+        "Content-Disposition": "attachment",
         "ETag": row.digest.etag,
         "Repr-Digest": row.digest.repr_digest,
         "Accept-Ranges": "bytes",
-        "Cache-Control": _CACHE_CONTROL,
+        "Cache-Control": _CACHE_CONTROL[_changes(policy)],
     }
     if row.metadata_header:
         headers[HEADER_METADATA] = row.metadata_header
@@ -330,5 +374,8 @@ def _headers(row: StoredArtifact, span: tuple[int, int] | None) -> dict[str, str
     return headers
 
 
-_CACHE_CONTROL: Final = "private, max-age=31536000, immutable"
-"""A year: what is under a key never changes."""
+_CACHE_CONTROL: Final = {
+    False: "private, max-age=31536000, immutable",
+    True: "private, no-cache",
+}
+"""A year where what is under a key never changes; asked for every time where it may."""

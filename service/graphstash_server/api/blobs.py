@@ -31,7 +31,9 @@ _ACCEL_PREFIX: Final = "/_blobs/"
 _OTHER_CONDITIONS: Final = ("if-match", "if-modified-since", "if-unmodified-since")
 """Nothing here looks at them, and nginx would."""
 
-_MADE_BY_THE_PROXY: Final = frozenset({"Content-Range", "Accept-Ranges", "Cache-Control"})
+_MADE_BY_THE_PROXY: Final = frozenset(
+    {"Content-Range", "Accept-Ranges", "Cache-Control", "Content-Disposition"}
+)
 """Made of the file, or copied by nginx onto whatever it answers, be it that the file is gone."""
 
 _WATCHED_BYTES = 8 * 1024**2

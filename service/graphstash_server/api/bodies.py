@@ -18,30 +18,56 @@ M = TypeVar("M", bound=BaseModel)
 _MAX_JSON_BYTES = 2 * 1024**2
 """A manifest update of 4,096 keys has about 1.1 MB."""
 
+_MIN_BYTES_PER_SECOND = 8 * 1024
+"""Slowest body on average: what a telephone modem brought, far below any network that a cache is
+worth using on."""
+
 
 async def body_chunks(request: Request, *, idle_seconds: float) -> AsyncIterator[bytes]:
     """The body as it comes in.
 
+    Only the time that is spent waiting for the caller counts, not the time that its bytes take to
+    be stored.
+
+    Args:
+        request: whose body it is.
+        idle_seconds: the longest time without a byte, and the head start before the average rate
+            is looked at.
+
     Raises:
-        ServerError: 408 when nothing came for too long, 400 when the caller hung up.
+        ServerError: 408 when nothing came for too long, or too little altogether; 400 when the
+            caller hung up.
     """
+    now = asyncio.get_running_loop().time
+    allowed_seconds = idle_seconds  # that may still be spent waiting; bytes earn more
     while True:
+        began = now()
         try:
-            async with asyncio.timeout(idle_seconds):
+            async with asyncio.timeout(min(idle_seconds, allowed_seconds)):
                 message = await request.receive()
         except TimeoutError:
-            raise ServerError(
-                ErrorCode.UPLOAD_TIMEOUT,
-                f"no byte came for {idle_seconds:g} seconds: nothing was stored, send it again or "
-                "raise GRAPHSTASH_UPLOAD_IDLE_SECONDS on the server",
-                limit=idle_seconds,
-            ) from None
+            raise _too_slow(idle_seconds, is_idle=allowed_seconds >= idle_seconds) from None
         if message["type"] == "http.disconnect":
             raise ServerError(ErrorCode.LENGTH_MISMATCH, "the connection ended before the body did")
         if message.get("body"):
+            allowed_seconds += len(message["body"]) / _MIN_BYTES_PER_SECOND - (now() - began)
             yield message["body"]
         if not message.get("more_body", False):
             return
+
+
+def _too_slow(idle_seconds: float, *, is_idle: bool) -> ServerError:
+    came = (
+        f"no byte came for {idle_seconds:g} seconds"
+        if is_idle
+        else f"less than {_MIN_BYTES_PER_SECOND} bytes a second came after {idle_seconds:g} seconds"
+    )
+    return ServerError(
+        ErrorCode.UPLOAD_TIMEOUT,
+        f"{came}: nothing was stored, send it again or raise GRAPHSTASH_UPLOAD_IDLE_SECONDS on the "
+        "server",
+        limit=idle_seconds,
+    )
 
 
 async def read_model(request: Request, model: type[M], *, idle_seconds: float) -> M:

@@ -1,7 +1,7 @@
 """RequestFrame: the outermost frame of every request, in plain ASGI.
 
-It gives the request an id, refuses what no call could understand, puts the protocol headers on
-every answer and turns an unforeseen failure into a sanitised one.
+It gives the request an id, refuses what no call could understand, puts the headers that all answers
+have on every one and turns an unforeseen failure into a sanitised one.
 """
 
 import asyncio
@@ -30,11 +30,35 @@ _LOGGER = logging.getLogger(__name__)
 _MAX_HEADER_BYTES = 64 * 1024
 """Of all request headers together: four times the largest metadata header."""
 
+_MAX_TARGET_BYTES = 8 * 1024
+"""Of path and query: the longest path of a call has less than 500 bytes."""
+
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _ID_NAME = HEADER_REQUEST_ID.lower().encode()
 _PROTOCOL_NAME = HEADER_PROTOCOL.lower().encode()
 _PROTOCOL = str(PROTOCOL_VERSION).encode()
 _PREFIX = API_PREFIX + "/"
+
+_WATCHED = frozenset({_PROTOCOL_NAME, b"host", b"origin", b"transfer-encoding"})
+"""Request headers that may be a reason to refuse."""
+
+_READING = frozenset({"GET", "HEAD"})
+
+_SAFETY = (
+    # An answer is data. Should a browser show one, nothing in it runs, loads, sends or is framed.
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-frame-options", b"DENY"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+)
+_POLICY_NAME = b"content-security-policy"
+_DATA_POLICY = (
+    _POLICY_NAME,
+    b"sandbox; default-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+)
+_OVER_TLS = (b"strict-transport-security", b"max-age=31536000")
+_PAGES = frozenset({"/"})
+"""They bring a Content-Security-Policy of their own."""
 
 
 def _request_ids() -> Callable[[], bytes]:
@@ -62,7 +86,7 @@ class RequestFrame:
             return
         request_id = self._request_id(scope)
         scope.setdefault("state", {})["request_id"] = request_id.decode()
-        own_headers = [(_PROTOCOL_NAME, _PROTOCOL), (_ID_NAME, request_id)]
+        own_headers = _own_headers(scope, request_id)
         is_started = False
 
         async def send_framed(message: Message) -> None:
@@ -74,6 +98,7 @@ class RequestFrame:
 
         refusal = _refusal(scope)
         if refusal is not None:
+            scope["app"].state.context.accounting.count_refusal(refusal.code)
             await problem_response(request_id.decode(), refusal)(scope, receive, send_framed)
             return
         try:
@@ -105,19 +130,74 @@ class RequestFrame:
         return self._new_request_id()
 
 
+def _own_headers(scope: Scope, request_id: bytes) -> list[tuple[bytes, bytes]]:
+    """What every answer has."""
+    headers = [(_PROTOCOL_NAME, _PROTOCOL), (_ID_NAME, request_id), *_SAFETY]
+    if scope["path"] not in _PAGES:
+        headers.append(_DATA_POLICY)
+    if scope["scheme"] == "https":
+        headers.append(_OVER_TLS)
+    return headers
+
+
 def _refusal(scope: Scope) -> ServerError | None:
+    """Why no call gets to see the request; None when one does."""
     size_bytes = 0
-    spoken = _PROTOCOL
+    watched = {}
+    hosts = 0
     for name, value in scope["headers"]:
         size_bytes += len(name) + len(value)
-        if name == _PROTOCOL_NAME:
-            spoken = value
+        if name in _WATCHED:
+            watched[name] = value
+            hosts += name == b"host"
+    if (refusal := scope["state"].get("refusal")) is not None:
+        assert isinstance(refusal, ServerError)  # noqa: S101 - the connection found one
+        return refusal
     if size_bytes > _MAX_HEADER_BYTES:
         return ServerError(
             ErrorCode.HEADERS_TOO_LARGE,
             f"the headers have {size_bytes} bytes and this server takes {_MAX_HEADER_BYTES}",
             limit=_MAX_HEADER_BYTES,
         )
+    return _target_refusal(scope) or _header_refusal(scope, watched, hosts=hosts)
+
+
+def _target_refusal(scope: Scope) -> ServerError | None:
+    """Refuses a path that is too long, or that others may read as another one."""
+    raw: bytes = scope.get("raw_path") or b""
+    size_bytes = len(raw) + len(scope["query_string"])
+    if size_bytes > _MAX_TARGET_BYTES:
+        return ServerError(
+            ErrorCode.HEADERS_TOO_LARGE,
+            f"path and query have {size_bytes} bytes and this server takes {_MAX_TARGET_BYTES}",
+            limit=_MAX_TARGET_BYTES,
+        )
+    if b"%" in raw and raw.count(b"/") != scope["path"].count("/"):
+        return ServerError(
+            ErrorCode.NOT_FOUND,
+            "the path has a / that is written as %2F: no word of a path has one",
+        )
+    return None
+
+
+def _header_refusal(scope: Scope, given: dict[bytes, bytes], *, hosts: int) -> ServerError | None:
+    """Refuses headers that would be read in two ways, or that only a browser sends."""
+    if hosts != 1 and (hosts or scope["http_version"] == "1.1"):
+        return ServerError(
+            ErrorCode.INVALID_REQUEST, f"there are {hosts} Host headers: expected 1 (RFC 9112)"
+        )
+    if b"transfer-encoding" in given:
+        # Two ways to say where a body ends are one too many: requests are smuggled between them.
+        return ServerError(
+            ErrorCode.LENGTH_REQUIRED, "send Content-Length instead of Transfer-Encoding"
+        )
+    if b"origin" in given and scope["method"] not in _READING:
+        return ServerError(
+            ErrorCode.FORBIDDEN,
+            "a request with the header Origin comes from a page in a browser, which may change "
+            "nothing here: leave it out",
+        )
+    spoken = given.get(_PROTOCOL_NAME, _PROTOCOL)
     if spoken.strip() != _PROTOCOL and scope["path"].startswith(_PREFIX):
         shown = spoken[:32].decode("latin-1")
         return ServerError(

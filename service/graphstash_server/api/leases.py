@@ -5,12 +5,12 @@ from typing import Final
 
 from fastapi import APIRouter, Request, Response
 
-from graphstash_schema import ErrorCode, LeaseOutcome, LeaseReply, LeaseRequest, LeaseState
+from graphstash_schema import ErrorCode, LeaseOutcome, LeaseReply, LeaseRequest, LeaseState, Scope
 from graphstash_schema.protocol import API_PREFIX, HEADER_LEASE, MAX_WAIT_SECONDS
+from graphstash_server.api.access import access_refusals, authorized
 from graphstash_server.api.bodies import json_body, read_model
 from graphstash_server.api.conditions import requested_wait
-from graphstash_server.api.paths import IN_KEY, KEY, key_of
-from graphstash_server.api.problems import refusals
+from graphstash_server.api.paths import IN_KEY, KEY, key_of, named_namespace
 from graphstash_server.context import ProcessContext
 from graphstash_server.errors import ServerError
 from graphstash_server.services.leases import Acquisition
@@ -28,6 +28,13 @@ _BAD_WORD: Final = (
     ErrorCode.INVALID_REQUEST,
     ErrorCode.UNSUPPORTED_PROTOCOL,
 )
+_OUTCOME: Final = {
+    "name": "outcome",
+    "in": "query",
+    "required": True,
+    "schema": {"type": "string", "enum": [outcome.value for outcome in LeaseOutcome]},
+}
+_SHOWN: Final = 40
 _STATUS: Final = {LeaseState.GRANTED: 201, LeaseState.READY: 200, LeaseState.HELD: 202}
 
 
@@ -39,12 +46,13 @@ _STATUS: Final = {LeaseState.GRANTED: 201, LeaseState.READY: 200, LeaseState.HEL
         200: {"model": LeaseReply, "description": "the artifact is there, fetch it"},
         201: {"model": LeaseReply, "description": "granted: compile"},
         202: {"model": LeaseReply, "description": "somebody else compiles: ask again"},
-        **refusals(*_BAD_WORD, ErrorCode.UNAVAILABLE),
+        **access_refusals(*_BAD_WORD, ErrorCode.UNAVAILABLE),
     },
     openapi_extra=json_body(LeaseRequest, IN_KEY),
 )
 async def acquire_lease(request: Request) -> Response:
     """Asks for the right to compile; `Prefer: wait=<seconds>` waits for it or for the artifact."""
+    await authorized(request, named_namespace(request), Scope.WRITE)
     key = key_of(request)
     context: ProcessContext = request.app.state.context
     wanted = await read_model(
@@ -71,12 +79,13 @@ async def acquire_lease(request: Request) -> Response:
     response_class=Response,
     responses={
         200: {"model": LeaseReply, "description": "renewed"},
-        **refusals(*_BAD_WORD, ErrorCode.LEASE_LOST),
+        **access_refusals(*_BAD_WORD, ErrorCode.LEASE_LOST),
     },
     openapi_extra=json_body(LeaseRequest, IN_KEY),
 )
 async def renew_lease(request: Request) -> Response:
     """Keeps a lease for longer; 410 when somebody else may have it by now."""
+    await authorized(request, named_namespace(request), Scope.WRITE)
     key = key_of(request)
     context: ProcessContext = request.app.state.context
     wanted = await read_model(
@@ -92,19 +101,29 @@ async def renew_lease(request: Request) -> Response:
     status_code=204,
     responses={
         204: {"description": "ended"},
-        **refusals(*_BAD_WORD, ErrorCode.LEASE_LOST),
+        **access_refusals(*_BAD_WORD, ErrorCode.LEASE_LOST),
     },
-    openapi_extra={"parameters": IN_KEY},
+    openapi_extra={"parameters": [*IN_KEY, _OUTCOME]},
 )
-async def release_lease(
-    request: Request,
-    outcome: LeaseOutcome,  # noqa: ARG001 - checked and documented; who waits looks for itself
-) -> Response:
+async def release_lease(request: Request) -> Response:
     """Ends a lease: after `published` the artifact is there, after `failed` a waiter compiles."""
+    await authorized(request, named_namespace(request), Scope.WRITE)
     key = key_of(request)
+    _check_outcome(request)
     context: ProcessContext = request.app.state.context
     await context.leases.release(key, token=_token(request))
     return Response(status_code=204)
+
+
+def _check_outcome(request: Request) -> None:
+    """It is checked and documented, no more: who waits looks for itself."""
+    outcome = request.query_params.get("outcome")
+    if outcome not in set(LeaseOutcome):
+        raise ServerError(
+            ErrorCode.INVALID_REQUEST,
+            f"query.outcome: {(outcome or '')[:_SHOWN]!r} is not valid: expected one of "
+            f"{', '.join(LeaseOutcome)}",
+        )
 
 
 def _token(request: Request) -> str:

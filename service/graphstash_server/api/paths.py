@@ -12,10 +12,25 @@ from graphstash_schema import DeviceType, Fingerprint, ManifestName, Namespace, 
 from graphstash_schema.fingerprint import ArtifactKind
 from graphstash_server.keys import StoredKey
 
-__all__ = ["IN_KEY", "IN_MANIFEST", "IN_NAMESPACE", "KEY", "key_of", "manifest_of", "namespace_of"]
+__all__ = [
+    "IN_KEY",
+    "IN_MANIFEST",
+    "IN_NAMESPACE",
+    "KEY",
+    "key_of",
+    "manifest_of",
+    "named_namespace",
+    "namespace_of",
+]
 
 KEY: Final = "{kind}/{device_type}/{fingerprint}"
 """The path segments of a key."""
+
+
+def named_namespace(request: Request) -> str:
+    """The namespace as it stands in the path: not checked yet."""
+    named: str = request.path_params["namespace"]
+    return named
 
 
 def namespace_of(request: Request) -> Namespace:

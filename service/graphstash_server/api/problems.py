@@ -1,6 +1,7 @@
 """Problem documents: every refusal leaves the server in this form (RFC 9457)."""
 
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from starlette.routing import BaseRoute, Match
 
 from graphstash_schema import STATUS, ErrorCode, InvalidValueError, Problem
 from graphstash_schema.protocol import PROBLEM_MEDIA_TYPE
+from graphstash_server.context import ProcessContext
 from graphstash_server.errors import ServerError
 
 __all__ = ["add_problem_handlers", "invalid_body", "problem_response", "refusals"]
@@ -75,6 +77,8 @@ def invalid_body(error: ValidationError | RequestValidationError) -> ServerError
 
 
 _SHOWN = 120
+
+_CHALLENGE = 'Bearer realm="graphstash"'
 
 _RETRY_SECONDS = "2"
 """A database or a store that restarts needs about as long, and a job has better to do meanwhile."""
@@ -146,11 +150,17 @@ def _answer(
 ) -> Response:
     """Closes the connection where the rest of the request would be taken for the next one."""
     headers = dict(headers or {})
-    if error.code is ErrorCode.UNAVAILABLE:
+    if error.retry_after_seconds is not None:
+        headers["Retry-After"] = str(max(math.ceil(error.retry_after_seconds), 1))
+    elif error.code is ErrorCode.UNAVAILABLE:
         headers["Retry-After"] = _RETRY_SECONDS
+    context: ProcessContext = request.app.state.context
+    context.accounting.count_refusal(error.code)
     request_id: str = request.scope["state"]["request_id"]
     if "expect" in request.headers or error.code is ErrorCode.UPLOAD_TIMEOUT:
         headers["Connection"] = "close"
+    if error.code is ErrorCode.UNAUTHENTICATED:
+        headers["WWW-Authenticate"] = _CHALLENGE
     if error.code is ErrorCode.RANGE_NOT_SATISFIABLE:
         headers["Content-Range"] = f"bytes */{error.limit:.0f}"
     level = logging.ERROR if error.code is ErrorCode.INTERNAL else logging.DEBUG

@@ -119,7 +119,8 @@ artifacts = Table(
     Index(None, "namespace", "rank"),
     Index(None, "last_used_at"),
 )
-"""One row is one artifact; its key, digest and size never change."""
+"""One row is one artifact; its key never changes, and its digest and size only where a namespace's
+policy lets a PUT replace what is there."""
 
 deletions = Table(
     "deletions",

@@ -6,13 +6,17 @@ statistics and the order of eviction depends on it.
 
 import asyncio
 import logging
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from graphstash_schema import ErrorCode
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
-from graphstash_server.db.queries.artifacts import touch_artifacts
-from graphstash_server.db.queries.usage import UsageChange, add_usage
+from graphstash_server.db.queries.keeping import touch_artifacts
+from graphstash_server.db.queries.tokens import touch_tokens
+from graphstash_server.db.queries.usage import UsageChange, add_counts
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
 
@@ -27,6 +31,7 @@ class _Counts:
 
     usage: dict[str, UsageChange] = field(default_factory=dict)
     uses: dict[StoredKey, tuple[int, datetime]] = field(default_factory=dict)
+    token_uses: dict[str, datetime] = field(default_factory=dict)
 
     def add(self, namespace: str, change: UsageChange) -> None:
         before = self.usage.get(namespace, _NOTHING)
@@ -51,11 +56,23 @@ class Accounting:
         self._counts = _Counts()
         self._flushing = asyncio.Lock()  # one flush at a time, so that counts merge back in order
         self._healed = 0
+        self._reported = 0
+        self._refused: Counter[ErrorCode] = Counter()
 
     @property
     def healed(self) -> int:
         """Rows that this process dropped because their blob was lost or damaged."""
         return self._healed
+
+    @property
+    def reported(self) -> int:
+        """Reports of wrong artifacts that this process got, of artifacts that were there."""
+        return self._reported
+
+    @property
+    def refused(self) -> Mapping[ErrorCode, int]:
+        """How many requests this process refused, by code."""
+        return self._refused
 
     def count_hit(self, key: StoredKey, *, saved_seconds: float) -> None:
         """An artifact is served from its first byte."""
@@ -78,9 +95,21 @@ class Accounting:
         """Other bytes were sent for a key that has some."""
         self._counts.add(key.namespace, UsageChange(conflicts=1))
 
+    def count_token_use(self, token_id: str) -> None:
+        """A caller showed a good token."""
+        self._counts.token_uses[token_id] = self._clock()
+
     def count_healed(self) -> None:
         """A row was dropped because its blob was lost or damaged."""
         self._healed += 1
+
+    def count_reported(self) -> None:
+        """Somebody found an artifact wrong."""
+        self._reported += 1
+
+    def count_refusal(self, code: ErrorCode) -> None:
+        """A request was refused."""
+        self._refused[code] += 1
 
     async def flush(self) -> None:
         """Writes the counts down; when that fails they are kept for the next time.
@@ -90,7 +119,7 @@ class Accounting:
         """
         async with self._flushing:
             counts, self._counts = self._counts, _Counts()
-            if not counts.usage and not counts.uses:
+            if not counts.usage and not counts.uses and not counts.token_uses:
                 return
             try:
                 async with self._database.writing() as connection:
@@ -102,13 +131,15 @@ class Accounting:
                                 for key in sorted(counts.uses, key=lambda key: key.columns)
                             ],
                         )
-                    for namespace, change in sorted(counts.usage.items()):
-                        await add_usage(connection, namespace, change)
+                    await add_counts(connection, counts.usage)
+                    if counts.token_uses:
+                        await touch_tokens(connection, counts.token_uses)
             except BaseException:
                 for namespace, change in counts.usage.items():
                     self._counts.add(namespace, change)
                 for key, (hits, at) in counts.uses.items():
                     self._counts.use(key, hits, at)
+                self._counts.token_uses = counts.token_uses | self._counts.token_uses
                 raise
 
     async def run(self, *, every_seconds: float) -> None:

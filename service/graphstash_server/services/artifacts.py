@@ -3,11 +3,12 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import TypeAlias
 
-from graphstash_schema import Digest, Namespace, VerifyResponse
+from graphstash_schema import AuditAction, Digest, Namespace, VerifyResponse
 from graphstash_schema.protocol import LOOKUP_PIN_SECONDS
+from graphstash_server.actor import Actor
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.artifacts import (
@@ -15,10 +16,13 @@ from graphstash_server.db.queries.artifacts import (
     delete_artifact,
     find_artifact,
     find_artifacts,
-    pin_artifacts,
+    find_stored,
 )
+from graphstash_server.db.queries.audit import AuditRecord, add_audit
 from graphstash_server.db.queries.deletions import add_deletions
+from graphstash_server.db.queries.keeping import pin_artifacts
 from graphstash_server.db.queries.locks import share_blobs
+from graphstash_server.db.queries.reports import drop_report
 from graphstash_server.db.queries.usage import UsageChange, add_usage
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
@@ -32,6 +36,9 @@ __all__ = ["ArtifactService", "OpenArtifact", "StoredArtifact"]
 _LOGGER = logging.getLogger(__name__)
 
 _PIN = timedelta(seconds=LOOKUP_PIN_SECONDS)
+
+_LOOKS = 3
+"""At an artifact whose blob is gone because another one took its place a moment ago."""
 
 StoredArtifact: TypeAlias = ArtifactRow
 """What a service tells about an artifact."""
@@ -75,14 +82,16 @@ class ArtifactService:
             if reader is not None:
                 return OpenArtifact(row, reader)
             self._recent.drop(key)
-        row = await self._read(key)
-        if row is None:
-            return None
-        reader = await self._open_whole(row.digest)
-        if reader is None:
-            await self.heal(row)
-            return None
-        return OpenArtifact(row, reader)
+        for _ in range(_LOOKS):
+            row = await self._read(key)
+            if row is None:
+                return None
+            reader = await self._open_whole(row.digest)
+            if reader is not None:
+                return OpenArtifact(row, reader)
+            if await self.heal(row):
+                return None
+        return None
 
     async def link(self, key: StoredKey) -> tuple[ArtifactRow, str] | None:
         """Where a client can fetch an artifact by itself; None: `open` it, if it is there at all.
@@ -95,13 +104,24 @@ class ArtifactService:
 
     async def find(self, key: StoredKey) -> ArtifactRow | None:
         """What is known about an artifact whose blob is there; None otherwise."""
-        row = await self._read(key)
-        if row is None:
-            return None
-        if await self._blobs.stat(row.digest) != row.digest.size_bytes:
-            await self.heal(row)
-            return None
-        return row
+        for _ in range(_LOOKS):
+            row = await self._read(key)
+            if row is None or await self._is_there(row):
+                return row
+            if await self.heal(row):
+                return None
+        return None
+
+    async def find_stored(self, key: StoredKey) -> ArtifactRow | None:
+        """The same, of an artifact that may be withheld: what an upload finds in its way."""
+        for _ in range(_LOOKS):
+            async with self._database.reading() as connection:
+                row = await find_stored(connection, key)
+            if row is None or await self._is_there(row):
+                return row
+            if await self.heal(row):
+                return None
+        return None
 
     async def verify(self, key: StoredKey) -> VerifyResponse:
         """Reads an artifact's blob and compares its digest; drops the artifact when it is damaged.
@@ -140,20 +160,40 @@ class ArtifactService:
                 await pin_artifacts(connection, loose, until=promised + _PIN)
         return {key: artifact.digest for key, artifact in found.items()}
 
-    async def delete(self, key: StoredKey) -> bool:
-        """Removes an artifact, and its blob unless another artifact has it; False when absent."""
-        return await self._delete(key, digest=None)
+    async def delete(self, key: StoredKey, *, actor: Actor) -> bool:
+        """Removes an artifact, be it withheld, and its blob unless another artifact has it; False
+        when it is absent.
 
-    async def heal(self, row: ArtifactRow) -> None:
-        """Drops an artifact whose blob is lost or damaged, if it is still the same one.
+        Raises:
+            ServerError: 503.
+        """
+        while True:  # another one may take its place meanwhile
+            async with self._database.reading() as connection:
+                row = await find_stored(connection, key)
+            if row is None:
+                self.forget(key)
+                return False
+            if await self._delete(key, row.digest, actor=actor):
+                return True
+
+    async def heal(self, row: ArtifactRow) -> bool:
+        """Drops an artifact whose blob is lost or damaged, if it is still the same one; False when
+        it is not.
 
         When the database cannot do it now, a later request tries again: reading goes on.
         """
         try:
-            if await self._delete(row.key, digest=row.digest):
-                self._accounting.count_healed()
+            is_dropped = await self._delete(row.key, row.digest, created_at=row.created_at)
         except ServerError as error:
             _LOGGER.warning("%s lost its blob and cannot be dropped now: %s", row.key.key, error)
+            return False
+        if is_dropped:
+            self._accounting.count_healed()
+        return is_dropped
+
+    def forget(self, key: StoredKey) -> None:
+        """Lets the next request ask the database: the artifact is not what it was."""
+        self._recent.drop(key)
 
     async def _read(self, key: StoredKey) -> ArtifactRow | None:
         read_at = self._clock()
@@ -171,21 +211,37 @@ class ArtifactService:
         await reader.close()
         return None
 
-    async def _delete(self, key: StoredKey, *, digest: Digest | None) -> bool:
+    async def _is_there(self, row: ArtifactRow) -> bool:
+        return await self._blobs.stat(row.digest) == row.digest.size_bytes
+
+    async def _delete(
+        self,
+        key: StoredKey,
+        digest: Digest,
+        *,
+        actor: Actor | None = None,
+        created_at: datetime | None = None,
+    ) -> bool:
+        """Removes what is still as it was found; written down when somebody wanted it."""
         async with self._database.writing() as connection:
-            if digest is None:
-                row = await find_artifact(connection, key)
-                digest = None if row is None else row.digest
-            gone = None
-            if digest is not None:
-                await share_blobs(connection, [digest])
-                gone = await delete_artifact(connection, key, digest=digest)
-            if gone is not None:
-                change = UsageChange(artifacts=-1, size_bytes=-gone.size_bytes)
+            await share_blobs(connection, [digest])
+            is_gone = await delete_artifact(connection, key, digest=digest, created_at=created_at)
+            if is_gone:
+                change = UsageChange(artifacts=-1, size_bytes=-digest.size_bytes)
                 await add_usage(connection, key.namespace, change)
-                await add_deletions(connection, [gone])
-        self._recent.drop(key)
-        if gone is None:
-            return False
-        await self._keeper.collect(gone, only_marked=True)
-        return True
+                await drop_report(connection, key)
+                await add_deletions(connection, [digest])
+            if is_gone and actor is not None:
+                record = AuditRecord(
+                    self._clock(),
+                    actor,
+                    AuditAction.DELETE,
+                    key.namespace,
+                    subject=str(key.key),
+                    detail=str(digest),
+                )
+                await add_audit(connection, [record])
+        self.forget(key)
+        if is_gone:
+            await self._keeper.collect(digest, only_marked=True)
+        return is_gone

@@ -29,6 +29,11 @@ class Budget(NamedTuple):
         return cls(hard_bytes, soft_bytes)
 
     @property
+    def is_none(self) -> bool:
+        """Whether there is no limit at all."""
+        return self.hard_bytes is None and self.soft_bytes is None
+
+    @property
     def goal_bytes(self) -> int | None:
         """Where eviction ends: a little below where it begins, so that not every upload evicts."""
         return None if self.soft_bytes is None else int(self.soft_bytes * _ROOM_SHARE)
@@ -64,10 +69,16 @@ class Budgets:
         self._exceptions = [
             (pattern, Budget.of(limit)) for pattern, limit in (exceptions or {}).items()
         ]
-        self.are_none = store == (None, None) and not self._exceptions and not namespace_bytes
 
-    def of(self, namespace: str) -> Budget:
-        """Of one namespace."""
+    def of(self, namespace: str, limits: Mapping[str, int]) -> Budget:
+        """Of one namespace.
+
+        Args:
+            namespace: which one.
+            limits: hard limits that namespaces have by their policies; they win.
+        """
+        if namespace in limits:
+            return Budget.of(limits[namespace])
         for pattern, budget in self._exceptions:
             if fnmatchcase(namespace, pattern):
                 return budget

@@ -21,7 +21,8 @@ from graphstash_server.db.queries.locks import lock_name
 from graphstash_server.db.queries.usage import list_usage, stored_bytes
 from graphstash_server.errors import NoSpaceError
 from graphstash_server.services.blobs import BlobKeeper
-from graphstash_server.services.budget import Budgets
+from graphstash_server.services.budget import Budget, Budgets
+from graphstash_server.services.policies import PolicyService
 
 __all__ = ["Evictor"]
 
@@ -44,12 +45,19 @@ class Evictor:
     """
 
     def __init__(
-        self, *, database: Database, keeper: BlobKeeper, budgets: Budgets, clock: Clock
+        self,
+        *,
+        database: Database,
+        keeper: BlobKeeper,
+        budgets: Budgets,
+        policies: PolicyService,
+        clock: Clock,
     ) -> None:
         self.is_needed = asyncio.Event()
         self._database = database
         self._keeper = keeper
         self._budgets = budgets
+        self._policies = policies
         self._clock = clock
 
     async def ensure_room(self, namespace: str, size_bytes: int) -> None:
@@ -60,14 +68,15 @@ class Evictor:
         Raises:
             NoSpaceError: when even that is not enough: too much is pinned, or it is too large.
         """
-        if self._budgets.are_none:
+        budget = self._budgets.of(namespace, await self._policies.limits())
+        if budget.is_none and self._budgets.store.is_none:
             return
-        over = await self._over(namespace, size_bytes)
+        over = await self._over(namespace, size_bytes, budget)
         for _ in range(_ATTEMPTS):
             if over is None:
                 return
-            await self._make_room(namespace, size_bytes)
-            over = await self._over(namespace, size_bytes)
+            await self._make_room(namespace, size_bytes, budget)
+            over = await self._over(namespace, size_bytes, budget)
         if over is not None:
             raise over
 
@@ -131,7 +140,7 @@ class Evictor:
         async with self._database.writing() as connection:
             return len(await evict_artifacts(connection, chosen, now=self._clock()))
 
-    async def _over(self, namespace: str, size_bytes: int) -> NoSpaceError | None:
+    async def _over(self, namespace: str, size_bytes: int, budget: Budget) -> NoSpaceError | None:
         """What an upload would pass; notes when it is time to evict."""
         keeper = self._keeper
         under_way, begun = keeper.uploading_bytes(), keeper.begun_bytes()
@@ -145,7 +154,6 @@ class Evictor:
         # one nothing is awaited: no other can slip in.
         stored += under_way + keeper.begun_bytes() - begun
         own += own_under_way + keeper.begun_bytes(namespace) - own_begun
-        budget = self._budgets.of(namespace)
         if self._budgets.store.is_passed_softly(stored) or budget.is_passed_softly(own):
             self.is_needed.set()
         if self._budgets.store.is_passed(stored + pending):
@@ -157,9 +165,9 @@ class Evictor:
             return _refusal(size_bytes, where, own - size_bytes, budget.hard_bytes)
         return None
 
-    async def _make_room(self, namespace: str, size_bytes: int) -> None:
+    async def _make_room(self, namespace: str, size_bytes: int, budget: Budget) -> None:
         """Evicts for one upload. One that would never fit drives nobody out."""
-        own, store = self._budgets.of(namespace).hard_bytes, self._budgets.store.hard_bytes
+        own, store = budget.hard_bytes, self._budgets.store.hard_bytes
         if any(limit is not None and limit < size_bytes for limit in (own, store)):
             return
         if own is not None:
@@ -179,10 +187,11 @@ class Evictor:
 
     async def _passed(self) -> list[tuple[str | None, int]]:
         """Namespaces, or None for the whole store, above their soft limit, and how far to go."""
+        limits = await self._policies.limits()
         async with self._database.reading() as connection:
             usage = await list_usage(connection)
         sizes: dict[str | None, int] = {each.namespace: each.size_bytes for each in usage}
-        budgets = {name: self._budgets.of(name or "") for name in sizes}
+        budgets = {name: self._budgets.of(name or "", limits) for name in sizes}
         budgets[None] = self._budgets.store  # last: what the namespaces free counts for it
         sizes[None] = sum(sizes.values())
         return [
@@ -235,6 +244,7 @@ def _refusal(size_bytes: int, where: str, used_bytes: int, limit_bytes: int | No
     return NoSpaceError(
         f"the artifact has {size_bytes} bytes, {where} has {used_bytes} of at most {limit_bytes} "
         "and nothing more can be evicted: unpin or delete artifacts, or raise the limit "
-        "(GRAPHSTASH_STORE_LIMIT_BYTES, GRAPHSTASH_NAMESPACE_LIMIT_BYTES)",
+        "(GRAPHSTASH_STORE_LIMIT_BYTES, GRAPHSTASH_NAMESPACE_LIMIT_BYTES, graphstash namespace "
+        "set --limit)",
         limit=limit_bytes,
     )

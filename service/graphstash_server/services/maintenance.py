@@ -15,6 +15,7 @@ from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.chores import claim_chore
 from graphstash_server.db.queries.eviction import Candidate
 from graphstash_server.errors import ServerError
+from graphstash_server.services.audit import AuditService
 from graphstash_server.services.blobs import BlobKeeper
 from graphstash_server.services.eviction import Evictor
 from graphstash_server.services.retention import RetentionService
@@ -43,9 +44,11 @@ class Maintenance:
         evictor: Evictor,
         retention: RetentionService,
         tidy: TidyService,
+        audit: AuditService,
         clock: Clock,
         unused_longer_than: timedelta | None,
         toolchains_kept: int | None,
+        audit_kept_for: timedelta,
         jitter: Callable[[], float] = random.random,
     ) -> None:
         self._database = database
@@ -53,9 +56,11 @@ class Maintenance:
         self._evictor = evictor
         self._retention = retention
         self._tidy = tidy
+        self._audit = audit
         self._clock = clock
         self._unused_longer_than = unused_longer_than
         self._toolchains_kept = toolchains_kept
+        self._audit_kept_for = audit_kept_for
         self._jitter = jitter
 
     async def run(self, *, every_seconds: float, started_at: datetime, was_alone: bool) -> None:
@@ -90,6 +95,8 @@ class Maintenance:
             await self._tidy.drop_old_leases()
         if await self._is_due("retention", _HOURLY):
             await self.retain()
+        if await self._is_due("prune the audit log", _HOURLY):
+            await self._audit.prune(older_than=self._clock() - self._audit_kept_for)
         if await self._is_due("compare rows and blobs", _DAILY):
             await self._tidy.tidy(blobs_before=self._clock() - _ORPHAN_AGE)
 

@@ -5,7 +5,7 @@ from datetime import datetime
 
 from graphstash_schema import ManifestName, Namespace
 from graphstash_server.db.engine import Database
-from graphstash_server.db.queries.artifacts import pin_artifacts, unpin_artifacts
+from graphstash_server.db.queries.keeping import pin_artifacts, unpin_artifacts
 from graphstash_server.db.queries.manifests import list_entries
 from graphstash_server.keys import StoredKey
 

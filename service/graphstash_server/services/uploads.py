@@ -4,13 +4,14 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 
-from graphstash_schema import Digest, ErrorCode
+from graphstash_schema import Digest, ErrorCode, Namespace, NamespacePolicy
 from graphstash_server.errors import NoSpaceError, ServerError
 from graphstash_server.services.accounting import Accounting
 from graphstash_server.services.artifacts import ArtifactService
 from graphstash_server.services.blobs import BlobKeeper
-from graphstash_server.services.commits import Committer, Upload
+from graphstash_server.services.commits import Committer, Upload, withheld
 from graphstash_server.services.eviction import Evictor
+from graphstash_server.services.policies import check_writable
 from graphstash_server.services.waiting import Waiters, Wake
 from graphstash_server.storage import BlobStore
 
@@ -23,7 +24,8 @@ _ATTEMPTS_WHEN_FULL = 4
 
 class UploadService:
     """The first writer of a key stays: compilers are not reproducible, and the processes of one job
-    must all load one executable.
+    must all load one executable. A namespace's policy may let the last one stay instead, or none
+    in.
     """
 
     def __init__(
@@ -70,11 +72,14 @@ class UploadService:
             False when the same bytes were under the key already; the chunks are not read then.
 
         Raises:
-            ServerError: 412, 409, 413, 507, 400 or 503, see the design's list of answers; nothing
-                is stored then.
+            ServerError: 403, 412, 409, 413, 507, 400 or 503, see the design's list of answers;
+                nothing is stored then.
         """
-        existing = await self._artifacts.find(upload.key)
-        if existing is not None:
+        self.check(upload.key.namespace, upload.digest.size_bytes, policy=upload.policy)
+        existing = await self._artifacts.find_stored(upload.key)
+        if existing is not None and existing.withheld_at is not None:
+            raise withheld(upload, existing.digest)
+        if existing is not None and (existing.digest == upload.digest or not upload.replaces):
             return self._refuse_other(upload, existing.digest)
         await self._evictor.ensure_room(upload.key.namespace, upload.digest.size_bytes)
         is_due = False
@@ -83,16 +88,19 @@ class UploadService:
                 is_due = await self._keeper.settle(upload.digest)
                 await self._put(upload.digest, chunks)
                 is_due = True
-                faster = await self._committer.commit(upload)
+                commit = await self._committer.commit(upload)
         except BaseException:
             if is_due:
                 await asyncio.shield(self._drop_blob(upload.digest))
             raise
-        self._waiters.wake(Wake.ready(upload.key, faster or upload.digest))
-        if faster is None:
+        self._waiters.wake(Wake.ready(upload.key, commit.stays or upload.digest))
+        if commit.replaced is not None:
+            self._artifacts.forget(upload.key)
+            await self._drop_blob(commit.replaced)
+        if commit.stays is None:
             return True
         await self._drop_blob(upload.digest)
-        return self._refuse_other(upload, faster)
+        return self._refuse_other(upload, commit.stays)
 
     async def _put(self, digest: Digest, chunks: AsyncIterator[bytes]) -> None:
         """Stores the bytes. When the disk is full and none was read yet, others make room; more
@@ -112,18 +120,30 @@ class UploadService:
                 return
 
     async def _drop_blob(self, digest: Digest) -> None:
-        """Removes a blob whose row was not stored; what fails here is tidied at the next start."""
+        """Removes a blob whose row was not stored, or is another one's now; what fails here is
+        tidied at the next start, or is marked.
+        """
         try:
             await self._keeper.collect(digest)
         except ServerError as error:
             _LOGGER.warning("the unused blob %s stays for now: %s", digest, error)
 
-    def check_size(self, size_bytes: int) -> None:
-        """Refuses what is too large, before anything else is looked at.
+    def check(self, namespace: Namespace, size_bytes: int, *, policy: NamespacePolicy) -> None:
+        """Refuses what the rules do not let in, before anything else is looked at.
 
         Raises:
-            ServerError: 413.
+            ServerError: 403 or 413.
         """
+        check_writable(namespace, policy)
+        limit = policy.max_artifact_bytes
+        if limit is not None and size_bytes > limit:
+            raise ServerError(
+                ErrorCode.TOO_LARGE,
+                f"the artifact has {size_bytes} bytes and the namespace {namespace} takes at most "
+                f"{limit}: an admin can raise it (graphstash namespace set {namespace} "
+                "--max-artifact)",
+                limit=limit,
+            )
         if size_bytes > self._max_artifact_bytes:
             raise ServerError(
                 ErrorCode.TOO_LARGE,

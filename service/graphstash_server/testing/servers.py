@@ -38,7 +38,8 @@ class LiveServer:
             data_dir=data_dir, **{"shutdown_seconds": 5, "min_free_bytes": 0, **settings}
         )
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        scheme = "http" if self._settings.tls_cert_file is None else "https"
+        self.url = f"{scheme}://127.0.0.1:{self._listener.getsockname()[1]}"
         self._ready = threading.Event()
         self._server = make_server(self._settings, when_ready=self._ready.set)
         self._thread = threading.Thread(target=self._run, name="live-server", daemon=True)

@@ -4,10 +4,17 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, and_, bindparam, delete, or_, select, update
+from sqlalchemy import ColumnElement, and_, delete, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import ArtifactKind, Digest, Namespace
+from graphstash_server.db.queries.keys import (
+    WHERE_KEY,
+    in_parts,
+    is_key,
+    key_parameters,
+    key_values,
+)
 from graphstash_server.db.queries.upsert import insert_into
 from graphstash_server.db.tables import artifacts
 from graphstash_server.keys import StoredKey
@@ -19,17 +26,13 @@ __all__ = [
     "delete_artifact",
     "find_artifact",
     "find_artifacts",
+    "find_stored",
     "insert_artifact",
     "is_blob_used",
     "list_artifacts_of",
     "list_digests",
-    "pin_artifacts",
-    "touch_artifacts",
-    "unpin_artifacts",
+    "replace_artifact",
 ]
-
-_KEYS_PER_STATEMENT = 500
-"""Below every database's limit on parameters (SQLite had 999 until 3.32)."""
 
 _FIND_MANY = select(
     artifacts.c.kind,
@@ -51,6 +54,7 @@ _CHOSEN = select(
     artifacts.c.compile_seconds,
     artifacts.c.hits,
     artifacts.c.created_at,
+    artifacts.c.withheld_at,
 )
 
 
@@ -63,6 +67,7 @@ class ArtifactRow(NamedTuple):
     compile_seconds: float
     hits: int
     created_at: datetime
+    withheld_at: datetime | None = None
 
 
 class FoundArtifact(NamedTuple):
@@ -73,22 +78,30 @@ class FoundArtifact(NamedTuple):
 
 
 async def find_artifact(connection: AsyncConnection, key: StoredKey) -> ArtifactRow | None:
-    """One artifact, or None."""
-    found = (await connection.execute(_FIND_ONE, _parameters(key))).first()
+    """One artifact that may be served, or None: what is withheld is absent to whoever asks."""
+    found = (await connection.execute(_FIND_ONE, key_parameters(key))).first()
+    return _row(found, key) if found is not None else None
+
+
+async def find_stored(connection: AsyncConnection, key: StoredKey) -> ArtifactRow | None:
+    """One artifact, be it withheld, or None."""
+    found = (await connection.execute(_FIND_STORED, key_parameters(key))).first()
     return _row(found, key) if found is not None else None
 
 
 async def find_artifacts(
     connection: AsyncConnection, namespace: Namespace, keys: Sequence[StoredKey]
 ) -> dict[StoredKey, FoundArtifact]:
-    """Those of many artifacts of one namespace that exist."""
+    """Those of many artifacts of one namespace that exist and may be served."""
     wanted: dict[tuple[str, str, str], StoredKey] = {
         (key.kind.value, key.device_type, key.fingerprint): key for key in keys
     }
     found = {}
-    for part in _parts([key.fingerprint for key in keys]):
+    for part in in_parts([key.fingerprint for key in keys]):
         statement = _FIND_MANY.where(
-            artifacts.c.namespace == namespace, artifacts.c.fingerprint.in_(part)
+            artifacts.c.namespace == namespace,
+            artifacts.c.fingerprint.in_(part),
+            artifacts.c.withheld_at.is_(None),
         )
         for *name, sha256, size_bytes, pinned_until in await connection.execute(statement):
             key = wanted.get((name[0], name[1], name[2]))
@@ -150,46 +163,73 @@ async def insert_artifact(
     now: datetime,
 ) -> bool:
     """Adds an artifact; False when there is one under the key already."""
-    worth = density(compile_seconds=compile_seconds, size_bytes=digest.size_bytes)
+    values = _new(
+        digest=digest,
+        metadata_header=metadata_header,
+        compile_seconds=compile_seconds,
+        toolchain=toolchain,
+        now=now,
+    )
+    statement = insert_into(connection, artifacts).values(**key_values(key), **values)
+    return (await connection.execute(statement.on_conflict_do_nothing())).rowcount == 1
+
+
+async def replace_artifact(
+    connection: AsyncConnection,
+    *,
+    key: StoredKey,
+    replaces: Digest,
+    digest: Digest,
+    metadata_header: str,
+    compile_seconds: float,
+    toolchain: str,
+    now: datetime,
+) -> bool:
+    """Puts an artifact in the place of the one that has the blob `replaces`; False when that one
+    is gone, or withheld. A pin stays.
+    """
+    values = _new(
+        digest=digest,
+        metadata_header=metadata_header,
+        compile_seconds=compile_seconds,
+        toolchain=toolchain,
+        now=now,
+    )
     statement = (
-        insert_into(connection, artifacts)
-        .values(
-            **_named(key),
-            sha256=digest.sha256,
-            size_bytes=digest.size_bytes,
-            metadata_header=metadata_header,
-            compile_seconds=compile_seconds,
-            toolchain=toolchain,
-            density=worth,
-            rank=worth + aged(now),
-            created_at=now,
-            last_used_at=now,
-            hits=0,
+        update(artifacts)
+        .where(
+            is_key(artifacts, key),
+            artifacts.c.sha256 == replaces.sha256,
+            artifacts.c.withheld_at.is_(None),
         )
-        .on_conflict_do_nothing()
+        .values(**values)
     )
     return (await connection.execute(statement)).rowcount == 1
 
 
 async def delete_artifact(
-    connection: AsyncConnection, key: StoredKey, *, digest: Digest | None = None
-) -> Digest | None:
-    """Removes an artifact and says which blob it had; None when it was absent.
+    connection: AsyncConnection,
+    key: StoredKey,
+    *,
+    digest: Digest,
+    created_at: datetime | None = None,
+) -> bool:
+    """Removes an artifact; False when it was absent.
 
     Args:
         connection: where to ask.
         key: which artifact.
-        digest: remove it only if it still has this blob.
+        digest: remove it only if it still has this blob,
+        created_at: and was stored then; None: whenever that was.
     """
-    statement = delete(artifacts).where(_is(key))
-    if digest is not None:
-        statement = statement.where(
-            artifacts.c.sha256 == digest.sha256, artifacts.c.size_bytes == digest.size_bytes
-        )
-    gone = (
-        await connection.execute(statement.returning(artifacts.c.sha256, artifacts.c.size_bytes))
-    ).first()
-    return Digest(gone.sha256, gone.size_bytes) if gone is not None else None
+    statement = delete(artifacts).where(
+        is_key(artifacts, key),
+        artifacts.c.sha256 == digest.sha256,
+        artifacts.c.size_bytes == digest.size_bytes,
+    )
+    if created_at is not None:
+        statement = statement.where(artifacts.c.created_at == created_at)
+    return (await connection.execute(statement)).rowcount == 1
 
 
 async def is_blob_used(connection: AsyncConnection, digest: Digest) -> bool:
@@ -198,94 +238,32 @@ async def is_blob_used(connection: AsyncConnection, digest: Digest) -> bool:
     return (await connection.execute(statement)).first() is not None
 
 
-async def pin_artifacts(
-    connection: AsyncConnection, keys: Sequence[StoredKey], *, until: datetime
-) -> None:
-    """Keeps artifacts of one namespace from eviction until a time, at least."""
-    for part in _parts(sorted(key.fingerprint for key in keys)):
-        chosen = and_(
-            artifacts.c.namespace == keys[0].namespace,
-            artifacts.c.fingerprint.in_(part),
-            or_(artifacts.c.pinned_until.is_(None), artifacts.c.pinned_until < until),
-        )
-        await _lock_rows(connection, chosen)
-        await connection.execute(update(artifacts).where(chosen).values(pinned_until=until))
+_FIND_STORED = _CHOSEN.where(WHERE_KEY)
+_FIND_ONE = _FIND_STORED.where(artifacts.c.withheld_at.is_(None))
 
 
-async def unpin_artifacts(connection: AsyncConnection, keys: Sequence[StoredKey]) -> None:
-    """Lets artifacts of one namespace be evicted again."""
-    for part in _parts(sorted(key.fingerprint for key in keys)):
-        chosen = and_(artifacts.c.namespace == keys[0].namespace, artifacts.c.fingerprint.in_(part))
-        await _lock_rows(connection, chosen)
-        await connection.execute(update(artifacts).where(chosen).values(pinned_until=None))
-
-
-async def touch_artifacts(
-    connection: AsyncConnection, used: Sequence[tuple[StoredKey, int, datetime]]
-) -> None:
-    """Adds hits and sets the last use of many artifacts, given in the order of their keys."""
-    statement = (
-        update(artifacts)
-        .where(_WHERE_KEY)
-        .values(
-            hits=artifacts.c.hits + bindparam("more_hits"),
-            last_used_at=bindparam("used_at"),
-            rank=artifacts.c.density + bindparam("aged"),
-        )
-    )
-    parameters = [
-        {**_parameters(key), "more_hits": hits, "used_at": used_at, "aged": aged(used_at)}
-        for key, hits, used_at in used
-    ]
-    await connection.execute(statement, parameters)
-
-
-_WHERE_KEY = and_(
-    artifacts.c.namespace == bindparam("key_namespace"),
-    artifacts.c.fingerprint == bindparam("key_fingerprint"),
-    artifacts.c.kind == bindparam("key_kind"),
-    artifacts.c.device_type == bindparam("key_device_type"),
-)
-_FIND_ONE = _CHOSEN.where(_WHERE_KEY)
-
-
-async def _lock_rows(connection: AsyncConnection, chosen: ColumnElement[bool]) -> None:
-    """Locks rows in the order of their keys, as everybody does.
-
-    An UPDATE takes them in any order, and two of these could wait for each other. SQLite's
-    transaction has the lock on all.
-    """
-    if connection.dialect.name == "postgresql":
-        await connection.execute(
-            select(artifacts.c.fingerprint)
-            .where(chosen)
-            .order_by(*artifacts.primary_key)
-            .with_for_update()
-        )
-
-
-def _named(key: StoredKey) -> dict[str, str]:
+def _new(
+    *,
+    digest: Digest,
+    metadata_header: str,
+    compile_seconds: float,
+    toolchain: str,
+    now: datetime,
+) -> dict[str, Any]:
+    """The columns of an artifact that was just stored, without its key."""
+    worth = density(compile_seconds=compile_seconds, size_bytes=digest.size_bytes)
     return {
-        "namespace": key.namespace,
-        "fingerprint": key.fingerprint,
-        "kind": key.kind.value,
-        "device_type": key.device_type,
+        "sha256": digest.sha256,
+        "size_bytes": digest.size_bytes,
+        "metadata_header": metadata_header,
+        "compile_seconds": compile_seconds,
+        "toolchain": toolchain,
+        "density": worth,
+        "rank": worth + aged(now),
+        "created_at": now,
+        "last_used_at": now,
+        "hits": 0,
     }
-
-
-def _parameters(key: StoredKey) -> dict[str, Any]:
-    return {f"key_{name}": value for name, value in _named(key).items()}
-
-
-def _is(key: StoredKey) -> ColumnElement[bool]:
-    return and_(*(artifacts.c[name] == value for name, value in _named(key).items()))
-
-
-def _parts(fingerprints: Sequence[str]) -> list[Sequence[str]]:
-    return [
-        fingerprints[start : start + _KEYS_PER_STATEMENT]
-        for start in range(0, len(fingerprints), _KEYS_PER_STATEMENT)
-    ]
 
 
 def _row(result: Any, key: StoredKey) -> ArtifactRow:
@@ -297,4 +275,5 @@ def _row(result: Any, key: StoredKey) -> ArtifactRow:
         result.compile_seconds,
         result.hits,
         result.created_at,
+        result.withheld_at,
     )

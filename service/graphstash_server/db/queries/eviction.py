@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Select, bindparam, delete, func, or_, select, tuple_
+from sqlalchemy import ColumnElement, Select, and_, bindparam, delete, func, or_, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import ArtifactKind, Digest
@@ -68,7 +68,7 @@ async def list_least_valuable(
     limit: int,
     after: Candidate | None = None,
 ) -> list[Candidate]:
-    """Artifacts that are not pinned, least value first.
+    """Artifacts that are neither pinned nor withheld, least value first.
 
     Args:
         connection: where to ask.
@@ -147,8 +147,8 @@ async def evict_artifacts(
 ) -> list[Candidate]:
     """Removes artifacts, counts them and marks their blobs: the first of the three phases.
 
-    Whatever was deleted, or replaced, meanwhile is left as it is; so is what was used meanwhile, or
-    pinned.
+    Whatever was deleted, or replaced, meanwhile is left as it is; so is what was used meanwhile,
+    pinned or withheld.
 
     Returns:
         Those that were removed.
@@ -184,7 +184,9 @@ async def evict_artifacts(
 
 
 def _is_loose(now: datetime) -> ColumnElement[bool]:
-    return or_(artifacts.c.pinned_until.is_(None), artifacts.c.pinned_until <= now)
+    """What is withheld stays for the admin who decides about it."""
+    is_unpinned = or_(artifacts.c.pinned_until.is_(None), artifacts.c.pinned_until <= now)
+    return and_(is_unpinned, artifacts.c.withheld_at.is_(None))
 
 
 def _unpinned(now: datetime) -> Select[Any]:

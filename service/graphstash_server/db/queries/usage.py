@@ -1,16 +1,23 @@
 """Statements on `usage`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from sqlalchemy import func, literal, or_, select, union_all
+from sqlalchemy import bindparam, func, literal, or_, select, union_all, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import NamespaceStats
 from graphstash_server.db.queries.upsert import insert_into
 from graphstash_server.db.tables import artifacts, usage
 
-__all__ = ["UsageChange", "add_usage", "list_usage", "recount_usage", "stored_bytes"]
+__all__ = [
+    "UsageChange",
+    "add_counts",
+    "add_usage",
+    "list_usage",
+    "recount_usage",
+    "stored_bytes",
+]
 
 
 class UsageChange(NamedTuple):
@@ -42,8 +49,29 @@ async def add_usage(connection: AsyncConnection, namespace: str, change: UsageCh
     await connection.execute(statement)
 
 
+async def add_counts(connection: AsyncConnection, changes: Mapping[str, UsageChange]) -> None:
+    """Adds to the counters of namespaces that have a row: those that something was stored in.
+
+    Whoever asks for what is not there can name any number of namespaces, and makes no row.
+    """
+    parameters = [
+        {"of_namespace": namespace}
+        | {f"more_{name}": value for name, value in change._asdict().items()}
+        for namespace, change in sorted(changes.items())
+    ]
+    if parameters:
+        await connection.execute(_ADD_COUNTS, parameters)
+
+
+_ADD_COUNTS = (
+    update(usage)
+    .where(usage.c.namespace == bindparam("of_namespace"))
+    .values({name: usage.c[name] + bindparam(f"more_{name}") for name in UsageChange._fields})
+)
+
+
 async def list_usage(connection: AsyncConnection) -> Sequence[NamespaceStats]:
-    """Every namespace that was ever used, by name."""
+    """Every namespace that something was ever stored in, by name."""
     results = await connection.execute(select(usage).order_by(usage.c.namespace))
     return [NamespaceStats.model_validate(result._asdict()) for result in results]
 

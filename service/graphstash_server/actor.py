@@ -1,0 +1,32 @@
+"""Actor: on whose behalf something is changed, as the audit log names them."""
+
+import getpass
+from dataclasses import dataclass
+from typing import Final, Self
+
+__all__ = ["MAX_ACTOR_CHARACTERS", "Actor"]
+
+MAX_ACTOR_CHARACTERS: Final = 128
+"""Longest name of an actor; a longer one is cut where it is made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """Who changes something.
+
+    Attributes:
+        name: a caller's `Access.name`, or `local:<user>` for a command on the server's host.
+        request_id: of the request that does it, as in the server's log; None for a command.
+    """
+
+    name: str
+    request_id: str | None = None
+
+    @classmethod
+    def local(cls) -> Self:
+        """Whoever runs a command on the server's host."""
+        try:
+            user = getpass.getuser()
+        except (KeyError, OSError):  # a container's user id that has no name
+            user = "unknown"
+        return cls(f"local:{user}"[:MAX_ACTOR_CHARACTERS])

@@ -1,0 +1,87 @@
+"""Statements on `audit`."""
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import NamedTuple
+
+from sqlalchemy import delete, insert, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from graphstash_schema import AuditAction, AuditEntry, Namespace
+from graphstash_server.actor import Actor
+from graphstash_server.db.tables import audit
+
+__all__ = ["AuditRecord", "add_audit", "prune_audit", "read_audit"]
+
+
+class AuditRecord(NamedTuple):
+    """One change, as it is written down.
+
+    Attributes:
+        at: when.
+        actor: who.
+        action: what was done.
+        namespace: where; None for what belongs to no namespace.
+        subject: to what: an artifact's key, a token's id; at most 300 characters.
+        detail: more about it; empty for nothing.
+    """
+
+    at: datetime
+    actor: Actor
+    action: AuditAction
+    namespace: Namespace | None
+    subject: str
+    detail: str = ""
+
+
+async def add_audit(connection: AsyncConnection, entries: Sequence[AuditRecord]) -> None:
+    """Writes changes down, in the transaction that makes them: one insert for all."""
+    if not entries:
+        return
+    await connection.execute(
+        insert(audit),
+        [
+            {
+                "at": entry.at,
+                "actor": entry.actor.name,
+                "action": entry.action.value,
+                "namespace": entry.namespace,
+                "subject": entry.subject,
+                "detail": entry.detail,
+                "request_id": entry.actor.request_id,
+            }
+            for entry in entries
+        ],
+    )
+
+
+async def read_audit(
+    connection: AsyncConnection,
+    *,
+    limit: int,
+    before: int | None = None,
+    namespace: str | None = None,
+) -> list[AuditEntry]:
+    """A page of the log, newest first.
+
+    Args:
+        connection: where to ask.
+        limit: most entries.
+        before: only entries whose id is lower; None for the newest.
+        namespace: only entries of this namespace; None for all.
+    """
+    statement = select(audit).order_by(audit.c.id.desc()).limit(limit)
+    if before is not None:
+        statement = statement.where(audit.c.id < before)
+    if namespace is not None:
+        statement = statement.where(audit.c.namespace == namespace)
+    return [
+        AuditEntry.model_validate(result._asdict())
+        for result in await connection.execute(statement)
+    ]
+
+
+async def prune_audit(connection: AsyncConnection, *, older_than: datetime, limit: int) -> int:
+    """Forgets at most so many entries that were written before a time; says how many."""
+    oldest = select(audit.c.id).where(audit.c.at < older_than).order_by(audit.c.at).limit(limit)
+    return (await connection.execute(delete(audit).where(audit.c.id.in_(oldest)))).rowcount

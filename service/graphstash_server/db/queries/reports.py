@@ -1,0 +1,119 @@
+"""Statements on `reports`."""
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from sqlalchemy import ColumnElement, and_, delete, func, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from graphstash_schema import ArtifactKind, Digest, Namespace, ReportReason
+from graphstash_server.db.queries.keys import is_key, key_values
+from graphstash_server.db.queries.upsert import insert_into
+from graphstash_server.db.tables import artifacts, reports
+from graphstash_server.keys import StoredKey
+
+__all__ = ["ReportRow", "add_report", "count_withheld", "drop_report", "list_reports"]
+
+
+class ReportRow(NamedTuple):
+    """The report for which an artifact is withheld, and the artifact."""
+
+    key: StoredKey
+    digest: Digest
+    metadata_header: str
+    reason: ReportReason
+    reported_by: str
+    reported_at: datetime
+
+
+async def add_report(
+    connection: AsyncConnection,
+    key: StoredKey,
+    digest: Digest,
+    *,
+    reason: ReportReason,
+    reported_by: str,
+    now: datetime,
+) -> None:
+    """Writes down why an artifact is withheld from now on, in place of an older report."""
+    statement = insert_into(connection, reports).values(
+        **key_values(key),
+        sha256=digest.sha256,
+        reason=reason.value,
+        reported_by=reported_by,
+        reported_at=now,
+    )
+    new = statement.excluded
+    statement = statement.on_conflict_do_update(
+        index_elements=list(reports.primary_key),
+        set_={name: new[name] for name in ("sha256", "reason", "reported_by", "reported_at")},
+    )
+    await connection.execute(statement)
+
+
+async def drop_report(connection: AsyncConnection, key: StoredKey) -> None:
+    """Forgets why an artifact was withheld: somebody decided, or it is gone."""
+    await connection.execute(delete(reports).where(is_key(reports, key)))
+
+
+async def list_reports(
+    connection: AsyncConnection, *, namespace: Namespace | None, limit: int
+) -> Sequence[ReportRow]:
+    """Artifacts that are withheld, the newest report first.
+
+    Args:
+        connection: where to ask.
+        namespace: only of this one; None for all.
+        limit: most of them.
+    """
+    known = [kind.value for kind in ArtifactKind]  # others are left to servers of a later release
+    statement = (
+        select(
+            *reports.primary_key,
+            artifacts.c.sha256,
+            artifacts.c.size_bytes,
+            artifacts.c.metadata_header,
+            reports.c.reason,
+            reports.c.reported_by,
+            reports.c.reported_at,
+        )
+        .join(artifacts, _is_same())
+        .where(reports.c.kind.in_(known), artifacts.c.withheld_at.is_not(None))
+        .order_by(reports.c.reported_at.desc(), *reports.primary_key)
+        .limit(limit)
+    )
+    if namespace is not None:
+        statement = statement.where(reports.c.namespace == namespace)
+    return [_row(found) for found in await connection.execute(statement)]
+
+
+async def count_withheld(connection: AsyncConnection) -> dict[str, int]:
+    """How many artifacts are withheld, by namespace; those without one are left out."""
+    statement = select(reports.c.namespace, func.count()).group_by(reports.c.namespace)
+    return {found[0]: int(found[1]) for found in await connection.execute(statement)}
+
+
+def _is_same() -> ColumnElement[bool]:
+    return and_(
+        *(column == artifacts.c[column.name] for column in reports.primary_key),
+        reports.c.sha256 == artifacts.c.sha256,
+    )
+
+
+def _row(found: Any) -> ReportRow:
+    """A reason that only a later release knows is read as the plainest one."""
+    is_known = found.reason in set(ReportReason)
+    return ReportRow(
+        StoredKey.parse(
+            namespace=found.namespace,
+            kind=found.kind,
+            device_type=found.device_type,
+            fingerprint=found.fingerprint,
+        ),
+        Digest(found.sha256, found.size_bytes),
+        found.metadata_header,
+        ReportReason(found.reason) if is_known else ReportReason.CORRUPT,
+        found.reported_by,
+        found.reported_at,
+    )

@@ -1,0 +1,97 @@
+"""Statements on `tokens`."""
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import NamedTuple
+
+from sqlalchemy import ColumnElement, Row, and_, bindparam, func, insert, or_, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from graphstash_schema import Grant, TokenInfo
+from graphstash_server.db.tables import tokens
+
+__all__ = [
+    "TokenRow",
+    "count_live_tokens",
+    "find_tokens",
+    "insert_token",
+    "list_tokens",
+    "revoke_token",
+    "touch_tokens",
+]
+
+_TOUCH = (
+    update(tokens)
+    .where(
+        tokens.c.id == bindparam("token_id"),
+        or_(tokens.c.last_used_at.is_(None), tokens.c.last_used_at < bindparam("at")),
+    )
+    .values(last_used_at=bindparam("at"))
+)
+
+
+class TokenRow(NamedTuple):
+    """A stored token: what is known about it, and the SHA-256 of its secret in hex."""
+
+    info: TokenInfo
+    secret_sha256: str
+
+
+async def insert_token(connection: AsyncConnection, row: TokenRow) -> None:
+    """Adds a new token."""
+    values = row.info.model_dump()
+    values["grants"] = " ".join(map(str, row.info.grants))
+    await connection.execute(insert(tokens).values(**values, secret_sha256=row.secret_sha256))
+
+
+async def find_tokens(connection: AsyncConnection, ids: Sequence[str]) -> dict[str, TokenRow]:
+    """Those of some tokens that exist, revoked ones included.
+
+    Args:
+        connection: where to ask.
+        ids: few enough for one statement.
+    """
+    results = await connection.execute(select(tokens).where(tokens.c.id.in_(ids)))
+    return {result.id: TokenRow(_info(result), result.secret_sha256) for result in results}
+
+
+async def list_tokens(connection: AsyncConnection) -> list[TokenInfo]:
+    """All tokens, newest first."""
+    statement = select(tokens).order_by(tokens.c.created_at.desc(), tokens.c.id)
+    return [_info(result) for result in await connection.execute(statement)]
+
+
+async def count_live_tokens(connection: AsyncConnection, *, now: datetime) -> int:
+    """How many are neither revoked nor expired."""
+    statement = select(func.count()).select_from(tokens).where(_is_live(now))
+    return int(await connection.scalar(statement) or 0)
+
+
+async def revoke_token(connection: AsyncConnection, token_id: str, *, now: datetime) -> bool:
+    """Revokes a token; False when there is none that is not revoked already."""
+    statement = (
+        update(tokens)
+        .where(tokens.c.id == token_id, tokens.c.revoked_at.is_(None))
+        .values(revoked_at=now)
+    )
+    return (await connection.execute(statement)).rowcount == 1
+
+
+async def touch_tokens(connection: AsyncConnection, uses: Mapping[str, datetime]) -> None:
+    """Writes down when tokens were last used; never takes a time back."""
+    await connection.execute(
+        _TOUCH, [{"token_id": token_id, "at": at} for token_id, at in sorted(uses.items())]
+    )
+
+
+def _is_live(now: datetime) -> ColumnElement[bool]:
+    return and_(
+        tokens.c.revoked_at.is_(None),
+        or_(tokens.c.expires_at.is_(None), tokens.c.expires_at > now),
+    )
+
+
+def _info(result: Row[tuple[object, ...]]) -> TokenInfo:
+    values = result._asdict()
+    values["grants"] = tuple(map(Grant.parse, result.grants.split()))
+    return TokenInfo.model_validate(values)

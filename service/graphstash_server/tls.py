@@ -1,0 +1,57 @@
+"""TLS of the server itself: for a server that stands alone; behind a proxy, the proxy ends it.
+
+The files are read when a process starts: after a renewal, SIGHUP renews the workers of a server
+that has several, one by one; a server of one process is restarted.
+"""
+
+import ssl
+
+from graphstash_server.errors import StartError
+from graphstash_server.settings import Settings
+
+__all__ = ["tls_context"]
+
+
+def tls_context(settings: Settings) -> ssl.SSLContext | None:
+    """What the port speaks: TLS 1.2 or later with Python's own choice of ciphers, HTTP/1.1 inside.
+
+    Returns:
+        None for plain HTTP.
+
+    Raises:
+        StartError: for a file that cannot be read or does not hold what it should.
+    """
+    certificate, key = settings.tls_cert_file, settings.tls_key_file
+    if certificate is None or key is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_RENEGOTIATION
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(certificate, key, password=_no_password)
+    except (OSError, ValueError) as error:
+        raise StartError(
+            f"the certificate {certificate} and the key {key} cannot be used: {_reason(error)}; "
+            "both are PEM files that the server may read, and the key has no password"
+        ) from None
+    authorities = settings.tls_client_ca_file
+    if authorities is not None:
+        try:
+            context.load_verify_locations(authorities)
+        except (OSError, ValueError) as error:
+            raise StartError(
+                f"the clients' authorities {authorities} cannot be used: {_reason(error)}; it is "
+                "a PEM file with certificates"
+            ) from None
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _no_password() -> str:
+    """Asking for one would block a server that nobody sits in front of."""
+    raise ValueError("the key has a password")
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error).partition(" (_ssl")[0]

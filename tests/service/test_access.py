@@ -1,0 +1,522 @@
+"""Who may do what, where, and how it is found out."""
+
+import asyncio
+import contextlib
+import socket
+from datetime import UTC, datetime, timedelta
+
+import pytest
+import sqlalchemy as sa
+from fastapi.routing import APIRoute
+from sqlalchemy.engine import Engine
+
+from graphstash_schema import AccessKind, Digest
+from graphstash_server.actor import Actor
+from graphstash_server.app import create_app
+from graphstash_server.db.engine import Database
+from graphstash_server.db.migrate import migrate
+from graphstash_server.errors import ServerError
+from graphstash_server.services.access import AccessService
+from graphstash_server.services.accounting import Accounting
+from graphstash_server.services.known_tokens import MAX_DECISION_AGE, KnownTokens
+from graphstash_server.services.tokens import TokenService
+from graphstash_server.settings import load_settings
+from support.tokens import Guarded, issue
+
+BLOB = b"x" * 1000
+DIGEST = {"Repr-Digest": Digest.of(BLOB).repr_digest}
+KEY = {"kind": "jax", "device_type": "cpu", "fingerprint": "a" * 64}
+OTHER = KEY | {"fingerprint": "b" * 64}
+OPEN = {"/", "/healthz", "/readyz", "/openapi.json"}
+UNKNOWN = f"Bearer gst_{'a' * 16}_{'A' * 43}"
+
+
+def artifact(namespace, key=KEY):
+    return f"/v1/{namespace}/artifacts/jax/cpu/{key['fingerprint']}"
+
+
+def lease(namespace):
+    return f"/v1/{namespace}/leases/jax/cpu/{'a' * 64}"
+
+
+CALLS = {
+    "get": lambda n: ("GET", artifact(n), {}),
+    "head": lambda n: ("HEAD", artifact(n), {}),
+    "lookup": lambda n: ("POST", f"/v1/{n}/artifacts:lookup", {"json": {"keys": [KEY]}}),
+    "verify": lambda n: ("POST", f"/v1/{n}/artifacts:verify", {"json": KEY}),
+    "report": lambda n: (
+        "POST",
+        f"/v1/{n}/artifacts:report",
+        {"json": {"key": KEY, "digest": str(Digest.of(BLOB)), "reason": "corrupt"}},
+    ),
+    "get manifest": lambda n: ("GET", f"/v1/{n}/manifests/m", {}),
+    "put": lambda n: ("PUT", artifact(n), {"content": BLOB, "headers": DIGEST}),
+    "acquire": lambda n: ("POST", lease(n), {"json": {"ttl_seconds": 1}}),
+    "renew": lambda n: ("PUT", lease(n), {"json": {}, "headers": {"Graphstash-Lease": "x"}}),
+    "release": lambda n: ("DELETE", lease(n) + "?outcome=failed", {}),
+    "put manifest": lambda n: ("PUT", f"/v1/{n}/manifests/m", {"json": {"keys": [KEY]}}),
+    "delete": lambda n: ("DELETE", artifact(n), {}),
+}
+READS = ("get", "head", "lookup", "verify", "report", "get manifest")
+WRITES = ("put", "acquire", "renew", "release", "put manifest")
+ADMINS = ("delete",)
+
+
+def call(client, name, namespace):
+    method, path, more = CALLS[name](namespace)
+    return client.request(method, path, **more)
+
+
+def flat(routes):
+    """Every route; later releases of FastAPI keep those of a router together."""
+    for route in routes:
+        inner = getattr(route, "original_router", None)
+        if inner is None:
+            yield route
+        else:
+            yield from flat(inner.routes)
+
+
+def plain(answer):
+    """An answer without what differs between any two."""
+    changing = {"date", "x-request-id"}
+    headers = {name: value for name, value in answer.headers.items() if name not in changing}
+    return answer.status_code, headers, answer.text.replace(answer.headers["x-request-id"], "ID")
+
+
+@pytest.fixture
+def stored(guarded, namespace):
+    """A namespace with an artifact and a manifest in it."""
+    admin = guarded.http(guarded.admin)
+    assert call(admin, "put", namespace).status_code == 201
+    assert call(admin, "put manifest", namespace).status_code == 201
+    return namespace
+
+
+# -- without credentials, or with wrong ones --
+
+
+def test_every_call_that_is_not_open_asks_who_it_is(guarded, tmp_path):
+    app = create_app(load_settings(data_dir=tmp_path))
+    anonymous = guarded.http()
+    asked, details = 0, set()
+    for route in flat(app.routes):
+        if route.path in OPEN:
+            assert anonymous.get(route.path).status_code == 200
+            continue
+        assert isinstance(route, APIRoute), f"{route.path} is neither open nor a call of ours"
+        for word in ("default", "NOT%20A%20WORD"):
+            path = route.path
+            for name in route.param_convertors:
+                path = path.replace(f"{{{name}}}", word)
+            for method in route.methods:
+                answer = anonymous.request(method, path, content=b"{" * 10)
+                assert answer.status_code == 401, f"{method} {path}"
+                assert answer.headers["www-authenticate"] == 'Bearer realm="graphstash"'
+                if method != "HEAD":
+                    details.add(answer.json()["detail"])
+                asked += 1
+    assert asked > 2 * len(CALLS)
+    assert len(details) == 1
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        "",
+        "Bearer",
+        "Bearer  " + "a" * 64,
+        UNKNOWN,
+        UNKNOWN + "A",
+        UNKNOWN.replace("gst", "GST"),
+        UNKNOWN.removeprefix("Bearer "),
+        "Basic dXNlcjpwYXNzd29yZA==",
+        "Bearer \xe9\xff",
+        "Bearer " + "[" * 20_000,
+        "Bearer a.b.c",
+        "Digest username=x",
+    ],
+    ids=range(12),
+)
+def test_whatever_is_shown_and_not_good_gets_one_answer_everywhere(guarded, stored, shown):
+    client = guarded.http()
+    headers = [(b"authorization", shown.encode("latin-1"))]
+    answers = {
+        repr(plain(client.get(path, headers=headers)))
+        for path in (artifact(stored), artifact("NO WORD"), "/v1/stats", "/v1/-/access")
+    }
+
+    assert len(answers) == 1
+    assert answers.pop().startswith("(401,")
+
+
+def test_a_token_with_another_secret_is_refused(guarded):
+    token = guarded.token("read:*")
+    assert guarded.http(token).get("/v1/-/access").status_code == 200
+
+    for last in "ABCD":
+        changed = token[:-1] + last
+        if changed != token:
+            assert guarded.http(changed).get("/v1/-/access").status_code == 401
+    assert guarded.http(token).get("/v1/-/access").status_code == 200
+
+
+def test_two_authorizations_are_one_too_many(guarded, problem):
+    shown = ("Authorization", f"Bearer {guarded.admin}")
+
+    for headers in ([shown, shown], [shown, ("Authorization", UNKNOWN)]):
+        problem(guarded.http().get("/v1/stats", headers=headers), 401, "unauthenticated")
+
+
+def test_who_asks_is_known_before_the_body_is_read(guarded, namespace):
+    host, port = guarded.url.removeprefix("http://").split(":")
+    head = f"PUT {artifact(namespace)} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
+    with contextlib.closing(socket.create_connection((host, int(port)), timeout=20)) as sent:
+        sent.sendall(head.encode())
+
+        assert sent.recv(65536).startswith(b"HTTP/1.1 401")
+
+
+# -- what grants allow --
+
+
+@pytest.mark.parametrize(
+    ("grant", "allowed", "forbidden"),
+    [
+        ("read", READS, WRITES + ADMINS),
+        ("write", READS + WRITES, ADMINS),
+        ("admin", READS + WRITES + ADMINS, ()),
+    ],
+)
+def test_a_scope_includes_those_before_it_and_no_more(guarded, stored, grant, allowed, forbidden):
+    client = guarded.http(guarded.token(f"{grant}:{stored}"))
+
+    for name in allowed:
+        assert call(client, name, stored).status_code not in {401, 403}, name
+    for name in forbidden:
+        refused = call(client, name, stored)
+        assert refused.status_code == 403, name
+        needed = f"{'admin' if name in ADMINS else 'write'}:{stored}"
+        assert needed in refused.json()["detail"]
+
+
+def test_a_pattern_names_no_neighbours(guarded, namespace):
+    client = guarded.http(guarded.token(f"write:{namespace}-*", f"read:x.{namespace}"))
+
+    assert call(client, "put", f"{namespace}-a").status_code == 201
+    assert call(client, "put", f"{namespace}-").status_code == 201
+    assert call(client, "put", namespace).status_code == 404
+    assert call(client, "put", f"a{namespace}-a").status_code == 404
+    assert call(client, "put", f"x.{namespace}").status_code == 403
+    assert call(client, "put", f"xx{namespace}").status_code == 404, "a dot is a dot"
+
+
+@pytest.mark.parametrize("name", [*READS, *WRITES, *ADMINS])
+def test_what_may_not_be_read_is_answered_as_if_it_were_not_there(guarded, stored, name):
+    stranger = guarded.http(guarded.token("admin:elsewhere", "read:*-not"))
+    there = plain(call(stranger, name, stored))
+    admin = guarded.http(guarded.admin)
+    assert admin.delete(artifact(stored)).status_code == 204
+    absent = plain(call(stranger, name, stored))
+
+    assert there == absent
+    assert there[0] == 404
+
+
+@pytest.mark.parametrize("name", ["get", "head", "get manifest"])
+def test_a_stranger_is_told_what_a_reader_is_told_of_what_is_not_there(guarded, namespace, name):
+    reader = guarded.http(guarded.token(f"read:{namespace}"))
+    stranger = guarded.http(guarded.token("read:elsewhere"))
+
+    assert plain(call(stranger, name, namespace)) == plain(call(reader, name, namespace))
+
+
+def test_a_stranger_changes_nothing(guarded, stored):
+    stranger = guarded.http(guarded.token("admin:elsewhere"))
+    admin = guarded.http(guarded.admin)
+    before = admin.get("/v1/stats").json()["namespaces"]
+
+    for name in CALLS:
+        call(stranger, name, stored)
+    assert stranger.put(artifact(stored, OTHER), content=BLOB, headers=DIGEST).status_code == 404
+
+    assert admin.get(artifact(stored)).content == BLOB
+    assert admin.get(artifact(stored, OTHER)).status_code == 404
+    after = {each["namespace"]: each for each in admin.get("/v1/stats").json()["namespaces"]}
+    (was,) = [each for each in before if each["namespace"] == stored]
+    assert after[stored]["artifacts"] == was["artifacts"]
+    assert after[stored]["puts"] == was["puts"]
+
+
+def test_statistics_show_what_the_caller_may_read(guarded, stored):
+    assert guarded.http(guarded.token("read:elsewhere")).get("/v1/stats").json()["namespaces"] == []
+    mine = guarded.http(guarded.token(f"read:{stored}")).get("/v1/stats").json()
+    assert [each["namespace"] for each in mine["namespaces"]] == [stored]
+
+
+# -- what policies add --
+
+
+def test_where_everybody_may_read_nobody_else_may_write(guarded, stored):
+    guarded.set_policy(stored, anonymous_read=True)
+    anonymous = guarded.http()
+
+    for name in READS:
+        assert call(anonymous, name, stored).status_code in {200, 204}, name
+    for name in (*WRITES, *ADMINS):
+        assert call(anonymous, name, stored).status_code == 401, name
+    stranger = guarded.http(guarded.token("write:elsewhere"))
+    assert stranger.get(artifact(stored)).content == BLOB
+    assert call(stranger, "put", stored).status_code == 403
+    stats = stranger.get("/v1/stats").json()["namespaces"]
+    assert stored in [each["namespace"] for each in stats]
+
+
+@pytest.mark.parametrize(
+    ("grant", "status"),
+    [("write:*", 403), ("write:{}*", 403), ("write:{}", 201), ("admin:*", 201), ("read:{}", 403)],
+)
+@pytest.mark.parametrize("name", ["put", "put manifest", "acquire"])
+def test_a_trusted_namespace_is_written_by_who_is_named(guarded, namespace, grant, status, name):
+    guarded.set_policy(namespace, trusted=True)
+    client = guarded.http(guarded.token(grant.format(namespace)))
+
+    answer = call(client, name, namespace)
+
+    assert answer.status_code == status
+    if status == 403:
+        assert f"write:{namespace}" in answer.json()["detail"]
+        assert ("trusted" in answer.json()["detail"]) == grant.startswith("write")
+        assert call(client, "lookup", namespace).status_code == 200
+
+
+def test_who_is_refused_does_not_use_up_the_rate_of_a_namespace(guarded, stored):
+    guarded.set_policy(stored, requests_per_second=0.01)
+    stranger, anonymous = guarded.http(guarded.token("read:elsewhere")), guarded.http()
+    for _ in range(5):
+        assert call(stranger, "get", stored).status_code == 404
+        assert call(anonymous, "get", stored).status_code == 401
+    reader = guarded.http(guarded.token(f"read:{stored}"))
+
+    assert call(reader, "get", stored).status_code == 200
+    assert call(reader, "get", stored).status_code == 429
+
+
+def test_a_server_that_asks_nobody_lets_everybody_do_everything(api, problem):
+    shown = {"Authorization": UNKNOWN}
+
+    assert api.http.get("/v1/-/access").json()["kind"] == "open"
+    assert api.put(BLOB).status_code == 201
+    assert api.http.get(api.path(), headers=shown).content == BLOB
+    assert api.http.delete(api.path(), headers=shown).status_code == 204
+
+
+# -- what is known about a token, and for how long --
+
+
+class Turned:
+    """A clock that stands still until it is turned."""
+
+    def __init__(self):
+        self.now = datetime(2030, 1, 1, tzinfo=UTC)
+
+    def __call__(self):
+        return self.now
+
+    def turn(self, delta):
+        self.now += delta
+
+
+@pytest.fixture
+def clock():
+    return Turned()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_url(request, tmp_path):
+    if request.param == "postgresql":
+        url = request.getfixturevalue("postgres").new_database()
+    else:
+        url = f"sqlite+aiosqlite:///{tmp_path / 'graphstash.sqlite3'}"
+    migrate(url, lock_path=tmp_path / "lock")
+    return url
+
+
+@pytest.fixture
+def statements():
+    """Every statement that names tokens."""
+    seen = []
+
+    def listen(_connection, _cursor, statement, *_):
+        if "tokens" in statement:
+            seen.append(statement)
+
+    sa.event.listen(Engine, "before_cursor_execute", listen)
+    yield seen
+    sa.event.remove(Engine, "before_cursor_execute", listen)
+
+
+@pytest.fixture
+def asking(database_url, clock):
+    """Runs work with an `AccessService` on a database of its own."""
+
+    def run(work):
+        async def main():
+            database = Database(database_url)
+            try:
+                await work(
+                    AccessService(
+                        is_open=False,
+                        tokens=KnownTokens(database=database, clock=clock),
+                        oidc=None,
+                        accounting=Accounting(database=database, clock=clock),
+                        clock=clock,
+                    ),
+                    TokenService(database=database, clock=clock),
+                )
+            finally:
+                await database.close()
+
+        asyncio.run(main())
+
+    return run
+
+
+async def is_let_in(access, token):
+    try:
+        return (await access.principal_of(f"Bearer {token}")).kind is AccessKind.TOKEN
+    except ServerError as error:
+        if error.status != 401:
+            raise
+        return False
+
+
+def test_a_token_that_is_known_asks_the_database_nothing(asking, database_url, clock, statements):
+    token = issue(database_url, "read:*", clock=clock).token
+
+    async def work(access, _):
+        statements.clear()
+        for _ in range(100):
+            assert await is_let_in(access, token)
+        assert len(statements) == 1
+        clock.turn(MAX_DECISION_AGE)
+        assert await is_let_in(access, token)
+        assert len(statements) == 2
+
+    asking(work)
+
+
+def test_all_that_ask_about_a_token_at_once_share_one_statement(
+    asking, database_url, clock, statements
+):
+    token = issue(database_url, "read:*", clock=clock).token
+
+    async def work(access, _):
+        statements.clear()
+        assert all(await asyncio.gather(*(is_let_in(access, token) for _ in range(200))))
+        assert len(statements) == 1
+
+    asking(work)
+
+
+def test_a_revocation_is_seen_when_what_is_known_has_aged_and_never_later(
+    asking, database_url, clock
+):
+    issued = issue(database_url, "read:*", clock=clock)
+
+    async def work(access, tokens):
+        assert await is_let_in(access, issued.token)
+        await tokens.revoke(issued.info.id, actor=Actor("test"))
+        clock.turn(MAX_DECISION_AGE - timedelta(milliseconds=1))
+        assert await is_let_in(access, issued.token)
+        clock.turn(timedelta(milliseconds=1))
+        assert not await is_let_in(access, issued.token)
+
+    asking(work)
+
+
+def test_a_revocation_that_is_told_of_is_seen_at_once(asking, database_url, clock):
+    issued = issue(database_url, "read:*", clock=clock)
+
+    async def work(access, tokens):
+        assert await is_let_in(access, issued.token)
+        await tokens.revoke(issued.info.id, actor=Actor("test"))
+        access.forget_token(issued.info.id)
+        assert not await is_let_in(access, issued.token)
+
+    asking(work)
+
+
+def test_a_clock_that_is_turned_back_makes_nothing_last(asking, database_url, clock, statements):
+    issued = issue(database_url, "read:*", clock=clock)
+
+    async def work(access, tokens):
+        assert await is_let_in(access, issued.token)
+        await tokens.revoke(issued.info.id, actor=Actor("test"))
+        clock.turn(-timedelta(hours=1))
+        assert not await is_let_in(access, issued.token)
+
+    asking(work)
+
+
+def test_expiry_is_looked_at_on_every_use(asking, database_url, clock, statements):
+    expires_at = clock.now + timedelta(seconds=1)
+    token = issue(database_url, "read:*", clock=clock, expires_at=expires_at).token
+
+    async def work(access, _):
+        assert await is_let_in(access, token)
+        asked = len(statements)
+        clock.turn(timedelta(seconds=1))
+        assert not await is_let_in(access, token)
+        assert len(statements) == asked, "what is known was enough"
+
+    asking(work)
+
+
+def test_guesses_share_statements_and_are_remembered(asking, database_url, clock, statements):
+    token = issue(database_url, "read:*", clock=clock).token
+    alphabet = "abcdefghijklmnopqrst"
+    guesses = [f"gst_{'z' * 14}{a}{b}_{'A' * 43}" for a in alphabet for b in alphabet]
+
+    async def work(access, _):
+        assert await is_let_in(access, token)
+        statements.clear()
+        for _ in range(3):
+            found = await asyncio.gather(*(is_let_in(access, guess) for guess in guesses))
+            assert not any(found)
+        assert 1 <= len(statements) <= 2, f"{len(guesses)} guesses, three times"
+        assert await is_let_in(access, token)
+        assert len(statements) <= 2, "the good one is still known"
+
+    asking(work)
+
+
+def test_what_is_remembered_of_guesses_is_bounded(asking, database_url, clock, monkeypatch):
+    monkeypatch.setattr("graphstash_server.services.known_tokens._MAX_UNKNOWN", 10)
+    issued = issue(database_url, "read:*", clock=clock)
+
+    async def work(access, _):
+        assert await is_let_in(access, issued.token)
+        guesses = [f"gst_{'z' * 15}{last}_{'A' * 43}" for last in "abcdefghijklmnopqrst"]
+        await asyncio.gather(*(is_let_in(access, guess) for guess in guesses))
+        assert len(access._tokens._unknown) == 10
+        assert list(access._tokens._known) == [issued.info.id]
+
+    asking(work)
+
+
+def test_a_server_whose_database_is_gone_answers_503_and_not_401(tmp_path, problem, postgres):
+    """Any other answer would tell a job that its token is bad."""
+    url = postgres.new_database()
+    with Guarded(tmp_path, database_url=url) as guarded:
+        token = guarded.token("read:*")
+        name = url.rpartition("/")[2]
+        postgres.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS false")
+        postgres.execute(
+            f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{name}'"
+        )
+        refused = guarded.http(token).get("/v1/-/access")
+        postgres.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS true")
+
+        problem(refused, 503, "unavailable", "database")
+        assert guarded.http(token).get("/v1/-/access").status_code == 200

@@ -1,0 +1,231 @@
+"""The audit log: what is in it, page by page, and for how long."""
+
+import asyncio
+import contextlib
+import json
+from datetime import UTC, datetime, timedelta
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from graphstash_schema import AuditAction, Digest, Namespace
+from graphstash_server.actor import MAX_ACTOR_CHARACTERS, Actor
+from graphstash_server.clock import system_clock
+from graphstash_server.commands.audit import audit
+from graphstash_server.context import open_services
+from graphstash_server.db.engine import Database
+from graphstash_server.db.migrate import migrate
+from graphstash_server.db.queries.audit import AuditRecord, add_audit
+from graphstash_server.services import audit as audit_module
+from graphstash_server.services.audit import AuditService
+from graphstash_server.settings import load_settings
+
+START = datetime(2030, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_url(request, tmp_path):
+    if request.param == "postgresql":
+        url = request.getfixturevalue("postgres").new_database()
+    else:
+        url = f"sqlite+aiosqlite:///{tmp_path / 'graphstash.sqlite3'}"
+    migrate(url, lock_path=tmp_path / "lock")
+    return url
+
+
+def records(count, *, at=START):
+    """One a minute, in two namespaces by turns."""
+    return [
+        AuditRecord(
+            at + timedelta(minutes=number),
+            Actor("somebody", f"request-{number}"),
+            AuditAction.PUT,
+            Namespace(f"n{number % 2}"),
+            f"subject-{number}",
+        )
+        for number in range(count)
+    ]
+
+
+@pytest.fixture
+def log(database_url):
+    """Writes records, then works with the service."""
+
+    def run(written, work):
+        async def main():
+            database = Database(database_url)
+            try:
+                async with database.writing() as connection:
+                    await add_audit(connection, written)
+                return await work(AuditService(database=database))
+            finally:
+                await database.close()
+
+        return asyncio.run(main())
+
+    return run
+
+
+def numbers(page):
+    return [int(entry.subject.removeprefix("subject-")) for entry in page.entries]
+
+
+def test_pages_follow_each_other_newest_first_without_gap(log):
+    async def work(service):
+        first = await service.read(limit=3)
+        second = await service.read(limit=3, before=first.next_before)
+        third = await service.read(limit=3, before=second.next_before)
+        return first, second, third
+
+    first, second, third = log(records(7), work)
+
+    assert [numbers(page) for page in (first, second, third)] == [[6, 5, 4], [3, 2, 1], [0]]
+    assert third.next_before is None
+    assert first.entries[0].at == START + timedelta(minutes=6)
+    assert first.entries[0].request_id == "request-6"
+
+
+def test_a_page_that_ends_with_the_log_says_so(log):
+    async def work(service):
+        return await service.read(limit=3)
+
+    assert log(records(3), work).next_before is None
+
+
+def test_one_namespace_is_shown_alone(log):
+    async def work(service):
+        return await service.read(limit=2, namespace=Namespace("n1"))
+
+    page = log(records(6), work)
+
+    assert numbers(page) == [5, 3]
+    assert page.next_before is not None
+
+
+def test_what_is_too_old_is_forgotten_and_nothing_else(log, monkeypatch):
+    monkeypatch.setattr(audit_module, "_PRUNED_AT_ONCE", 2)
+
+    async def work(service):
+        pruned = await service.prune(older_than=START + timedelta(minutes=5))
+        return pruned, numbers(await service.read(limit=100))
+
+    assert log(records(8), work) == (5, [7, 6, 5])
+
+
+def test_a_server_prunes_by_itself_what_is_older_than_its_setting(tmp_path, database_url):
+    settings = load_settings(data_dir=tmp_path, database_url=database_url, audit_days=2)
+    now = system_clock()
+
+    async def work():
+        async with open_services(settings, blob_store=None, clock=system_clock) as context:
+            written = records(3, at=now - timedelta(days=2, seconds=90))
+            async with context.database.writing() as connection:
+                await add_audit(connection, written)
+            await context.maintenance.run_once()
+            return numbers(await context.audit.read(limit=10))
+
+    assert asyncio.run(work()) == [2]
+
+
+def test_no_entry_is_written_when_the_change_is_not(log, database_url):
+    async def work(service):
+        database = Database(database_url)
+        try:
+            with contextlib.suppress(ZeroDivisionError):
+                async with database.writing() as connection:
+                    await add_audit(connection, records(1))
+                    raise ZeroDivisionError
+        finally:
+            await database.close()
+        return await service.read(limit=10)
+
+    assert log([], work).entries == ()
+
+
+def test_an_actor_has_a_name_that_fits(monkeypatch):
+    monkeypatch.setattr("getpass.getuser", lambda: "x" * 500)
+    assert len(Actor.local().name) == MAX_ACTOR_CHARACTERS
+
+    def unknown():
+        raise OSError("no user")
+
+    monkeypatch.setattr("getpass.getuser", unknown)
+    assert Actor.local().name == "local:unknown"
+
+
+def test_a_write_is_logged_with_who_did_it_and_the_id_of_the_request(guarded, namespace):
+    token = guarded.token(f"admin:{namespace}", description="job 7")
+    path = f"/v1/{namespace}/artifacts/jax/cpu/{'a' * 64}"
+    headers = {"Repr-Digest": Digest.of(b"x").repr_digest, "X-Request-Id": "my-request"}
+    job = guarded.http(token)
+    assert job.put(path, content=b"x", headers=headers).status_code == 201
+    assert job.delete(path).status_code == 204
+
+    answer = guarded.http(guarded.admin).get("/v1/-/audit", params={"namespace": namespace})
+
+    assert answer.headers["cache-control"] == "no-store"
+    deleted, put = answer.json()["entries"]
+    assert (put["action"], deleted["action"]) == ("put", "delete")
+    assert put["actor"] == deleted["actor"] == f"token:{token.split('_')[1]} job 7"
+    assert put["request_id"] == "my-request"
+    assert put["subject"] == f"jax/cpu/{'a' * 64}"
+
+
+def test_a_refused_write_is_not_logged(guarded, namespace):
+    path = f"/v1/{namespace}/artifacts/jax/cpu/{'a' * 64}"
+    for grant in (f"read:{namespace}", "write:elsewhere"):
+        job = guarded.http(guarded.token(grant))
+        headers = {"Repr-Digest": Digest.of(b"x").repr_digest}
+        assert job.put(path, content=b"x", headers=headers).status_code in {403, 404}
+
+    admin = guarded.http(guarded.admin)
+    assert admin.get("/v1/-/audit", params={"namespace": namespace}).json()["entries"] == []
+
+
+@pytest.mark.parametrize(
+    ("query", "code"),
+    [
+        ("limit=0", "invalid_request"),
+        ("limit=1001", "invalid_request"),
+        ("limit=x", "invalid_request"),
+        ("before=0", "invalid_request"),
+        ("before=9223372036854775808", "invalid_request"),
+        ("before=" + "9" * 5000, "invalid_request"),
+        ("namespace=NO", "invalid_namespace"),
+        ("namespace=%00", "invalid_namespace"),
+    ],
+    ids=range(8),
+)
+def test_a_query_out_of_form_is_refused(guarded, problem, query, code):
+    problem(guarded.http(guarded.admin).get(f"/v1/-/audit?{query}"), 400, code)
+
+
+def test_the_last_number_there_is_begins_a_page(guarded):
+    answer = guarded.http(guarded.admin).get("/v1/-/audit?limit=1000&before=9223372036854775807")
+
+    assert answer.json()["entries"]
+
+
+def test_the_command_shows_the_log_over_all_its_pages(guarded, namespace, monkeypatch):
+    for _ in range(3):
+        guarded.set_policy(namespace, trusted=True)
+    monkeypatch.setattr("graphstash_server.commands.audit._PAGE", 2)
+    monkeypatch.setenv("GRAPHSTASH_DATA_DIR", str(guarded.server.data_dir))
+    monkeypatch.setenv("GRAPHSTASH_DATABASE_URL", guarded.database_url)
+    monkeypatch.setenv("COLUMNS", "200")
+    app = typer.Typer()
+    app.command()(audit)
+
+    def run(*options):
+        done = CliRunner().invoke(app, ["--namespace", namespace, *options])
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    lines = [json.loads(line) for line in run("--json").splitlines()]
+    assert [(each["action"], each["namespace"]) for each in lines] == [
+        ("policy_set", namespace)
+    ] * 3
+    assert len(run("--json", "--limit", "1").splitlines()) == 1
+    assert "token:" in run()
+    assert "nothing was changed" in run("--namespace", "untouched")

@@ -1,0 +1,354 @@
+"""Tokens of an identity provider: a real one, with keys of its own, on loopback."""
+
+import asyncio
+import base64
+import hashlib
+import hmac
+import json
+import time
+
+import jwt
+import pytest
+from cryptography.hazmat.primitives import serialization
+
+from graphstash_schema import AccessKind
+from graphstash_server.claims import ClaimRule
+from graphstash_server.errors import ServerError, StartError
+from graphstash_server.services.issuer_keys import IssuerKeys
+from graphstash_server.services.oidc import OidcVerifier
+from graphstash_server.settings import load_settings
+from support.issuer import Issuer, new_key
+from support.tokens import Guarded
+
+RULES = [
+    {"claims": {"repository": "team/model", "ref": "refs/heads/main"}, "grants": ["write:trusted"]},
+    {"claims": {"repository": "team/*"}, "grants": ["write:ci", "read:trusted"]},
+]
+
+
+@pytest.fixture
+def issuer():
+    with Issuer() as issuer:
+        issuer.add_key("first")
+        yield issuer
+
+
+class Seconds:
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def seconds():
+    return Seconds()
+
+
+@pytest.fixture
+def verify(issuer, seconds):
+    """Verifies tokens with what one process knows of the issuer."""
+    keys = IssuerKeys(issuer.url, jwks_url=None, seconds=seconds)
+    verifier = OidcVerifier(
+        issuer=issuer.url,
+        audience="graphstash",
+        keys=keys,
+        rules=[ClaimRule.model_validate(rule) for rule in RULES],
+    )
+
+    def verify(*tokens):
+        async def main():
+            keys._fetching = asyncio.Lock()  # it belongs to one loop, and every call is one
+            return await asyncio.gather(*map(verifier.verify, tokens), return_exceptions=True)
+
+        found = asyncio.run(main())
+        return found[0] if len(tokens) == 1 else found
+
+    return verify
+
+
+def test_a_job_of_the_provider_gets_what_all_rules_that_fit_give(verify, issuer):
+    principal = verify(issuer.token("first"))
+
+    assert (principal.kind, principal.name) == (AccessKind.OIDC, "oidc:repo:team/model")
+    assert sorted(map(str, principal.grants)) == ["read:trusted", "write:ci", "write:trusted"]
+    assert abs(principal.expires_at.timestamp() - time.time() - 330) < 60
+
+
+@pytest.mark.parametrize(
+    ("claims", "grants"),
+    [
+        ({"ref": "refs/heads/other"}, ["read:trusted", "write:ci"]),
+        ({"repository": "team/"}, ["read:trusted", "write:ci"]),
+        ({"repository": "teams/model"}, []),
+        ({"repository": "x/team/model"}, []),
+        ({"repository": None}, []),
+        ({"repository": {"team/model": 1}}, []),
+        ({"repository": ["x", "team/other"]}, ["read:trusted", "write:ci"]),
+        ({"repository": [["team/other"]]}, []),
+    ],
+)
+def test_claims_have_to_fit_whole(verify, issuer, claims, grants):
+    principal = verify(issuer.token("first", **claims))
+
+    assert sorted(map(str, principal.grants)) == grants
+
+
+@pytest.mark.parametrize("algorithm", ["RS256", "PS384", "ES384", "EdDSA"])
+def test_every_way_to_sign_with_a_private_key_is_taken(verify, issuer, algorithm):
+    issuer.add_key("other", algorithm)
+
+    assert verify(issuer.token("other")) is not None
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"aud": "another"},
+        {"aud": []},
+        {"iss": "https://elsewhere"},
+        {"exp": int(time.time()) - 60},
+        {"exp": 10**30},
+        {"exp": "soon"},
+        {"nbf": int(time.time()) + 3600},
+        {"iat": int(time.time()) + 3600},
+        {"sub": 7},
+        {"headers": {"crit": ["b64"], "b64": True}},
+        {"headers": {"kid": "unknown"}},
+        {"without": ["exp"]},
+        {"without": ["aud"]},
+        {"without": ["iss"]},
+        {"without": ["sub"]},
+        {"without": ["iat"]},
+    ],
+    ids=str,
+)
+def test_a_token_for_another_server_or_time_is_refused(verify, issuer, changed):
+    assert verify(issuer.token("first")) is not None
+    assert verify(issuer.token("first", **changed)) is None
+
+
+@pytest.mark.parametrize("late", [{"exp": -20}, {"nbf": 20}, {"iat": 20}], ids=str)
+def test_clocks_may_differ_by_half_a_minute(verify, issuer, late):
+    claims = {name: int(time.time()) + seconds for name, seconds in late.items()}
+
+    assert verify(issuer.token("first", **claims)) is not None
+
+
+def encoded(value):
+    raw = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
+
+
+def test_a_token_that_nobody_signed_is_refused(verify, issuer):
+    good = issuer.token("first")
+    body = good.split(".")[1]
+
+    for algorithm in ("none", "None", "NONE", "", None):
+        for signature in ("", good.split(".")[2]):
+            head = encoded({"alg": algorithm, "typ": "JWT", "kid": "first"})
+            assert verify(f"{head}.{body}.{signature}") is None
+    assert verify(good) is not None
+
+
+def test_a_token_signed_with_the_public_key_as_a_secret_is_refused(verify, issuer):
+    issuer.add_key("rsa", "RS256")
+    public = issuer.keys["rsa"][0].public_key()
+    for encoding, form in (
+        (serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo),
+        (serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo),
+        (serialization.Encoding.PEM, serialization.PublicFormat.PKCS1),
+    ):
+        body = issuer.token("rsa").split(".")[1]
+        signed = f"{encoded({'alg': 'HS256', 'typ': 'JWT', 'kid': 'rsa'})}.{body}"
+        secret = public.public_bytes(encoding, form)
+        signature = hmac.new(secret, signed.encode(), hashlib.sha256).digest()
+        assert verify(f"{signed}.{encoded(signature)}") is None
+
+
+def test_a_shared_secret_among_the_keys_is_no_key(verify, issuer):
+    secret = b"x" * 32
+    described = {"kty": "oct", "k": encoded(secret), "kid": "shared", "alg": "HS256"}
+    keys = {"keys": [described, issuer.jwk("first")]}
+    issuer.answer = (200, json.dumps(keys).encode())
+
+    assert verify(issuer.token("shared", key=secret, algorithm="HS256")) is None
+    assert verify(issuer.token("first")) is not None
+
+
+def test_a_key_decides_about_its_algorithm(verify, issuer):
+    issuer.add_key("rsa", "RS256")
+
+    assert verify(issuer.token("rsa", algorithm="PS256")) is None
+    assert verify(issuer.token("rsa", key=new_key("ES256"), algorithm="ES256")) is None
+    assert verify(issuer.token("rsa", key=new_key("RS256"))) is None
+    assert verify(issuer.token("rsa")) is not None
+
+
+def test_a_key_that_is_too_short_signs_nothing(verify, issuer):
+    issuer.add_key("short", "RS256", bits=1024)
+
+    with pytest.warns(jwt.InsecureKeyLengthWarning):
+        token = issuer.token("short")
+    assert verify(token) is None
+
+
+@pytest.mark.parametrize(
+    "token",
+    [
+        *("", ".", "..", "a.b.c", "a" * 17_000, "é.é.é", "eyJ.eyJ.x"),
+        f"{encoded(b'[' * 12_000)}.e30.x",
+        f"{encoded(b'{' + b'}' * 9_000)}.e30.x",
+        f"{encoded({'alg': 'ES256', 'kid': ['first']})}.e30.x",
+        f"{encoded({'alg': ['ES256'], 'kid': 'first'})}.e30.x",
+        f"{encoded({'alg': 'ES256', 'kid': 'first'})}.{encoded(b'[' * 12_000)}.x",
+    ],
+    ids=range(12),
+)
+def test_what_is_no_token_at_all_is_refused(verify, token):
+    assert verify(token) is None
+
+
+def test_made_up_key_ids_do_not_turn_into_requests_to_the_provider(verify, issuer, seconds):
+    good = issuer.token("first")
+    assert verify(good) is not None
+    asked = len(issuer.jwks_fetches)
+
+    made_up = [issuer.token("first", headers={"kid": f"key-{n}"}) for n in range(200)]
+    assert not any(verify(*made_up, *made_up))
+    assert len(issuer.jwks_fetches) == asked
+    seconds.now += 15
+    assert not any(verify(*made_up))
+    assert len(issuer.jwks_fetches) == asked + 1
+
+
+def test_many_that_come_first_fetch_once(verify, issuer):
+    assert all(verify(*[issuer.token("first")] * 50))
+    assert len(issuer.jwks_fetches) == 1
+
+
+def test_a_new_key_of_the_provider_is_found_and_an_old_one_forgotten(verify, issuer, seconds):
+    old = issuer.token("first")
+    assert verify(old) is not None
+    issuer.keys.clear()
+    issuer.add_key("second", "RS256")
+    new = issuer.token("second")
+
+    assert verify(new) is None, "it was asked a moment ago"
+    seconds.now += 15
+    assert verify(new) is not None
+    assert verify(old) is None
+
+
+def test_a_key_that_the_provider_took_back_is_gone_after_five_minutes(verify, issuer, seconds):
+    token = issuer.token("first")
+    assert verify(token) is not None
+    issuer.keys.clear()
+
+    seconds.now += 299
+    assert verify(token) is not None
+    seconds.now += 1
+    assert verify(token) is None
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (500, b"{}"),
+        (302, b""),
+        (200, b"no json"),
+        (200, b"[" * 100_000),
+        (200, b"[]"),
+        (200, b"{}"),
+        (200, b'{"keys": {}}'),
+        (200, b'{"keys": [' + b" " * 1024**2 + b"]}"),
+    ],
+    ids=range(8),
+)
+def test_a_provider_that_fails_is_the_servers_trouble_and_known_keys_go_on(
+    verify, issuer, seconds, answer
+):
+    issuer.answer = answer
+    refused = verify(issuer.token("first"))
+    assert isinstance(refused, ServerError)
+    assert (refused.status, refused.retry_after_seconds) == (503, 15)
+
+    issuer.answer = None
+    seconds.now += 15
+    assert verify(issuer.token("first")) is not None
+    issuer.answer = answer
+    seconds.now += 600
+    assert verify(issuer.token("first")) is not None
+    assert isinstance(verify(issuer.token("other", key=new_key())), ServerError)
+    seconds.now += 3600
+    assert isinstance(verify(issuer.token("first")), ServerError)
+
+
+@pytest.mark.parametrize("described", [None, 7, [], {}, {"kty": "EC"}, {"kty": "RSA", "n": 7}])
+def test_what_is_no_key_is_passed_over(verify, issuer, described):
+    keys = {"keys": [described, issuer.jwk("first"), {**issuer.jwk("first"), "use": "enc"}]}
+    issuer.answer = (200, json.dumps(keys).encode())
+
+    assert verify(issuer.token("first")) is not None
+
+
+def test_keys_are_not_fetched_where_others_can_change_them(issuer, seconds):
+    keys = IssuerKeys(issuer.url, jwks_url="http://keys.example/jwks", seconds=seconds)
+
+    with pytest.raises(ServerError, match="identity provider"):
+        asyncio.run(keys.find("first"))
+
+
+def test_a_server_takes_them_beside_its_own_tokens(tmp_path, issuer, problem):
+    with Guarded(
+        tmp_path, oidc_issuer=issuer.url, oidc_audience="graphstash", oidc_rules=RULES
+    ) as guarded:
+        job = guarded.http(issuer.token("first", sub="a\x1b[2J" + "b" * 200))
+        access = job.get("/v1/-/access").json()
+        assert access["kind"] == "oidc"
+        assert access["name"] == "oidc:a?[2J" + "b" * 118
+        guarded.set_policy("trusted", trusted=True)
+        assert job.put("/v1/trusted/manifests/m", json={"keys": []}).status_code == 400
+        assert job.put("/v1/other/manifests/m", json={"keys": []}).status_code == 404
+        problem(
+            guarded.http(issuer.token("first", aud="x")).get("/v1/-/access"), 401, "unauthenticated"
+        )
+        assert guarded.http(guarded.admin).get("/v1/-/tokens").status_code == 200
+        for _ in range(20):
+            assert job.get("/v1/-/access").status_code == 200
+    assert len(issuer.jwks_fetches) <= 2
+
+
+def test_settings_that_would_let_in_anybody_or_nobody_are_refused():
+    good = {
+        "auth": "tokens",
+        "oidc_issuer": "https://ci.example",
+        "oidc_audience": "graphstash",
+        "oidc_rules": RULES,
+    }
+    assert len(load_settings(**good).oidc_rules) == 2
+    for changed in (
+        {"auth": "none"},
+        {"oidc_audience": None},
+        {"oidc_rules": []},
+        {"oidc_issuer": "http://ci.example"},
+        {"oidc_rules": [{"claims": {}, "grants": ["read:*"]}]},
+        {"oidc_rules": [{"claims": {"repository": "*"}, "grants": ["read:*"]}]},
+        {"oidc_rules": [{"claims": {"repository": "a"}, "grants": []}]},
+        {"oidc_rules": [{"claims": {"repository": "a"}, "grants": ["own:*"]}]},
+        {"oidc_rules": [{"claims": {"repository": "a"}, "grants": ["read:*"], "or": 1}]},
+    ):
+        with pytest.raises(StartError):
+            load_settings(**good | changed)
+
+
+def test_rules_come_from_the_environment_as_json(monkeypatch):
+    monkeypatch.setenv("GRAPHSTASH_AUTH", "tokens")
+    monkeypatch.setenv("GRAPHSTASH_OIDC_ISSUER", "https://ci.example")
+    monkeypatch.setenv("GRAPHSTASH_OIDC_AUDIENCE", "graphstash")
+    monkeypatch.setenv("GRAPHSTASH_OIDC_RULES", json.dumps(RULES))
+    assert load_settings().oidc_rules[0].claims["ref"] == "refs/heads/main"
+
+    monkeypatch.setenv("GRAPHSTASH_OIDC_RULES", "[{")
+    with pytest.raises(StartError, match="GRAPHSTASH_OIDC_RULES"):
+        load_settings()

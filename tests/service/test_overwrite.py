@@ -1,0 +1,454 @@
+"""Namespaces where the last writer of a key stays: nothing acknowledged is lost on the way, nobody
+reads half of anything, and what was replaced goes."""
+
+import asyncio
+import random
+import sys
+import threading
+
+import httpx
+import pytest
+import sqlalchemy as sa
+
+from graphstash_schema import Digest, ErrorCode, NamespacePolicy
+from graphstash_server.db.tables import artifacts, deletions
+from graphstash_server.errors import ServerError
+from support.services import key_of, opener
+
+OLD = b"old " * 2500
+NEW = b"new " * 3000
+LARGE = bytes(range(256)) * 80_000  # 20 MB
+
+KILLED = """
+import asyncio, os, signal, sys
+from graphstash_server.services.commits import Committer
+from graphstash_server.storage import DiskBlobStore
+
+phase = sys.argv.pop(1)
+put, commit = DiskBlobStore.put, Committer.commit
+puts = 0
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+async def dying_put(self, digest, chunks):
+    global puts
+    await put(self, digest, chunks)
+    puts += 1
+    if phase == "stored" and puts == 2:
+        die()
+
+async def dying_commit(self, upload):
+    done = await commit(self, upload)
+    if phase == "committed" and done.replaced is not None:
+        die()
+    return done
+
+DiskBlobStore.put, Committer.commit = dying_put, dying_commit
+from graphstash_server.__main__ import main
+main()
+"""
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def opened(request, tmp_path):
+    url = f"sqlite:///{tmp_path / 'database.sqlite3'}"
+    if request.param == "postgresql":
+        url = request.getfixturevalue("postgres").new_database()
+    return opener(tmp_path, url)
+
+
+@pytest.fixture
+def api(api):
+    let_overwrite(api)
+    return api
+
+
+def let_overwrite(api, **rules):
+    path = f"/v1/-/namespaces/{api.namespace}"
+    assert api.http.put(path, json={"mode": "overwrite", **rules}).status_code == 200
+
+
+def own(api, text):
+    """Bytes that no other test has stored: blobs are kept once for all of them."""
+    return (api.namespace.encode() + b" " + text) * 100
+
+
+def names(files):
+    return {path.name for path in files}
+
+
+def test_other_bytes_take_the_place_of_the_first_ones(api, files):
+    before = names(files())
+    old, new = own(api, b"old"), own(api, b"new one")
+    api.put(old, 1, seconds=1)
+    api.get(1)
+
+    answer = api.put(new, 1, seconds=2)
+
+    assert (answer.status_code, answer.headers["etag"]) == (201, Digest.of(new).etag)
+    got = api.get(1)
+    assert (got.content, got.headers["etag"]) == (new, Digest.of(new).etag)
+    assert api.http.head(api.path(1)).headers["content-length"] == str(len(new))
+    stats = api.stats()
+    assert (stats["artifacts"], stats["size_bytes"]) == (1, len(new))
+    assert (stats["puts"], stats["conflicts"]) == (2, 0)
+    assert names(files()) - before == {Digest.of(new).sha256}
+
+
+def test_the_same_bytes_again_change_nothing(api):
+    api.put(OLD, 1)
+
+    assert api.put(OLD, 1).status_code == 200
+    assert api.stats()["puts"] == 1
+
+
+def test_who_wants_only_an_absent_key_overwrites_nothing(api, problem):
+    api.put(OLD, 1)
+
+    problem(api.put(NEW, 1, If_None_Match="*"), 412, "precondition_failed")
+
+    assert api.get(1).content == OLD
+
+
+def test_a_namespace_of_its_neighbour_stays_write_once(api, connect, problem):
+    other = connect(api.url, f"{api.namespace}-other")
+    other.put(OLD, 1)
+
+    problem(other.put(NEW, 1), 409, "conflict")
+
+
+def test_what_may_change_is_asked_for_every_time(api, connect):
+    api.put(OLD, 1)
+    etag = Digest.of(OLD).etag
+    once = connect(api.url, f"{api.namespace}-other")
+    once.put(OLD, 1)
+
+    for method, headers in (("GET", {}), ("HEAD", {}), ("GET", {"If-None-Match": etag})):
+        kept = [
+            each.http.request(method, each.path(1), headers=headers).headers["cache-control"]
+            for each in (api, once)
+        ]
+        assert kept == ["private, no-cache", "private, max-age=31536000, immutable"]
+
+
+def test_the_proxy_in_front_sends_only_what_never_changes(api, connect):
+    api.put(OLD, 1)
+    once = connect(api.url, f"{api.namespace}-other")
+    once.put(OLD, 1)
+
+    through = api.get(1, Graphstash_Accel="1")
+    assert "x-accel-redirect" not in through.headers
+    assert through.content == OLD
+    assert through.headers["cache-control"] == "private, no-cache"
+    assert "x-accel-redirect" in once.get(1, Graphstash_Accel="1").headers
+
+
+def test_a_blob_that_another_artifact_has_stays(api, files):
+    api.put(OLD, 1)
+    api.put(OLD, 2)
+
+    api.put(NEW, 1)
+
+    assert api.get(2).content == OLD
+    assert {Digest.of(OLD).sha256, Digest.of(NEW).sha256} <= names(files())
+
+
+def test_the_bytes_of_before_may_come_back(api, files):
+    old, new = own(api, b"old"), own(api, b"new one")
+    for blob in (old, new, old, new, old):
+        assert api.put(blob, 1).status_code == 201
+        assert api.get(1).content == blob
+    assert Digest.of(new).sha256 not in names(files())
+    assert api.stats()["size_bytes"] == len(old)
+
+
+def test_who_reads_the_old_bytes_gets_them_to_the_end(api):
+    api.put(LARGE, 1)
+    with api.http.stream("GET", api.path(1)) as answer:
+        pieces = answer.iter_raw(65536)
+        received = next(pieces)
+
+        assert api.put(NEW, 1).status_code == 201
+
+        received += b"".join(pieces)
+    assert received == LARGE
+    assert api.get(1).content == NEW
+
+
+def test_who_reads_while_others_write_never_misses_and_never_gets_a_mixture(api, connect):
+    versions = {bytes([number]) * (1000 + number) for number in range(12)}
+    api.put(min(versions), 1)
+    seen = []
+    is_over = threading.Event()
+
+    def read():
+        own = connect(api.url, api.namespace)
+        while not is_over.is_set():
+            answer = own.get(1)
+            fits = answer.headers.get("etag") == Digest.of(answer.content).etag
+            seen.append((answer.status_code, fits and answer.content in versions))
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for thread in readers:
+        thread.start()
+    for blob in sorted(versions):
+        api.put(blob, 1)
+    is_over.set()
+    for thread in readers:
+        thread.join()
+
+    assert seen
+    assert set(seen) == {(200, True)}
+    assert api.get(1).content == max(versions)
+
+
+def test_of_many_writers_at_once_one_stays(api, connect):
+    blobs = [f"writer {number} ".encode() * 500 for number in range(12)]
+    statuses = []
+
+    def write(blob):
+        statuses.append(connect(api.url, api.namespace).put(blob, 1).status_code)
+
+    writers = [threading.Thread(target=write, args=(blob,)) for blob in blobs]
+    for thread in writers:
+        thread.start()
+    for thread in writers:
+        thread.join()
+
+    assert statuses == [201] * len(blobs)
+    stays = api.get(1).content
+    assert stays in blobs
+    stats = api.stats()
+    assert (stats["artifacts"], stats["size_bytes"], stats["puts"]) == (1, len(stays), 12)
+
+
+def test_the_audit_log_tells_a_put_from_an_overwrite(api):
+    api.put(OLD, 1, X_Request_Id="first")
+    api.put(NEW, 1, X_Request_Id="second")
+    api.put(NEW, 1, X_Request_Id="third")
+    api.http.delete(api.path(1), headers={"X-Request-Id": "fourth"})
+
+    entries = api.http.get("/v1/-/audit", params={"namespace": api.namespace}).json()["entries"]
+    subject = "/".join(api.key(1).values())
+    told = [
+        (entry["action"], entry["subject"], entry["detail"], entry["request_id"])
+        for entry in entries
+        if entry["action"] != "policy_set"
+    ]
+    assert told == [
+        ("delete", subject, str(Digest.of(NEW)), "fourth"),
+        ("overwrite", subject, str(Digest.of(NEW)), "second"),
+        ("put", subject, str(Digest.of(OLD)), "first"),
+    ]
+
+
+def test_what_was_not_stored_is_not_in_the_audit_log(api, connect, problem):
+    once = connect(api.url, f"{api.namespace}-other")
+    once.put(OLD, 1)
+    problem(once.put(NEW, 1), 409, "conflict")
+    problem(api.put(NEW, 1, Repr_Digest=Digest.of(OLD).repr_digest), 400, "digest_mismatch")
+
+    for each, count in ((once, 1), (api, 1)):  # its put; its policy
+        log = each.http.get("/v1/-/audit", params={"namespace": each.namespace}).json()
+        assert len(log["entries"]) == count
+
+
+@pytest.mark.parametrize("killed", [("stored", OLD), ("committed", NEW)])
+def test_a_kill_leaves_the_old_artifact_or_the_new_one_whole(
+    start, connect, stored_files, eventually, killed
+):
+    phase, stays = killed
+    server = start(command=(sys.executable, "-c", KILLED, phase))
+    api = connect(server.url)
+    let_overwrite(api)
+    assert api.put(OLD, 1).status_code == 201
+    with pytest.raises(httpx.TransportError):
+        api.put(NEW, 1)
+    assert len(stored_files(server.data_dir)) == 2
+
+    again = connect(start().url)
+
+    assert again.get(1).content == stays
+    assert again.stats()["size_bytes"] == len(stays)
+    eventually(lambda: names(stored_files(server.data_dir)) == {Digest.of(stays).sha256})
+    assert again.put(LARGE, 1).status_code == 201
+    assert again.get(1).content == LARGE
+
+
+async def assert_whole(opened, server):
+    """Every row has its blob, every blob its row, and the counters fit."""
+    await server.context.keeper.collect_marked()
+    async with server.context.database.reading() as connection:
+        columns = (artifacts.c.sha256, artifacts.c.size_bytes)
+        rows = [Digest(*row) for row in await connection.execute(sa.select(*columns))]
+        marks = (await connection.execute(sa.select(deletions.c.sha256))).all()
+    assert marks == []
+    assert set(opened.blobs.blobs) == {row.sha256 for row in rows}
+    used = await server.used()
+    assert (used.artifacts, used.size_bytes) == (len(rows), sum(row.size_bytes for row in rows))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_two_servers_that_overwrite_evict_delete_and_read_lose_nothing(opened, seed):
+    """The same few keys and the same few blobs, so that everything meets everything."""
+    randomness = random.Random(seed)
+    blobs = [f"version {number} ".encode() * (50 + number) for number in range(6)]
+
+    async def act(server, choice, number, blob):
+        try:
+            if choice < 6:
+                await server.put(blob, number)
+            elif choice < 8:
+                assert await server.get(number) in {*blobs, None}
+            elif choice == 8:
+                await server.context.artifacts.delete(key_of(number), actor=None)
+            else:
+                await server.context.evictor.free(1)
+        except ServerError as error:
+            if error.code is not ErrorCode.UNAVAILABLE:  # the same bytes were just being deleted
+                raise
+
+    async def test():
+        async with opened() as one, opened() as two:
+            for _ in range(12):
+                await asyncio.gather(
+                    *(
+                        act(
+                            randomness.choice([one, two]),
+                            randomness.randrange(10),
+                            randomness.randrange(3),
+                            randomness.choice(blobs),
+                        )
+                        for _ in range(12)
+                    )
+                )
+            for number in range(3):
+                await one.put(blobs[number], number)
+                assert await one.get(number) == blobs[number]
+            await assert_whole(opened, one)
+
+    asyncio.run(test())
+
+
+def test_writers_on_two_servers_leave_one_artifact(opened):
+    async def test():
+        async with opened() as one, opened() as two:
+            blobs = [f"{number} ".encode() * 100 for number in range(20)]
+
+            stored = await asyncio.gather(
+                *((one, two)[number % 2].put(blob) for number, blob in enumerate(blobs))
+            )
+
+            assert stored == [True] * len(blobs)
+            assert await one.get() in blobs
+            await assert_whole(opened, one)
+            assert (await one.used()).puts == len(blobs)
+
+    asyncio.run(test())
+
+
+def test_an_overwrite_that_is_uploaded_while_the_artifact_is_evicted_stays(opened):
+    async def test():
+        async with opened() as one, opened() as two:
+            await one.put(OLD)
+            committer = one.context.uploads._committer
+            commit = committer.commit
+
+            async def evicted_before(upload):
+                await two.context.evictor.free(1)
+                return await commit(upload)
+
+            committer.commit = evicted_before
+            assert await one.put(NEW) is True
+            assert await one.get() == NEW
+            await assert_whole(opened, one)
+
+    asyncio.run(test())
+
+
+def test_the_old_bytes_that_another_key_is_about_to_have_stay(opened):
+    """An upload of the old bytes has found the blob there when the overwrite marks it."""
+
+    async def test():
+        async with opened() as one, opened() as two:
+            await one.put(OLD, 1)
+            committer = two.context.uploads._committer
+            commit = committer.commit
+
+            async def overwritten_before(upload):
+                await one.put(NEW, 1)
+                return await commit(upload)
+
+            committer.commit = overwritten_before
+            try:
+                assert await two.put(OLD, 2) is True
+            except ServerError as error:
+                if error.code is not ErrorCode.UNAVAILABLE:
+                    raise
+                assert await two.get(2) is None  # refused, and not half there
+            else:
+                assert await two.get(2) == OLD
+            await assert_whole(opened, one)
+
+    asyncio.run(test())
+
+
+def test_another_server_serves_the_old_bytes_for_two_seconds_at_most(opened):
+    """Where the blob does not go, because another artifact has it."""
+
+    async def test():
+        async with opened() as one, opened() as two:
+            await one.put(OLD, 1)
+            await one.put(OLD, 2)
+            assert await two.get(1) == OLD
+
+            await one.put(NEW, 1)
+
+            assert await one.get(1) == NEW
+            assert await two.get(1) == OLD
+            opened.clock.turn(2.1)
+            assert await two.get(1) == NEW
+
+    asyncio.run(test())
+
+
+def test_a_pin_outlives_an_overwrite(opened):
+    async def test():
+        async with opened() as server:
+            await server.put(OLD)
+            await server.context.artifacts.lookup(key_of().namespace, [key_of()])
+            await server.put(NEW)
+
+            assert await server.context.evictor.free(1) is False
+            assert await server.get() == NEW
+
+    asyncio.run(test())
+
+
+def test_a_row_that_was_replaced_meanwhile_is_not_healed_away(opened):
+    """Who opened the old row and does not find its blob drops that row only."""
+
+    async def test():
+        async with opened() as server:
+            await server.put(OLD)
+            row = await server.context.artifacts.find(key_of())
+            await server.put(NEW)
+            opened.clock.turn(1)
+            await server.put(OLD)
+
+            assert await server.context.artifacts.heal(row) is False
+            assert await server.get() == OLD
+
+    asyncio.run(test())
+
+
+def test_overwriting_needs_its_policy(opened):
+    async def test():
+        async with opened() as server:
+            await server.put(OLD)
+            with pytest.raises(ServerError) as refused:
+                await server.put(NEW, policy=NamespacePolicy())
+            assert refused.value.code is ErrorCode.CONFLICT
+
+    asyncio.run(test())

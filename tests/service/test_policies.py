@@ -1,0 +1,423 @@
+"""The rules of namespaces: what they let in, what they refuse, and when a server knows them."""
+
+import asyncio
+import json
+import socket
+import threading
+
+import httpx
+import pytest
+import sqlalchemy as sa
+from typer.testing import CliRunner
+
+from graphstash_schema import Digest, ErrorCode, Namespace, NamespacePolicy, WriteMode
+from graphstash_server.commands.namespace import namespace as namespace_command
+from graphstash_server.db.tables import namespaces
+from graphstash_server.errors import ServerError
+from graphstash_server.services.policies import PolicyService
+from graphstash_server.services.rates import Rates
+from graphstash_server.testing import LiveServer
+from support.services import ACTOR, opener
+
+TEAM = Namespace("team")
+READ_ONLY = NamespacePolicy(mode=WriteMode.READ_ONLY)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def opened(request, tmp_path):
+    url = f"sqlite:///{tmp_path / 'database.sqlite3'}"
+    if request.param == "postgresql":
+        url = request.getfixturevalue("postgres").new_database()
+    return opener(tmp_path, url)
+
+
+class Seconds:
+    """A clock that never goes back, and goes on when a test says so."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def policy_path(api):
+    return f"/v1/-/namespaces/{api.namespace}"
+
+
+def give(api, **rules):
+    answer = api.http.put(policy_path(api), json=rules)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def audit(api):
+    entries = api.http.get("/v1/-/audit", params={"namespace": api.namespace}).json()["entries"]
+    return [(entry["action"], entry["subject"], entry["detail"]) for entry in entries]
+
+
+def test_a_policy_is_kept_shown_listed_and_taken_away(api, problem):
+    problem(api.http.get(policy_path(api)), 404, "not_found", api.namespace)
+
+    given = give(api, mode="overwrite", trusted=True, limit_bytes=1000, requests_per_second=900)
+
+    assert api.http.get(policy_path(api)).json() == given
+    assert given["policy"] == {
+        "mode": "overwrite",
+        "trusted": True,
+        "anonymous_read": False,
+        "limit_bytes": 1000,
+        "max_artifact_bytes": None,
+        "requests_per_second": 900,
+    }
+    assert given in api.http.get("/v1/-/namespaces").json()["namespaces"]
+
+    give(api, mode="read_only")
+    assert api.http.get(policy_path(api)).json()["policy"]["trusted"] is False
+
+    assert api.http.delete(policy_path(api)).status_code == 204
+    problem(api.http.delete(policy_path(api)), 404, "not_found", api.namespace)
+    assert api.put(b"as before").status_code == 201
+
+
+def test_every_change_of_a_policy_is_in_the_audit_log(api):
+    give(api, mode="read_only")
+    api.http.delete(policy_path(api))
+
+    assert audit(api) == [
+        ("policy_remove", api.namespace, ""),
+        ("policy_set", api.namespace, '{"mode":"read_only"}'),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rules", "named"),
+    [
+        ({"mode": "sometimes"}, "mode"),
+        ({"limit_bytes": 0}, "limit_bytes"),
+        ({"requests_per_second": -1}, "requests_per_second"),
+        ({"moda": "read_only"}, "moda"),
+    ],
+)
+def test_a_policy_that_is_none_is_refused_and_changes_nothing(api, problem, rules, named):
+    problem(api.http.put(policy_path(api), json=rules), 400, "invalid_request", named)
+    problem(api.http.get(policy_path(api)), 404, "not_found")
+
+
+def test_a_read_only_namespace_serves_what_it_has_and_takes_nothing(api, problem, files):
+    api.put(b"there", 1)
+    give(api, mode="read_only")
+    before = (files(), api.stats())
+
+    refused = problem(api.put(b"new", 2), 403, "read_only", api.namespace, "--mode write_once")
+    problem(api.put(b"there", 1), 403, "read_only")
+    problem(api.put(b"other", 1), 403, "read_only")
+    manifest = f"/v1/{api.namespace}/manifests/job"
+    problem(api.http.put(manifest, json={"keys": [api.key(1)]}), 403, "read_only")
+
+    assert refused["retryable"] is False
+    assert (files(), api.stats()) == before
+    assert api.get(1).content == b"there"
+    assert api.http.get(manifest).status_code == 404
+
+
+def announce(api, size_bytes):
+    """What is answered to the headers of an upload whose body never comes."""
+    url = httpx.URL(api.url)
+    head = (
+        f"PUT {api.path()} HTTP/1.1\r\nHost: x\r\nContent-Length: {size_bytes}\r\n"
+        f"Repr-Digest: {Digest.of(b'x').repr_digest}\r\nExpect: 100-continue\r\n\r\n"
+    )
+    with socket.create_connection((url.host, url.port), timeout=20) as connection:
+        connection.sendall(head.encode())
+        answer = b""
+        while piece := connection.recv(65536):
+            answer += piece
+    status, _, rest = answer.decode().partition("\r\n")
+    return status.split()[1], json.loads(rest.partition("\r\n\r\n")[2])
+
+
+def test_an_upload_is_refused_before_its_body_is_read(api):
+    give(api, mode="read_only")
+
+    status, refused = announce(api, 300_000_000)
+
+    assert (status, refused["code"]) == ("403", "read_only")
+
+
+def test_the_smaller_of_two_limits_of_an_artifact_counts(api, problem, files):
+    give(api, max_artifact_bytes=1000)
+    before = files()
+
+    refused = problem(api.put(b"x" * 1001), 413, "too_large", "1001", "1000", "--max-artifact")
+    assert refused["limit"] == 1000
+    assert files() == before
+    assert api.put(b"x" * 1000).status_code == 201
+
+    give(api, max_artifact_bytes=10**12)
+    status, refused = announce(api, 500 * 1024**2)
+    assert (status, refused["limit"]) == ("413", 400 * 1024**2)
+    assert "GRAPHSTASH_MAX_ARTIFACT_BYTES" in refused["detail"]
+
+
+def test_the_limit_of_a_policy_evicts_what_is_worth_least(api, problem):
+    give(api, limit_bytes=10_000)
+    api.put(b"1" * 4000, 1, seconds=100)
+    api.put(b"2" * 4000, 2, seconds=1)
+
+    assert api.put(b"3" * 4000, 3, seconds=50).status_code == 201
+
+    assert [api.get(number).status_code for number in (1, 2, 3)] == [200, 404, 200]
+    refused = problem(api.put(b"4" * 10_001, 4), 507, "insufficient_storage", "--limit")
+    assert refused["limit"] == 10_000
+    assert api.stats()["size_bytes"] == 8000
+
+
+def test_the_limit_of_a_policy_wins_over_the_servers_settings(tmp_path, connect):
+    with LiveServer(tmp_path / "data", log_level="error", namespace_limits={"te*": 1000}) as server:
+        api = connect(server.url)
+        assert api.put(b"x" * 1500, 1).status_code == 507
+
+        give(api, limit_bytes=2000)
+
+        assert api.put(b"x" * 1500, 1).status_code == 201
+
+
+def test_a_namespace_beyond_its_rate_is_told_when_to_come_back(api, connect, problem):
+    other = connect(api.url, f"{api.namespace}-other")
+    api.put(b"x", 1)
+    give(api, requests_per_second=0.001)
+
+    assert api.get(1).status_code == 200
+    answer = api.get(1)
+
+    refused = problem(answer, 429, "rate_limited", api.namespace, "--requests-per-second")
+    assert refused["retryable"] is True
+    assert refused["limit"] == 0.001
+    assert 900 < int(answer.headers["retry-after"]) <= 1000
+    assert other.get(1).status_code == 404
+
+
+def test_refusals_are_counted_by_reason(api):
+    give(api, mode="read_only")
+    before = api.http.get("/v1/stats").json()["refused"].get("read_only", 0)
+
+    api.put(b"x")
+
+    assert api.http.get("/v1/stats").json()["refused"]["read_only"] == before + 1
+
+
+def test_a_bucket_holds_one_second_and_fills_with_time():
+    seconds = Seconds()
+    rates = Rates(seconds=seconds)
+
+    def is_in(namespace=TEAM):
+        try:
+            rates.take(namespace, per_second=10)
+        except ServerError as error:
+            if error.code is not ErrorCode.RATE_LIMITED:
+                raise
+            return error.retry_after_seconds
+        return True
+
+    assert [is_in() for _ in range(10)] == [True] * 10
+    assert is_in() == pytest.approx(0.1)
+    assert is_in(Namespace("other")) is True
+    seconds.now += 0.25
+    assert [is_in(), is_in()] == [True, True]
+    assert is_in() == pytest.approx(0.05)
+    seconds.now += 3600
+    assert [is_in() for _ in range(10)] == [True] * 10
+    assert is_in() == pytest.approx(0.1)
+
+
+def test_a_rate_below_one_a_second_lets_one_in_and_then_waits():
+    seconds = Seconds()
+    rates = Rates(seconds=seconds)
+
+    rates.take(TEAM, per_second=0.5)
+    with pytest.raises(ServerError) as refused:
+        rates.take(TEAM, per_second=0.5)
+    assert refused.value.retry_after_seconds == pytest.approx(2)
+    seconds.now += 2
+    rates.take(TEAM, per_second=0.5)
+
+
+def test_buckets_are_bounded():
+    rates = Rates(seconds=Seconds())
+
+    for number in range(10_000):
+        rates.take(Namespace(f"n{number}"), per_second=1)
+
+    assert len(rates._buckets) == 4096
+
+
+def test_another_server_knows_a_change_after_two_seconds(opened):
+    async def test():
+        async with opened() as one, opened() as two:
+            seconds = Seconds()
+            here = one.context.policies
+            there = PolicyService(
+                database=two.context.database, clock=opened.clock, seconds=seconds
+            )
+            assert await there.of(TEAM) == NamespacePolicy()
+
+            await here.put(TEAM, READ_ONLY, ACTOR)
+
+            assert await here.of(TEAM) == READ_ONLY
+            assert await there.of(TEAM) == NamespacePolicy()
+            seconds.now += 2
+            assert await there.of(TEAM) == READ_ONLY
+
+    asyncio.run(test())
+
+
+class Counted:
+    """A database that counts how often it is asked, and may be broken."""
+
+    def __init__(self, database):
+        self.asked = 0
+        self.is_broken = False
+        self._database = database
+
+    def reading(self):
+        self.asked += 1
+        if self.is_broken:
+            raise ServerError(ErrorCode.UNAVAILABLE, "the database does not answer")
+        return self._database.reading()
+
+
+def test_a_hundred_requests_read_the_policies_once(opened):
+    async def test():
+        async with opened() as server:
+            database = Counted(server.context.database)
+            policies = PolicyService(database=database, clock=opened.clock, seconds=Seconds())
+
+            await asyncio.gather(*(policies.of(Namespace(f"n{each}")) for each in range(100)))
+
+            assert database.asked == 1
+
+    asyncio.run(test())
+
+
+def test_what_was_read_holds_for_a_minute_without_the_database_and_no_longer(opened):
+    async def test():
+        async with opened() as server:
+            await server.context.policies.put(TEAM, READ_ONLY, ACTOR)
+            seconds = Seconds()
+            database = Counted(server.context.database)
+            policies = PolicyService(database=database, clock=opened.clock, seconds=seconds)
+            await policies.of(TEAM)
+            database.is_broken = True
+
+            seconds.now += 59
+            assert await policies.of(TEAM) == READ_ONLY
+            assert await policies.of(TEAM) == READ_ONLY
+            assert database.asked == 2  # a failing database is not asked by every request
+            seconds.now += 2
+            with pytest.raises(ServerError) as refused:
+                await policies.of(TEAM)
+            assert refused.value.code is ErrorCode.UNAVAILABLE
+            database.is_broken = False
+            assert await policies.of(TEAM) == READ_ONLY
+
+    asyncio.run(test())
+
+
+def test_without_having_read_the_policies_nobody_is_let_in(opened):
+    async def test():
+        async with opened() as server:
+            database = Counted(server.context.database)
+            database.is_broken = True
+            policies = PolicyService(database=database, clock=opened.clock, seconds=Seconds())
+
+            with pytest.raises(ServerError):
+                await policies.of(TEAM)
+
+    asyncio.run(test())
+
+
+def test_a_mode_of_a_later_release_lets_nothing_in(opened):
+    async def test():
+        async with opened() as server:
+            await server.context.policies.put(TEAM, NamespacePolicy(), ACTOR)
+            async with server.context.database.writing() as connection:
+                await connection.execute(sa.update(namespaces).values(mode="append_only"))
+            policies = PolicyService(
+                database=server.context.database, clock=opened.clock, seconds=Seconds()
+            )
+
+            assert (await policies.of(TEAM)).mode is WriteMode.READ_ONLY
+
+    asyncio.run(test())
+
+
+def test_many_namespaces_are_given_policies_at_once(api):
+    statuses = []
+
+    def put(number):
+        path = f"/v1/-/namespaces/{api.namespace}-{number % 3}"
+        statuses.append(api.http.put(path, json={"limit_bytes": number + 1}).status_code)
+
+    threads = [threading.Thread(target=put, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert statuses == [200] * 12
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """Runs `graphstash namespace` beside no server."""
+    (tmp_path / "data").mkdir()
+    monkeypatch.setenv("GRAPHSTASH_DATA_DIR", str(tmp_path / "data"))
+    with LiveServer(tmp_path / "data", log_level="error") as server:
+
+        def run(*arguments, status=0):
+            result = CliRunner().invoke(namespace_command, list(arguments))
+            assert result.exit_code == status, result.output
+            return result.output
+
+        run.url = server.url
+        yield run
+
+
+def test_the_command_changes_only_what_is_named(command):
+    command("set", "team", "--mode", "read_only", "--limit", "10GiB", "--trusted")
+    command("set", "team", "--max-artifact", "1MiB", "--limit", "none")
+
+    (shown,) = json.loads(command("show", "team", "--json"))
+    assert shown["policy"] == {
+        "mode": "read_only",
+        "trusted": True,
+        "anonymous_read": False,
+        "limit_bytes": None,
+        "max_artifact_bytes": 1024**2,
+        "requests_per_second": None,
+    }
+    assert command("list") == "team: read_only, trusted, artifacts of at most 1.0 MiB\n"
+
+
+def test_the_command_takes_a_policy_away_and_names_what_it_cannot_do(command):
+    command("set", "team", "--requests-per-second", "100", "--anonymous-read")
+
+    assert "the defaults hold" in command("remove", "team")
+    assert "no policy" in command("remove", "team", status=1)
+    assert "no policy" in command("show", "team", status=1)
+    assert "name at least one option" in command("set", "team", status=2)
+    assert "is no size" in command("set", "team", "--limit", "much", status=2)
+    assert "requests_per_second=-1" in command(
+        "set", "team", "--requests-per-second", "-1", status=2
+    )
+    assert command("list") == ""
+
+
+def test_the_command_writes_down_who_did_it(command, connect):
+    command("set", "team", "--mode", "overwrite")
+
+    (entry,) = connect(command.url).http.get("/v1/-/audit").json()["entries"]
+    assert entry["action"] == "policy_set"
+    assert entry["actor"].startswith("local:")
+    assert entry["request_id"] is None

@@ -1,0 +1,451 @@
+"""Artifacts that were reported as wrong: nobody gets them, nothing takes their place, and an admin
+decides."""
+
+import asyncio
+import json
+from datetime import timedelta
+
+import pytest
+from typer.testing import CliRunner
+
+from graphstash_schema import (
+    ArtifactMetadata,
+    Digest,
+    ErrorCode,
+    Grant,
+    ReportReason,
+    ReportRequest,
+    TokenRequest,
+)
+from graphstash_server.actor import Actor
+from graphstash_server.clock import system_clock
+from graphstash_server.commands.quarantine import quarantine as quarantine_command
+from graphstash_server.context import open_services
+from graphstash_server.errors import ServerError
+from graphstash_server.settings import load_settings
+from graphstash_server.testing import LiveServer
+from support.services import ACTOR, key_of, opener
+
+BLOB = b"wrong " * 1000
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def opened(request, tmp_path):
+    url = f"sqlite:///{tmp_path / 'database.sqlite3'}"
+    if request.param == "postgresql":
+        url = request.getfixturevalue("postgres").new_database()
+    return opener(tmp_path, url)
+
+
+def report(api, number=0, blob=BLOB, reason="bad_signature", **headers):
+    body = {"key": api.key(number), "digest": str(Digest.of(blob)), "reason": reason}
+    return api.http.post(f"/v1/{api.namespace}/artifacts:report", json=body, headers=headers)
+
+
+def release(api, number=0):
+    return api.http.post(f"/v1/{api.namespace}/artifacts:release", json=api.key(number))
+
+
+def withheld(api):
+    answer = api.http.get("/v1/-/quarantine", params={"namespace": api.namespace})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["artifacts"]
+
+
+def without_request(answer):
+    return {name: value for name, value in answer.json().items() if name != "instance"}
+
+
+def test_what_was_reported_is_absent_to_everybody(api, problem):
+    absent = without_request(api.get())
+    api.put(BLOB)
+    assert api.get().status_code == 200
+
+    reported = report(api)
+
+    assert (reported.status_code, reported.json()) == (200, {"found": True, "withheld": True})
+    assert without_request(api.get()) == absent
+    problem(api.get(), 404, "not_found")
+    assert api.http.head(api.path()).status_code == 404
+    assert api.get(If_None_Match="*").status_code == 404
+    looked_up = api.http.post(f"/v1/{api.namespace}/artifacts:lookup", json={"keys": [api.key()]})
+    assert looked_up.json() == {"found": [], "missing": [api.key()]}
+    verified = api.http.post(f"/v1/{api.namespace}/artifacts:verify", json=api.key())
+    assert verified.json() == {"found": False, "healed": False}
+    assert api.acquire().json()["state"] == "granted"
+
+
+def test_a_key_whose_artifact_is_withheld_takes_no_other(api, problem, files):
+    api.put(BLOB)
+    report(api)
+    before = files()
+
+    for blob in (b"other", BLOB):
+        refused = problem(api.put(blob), 409, "withheld", "graphstash quarantine")
+        assert refused["digest"] == str(Digest.of(BLOB))
+        assert refused["retryable"] is False
+    api.http.put(f"/v1/-/namespaces/{api.namespace}", json={"mode": "overwrite"})
+    problem(api.put(b"other"), 409, "withheld")
+    assert files() == before
+    assert api.stats()["conflicts"] == 0
+
+
+def test_a_withheld_artifact_counts_as_stored(api):
+    api.put(BLOB)
+    api.put(b"right", 1)
+    before = api.http.get("/v1/stats").json()["reported"]
+
+    report(api)
+
+    stats = api.stats()
+    assert (stats["artifacts"], stats["size_bytes"]) == (2, len(BLOB) + 5)
+    assert stats["withheld"] == 1
+    assert api.http.get("/v1/stats").json()["reported"] == before + 1
+    assert api.get(1).content == b"right"
+
+
+@pytest.mark.parametrize(("number", "blob"), [(0, b"other bytes"), (1, BLOB)])
+def test_a_report_of_what_is_not_stored_changes_nothing(api, number, blob):
+    api.put(BLOB)
+
+    reported = report(api, number, blob)
+
+    assert reported.json() == {"found": False, "withheld": False}
+    assert api.get().content == BLOB
+    assert withheld(api) == []
+
+
+@pytest.mark.parametrize("reason", ["unsigned", "unknown_key"])
+def test_whom_a_writer_trusts_takes_nothing_away_from_others(api, reason):
+    api.put(BLOB)
+
+    assert report(api, reason=reason).json() == {"found": True, "withheld": False}
+
+    assert api.get().content == BLOB
+    assert withheld(api) == []
+
+
+def test_a_second_report_changes_nothing(api):
+    api.put(BLOB)
+    report(api, reason="corrupt")
+
+    assert report(api, reason="unsigned").json() == {"found": True, "withheld": True}
+
+    (each,) = withheld(api)
+    assert each["reason"] == "corrupt"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{}, {"reason": "bad_luck"}, {"digest": "sha256:short"}, {"key": {"kind": "jax"}}, {"more": 1}],
+)
+def test_a_report_that_is_none_is_refused(api, body):
+    sent = {"key": api.key(), "digest": str(Digest.of(BLOB)), "reason": "corrupt"} | body
+    if not body:
+        sent = {}
+
+    answer = api.http.post(f"/v1/{api.namespace}/artifacts:report", json=sent)
+
+    assert answer.status_code == 400
+    assert answer.json()["code"].startswith("invalid_")
+
+
+def test_an_admin_sees_what_is_withheld_and_why(api):
+    metadata = ArtifactMetadata(compile_seconds=1, raw_size_bytes=1, producer="eve@host")
+    api.put(BLOB, 1, Graphstash_Metadata=metadata.to_header())
+    api.put(BLOB, 2)
+    report(api, 1, reason="revoked_key")
+    report(api, 2, reason="wrong_key")
+
+    listed = withheld(api)
+
+    assert [each["key"] for each in listed] == [api.key(2), api.key(1)]
+    assert listed[1] | {"reported_at": None} == {
+        "namespace": api.namespace,
+        "key": api.key(1),
+        "digest": str(Digest.of(BLOB)),
+        "size_bytes": len(BLOB),
+        "producer": "eve@host",
+        "reason": "revoked_key",
+        "reported_by": "everybody",
+        "reported_at": None,
+    }
+    everything = api.http.get("/v1/-/quarantine").json()["artifacts"]
+    assert [each for each in everything if each["namespace"] == api.namespace] == listed
+
+
+def test_a_released_artifact_is_served_again(api, problem):
+    api.put(BLOB)
+    report(api)
+
+    assert release(api).status_code == 204
+
+    assert api.get().content == BLOB
+    assert api.put(BLOB).status_code == 200
+    assert withheld(api) == []
+    assert api.stats().get("withheld") == 0
+    problem(release(api), 404, "not_found")
+
+
+def test_a_deleted_artifact_makes_room_for_a_right_one(api, files):
+    own = api.namespace.encode() * 100
+    api.put(own)
+    report(api, blob=own)
+
+    assert api.http.delete(api.path()).status_code == 204
+
+    assert withheld(api) == []
+    assert Digest.of(own).sha256 not in {path.name for path in files()}
+    assert api.put(b"right").status_code == 201
+    assert api.get().content == b"right"
+    assert report(api, blob=own).json()["found"] is False
+
+
+def test_who_withheld_and_who_released_is_in_the_audit_log(api):
+    api.put(BLOB)
+    report(api, **{"X-Request-Id": "the-report"})
+    report(api)
+    release(api)
+    release(api)
+
+    entries = api.http.get("/v1/-/audit", params={"namespace": api.namespace}).json()["entries"]
+    subject = "/".join(api.key().values())
+    told = [(each["action"], each["subject"], each["detail"]) for each in entries]
+    assert told == [
+        ("release", subject, str(Digest.of(BLOB))),
+        ("withhold", subject, f"bad_signature {Digest.of(BLOB)}"),
+        ("put", subject, str(Digest.of(BLOB))),
+    ]
+    assert entries[1]["request_id"] == "the-report"
+
+
+def test_a_waiter_gets_what_is_released(opened):
+    async def test():
+        async with opened() as server:
+            await server.put(BLOB)
+            await withhold(server)
+            waiters = server.context.waiters
+            with waiters.joined(key_of()) as ticket:
+                assert await server.context.quarantine.release(key_of(), actor=ACTOR)
+                assert ticket.digest == Digest.of(BLOB)
+
+    asyncio.run(test())
+
+
+async def withhold(server, number=0, blob=BLOB, *, may_withhold=True):
+    wanted = ReportRequest(
+        key=key_of(number).key, digest=str(Digest.of(blob)), reason=ReportReason.CORRUPT
+    )
+    return await server.context.quarantine.report(
+        key_of(number), wanted, actor=ACTOR, may_withhold=may_withhold
+    )
+
+
+def test_evidence_is_neither_evicted_nor_retired(opened):
+    async def test():
+        async with opened() as server:
+            await server.put(BLOB, 1, seconds=0)
+            await server.put(BLOB[:-1], 2, seconds=100)
+            await withhold(server, 1)
+            opened.clock.turn(10**7)
+
+            assert await server.context.evictor.free(1) is True
+            unused = [
+                candidate.key
+                async for page in server.context.retention.unused(timedelta(0))
+                for candidate in page
+            ]
+
+            assert unused == []
+            assert (await server.used()).artifacts == 1
+            assert await server.context.quarantine.release(key_of(1), actor=ACTOR)
+            assert await server.get(1) == BLOB
+            assert await server.context.evictor.free(1) is True
+
+    asyncio.run(test())
+
+
+def test_another_server_withholds_it_after_two_seconds_at_most(opened):
+    async def test():
+        async with opened() as one, opened() as two:
+            await one.put(BLOB)
+            assert await two.get() == BLOB
+
+            await withhold(one)
+
+            assert await one.get() is None
+            opened.clock.turn(2.1)
+            assert await two.get() is None
+
+    asyncio.run(test())
+
+
+def test_a_report_and_an_overwrite_that_meet_end_one_way_or_the_other(opened):
+    async def test():
+        async with opened() as one, opened() as two:
+            for number in range(12):
+                await one.put(BLOB, number)
+
+                reported, stored = await asyncio.gather(
+                    withhold(one, number), two.put(b"new", number), return_exceptions=True
+                )
+
+                opened.clock.turn(3)
+                if reported.withheld:
+                    assert isinstance(stored, ServerError)
+                    assert stored.code is ErrorCode.WITHHELD
+                    assert await one.get(number) is None
+                else:
+                    assert stored is True
+                    assert await one.get(number) == b"new"
+
+    asyncio.run(test())
+
+
+def test_evidence_that_lost_its_blob_goes_with_its_report(opened):
+    async def test():
+        async with opened() as server:
+            await server.put(BLOB)
+            await withhold(server)
+            opened.blobs.blobs.clear()
+
+            assert await server.put(b"right") is True
+
+            assert (await server.context.quarantine.list_withheld()).artifacts == ()
+            assert await server.get() == b"right"
+
+    asyncio.run(test())
+
+
+async def make_token(settings, *grants):
+    async with open_services(settings, blob_store=None, clock=system_clock) as context:
+        wanted = TokenRequest(
+            description="test", grants=tuple(Grant.parse(grant) for grant in grants)
+        )
+        return (await context.tokens.create(wanted, actor=Actor("test"))).token
+
+
+@pytest.fixture
+def bearer(tmp_path, connect):
+    """Makes callers with grants on a server that asks for tokens."""
+    settings = load_settings(data_dir=tmp_path / "data")
+    with LiveServer(tmp_path / "data", auth="tokens", log_level="error") as server:
+
+        def make(*grants):
+            api = connect(server.url)
+            api.http.headers["Authorization"] = (
+                f"Bearer {asyncio.run(make_token(settings, *grants))}"
+            )
+            return api
+
+        yield make
+
+
+def test_a_reader_alone_takes_the_cache_away_from_nobody(bearer):
+    writer, reader = bearer("write:team"), bearer("read:team")
+    writer.put(BLOB)
+    before = writer.http.get("/v1/stats").json().get("reported")
+
+    assert report(reader).json() == {"found": True, "withheld": False}
+
+    assert reader.get().content == BLOB
+    assert report(writer).json() == {"found": True, "withheld": True}
+    assert reader.get().status_code == 404
+    if before is not None:
+        assert writer.http.get("/v1/stats").json()["reported"] == before + 2
+
+
+def test_who_cannot_write_into_a_trusted_namespace_cannot_withhold_there(bearer):
+    admin, named, wide = bearer("admin:*"), bearer("write:team"), bearer("write:*")
+    admin.http.put("/v1/-/namespaces/team", json={"trusted": True})
+    named.put(BLOB)
+
+    assert report(wide).json() == {"found": True, "withheld": False}
+    assert report(named).json() == {"found": True, "withheld": True}
+
+
+def test_only_an_admin_decides_and_only_of_their_own(bearer, problem):
+    admin, own, other = bearer("admin:*"), bearer("admin:team"), bearer("admin:elsewhere")
+    writer, reader = bearer("write:team"), bearer("read:team")
+    writer.put(BLOB)
+    report(writer)
+
+    for who in (writer, reader):
+        problem(release(who), 403, "forbidden")
+        problem(who.http.delete(who.path()), 403, "forbidden")
+        problem(who.http.get("/v1/-/quarantine"), 403, "forbidden")
+        problem(who.http.get("/v1/-/quarantine?namespace=team"), 403, "forbidden")
+    problem(release(other), 404, "not_found")
+    problem(other.http.get("/v1/-/quarantine?namespace=team"), 404, "not_found")
+    problem(own.http.get("/v1/-/quarantine"), 403, "forbidden")
+    assert len(withheld(own)) == len(withheld(admin)) == 1
+
+    assert release(own).status_code == 204
+    assert reader.get().content == BLOB
+
+
+def test_only_who_administers_the_server_gives_policies(bearer, problem):
+    admin, own, writer = bearer("admin:*"), bearer("admin:team"), bearer("write:team")
+    path = "/v1/-/namespaces/team"
+
+    for who in (own, writer):
+        problem(who.http.put(path, json={"mode": "overwrite"}), 403, "forbidden")
+        problem(who.http.delete(path), 403, "forbidden")
+        problem(who.http.get("/v1/-/namespaces"), 403, "forbidden")
+    assert admin.http.put(path, json={"mode": "read_only"}).status_code == 200
+    assert own.http.get(path).json()["policy"]["mode"] == "read_only"
+    problem(writer.http.get(path), 403, "forbidden")
+    problem(bearer("admin:elsewhere").http.get(path), 404, "not_found")
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """Runs `graphstash quarantine` beside a server."""
+    monkeypatch.setenv("GRAPHSTASH_DATA_DIR", str(tmp_path / "data"))
+    with LiveServer(tmp_path / "data", log_level="error") as server:
+
+        def run(*arguments, status=0):
+            result = CliRunner().invoke(quarantine_command, list(arguments))
+            assert result.exit_code == status, result.output
+            return result.output
+
+        run.url = server.url
+        yield run
+
+
+def test_the_command_lists_releases_and_deletes(command, connect):
+    api = connect(command.url)
+    assert command("list") == "nothing is withheld\n"
+    for number in (1, 2):
+        api.put(BLOB, number)
+        report(api, number)
+    names = [f"team/{'/'.join(api.key(number).values())}" for number in (1, 2)]
+
+    shown = command("list")
+    assert all(name in shown for name in names)
+    assert "bad_signature" in shown
+    assert command("list", "--namespace", "other") == "nothing is withheld\n"
+    assert len(json.loads(command("list", "--json"))["artifacts"]) == 2
+
+    command("release", names[0])
+    command("delete", names[1])
+
+    assert api.get(1).content == BLOB
+    assert api.put(b"right", 2).status_code == 201
+    assert "is not withheld" in command("delete", names[0], status=1)
+    assert "is not withheld" in command("release", names[0], status=1)
+    assert api.get(1).content == BLOB
+    log = api.http.get("/v1/-/audit").json()["entries"]
+    assert {each["actor"].partition(":")[0] for each in log[1:3]} == {"local"}
+
+
+def test_the_command_says_what_an_artifact_is_called(command):
+    assert "it takes <namespace>/<kind>" in command("release", "team/jax", status=2)
+    assert "fingerprint" in command("delete", "team/jax/cpu/short", status=2)
+    assert "namespace" in command("list", "--namespace", "No", status=2)
+
+
+def test_a_namespace_is_asked_for_by_its_name(api):
+    answer = api.http.get("/v1/-/quarantine", params={"namespace": "No Name"})
+
+    assert (answer.status_code, answer.json()["code"]) == (400, "invalid_namespace")

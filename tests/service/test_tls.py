@@ -1,0 +1,153 @@
+"""TLS of the server itself: what it speaks, whom it lets in, and what it says about wrong files."""
+
+import ssl
+
+import httpx
+import pytest
+import trustme
+
+from graphstash_server.errors import StartError
+from graphstash_server.settings import load_settings
+from graphstash_server.testing import LiveServer, ServerProcess
+from graphstash_server.tls import tls_context
+
+
+@pytest.fixture(scope="module")
+def authority():
+    return trustme.CA()
+
+
+@pytest.fixture(scope="module")
+def files(authority, tmp_path_factory):
+    """The settings of a server with a certificate for 127.0.0.1."""
+    folder = tmp_path_factory.mktemp("tls")
+    certificate = authority.issue_cert("127.0.0.1")
+    certificate.private_key_and_cert_chain_pem.write_to_path(folder / "server.pem")
+    authority.cert_pem.write_to_path(folder / "authority.pem")
+    return {"tls_cert_file": folder / "server.pem", "tls_key_file": folder / "server.pem"}
+
+
+@pytest.fixture
+def trusting(authority):
+    """The TLS of a client that knows the authority."""
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    return context
+
+
+@pytest.fixture(scope="module")
+def server(files, tmp_path_factory):
+    with LiveServer(tmp_path_factory.mktemp("server"), **files, log_level="error") as server:
+        yield server
+
+
+def test_the_port_speaks_https(server, trusting):
+    answer = httpx.get(server.url + "/healthz", verify=trusting, trust_env=False)
+
+    assert server.url.startswith("https://")
+    assert answer.status_code == 200
+    assert answer.headers["strict-transport-security"] == "max-age=31536000"
+
+
+def test_a_client_that_does_not_know_the_authority_is_not_fooled(server):
+    with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+        httpx.get(server.url + "/healthz", trust_env=False)
+
+
+def test_plain_http_gets_no_answer_from_the_port(server):
+    with pytest.raises(httpx.TransportError):
+        httpx.get(server.url.replace("https", "http") + "/healthz", trust_env=False)
+
+
+@pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1_1 is deprecated")
+def test_an_old_tls_is_refused(server, trusting):
+    trusting.minimum_version = ssl.TLSVersion.TLSv1_1
+    trusting.maximum_version = ssl.TLSVersion.TLSv1_1
+    trusting.set_ciphers("ALL:@SECLEVEL=0")
+
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(server.url + "/healthz", verify=trusting, trust_env=False)
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_a_current_tls_is_spoken(server, trusting, version):
+    trusting.minimum_version = trusting.maximum_version = version
+
+    answer = httpx.get(server.url + "/healthz", verify=trusting, trust_env=False)
+
+    assert answer.status_code == 200
+
+
+def test_only_a_client_with_a_certificate_of_the_authority_is_let_in(
+    files, authority, trusting, tmp_path
+):
+    stranger = trustme.CA().issue_cert("job@elsewhere")
+    known = authority.issue_cert("job@here")
+    settings = {**files, "tls_client_ca_file": files["tls_cert_file"].with_name("authority.pem")}
+    with LiveServer(tmp_path / "data", **settings, log_level="error") as server:
+        for certificate in (None, stranger):
+            shown = ssl.create_default_context()
+            authority.configure_trust(shown)
+            if certificate is not None:
+                certificate.configure_cert(shown)
+            with pytest.raises(httpx.TransportError):
+                httpx.get(server.url + "/healthz", verify=shown, trust_env=False)
+        known.configure_cert(trusting)
+        answer = httpx.get(server.url + "/healthz", verify=trusting, trust_env=False)
+
+    assert answer.status_code == 200
+
+
+def test_workers_speak_it_too_and_the_command_says_so(files, trusting, tmp_path):
+    environment = {f"GRAPHSTASH_{name.upper()}": str(path) for name, path in files.items()}
+    options = ("--workers", "2", "--min-free-bytes", "0")
+    with ServerProcess(tmp_path / "data", *options, environment=environment) as server:
+        answers = [
+            httpx.get(server.url + "/healthz", verify=trusting, trust_env=False) for _ in range(4)
+        ]
+
+    assert server.url.startswith("https://127.0.0.1:")
+    assert {answer.status_code for answer in answers} == {200}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("cert", None), ("cert", b"nothing"), ("key", None), ("key", b"nothing"), ("ca", b"nothing")],
+)
+def test_a_file_that_cannot_be_used_is_named_at_the_start(files, tmp_path, name, content):
+    path = tmp_path / "wrong.pem"
+    if content is not None:
+        path.write_bytes(content)
+    field = {"cert": "tls_cert_file", "key": "tls_key_file", "ca": "tls_client_ca_file"}[name]
+    environment = {
+        f"GRAPHSTASH_{field.upper()}": str(value) for field, value in {**files, field: path}.items()
+    }
+
+    with pytest.raises(RuntimeError, match="ended with 1") as refused:
+        ServerProcess(tmp_path / "data", environment=environment)
+
+    assert str(path) in str(refused.value)
+    assert "PEM" in str(refused.value)
+    assert "Traceback" not in str(refused.value)
+
+
+def test_a_key_with_a_password_is_refused_instead_of_asked_for(authority, files, tmp_path):
+    from cryptography.hazmat.primitives import serialization as forms
+
+    plain = authority.issue_cert("127.0.0.1").private_key_pem.bytes()
+    locked = forms.load_pem_private_key(plain, None).private_bytes(
+        forms.Encoding.PEM, forms.PrivateFormat.PKCS8, forms.BestAvailableEncryption(b"secret")
+    )
+    (tmp_path / "key.pem").write_bytes(locked)
+    settings = load_settings(data_dir=tmp_path, **{**files, "tls_key_file": tmp_path / "key.pem"})
+
+    with pytest.raises(StartError, match="password"):
+        tls_context(settings)
+
+
+@pytest.mark.parametrize(
+    "given", [["tls_cert_file"], ["tls_key_file"], ["tls_client_ca_file"]], ids="".join
+)
+def test_half_of_tls_is_no_tls(files, given):
+    with pytest.raises(StartError, match="GRAPHSTASH_TLS_CERT_FILE"):
+        load_settings(**dict.fromkeys(given, files["tls_cert_file"]))

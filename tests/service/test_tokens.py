@@ -1,0 +1,329 @@
+"""Tokens: made, listed, used and revoked; what of them lies where."""
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+
+import httpx
+import pytest
+import sqlalchemy as sa
+from typer.testing import CliRunner
+
+from graphstash_schema import TOKEN_FORM
+from graphstash_server.commands.token import token as token_commands
+from graphstash_server.db.engine import make_engine
+from graphstash_server.db.tables import metadata
+from graphstash_server.services import tokens as tokens_module
+from graphstash_server.settings import load_settings
+from support.tokens import Guarded, issue
+
+READ_ALL = [{"scope": "read", "namespaces": "*"}]
+
+
+@pytest.fixture
+def admin(guarded):
+    return guarded.http(guarded.admin)
+
+
+def make(admin, **changed):
+    wanted = {"description": "a job", "grants": READ_ALL} | changed
+    return admin.post("/v1/-/tokens", json=wanted)
+
+
+def rows_of(url, statement):
+    async def read():
+        engine = make_engine(sa.make_url(url))
+        async with engine.connect() as connection:
+            rows = (await connection.execute(statement)).all()
+        await engine.dispose()
+        return rows
+
+    return asyncio.run(read())
+
+
+def whole_database(url):
+    return "\n".join(
+        str(row) for table in metadata.sorted_tables for row in rows_of(url, sa.select(table))
+    )
+
+
+def test_a_new_token_is_good_at_once_and_looks_like_one(guarded, admin):
+    made = make(admin)
+
+    token, info = made.json()["token"], made.json()["info"]
+    assert made.status_code == 201
+    assert made.headers["cache-control"] == "no-store"
+    assert TOKEN_FORM.fullmatch(token)["id"] == info["id"]
+    assert guarded.http(token).get("/v1/-/access").json() == {
+        "kind": "token",
+        "name": f"token:{info['id']} a job",
+        "grants": READ_ALL,
+        "expires_at": None,
+    }
+
+
+def test_no_secret_is_in_the_database(guarded, admin):
+    token = make(admin).json()["token"]
+    used = guarded.http(token)
+    assert used.get("/v1/-/access").status_code == 200
+    secret = TOKEN_FORM.fullmatch(token)["secret"]
+
+    kept = whole_database(guarded.database_url)
+    assert TOKEN_FORM.fullmatch(token)["id"] in kept
+    assert secret not in kept
+    for path in guarded.server.data_dir.rglob("*"):
+        if path.is_file():
+            assert secret.encode() not in path.read_bytes(), path
+
+
+def test_a_list_shows_everything_but_the_secret(admin):
+    token = make(admin, description="listed").json()["token"]
+
+    listed = admin.get("/v1/-/tokens")
+
+    assert listed.json()["tokens"][0]["description"] == "listed"
+    assert listed.json()["tokens"][0]["created_by"].endswith(" admin")
+    assert TOKEN_FORM.fullmatch(token)["secret"] not in listed.text
+    assert "sha256" not in listed.text
+
+
+def test_the_last_use_is_written_down_by_the_next_flush(guarded, admin, eventually):
+    made = make(admin).json()
+
+    def used_at():
+        listed = admin.get("/v1/-/tokens").json()["tokens"]
+        return next(each for each in listed if each["id"] == made["info"]["id"])["last_used_at"]
+
+    assert used_at() is None
+    guarded.http(made["token"]).get("/v1/-/access")
+    eventually(lambda: used_at() is not None)
+
+
+@pytest.mark.parametrize(
+    "expires_at",
+    [
+        "2020-01-01T00:00:00Z",
+        "9999-12-31T23:59:59-12:00",
+        "0001-01-01T00:00:00+12:00",
+        "2040-01-01T00:00:00",
+    ],
+)
+def test_an_expiry_that_means_nothing_is_refused(admin, problem, expires_at):
+    problem(make(admin, expires_at=expires_at), 400, "invalid_request", "expires_at")
+
+
+@pytest.mark.parametrize(
+    ("changed", "code"),
+    [
+        ({"grants": []}, "invalid_request"),
+        ({"grants": READ_ALL * 65}, "invalid_request"),
+        ({"grants": [{"scope": "own", "namespaces": "*"}]}, "invalid_request"),
+        ({"grants": [{"scope": "read", "namespaces": "Team"}]}, "invalid_pattern"),
+        ({"description": ""}, "invalid_request"),
+        ({"description": "x" * 201}, "invalid_request"),
+        ({"description": "a\x00b"}, "invalid_request"),
+        ({"description": "a\x1b[2Jb"}, "invalid_request"),
+        ({"secret": "mine"}, "invalid_request"),
+    ],
+)
+def test_a_token_out_of_form_is_refused(admin, problem, changed, code):
+    problem(make(admin, **changed), 400, code)
+
+
+def test_only_who_administers_the_server_makes_lists_and_revokes(guarded, problem, namespace):
+    made = issue(guarded.database_url, f"admin:{namespace}", "admin:t*", "write:*")
+    other = guarded.http(made.token)
+
+    problem(make(other), 403, "forbidden", "admin:*")
+    problem(other.get("/v1/-/tokens"), 403, "forbidden")
+    problem(other.get("/v1/-/audit"), 403, "forbidden")
+    problem(other.delete(f"/v1/-/tokens/{made.info.id}"), 403, "forbidden")
+    assert other.get("/v1/-/access").status_code == 200
+
+
+def test_a_token_can_be_revoked_again_and_the_log_tells_of_it_once(guarded, admin, problem):
+    made = make(admin).json()
+    token_id = made["info"]["id"]
+
+    assert [admin.delete(f"/v1/-/tokens/{token_id}").status_code for _ in range(2)] == [204] * 2
+
+    logged = admin.get("/v1/-/audit").json()["entries"][:2]
+    assert [(each["action"], each["subject"]) for each in logged] == [
+        ("token_revoke", token_id),
+        ("token_create", token_id),
+    ]
+    listed = admin.get("/v1/-/tokens").json()["tokens"]
+    assert next(each for each in listed if each["id"] == token_id)["revoked_at"] is not None
+
+
+@pytest.mark.parametrize("name", ["a" * 16, "A", "a" * 5000, "%27%20OR%201=1", "..", "%00"])
+def test_a_token_that_is_not_there_cannot_be_revoked(admin, name):
+    assert admin.delete(f"/v1/-/tokens/{name}").status_code in {400, 404}
+
+
+def test_a_revoked_token_is_refused_by_another_server_of_the_database(
+    guarded, admin, eventually, tmp_path
+):
+    made = make(admin).json()
+    settings = {}
+    data_dir = guarded.server.data_dir
+    if "postgresql" in guarded.database_url:
+        settings["database_url"], data_dir = guarded.database_url, tmp_path
+    with Guarded(data_dir, **settings) as second:
+        used = second.http(made["token"])
+        assert used.get("/v1/-/access").status_code == 200
+
+        assert admin.delete(f"/v1/-/tokens/{made['info']['id']}").status_code == 204
+
+        eventually(lambda: used.get("/v1/-/access").status_code == 401)
+        assert guarded.http(made["token"]).get("/v1/-/access").status_code == 401
+
+
+def test_the_process_that_revokes_a_token_refuses_it_at_once(guarded, admin, monkeypatch):
+    never = timedelta(days=1)
+    monkeypatch.setattr("graphstash_server.services.known_tokens.MAX_DECISION_AGE", never)
+    made = make(admin).json()
+    used = guarded.http(made["token"])
+    assert used.get("/v1/-/access").status_code == 200
+
+    assert admin.delete(f"/v1/-/tokens/{made['info']['id']}").status_code == 204
+
+    assert used.get("/v1/-/access").status_code == 401
+
+
+def test_postgresql_tells_every_server_of_a_revocation(tmp_path, postgres, monkeypatch, eventually):
+    """What is known does not age here, so nothing but the notification can tell."""
+    never = timedelta(days=1)
+    monkeypatch.setattr("graphstash_server.services.known_tokens.MAX_DECISION_AGE", never)
+    url = postgres.new_database()
+    with (
+        Guarded(tmp_path / "1", database_url=url) as first,
+        Guarded(tmp_path / "2", database_url=url) as second,
+    ):
+        context = second.server._server.config.app.state.context
+        eventually(lambda: context.waiters.are_informed)
+        issued = issue(url, "read:*")
+        used = second.http(issued.token)
+        assert used.get("/v1/-/access").status_code == 200
+
+        first.http(first.admin).delete(f"/v1/-/tokens/{issued.info.id}")
+
+        eventually(lambda: used.get("/v1/-/access").status_code == 401)
+
+
+def test_there_is_a_limit_of_live_tokens(guarded, admin, problem, monkeypatch):
+    first = make(admin).json()["info"]["id"]
+    live = [
+        each for each in admin.get("/v1/-/tokens").json()["tokens"] if each["revoked_at"] is None
+    ]
+    monkeypatch.setattr(tokens_module, "MAX_LIVE_TOKENS", len(live))
+
+    problem(make(admin), 409, "conflict", "revoke some")
+    admin.delete(f"/v1/-/tokens/{first}")
+    assert make(admin).status_code == 201
+
+
+def test_no_token_is_in_the_log_whatever_is_asked(start):
+    server = start("--auth", "tokens", "--log-level", "debug", "--access-log")
+    settings = load_settings(data_dir=server.data_dir)
+    assert "make the first with `graphstash token create" in server.log
+    issued = issue(settings.database_url, "admin:*")
+    secret = TOKEN_FORM.fullmatch(issued.token)["secret"]
+    for shown in (issued.token, issued.token[:-1] + "A", f"gst_{'a' * 16}_{secret}", secret):
+        headers = {"Authorization": f"Bearer {shown}"}
+        for path in ("/v1/-/access", "/v1/-/tokens", "/v1/team/manifests/m", "/v1/stats"):
+            httpx.get(server.url + path, headers=headers, trust_env=False)
+    assert server.stop() == 0
+
+    assert "/v1/-/access" in server.log
+    assert secret[:-1] not in server.log
+
+
+@pytest.fixture
+def command(guarded):
+    """Runs `graphstash ...` on the server's database."""
+    environment = os.environ | {
+        "GRAPHSTASH_DATA_DIR": str(guarded.server.data_dir),
+        "GRAPHSTASH_DATABASE_URL": guarded.database_url,
+        "COLUMNS": "200",
+    }
+
+    def run(*arguments, status=0):
+        done = subprocess.run(
+            [sys.executable, "-m", "graphstash", *arguments],
+            check=False,
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=60,
+        )
+        assert done.returncode == status, done.stderr
+        return done
+
+    return run
+
+
+def test_the_command_prints_the_token_alone_and_the_rest_beside_it(guarded, command):
+    made = command(
+        *("token", "create", "--grant", "write:team-*", "--grant", "read:*"),
+        *("--description", "the nightly job", "--expires", "90d"),
+    )
+
+    token = made.stdout.removesuffix("\n")
+    assert TOKEN_FORM.fullmatch(token)
+    assert "write:team-*, read:*" in made.stderr
+    assert token not in made.stderr
+    access = guarded.http(token).get("/v1/-/access").json()
+    assert access["grants"] == [
+        {"scope": "write", "namespaces": "team-*"},
+        {"scope": "read", "namespaces": "*"},
+    ]
+    until = datetime.fromisoformat(access["expires_at"]) - datetime.now(UTC)
+    assert timedelta(days=89, hours=23) < until <= timedelta(days=90)
+
+
+def test_the_commands_list_and_revoke_what_they_made(guarded, command):
+    made = json.loads(
+        command(
+            *("token", "create", "--grant", "read:*", "--description", "to [red]go[/red]"),
+            *("--expires", "2199-01-01", "--json"),
+        ).stdout
+    )
+    token_id = made["info"]["id"]
+    assert made["info"]["expires_at"].startswith("2199-01-01T00:00:00")
+
+    shown = command("token", "list").stdout
+    assert re.search(rf"{token_id}.*to \[red\]go\[/red\].*good until", shown)
+    whole = command("token", "revoke", made["token"]).stdout
+    assert token_id in whole
+    assert TOKEN_FORM.fullmatch(made["token"])["secret"] not in whole
+    listed = json.loads(command("token", "list", "--json").stdout)["tokens"]
+    assert next(each for each in listed if each["id"] == token_id)["revoked_at"]
+    command("token", "revoke", "a" * 16, status=1)
+
+
+@pytest.mark.parametrize(
+    ("grant", "expires", "named"),
+    [
+        ("write", "90d", "read:<pattern>"),
+        ("own:*", "90d", "read:<pattern>"),
+        ("write:Team", "90d", "namespace pattern"),
+        ("write:team", "soon", "soon"),
+        ("write:team", "99999999999d", "99999999999d"),
+        ("write:team", "2020-01-01", "2020-01-01"),
+    ],
+)
+def test_the_command_names_what_is_wrong(grant, expires, named, monkeypatch, guarded):
+    monkeypatch.setenv("GRAPHSTASH_DATA_DIR", str(guarded.server.data_dir))
+    monkeypatch.setenv("GRAPHSTASH_DATABASE_URL", guarded.database_url)
+    options = ["create", "--grant", grant, "--description", "x", "--expires", expires]
+
+    refused = CliRunner().invoke(token_commands, options)
+
+    assert refused.exit_code in {1, 2}
+    assert named in refused.output
+    assert "gst_" not in refused.output

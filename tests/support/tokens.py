@@ -1,0 +1,82 @@
+"""A server that asks for tokens, and callers with and without them."""
+
+import asyncio
+
+import httpx
+
+from graphstash_schema import Grant, TokenRequest
+from graphstash_server.actor import Actor
+from graphstash_server.clock import system_clock
+from graphstash_server.db.engine import Database
+from graphstash_server.services.tokens import TokenService
+from graphstash_server.testing import LiveServer
+
+__all__ = ["Guarded", "issue"]
+
+
+def issue(database_url, *grants, description="a test", clock=system_clock, expires_at=None):
+    """Makes a token as the command does; a `TokenIssued`."""
+    request = TokenRequest(
+        description=description,
+        grants=tuple(map(Grant.parse, grants)),
+        expires_at=expires_at,
+    )
+
+    async def work():
+        database = Database(database_url)
+        try:
+            service = TokenService(database=database, clock=clock)
+            return await service.create(request, actor=Actor("local:tests"))
+        finally:
+            await database.close()
+
+    return asyncio.run(work())
+
+
+class Guarded:
+    """A live server with `auth=tokens`; a context manager.
+
+    Attributes:
+        server, url: it, and where it listens.
+        database_url: where its tokens are.
+        admin: the administrator's token.
+    """
+
+    def __init__(self, data_dir, **settings):
+        defaults = {"auth": "tokens", "flush_seconds": 0.05, "log_level": "error"}
+        self.server = LiveServer(data_dir, **defaults | settings)
+        self._clients = []
+
+    @property
+    def url(self):
+        return self.server.url
+
+    @property
+    def database_url(self):
+        return self.server._settings.database_url
+
+    def token(self, *grants, **terms):
+        """A new token that grants all that; its text."""
+        return issue(self.database_url, *grants, **terms).token
+
+    def http(self, token=None):
+        """A client that shows a token, or none."""
+        headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
+        self._clients.append(
+            httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False)
+        )
+        return self._clients[-1]
+
+    def set_policy(self, namespace, **policy):
+        answer = self.http(self.admin).put(f"/v1/-/namespaces/{namespace}", json=policy)
+        assert answer.status_code == 200, answer.text
+
+    def __enter__(self):
+        self.server.start()
+        self.admin = self.token("admin:*", description="admin")
+        return self
+
+    def __exit__(self, *_):
+        for client in self._clients:
+            client.close()
+        self.server.stop()

@@ -1,0 +1,116 @@
+"""One TCP connection and what comes over it: for requests that no HTTP client would send."""
+
+import json
+import socket
+import time
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+__all__ = ["Answer", "Wire"]
+
+_SECONDS = 20
+
+
+class Answer(NamedTuple):
+    """One answer, as it stood on the wire."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def problem(self):
+        assert self.headers["content-type"] == "application/problem+json"
+        assert self.headers["graphstash-protocol"] == "1"
+        assert self.headers["cache-control"] == "no-store"
+        assert self.headers["x-content-type-options"] == "nosniff"
+        problem = json.loads(self.body)
+        assert problem["instance"].endswith(self.headers["x-request-id"])
+        return problem
+
+
+class Wire:
+    """A context manager."""
+
+    def __init__(self, url):
+        where = urlsplit(url)
+        self._socket = socket.create_connection((where.hostname, where.port), timeout=_SECONDS)
+        self._received = b""
+
+    def send(self, data):
+        try:
+            self._socket.sendall(data)
+        except OSError:
+            return False  # the server has closed
+        return True
+
+    def ask(self, data):
+        self.send(data)
+        return self.answer()
+
+    def answer(self):
+        """The next answer; None when the connection ends before one begins."""
+        while b"\r\n\r\n" not in self._received:
+            if not self._receive():
+                return None
+        head, _, self._received = self._received.partition(b"\r\n\r\n")
+        status_line, *lines = head.decode("latin-1").split("\r\n")
+        headers = dict(line.lower().split(": ", 1) for line in lines)
+        size_bytes = int(headers["content-length"])
+        while len(self._received) < size_bytes:
+            assert self._receive(), "the answer is cut"
+        body, self._received = self._received[:size_bytes], self._received[size_bytes:]
+        return Answer(int(status_line.split()[1]), headers, body)
+
+    def answers(self):
+        """All answers until the server closes."""
+        found = []
+        while (answer := self.answer()) is not None:
+            found.append(answer)
+        return found
+
+    def drip(self, data, *, every):
+        """Sends something again and again, until the server answers or closes: then None."""
+        deadline = time.monotonic() + _SECONDS
+        self._socket.settimeout(every)
+        while time.monotonic() < deadline:
+            self.send(data)
+            try:
+                if not self._receive():
+                    return None
+            except TimeoutError:
+                continue
+            self._socket.settimeout(_SECONDS)
+            return self.answer()
+        raise AssertionError("the server waits without end")
+
+    def flood(self, data, *, at_most):
+        """Sends until the server closes; how many bytes it took."""
+        sent_bytes = 0
+        while sent_bytes < at_most and self.send(data):
+            sent_bytes += len(data)
+        return sent_bytes
+
+    @property
+    def is_closed(self):
+        """Whether the server has closed, in the time of the socket."""
+        try:
+            while self._receive():
+                pass
+        except TimeoutError:
+            return False
+        return True
+
+    def _receive(self):
+        try:
+            more = self._socket.recv(1 << 20)
+        except ConnectionError:
+            return False
+        self._received += more
+        return more != b""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._socket.close()
