@@ -18,7 +18,13 @@ from time import monotonic, sleep
 from typing import Final
 
 from graphstash._config import ClientConfig, holder_name
-from graphstash._errors import CacheError, ConflictError, LocalTierError, Reason
+from graphstash._errors import (
+    CacheError,
+    ConflictError,
+    LocalTierError,
+    Reason,
+    VerificationError,
+)
 from graphstash._executor import BoundedExecutor
 from graphstash._lease import HeldLease
 from graphstash._stash import Fetched, Stash
@@ -31,6 +37,7 @@ from graphstash_schema import (
     LeaseState,
     parts_for_display,
 )
+from graphstash_schema.names import line_of
 
 __all__ = ["Compilation", "CompileCache"]
 
@@ -41,7 +48,10 @@ _SHORTEST_POLL_SECONDS: Final = 0.5
 _LONG_POLL_SECONDS: Final = 20.0
 """One call's share of a longer wait: shorter than the idle time-outs of common proxies."""
 
-_DAMAGED: Final = (Reason.DIGEST_MISMATCH, Reason.CORRUPT, Reason.WRONG_KEY, Reason.TOO_LARGE)
+_DAMAGED: Final = (
+    *(Reason.DIGEST_MISMATCH, Reason.CORRUPT, Reason.WRONG_KEY, Reason.TOO_LARGE),
+    *(Reason.BAD_SIGNATURE, Reason.UNKNOWN_KEY, Reason.REVOKED_KEY, Reason.UNSIGNED),
+)
 """Reasons for which an artifact is stored under the key, but of no use."""
 
 _GOODBYE_SECONDS: Final = 2.0
@@ -123,7 +133,7 @@ class Compilation:
                 metadata = ArtifactMetadata(
                     compile_seconds=compile_seconds,
                     raw_size_bytes=payload.stat().st_size,
-                    toolchain=toolchain[:256],
+                    toolchain=line_of(toolchain, most=256),
                     producer=holder_name(),
                     parts=parts_for_display(parts),
                 )
@@ -288,7 +298,7 @@ class CompileCache:
             if self._found(key, destination, since=monotonic()):
                 return None
             found = False
-            if lease and not self.config.read_only:
+            if lease and not self.stash.is_read_only:
                 found, held = self._wait_or_begin(key, destination)
             if found:
                 return None
@@ -311,7 +321,7 @@ class CompileCache:
 
     def reject(self, key: ArtifactKey, detail: str) -> None:
         """Counts that the compiler could not load a verified artifact; this host forgets it."""
-        self.stash.local.discard(self.config.namespace, key)
+        self.stash.forget(key)
         self.trouble(CacheError(Reason.REJECTED, detail))
 
     def get(self, key: ArtifactKey) -> bytes | None:
@@ -401,7 +411,7 @@ class CompileCache:
 
     def _is_healed(self, key: ArtifactKey, reason: Reason) -> bool:
         """Tells the server that its bytes were not those it announced; True when it agrees."""
-        if reason is not Reason.DIGEST_MISMATCH or self.config.read_only:
+        if reason is not Reason.DIGEST_MISMATCH or self.stash.is_read_only:
             return False
         try:
             return self.stash.verify(key).healed
@@ -412,13 +422,25 @@ class CompileCache:
     def _found(self, key: ArtifactKey, destination: Path, *, since: float) -> bool:
         """Fetches the artifact; what was saved is its compilation less all the time `since`."""
         started = monotonic()
-        fetched = self._copy_unsent(key, destination) or self.stash.fetch(key, destination)
+        try:
+            fetched = self._copy_unsent(key, destination) or self.stash.fetch(key, destination)
+        except VerificationError as error:
+            for refused in error.earlier:
+                self.trouble(refused)
+            if error.namespace in (None, self.config.namespace):
+                raise
+            # What lies elsewhere keeps nobody from publishing a sound one here.
+            self.trouble(error)
+            return False
         if fetched is None:
             return False
+        for refused in fetched.refused:
+            self.trouble(refused)
         now = monotonic()
         self._used[key] = None
         self.counters.add(
             **{f"hits_{fetched.source}": 1},
+            unsigned=int(fetched.is_unsigned),
             fetched_bytes=fetched.size_bytes,
             fetch_seconds=now - started,
             saved_seconds=max(0.0, fetched.compile_seconds - (now - since)),

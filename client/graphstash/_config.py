@@ -10,6 +10,7 @@ import re
 import socket
 import tempfile
 from collections.abc import Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Final, Self
 from urllib.parse import urlsplit
@@ -20,13 +21,15 @@ from pydantic import (
     ByteSize,
     ConfigDict,
     Field,
+    SecretStr,
     ValidationError,
-    ValidationInfo,
     field_validator,
+    model_validator,
 )
 
 from graphstash._errors import ConfigError
 from graphstash_schema import ManifestName, Namespace
+from graphstash_schema.names import line_of
 from graphstash_schema.protocol import (
     DEFAULT_LEASE_SECONDS,
     DEFAULT_MAX_ARTIFACT_BYTES,
@@ -34,14 +37,44 @@ from graphstash_schema.protocol import (
     MIN_LEASE_SECONDS,
 )
 
-__all__ = ["DEFAULT_URL", "ENVIRONMENT_PREFIX", "ClientConfig", "default_cache_dir", "holder_name"]
+__all__ = [
+    "DEFAULT_URL",
+    "ENVIRONMENT_PREFIX",
+    "MAX_READ_NAMESPACES",
+    "TOKEN",
+    "ClientConfig",
+    "SignaturePolicy",
+    "default_cache_dir",
+    "default_trusted_keys",
+    "holder_name",
+    "netrc_path",
+]
 
 ENVIRONMENT_PREFIX: Final = "GRAPHSTASH_"
 
 DEFAULT_URL: Final = "http://127.0.0.1:8077"
 """Where `graphstash serve` listens unless told otherwise."""
 
+MAX_READ_NAMESPACES: Final = 8
+"""Most namespaces that a job reads from: a miss asks for each of them."""
+
+TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/-]{1,8192}=*")
+"""What fits behind `Authorization: Bearer` (RFC 6750)."""
+
 _URL = re.compile(r"https?://[^/\s]+(/[^\s]*)?")
+
+_SECRET: Final = frozenset({"token"})
+
+
+class SignaturePolicy(StrEnum):
+    """Which artifacts may reach a compiler."""
+
+    REQUIRE = "require"
+    """Signed by a trusted key, or compiled by this user on this host."""
+    PREFER = "prefer"
+    """Also unsigned ones, which are counted; a bad signature is refused."""
+    OFF = "off"
+    """All: signatures are not looked at."""
 
 
 def default_cache_dir() -> Path:
@@ -53,19 +86,36 @@ def default_cache_dir() -> Path:
         return Path(tempfile.gettempdir()) / f"graphstash-{os.getuid()}"
 
 
+def default_trusted_keys() -> Path:
+    """Where `graphstash keys` writes: `$XDG_CONFIG_HOME/graphstash/trusted_keys.json`."""
+    base = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config")
+    try:
+        return base.expanduser() / "graphstash" / "trusted_keys.json"
+    except RuntimeError as error:  # a container's user without a home
+        raise ConfigError(f"no place for the trusted keys: {error}; name the file") from None
+
+
 def holder_name() -> str:
     """Who holds a lease, for people: `user@host:pid`, at most 128 characters."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's user without a passwd entry
         user = str(os.getuid())
-    return f"{user}@{socket.gethostname()}:{os.getpid()}"[:128]
+    return line_of(f"{user}@{socket.gethostname()}:{os.getpid()}", most=128)
 
 
-def _hooks(value: object) -> object:
+def _listed(value: object) -> object:
     if isinstance(value, str):
         return tuple(name.strip() for name in value.split(",") if name.strip())
     return value
+
+
+def netrc_path() -> Path | None:
+    """`$NETRC`, or `~/.netrc`; None for a user without a home."""
+    try:
+        return Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
+    except RuntimeError:
+        return None
 
 
 class ClientConfig(BaseModel):
@@ -77,6 +127,25 @@ class ClientConfig(BaseModel):
     namespace: Namespace = Field(
         default=Namespace("default"), description="where artifacts are read and written"
     )
+    token: SecretStr | None = Field(default=None, description="who we are to the server")
+    token_file: Path | None = Field(default=None, description="has it; read again on a change")
+    ca_file: Path | None = Field(
+        default=None, description="who may vouch for the server (PEM), in place of the system's"
+    )
+    client_cert: Path | None = Field(default=None, description="our certificate (PEM), for mTLS")
+    client_key: Path | None = Field(default=None, description="its key; unset: in the same file")
+    signing_key: Path | None = Field(default=None, description="signs uploads (Ed25519, PEM)")
+    trusted_keys: Path | None = Field(default=None, description="file of whose signatures count")
+    signatures: SignaturePolicy | None = Field(
+        default=None,
+        description="require, prefer or off; unset: require where trusted_keys is given, else off",
+    )
+    read_namespaces: Annotated[tuple[Namespace, ...], BeforeValidator(_listed)] = Field(
+        default=(),
+        max_length=MAX_READ_NAMESPACES,
+        description="where artifacts are looked for, in this order and comma-separated; then in "
+        "`namespace`, the only one that is written to",
+    )
     job: ManifestName | None = Field(
         default=None,
         description="name of the manifest that remembers this job's artifacts and fetches them "
@@ -84,7 +153,7 @@ class ClientConfig(BaseModel):
     )
     enabled: bool = Field(default=True, description="off: hooks are not installed at all")
     read_only: bool = Field(default=False, description="on: nothing is published, no lease taken")
-    hooks: Annotated[tuple[str, ...], BeforeValidator(_hooks)] = Field(
+    hooks: Annotated[tuple[str, ...], BeforeValidator(_listed)] = Field(
         default=("torch_xla", "pjrt", "jax", "inductor", "triton"),
         description="which compilers get their hook, comma-separated",
     )
@@ -149,24 +218,61 @@ class ClientConfig(BaseModel):
             well_formed = _URL.fullmatch(value) is not None and urlsplit(value).port != 0
         except ValueError:  # a port that is no number, or out of range
             well_formed = False
+        if "@" in value:
+            raise ValueError("no user and password in here: give GRAPHSTASH_TOKEN")
         if not well_formed:
             raise ValueError("expected http://host:port or https://host:port")
         return value.rstrip("/")
 
-    @field_validator("cache_dir", "stats_file")
+    @field_validator("token")
     @classmethod
-    def _expand(cls, value: Path | None, _info: ValidationInfo) -> Path | None:
+    def _check_token(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is None:
+            return None
+        token = SecretStr(value.get_secret_value().strip())
+        if TOKEN.fullmatch(token.get_secret_value()) is None:
+            raise ValueError("expected a token without spaces, of at most 8192 characters")
+        return token
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> Self:
+        if self.client_key and not self.client_cert:
+            raise ValueError("GRAPHSTASH_CLIENT_KEY needs GRAPHSTASH_CLIENT_CERT")
+        if self.signature_policy is not SignaturePolicy.OFF and not self.trusted_keys:
+            policy = self.signature_policy
+            raise ValueError(f"GRAPHSTASH_SIGNATURES={policy} needs GRAPHSTASH_TRUSTED_KEYS")
+        return self
+
+    @field_validator(
+        *("cache_dir", "stats_file", "token_file", "ca_file", "client_cert", "client_key"),
+        *("signing_key", "trusted_keys"),
+    )
+    @classmethod
+    def _expand(cls, value: Path | None) -> Path | None:
         try:
             return None if value is None else value.expanduser().absolute()
         except RuntimeError as error:
             raise ValueError(str(error)) from None
+
+    @property
+    def readable(self) -> tuple[Namespace, ...]:
+        """Every namespace that artifacts are looked for in, in order."""
+        return tuple(dict.fromkeys((*self.read_namespaces, self.namespace)))
+
+    @property
+    def signature_policy(self) -> SignaturePolicy:
+        """Which artifacts may reach a compiler."""
+        if self.signatures is not None:
+            return self.signatures
+        return SignaturePolicy.REQUIRE if self.trusted_keys else SignaturePolicy.OFF
 
     @classmethod
     def load(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Self:
         """Reads the environment; `overrides` that are not None win.
 
         Raises:
-            ConfigError: names the setting, its value and what would be accepted.
+            ConfigError: names the setting, its value unless that is a secret, and what would be
+                accepted.
         """
         source = os.environ if environ is None else environ
         values: dict[str, Any] = {
@@ -178,10 +284,17 @@ class ClientConfig(BaseModel):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            lines = []
-            for problem in error.errors(include_url=False):
-                name = str(problem["loc"][0]) if problem["loc"] else "settings"
-                variable = ENVIRONMENT_PREFIX + name.upper()
-                told = problem["msg"].removeprefix("Value error, ")
-                lines.append(f"{variable}={problem['input']!r}: {told}")
-            raise ConfigError("; ".join(lines)) from None
+            told = "; ".join(map(_sentence, error.errors(include_url=False)))
+        # Out here, because pydantic's error holds the secrets and would hang on to ours.
+        raise ConfigError(told)
+
+
+def _sentence(problem: Any) -> str:
+    told = str(problem["msg"]).removeprefix("Value error, ")
+    if not problem["loc"]:  # about several settings, which it names
+        return told
+    name, value = str(problem["loc"][0]), problem["input"]
+    is_unknown = problem["type"] == "extra_forbidden"  # a misspelt secret, perhaps
+    if name in _SECRET or is_unknown or (name == "url" and "@" in str(value)):
+        value = "***"
+    return f"{ENVIRONMENT_PREFIX}{name.upper()}={value!r}: {told}"

@@ -14,7 +14,7 @@ and its SHA-256 is checked before anybody reads it.
 import hashlib
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final, cast
@@ -108,7 +108,14 @@ def seal(key: ArtifactKey, payload: Path, into: Path, *, compile_seconds: float)
     return Sealed(into, blob_hash.hexdigest(), size, raw_size)
 
 
-def unseal(envelope: IO[bytes], key: ArtifactKey, into: IO[bytes], *, max_bytes: int) -> Unsealed:
+def unseal(
+    envelope: IO[bytes],
+    key: ArtifactKey,
+    into: IO[bytes],
+    *,
+    max_bytes: int,
+    admit: Callable[[int], None] | None = None,
+) -> Unsealed:
     """Checks an envelope against the key that was asked for and writes its payload.
 
     What was written must not be used unless this function returns: it may raise at the last byte.
@@ -118,6 +125,8 @@ def unseal(envelope: IO[bytes], key: ArtifactKey, into: IO[bytes], *, max_bytes:
         key: what was asked for.
         into: gets the payload.
         max_bytes: largest payload that is accepted.
+        admit: called with the payload's size, which bounds its decompression, before a byte is
+            decompressed; what it raises passes through.
 
     Raises:
         VerificationError: another key, a damaged envelope, or a payload that is not what its
@@ -132,6 +141,8 @@ def unseal(envelope: IO[bytes], key: ArtifactKey, into: IO[bytes], *, max_bytes:
         compile_seconds = min(max(0.0, float(header["compile_seconds"])), MAX_COMPILE_SECONDS)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise VerificationError(Reason.CORRUPT, f"envelope header: {error!r}") from None
+    if admit is not None:
+        admit(raw_size)
     if named != (key.kind, key.device_type, key.fingerprint):
         raise VerificationError(
             Reason.WRONG_KEY, f"asked for {key}, got {'/'.join(map(str, named))}"

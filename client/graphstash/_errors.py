@@ -17,8 +17,9 @@ A miss is not an error: it is `None`.
 """
 
 from enum import StrEnum
+from typing import Final
 
-from graphstash_schema import ErrorCode
+from graphstash_schema import ErrorCode, Namespace
 
 __all__ = [
     "BusyError",
@@ -40,6 +41,12 @@ class Reason(StrEnum):
 
     CONNECT = "connect"
     """Nobody listens, or the name does not resolve."""
+    TLS = "tls"
+    """The server's certificate, or ours, was not accepted."""
+    UNAUTHENTICATED = "unauthenticated"
+    """The server wants a token, or does not accept the one that it got."""
+    FORBIDDEN = "forbidden"
+    """The token does not allow it."""
     TIMEOUT = "timeout"
     """No byte within the time that one waits for a byte, or not all within the call's time."""
     RESET = "reset"
@@ -62,6 +69,14 @@ class Reason(StrEnum):
     """A sound artifact of another key."""
     CORRUPT = "corrupt"
     """The digest is right, the envelope is not."""
+    BAD_SIGNATURE = "bad_signature"
+    """The signature does not fit the artifact, its key or its namespace."""
+    UNKNOWN_KEY = "unknown_key"
+    """Signed by a key that is not trusted, not any more, or not for this namespace."""
+    REVOKED_KEY = "revoked_key"
+    """Signed by a key that was revoked."""
+    UNSIGNED = "unsigned"
+    """Not signed where a signature is required."""
     TOO_LARGE = "too_large"
     """Larger than this client accepts."""
     LOCAL_IO = "local_io"
@@ -89,10 +104,16 @@ class ConfigError(GraphstashError, ValueError):
 
 
 class CacheError(GraphstashError):
-    """The cache cannot help now; the caller compiles."""
+    """The cache cannot help now; the caller compiles.
+
+    Attributes:
+        reason: under which it is counted.
+        detail: what happened, without the reason.
+    """
 
     def __init__(self, reason: Reason, detail: str) -> None:
         self.reason = reason
+        self.detail = detail
         super().__init__(f"{reason}: {detail}")
 
 
@@ -108,6 +129,9 @@ class BusyError(CacheError):
         super().__init__(Reason.BUSY, detail)
 
 
+_REASON_OF_STATUS: Final = {401: Reason.UNAUTHENTICATED, 403: Reason.FORBIDDEN}
+
+
 class RefusedError(CacheError):
     """The server answered with a problem document.
 
@@ -119,8 +143,8 @@ class RefusedError(CacheError):
     def __init__(self, detail: str, *, code: ErrorCode | None, status: int) -> None:
         self.code = code
         self.status = status
-        server_failed = status >= 500
-        super().__init__(Reason.SERVER_ERROR if server_failed else Reason.REFUSED, detail)
+        reason = _REASON_OF_STATUS.get(status, Reason.REFUSED)
+        super().__init__(Reason.SERVER_ERROR if status >= 500 else reason, detail)
 
 
 class ConflictError(RefusedError):
@@ -132,7 +156,17 @@ class LeaseLostError(RefusedError):
 
 
 class VerificationError(CacheError):
-    """Bytes that are not what they claim to be."""
+    """Bytes that are not what they claim to be.
+
+    Attributes:
+        namespace: where they came from; None when nobody has said yet.
+        earlier: what did not verify in the namespaces that were read before.
+    """
+
+    def __init__(self, reason: Reason, detail: str) -> None:
+        super().__init__(reason, detail)
+        self.namespace: Namespace | None = None
+        self.earlier: tuple[VerificationError, ...] = ()
 
 
 class LocalTierError(CacheError):

@@ -1,6 +1,7 @@
 """Local tier: this host's disk in front of the server, shared by all its processes.
 
     <root>/v1/<namespace>/<kind>/<device type>/<first 2 hex>/<fingerprint>    envelopes
+    <root>/secret                 what this user's own artifacts are told by, see `_proof`
     <root>/locks/<3 hex>.lock     one download per host: taken while an artifact is fetched
     <root>/tmp/                   files that are being written
 
@@ -12,6 +13,7 @@ is the file's mtime, and the least recently used go when the tier is over its li
 import atexit
 import contextlib
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -23,9 +25,14 @@ from typing import IO, Final
 from filelock import FileLock, Timeout
 
 from graphstash._errors import LocalTierError
+from graphstash._proof import Proof, append_proof
 from graphstash_schema import ArtifactKey, Namespace
 
 __all__ = ["LocalTier"]
+
+_NO_PROOF: Final = Proof()
+
+_SECRET_BYTES: Final = 32
 
 _STALE_SECONDS: Final = 24 * 3600.0
 """A temporary file of this age belongs to a process that died."""
@@ -88,8 +95,16 @@ class LocalTier:
         finally:
             path.unlink(missing_ok=True)
 
-    def adopt(self, namespace: Namespace, key: ArtifactKey, envelope: Path) -> None:
+    def adopt(
+        self, namespace: Namespace, key: ArtifactKey, envelope: Path, *, proof: Proof = _NO_PROOF
+    ) -> None:
         """Takes a whole, verified envelope over; it is visible at once and complete.
+
+        Args:
+            namespace: where it came from, or was made for.
+            key: what it is found by.
+            envelope: moves.
+            proof: is kept behind it.
 
         Raises:
             LocalTierError: when the disk refuses.
@@ -100,6 +115,7 @@ class LocalTier:
             self.evict()
         path = self.path(namespace, key)
         try:
+            append_proof(envelope, proof)
             size = envelope.stat().st_size
             path.parent.mkdir(parents=True, exist_ok=True)
             envelope.replace(path)
@@ -111,6 +127,22 @@ class LocalTier:
         """Removes an envelope that turned out to be bad."""
         with contextlib.suppress(OSError):
             self.path(namespace, key).unlink()
+
+    def secret(self) -> bytes | None:
+        """32 random bytes that only this user can read, made when absent; None without such."""
+        path = self.root / "secret"
+        try:
+            if not path.exists():
+                with contextlib.suppress(FileExistsError), self.temporary() as made:
+                    made.write_bytes(secrets.token_bytes(_SECRET_BYTES))
+                    os.link(made, path)  # whole or not at all, and never over another one
+            with path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                secret = file.read(_SECRET_BYTES + 1)
+        except (OSError, LocalTierError):  # a file system without links, a disk that is full
+            return None
+        is_ours = status.st_uid == os.geteuid() and not status.st_mode & 0o077
+        return secret if is_ours and len(secret) == _SECRET_BYTES else None
 
     @contextmanager
     def exclusive(self, key: ArtifactKey, *, timeout_seconds: float) -> Iterator[None]:

@@ -56,13 +56,16 @@ class Deadline:
 
 
 class DeadlineTransport(httpx.HTTPTransport):
-    """httpx's transport over sockets that keep the deadline of the calling thread."""
+    """httpx's transport over sockets that keep the deadline of the calling thread.
 
-    def __init__(self, limits: httpx.Limits, *, tls: bool) -> None:
-        # Loading the certificate authorities takes some 20 ms: only where they are needed.
+    Args:
+        limits: of its connections.
+        context: how TLS is spoken; None where it is not.
+    """
+
+    def __init__(self, limits: httpx.Limits, *, context: ssl.SSLContext | None) -> None:
         super().__init__(limits=limits, verify=False, trust_env=False)
         self._current = _Current()
-        context = ssl.create_default_context() if tls else None
         self._pool = httpcore.ConnectionPool(
             ssl_context=context,
             max_connections=limits.max_connections,

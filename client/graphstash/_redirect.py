@@ -1,7 +1,7 @@
 """Redirect: fetches a blob from where the server says that it lies, once.
 
-Nothing of ours goes there: no token, no header but the one that keeps the bytes as they are. What
-comes back proves itself by its digest, which the server announced.
+Nothing of ours goes there: no token, no certificate, no header but the one that keeps the bytes as
+they are. What comes back proves itself by its digest, which the server announced.
 """
 
 import os
@@ -12,7 +12,9 @@ from typing import Final
 
 import httpx
 
+from graphstash._config import ClientConfig
 from graphstash._network import Deadline, DeadlineTransport
+from graphstash._tls import storage_context
 
 __all__ = ["RedirectClient", "place_of"]
 
@@ -20,9 +22,14 @@ _HEADERS: Final = {"Accept-Encoding": "identity"}
 
 
 class RedirectClient:
-    """Safe for many threads, and for a forked child."""
+    """Safe for many threads, and for a forked child.
 
-    def __init__(self) -> None:
+    Args:
+        config: who may vouch for the other server.
+    """
+
+    def __init__(self, config: ClientConfig) -> None:
+        self._config = config
         self._lock = threading.Lock()  # guards the client of this process
         self._connection: tuple[int, httpx.Client, DeadlineTransport] | None = None
 
@@ -63,7 +70,7 @@ class RedirectClient:
         with self._lock:
             if self._connection is None or self._connection[0] != os.getpid():
                 limits = httpx.Limits(max_connections=16, keepalive_expiry=30.0)
-                transport = DeadlineTransport(limits, tls=True)
+                transport = DeadlineTransport(limits, context=storage_context(self._config))
                 client = httpx.Client(transport=transport, follow_redirects=False, trust_env=False)
                 self._connection = (os.getpid(), client, transport)
             return self._connection[1:]

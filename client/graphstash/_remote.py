@@ -1,4 +1,4 @@
-"""Remote: one namespace of one server, call by call.
+"""Remote: one server, call by call.
 
 Nothing is kept and nothing is interpreted here: blobs are files, checked against the digest that
 the server announced and nothing more. What is inside them is the business of `_stash`.
@@ -6,29 +6,29 @@ the server announced and nothing more. What is inside them is the business of `_
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from graphstash._config import ClientConfig, holder_name
+from graphstash._download import Downloaded, download
 from graphstash._envelope import Sealed
 from graphstash._errors import (
-    CacheError,
-    LocalTierError,
+    ConflictError,
+    LeaseLostError,
     Reason,
+    RefusedError,
     TransportError,
-    VerificationError,
 )
-from graphstash._network import Deadline
+from graphstash._proof import Part
 from graphstash._transport import Answer, Transport
 from graphstash_schema import (
     ArtifactInfo,
     ArtifactKey,
     ArtifactMetadata,
     Digest,
-    DigestHasher,
-    InvalidValueError,
     LeaseOutcome,
     LeaseReply,
     LeaseRequest,
@@ -37,6 +37,10 @@ from graphstash_schema import (
     Manifest,
     ManifestName,
     ManifestUpdate,
+    Namespace,
+    ReportReason,
+    ReportRequest,
+    ReportResponse,
     ServerStats,
     VerifyResponse,
 )
@@ -59,74 +63,44 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 class Remote:
-    """Calls one server for one namespace; safe for many threads.
+    """Calls one server; safe for many threads.
+
+    What has no `namespace` argument is about the one that the job writes to.
 
     Args:
-        config: URL, namespace, limits.
+        config: URL, namespaces, limits.
+
+    Raises:
+        ConfigError: on construction, when a file that it names cannot be used.
     """
 
     def __init__(self, config: ClientConfig) -> None:
         self.config = config
         self._transport = Transport(config)
+        self._may_write = True
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether there is no use in publishing: by the settings, or the server said so."""
+        return self.config.read_only or not self._may_write
 
     def close(self) -> None:
         """Closes the connections."""
         self._transport.close()
 
-    def download(self, key: ArtifactKey, target: Path) -> int | None:
+    def download(
+        self, key: ArtifactKey, target: Path, *, namespace: Namespace | None = None
+    ) -> Downloaded | None:
         """Writes an artifact's blob to `target` and checks its digest.
 
         Returns:
-            Size of the blob, None for a miss.
+            What came, None for a miss.
 
         Raises:
             CacheError: the server cannot say, or its bytes are not what it announced.
         """
-        deadline = Deadline(self.config.fetch_seconds)
-        took_redirects = self._transport.takes_redirects
-        try:
-            return self._download(key, target, deadline)
-        except (TransportError, VerificationError):
-            if self._transport.takes_redirects or not took_redirects:
-                raise
-        # Where the server sent us, the blob could not be had: the server itself has it.
-        return self._download(key, target, deadline)
-
-    def _download(self, key: ArtifactKey, target: Path, deadline: Deadline) -> int | None:
-        path = key.artifact_path(self.config.namespace)
-        with self._transport.download(path, deadline=deadline) as (answer, chunks):
-            if answer.status == 404:
-                return None
-            announced, metadata = _announced(answer)
-            if announced.size_bytes > self.config.max_artifact:
-                raise CacheError(
-                    Reason.TOO_LARGE,
-                    f"{key} has {announced.size_bytes} bytes; "
-                    f"GRAPHSTASH_MAX_ARTIFACT allows {self.config.max_artifact}",
-                )
-            if metadata:
-                # A fetch that takes longer than the compilation is not worth waiting for.
-                deadline.shorten(max(metadata.compile_seconds, self.config.first_byte_seconds))
-            hasher = DigestHasher()
-            try:
-                with target.open("wb") as file:
-                    for chunk in chunks:
-                        hasher.update(chunk)
-                        file.write(chunk)
-                        if hasher.size_bytes > announced.size_bytes:
-                            break
-            except OSError as error:
-                raise LocalTierError(f"{target}: {error}") from error
-        received = hasher.digest()
-        if received != announced:
-            if answer.is_redirected:
-                self._transport.takes_redirects = False
-            raise VerificationError(
-                Reason.DIGEST_MISMATCH,
-                f"{key}: announced {announced} ({announced.size_bytes} bytes), "
-                f"received {received} ({received.size_bytes} bytes)",
-            )
-        return received.size_bytes
+        path = key.artifact_path(namespace or self.config.namespace)
+        return download(self._transport, path, target, config=self.config)
 
     def upload(self, key: ArtifactKey, envelope: Sealed, metadata: ArtifactMetadata) -> None:
         """Publishes a blob.
@@ -136,12 +110,13 @@ class Remote:
             CacheError: the server cannot take it.
         """
         digest = Digest(envelope.sha256, envelope.size_bytes)
-        self._transport.upload(
-            key.artifact_path(self.config.namespace),
-            headers={"Repr-Digest": digest.repr_digest, HEADER_METADATA: metadata.to_header()},
-            chunks=_read_chunks(envelope.path),
-            size_bytes=envelope.size_bytes,
-        )
+        with self._writing():
+            self._transport.upload(
+                key.artifact_path(self.config.namespace),
+                headers={"Repr-Digest": digest.repr_digest, HEADER_METADATA: metadata.to_header()},
+                chunks=_read_chunks(envelope.path, envelope.size_bytes),
+                size_bytes=envelope.size_bytes,
+            )
 
     def lookup(self, keys: Iterable[ArtifactKey]) -> LookupResponse:
         """Asks which of many artifacts the server has; more than 1,000 take several calls.
@@ -178,6 +153,27 @@ class Remote:
         )
         return _parsed(VerifyResponse, answer)
 
+    def report(
+        self,
+        key: ArtifactKey,
+        *,
+        digest: Digest,
+        reason: ReportReason,
+        namespace: Namespace | None = None,
+    ) -> ReportResponse:
+        """Tells the server that an artifact is wrong, so that an administrator looks at it.
+
+        Raises:
+            CacheError: the server cannot take it.
+        """
+        request = ReportRequest(key=key, digest=str(digest), reason=reason)
+        answer = self._transport.call(
+            "POST",
+            f"{API_PREFIX}/{namespace or self.config.namespace}/artifacts:report",
+            json=request.model_dump_json().encode(),
+        )
+        return _parsed(ReportResponse, answer)
+
     def acquire(self, key: ArtifactKey, *, wait_seconds: float = 0.0) -> LeaseReply:
         """Asks for the right to compile; waits on the server while somebody else holds it.
 
@@ -185,13 +181,14 @@ class Remote:
             CacheError: the cache cannot say.
         """
         request = LeaseRequest(holder=holder_name(), ttl_seconds=self.config.lease_seconds)
-        answer = self._transport.call(
-            "POST",
-            key.lease_path(self.config.namespace),
-            headers={"Prefer": f"wait={math.ceil(wait_seconds)}"},
-            json=request.model_dump_json().encode(),
-            patience_seconds=wait_seconds,
-        )
+        with self._writing():
+            answer = self._transport.call(
+                "POST",
+                key.lease_path(self.config.namespace),
+                headers={"Prefer": f"wait={math.ceil(wait_seconds)}"},
+                json=request.model_dump_json().encode(),
+                patience_seconds=wait_seconds,
+            )
         return _parsed(LeaseReply, answer)
 
     def renew(self, key: ArtifactKey, token: str) -> None:
@@ -239,7 +236,8 @@ class Remote:
         """
         newest = tuple(keys)[-MAX_MANIFEST_ENTRIES:]
         body = ManifestUpdate(keys=newest).model_dump_json().encode()
-        self._transport.call("PUT", self._manifest_path(name), json=body)
+        with self._writing():
+            self._transport.call("PUT", self._manifest_path(name), json=body)
 
     def server_stats(self) -> ServerStats:
         """The server's statistics.
@@ -249,24 +247,30 @@ class Remote:
         """
         return _parsed(ServerStats, self._transport.call("GET", f"{API_PREFIX}/stats"))
 
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Whoever has no right to write is told once, and this job only reads from then on."""
+        try:
+            yield
+        except (ConflictError, LeaseLostError):
+            raise
+        except RefusedError as error:
+            # To those who may not even read, a namespace looks as if it was not there.
+            if error.status not in (403, 404):
+                raise
+            self._may_write = False
+            told = f"{error.detail}; this job only reads from now on"
+            raise RefusedError(told, code=error.code, status=error.status) from None
+
     def _manifest_path(self, name: ManifestName) -> str:
         return f"{API_PREFIX}/{self.config.namespace}/manifests/{name}"
 
 
-def _read_chunks(path: Path) -> Iterator[bytes]:
+def _read_chunks(path: Path, size_bytes: int) -> Iterator[bytes]:
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
+        envelope = Part(file, size_bytes)  # a proof lies behind it
+        while chunk := envelope.read(_CHUNK_BYTES):
             yield chunk
-
-
-def _announced(answer: Answer) -> tuple[Digest, ArtifactMetadata | None]:
-    try:
-        size = int(answer.headers["Content-Length"])
-        digest = Digest.parse_repr_digest(answer.headers["Repr-Digest"], size_bytes=size)
-        header = answer.headers.get(HEADER_METADATA)
-        return digest, ArtifactMetadata.from_header(header) if header else None
-    except (KeyError, ValueError, InvalidValueError) as error:
-        raise TransportError(Reason.PROTOCOL, f"an artifact without digest: {error}") from None
 
 
 def _parsed(model: type[_Model], answer: Answer) -> _Model:

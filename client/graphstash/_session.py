@@ -40,11 +40,11 @@ class Session:
         self._pid = os.getpid()
         self._closed = False
         self._counters = Counters()
+        self._stash = Stash(config)  # first, because it may refuse its settings
         self._publisher = BoundedExecutor(
             "graphstash-publish", workers=1, capacity=config.publish_queue
         )
         self._prefetcher = BoundedExecutor("graphstash-prefetch", workers=1, capacity=1)
-        self._stash = Stash(config)
         self._cache = CompileCache(self._stash, counters=self._counters, publisher=self._publisher)
         self._hooks: dict[str, hooks.Hook | None] = {}
 
@@ -52,6 +52,11 @@ class Session:
     def cache(self) -> CompileCache:
         """What hooks use, and programs that compile something of their own."""
         return self._cache
+
+    @property
+    def hooks_in_place(self) -> Mapping[str, bool]:
+        """For every hook whose compiler was imported, whether it could be installed."""
+        return {name: hook is not None for name, hook in self._hooks.items()}
 
     def stats(self) -> Stats:
         """What the cache did so far."""
@@ -135,7 +140,7 @@ class Session:
             self._cache.trouble(error)
 
     def _remember(self) -> None:
-        if self.config.job is None or self.config.read_only or not self._cache.used:
+        if self.config.job is None or self._stash.is_read_only or not self._cache.used:
             return
         with suppress(CacheError, OSError):
             self._stash.update_manifest(self.config.job, self._cache.used)
@@ -227,7 +232,7 @@ def _after_fork() -> None:
         return
     try:
         _current = Session(parent.config)
-    except OSError:
+    except (ConfigError, OSError):
         _current = None
         return
     _current.take_over(parent)

@@ -1,49 +1,29 @@
-"""Stash: the cache as a program sees it. One server, one namespace, this host's disk in front.
+"""Stash: the cache as a program sees it: one server, with this host's disk in front.
+
+It reads from one namespace or several and writes to one; what it hands out is verified.
 
 Calls block and raise `CacheError` when the cache cannot help; a miss is None. For "give me the
 compiled graph, whatever it takes" see `CompileCache.get_or_compile`, which never fails because of
 the cache.
 """
 
-import contextlib
 import dataclasses
 import io
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, Self, cast
+from typing import IO, Any, Self, cast
 
 from graphstash._config import ClientConfig
-from graphstash._envelope import seal, unseal
-from graphstash._errors import (
-    CacheError,
-    ConflictError,
-    LocalTierError,
-    Reason,
-    VerificationError,
-)
+from graphstash._envelope import seal
+from graphstash._errors import CacheError, ConflictError, LocalTierError, Reason
 from graphstash._local import LocalTier
+from graphstash._proof import Subject
+from graphstash._reader import Fetched, Reader
 from graphstash._remote import Remote
-from graphstash_schema import ArtifactKey, ArtifactMetadata
+from graphstash._signatures import Signatures
+from graphstash_schema import ArtifactKey, ArtifactMetadata, Digest
 
 __all__ = ["Fetched", "Stash"]
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """How an artifact came.
-
-    Attributes:
-        source: this host's disk, or the server.
-        size_bytes: received bytes, 0 for a local hit.
-        raw_size_bytes: the payload.
-        compile_seconds: what its compilation had taken, as its publisher said.
-    """
-
-    source: Literal["local", "remote"]
-    size_bytes: int
-    raw_size_bytes: int
-    compile_seconds: float
 
 
 class Stash(Remote):
@@ -52,12 +32,17 @@ class Stash(Remote):
     Safe for many threads. Whoever makes a stash closes it.
 
     Args:
-        config: URL, namespace, limits.
+        config: URL, namespaces, keys, limits.
+
+    Raises:
+        ConfigError: on construction, when a file that it names cannot be used.
     """
 
     def __init__(self, config: ClientConfig) -> None:
         super().__init__(config)
         self.local = LocalTier(config.cache_dir, limit_bytes=config.local_limit)
+        self._signatures = Signatures(config, secret=self.local.secret)
+        self._reader = Reader(self, self.local, self._signatures)
 
     def __enter__(self) -> Self:
         return self
@@ -77,7 +62,7 @@ class Stash(Remote):
             CacheError: the cache cannot say, or what it gave does not verify.
         """
         buffer = io.BytesIO()
-        return buffer.getvalue() if self._fetch(key, buffer) else None
+        return buffer.getvalue() if self._reader.read(key, buffer) else None
 
     def fetch(self, key: ArtifactKey, destination: Path) -> Fetched | None:
         """Writes the verified payload of an artifact to `destination`; None for a miss.
@@ -93,7 +78,7 @@ class Stash(Remote):
             ) as file:
                 partial = Path(file.name)
                 try:
-                    fetched = self._fetch(key, file)
+                    fetched = self._reader.read(key, file)
                     file.close()
                     if fetched:
                         partial.replace(destination)
@@ -109,7 +94,12 @@ class Stash(Remote):
         Raises:
             CacheError: the cache cannot say, or what it gave does not verify.
         """
-        return self._fetch(key, cast("IO[bytes]", _Nowhere()))
+        return self._reader.read(key, cast("IO[bytes]", _Nowhere()))
+
+    def forget(self, key: ArtifactKey) -> None:
+        """Removes an artifact that turned out to be of no use from this host's disk."""
+        for namespace in self.config.readable:
+            self.local.discard(namespace, key)
 
     def put(
         self,
@@ -152,9 +142,14 @@ class Stash(Remote):
                         f"{key} has {sealed.raw_size_bytes} bytes; "
                         f"GRAPHSTASH_MAX_ARTIFACT allows {self.config.max_artifact}",
                     )
-                self.local.adopt(self.config.namespace, key, envelope)
-                if local_only or self.config.read_only:
+                digest = Digest(sealed.sha256, sealed.size_bytes)
+                proof = self._signatures.prove(
+                    Subject(self.config.namespace, key, digest, sealed.raw_size_bytes)
+                )
+                self.local.adopt(self.config.namespace, key, envelope, proof=proof)
+                if local_only or self.is_read_only:
                     return 0
+                metadata = metadata.model_copy(update={"signature": proof.signature})
                 kept = self.local.path(self.config.namespace, key)
                 try:
                     self.upload(key, dataclasses.replace(sealed, path=kept), metadata)
@@ -164,46 +159,6 @@ class Stash(Remote):
                 return sealed.size_bytes
         except OSError as error:
             raise LocalTierError(str(error)) from error
-
-    def _fetch(self, key: ArtifactKey, into: IO[bytes]) -> Fetched | None:
-        if fetched := self._from_local(key, into):
-            return fetched
-        # No longer than a server needs to begin its answer: behind a server that hangs, no process
-        # must wait for all others first. A download that takes longer is made twice.
-        patience = self.config.connect_seconds + self.config.first_byte_seconds
-        with self.local.exclusive(key, timeout_seconds=patience):
-            # Another process of this host may have fetched it while this one waited.
-            return self._from_local(key, into) or self._from_server(key, into)
-
-    def _from_local(self, key: ArtifactKey, into: IO[bytes]) -> Fetched | None:
-        try:
-            envelope = self.local.open(self.config.namespace, key)
-        except LocalTierError:  # another user's, or a disk that fails: the server may have it
-            return None
-        if envelope is None:
-            return None
-        with envelope:
-            try:
-                unsealed = unseal(envelope, key, into, max_bytes=self.config.max_artifact)
-            except VerificationError:
-                # The server may have it whole; what was written so far is taken back.
-                self.local.discard(self.config.namespace, key)
-                if into.seekable():
-                    into.seek(0)
-                    into.truncate()
-                return None
-        return Fetched("local", 0, unsealed.raw_size_bytes, unsealed.compile_seconds)
-
-    def _from_server(self, key: ArtifactKey, into: IO[bytes]) -> Fetched | None:
-        with self.local.temporary() as envelope:
-            size = self.download(key, envelope)
-            if size is None:
-                return None
-            with envelope.open("rb") as file:
-                unsealed = unseal(file, key, into, max_bytes=self.config.max_artifact)
-            with contextlib.suppress(LocalTierError):  # the payload is there all the same
-                self.local.adopt(self.config.namespace, key, envelope)
-        return Fetched("remote", size, unsealed.raw_size_bytes, unsealed.compile_seconds)
 
 
 class _Nowhere(io.RawIOBase):

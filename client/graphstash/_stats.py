@@ -18,6 +18,7 @@ class Stats:
         hits_local: artifacts taken from this host's disk.
         hits_remote: artifacts fetched from the server.
         hits_ranks: artifacts taken from another rank of the same job.
+        unsigned: hits that nobody vouches for, where signatures are preferred.
         misses: artifacts that had to be compiled because nobody had them.
         waits: hits that came from waiting for somebody else's compilation.
         wait_seconds: time spent waiting for them.
@@ -34,6 +35,7 @@ class Stats:
     hits_local: int = 0
     hits_remote: int = 0
     hits_ranks: int = 0
+    unsigned: int = 0
     misses: int = 0
     waits: int = 0
     wait_seconds: float = 0.0
@@ -55,6 +57,8 @@ class Stats:
         """One line for people, e.g. `12 hits (10 local), 1 miss, 8 min 20 s of compiling saved`."""
         local = f" ({self.hits_local} local)" if self.hits_local else ""
         told = [f"{_count(self.hits, 'hit')}{local}", _count(self.misses, "miss")]
+        if self.unsigned:
+            told.append(f"{self.unsigned} unsigned")
         if self.waits:
             told.append(_count(self.waits, "wait"))
         if self.published:

@@ -5,28 +5,23 @@ Failures feed the circuit breaker; a pause that the server asks for is kept.
 """
 
 import os
+import ssl
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Final
 
 import httpx
 
+from graphstash._answers import Answer, read_small, refuse_errors
 from graphstash._breaker import CircuitBreaker
 from graphstash._config import ClientConfig
-from graphstash._errors import (
-    BusyError,
-    ConflictError,
-    LeaseLostError,
-    Reason,
-    RefusedError,
-    TransportError,
-)
-from graphstash._failures import named_failures, problem_of, retry_after
+from graphstash._credentials import Credentials
+from graphstash._errors import BusyError, Reason, RefusedError, TransportError
+from graphstash._failures import named_failures
 from graphstash._network import Deadline, DeadlineTransport
 from graphstash._redirect import RedirectClient, place_of
-from graphstash_schema import ErrorCode
+from graphstash._tls import server_context
 from graphstash_schema.protocol import (
     HEADER_ACCEPT_REDIRECT,
     HEADER_PROTOCOL,
@@ -35,37 +30,19 @@ from graphstash_schema.protocol import (
 
 __all__ = ["Answer", "Transport"]
 
-_SMALL_BODY_BYTES: Final = 4 * 1024**2
-"""Largest answer that is read into memory: a lookup of 1,000 keys takes about 1 MiB."""
-
 _SLOWEST_UPLOAD_BYTES_PER_SECOND: Final = 256 * 1024
 """Uploads run in the background; below this rate they are given up."""
-
-_CLASS_OF_CODE: Final[dict[ErrorCode, type[RefusedError]]] = {
-    ErrorCode.CONFLICT: ConflictError,
-    ErrorCode.LEASE_LOST: LeaseLostError,
-}
-_PASSING: Final = (429, 503)
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """An answer below 400. `body` is empty for a streamed call; `is_redirected` tells whether its
-    bytes come from another place than the server.
-    """
-
-    status: int
-    headers: Mapping[str, str]
-    body: bytes = b""
-    is_redirected: bool = False
 
 
 class Transport:
     """Speaks to one server; safe for many threads, and for a forked child.
 
     Args:
-        config: URL and time limits.
+        config: URL, credentials and time limits.
         breaker: shared by all calls of this transport.
+
+    Raises:
+        ConfigError: on construction, when a certificate's file cannot be used.
 
     Attributes:
         takes_redirects: whether downloads may come from where the server says. The first that
@@ -78,7 +55,10 @@ class Transport:
         self._lock = threading.Lock()  # guards the client of this process
         self._connection: tuple[int, httpx.Client, DeadlineTransport] | None = None
         self._closed = False
-        self._redirects = RedirectClient()
+        self._credentials = Credentials(config)
+        # Loading the system's certificate authorities takes some 20 ms: that waits for a need.
+        self._context = server_context(config) if config.ca_file or config.client_cert else None
+        self._redirects = RedirectClient(config)
         self.takes_redirects = True
 
     def call(
@@ -119,7 +99,7 @@ class Transport:
             patience_seconds=patience_seconds,
             deadline=deadline,
         ) as response:
-            return Answer(response.status_code, response.headers, _read_small(response))
+            return Answer(response.status_code, response.headers, read_small(response))
 
     @contextmanager
     def download(
@@ -138,7 +118,7 @@ class Transport:
             if answer.status != 307:
                 yield answer, response.iter_raw(1024**2)
                 return
-            _read_small(response)
+            read_small(response)
         try:
             with self._followed(answer, deadline) as followed:
                 yield followed
@@ -182,7 +162,7 @@ class Transport:
         with self._stream(
             "PUT", path, headers=sent, content=chunks, patience_seconds=patience, deadline=deadline
         ) as response:
-            return Answer(response.status_code, response.headers, _read_small(response))
+            return Answer(response.status_code, response.headers, read_small(response))
 
     def close(self) -> None:
         """Closes the connections of this process."""
@@ -207,7 +187,7 @@ class Transport:
                 raise TransportError(Reason.CONNECT, f"{self._config.url}: closed here")
             if self._connection is None or self._connection[0] != os.getpid():
                 limits = httpx.Limits(max_connections=16, keepalive_expiry=30.0)
-                transport = DeadlineTransport(limits, tls=self._config.url.startswith("https:"))
+                transport = DeadlineTransport(limits, context=self._tls())
                 client = httpx.Client(
                     transport=transport,
                     base_url=self._config.url,
@@ -221,6 +201,11 @@ class Transport:
                 self._connection = (os.getpid(), client, transport)
             return self._connection[1:]
 
+    def _tls(self) -> ssl.SSLContext | None:
+        if self._context is None and self._config.url.startswith("https:"):
+            self._context = server_context(self._config)
+        return self._context
+
     @contextmanager
     def _stream(
         self,
@@ -232,6 +217,7 @@ class Transport:
         content: bytes | Iterable[bytes] | None = None,
         patience_seconds: float = 0.0,
     ) -> Iterator[httpx.Response]:
+        token = self._credentials.token()
         if not self._breaker.allows():
             raise TransportError(Reason.CIRCUIT_OPEN, "earlier calls failed; pausing")
         timeout = self._timeout(patience_seconds)
@@ -241,10 +227,15 @@ class Transport:
                 with (
                     transport.within(deadline),
                     client.stream(
-                        method, path, headers=headers, content=content, timeout=timeout
+                        method,
+                        path,
+                        headers=headers,
+                        content=content,
+                        timeout=timeout,
+                        auth=_Bearer(token) if token else None,
                     ) as response,
                 ):
-                    self._refuse_errors(response)
+                    refuse_errors(response, url=self._config.url)
                     yield response
         except BusyError as error:
             self._breaker.pause(error.retry_after_seconds)
@@ -257,39 +248,22 @@ class Transport:
                 self._breaker.failed()
             else:
                 self._breaker.succeeded()
+            if error.status == 401:
+                advice = self._credentials.refused(token)
+                told = f"{error.detail} ({self._config.url}: {advice})"
+                raise RefusedError(told, code=error.code, status=401) from None
             raise
         else:
             self._breaker.succeeded()
 
-    def _refuse_errors(self, response: httpx.Response) -> None:
-        status = response.status_code
-        if response.headers.get(HEADER_PROTOCOL) != str(PROTOCOL_VERSION) and status < 500:
-            raise TransportError(
-                Reason.PROTOCOL,
-                f"{self._config.url} answered {status} without {HEADER_PROTOCOL}: "
-                f"{PROTOCOL_VERSION}; is it a graphstash server?",
-            )
-        if status < 300 or (status == 404 and response.request.method == "GET"):
-            return
-        if status == 307 and HEADER_ACCEPT_REDIRECT in response.request.headers:
-            return
-        if status < 400:
-            raise TransportError(Reason.PROTOCOL, f"unexpected redirect ({status})")
-        problem = problem_of(_read_small(response))
-        detail = problem.detail if problem else f"{self._config.url} answered {status}"
-        if status in _PASSING:
-            raise BusyError(detail, retry_after_seconds=retry_after(response))
-        code = problem.code if problem else None
-        kind = _CLASS_OF_CODE.get(code, RefusedError) if code else RefusedError
-        raise kind(detail, code=code, status=status)
 
+class _Bearer(httpx.Auth):
+    """Shows a token. As an object of its own it is in no log and in no traceback."""
 
-def _read_small(response: httpx.Response) -> bytes:
-    body = bytearray()
-    for chunk in response.iter_raw():
-        body += chunk
-        if len(body) > _SMALL_BODY_BYTES:
-            raise TransportError(
-                Reason.PROTOCOL, f"an answer of more than {_SMALL_BODY_BYTES} bytes"
-            )
-    return bytes(body)
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        """Called by httpx, which hides this header whenever it prints a request."""
+        request.headers["Authorization"] = f"Bearer {self._token}"
+        yield request

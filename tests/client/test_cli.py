@@ -54,6 +54,18 @@ def test_run_hands_its_options_to_every_python_below(tmp_path):
     assert result.stdout.splitlines() == ["team http://cache:1"] * 2, result.stderr
 
 
+def test_run_hands_lists_and_files_on_as_they_were_given(tmp_path):
+    given = {
+        "GRAPHSTASH_READ_NAMESPACES": "trusted,shared",
+        "GRAPHSTASH_TRUSTED_KEYS": str(tmp_path / "keys.json"),
+        "GRAPHSTASH_SIGNATURES": "prefer",
+        "GRAPHSTASH_TOKEN_FILE": str(tmp_path / "token"),
+    }
+    program = f"import os; print(all(os.environ[k] == v for k, v in {given!r}.items()))"
+    result = graphstash("run", "--", sys.executable, "-c", program, **given)
+    assert result.stdout == "True\n", result.stderr
+
+
 def test_run_keeps_the_users_own_sitecustomize_and_python_path(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("print('mine')")
     result = graphstash(
@@ -143,7 +155,7 @@ def test_prefetch_of_a_job_that_nobody_ran_says_so(server, namespace):
 
 def test_the_help_names_every_command():
     result = graphstash("--help")
-    for command in ("run", "status", "prefetch", "serve"):
+    for command in ("run", "status", "prefetch", "keys", "serve"):
         assert command in result.stdout
 
 

@@ -7,12 +7,14 @@ import httpx
 import pytest
 
 from graphstash import ClientConfig, Stash
+from graphstash._errors import VerificationError
 from graphstash._remote import Remote
 from graphstash_schema import ArtifactKey, ArtifactMetadata
 from graphstash_schema.protocol import HEADER_ACCEPT_REDIRECT
 from graphstash_server.testing import LiveServer
 from support.moto import s3_settings
 from support.s3_proxy import S3Fault, S3Proxy
+from support.signing import Team
 
 LARGE = os.urandom(3_000_000)
 SMALL = os.urandom(10_000)
@@ -48,8 +50,8 @@ def server(tmp_path, proxy, bucket, s3_credentials):
 def hosts(server, tmp_path):
     made = []
 
-    def make(name):
-        settings = {"url": server.url}
+    def make(name, **settings):
+        settings = {"url": server.url} | settings
         made.append(Stash(ClientConfig.load({}, cache_dir=tmp_path / name, **settings)))
         return made[-1]
 
@@ -82,6 +84,33 @@ def test_a_large_artifact_comes_from_the_bucket(hosts, proxy):
     assert seen.headers["accept-encoding"] == "identity"
 
 
+def test_no_credential_follows_a_redirect(hosts, proxy, tmp_path, monkeypatch):
+    """Neither the token nor netrc's password for the very host that the bucket is on."""
+    netrc = tmp_path / "netrc"
+    netrc.write_text("machine 127.0.0.1 login me password net-canary\n")
+    monkeypatch.setenv("NETRC", str(netrc))
+    hosts("a", token="put-canary").put(KEY, LARGE, METADATA)
+
+    assert hosts("b", token="get-canary").get(KEY) == LARGE
+    assert hosts("c").get(KEY) == LARGE
+
+    assert len(linked(proxy)) == 2
+    for seen in linked(proxy):
+        assert set(seen.headers) == {"host", "accept-encoding"}
+        assert "canary" not in f"{seen.target} {seen.headers}"
+
+
+def test_a_redirected_artifact_is_checked_as_any_other(hosts, proxy, tmp_path):
+    """Who controls the bucket has neither the digest nor a key that is trusted."""
+    team = Team(tmp_path)
+    hosts("a", signing_key=team.trust("ci")).put(KEY, LARGE, METADATA)
+    assert hosts("b", trusted_keys=team.file).get(KEY) == LARGE
+    assert len(linked(proxy)) == 1
+    team.revoke("ci")
+    with pytest.raises(VerificationError):
+        hosts("c", trusted_keys=team.file).get(KEY)
+
+
 def test_a_small_one_comes_from_the_server(hosts, proxy):
     hosts("a").put(KEY, SMALL, METADATA)
 
@@ -108,7 +137,7 @@ def test_whatever_fails_there_comes_from_the_server_from_then_on(
     proxy.fault = fault
     remote = Remote(ClientConfig.load({}, url=server.url))
 
-    sizes = [remote.download(KEY, tmp_path / name) for name in ("one", "two")]
+    sizes = [remote.download(KEY, tmp_path / name).digest.size_bytes for name in ("one", "two")]
     remote.close()
 
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()

@@ -208,4 +208,4 @@ def test_a_users_own_manager_stays(triton, server, fresh):
     assert outcome.report["manager"] == "OwnManager"
     assert outcome.report["ptxas"] == 1
     assert outcome.stats == {}
-    assert server.stats(fresh)["misses"] == 0
+    assert server.stats(fresh)["puts"] == 0

@@ -33,15 +33,14 @@ from graphstash.hooks.inductor.fingerprint import torch_release
 from graphstash.hooks.inductor.headers import late
 from graphstash.hooks.inductor.objects import Objects
 from graphstash.hooks.inductor.patches import Patches
+from graphstash.hooks.versions import TRIED
 from graphstash_schema import ArtifactKind
 
 __all__ = ["InductorHook", "install"]
 
 _log = logging.getLogger("graphstash")
 
-_OLDEST: Final = (2, 6)
-_NEWEST: Final = (2, 15)
-"""Tried with 2.7 and 2.15; the names are the same in between and in 2.6."""
+_TRIED: Final = TRIED["inductor"]
 
 _REMOTE_CACHES: Final = {
     "RemoteFxGraphCache": ArtifactKind.INDUCTOR,
@@ -64,12 +63,12 @@ def install(cache: CompileCache) -> "InductorHook | None":
     Returns:
         The hook, or None when it stepped aside; a warning has said why.
     """
-    version = torch.__version__
-    if torch_release() < _OLDEST:
+    version = str(torch.__version__)
+    if _TRIED.is_below(version):
         _log.warning("graphstash: torch %s has no place for a cache; use 2.6 or newer", version)
         return None
-    if torch_release() > _NEWEST:
-        _log.warning("graphstash: the hook was tried with torch up to 2.15, not with %s", version)
+    if _TRIED.is_above(version):
+        _log.warning("graphstash: the hook was tried with torch %s, not with %s", _TRIED, version)
     return InductorHook(cache)
 
 

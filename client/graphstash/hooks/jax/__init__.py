@@ -13,7 +13,6 @@ A program in memory costs nothing; neither does one with host callbacks, which J
 """
 
 import logging
-import re
 from importlib import metadata
 from typing import Final
 
@@ -23,13 +22,13 @@ from graphstash._compile import CompileCache
 from graphstash._exchange import Exchange
 from graphstash.hooks.jax.entries import Entries
 from graphstash.hooks.jax.seam import Seam, SeamUnavailableError
+from graphstash.hooks.versions import TRIED
 
 __all__ = ["JaxHook", "install"]
 
 _log = logging.getLogger("graphstash")
 
-_TRIED: Final = ((0, 4, 31), (0, 10, 2))
-"""First and last version with tests; what the hook needs was read in 0.4.25 to 0.12.0."""
+_TRIED: Final = TRIED["jax"]
 
 
 def install(cache: CompileCache) -> "JaxHook | None":
@@ -39,13 +38,11 @@ def install(cache: CompileCache) -> "JaxHook | None":
         The hook, or None when it stepped aside; a warning has said why.
     """
     version = str(jax.__version__)
-    first, last = (".".join(map(str, bound)) for bound in _TRIED)
-    if not _TRIED[0] <= _numbers(version) <= _TRIED[1]:
+    if not _TRIED.covers(version):
         _log.warning(
-            "graphstash: the hook was tried with jax %s to %s, not with %s; it goes by the names "
-            "that it finds",
-            first,
-            last,
+            "graphstash: the hook was tried with jax %s, not with %s; it goes by the names that "
+            "it finds",
+            _TRIED,
             version,
         )
     try:
@@ -76,9 +73,3 @@ class JaxHook:
 def _exchange(cache: CompileCache) -> Exchange:
     toolchain = f"jax {jax.__version__} jaxlib {metadata.version('jaxlib')}"
     return Exchange(cache, toolchain=toolchain)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """The release of a version: `0.10.2.dev2026+g1` gives (0, 10, 2)."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()

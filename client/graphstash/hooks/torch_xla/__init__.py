@@ -30,12 +30,13 @@ from graphstash._compile import CompileCache
 from graphstash.hooks.torch_xla.exact import ExactMode
 from graphstash.hooks.torch_xla.gate import GateUnavailable
 from graphstash.hooks.torch_xla.hint import HintMode
+from graphstash.hooks.versions import TRIED
 
 __all__ = ["TorchXlaHook", "install"]
 
 _log = logging.getLogger("graphstash")
 
-_TRIED: Final = ("2.7",)
+_TRIED: Final = TRIED["torch_xla"]
 _CANNOT_LOAD: Final = ("2.8", "2.9")
 """Their runtime answers UNIMPLEMENTED when an executable is loaded (pytorch/xla#9094)."""
 
@@ -61,10 +62,10 @@ def install(cache: CompileCache) -> "TorchXlaHook | None":
     if version.startswith(_CANNOT_LOAD):
         _tell_what_is_shared(version, by_plugin="pjrt" in cache.config.hooks)
         return None
-    if not version.startswith(_TRIED):
+    if not _TRIED.covers(version):
         _log.warning(
             "graphstash: the hook was tried with torch_xla %s, not with %s; it steps aside",
-            ", ".join(_TRIED),
+            _TRIED,
             version,
         )
         return None

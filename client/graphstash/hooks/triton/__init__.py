@@ -24,7 +24,6 @@ Stays on its host: what Triton has the host's C compiler build, and autotuning r
 """
 
 import logging
-import re
 from typing import Final
 
 import triton
@@ -41,13 +40,13 @@ from graphstash.hooks.triton.seam import (
     manager_seam,
     watch_compile,
 )
+from graphstash.hooks.versions import TRIED
 
 __all__ = ["SharedCacheBackend", "SharedCacheManager", "TritonHook", "install"]
 
 _log = logging.getLogger("graphstash")
 
-_KNOWN: Final = re.compile(r"3\.\d(\D.*)?")
-"""3.0 to 3.9, whose seams are the same two; run with 3.3, 3.5 and 3.9."""
+_TRIED: Final = TRIED["triton"]
 
 
 def install(cache: CompileCache) -> "TritonHook | None":
@@ -57,9 +56,10 @@ def install(cache: CompileCache) -> "TritonHook | None":
         The hook, or None when it stepped aside; a warning has said why.
     """
     seam = manager_seam()
-    if seam is None or not _KNOWN.fullmatch(triton.__version__):
+    if seam is None or not _TRIED.covers(triton.__version__):
         _log.warning(
-            "graphstash: the triton hook knows triton 3.0 to 3.9, not %s; it steps aside",
+            "graphstash: the triton hook knows triton %s, not %s; it steps aside",
+            _TRIED,
             triton.__version__,
         )
         return None

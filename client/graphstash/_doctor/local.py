@@ -1,0 +1,204 @@
+"""The local tier: this host's disk in front of the server."""
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import monotonic, time
+from typing import Final
+
+from graphstash._config import ClientConfig
+from graphstash._doctor.findings import Finding, fail, ok, plural, warn, within
+
+__all__ = ["check_local", "file_system_of"]
+
+_LOOK_SECONDS: Final = 5.0
+"""For all that is in the tier: a disk of the network may be dead or slow."""
+
+_STALE_SECONDS: Final = 24 * 3600.0
+"""A temporary file of this age belongs to a process that died; see `_local`."""
+
+_NETWORK: Final = re.compile(
+    r"nfs4?|cifs|smb3?|smbfs|lustre|gpfs|ceph|beegfs|afs|9p|glusterfs|wekafs"
+    r"|fuse\.(sshfs|s3fs|gcsfuse|goofys|rclone|glusterfs|ceph\S*|juicefs|blobfuse2?|mount-s3)"
+)
+"""File systems whose disk is elsewhere."""
+
+_MOUNTS: Final = Path("/proc/self/mountinfo")
+
+
+def check_local(config: ClientConfig) -> Iterator[Finding]:
+    """The directory of the local tier: writable, on a near disk, with room."""
+    root = config.cache_dir
+    try:
+        yield from within(_LOOK_SECONDS * 2, partial(_look_at, root, int(config.local_limit)))
+    except TimeoutError:
+        yield fail(
+            "local tier",
+            f"{root} does not answer within {_LOOK_SECONDS * 2:g} s: a disk of the network that "
+            "hangs, most likely",
+            "set GRAPHSTASH_CACHE_DIR to a directory on a disk of this host",
+        )
+
+
+def _look_at(root: Path, limit_bytes: int) -> list[Finding]:
+    if limit_bytes == 0:
+        return [ok("local tier", "GRAPHSTASH_LOCAL_LIMIT=0: nothing is kept between jobs")]
+    if refusal := _refusal(root):
+        return [
+            fail(
+                "local tier",
+                f"{refusal}: every process keeps a temporary directory of its own instead, and "
+                "fetches everything again",
+                f"make {root} writable for {_user(os.geteuid())}, or set GRAPHSTASH_CACHE_DIR to a "
+                "directory that is",
+            )
+        ]
+    return [*_contents(root, limit_bytes), *_place(root)]
+
+
+def _refusal(root: Path) -> str:
+    """Why this user cannot write to the tier; empty where he can. Makes nothing."""
+    for folder in (root / "v1", root / "locks", root / "tmp"):
+        place = next(path for path in (folder, *folder.parents) if _is_there(path))
+        try:
+            with tempfile.TemporaryFile(dir=place):
+                pass
+        except OSError as error:
+            return f"{place} cannot be written: {error.strerror}"
+    return ""
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return False
+    except OSError:  # a file where a folder should be, or a folder that is closed to this user
+        return False
+    return True
+
+
+@dataclass(slots=True)
+class _Sum:
+    count: int = 0
+    size_bytes: int = 0
+
+
+def _contents(root: Path, limit_bytes: int) -> Iterator[Finding]:
+    envelopes, stale = _Sum(), _Sum()
+    is_whole = _add_up(root, envelopes, stale)
+    place = next(path for path in (root, *root.parents) if path.is_dir())
+    free_bytes = shutil.disk_usage(place).free
+    more = "" if is_whole else "at least "
+    told = (
+        f"{root} holds {more}{_size(envelopes.size_bytes)} of {_size(limit_bytes)}; "
+        f"{_size(free_bytes)} are free on its disk"
+    )
+    room = limit_bytes - envelopes.size_bytes
+    if free_bytes < room:
+        yield warn(
+            "local tier",
+            told,
+            "the disk is full before the limit is reached: set GRAPHSTASH_LOCAL_LIMIT to "
+            f"{_size(max(0, envelopes.size_bytes + free_bytes) * 0.9)} or less, or "
+            "GRAPHSTASH_CACHE_DIR to a larger disk",
+        )
+    else:
+        yield ok("local tier", told)
+    if stale.count:
+        yield warn(
+            "local tier",
+            f"{plural(stale.count, 'temporary file')} of processes that died "
+            f"({_size(stale.size_bytes)} in {root / 'tmp'})",
+            "they go with the next job that fetches or compiles something, or now: "
+            f"find {root / 'tmp'} -type f -mmin +1440 -delete",
+        )
+
+
+def _add_up(root: Path, envelopes: _Sum, stale: _Sum) -> bool:
+    """Counts what is there; False when time ran out before the end."""
+    oldest = time() - _STALE_SECONDS
+    deadline = monotonic() + _LOOK_SECONDS
+    for folder, _, names in os.walk(root):
+        if monotonic() > deadline:
+            return False
+        for name in names:
+            try:
+                status = os.lstat(Path(folder, name))
+            except OSError:  # another process evicts at the same time
+                continue
+            if Path(folder).name == "tmp":
+                if status.st_mtime < oldest:
+                    stale.count += 1
+                    stale.size_bytes += status.st_size
+            else:
+                envelopes.count += 1
+                envelopes.size_bytes += status.st_size
+    return True
+
+
+def _place(root: Path) -> Iterator[Finding]:
+    try:
+        owner = root.stat().st_uid
+    except OSError:
+        owner = os.geteuid()
+    if owner != os.geteuid():
+        yield warn(
+            "local tier",
+            f"{root} belongs to {_user(owner)}, who can put files there for this job to find",
+            "a directory of this user is safer: set GRAPHSTASH_CACHE_DIR, or "
+            "GRAPHSTASH_SIGNATURES=require, which checks what is found",
+        )
+    kind = file_system_of(root)
+    if _NETWORK.fullmatch(kind):
+        yield warn(
+            "local tier",
+            f"{root} is on a disk of the network ({kind}): slower than the server, and its locks "
+            "may not hold between hosts",
+            "set GRAPHSTASH_CACHE_DIR to a directory on a disk of this host",
+        )
+
+
+def file_system_of(path: Path, *, mounts: Path = _MOUNTS) -> str:
+    """The type of the file system that a path is, or would be, on; empty where it is unknown.
+
+    Args:
+        path: absolute; need not exist.
+        mounts: the kernel's list, as in proc(5), section mountinfo.
+    """
+    try:
+        lines = mounts.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    found, kind = -1, ""
+    wanted = Path(os.path.realpath(path))
+    for line in lines:
+        fields, _, rest = line.partition(" - ")
+        if len(parts := fields.split()) > 4 and rest:
+            point = Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), parts[4]))
+            # Of two mounts on one place, the later one hides the earlier.
+            if wanted.is_relative_to(point) and len(point.parts) >= found:
+                found, kind = len(point.parts), rest.split()[0]
+    return kind
+
+
+def _user(uid: int) -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
+
+
+def _size(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

@@ -1,0 +1,74 @@
+import json
+import threading
+
+import pytest
+
+from graphstash._doctor.findings import Finding, State, within
+from support.doctor import altering, diagnose, doctor, line
+
+
+def test_a_sound_host_passes_every_check_and_ends_with_0(server, namespace):
+    result = doctor("--url", server.url, "--namespace", namespace)
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.endswith("\nnothing is wrong\n")
+    assert "✗" not in result.stdout
+    assert result.stderr == ""
+
+
+def test_a_failure_ends_with_1_and_its_advice_stands_below_it():
+    result = doctor("--url", "http://127.0.0.1:9")
+    assert result.returncode == 1
+    lines = result.stdout.splitlines()
+    failure = next(number for number, each in enumerate(lines) if each.startswith("✗"))
+    assert "127.0.0.1 port 9: Connection refused" in lines[failure]
+    assert "→ start a server there with `graphstash serve`" in lines[failure + 1]
+    assert lines[-1].startswith("1 failure,")
+    assert result.stderr == ""
+
+
+def test_json_is_the_list_of_findings_and_nothing_else():
+    result = doctor("--url", "http://127.0.0.1:9", "--json")
+    assert result.returncode == 1
+    findings = [Finding(**each) for each in json.loads(result.stdout)]
+    assert line(findings, "connection").state == State.FAIL
+    assert "graphstash serve" in line(findings, "connection").advice
+    assert {each.state for each in findings} <= set(State)
+
+
+def test_a_terminal_without_unicode_is_no_obstacle():
+    result = doctor("--url", "http://127.0.0.1:9", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert result.returncode == 1
+    assert "? connection" in result.stdout
+    assert result.stderr == ""
+
+
+def test_what_a_stranger_answers_does_nothing_to_the_terminal(server):
+    body = b'{"version": "\\u001b[2J\\u001b]0;owned\\u0007"}'
+    with altering(server.url, body=body, graphstash_protocol="2") as url:
+        result = doctor("--url", url)
+    assert "?[2J?]0;owned? speaks protocol 2" in result.stdout
+    assert "\x1b" not in result.stdout
+
+
+def test_the_doctor_changes_nothing(tmp_path):
+    diagnose(cache_dir=tmp_path / "cache")
+    doctor("--url", "http://127.0.0.1:9", GRAPHSTASH_CACHE_DIR=str(tmp_path / "cache"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_look_that_never_ends_is_given_up():
+    with pytest.raises(TimeoutError, match=r"within 0\.05 s"):
+        within(0.05, threading.Event().wait)
+
+
+def test_a_check_that_fails_itself_is_a_finding_and_hides_no_other(monkeypatch):
+    def broken(*_):
+        raise RuntimeError("of this test")
+        yield
+
+    monkeypatch.setattr("graphstash._doctor.examination.check_local", broken)
+    findings = diagnose()
+    told = line(findings, "local tier")
+    assert told.state == State.FAIL
+    assert "RuntimeError: of this test" in told.found
+    assert line(findings, "start")

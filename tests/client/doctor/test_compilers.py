@@ -1,0 +1,63 @@
+import sys
+
+import pytest
+
+from graphstash._doctor.findings import State
+from graphstash.hooks.versions import TRIED
+from support.doctor import diagnose, line
+
+
+def test_without_a_compiler_the_advice_is_to_ask_the_jobs_own_python(installed):
+    told = line(diagnose(), "compilers")
+    assert told.state == State.WARN
+    assert sys.executable in told.found
+    assert "-m graphstash doctor" in told.advice
+
+
+@pytest.mark.parametrize(
+    ("hook", "distributions", "state", "told"),
+    [
+        ("torch_xla", {"torch_xla": "2.7.1"}, State.OK, "one of those that it was tried with"),
+        ("torch_xla", {"torch_xla": "2.9.0"}, State.WARN, "install torch_xla 2.7"),
+        ("torch_xla", {"torch_xla": "2.9.0", "libtpu": "0.0.17"}, State.OK, "libtpu"),
+        ("torch_xla", {"torch_xla": "2.6.0"}, State.WARN, "install torch_xla 2.7"),
+        ("torch_xla", {"jax": "0.10.2"}, State.OK, "torch_xla is not installed"),
+        ("pjrt", {"jax": "0.10.2", "libtpu": "0.0.17"}, State.OK, "goes into libtpu"),
+        ("jax", {"jax": "0.99.1"}, State.WARN, "graphstash doctor --probe"),
+        ("inductor", {"torch": "2.5.1"}, State.WARN, "install torch 2.6 to 2.15"),
+        ("inductor", {"torch": "2.16.0+cpu"}, State.WARN, "graphstash doctor --probe"),
+        ("inductor", {"torch": "2.15.3"}, State.OK, "2.6 to 2.15"),
+        ("triton", {"triton": "3.10.0"}, State.WARN, "or a newer graphstash"),
+    ],
+)
+def test_the_version_of_a_compiler_is_held_against_what_its_hook_knows(
+    installed, hook, distributions, state, told
+):
+    installed(**distributions)
+    found = line(diagnose(), f"{hook} hook")
+    assert found.state == state, found
+    assert told in found.found + found.advice
+
+
+def test_a_hook_that_was_left_out_is_no_problem(installed):
+    installed(triton="4.0.0", jax="0.10.2")
+    told = line(diagnose(hooks="jax"), "triton hook")
+    assert (told.state, "GRAPHSTASH_HOOKS" in told.found) == (State.OK, True)
+
+
+@pytest.mark.parametrize(
+    ("version", "is_refused"), [("2.9.1", True), ("3.0.0", False), ("3.9.2", False), ("3.10", True)]
+)
+def test_the_last_number_of_a_bound_is_compared_as_a_number(version, is_refused):
+    assert TRIED["triton"].is_refused(version) is is_refused
+
+
+@pytest.mark.parametrize(
+    ("value", "state"), [("1", State.WARN), ("true", State.WARN), ("", State.OK)]
+)
+def test_how_the_cache_gets_into_a_job_is_told(installed, value, state):
+    installed(jax="0.10.2")
+    told = line(diagnose(autoload=value), "start")
+    assert told.state == state
+    # Found by its metadata alone, graphstash announces nothing to torch and JAX.
+    assert "graphstash run" in told.found + told.advice or "GRAPHSTASH_AUTOLOAD=1" in told.advice

@@ -1,0 +1,64 @@
+import os
+import time
+from pathlib import Path
+
+from graphstash._doctor.findings import State
+from graphstash._doctor.local import file_system_of
+from support.doctor import diagnose, line
+
+
+def test_a_tier_that_cannot_be_written_is_a_failure_with_what_happens_instead(tmp_path):
+    (tmp_path / "cache").write_text("a file where the directory should be")
+    told = line(diagnose(cache_dir=tmp_path / "cache"), "local tier")
+    assert told.state == State.FAIL
+    assert "a temporary directory of its own" in told.found
+    assert "GRAPHSTASH_CACHE_DIR" in told.advice
+
+
+def test_a_disk_that_is_smaller_than_the_limit_is_a_warning_with_a_limit_that_fits(tmp_path):
+    told = line(diagnose(cache_dir=tmp_path, local_limit="900TiB"), "local tier")
+    assert told.state == State.WARN
+    assert "of 900.0 TiB" in told.found
+    assert "set GRAPHSTASH_LOCAL_LIMIT to" in told.advice
+
+
+def test_what_the_tier_holds_is_added_up_and_stale_files_are_told(tmp_path):
+    for name, size in (("v1/a/b/c/dd/e", 3072), ("tmp/old", 2048), ("tmp/new", 1024)):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(bytes(size))
+    os.utime(tmp_path / "tmp/old", times=(time.time() - 90_000,) * 2)
+    findings = diagnose(cache_dir=tmp_path)
+    assert "holds 3.0 KiB of 10.0 GiB" in line(findings, "local tier", State.OK).found
+    told = line(findings, "local tier", State.WARN)
+    assert told.found.startswith("1 temporary file of processes that died (2.0 KiB")
+    assert f"find {tmp_path / 'tmp'}" in told.advice
+
+
+def test_a_tier_of_another_user_is_a_warning(tmp_path, monkeypatch):
+    other = os.geteuid() + 4242
+    monkeypatch.setattr("os.geteuid", lambda: other)
+    told = line(diagnose(cache_dir=tmp_path), "local tier", State.WARN)
+    assert "belongs to" in told.found
+    assert "GRAPHSTASH_CACHE_DIR" in told.advice
+
+
+def test_the_kernels_list_of_mounts_tells_a_network_disk(tmp_path):
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        "1 0 8:1 / / rw - ext4 /dev/sda1 rw\n"
+        "2 1 0:40 / /home\\040of\\040all rw,relatime shared:1 - nfs4 files:/home rw\n"
+        "3 2 0:41 / /home\\040of\\040all/me/local rw - xfs /dev/sdb1 rw\n"
+    )
+    assert file_system_of(Path("/home of all/me/.cache"), mounts=mounts) == "nfs4"
+    assert file_system_of(Path("/home of all/me/local/x"), mounts=mounts) == "xfs"
+    assert file_system_of(Path("/homestead"), mounts=mounts) == "ext4"
+
+
+def test_a_network_disk_is_a_warning(tmp_path, monkeypatch):
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text("1 0 8:1 / / rw - nfs4 files:/ rw\n")
+    monkeypatch.setitem(file_system_of.__kwdefaults__, "mounts", mounts)
+    told = line(diagnose(cache_dir=tmp_path), "local tier", State.WARN)
+    assert "(nfs4)" in told.found
+    assert "a disk of this host" in told.advice

@@ -1,0 +1,81 @@
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from graphstash._doctor.findings import State
+from graphstash._keys import SigningKey
+from graphstash._trust import RevokedKey, TrustedKey, TrustedKeys
+from support.doctor import diagnose, line
+
+
+@pytest.fixture
+def keys(tmp_path):
+    """Writes a file of trusted keys; the key of this host is `own`."""
+    own = SigningKey.generate(tmp_path / "own.pem")
+
+    def write(*, trusted=(), revoked=(), **terms):
+        keys = tuple(TrustedKey(public=public, **terms) for public in trusted)
+        at = datetime.now(UTC)
+        gone = tuple(RevokedKey(key_id=each, at=at, reason="lost") for each in revoked)
+        TrustedKeys(keys=keys, revoked=gone).write(tmp_path / "trusted.json")
+        return {
+            "trusted_keys": tmp_path / "trusted.json",
+            "signing_key": tmp_path / "own.pem",
+            "namespace": "team",
+        }
+
+    write.own = own
+    return write
+
+
+def test_sound_keys_pass(keys):
+    findings = diagnose(**keys(trusted=[keys.own.public_text]))
+    assert "policy require" in line(findings, "signatures", State.OK).found
+    assert line(findings, "signing key").state == State.OK
+
+
+def test_a_namespace_that_no_trusted_key_counts_in_is_a_failure_under_require(keys):
+    settings = keys(trusted=[keys.own.public_text], namespaces=("other",))
+    told = line(diagnose(**settings), "signatures", State.FAIL)
+    assert "no trusted key counts in 'team'" in told.found
+    assert "graphstash keys trust" in told.advice
+    told = line(diagnose(**settings, signatures="prefer"), "signatures", State.WARN)
+    assert "only unsigned artifacts" in told.found
+
+
+def test_a_key_that_ends_soon_is_a_warning(keys):
+    soon = datetime.now(UTC) + timedelta(days=3)
+    settings = keys(trusted=[keys.own.public_text], name="ci", not_after=soon)
+    told = line(diagnose(**settings), "signatures", State.WARN)
+    assert "the trusted key 'ci' counts only until" in told.found
+
+
+def test_a_revoked_signing_key_is_a_failure(keys):
+    settings = keys(trusted=[keys.own.public_text], revoked=[keys.own.key_id])
+    told = line(diagnose(**settings), "signing key")
+    assert told.state == State.FAIL
+    assert f"{keys.own.key_id} was revoked" in told.found
+    assert "graphstash keys generate" in told.advice
+
+
+def test_a_signing_key_that_this_host_itself_does_not_trust_is_a_warning(keys, tmp_path):
+    other = SigningKey.generate(tmp_path / "other.pem")
+    told = line(diagnose(**keys(trusted=[other.public_text])), "signing key")
+    assert told.state == State.WARN
+    assert "graphstash keys show" in told.advice
+
+
+def test_a_private_key_that_others_may_read_is_a_failure(keys, tmp_path):
+    (tmp_path / "own.pem").chmod(0o644)
+    told = line(diagnose(**keys(trusted=[keys.own.public_text])), "signing key")
+    assert told.state == State.FAIL
+    assert "chmod 600" in told.found
+
+
+def test_trusted_keys_that_are_not_understood_are_a_failure(keys, tmp_path):
+    settings = keys()
+    (tmp_path / "trusted.json").write_text("{}}")
+    told = line(diagnose(**settings), "signatures")
+    assert told.state == State.FAIL
+    assert str(tmp_path / "trusted.json") in told.found
+    assert "without the cache" in told.advice

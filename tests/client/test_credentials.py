@@ -1,0 +1,454 @@
+"""The token goes to its server and to nobody else; what the server says to it is understood."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+import traceback
+from functools import partial
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from graphstash import CacheError, ClientConfig, CompileCache, ConfigError, Reason, Stash
+from graphstash._cli import app
+from graphstash._credentials import Credentials
+from graphstash._executor import BoundedExecutor
+from graphstash._remote import Remote
+from graphstash._stats import Counters
+from graphstash._transport import Transport
+from graphstash_schema import ArtifactKey, ArtifactMetadata, ErrorCode, Problem
+from graphstash_server.testing import LiveServer
+from support.listener import Listener
+
+CANARY = "gst_canarycanary2345_c4n4ryc4n4ryc4n4ryc4n4ryc4n4ryc4n4ryc4n4r7"
+METADATA = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=5)
+
+
+def key(number=1):
+    return ArtifactKey.parse("torch_xla", "cpu-x86_64-0123456789abcdef", f"{number:064x}")
+
+
+def problem(code):
+    return Problem.of(code, "told by the server", request_id="r1").model_dump_json()
+
+
+@pytest.fixture
+def listener():
+    with Listener() as listener:
+        yield listener
+
+
+def asked(listener, **settings):
+    """The heads of one request with these settings."""
+    listener.heads.clear()
+    transport = Transport(ClientConfig.load({}, url=listener.url, **settings))
+    transport.call("GET", "/v1/stats")
+    transport.close()
+    (head,) = listener.heads
+    return [line for line in head.splitlines() if line.lower().startswith("authorization")]
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_wherever_a_server_sends_us_the_token_does_not_go(listener, tmp_path, status):
+    remote = Remote(ClientConfig.load({}, url=listener.url, token=CANARY))
+    with Listener() as elsewhere:
+        listener.status, listener.headers = status, f"Location: {elsewhere.url}/x\r\n"
+        for call in (
+            remote.server_stats,
+            partial(remote.acquire, key()),
+            partial(remote.download, key(), tmp_path / "blob"),
+        ):
+            with pytest.raises(CacheError):
+                call()
+    remote.close()
+    assert all(CANARY in head for head in listener.heads)
+    assert len(elsewhere.heads) == (status == 307)  # a download follows that one, bare
+    assert not any("canary" in head or "uthorization" in head for head in elsewhere.heads)
+
+
+class Clock:
+    seconds = 0.0
+
+    def __call__(self):
+        return self.seconds
+
+
+def test_a_token_is_one_bearer_header(listener):
+    assert asked(listener, token=CANARY) == [f"Authorization: Bearer {CANARY}"]
+
+
+def test_without_a_token_there_is_no_such_header(listener, monkeypatch, tmp_path):
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    assert asked(listener) == []
+
+
+def test_a_token_file_is_read_again_when_it_changes(tmp_path):
+    path = tmp_path / "token"
+    path.write_text(f"{CANARY}\n")
+    credentials = Credentials(ClientConfig.load({}, token_file=path))
+    assert credentials.token() == CANARY
+    (tmp_path / "next").write_text("another")
+    (tmp_path / "next").rename(path)
+    assert credentials.token() == "another"
+
+
+@pytest.mark.parametrize("content", [None, "", "two words", "\xff\xfe", "x" * 20_000, "a\nb"])
+def test_a_file_without_a_token_is_named_and_nothing_is_sent(tmp_path, listener, content):
+    path = tmp_path / "token"
+    if content is not None:
+        path.write_text(content)
+    transport = Transport(ClientConfig.load({}, url=listener.url, token_file=path))
+    with pytest.raises(CacheError) as caught:
+        transport.call("GET", "/v1/stats")
+    transport.close()
+    assert caught.value.reason is Reason.UNAUTHENTICATED
+    assert str(path) in str(caught.value)
+    assert listener.heads == []
+
+
+def test_netrc_gives_the_password_of_the_servers_host(listener, monkeypatch, tmp_path):
+    path = tmp_path / "netrc"
+    path.write_text(f"machine other login me password wrong\nmachine 127.0.0.1 password {CANARY}\n")
+    monkeypatch.setenv("NETRC", str(path))
+    assert asked(listener) == [f"Authorization: Bearer {CANARY}"]
+    assert asked(listener, token="mine") == ["Authorization: Bearer mine"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"machine other login me password {CANARY}\n",
+        f"default login me password {CANARY}\n",
+        f"machine 127.0.0.1 login me password {CANARY} and {CANARY}\n",
+        f'machine 127.0.0.1 login me password "{CANARY} two"\n',
+    ],
+)
+def test_what_netrc_has_for_others_or_cannot_be_read_goes_to_nobody(
+    listener, monkeypatch, tmp_path, caplog, text
+):
+    path = tmp_path / "netrc"
+    path.write_text(text)
+    monkeypatch.setenv("NETRC", str(path))
+    assert asked(listener) == []
+    assert CANARY not in caplog.text
+
+
+@pytest.mark.parametrize("value", ["two words", "line\r\nX-Evil: 1", "tökén", "x" * 9000])
+def test_what_cannot_be_a_token_is_refused_and_not_repeated(value):
+    with pytest.raises(ConfigError) as caught:
+        ClientConfig.load({"GRAPHSTASH_TOKEN": value})
+    assert "GRAPHSTASH_TOKEN" in str(caught.value)
+    assert value not in str(caught.value)
+    assert caught.value.__context__ is None  # pydantic's error holds the value
+
+
+@pytest.mark.parametrize("url", ["http://me:s3cret@host:1", "me:s3cret@host", "http://s3cret@h"])
+def test_a_password_in_the_url_is_refused_and_not_repeated(url):
+    with pytest.raises(ConfigError, match="GRAPHSTASH_TOKEN") as caught:
+        ClientConfig.load({"GRAPHSTASH_URL": url})
+    assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "warns"),
+    [
+        ("http://cache.internal:8077", True),
+        ("http://10.1.2.3:8077", True),
+        ("https://cache.internal", False),
+        ("http://127.0.0.1:8077", False),
+        ("http://localhost:8077", False),
+        ("http://[::1]:8077", False),
+    ],
+)
+def test_a_token_that_goes_over_the_network_in_the_clear_is_told_once(caplog, url, warns):
+    credentials = Credentials(ClientConfig.load({}, url=url, token=CANARY))
+    for _ in range(3):
+        credentials.token()
+    assert len(caplog.records) == warns
+    assert CANARY not in caplog.text
+
+
+def test_a_refused_token_rests_for_a_minute_or_until_there_is_another(tmp_path):
+    path, clock = tmp_path / "token", Clock()
+    path.write_text("first")
+    credentials = Credentials(ClientConfig.load({}, token_file=path), clock=clock)
+    credentials.refused(credentials.token())
+    clock.seconds = 59.0
+    with pytest.raises(CacheError, match="does not accept the token in"):
+        credentials.token()
+    clock.seconds = 61.0
+    assert credentials.token() == "first"
+    credentials.refused("first")
+    path.write_text("second.")
+    assert credentials.token() == "second."
+
+
+def test_an_unauthenticated_job_asks_once_and_compiles_on(listener, tmp_path, caplog):
+    listener.status, listener.body = 401, problem(ErrorCode.UNAUTHENTICATED)
+    config = ClientConfig.load({}, url=listener.url, token=CANARY, cache_dir=tmp_path)
+    counters = Counters()
+    publisher = BoundedExecutor("test-publish", workers=1, capacity=8)
+    with Stash(config) as stash:
+        cache = CompileCache(stash, counters=counters, publisher=publisher)
+        for number in range(4):
+            cache.get_or_compile(key(number), lambda: b"graph")
+            assert publisher.drain(20)
+    publisher.close()
+    assert len(listener.heads) == 1
+    assert set(counters.snapshot().fallbacks) == {"unauthenticated"}
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "GRAPHSTASH_TOKEN" in told
+    assert CANARY not in told
+
+
+@pytest.mark.parametrize("status", [403, 404])
+def test_a_job_that_may_not_write_only_reads_from_then_on(listener, tmp_path, caplog, status):
+    config = ClientConfig.load({}, url=listener.url, token=CANARY, cache_dir=tmp_path)
+    counters = Counters()
+    publisher = BoundedExecutor("test-publish", workers=1, capacity=8)
+    listener.body = problem(ErrorCode.FORBIDDEN if status == 403 else ErrorCode.NOT_FOUND)
+    with Stash(config) as stash:
+        real = stash._transport.download
+
+        def missing(path, **keywords):
+            listener.status = 404
+            return real(path, **keywords)
+
+        def refusing(call):
+            def made(*args, **keywords):
+                listener.status = status
+                return call(*args, **keywords)
+
+            return made
+
+        stash._transport.download = missing
+        stash._transport.call = refusing(stash._transport.call)
+        stash._transport.upload = refusing(stash._transport.upload)
+        cache = CompileCache(stash, counters=counters, publisher=publisher)
+        for number in range(3):
+            cache.get_or_compile(key(number), lambda: b"graph")
+            assert publisher.drain(20)
+        assert stash.is_read_only
+    publisher.close()
+    methods = [head.split()[0] for head in listener.heads]
+    assert methods == ["GET", "POST", "GET", "GET"]
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "only reads from now on" in told
+
+
+# The same with a real server.
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    """A server that asks for tokens, and what makes them."""
+    directory = tmp_path_factory.mktemp("tokens")
+    with LiveServer(directory, auth="tokens", log_level="error", flush_seconds=0.05) as server:
+        made = subprocess.run(
+            [
+                *(sys.executable, "-c"),
+                "from graphstash_server.commands.token import token; token()",
+                *("create", "--json", "--grant", "admin:*", "--description", "admin"),
+            ],
+            env=os.environ | {"GRAPHSTASH_DATA_DIR": str(directory)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        admin = json.loads(made.stdout)["token"]
+        http = httpx.Client(
+            base_url=server.url, headers={"Authorization": f"Bearer {admin}"}, trust_env=False
+        )
+
+        def make(*grants):
+            body = {
+                "description": "a test",
+                "grants": [
+                    dict(zip(("scope", "namespaces"), grant.split(":"), strict=True))
+                    for grant in grants
+                ],
+            }
+            answer = http.post("/v1/-/tokens", json=body)
+            assert answer.status_code in (200, 201), answer.text
+            return answer.json()["token"]
+
+        make.url, make.http = server.url, http
+        yield make
+        http.close()
+
+
+@pytest.fixture
+def connect(tokens, namespace, tmp_path):
+    made = []
+
+    def make(name, **settings):
+        settings = {"url": tokens.url, "namespace": namespace} | settings
+        made.append(Stash(ClientConfig.load({}, cache_dir=tmp_path / name, **settings)))
+        return made[-1]
+
+    yield make
+    for stash in made:
+        stash.close()
+
+
+def test_a_real_server_lets_a_writer_write_a_reader_read_and_nobody_else(
+    tokens, connect, namespace
+):
+    writer = connect("writer", token=tokens(f"write:{namespace}"))
+    writer.put(key(), b"graph", METADATA)
+    reader = connect("reader", token=tokens(f"read:{namespace}"))
+    assert reader.get(key()) == b"graph"
+    with pytest.raises(CacheError) as caught:
+        reader.put(key(2), b"graph", METADATA)
+    assert caught.value.reason is Reason.FORBIDDEN
+    assert reader.is_read_only
+    assert reader.put(key(3), b"graph", METADATA) == 0
+    assert connect("stranger", token=tokens("write:elsewhere")).get(key()) is None
+    with pytest.raises(CacheError) as caught:
+        connect("nobody").get(key())
+    assert caught.value.reason is Reason.UNAUTHENTICATED
+
+
+def test_a_real_stranger_stops_asking_for_leases(tokens, connect):
+    stranger = connect("stranger", token=tokens("write:elsewhere"))
+    with pytest.raises(CacheError):
+        stranger.acquire(key())
+    assert stranger.is_read_only
+
+
+def test_a_revoked_token_is_told_from_an_absent_artifact(tokens, connect, namespace):
+    token = tokens(f"write:{namespace}")
+    host = connect("host", token=token)
+    assert host.get(key()) is None
+    tokens.http.delete(f"/v1/-/tokens/{token.split('_')[1]}").raise_for_status()
+
+    # A server may have it in memory for two more seconds.
+    def ask_until_it_is_known(deadline):
+        while time.monotonic() < deadline:
+            assert host.get(key()) is None
+            time.sleep(0.05)
+
+    with pytest.raises(CacheError) as caught:
+        ask_until_it_is_known(time.monotonic() + 20)
+    assert caught.value.reason is Reason.UNAUTHENTICATED
+
+
+# No trace of the token, wherever one looks.
+
+PROGRAM = """
+import logging, sys, traceback
+logging.basicConfig(level=logging.DEBUG, format="%(name)s %(message)s")
+import graphstash
+from graphstash_schema import ArtifactKey
+session = graphstash.install()
+def compile_payload():
+    return b"graph"
+for number in range(3):
+    key = ArtifactKey.parse("jax", "cpu-x86_64", f"{number:064x}")
+    graphstash.get_or_compile(key, compile_payload)
+print(session.config, repr(session.config), session.config.model_dump_json())
+print(graphstash.stats())
+print(open("/proc/self/cmdline").read())
+for call in (lambda: session.cache.stash.get(key), session.cache.stash.server_stats):
+    session.cache.stash.local.discard(session.config.namespace, key)
+    try:
+        call()
+    except graphstash.GraphstashError:
+        traceback.print_exc()
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "answer"),
+    [
+        *(("variable", answer) for answer in ("200", "401", "403", "404", "500", "reset")),
+        *(("file", "401"), ("netrc", "401")),
+    ],
+)
+def test_the_token_leaves_no_trace(  # noqa: PLR0917 - fixtures and parameters
+    tmp_path, listener, server, namespace, answer, source
+):
+    variables = {
+        "GRAPHSTASH_URL": listener.url,
+        "GRAPHSTASH_NAMESPACE": namespace,
+        "GRAPHSTASH_CACHE_DIR": str(tmp_path / "cache"),
+        "GRAPHSTASH_STATS_FILE": str(tmp_path / "stats"),
+        "NETRC": str(tmp_path / "netrc"),
+    }
+    if answer == "200":
+        variables["GRAPHSTASH_URL"] = server.url
+    elif answer == "reset":
+        variables["GRAPHSTASH_URL"] = "http://127.0.0.1:9"
+    else:
+        listener.status = int(answer)
+        codes = {"401": ErrorCode.UNAUTHENTICATED, "403": ErrorCode.FORBIDDEN}
+        listener.body = problem(codes.get(answer, ErrorCode.INTERNAL))
+    match source:
+        case "variable":
+            variables["GRAPHSTASH_TOKEN"] = CANARY
+        case "file":
+            (tmp_path / "token").write_text(CANARY)
+            variables["GRAPHSTASH_TOKEN_FILE"] = str(tmp_path / "token")
+        case "netrc":
+            (tmp_path / "netrc").write_text(f"machine 127.0.0.1 login x password {CANARY}")
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stderr
+    if answer in ("401", "403", "404", "500"):
+        assert any(CANARY in head for head in listener.heads)  # it was shown where it belongs
+    stats = (tmp_path / "stats").read_text()
+    seen = result.stdout + result.stderr + stats
+    assert "send_request_headers" in seen or answer == "reset"  # the most talkative log was on
+    assert "graphstash: " in seen
+    assert CANARY not in seen
+    assert "c4n4ry" not in seen
+
+
+def test_the_commands_never_show_the_token(server, listener):
+    listener.status, listener.body = 401, problem(ErrorCode.UNAUTHENTICATED)
+    for url in (server.url, listener.url):
+        for command in (("status", "--json"), ("status",), ("prefetch", "job")):
+            result = CliRunner().invoke(
+                app, [*command, "--url", url], env={"GRAPHSTASH_TOKEN": CANARY}
+            )
+            assert result.output
+            assert "c4n4ry" not in result.output
+
+
+def test_run_leaves_the_token_in_the_environment_and_out_of_the_arguments():
+    program = (
+        "import os; print(os.environ['GRAPHSTASH_TOKEN']); "
+        "print(open('/proc/self/cmdline').read().count(os.environ['GRAPHSTASH_TOKEN']))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-m", "graphstash", "run", "--", sys.executable, "-c", program],
+        env=os.environ | {"GRAPHSTASH_TOKEN": CANARY},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout.split() == [CANARY, "0"]
+
+
+def test_objects_and_tracebacks_of_a_failing_call_do_not_show_it(caplog):
+    caplog.set_level(logging.DEBUG)
+    remote = Remote(ClientConfig.load({}, url="http://127.0.0.1:9", token=CANARY))
+    try:
+        remote.server_stats()
+    except CacheError as error:
+        told = "".join(
+            traceback.TracebackException.from_exception(error, capture_locals=False).format()
+        )
+    remote.close()
+    shown = (told, caplog.text, repr(remote), repr(vars(remote)), str(remote.config))
+    assert not any("c4n4ry" in text for text in shown)

@@ -1,0 +1,190 @@
+"""Signing keys, the file of trusted keys, and the commands that make both."""
+
+import json
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+)
+from typer.testing import CliRunner
+
+from graphstash._cli import app
+from graphstash._errors import ConfigError, LocalTierError
+from graphstash._keys import SigningKey, is_signed_by
+from graphstash._trust import TrustedKey, TrustedKeys, TrustStore
+from graphstash_schema import Namespace, NamespacePattern
+from support.signing import trust_json
+
+PUBLIC = SigningKey(Ed25519PrivateKey.generate()).public_text
+
+
+def graphstash(*arguments, **variables):
+    return CliRunner().invoke(
+        app, list(map(str, arguments)), env={k: str(v) for k, v in variables.items()}
+    )
+
+
+def answer(*arguments, **variables):
+    result = graphstash(*arguments, "--json", **variables)
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_a_generated_key_is_its_owners_alone_and_signs(tmp_path):
+    path = tmp_path / "key.pem"
+    made = SigningKey.generate(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    signature = SigningKey.load(path).sign(b"statement")
+    assert is_signed_by(made.public, signature, b"statement")
+    assert not is_signed_by(made.public, signature, b"statement ")
+    assert not is_signed_by(
+        SigningKey(Ed25519PrivateKey.generate()).public, signature, b"statement"
+    )
+
+
+def test_a_key_never_takes_the_place_of_another(tmp_path):
+    path = tmp_path / "key.pem"
+    first = SigningKey.generate(path)
+    with pytest.raises(ConfigError, match="File exists"):
+        SigningKey.generate(path)
+    assert SigningKey.load(path).public == first.public
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o601])
+def test_a_key_that_others_may_use_is_refused_with_the_way_out(tmp_path, mode):
+    path = tmp_path / "key.pem"
+    SigningKey.generate(path)
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=f"chmod 600 {path}"):
+        SigningKey.load(path)
+
+
+def encrypted():
+    return Ed25519PrivateKey.generate().private_bytes(
+        Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")
+    )
+
+
+def elliptic():
+    return generate_private_key(SECP256R1()).private_bytes(
+        Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()
+    )
+
+
+@pytest.mark.parametrize("content", [lambda: b"", lambda: b"\x00" * 100_000, encrypted, elliptic])
+def test_what_is_no_such_key_is_refused_without_a_question(tmp_path, content):
+    path = tmp_path / "key.pem"
+    path.write_bytes(content())
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match="expected an Ed25519 private key in PEM, not encrypted"):
+        SigningKey.load(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "Invalid JSON"),
+        ("[]", "valid dictionary|object"),
+        (trust_json(extra=1), "extra: Extra inputs"),
+        ('{"version": 2}', "version"),
+        (trust_json(keys=[{"public": "short"}]), "keys.0.public"),
+        (trust_json(keys=[{"public": PUBLIC, "namespaces": []}]), "keys.0.namespaces"),
+        (trust_json(keys=[{"public": PUBLIC, "namespaces": ["../x"]}]), "keys.0.namespaces.0"),
+        (trust_json(keys=[{"public": PUBLIC, "not_after": "2026-01-01T00:00:00"}]), "timezone"),
+        (trust_json(keys=[{"public": PUBLIC}] * 1001), "at most 1000"),
+        (trust_json(revoked=[{"key_id": "x", "at": "2026-01-01T00:00:00Z"}]), "revoked.0.key_id"),
+        (" " * (1024**2 + 1), "more than 1048576 bytes"),
+    ],
+)
+def test_a_file_of_trusted_keys_that_is_not_understood_names_the_place(tmp_path, text, told):
+    path = tmp_path / "trusted.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=told) as caught:
+        TrustedKeys.read(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_key_counts_in_the_namespaces_of_its_patterns_until_its_time_is_over(tmp_path):
+    soon = datetime.now(UTC) + timedelta(hours=1)
+    key = TrustedKey(
+        public=PUBLIC,
+        namespaces=(NamespacePattern("trusted"), NamespacePattern("ci-*")),
+        not_after=soon,
+    )
+    now = datetime.now(UTC)
+    assert [
+        key.counts(Namespace(name), at=now) for name in ("trusted", "ci-7", "trusted2", "team")
+    ] == [True, True, False, False]
+    assert not key.counts(Namespace("trusted"), at=soon + timedelta(seconds=1))
+
+
+def test_a_change_of_the_file_counts_at_once_and_a_broken_one_trusts_nobody(tmp_path):
+    path = tmp_path / "trusted.json"
+    key = TrustedKey(public=PUBLIC)
+    TrustedKeys(keys=(key,)).write(path)
+    store = TrustStore(path)
+    assert store.public_key(key.key_id, Namespace("team")) == key.raw
+    TrustedKeys().write(path)
+    assert store.public_key(key.key_id, Namespace("team")) is None
+    TrustedKeys(keys=(key,)).write(path)
+    assert store.public_key(key.key_id, Namespace("team")) == key.raw
+    path.unlink()
+    for _ in range(2):
+        with pytest.raises(LocalTierError, match="No such file"):
+            store.public_key(key.key_id, Namespace("team"))
+
+
+def test_the_commands_lead_from_a_new_key_to_a_revoked_one(tmp_path):
+    secret, trusted = tmp_path / "ci.pem", tmp_path / "trust" / "keys.json"
+    made = answer("keys", "generate", secret)
+    assert answer("keys", "show", secret) == made
+    assert "PRIVATE" not in json.dumps(made)
+
+    options = ("--name", "ci 2026", "--namespace", "trusted", "--namespace", "ci-*")
+    told = answer("keys", "trust", made["public"], *options, "--file", trusted)
+    assert told["key_id"] == made["key_id"]
+    (listed,) = answer("keys", "list", GRAPHSTASH_TRUSTED_KEYS=trusted)["keys"]
+    assert (listed["name"], listed["namespaces"]) == ("ci 2026", ["trusted", "ci-*"])
+
+    answer("keys", "revoke", made["key_id"], "--reason", "rotated", "--file", trusted)
+    shown = graphstash("keys", "list", "--file", trusted)
+    assert "revoked" in shown.stdout
+    assert "rotated" in shown.stdout
+    again = graphstash("keys", "trust", made["public"], "--file", trusted)
+    assert again.exit_code == 2
+    assert "was revoked" in again.stderr
+
+
+def test_to_trust_a_key_again_changes_what_was_said_of_it(tmp_path):
+    trusted = tmp_path / "keys.json"
+    answer("keys", "trust", PUBLIC, "--file", trusted)
+    answer("keys", "trust", PUBLIC, "--file", trusted, "--not-after", "2030-01-01")
+    (key,) = TrustedKeys.read(trusted).keys
+    assert key.not_after == datetime(2030, 1, 1, tzinfo=UTC)
+    assert key.namespaces == ("*",)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("trust", "nonsense", "--file", "keys.json"), "public"),
+        (("trust", PUBLIC, "--namespace", "No", "--file", "keys.json"), "namespace pattern"),
+        (("revoke", "x", "--reason", "r", "--file", "keys.json"), "signing key id"),
+        (("list", "--file", "absent.json"), "absent.json: No such file"),
+        (("show", "absent.pem"), "absent.pem: No such file"),
+        (("generate", "absent/key.pem"), "No such file"),
+    ],
+)
+def test_bad_input_gets_one_clear_line_and_changes_nothing(tmp_path, monkeypatch, arguments, told):
+    monkeypatch.chdir(tmp_path)
+    result = graphstash("keys", *arguments)
+    assert result.exit_code == 2
+    assert told in result.stderr
+    assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []

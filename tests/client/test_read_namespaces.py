@@ -1,0 +1,201 @@
+"""A job reads from a list of namespaces, in order, and writes to one."""
+
+import re
+
+import pytest
+
+from graphstash import ClientConfig, CompileCache, ConfigError, Stash
+from graphstash._errors import VerificationError
+from graphstash._executor import BoundedExecutor
+from graphstash._stats import Counters
+from graphstash_schema import ArtifactKey, ArtifactMetadata, LeaseState, ManifestName
+from support.signing import Team, plant, sealed, signature_of
+
+METADATA = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=5)
+
+
+def key(number=1):
+    return ArtifactKey.parse("torch_xla", "cpu-x86_64-0123456789abcdef", f"{number:064x}")
+
+
+@pytest.fixture
+def names(namespace):
+    return [f"{namespace}-{name}" for name in ("trusted", "shared", "own")]
+
+
+@pytest.fixture
+def hosts(server, names, tmp_path):
+    made = []
+
+    def make(name="host", **settings):
+        reads = ",".join(names[:2])
+        settings = {"url": server.url, "namespace": names[2], "read_namespaces": reads} | settings
+        made.append(Stash(ClientConfig.load({}, cache_dir=tmp_path / name, **settings)))
+        return made[-1]
+
+    yield make
+    for stash in made:
+        stash.close()
+
+
+@pytest.fixture
+def fill(hosts):
+    def put(namespace, payload, number=1):
+        hosts(f"writer-{namespace}", namespace=namespace, read_namespaces="").put(
+            key(number), payload, METADATA
+        )
+
+    return put
+
+
+def asked(stash, monkeypatch):
+    """Notes the namespace of every artifact that is asked for."""
+    paths = []
+    real = stash._transport.download
+
+    def noting(path, **keywords):
+        paths.append(re.match("/v1/([^/]+)/", path).group(1))
+        return real(path, **keywords)
+
+    monkeypatch.setattr(stash._transport, "download", noting)
+    return paths
+
+
+def test_the_list_is_read_in_order_and_then_where_one_writes():
+    config = ClientConfig.load(
+        {"GRAPHSTASH_READ_NAMESPACES": "trusted, shared,trusted", "GRAPHSTASH_NAMESPACE": "own"}
+    )
+    assert config.readable == ("trusted", "shared", "own")
+    listed = ClientConfig.load({}, read_namespaces="own,trusted", namespace="own")
+    assert listed.readable == ("own", "trusted")
+    assert ClientConfig.load({}).readable == ("default",)
+
+
+def test_a_long_list_is_refused_with_its_limit():
+    with pytest.raises(ConfigError, match=r"GRAPHSTASH_READ_NAMESPACES.*at most 8"):
+        ClientConfig.load({}, read_namespaces=",".join(f"n{n}" for n in range(9)))
+
+
+def test_the_first_that_has_it_gives_it(hosts, fill, names, monkeypatch):
+    for name in reversed(names):
+        fill(name, name.encode())
+    stash = hosts()
+    paths = asked(stash, monkeypatch)
+    assert stash.get(key()) == names[0].encode()
+    assert paths == names[:1]
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_later_one_costs_one_request_more_and_the_second_time_none(
+    hosts, fill, names, monkeypatch, place
+):
+    fill(names[place], b"graph")
+    stash = hosts()
+    paths = asked(stash, monkeypatch)
+    assert stash.get(key()) == b"graph"
+    assert paths == names[: place + 1]
+    fetched = stash.ensure_local(key())
+    assert (fetched.source, fetched.namespace) == ("local", names[place])
+    assert len(paths) == place + 1
+
+
+def test_a_miss_in_all_is_one_miss_and_asks_each_once(hosts, names, monkeypatch):
+    stash = hosts(read_only=True)
+    paths = asked(stash, monkeypatch)
+    counters = Counters()
+    publisher = BoundedExecutor("test-publish", workers=1, capacity=8)
+    cache = CompileCache(stash, counters=counters, publisher=publisher)
+    assert cache.get_or_compile(key(), lambda: b"graph") == b"graph"
+    assert publisher.drain(20)
+    publisher.close()
+    assert paths == names
+    assert (counters.snapshot().misses, counters.snapshot().fallbacks) == (1, {})
+
+
+def test_what_is_compiled_leased_and_remembered_goes_to_one_namespace(hosts, fill, names):
+    stash = hosts()
+    stash.put(key(), b"graph", METADATA)
+    assert stash.acquire(key(2)).state is LeaseState.GRANTED
+    stash.update_manifest(ManifestName("job"), [key()])
+    for name in names[:2]:
+        other = hosts(f"other-{name}", namespace=name, read_namespaces="")
+        assert other.get(key()) is None
+        assert other.acquire(key(2)).state is LeaseState.GRANTED
+        assert other.manifest(ManifestName("job")) is None
+    own = hosts("other-own", read_namespaces="")
+    assert own.get(key()) == b"graph"
+    assert own.acquire(key(2)).state is LeaseState.HELD
+
+
+def test_a_prefetch_finds_what_lies_elsewhere(hosts, fill, names, tmp_path):
+    fill(names[1], b"graph")
+    stash = hosts()
+    assert stash.ensure_local(key()).source == "remote"
+    offline = hosts(url="http://127.0.0.1:9")
+    assert offline.get(key()) == b"graph"
+
+
+def test_what_a_compiler_could_not_load_is_forgotten_everywhere(hosts, fill, names):
+    fill(names[0], b"graph")
+    fill(names[2], b"graph")
+    stash = hosts()
+    for reads in ("", names[0]):
+        hosts(read_namespaces=reads).ensure_local(key())
+    stash.forget(key())
+    assert stash.local.size_bytes() == 0
+
+
+@pytest.fixture
+def team(tmp_path):
+    (tmp_path / "keys").mkdir()
+    return Team(tmp_path / "keys")
+
+
+def test_a_signature_counts_where_the_artifact_came_from(hosts, names, team, tmp_path):
+    """The key may sign for the first namespace only; the same bytes in the second are refused."""
+    team.trust("ci", namespaces=[names[0]])
+    for name in names[:2]:
+        config = hosts(f"w-{name}", namespace=name, read_namespaces="").config
+        envelope = sealed(tmp_path, key(), b"graph")
+        signature = signature_of(team.key("ci"), config.namespace, key(), envelope)
+        plant(config, key(), envelope, signature)
+    assert hosts("a", trusted_keys=team.file).get(key()) == b"graph"
+    with pytest.raises(VerificationError) as caught:
+        hosts("b", trusted_keys=team.file, read_namespaces=names[1]).get(key())
+    assert caught.value.reason == "unknown_key"
+    assert caught.value.namespace == names[1]
+
+
+def test_a_bad_one_is_counted_and_the_next_namespace_gives_a_sound_one(
+    hosts, names, team, tmp_path, fill
+):
+    team.trust("ci")
+    fill(names[0], b"unsigned")
+    config = hosts("w", namespace=names[1], read_namespaces="").config
+    envelope = sealed(tmp_path, key(), b"graph")
+    signature = signature_of(team.key("ci"), config.namespace, key(), envelope)
+    plant(config, key(), envelope, signature)
+
+    stash = hosts("reader", trusted_keys=team.file)
+    fetched = stash.fetch(key(), tmp_path / "payload")
+
+    assert (tmp_path / "payload").read_bytes() == b"graph"
+    assert fetched.namespace == names[1]
+    assert [error.reason for error in fetched.refused] == ["unsigned"]
+
+
+def test_a_bad_one_elsewhere_keeps_nobody_from_publishing_a_sound_one(hosts, names, team, fill):
+    fill(names[0], b"unsigned")
+    fill(names[1], b"unsigned, too")
+    team.trust("ci")
+    stash = hosts("builder", trusted_keys=team.file, signing_key=team.key("ci"))
+    counters = Counters()
+    publisher = BoundedExecutor("test-publish", workers=1, capacity=8)
+    cache = CompileCache(stash, counters=counters, publisher=publisher)
+    assert cache.get_or_compile(key(), lambda: b"graph") == b"graph"
+    assert publisher.drain(20)
+    publisher.close()
+    stats = counters.snapshot()
+    assert stats.fallbacks == {"unsigned": 2}
+    assert (stats.published, stats.misses) == (1, 1)
+    assert hosts("other", trusted_keys=team.file).get(key()) == b"graph"

@@ -1,0 +1,271 @@
+"""HTTPS with real certificates: the server's must be sound, and ours is shown to it alone."""
+
+import datetime as dt
+import os
+import ssl
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import trustme
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
+
+from graphstash import CacheError, ClientConfig, ConfigError, Reason, Stash
+from graphstash._remote import Remote
+from graphstash_schema import ArtifactKey, ArtifactMetadata
+from graphstash_server.testing import LiveServer
+from support.listener import Listener
+
+KEY = ArtifactKey.parse("torch_xla", "cpu-x86_64-0123456789abcdef", f"{1:064x}")
+METADATA = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=5)
+PATIENT = {"connect_seconds": 10, "first_byte_seconds": 10}
+
+
+class Authority:
+    """A certificate authority with everything that it signs as files."""
+
+    def __init__(self, directory):
+        self._ca = trustme.CA()
+        self._directory = directory
+        self.file = directory / "ca.pem"
+        self._ca.cert_pem.write_to_path(self.file)
+
+    def issue(self, name, **options):
+        """Certificate and key for a name."""
+        issued = self._ca.issue_cert(name, **options)
+        place = self._directory / name.replace(".", "-")
+        cert, key = Path(f"{place}.pem"), Path(f"{place}.key")
+        issued.cert_chain_pems[0].write_to_path(cert)
+        issued.private_key_pem.write_to_path(key)
+        return cert, key
+
+    def context(self, name="127.0.0.1", **options):
+        """For a server that shows a certificate of this authority."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*self.issue(name, **options))
+        return context
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory):
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="module")
+def secure(authority, tmp_path_factory):
+    cert, key = authority.issue("127.0.0.1")
+    with LiveServer(
+        tmp_path_factory.mktemp("secure"),
+        tls_cert_file=cert,
+        tls_key_file=key,
+        log_level="error",
+    ) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def mutual(authority, tmp_path_factory):
+    """A server that serves nobody without a certificate of the same authority."""
+    cert, key = authority.issue("127.0.0.1")
+    with LiveServer(
+        tmp_path_factory.mktemp("mutual"),
+        tls_cert_file=cert,
+        tls_key_file=key,
+        tls_client_ca_file=authority.file,
+        log_level="error",
+    ) as server:
+        yield server
+
+
+@pytest.fixture
+def connect(tmp_path):
+    made = []
+
+    def make(url, name="host", **settings):
+        settings = PATIENT | {"url": url} | settings
+        made.append(Stash(ClientConfig.load({}, cache_dir=tmp_path / name, **settings)))
+        return made[-1]
+
+    yield make
+    for stash in made:
+        stash.close()
+
+
+def reason_of(call):
+    with pytest.raises(CacheError) as caught:
+        call()
+    return caught.value.reason, str(caught.value)
+
+
+def test_what_is_put_over_tls_is_got_over_tls(connect, secure, authority):
+    connect(secure.url, "a", ca_file=authority.file).put(KEY, b"graph", METADATA)
+    assert connect(secure.url, "b", ca_file=authority.file).get(KEY) == b"graph"
+
+
+def test_an_unknown_authority_is_refused_with_the_way_out(connect, secure):
+    reason, told = reason_of(connect(secure.url).server_stats)
+    assert reason is Reason.TLS
+    assert "GRAPHSTASH_CA_FILE" in told
+
+
+def test_our_authorities_take_the_place_of_the_systems(
+    connect, secure, authority, tmp_path_factory, monkeypatch
+):
+    stranger = Authority(tmp_path_factory.mktemp("stranger"))
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
+    assert connect(secure.url, "a").get(KEY) in (b"graph", None)
+    reason, _ = reason_of(connect(secure.url, "b", ca_file=stranger.file).server_stats)
+    assert reason is Reason.TLS
+
+
+def test_a_certificate_for_another_host_is_refused_with_the_way_out(connect, authority):
+    with Listener(context=authority.context("cache.internal")) as listener:
+        reason, told = reason_of(connect(listener.url, ca_file=authority.file).server_stats)
+    assert reason is Reason.TLS
+    assert "GRAPHSTASH_URL" in told
+    assert listener.heads == []
+
+
+def test_an_expired_certificate_is_refused_with_the_way_out(connect, authority):
+    yesterday = dt.datetime.now(dt.UTC) - dt.timedelta(days=1)
+    context = authority.context("127.0.0.1", not_after=yesterday)
+    with Listener(context=context) as listener:
+        reason, told = reason_of(connect(listener.url, ca_file=authority.file).server_stats)
+    assert reason is Reason.TLS
+    assert "expired" in told
+    assert "clock" in told
+
+
+def test_a_token_is_not_told_before_the_server_has_proven_itself(connect, tmp_path_factory):
+    stranger = Authority(tmp_path_factory.mktemp("stranger"))
+    with Listener(context=stranger.context()) as listener:
+        reason, told = reason_of(connect(listener.url, token="t0ken-canary").server_stats)
+    assert reason is Reason.TLS
+    assert "canary" not in told
+    assert listener.heads == []
+
+
+def test_https_to_a_plain_server_says_so(connect, server):
+    url = server.url.replace("http:", "https:")
+    reason, told = reason_of(connect(url).server_stats)
+    assert reason is Reason.TLS
+    assert "http://" in told
+
+
+def test_plain_http_to_a_secure_server_is_no_answer(connect, secure):
+    reason, _ = reason_of(connect(secure.url.replace("https:", "http:")).server_stats)
+    assert reason in (Reason.PROTOCOL, Reason.RESET)
+
+
+@pytest.mark.parametrize("in_one_file", [True, False])
+def test_our_certificate_opens_a_server_that_wants_one(
+    connect, mutual, authority, tmp_path, in_one_file
+):
+    cert, key = authority.issue("job.internal")
+    settings = {"client_cert": cert, "client_key": key}
+    if in_one_file:
+        both = tmp_path / "both.pem"
+        both.write_bytes(cert.read_bytes() + key.read_bytes())
+        settings = {"client_cert": both}
+    stash = connect(mutual.url, ca_file=authority.file, **settings)
+    stash.put(KEY, b"graph", METADATA)
+    assert stash.lookup([KEY]).found
+
+
+@pytest.fixture(params=["ours", "with alerts"])
+def demanding(request, authority, mutual):
+    """The URL of a server that wants a certificate; only one of them says so when it gets none."""
+    if request.param == "ours":
+        yield mutual.url
+        return
+    context = authority.context()
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(authority.file)
+    with Listener(context=context) as listener:
+        yield listener.url
+        assert listener.heads == []
+
+
+def test_without_a_certificate_of_ours_it_says_what_is_wanted(connect, demanding, authority):
+    reason, told = reason_of(connect(demanding, ca_file=authority.file).server_stats)
+    assert reason in (Reason.TLS, Reason.RESET)
+    assert "GRAPHSTASH_CLIENT_CERT" in told
+
+
+def test_a_certificate_of_a_stranger_opens_nothing(connect, demanding, authority, tmp_path_factory):
+    cert, key = Authority(tmp_path_factory.mktemp("stranger")).issue("job.internal")
+    stash = connect(demanding, ca_file=authority.file, client_cert=cert, client_key=key)
+    reason, told = reason_of(stash.server_stats)
+    assert reason in (Reason.TLS, Reason.RESET)
+    assert "GRAPHSTASH_CLIENT_CERT" in told
+
+
+def locked(key):
+    private = load_pem_private_key(key.read_bytes(), None)
+    return private.private_bytes(
+        Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")
+    )
+
+
+@pytest.mark.parametrize(
+    ("setting", "content"),
+    [
+        ("ca_file", None),
+        ("ca_file", b"nonsense"),
+        ("client_cert", None),
+        ("client_cert", b"nonsense"),
+        ("client_key", None),
+        ("client_key", b"nonsense"),
+        ("client_key", locked),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named_before_anything_is_sent(
+    authority, tmp_path, setting, content
+):
+    cert, key = authority.issue("job.internal")
+    path = tmp_path / "file.pem"
+    if content is not None:
+        path.write_bytes(content(key) if callable(content) else content)
+    files = {"client_cert": cert, "client_key": key} if setting != "ca_file" else {}
+    with pytest.raises(ConfigError) as caught:
+        Remote(ClientConfig.load({}, **(files | {setting: path})))
+    assert str(path) in str(caught.value)
+    assert f"GRAPHSTASH_{setting.upper()}" in str(caught.value)
+
+
+def test_a_key_without_its_certificate_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="GRAPHSTASH_CLIENT_CERT"):
+        ClientConfig.load({}, client_key=tmp_path / "key.pem")
+
+
+def test_a_job_with_a_wrong_certificate_trains_on_without_the_cache(secure, tmp_path):
+    program = (
+        "import graphstash\n"
+        "from graphstash_schema import ArtifactKey\n"
+        "graphstash.install()\n"
+        f"key = ArtifactKey.parse('jax', 'cpu-x86_64', '{1:064x}')\n"
+        "print(graphstash.get_or_compile(key, lambda: b'trained').decode())\n"
+        "print(graphstash.stats().fallbacks)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ
+        | {
+            "GRAPHSTASH_URL": secure.url,
+            "GRAPHSTASH_CACHE_DIR": str(tmp_path),
+            "GRAPHSTASH_CONNECT_SECONDS": "10",
+        },
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert result.stdout.splitlines()[0] == "trained"
+    assert "'tls': " in result.stdout
+    assert result.stderr.count("GRAPHSTASH_CA_FILE") == 1
