@@ -1,0 +1,83 @@
+"""JSON bodies: what is accepted is in range, comes back as it is, and names only checked words."""
+
+import json
+
+from harness import instrumented, main
+from pydantic import ValidationError
+
+with instrumented():
+    from graphstash_schema import (
+        ArtifactKey,
+        LeaseRequest,
+        LookupRequest,
+        Manifest,
+        ManifestUpdate,
+        NamespacePolicy,
+        ReportRequest,
+        TokenRequest,
+    )
+    from graphstash_schema.protocol import MAX_LEASE_SECONDS, MIN_LEASE_SECONDS
+    from graphstash_server.api.problems import invalid_body
+
+_MODELS = (
+    ArtifactKey,
+    LookupRequest,
+    ManifestUpdate,
+    LeaseRequest,
+    ReportRequest,
+    TokenRequest,
+    NamespacePolicy,
+    Manifest,
+)
+_KEY = '{"kind":"jax","device_type":"cpu-x86_64-0123456789abcdef","fingerprint":"%s"}' % ("0" * 64)
+SEEDS = tuple(
+    bytes([number]) + text.encode()
+    for number, text in enumerate(
+        (
+            _KEY,
+            f'{{"keys":[{_KEY}]}}',
+            f'{{"keys":[{_KEY},{_KEY}]}}',
+            '{"holder":"a@b:1","ttl_seconds":30.5}',
+            f'{{"key":{_KEY},"digest":"sha256:{"0" * 64}","reason":"corrupt"}}',
+            (
+                '{"description":"ci","grants":[{"scope":"write","namespaces":"ci-*"}],'
+                '"expires_at":"2027-01-01T00:00:00Z"}'
+            ),
+            '{"mode":"overwrite","trusted":true,"limit_bytes":1,"requests_per_second":0.5}',
+            f'{{"name":"m","entries":[{{"key":{_KEY},"used_at":"2026-01-01T00:00:00Z","runs":1}}]}}',
+        )
+    )
+)
+
+
+def check(data: bytes) -> None:
+    if not data:
+        return
+    model = _MODELS[data[0] % len(_MODELS)]
+    raw = data[1:]
+    try:
+        read = model.model_validate_json(raw)
+    except ValidationError as error:
+        refusal = invalid_body(error)
+        assert refusal.status == 400
+        refusal.detail.encode()  # it can be sent
+        assert len(refusal.detail) < 1000
+        return
+    dumped = read.model_dump_json()
+    assert model.model_validate_json(dumped) == read
+    assert "NaN" not in dumped
+    assert "Infinity" not in dumped
+    assert isinstance(json.loads(raw), dict)
+    if isinstance(read, LeaseRequest):
+        assert MIN_LEASE_SECONDS <= read.ttl_seconds <= MAX_LEASE_SECONDS
+        assert read.holder.isprintable() or all(ord(each) > 31 for each in read.holder)
+    if isinstance(read, TokenRequest):
+        assert read.grants
+        assert read.description
+    if isinstance(read, NamespacePolicy):
+        limits = (read.limit_bytes, read.max_artifact_bytes, read.requests_per_second)
+        assert all(limit is None or limit > 0 for limit in limits)
+
+
+if __name__ == "__main__":
+    main(check, seeds=SEEDS)

@@ -1,0 +1,77 @@
+"""Each fuzz target for a few seconds, from its seeds; `make fuzz` does it for longer."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FUZZ = Path(__file__).parent
+RUNS = {
+    "paths": 60_000,
+    "headers": 100_000,
+    "bodies": 60_000,
+    "signatures": 30_000,
+    "conversations": 4_000,
+}
+
+PLANTED = """
+import atheris
+from harness import main
+
+@atheris.instrument_func
+def check(data):
+    if len(data) == 5 and data[0] == 0x67:
+        if data[1] == 0x73:
+            if data[2] == 0x74:
+                if data[3] == 0x5F:
+                    raise AssertionError("the planted bug")
+
+main(check, seeds=(b"hello",))
+"""
+
+
+def fuzz(program, inputs, *options):
+    return subprocess.run(
+        [sys.executable, program, inputs, "-seed=7", *options],
+        env={**os.environ, "PYTHONPATH": str(FUZZ)},
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+        timeout=240,
+    )
+
+
+def test_every_target_is_run_here_and_by_make():
+    targets = {path.stem for path in FUZZ.glob("*.py")} - {"harness", "test_fuzz"}
+    (line,) = [
+        line
+        for line in (FUZZ.parents[1] / "Makefile").read_text().splitlines()
+        if line.startswith("FUZZ_TARGETS")
+    ]
+
+    assert targets == set(RUNS) == set(line.partition("?=")[2].split())
+
+
+@pytest.mark.parametrize("target", RUNS)
+def test_what_a_target_states_holds_for_every_input(target, tmp_path):
+    done = fuzz(FUZZ / f"{target}.py", tmp_path, f"-runs={RUNS[target]}")
+
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert f"Done {RUNS[target]} runs" in done.stderr
+
+
+def test_a_planted_bug_is_found_and_its_input_is_printed_and_plays_again(tmp_path):
+    (tmp_path / "planted.py").write_text(PLANTED)
+    inputs = tmp_path / "inputs"
+
+    done = fuzz(tmp_path / "planted.py", inputs, "-runs=2000000")
+
+    assert done.returncode != 0
+    assert "the input that fails planted: b'gst_" in done.stderr
+    (crash,) = inputs.glob("crash-*")
+    again = fuzz(tmp_path / "planted.py", crash)
+    assert again.returncode != 0
+    assert "the planted bug" in again.stderr
