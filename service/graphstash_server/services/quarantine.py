@@ -6,8 +6,8 @@ releases it, or deletes it as any other.
 
 Who may only read is counted and changes nothing: otherwise every reader could take the cache away
 from all others. Nor does a report that a signature is missing, or of a key that the reporter does
-not know: that says which keys the reporter trusts, and others trust others. A server that served the artifact a moment ago may go on for two seconds
-(`services.recent`).
+not know: that says which keys the reporter trusts, and others trust others. A server that served
+the artifact a moment ago may go on for two seconds (`services.recent`).
 """
 
 import logging
