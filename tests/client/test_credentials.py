@@ -369,9 +369,7 @@ for call in (lambda: session.cache.stash.get(key), session.cache.stash.server_st
         *(("file", "401"), ("netrc", "401")),
     ],
 )
-def test_the_token_leaves_no_trace(  # noqa: PLR0917 - fixtures and parameters
-    tmp_path, listener, server, namespace, answer, source
-):
+def test_the_token_leaves_no_trace(tmp_path, listener, server, namespace, answer, source):
     variables = {
         "GRAPHSTASH_URL": listener.url,
         "GRAPHSTASH_NAMESPACE": namespace,

@@ -219,7 +219,7 @@ def with_another_raw_size(team, config, directory):
         (with_another_raw_size, Reason.BAD_SIGNATURE),
     ],
 )
-def test_only_what_the_policy_allows_is_unpacked(  # noqa: PLR0917 - fixtures and parameters
+def test_only_what_the_policy_allows_is_unpacked(
     team, config, hosts, tmp_path, unpacked, artifact, reason, policy
 ):
     team.trust("ci")
@@ -500,7 +500,7 @@ def garbage(_team, _config, directory):
         (garbage, "corrupt"),
     ],
 )
-def test_what_is_wrong_is_reported_to_the_server_with_its_reason(  # noqa: PLR0917 - fixtures
+def test_what_is_wrong_is_reported_to_the_server_with_its_reason(
     hosts, team, config, tmp_path, server, namespace, artifact, reason
 ):
     team.trust("ci")
