@@ -23,7 +23,7 @@ from graphstash._cli_keys import keys
 from graphstash._config import ENVIRONMENT_PREFIX, ClientConfig
 from graphstash._doctor.command import doctor
 from graphstash._entry_points import AUTOLOAD
-from graphstash._errors import CacheError, ConfigError
+from graphstash._errors import CacheError, ConfigError, VerificationError
 from graphstash._prewarm import prewarm
 from graphstash._stash import Stash
 from graphstash.hooks import HOOKS
@@ -145,7 +145,7 @@ def run(
 def status(url: Url = None, namespace: NamespaceOption = None, as_json: Json = False) -> None:
     """Show whether the server answers, what it holds, and this host's local tier."""
     config = _config(url=url, namespace=namespace)
-    with Stash(config) as stash:
+    with _stash(config) as stash:
         try:
             server = stash.server_stats()
         except CacheError as error:
@@ -153,9 +153,9 @@ def status(url: Url = None, namespace: NamespaceOption = None, as_json: Json = F
                 _print_json({"url": config.url, "reachable": False, "error": str(error)})
             else:
                 _err.print(
-                    f"[red]not reachable[/red]: {escape(str(error))}\n"
-                    "Jobs run as if there was no cache. Start "
-                    "one with [bold]graphstash serve[/bold], or set GRAPHSTASH_URL.",
+                    f"[red]no answer[/red]: {escape(str(error))}\n"
+                    "Jobs run as if there was no cache. "
+                    "[bold]graphstash doctor[/bold] says what to do.",
                     soft_wrap=True,
                 )
             raise typer.Exit(1) from None
@@ -182,23 +182,29 @@ def prefetch(
 ) -> None:
     """Bring everything that a job used before to this host's disk."""
     config = _config(url=url, namespace=namespace, job=job)
-    with Stash(config) as stash:
+    with _stash(config) as stash:
         try:
             manifest = stash.manifest(ManifestName(job))
             if manifest is None:
                 _fail(f"no run of {job!r} is remembered in namespace {config.namespace!r}")
-            fetched = missing = size = 0
+            fetched = missing = refused = size = 0
             with _progress() as progress:
                 for entry in progress.track(manifest.entries, description="artifacts"):
-                    artifact = stash.ensure_local(entry.key)
+                    try:
+                        artifact = stash.ensure_local(entry.key)
+                    except VerificationError as error:  # the others may be sound
+                        _err.print(f"[red]not used:[/red] {escape(str(error))}", soft_wrap=True)
+                        refused += 1
+                        continue
                     fetched += artifact is not None and artifact.source == "remote"
                     missing += artifact is None
                     size += artifact.size_bytes if artifact else 0
         except CacheError as error:
             _fail(str(error))
+    here = len(manifest.entries) - fetched - missing - refused
     _out.print(
-        f"{fetched} fetched ({_bytes(size)}), "
-        f"{len(manifest.entries) - fetched - missing} already here, {missing} gone from the server"
+        f"{fetched} fetched ({_bytes(size)}), {here} already here, {missing} gone from the server"
+        + (f", {refused} not used" if refused else "")
     )
 
 
@@ -211,6 +217,13 @@ def _config(**settings: Any) -> ClientConfig:
     try:
         return ClientConfig.load(**settings)
     except ConfigError as error:
+        _fail(str(error), status=2)
+
+
+def _stash(config: ClientConfig) -> Stash:
+    try:
+        return Stash(config)
+    except ConfigError as error:  # a file that a setting names
         _fail(str(error), status=2)
 
 

@@ -48,7 +48,7 @@ class NamespacePolicy(BaseModel):
     )
     requests_per_second: float | None = Field(
         default=None,
-        gt=0,
+        ge=0.001,
         le=1_000_000,
         description="of all callers together, per server process; beyond it they are told to wait",
     )

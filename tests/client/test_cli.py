@@ -126,8 +126,8 @@ def test_bad_input_gets_one_clear_line(arguments, status, told):
 def test_status_without_a_server_says_what_to_do():
     result = graphstash("status", "--url", "http://127.0.0.1:9")
     assert result.returncode == 1
-    assert "not reachable" in result.stderr
-    assert "graphstash serve" in result.stderr
+    assert "no answer" in result.stderr
+    assert "graphstash doctor" in result.stderr
     answer = json.loads(graphstash("status", "--url", "http://127.0.0.1:9", "--json").stdout)
     assert answer["reachable"] is False
 
@@ -151,6 +151,16 @@ def test_prefetch_of_a_job_that_nobody_ran_says_so(server, namespace):
     result = graphstash("prefetch", "job", "--url", server.url, "--namespace", namespace)
     assert result.returncode == 1
     assert "no run of 'job'" in result.stderr
+
+
+def test_a_file_that_cannot_be_used_gets_one_clear_line(tmp_path):
+    absent = str(tmp_path / "absent")
+    for variable in ("GRAPHSTASH_CA_FILE", "GRAPHSTASH_TRUSTED_KEYS"):
+        for command in (("status",), ("prefetch", "job")):
+            result = graphstash(*command, **{variable: absent})
+            assert result.returncode == 2
+            assert absent in result.stderr
+            assert "Traceback" not in result.stderr
 
 
 def test_the_help_names_every_command():

@@ -6,6 +6,7 @@ import json
 from datetime import timedelta
 
 import pytest
+import sqlalchemy as sa
 from typer.testing import CliRunner
 
 from graphstash_schema import (
@@ -21,6 +22,7 @@ from graphstash_server.actor import Actor
 from graphstash_server.clock import system_clock
 from graphstash_server.commands.quarantine import quarantine as quarantine_command
 from graphstash_server.context import open_services
+from graphstash_server.db.tables import artifacts
 from graphstash_server.errors import ServerError
 from graphstash_server.settings import load_settings
 from graphstash_server.testing import LiveServer
@@ -313,6 +315,23 @@ def test_evidence_that_lost_its_blob_goes_with_its_report(opened):
 
             assert (await server.context.quarantine.list_withheld()).artifacts == ()
             assert await server.get() == b"right"
+
+    asyncio.run(test())
+
+
+def test_what_a_server_of_the_release_before_deleted_does_not_count_as_withheld(opened):
+    async def test():
+        async with opened() as server:
+            await server.put(BLOB)
+            await withhold(server)
+            assert (await server.used()).withheld == 1
+
+            async with server.context.database.writing() as connection:
+                await connection.execute(sa.delete(artifacts))  # it knows of no reports
+
+            assert (await server.used()).withheld == 0
+            await server.put(BLOB)
+            assert (await server.used()).withheld == 0
 
     asyncio.run(test())
 

@@ -111,7 +111,9 @@ class QuarantineService:
         self._accounting.count_reported()
         if is_withheld:
             self._artifacts.forget(key)
-        _LOGGER.warning(
+        # Whoever may only read could fill the log.
+        _LOGGER.log(
+            logging.WARNING if is_withheld else logging.DEBUG,
             "%s in %s was reported as %s by %s: %s",
             key.key,
             key.namespace,

@@ -1,0 +1,115 @@
+"""Servers to attack. Every test ends in counted refusals and a store that is as it was."""
+
+import itertools
+
+import pytest
+
+from graphstash_schema import ArtifactKey, ArtifactMetadata
+from support.fort import DEVICE, Fort, fingerprint
+from support.hostile import Middlebox
+from support.postgres import Postgres
+from support.signing import Team, sealed, signature_of
+from support.victim import Victim
+from support.wire import Wire
+
+_NUMBERS = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def fort(tmp_path_factory):
+    """A server process for all attacks that its database has no part in."""
+    with Fort(tmp_path_factory.mktemp("fort")) as fort:
+        yield fort
+
+
+@pytest.fixture(scope="session")
+def postgres():
+    with Postgres() as postgres:
+        yield postgres
+
+
+@pytest.fixture(scope="session", params=["sqlite", "postgresql"])
+def any_fort(request, tmp_path_factory):
+    """A server process on each database."""
+    if request.param == "sqlite":
+        yield request.getfixturevalue("fort")
+        return
+    url = request.getfixturevalue("postgres").new_database()
+    with Fort(tmp_path_factory.mktemp("fort"), database_url=url) as fort:
+        yield fort
+
+
+@pytest.fixture
+def space():
+    """A namespace that no other test uses."""
+    return f"attack-{next(_NUMBERS)}"
+
+
+@pytest.fixture
+def wire(fort):
+    with Wire(fort.url) as wire:
+        yield wire
+
+
+@pytest.fixture
+def key():
+    def make(number=0, *, kind="jax", device=DEVICE):
+        return ArtifactKey.parse(kind, device, fingerprint(number))
+
+    return make
+
+
+@pytest.fixture
+def team(tmp_path):
+    (tmp_path / "keys").mkdir()
+    return Team(tmp_path / "keys")
+
+
+@pytest.fixture
+def victim(fort, space, tmp_path):
+    """Starts training jobs that are attacked."""
+    started = []
+
+    def start(**settings):
+        """With a right to read and no more, unless a token is given."""
+        if "token" not in settings:
+            settings |= {"token": fort.token(f"read:{space}"), "read_only": True}
+        place = {"url": fort.url, "namespace": space, "cache_dir": tmp_path / f"job-{len(started)}"}
+        started.append(Victim(**place | settings))
+        return started[-1]
+
+    yield start
+    for job in started:
+        job.__exit__()
+
+
+@pytest.fixture
+def middlebox(fort):
+    """Puts a hostile server in front of the real one."""
+    made = []
+
+    def make(change=None, server=fort, **keywords):
+        made.append(Middlebox(server.url, change, **keywords).__enter__())
+        return made[-1]
+
+    yield make
+    for box in made:
+        box.__exit__()
+
+
+@pytest.fixture
+def publish(fort, space, tmp_path):
+    """Publishes a payload as an honest job does, signed when a key is given; gives the envelope."""
+
+    def put(key, payload, *, signing_key=None, namespace=None, server=fort, directory=tmp_path):
+        where = namespace or space
+        envelope = sealed(directory, key, payload, name=f"{where}-{key.fingerprint[:8]}-{key.kind}")
+        signature = signature_of(signing_key, where, key, envelope) if signing_key else None
+        metadata = ArtifactMetadata(
+            compile_seconds=30.0, raw_size_bytes=envelope.raw_size_bytes, signature=signature
+        )
+        answer = server.put(key.artifact_path(where), envelope.path.read_bytes(), metadata=metadata)
+        assert answer.status_code == 201, answer.text
+        return envelope
+
+    return put

@@ -1,0 +1,182 @@
+"""Bytes that changed on the way, with headers that say they did not."""
+
+import dataclasses
+import hashlib
+import struct
+
+import pytest
+import zstandard
+
+from graphstash_schema import Digest
+from support.victim import OWN
+
+PAYLOAD = bytes(hashlib.sha256(str(n).encode()).digest()[0] for n in range(20_000))
+
+
+def cut(blob):
+    return blob[:-7]
+
+
+def cut_in_the_header(blob):
+    return blob[:100]
+
+
+def empty(blob):
+    return b""
+
+
+def flipped_in_the_payload(blob):
+    middle = len(blob) - 1000
+    return blob[:middle] + bytes([blob[middle] ^ 0x10]) + blob[middle + 1 :]
+
+
+def flipped_in_the_magic(blob):
+    return b"H" + blob[1:]
+
+
+def with_another_raw_size(blob):
+    return blob.replace(b'"raw_size": 20000', b'"raw_size": 19999')
+
+
+def with_a_raw_size_of_text(blob):
+    return blob.replace(b'"raw_size": 20000', b'"raw_size": "2e4"')
+
+
+def with_a_raw_size_below_zero(blob):
+    return blob.replace(b'"raw_size": 20000', b'"raw_size": -2000')
+
+
+def with_a_header_of_4_gigabytes(blob):
+    return blob[:8] + struct.pack(">I", 2**32 - 1) + blob[12:]
+
+
+def with_another_payload(blob):
+    head = blob[: 12 + struct.unpack(">I", blob[8:12])[0]]
+    return head + zstandard.ZstdCompressor().compress(b"x" * len(PAYLOAD))
+
+
+_DAMAGES = (
+    cut,
+    cut_in_the_header,
+    empty,
+    flipped_in_the_payload,
+    flipped_in_the_magic,
+    with_another_raw_size,
+    with_a_raw_size_of_text,
+    with_a_raw_size_below_zero,
+    with_a_header_of_4_gigabytes,
+    with_another_payload,
+)
+
+
+_UNREADABLE = {
+    *(cut_in_the_header, empty, flipped_in_the_magic),
+    *(with_a_raw_size_of_text, with_a_header_of_4_gigabytes),
+}
+"""Whose header does not say how large the payload is, which is part of what is signed."""
+
+
+def zeros_behind(blob):
+    return blob + b"\0" * 100
+
+
+def a_second_frame_behind(blob):
+    return blob + zstandard.ZstdCompressor().compress(b"more")
+
+
+def a_skippable_frame_behind(blob):
+    return blob + b"\x50\x2a\x4d\x18" + struct.pack("<I", 4) + b"code"
+
+
+_TAILS = (zeros_behind, a_second_frame_behind, a_skippable_frame_behind)
+
+
+def damaging(damage):
+    """A server that damages artifacts; whatever its headers say is true of what it sends."""
+
+    def change(request, answer):
+        if request.method != "GET" or answer.status != 200:
+            return answer
+        body = damage(answer.body)
+        assert body != answer.body
+        headers = answer.headers | {"repr-digest": Digest.of(body).repr_digest}
+        return dataclasses.replace(answer, body=body, headers=headers)
+
+    return change
+
+
+def attacked(fort, job, key):
+    """Why a job compiles by itself, after an attack that has left the store as it was."""
+    with fort.withstands() as refused:
+        assert job.build(key) == OWN
+        assert (job.compiles, job.stats.hits) == (1, 0)
+    assert refused == {}
+    (reason,) = job.fallbacks
+    assert job.fallbacks == {reason: 1}
+    return reason
+
+
+@pytest.mark.parametrize("damage", _DAMAGES)
+def test_an_unsigned_artifact_is_damaged_by_the_server(
+    fort, key, publish, middlebox, victim, damage
+):
+    publish(key(), PAYLOAD)
+
+    assert attacked(fort, victim(url=middlebox(damaging(damage)).url), key()) == "corrupt"
+
+
+@pytest.mark.parametrize("damage", [*_DAMAGES, *_TAILS])
+def test_a_signed_artifact_is_damaged_by_the_server(
+    fort, key, publish, middlebox, victim, team, damage
+):
+    """No decompressor sees it, whatever it is."""
+    publish(key(), PAYLOAD, signing_key=team.trust("ci"))
+    job = victim(url=middlebox(damaging(damage)).url, trusted_keys=team.file)
+
+    is_readable = damage not in _UNREADABLE
+    assert attacked(fort, job, key()) == ("bad_signature" if is_readable else "corrupt")
+
+
+@pytest.mark.parametrize("tail", _TAILS)
+def test_something_is_hidden_behind_an_unsigned_artifact(
+    fort, key, publish, middlebox, victim, tail
+):
+    """Nobody vouches for it either way: the compiler gets the payload that the header names."""
+    publish(key(), PAYLOAD)
+    job = victim(url=middlebox(damaging(tail)).url)
+
+    with fort.withstands() as refused:
+        assert job.build(key()) in {PAYLOAD, OWN}
+    assert refused == {}
+
+
+@pytest.mark.parametrize(
+    ("headers", "reason"),
+    [
+        ({"content-length": "99999"}, "truncated"),
+        ({"content-length": "7"}, "digest_mismatch"),
+        ({"repr-digest": Digest.of(b"other").repr_digest}, "digest_mismatch"),
+        ({"repr-digest": "sha-256=:AAAA:"}, "protocol"),
+        ({"repr-digest": "md5=:AAAA:"}, "protocol"),
+        ({"content-encoding": "gzip"}, None),
+        ({"graphstash-metadata": "%%%"}, "protocol"),
+        ({"graphstash-protocol": "2"}, "protocol"),
+        ({"content-range": "bytes 0-1/99999"}, None),
+    ],
+    ids=str,
+)
+def test_the_headers_of_an_artifact_lie(fort, key, publish, middlebox, victim, headers, reason):
+    """Only those that say something of the bytes are believed, and these are checked."""
+    publish(key(), PAYLOAD)
+
+    def lying(request, answer):
+        if request.method == "GET" and answer.status == 200:
+            answer.headers |= headers
+        return answer
+
+    job = victim(url=middlebox(lying).url)
+    if reason is not None:
+        assert attacked(fort, job, key()) == reason
+    else:
+        assert job.build(key()) == PAYLOAD
+        assert job.compiles == 0

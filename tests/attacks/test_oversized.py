@@ -1,0 +1,157 @@
+"""More than anybody needs, of everything: refused before it costs anything."""
+
+import base64
+import json
+import zlib
+
+import pytest
+
+from graphstash_schema import Digest
+from support.fort import DEVICE, artifact_path
+from support.wire import Wire
+
+_KEY = {"kind": "jax", "device_type": DEVICE, "fingerprint": "0" * 64}
+_PATIENCE_SECONDS = 20
+
+
+def _head(fort, method, path, *headers):
+    lines = [f"{method} {path} HTTP/1.1", "Host: a", f"Authorization: Bearer {fort.admin}"]
+    return ("\r\n".join([*lines, *headers]) + "\r\n\r\n").encode("latin-1")
+
+
+_HEADS = {
+    "one header": ("GET", "/v1/stats", [f"X-A: {'a' * 70_000}"], 431),
+    "many headers": ("GET", "/v1/stats", [f"X-{n}: {'a' * 90}" for n in range(800)], 431),
+    "many tiny headers": ("GET", "/v1/stats", [f"a{n}:" for n in range(20_000)], 431),
+    "10,000 ranges": ("GET", "PATH", ["Range: bytes=" + ",1-1" * 20_000], 431),
+    "a long path": ("GET", "/v1/" + "a" * 9000, [], 431),
+    "a long query": ("GET", "/v1/-/audit?limit=" + "1" * 9000, [], 431),
+    "a deep path": ("GET", "/v1" + "/a" * 4000, [], 404),
+    "an audit page of all": ("GET", "/v1/-/audit?limit=99999999", [], 400),
+    "an audit page before time": ("GET", f"/v1/-/audit?before={2**63}", [], 400),
+    "two lengths": ("PUT", "/v1/a/manifests/m", ["Content-Length: 2", "Content-Length: 2"], 400),
+    "a negative length": ("PUT", "/v1/a/manifests/m", ["Content-Length: -1"], 400),
+    "a length of 2**63": ("PUT", "PATH", ["Content-Length: 9223372036854775808"], 413),
+    "a length of 2**64": ("PUT", "PATH", [f"Content-Length: {2**64}"], 400),
+    "a length beyond the limit": ("PUT", "PATH", ["Content-Length: 4294967297"], 413),
+}
+
+
+@pytest.mark.parametrize("name", _HEADS)
+def test_a_head_holds_more_than_fits(fort, space, name):
+    method, path, headers, status = _HEADS[name]
+    path = artifact_path(space) if path == "PATH" else path
+    headers = [*headers, f"Repr-Digest: {Digest.of(b'x').repr_digest}"]
+
+    with fort.withstands() as refused, Wire(fort.url) as wire:
+        # The answer comes although not one byte of a body was sent.
+        answer = wire.ask(_head(fort, method, path, *headers))
+        assert answer.status == status, answer
+        assert answer.problem["status"] == status
+    assert refused.total() == 1
+
+
+_METADATA = {
+    "a long header": "A" * (16 * 1024 + 1),
+    "a deep record": b"[" * 12_000,
+    "many parts": json.dumps(
+        {"compile_seconds": 1, "raw_size_bytes": 1, "parts": {str(n): "" for n in range(900)}}
+    ).encode(),
+    "a number without end": b'{"compile_seconds": 1' + b"0" * 9000 + b', "raw_size_bytes": 1}',
+    "infinite seconds": b'{"compile_seconds": 1e999, "raw_size_bytes": 1}',
+    "no number": b'{"compile_seconds": NaN, "raw_size_bytes": 1}',
+    "a year of seconds": b'{"compile_seconds": 31536000, "raw_size_bytes": 1}',
+    "a long producer": json.dumps(
+        {"compile_seconds": 1, "raw_size_bytes": 1, "producer": "a" * 129}
+    ).encode(),
+}
+
+
+@pytest.mark.parametrize("name", _METADATA)
+def test_metadata_hold_more_than_fits(fort, space, name):
+    raw = _METADATA[name]
+    header = raw if isinstance(raw, str) else base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
+
+    with fort.withstands() as refused:
+        answer = fort.put(artifact_path(space), b"x", metadata=header)
+    assert answer.status_code == 400
+    assert refused == {"invalid_metadata": 1}
+
+
+def _body(name):
+    many = [_KEY | {"fingerprint": f"{n:064x}"} for n in range(4097)]
+    grant = {"scope": "read", "namespaces": "a"}
+    token = {"description": "x", "grants": [grant]}
+    spaces = b" " * (2 * 1024**2 + 1)
+    bodies = {
+        "keys of a lookup": ("POST", "SPACE/artifacts:lookup", {"keys": many[:1001]}, 413),
+        "entries of a manifest": ("PUT", "SPACE/manifests/m", {"keys": many}, 413),
+        "a body": ("POST", "SPACE/artifacts:lookup", spaces, 413),
+        "nesting": ("POST", "SPACE/artifacts:lookup", b'{"keys":' + b"[" * 1_000_000, 400),
+        "nesting of objects": ("PUT", "SPACE/manifests/m", b'{"keys":{"a":' * 80_000, 400),
+        "digits": ("PUT", "-/namespaces/SPACE", b'{"limit_bytes":1' + b"0" * 1_000_000 + b"}", 400),
+        "an exponent": ("PUT", "-/namespaces/SPACE", b'{"requests_per_second":1e999}', 400),
+        "a negative limit": ("PUT", "-/namespaces/SPACE", {"limit_bytes": -1}, 400),
+        "a limit beyond the column": ("PUT", "-/namespaces/SPACE", {"limit_bytes": 2**63}, 400),
+        "a description": ("POST", "-/tokens", token | {"description": "a" * 201}, 400),
+        "grants": ("POST", "-/tokens", token | {"grants": [grant] * 65}, 400),
+        "an expiry": ("POST", "-/tokens", token | {"expires_at": "99999-01-01T00:00:00Z"}, 400),
+        "a holder": ("POST", "SPACE/leases/LEASE", {"holder": "a" * 129}, 400),
+        "a lease": ("POST", "SPACE/leases/LEASE", {"ttl_seconds": 1e308}, 400),
+        "a reason": (
+            "POST",
+            "SPACE/artifacts:report",
+            {"key": _KEY, "digest": f"sha256:{'0' * 64}", "reason": "a" * 100_000},
+            400,
+        ),
+        "a packed body": ("POST", "SPACE/artifacts:lookup", zlib.compress(spaces * 10), 400),
+    }
+    return bodies if name is None else bodies[name]
+
+
+@pytest.mark.parametrize("name", _body(None))
+def test_a_body_holds_more_than_fits(any_fort, space, name):
+    method, path, body, status = _body(name)
+    path = path.replace("SPACE", space).replace("LEASE", f"jax/{DEVICE}/{'0' * 64}")
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+
+    with any_fort.withstands() as refused:
+        answer = any_fort.http(any_fort.admin).request(method, f"/v1/{path}", content=content)
+    assert answer.status_code == status, answer.text
+    assert len(answer.content) < 2000
+    assert refused.total() == 1
+
+
+def test_ranges_and_tags_by_the_thousand_are_not_worked_off(fort, space):
+    """What cannot be understood is ignored, as RFC 9110 says: the answer is the whole artifact."""
+    fort.fill(space)
+    admin = fort.http(fort.admin)
+    ranges = "bytes=" + ",".join(f"{n}-{n}" for n in range(5000))
+    tags = ",".join(f'"{n:064x}"' for n in range(850))
+
+    with fort.withstands() as refused:
+        for headers in (
+            {"Range": ranges},
+            {"Range": "bytes=0-" + "9" * 60_000},
+            {"If-None-Match": tags},
+            {"If-None-Match": '"' * 60_000},
+            {"If-None-Match": "W/" * 30_000},
+            {"If-Range": '"' * 60_000, "Range": "bytes=0-1"},
+        ):
+            answer = admin.get(artifact_path(space), headers=headers)
+            assert (answer.status_code, answer.content) == (200, f"{space} 0".encode()), headers
+    assert refused == {}
+
+
+@pytest.mark.parametrize("wait", ["1e308", "inf", "-1", "9" * 400, "nan", "0x10"])
+def test_nobody_waits_for_longer_than_a_number_says(fort, space, wait):
+    lease = artifact_path(space).replace("artifacts", "leases")
+    admin = fort.http(fort.admin)
+    held = admin.post(lease, json={"ttl_seconds": 60}).json()
+
+    with fort.withstands():
+        answer = admin.post(
+            lease, json={}, headers={"Prefer": f"wait={wait}"}, timeout=_PATIENCE_SECONDS
+        )
+    assert answer.json()["state"] == "held"
+    admin.delete(f"{lease}?outcome=failed", headers={"Graphstash-Lease": held["token"]})

@@ -1,0 +1,186 @@
+"""Names that are paths: nothing outside the store is read, written or looked for."""
+
+import dataclasses
+import json
+
+import pytest
+
+from graphstash import CacheError, ClientConfig, ConfigError
+from graphstash._trust import TrustedKeys
+from graphstash_schema import InvalidValueError, ManifestName, Namespace
+from support.fort import DEVICE, artifact_path
+from support.wire import Wire
+
+_NAMES = (
+    "..",
+    ".",
+    "%2e%2e",
+    "%2E%2e",
+    "..%2f..%2fcanary",
+    "%2e%2e%2f%2e%2e%2fcanary",
+    "..%5c..%5ccanary",
+    "..\\..\\canary",
+    "%252e%252e%252fcanary",
+    "a%00",
+    "%00",
+    "a%00/../../canary",
+    "%c0%ae%c0%ae",
+    "%e0%80%ae%e0%80%ae",
+    "%c0%af",
+    "\xc0\xae",
+    "%uff0e%uff0e",
+    "..;",
+    "~root",
+    "C:%5cWindows",
+    "con%3a",
+    "a%0d%0aX-Injected:%20yes",
+    "%ff%fe",
+    "canary%23",
+    "-",
+)
+_DOWN = "/".join([".."] * 12)
+
+
+def _paths(name, namespace):
+    """Where a name has a place in a path."""
+    kind, device, fingerprint = artifact_path(namespace).split("/")[-3:]
+    return (
+        f"/v1/{name}/artifacts/{kind}/{device}/{fingerprint}",
+        f"/v1/{namespace}/artifacts/{name}/{device}/{fingerprint}",
+        f"/v1/{namespace}/artifacts/{kind}/{name}/{fingerprint}",
+        f"/v1/{namespace}/artifacts/{kind}/{device}/{name}",
+        f"/v1/{namespace}/leases/{kind}/{device}/{name}",
+        f"/v1/{namespace}/manifests/{name}",
+        f"/v1/-/tokens/{name}",
+        f"/v1/-/namespaces/{name}",
+        f"/v1/-/quarantine?namespace={name}",
+        f"/v1/-/audit?namespace={name}",
+    )
+
+
+def _ask(wire, method, path, token, body=b""):
+    head = f"{method} {path} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {token}\r\n"
+    return wire.ask(f"{head}Content-Length: {len(body)}\r\n\r\n".encode("latin-1") + body)
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "POST"])
+def test_a_name_in_a_path_leads_out_of_the_store(fort, space, method):
+    """By the administrator, whom nothing else would stop."""
+    fort.fill(space)
+    asked = 0
+
+    with fort.withstands() as refused:
+        for name in _NAMES:
+            for path in _paths(name, space):
+                if method == "DELETE" and path.startswith("/v1/-/quarantine"):
+                    continue
+                with Wire(fort.url) as wire:
+                    answer = _ask(wire, method, path, fort.admin, b"{}")
+                assert 400 <= answer.status < 500, (path, answer)
+                assert fort.canary.encode() not in answer.body
+                assert "x-injected" not in answer.headers
+                asked += 1
+    assert refused.total() == asked
+    assert fort.http(fort.admin).get(artifact_path(space)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        f"/{_DOWN}/etc/passwd",
+        f"/v1/{_DOWN}/canary",
+        f"/v1/x/artifacts/jax/{DEVICE}/{_DOWN}/canary",
+        "/_blobs/../../canary",
+        "/blobs/sha256/../../../canary",
+        "/v1/team%2f..%2f..%2fcanary/manifests/m",
+        "http://127.0.0.1/v1/-/tokens",
+        "file:///etc/passwd",
+        "//127.0.0.1/v1/-/tokens",
+        "/v1//-/tokens",
+        "/v1/-//tokens",
+        "/v1/-/./tokens",
+        "/v1/x/../-/tokens",
+        "/v1/-/tokens/",
+        "/V1/-/tokens",
+    ],
+)
+def test_a_target_is_read_as_another_one(fort, target):
+    """Each is refused to the administrator, so no other way leads to a call that is guarded."""
+    with fort.withstands() as refused, Wire(fort.url) as wire:
+        answer = _ask(wire, "GET", target, fort.admin)
+    assert 400 <= answer.status < 500
+    assert fort.canary.encode() not in answer.body
+    assert refused.total() == 1
+
+
+def test_a_body_names_a_key_that_is_a_path(fort, space):
+    admin = fort.http(fort.admin)
+    good = {"kind": "jax", "device_type": DEVICE, "fingerprint": "0" * 64}
+    bad = [
+        good | {field: value}
+        for field in good
+        for value in ("..", "../../canary", "a/../../b", "a\0", "\\..\\canary", "\u2025/canary", "")
+    ]
+
+    with fort.withstands() as refused:
+        for key in bad:
+            report = {"key": key, "digest": f"sha256:{'0' * 64}", "reason": "corrupt"}
+            for call, body in (
+                ("artifacts:lookup", {"keys": [key]}),
+                ("artifacts:verify", key),
+                ("artifacts:report", report),
+                ("artifacts:release", key),
+            ):
+                assert admin.post(f"/v1/{space}/{call}", json=body).status_code == 400
+            assert admin.put(f"/v1/{space}/manifests/m", json={"keys": [key]}).status_code == 400
+    assert refused.total() == 5 * len(bad)
+    assert set(refused) == {"invalid_kind", "invalid_device_type", "invalid_fingerprint"}
+
+
+@pytest.mark.parametrize("field", ["kind", "device_type", "fingerprint"])
+def test_a_hostile_servers_manifest_names_paths(middlebox, victim, tmp_path, field, key):
+    """The client would look for them on its own disk."""
+    sound = json.loads(key().model_dump_json())
+
+    def change(request, answer):
+        entry = {
+            "key": sound | {field: "../../../canary"},
+            "used_at": "2026-01-01T00:00:00Z",
+            "runs": 1,
+        }
+        body = json.dumps({"name": "m", "entries": [entry]}).encode()
+        headers = answer.headers | {"content-type": "application/json"}
+        return dataclasses.replace(answer, status=200, headers=headers, body=body)
+
+    (tmp_path / "canary").write_text("mine")
+    box = middlebox(change)
+    job = victim(url=box.url)
+    before = sorted(tmp_path.rglob("*"))
+
+    with pytest.raises(CacheError) as caught:
+        job.stash.manifest(ManifestName("m"))
+    assert caught.value.reason == "protocol"
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["../../canary", "..", "/etc/passwd", "a\0b", "a/b", "A", ""])
+def test_a_setting_or_a_word_is_a_path(name, tmp_path):
+    with pytest.raises(ConfigError):
+        ClientConfig.load({}, namespace=name or "/")
+    with pytest.raises(ConfigError):
+        ClientConfig.load({}, read_namespaces=[name])
+    with pytest.raises(InvalidValueError):
+        Namespace(name)
+
+
+@pytest.mark.parametrize(
+    "namespace", ["../../canary", "/etc", "a/../b", "..", "a\0", "a b", "(.*)", "A"]
+)
+def test_a_file_of_trusted_keys_trusts_a_path(tmp_path, namespace, team):
+    team.trust("ci")
+    text = json.loads(team.file.read_text())
+    text["keys"][0]["namespaces"] = [namespace]
+    team.file.write_text(json.dumps(text))
+
+    with pytest.raises(ConfigError, match="namespaces"):
+        TrustedKeys.read(team.file)

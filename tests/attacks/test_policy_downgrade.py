@@ -1,0 +1,153 @@
+"""Rules that somebody wants to be looser than they are."""
+
+import pytest
+
+from graphstash_schema import ArtifactMetadata
+from support.fort import artifact_path
+from support.signing import sealed
+from support.victim import OWN
+from support.wire import Wire
+
+POISON = b"replaced by another writer " * 100
+
+
+def test_an_artifact_of_a_write_once_namespace_is_replaced(any_fort, space):
+    any_fort.fill(space)
+    path = artifact_path(space)
+    writer = any_fort.token(f"write:{space}")
+
+    with any_fort.withstands() as refused:
+        for headers in (
+            {},
+            {"If_None_Match": "*"},
+            {"If_Match": "*"},
+            {"X_Write_Mode": "overwrite"},
+            {"Graphstash_Mode": "overwrite"},
+        ):
+            answer = any_fort.put(path, b"other bytes", token=writer, **headers)
+            assert answer.status_code in {409, 412}
+        for query in ("?mode=overwrite", "?overwrite=1", "?force"):
+            assert any_fort.put(path + query, b"other bytes", token=writer).status_code == 409
+    assert refused == {"conflict": 7, "precondition_failed": 1}
+    assert any_fort.http(writer).get(path).content == f"{space} 0".encode()
+
+
+def test_something_is_written_into_a_read_only_namespace(any_fort, space):
+    any_fort.fill(space)
+    any_fort.set_policy(space, mode="read_only")
+    writer, owner = any_fort.token(f"write:{space}"), any_fort.token(f"admin:{space}")
+
+    with any_fort.withstands() as refused:
+        for token in (writer, owner, any_fort.admin):
+            for number in (0, 1):
+                answer = any_fort.put(artifact_path(space, number), b"x", token=token)
+                assert answer.status_code == 403
+    assert refused == {"read_only": 6}
+
+
+def test_a_writer_changes_the_rules_of_its_namespace(any_fort, space):
+    any_fort.set_policy(space, mode="write_once", trusted=True, limit_bytes=1000)
+    for grants in ((f"write:{space}",), (f"admin:{space}",)):
+        caller = any_fort.http(any_fort.token(*grants))
+        with any_fort.withstands() as refused:
+            assert caller.put(f"/v1/-/namespaces/{space}", json={}).status_code == 403
+            assert caller.delete(f"/v1/-/namespaces/{space}").status_code == 403
+        assert refused == {"forbidden": 2}
+
+
+@pytest.mark.parametrize("limits", [{"max_artifact_bytes": 10}, {"limit_bytes": 10}], ids=str)
+def test_more_is_written_than_a_namespace_may_have(any_fort, space, limits):
+    any_fort.set_policy(space, **limits)
+    writer = any_fort.token(f"write:{space}")
+
+    with any_fort.withstands() as refused:
+        answer = any_fort.put(artifact_path(space), b"12345678901", token=writer)
+        assert answer.status_code in {413, 507}
+    assert refused.total() == 1
+
+
+def test_a_signed_artifact_is_replaced_by_another_writers_unsigned_one(
+    fort, space, key, victim, team, publish, tmp_path
+):
+    """Where the last one stays: who requires signatures compiles, and goes on doing so."""
+    fort.set_policy(space, mode="overwrite")
+    publish(key(), OWN, signing_key=team.trust("ci"))
+    job = victim(trusted_keys=team.file)
+    assert (job.build(key()), job.compiles) == (OWN, 0)
+    envelope = sealed(tmp_path, key(), POISON)
+    metadata = ArtifactMetadata(compile_seconds=30, raw_size_bytes=len(POISON))
+    replaced = fort.put(
+        key().artifact_path(space),
+        envelope.path.read_bytes(),
+        token=fort.token(f"write:{space}"),
+        metadata=metadata,
+    )
+    assert replaced.status_code == 201
+
+    fresh = victim(trusted_keys=team.file)
+    with fort.withstands() as refused:
+        assert fresh.build(key()) == OWN
+        assert (fresh.compiles, fresh.fallbacks) == (1, {"unsigned": 1})
+    assert refused == {}
+
+
+_FORWARDED = (
+    "X-Forwarded-For: 127.0.0.1",
+    "X-Forwarded-User: admin",
+    "X-Forwarded-Proto: https",
+    "X-Forwarded-Host: elsewhere",
+    "X-Forwarded-Prefix: /v1/-",
+    "X-Real-IP: 127.0.0.1",
+    "Forwarded: for=127.0.0.1;proto=https",
+    "X-Remote-User: admin",
+    "Remote-User: admin",
+    "X-Original-URL: /v1/-/tokens",
+    "X-Rewrite-URL: /v1/-/tokens",
+    "X-Accel-Redirect: /v1/-/tokens",
+    "X-Sendfile: /etc/passwd",
+    "X-HTTP-Method-Override: DELETE",
+    "X-HTTP-Method: DELETE",
+    "X-Method-Override: DELETE",
+    "Graphstash-Principal: admin",
+)
+
+
+@pytest.mark.parametrize("has_token", [True, False])
+def test_headers_of_proxies_are_obeyed(fort, space, has_token):
+    """A caller who sends them gets what it would get without, and no word of them back."""
+    fort.fill(space)
+    token = fort.token(f"read:{space}")
+    lines = [f"Authorization: Bearer {token}"] if has_token else []
+
+    with fort.withstands() as refused:
+        for header in _FORWARDED:
+            for method, path, expected in (
+                ("GET", artifact_path(space), 200),
+                ("POST", f"{artifact_path(space)}?_method=DELETE", 405),
+                ("GET", "/v1/-/tokens", 403),
+                ("DELETE", artifact_path(space), 403),
+            ):
+                head = [f"{method} {path} HTTP/1.1", "Host: a", *lines, header]
+                with Wire(fort.url) as wire:
+                    answer = wire.ask(("\r\n".join(head) + "\r\n\r\n").encode())
+                assert answer.status == (expected if has_token or expected == 405 else 401)
+                assert "x-accel-redirect" not in answer.headers
+                assert "elsewhere" not in str(answer.headers)
+    if has_token:
+        assert refused == {"forbidden": 2 * len(_FORWARDED), "method_not_allowed": len(_FORWARDED)}
+
+
+def test_the_way_out_of_a_proxy_is_not_the_way_in(fort, space):
+    """What nginx sends after X-Accel-Redirect is asked for directly."""
+    fort.fill(space)
+    digest = fort.digest_of(space).removeprefix("sha256:")
+
+    with fort.withstands() as refused:
+        for path in (
+            f"/_blobs/sha256/{digest[:2]}/{digest}",
+            f"/blobs/sha256/{digest[:2]}/{digest}",
+            f"/_blobs/{digest}",
+            f"/v1/_blobs/{digest}",
+        ):
+            assert fort.http(fort.admin).get(path).status_code == 404
+    assert refused == {"not_found": 4}

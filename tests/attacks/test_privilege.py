@@ -1,0 +1,188 @@
+"""Whoever has some rights and wants more."""
+
+from support.fort import artifact_path
+
+TOKEN = {"description": "mine", "grants": [{"scope": "admin", "namespaces": "*"}]}
+LEASE = "/v1/{space}/leases/jax/cpu-x86_64-0123456789abcdef/" + "0" * 64
+
+
+def statuses(answers):
+    return [answer.status_code for answer in answers]
+
+
+def test_a_reader_writes_deletes_leases_and_makes_tokens(any_fort, space):
+    any_fort.fill(space, 0)
+    reader = any_fort.http(any_fort.token(f"read:{space}"))
+    lease = LEASE.format(space=space)
+
+    with any_fort.withstands() as refused:
+        answers = [
+            reader.put(artifact_path(space, 1), content=b"x"),
+            reader.put(artifact_path(space, 0), content=b"x"),
+            reader.delete(artifact_path(space, 0)),
+            reader.post(lease, json={}),
+            reader.put(lease, json={}, headers={"Graphstash-Lease": "0" * 32}),
+            reader.delete(f"{lease}?outcome=published", headers={"Graphstash-Lease": "0" * 32}),
+            reader.put(f"/v1/{space}/manifests/m", json={"keys": []}),
+            reader.post(f"/v1/{space}/artifacts:release", json={}),
+            reader.post("/v1/-/tokens", json=TOKEN),
+            reader.get("/v1/-/tokens"),
+            reader.delete(f"/v1/-/tokens/{any_fort.admin[4:20]}"),
+            reader.get("/v1/-/audit"),
+            reader.get("/v1/-/namespaces"),
+            reader.put(f"/v1/-/namespaces/{space}", json={"mode": "overwrite"}),
+            reader.delete(f"/v1/-/namespaces/{space}"),
+            reader.get("/v1/-/quarantine"),
+            reader.get(f"/v1/-/quarantine?namespace={space}"),
+        ]
+    assert statuses(answers) == [403] * 17
+    assert refused == {"forbidden": 17}
+
+
+def test_a_writer_of_many_namespaces_writes_into_a_trusted_one(any_fort, space):
+    any_fort.set_policy(f"{space}-prod", trusted=True)
+    any_fort.fill(f"{space}-prod", 0)
+    path = artifact_path(f"{space}-prod", 1)
+    many = any_fort.token(f"write:{space}-*", "write:*")
+
+    with any_fort.withstands() as refused:
+        answer = any_fort.put(path, b"x", token=many)
+    assert answer.status_code == 403
+    assert f"write:{space}-prod" in answer.json()["detail"]
+    assert refused == {"forbidden": 1}
+    exact = any_fort.token(f"write:{space}-*", f"write:{space}-prod")
+    assert any_fort.put(path, b"x", token=exact).status_code == 201
+
+
+def test_who_administers_a_namespace_administers_the_server(any_fort, space):
+    owner = any_fort.http(any_fort.token(f"admin:{space}", "admin:attack-*", "write:*", "read:*"))
+
+    with any_fort.withstands() as refused:
+        answers = [
+            owner.post("/v1/-/tokens", json=TOKEN),
+            owner.get("/v1/-/tokens"),
+            owner.get("/v1/-/audit"),
+            owner.get(f"/v1/-/audit?namespace={space}"),
+            owner.put(f"/v1/-/namespaces/{space}", json={"trusted": False}),
+            owner.get("/v1/-/quarantine"),
+        ]
+    assert statuses(answers) == [403] * 6
+    assert refused == {"forbidden": 6}
+
+
+def test_grants_whose_patterns_are_many_stars_administer_the_server(any_fort):
+    """`**` matches whatever `*` matches, and is not the server's administration."""
+    almost = any_fort.http(any_fort.token("admin:**", "admin:*a*", "write:*"))
+
+    with any_fort.withstands() as refused:
+        answers = [almost.post("/v1/-/tokens", json=TOKEN), almost.get("/v1/-/audit")]
+    assert statuses(answers) == [403] * 2
+    assert refused == {"forbidden": 2}
+
+
+def test_who_reads_one_namespace_without_a_token_goes_on_elsewhere(any_fort, space):
+    any_fort.set_policy(space, anonymous_read=True)
+    any_fort.fill(space, 0)
+    any_fort.fill(f"{space}-closed", 0)
+    nobody = any_fort.http()
+    key = {"kind": "jax", "device_type": "cpu", "fingerprint": "0" * 64}
+    assert nobody.get(artifact_path(space)).status_code == 200
+
+    with any_fort.withstands() as refused:
+        answers = [
+            nobody.get(artifact_path(f"{space}-closed")),
+            nobody.get(artifact_path(f"{space}-absent")),
+            nobody.post(f"/v1/{space}-closed/artifacts:lookup", json={"keys": [key]}),
+            nobody.put(artifact_path(space, 1), content=b"x"),
+            nobody.delete(artifact_path(space)),
+            nobody.post(LEASE.format(space=space), json={}),
+            nobody.put(f"/v1/{space}/manifests/m", json={"keys": [key]}),
+            nobody.get("/v1/stats"),
+            nobody.get("/v1/-/access"),
+            nobody.get("/v1/-/tokens"),
+            nobody.get("/v1/-/namespaces"),
+            nobody.get(f"/v1/-/namespaces/{space}"),
+            nobody.get("/v1/-/audit"),
+        ]
+    assert statuses(answers) == [401] * 13
+    assert refused == {"unauthenticated": 13}
+    assert len({answer.json()["detail"] for answer in answers}) == 1
+
+
+def test_a_nobodys_report_takes_an_artifact_from_the_others(any_fort, space):
+    any_fort.set_policy(space, anonymous_read=True)
+    any_fort.fill(space, 0)
+    nobody = any_fort.http()
+    digest = any_fort.digest_of(space)
+    kind, device, fingerprint = artifact_path(space).split("/")[-3:]
+    key = {"kind": kind, "device_type": device, "fingerprint": fingerprint}
+
+    with any_fort.withstands() as refused:
+        answer = nobody.post(
+            f"/v1/{space}/artifacts:report",
+            json={"key": key, "digest": digest, "reason": "corrupt"},
+        )
+    assert answer.json() == {"found": True, "withheld": False}
+    assert refused == {}
+    assert nobody.get(artifact_path(space)).status_code == 200
+
+
+_NOT_NAMED = (
+    ("team-*", "team"),
+    ("team-*", "teams-a"),
+    ("team", "team-a"),
+    ("*-team", "a-team-b"),
+    ("team.x", "team-x"),
+    ("te*am", "team-x"),
+)
+
+
+def test_a_pattern_reaches_a_namespace_that_it_does_not_name(any_fort):
+    callers = [
+        (any_fort.http(any_fort.token(f"admin:{each}")), where) for each, where in _NOT_NAMED
+    ]
+
+    with any_fort.withstands() as refused:
+        answers = [
+            answer
+            for caller, where in callers
+            for answer in (
+                caller.get(artifact_path(where)),
+                caller.put(artifact_path(where), content=b"x"),
+                caller.delete(artifact_path(where)),
+                caller.post(LEASE.format(space=where), json={}),
+            )
+        ]
+    assert statuses(answers) == [404] * 24
+    assert refused == {"not_found": 24}
+
+
+_BAD_GRANTS = (
+    {"scope": "root", "namespaces": "*"},
+    {"scope": "ADMIN", "namespaces": "*"},
+    {"scope": "admin", "namespaces": ""},
+    {"scope": "admin", "namespaces": "a b"},
+    {"scope": "admin", "namespaces": "a\nadmin:*"},
+    {"scope": "read", "namespaces": "a admin:*"},
+    {"scope": "read", "namespaces": ".*"},
+    {"scope": "read", "namespaces": "(a|b)"},
+    {"scope": "read", "namespaces": "a" * 65},
+    {"scope": "read", "namespaces": ["a", "*"]},
+    {"scope": "read", "namespaces": "a", "also": "admin"},
+    {"namespaces": "*"},
+    "admin:*",
+    None,
+)
+
+
+def test_a_token_is_asked_for_with_a_grant_out_of_form(any_fort):
+    admin = any_fort.http(any_fort.admin)
+
+    with any_fort.withstands() as refused:
+        answers = [
+            admin.post("/v1/-/tokens", json={"description": "x", "grants": [grant]})
+            for grant in _BAD_GRANTS
+        ]
+    assert statuses(answers) == [400] * len(_BAD_GRANTS)
+    assert set(refused) == {"invalid_request", "invalid_pattern"}
+    assert refused.total() == len(_BAD_GRANTS)

@@ -1,0 +1,227 @@
+"""A server that sends its clients elsewhere: nothing of theirs goes along."""
+
+import dataclasses
+import ssl
+
+import pytest
+import trustme
+
+from graphstash import CacheError
+from support.hostile import Answer
+from support.listener import Listener
+from support.victim import OWN
+
+PAYLOAD = b"a graph " * 500
+
+_SENT = {"host", "accept-encoding", "connection", "accept"}
+"""What any client says to any server."""
+
+
+@pytest.fixture
+def elsewhere():
+    with Listener() as listener:
+        listener.status = 200
+        yield listener
+
+
+def redirecting(location, status=307, methods=("GET",)):
+    def change(request, answer):
+        if request.method not in methods or "/artifacts/" not in request.path:
+            return answer
+        return dataclasses.replace(
+            answer, status=status, headers=answer.headers | {"location": location}, body=b""
+        )
+
+    return change
+
+
+def heads(listener):
+    """The request lines and headers that came, the names in lower case."""
+    found = []
+    for head in listener.heads:
+        first, *lines = head.strip().split("\r\n")
+        found.append((first, {line.split(":")[0].lower() for line in lines}))
+    return found
+
+
+def assert_nothing_of_ours(listener, space, token):
+    told = "".join(listener.heads)
+    assert token not in told
+    assert space not in told
+    assert "graphstash" not in told.lower()
+    for _, names in heads(listener):
+        assert names <= _SENT
+
+
+@pytest.fixture
+def token(fort, space):
+    return fort.token(f"write:{space}")
+
+
+def attack(fort, job, key, **others):
+    """Why a job compiles; what it then wants to store is refused, and the store stays as it is."""
+    with fort.withstands() as refused:
+        assert job.build(key) == OWN
+        assert job.compiles == 1
+        assert (job.stats.hits, job.stats.conflicts) == (0, 1)
+    assert refused == {"conflict": 1} | others
+    return job.fallbacks
+
+
+def test_a_download_is_sent_to_another_origin(
+    fort, space, key, publish, middlebox, victim, elsewhere, token
+):
+    publish(key(), PAYLOAD)
+    box = middlebox(redirecting(f"{elsewhere.url}/stolen?a=b"))
+    elsewhere.body = "not the artifact"
+
+    # It comes to nothing there, is asked for once more here, and no redirect is taken any more.
+    assert attack(fort, victim(url=box.url, token=token), key()) == {"protocol": 1}
+    assert [first for first, _ in heads(elsewhere)] == ["GET /stolen?a=b HTTP/1.1"]
+    assert_nothing_of_ours(elsewhere, space, token)
+    asked = [request.headers for request in box.to("/artifacts/", method="GET")]
+    assert ["graphstash-accept-redirect" in headers for headers in asked] == [True, False]
+
+
+@pytest.mark.parametrize("status", [300, 301, 302, 303, 305, 307, 308])
+def test_every_call_is_sent_to_another_origin(
+    fort, space, key, middlebox, victim, elsewhere, token, status
+):
+    """Only a download that asked for it follows one, and only a 307."""
+
+    def change(request, answer):
+        if request.method == "GET":
+            return answer
+        headers = answer.headers | {"location": f"{elsewhere.url}{request.path}"}
+        return dataclasses.replace(answer, status=status, headers=headers, body=b"")
+
+    box = middlebox(change)
+    box.ask = _unasked
+    job = victim(url=box.url, token=token)
+
+    with fort.withstands() as refused:
+        assert job.build(key()) == OWN
+        with pytest.raises(CacheError, match="redirect"):
+            job.stash.lookup([key()])
+        assert set(job.fallbacks) == {"protocol"}
+    assert refused == {}
+    assert elsewhere.heads == []
+
+
+def _unasked(request):
+    """The real server learns of nothing."""
+    status = 404 if request.method == "GET" else 200
+    return Answer(status, {"graphstash-protocol": "1"}, b"")
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 308])
+def test_a_download_is_sent_elsewhere_by_another_status(
+    fort, key, publish, middlebox, victim, elsewhere, token, status
+):
+    publish(key(), PAYLOAD)
+    box = middlebox(redirecting(elsewhere.url, status))
+
+    assert attack(fort, victim(url=box.url, token=token), key()) == {"protocol": 1}
+    assert elsewhere.heads == []
+
+
+def test_a_redirect_leads_to_itself(fort, space, key, publish, middlebox, victim, token):
+    publish(key(), PAYLOAD)
+    box = middlebox()
+    box.change = redirecting(f"{box.url}{key().artifact_path(space)}")
+    job = victim(url=box.url, token=token)
+
+    assert attack(fort, job, key(), unauthenticated=1) == {"protocol": 1}
+    # Asked, followed once without the token, asked again without taking redirects: no more.
+    shown = ["authorization" in request.headers for request in box.to("/artifacts/", method="GET")]
+    assert shown == [True, False, True]
+
+
+def test_redirects_lead_to_redirects(fort, key, publish, middlebox, victim, elsewhere, token):
+    publish(key(), PAYLOAD)
+    second = middlebox(redirecting(elsewhere.url))
+    first = middlebox()
+    first.change = redirecting(f"{second.url}{key().artifact_path('x')}")
+    job = victim(url=first.url, token=token)
+
+    assert attack(fort, job, key(), unauthenticated=1) == {"protocol": 1}
+    assert len(second.to("/artifacts/")) == 1
+    assert elsewhere.heads == []
+
+
+@pytest.mark.parametrize(
+    "location",
+    [
+        "file:///etc/passwd",
+        "file://localhost/etc/passwd",
+        "ftp://127.0.0.1/",
+        "gopher://127.0.0.1:1/_",
+        "data:application/octet-stream,x",
+        "javascript:alert(1)",
+        "unix:///run/docker.sock",
+        "//",
+        "/v1/relative",
+        "http://",
+        "http:///nowhere",
+        "http://[::1",
+        "http://127.0.0.1:99999/",
+        "http://127.0.0.1:0/",
+        "",
+        "a" * 5000,
+    ],
+)
+def test_a_redirect_leads_to_what_is_no_place_of_blobs(
+    fort, key, publish, middlebox, victim, token, location
+):
+    publish(key(), PAYLOAD)
+    box = middlebox(redirecting(location))
+
+    assert attack(fort, victim(url=box.url, token=token), key()) == {"protocol": 1}
+    # Some are refused by the HTTP library, before it is known that they are redirects.
+    assert len(box.to("/artifacts/", method="GET")) in {1, 2}
+
+
+def test_a_redirect_leads_to_a_port_of_the_jobs_own_host(
+    fort, space, key, publish, middlebox, victim, elsewhere, token
+):
+    """A server can make its clients send one GET anywhere; what comes of it is not handed on."""
+    publish(key(), PAYLOAD)
+    box = middlebox(redirecting(f"{elsewhere.url}/latest/meta-data/iam?secret=1"))
+    elsewhere.body = "the host's own secret"
+    job = victim(url=box.url, token=token)
+
+    attack(fort, job, key())
+
+    assert_nothing_of_ours(elsewhere, space, token)
+    sent = b"".join(request.body + request.path.encode() for request in box.requests)
+    assert b"secret" not in sent
+    assert "secret" not in str(job.stats)
+
+
+def test_a_user_and_a_password_in_a_redirect_are_not_sent_as_ours(
+    fort, space, key, publish, middlebox, victim, elsewhere, token
+):
+    publish(key(), PAYLOAD)
+    where = elsewhere.url.replace("http://", "http://user:password@")
+    box = middlebox(redirecting(f"{where}/x"))
+
+    assert attack(fort, victim(url=box.url, token=token), key()) == {"protocol": 1}
+    assert_nothing_of_ours(elsewhere, space, token)
+
+
+def test_a_redirect_leads_from_https_to_http(
+    fort, space, key, publish, middlebox, victim, elsewhere, token, tmp_path
+):
+    publish(key(), PAYLOAD)
+    authority = trustme.CA()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    ca_file = tmp_path / "ca.pem"
+    authority.cert_pem.write_to_path(ca_file)
+    box = middlebox(redirecting(f"{elsewhere.url}/plain"), context=context)
+    elsewhere.body = "bytes that somebody on the way has changed"
+
+    job = victim(url=box.url, token=token, ca_file=ca_file)
+    assert attack(fort, job, key()) == {"protocol": 1}
+    assert [first for first, _ in heads(elsewhere)] == ["GET /plain HTTP/1.1"]
+    assert_nothing_of_ours(elsewhere, space, token)

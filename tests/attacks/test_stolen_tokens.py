@@ -1,0 +1,156 @@
+"""Tokens that were revoked, have expired, are guessed, or are shown where none is looked for."""
+
+import base64
+import time
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from support.fort import Fort, artifact_path
+from support.wire import Wire
+
+_PATIENCE_SECONDS = 10
+
+
+@pytest.fixture
+def second(any_fort):
+    """Another server process of the same database and the same blobs."""
+    url = any_fort.database_url if "postgresql" in any_fort.database_url else ""
+    with Fort(any_fort.directory, database_url=url) as second:
+        yield second
+
+
+def test_a_revoked_token_is_shown_to_a_second_server(any_fort, second, space):
+    """That has just seen it good: what it remembers ends by itself."""
+    any_fort.fill(space)
+    issued = any_fort.http(any_fort.admin).post(
+        "/v1/-/tokens",
+        json={"description": "stolen", "grants": [{"scope": "admin", "namespaces": space}]},
+    )
+    token_id, token = issued.json()["info"]["id"], issued.json()["token"]
+    thief = second.http(token)
+    assert thief.get("/v1/-/access").status_code == 200
+    assert any_fort.http(token).get("/v1/-/access").status_code == 200
+
+    assert any_fort.http(any_fort.admin).delete(f"/v1/-/tokens/{token_id}").status_code == 204
+
+    assert any_fort.http(token).get("/v1/-/access").status_code == 401  # at once, where it was
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while thief.get("/v1/-/access").status_code != 401:
+        assert time.monotonic() < deadline, "a revoked token is taken for ever"
+    with second.withstands() as refused:
+        answers = [
+            thief.put(artifact_path(space, 1), content=b"x"),
+            thief.delete(artifact_path(space)),
+            thief.get("/v1/stats"),
+        ]
+        assert {answer.status_code for answer in answers} == {401}
+    assert refused == {"unauthenticated": 3}
+
+
+def test_an_expired_token_is_shown(any_fort, space):
+    any_fort.fill(space)
+    past = datetime.now(UTC) - timedelta(hours=1)
+    token = any_fort.token(
+        f"admin:{space}", clock=lambda: past, expires_at=past + timedelta(minutes=59, seconds=59)
+    )
+
+    with any_fort.withstands() as refused:
+        answer = any_fort.http(token).delete(artifact_path(space))
+        assert answer.status_code == 401
+    assert refused == {"unauthenticated": 1}
+
+
+def _forged(token):
+    """What comes near to a token that is good."""
+    head, secret = token[:21], token[21:]
+
+    def other(character):
+        return "A" if character != "A" else "B"
+
+    return {
+        "one character": head + other(secret[0]) + secret[1:],
+        "the last character": head + secret[:-1] + other(secret[-1]),
+        "the case": head + secret.swapcase(),
+        "no secret": head,
+        "an empty secret": head + "A" * 43,
+        "more of it": token + "A",
+        "less of it": token[:-1],
+        "a quote": token[:-1] + "'",
+        "sql": "gst_' or '1'='1_" + "A" * 43,
+        "padding": token + "==",
+        "a newline": token + "%0a",
+        "a wide letter": token.replace("gst", "\uff47st").encode().decode("latin-1"),
+        "nothing": "",
+    }
+
+
+def test_a_token_is_guessed(any_fort, space):
+    """The id is no secret: whoever knows it guesses 256 bits, and learns nothing on the way."""
+    any_fort.fill(space)
+    forged = _forged(any_fort.token(f"admin:{space}"))
+
+    with any_fort.withstands() as refused:
+        answers = []
+        for text in forged.values():
+            with Wire(any_fort.url) as wire:
+                head = f"DELETE {artifact_path(space)} HTTP/1.1\r\nHost: a\r\n"
+                answers.append(
+                    wire.ask(f"{head}Authorization: Bearer {text}\r\n\r\n".encode("latin-1"))
+                )
+        assert [answer.status for answer in answers] == [401] * len(forged)
+        assert len({answer.problem["detail"] for answer in answers}) == 1
+        assert {answer.headers["www-authenticate"] for answer in answers} == {
+            'bearer realm="graphstash"'
+        }
+    assert refused == {"unauthenticated": len(forged)}
+
+
+def test_a_token_is_shown_where_none_is_looked_for(any_fort, space):
+    any_fort.fill(space)
+    good = any_fort.token(f"admin:{space}")
+    basic = base64.b64encode(f"token:{good}".encode()).decode()
+    path = artifact_path(space)
+    requests = [
+        (f"{path}?access_token={good}", []),
+        (f"{path}?token={good}", []),
+        (path, [f"Cookie: token={good}; Authorization=Bearer {good}"]),
+        (path, [f"X-Authorization: Bearer {good}"]),
+        (path, [f"Proxy-Authorization: Bearer {good}"]),
+        (path, [f"X-Forwarded-Authorization: Bearer {good}"]),
+        (path, [f"Graphstash-Token: {good}"]),
+        (path, [f"Authorization: Basic {basic}"]),
+        (path, [f"Authorization: {good}"]),
+        (path, [f"Authorization: Token {good}"]),
+        (path, [f"Authorization: Bearer Bearer {good}"]),
+        (path, [f"Authorization: Bearer {good}, Bearer {good}"]),
+        (path, [f"Authorization: Bearer {good}"] * 2),
+        (path, ["Authorization: Bearer nothing", f"Authorization: Bearer {good}"]),
+        (path, [f"Authorization: Bearer {good}", "Authorization: Bearer nothing"]),
+    ]
+
+    with any_fort.withstands() as refused:
+        for target, headers in requests:
+            lines = [f"DELETE {target} HTTP/1.1", "Host: a", *headers]
+            with Wire(any_fort.url) as wire:
+                answer = wire.ask(("\r\n".join(lines) + "\r\n\r\n").encode())
+            assert answer.status == 401, headers
+            assert good.encode() not in answer.body
+    assert refused == {"unauthenticated": len(requests)}
+    assert any_fort.http(good).delete(path).status_code == 204
+
+
+def test_guesses_by_the_thousand_push_out_no_good_token(fort, space):
+    """Nor do they leave anything: an id that nobody has is forgotten again."""
+    fort.fill(space)
+    good = fort.http(fort.token(f"read:{space}"))
+    assert good.get(artifact_path(space)).status_code == 200
+    letters = "abcdefghijklmnop"
+
+    with fort.withstands() as refused, Wire(fort.url) as wire:
+        for number in range(1000):
+            token_id = "".join(letters[number >> shift & 15] for shift in range(0, 64, 4))
+            head = "GET /v1/-/access HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer "
+            assert wire.ask(f"{head}gst_{token_id}_{'A' * 43}\r\n\r\n".encode()).status == 401
+        assert good.get(artifact_path(space)).status_code == 200
+    assert refused == {"unauthenticated": 1000}

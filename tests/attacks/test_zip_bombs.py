@@ -1,0 +1,139 @@
+"""A few bytes that unfold to gigabytes."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import zstandard
+
+from graphstash._envelope import Sealed
+from graphstash_schema import ArtifactMetadata
+from support.bombs import GIANT_BYTES, bomb, envelope_of, frame
+from support.signing import signature_of
+from support.victim import OWN
+
+
+@pytest.fixture
+def decompressors(monkeypatch):
+    """One entry for each that was made."""
+    made = []
+    real = zstandard.ZstdDecompressor
+
+    def counting(*args, **keywords):
+        made.append(1)
+        return real(*args, **keywords)
+
+    monkeypatch.setattr(zstandard, "ZstdDecompressor", counting)
+    return made
+
+
+@pytest.fixture
+def plant(fort, space):
+    """Uploads a blob as a writer may: the server never looks into one."""
+
+    def put(key, blob, *, signature=None):
+        metadata = ArtifactMetadata(compile_seconds=30, raw_size_bytes=10, signature=signature)
+        answer = fort.put(key.artifact_path(space), blob, metadata=metadata)
+        assert answer.status_code == 201, answer.text
+
+    return put
+
+
+def refuses(fort, job, key, reason):
+    with fort.withstands() as refused:
+        assert job.build(key) == OWN
+        assert job.fallbacks == {reason: 1}
+    assert refused == {}
+
+
+def test_the_bomb_is_one():
+    with zstandard.ZstdDecompressor().stream_reader(frame(64 * 1024**2)) as reader:
+        assert sum(map(len, iter(lambda: reader.read(1 << 20), b""))) == 64 * 1024**2
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "unfolded"),
+    [
+        ({}, "corrupt", True),
+        ({"raw_size": GIANT_BYTES + 1}, "too_large", False),
+        ({"raw_size": 2**80}, "too_large", False),
+        ({"raw_size": 1e300}, "too_large", False),
+        ({"raw_size": float("inf")}, "corrupt", False),
+        ({"raw_size": -1}, "corrupt", True),
+    ],
+    ids=str,
+)
+def test_a_bomb_is_published(fort, key, plant, victim, decompressors, fields, reason, unfolded):
+    """By a writer, to jobs that look at no signature: it unfolds no further than it said."""
+    plant(key(), bomb(key(), **fields))
+
+    refuses(fort, victim(), key(), reason)
+    assert bool(decompressors) == unfolded
+
+
+def test_a_frame_wants_a_window_of_2_gigabytes(fort, key, plant, victim):
+    plant(key(), envelope_of(key(), frame(GIANT_BYTES, window_log=31)))
+
+    refuses(fort, victim(), key(), "corrupt")
+
+
+@pytest.mark.parametrize("policy", ["require", "prefer"])
+def test_a_stranger_signs_a_bomb(
+    fort, space, key, plant, victim, team, decompressors, tmp_path, policy
+):
+    team.trust("ci")
+    blob = bomb(key())
+    plant(key(), blob, signature=_signature(team.key("stranger"), space, key(), blob, tmp_path))
+
+    refuses(fort, victim(trusted_keys=team.file, signatures=policy), key(), "unknown_key")
+    assert decompressors == []
+
+
+def test_nobody_signs_a_bomb(fort, key, plant, victim, team, decompressors):
+    team.trust("ci")
+    plant(key(), bomb(key()))
+
+    refuses(fort, victim(trusted_keys=team.file), key(), "unsigned")
+    assert decompressors == []
+
+
+def _signature(key_file, space, key, blob, directory):
+    path = directory / "bomb"
+    path.write_bytes(blob)
+    envelope = Sealed(path, hashlib.sha256(blob).hexdigest(), len(blob), 10)
+    return signature_of(key_file, space, key, envelope)
+
+
+def test_a_bomb_fills_the_memory_of_a_process(fort, space, key, plant, publish, tmp_path):
+    plant(key(1), bomb(key(1), raw_size=GIANT_BYTES - 1))
+    publish(key(0), OWN)
+    settings = {
+        "url": fort.url,
+        "namespace": space,
+        "token": fort.token(f"read:{space}"),
+        "read_only": True,
+        "cache_dir": str(tmp_path / "job"),
+        "max_artifact": 64 * 1024**2,
+        "keys": [key(0).model_dump(mode="json"), key(1).model_dump(mode="json")],
+    }
+    lies = settings | {"keys": [settings["keys"][0], key(2).model_dump(mode="json")]}
+    plant(key(2), bomb(key(2), raw_size=32 * 1024**2))
+
+    with fort.withstands() as refused:
+        for given, reason in ((settings, "too_large"), (lies, "corrupt")):
+            done = subprocess.run(
+                [sys.executable, "-m", "support.bomb_job", json.dumps(given)],
+                env=os.environ | {"PYTHONPATH": "tests"},
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=120,
+            )
+            assert done.returncode == 0, done.stderr
+            told = json.loads(done.stdout)
+            assert told["fallbacks"] == {reason: 1}
+            assert told["grown"] < 64 * 1024**2
+    assert refused == {}

@@ -1,0 +1,22 @@
+"""A job of its own that is given a bomb; says how much memory that took, in bytes."""
+
+import json
+import resource
+import sys
+from pathlib import Path
+
+from graphstash_schema import ArtifactKey
+from support.victim import OWN, Victim
+
+
+def peak_bytes():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+settings = json.loads(sys.argv[1])
+small, large = (ArtifactKey.model_validate(key) for key in settings.pop("keys"))
+with Victim(**settings | {"cache_dir": Path(settings["cache_dir"])}) as job:
+    job.build(small)  # everything is loaded now
+    before = peak_bytes()
+    assert job.build(large) == OWN
+    print(json.dumps({"grown": peak_bytes() - before, "fallbacks": job.fallbacks}))

@@ -1,0 +1,38 @@
+"""Zstd frames that unfold to much more than they are, in envelopes that say less."""
+
+import json
+import struct
+
+__all__ = ["GIANT_BYTES", "bomb", "envelope_of", "frame"]
+
+GIANT_BYTES = 4 * 1024**3
+
+_BLOCK_BYTES = 128 * 1024
+_MAGIC = b"\x28\xb5\x2f\xfd"
+
+
+def frame(size_bytes, *, window_log=17):
+    """Zeros, as a frame of run-length blocks (RFC 8878 section 3.1.1): 4 bytes for each 128 KiB."""
+    head = _MAGIC + b"\0" + bytes([(window_log - 10) << 3])
+    block = struct.pack("<I", _BLOCK_BYTES << 3 | 1 << 1)[:3] + b"\0"
+    last = struct.pack("<I", _BLOCK_BYTES << 3 | 1 << 1 | 1)[:3] + b"\0"
+    return head + block * (size_bytes // _BLOCK_BYTES - 1) + last
+
+
+def envelope_of(key, payload, **fields):
+    """An envelope whose header says what it is told to say."""
+    header = {
+        "kind": key.kind,
+        "device_type": key.device_type,
+        "fingerprint": key.fingerprint,
+        "raw_size": 10,
+        "raw_sha256": "0" * 64,
+        "compile_seconds": 1,
+    }
+    text = json.dumps(header | fields).encode()
+    return b"GSTASH\x01\n" + struct.pack(">I", len(text)) + text + payload
+
+
+def bomb(key, **fields):
+    """131 KB that unfold to 4 GiB."""
+    return envelope_of(key, frame(GIANT_BYTES), **fields)

@@ -1,0 +1,110 @@
+"""A hostile server: a proxy in front of a real one that changes what passes."""
+
+import http.server
+import threading
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import httpx
+
+__all__ = ["Answer", "Middlebox", "Request"]
+
+_HOP = {"connection", "transfer-encoding", "content-length", "date"}
+
+
+class Request(NamedTuple):
+    """What a client sent; the names of the headers are in lower case."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+
+@dataclass
+class Answer:
+    """What the client gets. Its Content-Length is that of the body unless the headers say so."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+class Middlebox:
+    """A context manager.
+
+    Attributes:
+        requests: all that came.
+        change: makes an answer of a request and the real server's answer to it.
+
+    Args:
+        upstream: the real server's URL.
+        change: see the attribute; by default nothing is changed.
+        context: to speak TLS.
+        token: is shown to the real server, whatever the client shows.
+    """
+
+    def __init__(self, upstream, change=None, *, context=None, token=None):
+        self.requests: list[Request] = []
+        self.change = change or (lambda request, answer: answer)
+        self._shown = {} if token is None else {"authorization": f"Bearer {token}"}
+        self._upstream = httpx.Client(base_url=upstream, timeout=30, trust_env=False, verify=False)
+        box = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self):
+                size = int(self.headers.get("Content-Length") or 0)
+                headers = {name.lower(): value for name, value in self.headers.items()}
+                request = Request(self.command, self.path, headers, self.rfile.read(size))
+                box.requests.append(request)
+                answer = box.change(request, box.ask(request))
+                self.send_response_only(answer.status)
+                told = {"content-length": str(len(answer.body))} | answer.headers
+                for name, value in told.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(answer.body)
+                self.close_connection = told["content-length"] != str(len(answer.body))
+
+            do_HEAD = do_PUT = do_POST = do_DELETE = do_GET  # noqa: N815 - as the library has it
+
+            def log_message(self, *_):
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        if context is not None:
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
+        self.url = f"http{'s' if context else ''}://127.0.0.1:{self._server.server_port}"
+
+    def ask(self, request, *, path=None):
+        """What the real server says, of the same path or another one."""
+        sent = {name: value for name, value in request.headers.items() if name not in _HOP}
+        sent.pop("graphstash-accept-redirect", None)
+        answer = self._upstream.request(
+            request.method, path or request.path, headers=sent | self._shown, content=request.body
+        )
+        told = {name: value for name, value in answer.headers.items() if name not in _HOP}
+        return Answer(answer.status_code, told, answer.content)
+
+    def to(self, part, *, method=None):
+        """The requests whose path has a part."""
+        return [
+            request
+            for request in self.requests
+            if part in request.path and method in {None, request.method}
+        ]
+
+    def __enter__(self):
+        thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        )
+        thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._server.shutdown()
+        self._server.server_close()
+        self._upstream.close()
