@@ -182,11 +182,24 @@ class Compilation:
         if unsent is None:
             return None
         payload, compile_seconds = unsent
+        partial: Path | None = None
         try:
-            shutil.copyfile(payload, destination)
+            # By rename, because a compiler may take whatever is at the destination.
+            with tempfile.NamedTemporaryFile(
+                dir=destination.parent, prefix=".graphstash-", delete=False
+            ) as file:
+                partial = Path(file.name)
+            shutil.copyfile(payload, partial)
+            size = partial.stat().st_size
+            partial.replace(destination)
         except FileNotFoundError:  # it was stored in this moment
             return None
-        return Fetched("local", 0, destination.stat().st_size, compile_seconds)
+        except OSError as error:
+            raise LocalTierError(f"{destination}: {error}") from error
+        finally:
+            if partial is not None:
+                partial.unlink(missing_ok=True)
+        return Fetched("local", 0, size, compile_seconds)
 
     def abandon(self) -> None:
         """Nothing is coming of this compilation: the next waiter may try; never waits."""

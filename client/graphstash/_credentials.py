@@ -5,6 +5,7 @@
     netrc                    the password that `$NETRC` or `~/.netrc` has for the server's host
 
 A token that was refused is not shown again for a minute, unless another one has taken its place.
+Without a token nothing rests: what one call is refused, the next may get (anonymous readers).
 """
 
 import ipaddress
@@ -65,10 +66,17 @@ class Credentials:
                 self._warn_where_others_read_along()
             return token
 
+    @property
+    def is_anonymous(self) -> bool:
+        """Whether nobody gave a token; known once it was asked for."""
+        config = self._config
+        return config.token is None and config.token_file is None and not self._from_netrc
+
     def refused(self, token: str) -> str:
         """The server does not accept it; says what to do about that."""
         with self._lock:
-            self._refused = (token, self._clock() + _REFUSED_SECONDS)
+            if token:
+                self._refused = (token, self._clock() + _REFUSED_SECONDS)
             return self._advice
 
     @property

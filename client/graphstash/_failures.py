@@ -74,4 +74,4 @@ def retry_after(response: httpx.Response) -> float:
     """The pause in seconds that a server asks for."""
     # The HTTP-date form of Retry-After is not worth a parser here: our server sends seconds.
     value = response.headers.get("Retry-After", "")
-    return float(value) if value.isdigit() else 1.0
+    return float(value) if value.isascii() and value.isdigit() else 1.0

@@ -132,7 +132,8 @@ class LocalTier:
         """32 random bytes that only this user can read, made when absent; None without such."""
         path = self.root / "secret"
         try:
-            if not path.exists():
+            if not _has_size(path, _SECRET_BYTES):  # absent, or what a power cut has left of it
+                path.unlink(missing_ok=True)
                 with contextlib.suppress(FileExistsError), self.temporary() as made:
                     made.write_bytes(secrets.token_bytes(_SECRET_BYTES))
                     os.link(made, path)  # whole or not at all, and never over another one
@@ -220,6 +221,13 @@ class LocalTier:
             with contextlib.suppress(OSError):
                 if path.stat().st_mtime < oldest and path.is_file():
                     path.unlink()
+
+
+def _has_size(path: Path, size_bytes: int) -> bool:
+    try:
+        return path.stat().st_size == size_bytes
+    except FileNotFoundError:
+        return False
 
 
 def _prepared(root: Path) -> bool:

@@ -64,7 +64,9 @@ class DeadlineTransport(httpx.HTTPTransport):
     """
 
     def __init__(self, limits: httpx.Limits, *, context: ssl.SSLContext | None) -> None:
-        super().__init__(limits=limits, verify=False, trust_env=False)
+        # The pools are replaced below. Should a later httpx keep its own, it checks TLS as well.
+        verify = context or False
+        super().__init__(limits=limits, verify=verify, trust_env=False)
         self._current = _Current()
         self._pool = httpcore.ConnectionPool(
             ssl_context=context,
@@ -73,7 +75,7 @@ class DeadlineTransport(httpx.HTTPTransport):
             keepalive_expiry=limits.keepalive_expiry,
             network_backend=_Backend(self._current),
         )
-        self._unkept = httpx.HTTPTransport(verify=False, trust_env=False)
+        self._unkept = httpx.HTTPTransport(verify=verify, trust_env=False)
         self._unkept._pool = httpcore.ConnectionPool(  # noqa: SLF001 - as above
             ssl_context=context,
             max_connections=limits.max_connections,

@@ -67,6 +67,7 @@ class Reader:
         self._tier = tier
         self._signatures = signatures
         self._reported: set[tuple[Namespace, ArtifactKey]] = set()
+        self._is_told_in_time = True
 
     def read(self, key: ArtifactKey, into: IO[bytes]) -> Fetched | None:
         """Writes the verified payload to `into`; None for a miss in every namespace.
@@ -187,8 +188,13 @@ class Reader:
     def _report(
         self, namespace: Namespace, key: ArtifactKey, digest: Digest, reason: Reason
     ) -> None:
-        """Tells the server, so that others are spared; once, within one call's time, or not."""
+        """Tells the server, so that others are spared; once, within one call's time, or not.
+
+        A server that lets a job wait for that is told nothing more: it would be every graph's wait.
+        """
         if reason.value not in _REPORTED or (namespace, key) in self._reported:
+            return
+        if not self._is_told_in_time:
             return
         self._reported.add((namespace, key))
         try:
@@ -196,6 +202,7 @@ class Reader:
                 key, digest=digest, reason=ReportReason(reason.value), namespace=namespace
             )
         except CacheError as error:
+            self._is_told_in_time = error.reason is not Reason.TIMEOUT
             _log.debug("graphstash: not reported: %s", error)
 
 

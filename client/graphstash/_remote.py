@@ -255,8 +255,10 @@ class Remote:
         except (ConflictError, LeaseLostError):
             raise
         except RefusedError as error:
-            # To those who may not even read, a namespace looks as if it was not there.
-            if error.status not in (403, 404):
+            # To those who may not even read, a namespace looks as if it was not there. Without a
+            # token, 401 says the same, and reading may go on.
+            is_right_missing = error.status in (403, 404)
+            if not is_right_missing and not (error.status == 401 and self._transport.is_anonymous):
                 raise
             self._may_write = False
             told = f"{error.detail}; this job only reads from now on"

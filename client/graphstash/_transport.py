@@ -61,6 +61,11 @@ class Transport:
         self._redirects = RedirectClient(config)
         self.takes_redirects = True
 
+    @property
+    def is_anonymous(self) -> bool:
+        """Whether the server is shown no token; known after the first call."""
+        return self._credentials.is_anonymous
+
     def call(
         self,
         method: str,

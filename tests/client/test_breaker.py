@@ -1,4 +1,8 @@
+import httpx
+import pytest
+
 from graphstash._breaker import CircuitBreaker
+from graphstash._failures import retry_after
 
 
 class Clock:
@@ -82,3 +86,11 @@ def test_while_one_caller_tries_all_others_are_refused():
     breaker.failed()
     clock.now += 2.01
     assert breaker.allows()
+
+
+@pytest.mark.parametrize(
+    ("sent", "seconds"), [(b"7", 7.0), (b"\xb2", 1.0), (b"-1", 1.0), (b"soon", 1.0), (b"", 1.0)]
+)
+def test_a_pause_that_is_no_number_is_a_second(sent, seconds):
+    answer = httpx.Response(503, headers=[(b"Retry-After", sent)])
+    assert retry_after(answer) == seconds

@@ -196,6 +196,27 @@ def test_what_a_full_disk_does_not_take_leaves_nothing_there(hosts, tmp_path, mo
     assert host.stats.fallbacks == {"local_io": 1}
 
 
+def test_a_copy_that_a_full_disk_cuts_never_lies_where_a_compiler_looks(hosts, tmp_path):
+    host = hosts("a")
+    payload, destination = tmp_path / "payload", tmp_path / "destination"
+    payload.write_bytes(bytes(2000))
+    go_on = threading.Event()
+    host.publisher.submit(lambda: go_on.wait(20))  # the upload waits
+    made = host.cache.begin(key(1))
+    made.publish(payload, compile_seconds=0, parts={}, toolchain="")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        assert not host.cache.found(key(1), destination)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert sorted(path.name for path in tmp_path.glob("*") if path.is_file()) == ["payload"]
+    assert host.cache.found(key(1), payload)  # onto itself
+    assert payload.read_bytes() == bytes(2000)
+    go_on.set()
+    assert host.stats.fallbacks == {"local_io": 1}
+
+
 def test_a_read_only_job_takes_no_lease_and_publishes_nothing(hosts):
     reader = hosts("a", read_only=True)
     assert reader.build(1) == b"graph"

@@ -320,6 +320,30 @@ def test_a_real_stranger_stops_asking_for_leases(tokens, connect):
     assert stranger.is_read_only
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_who_has_no_token_goes_on_reading_what_everybody_may(
+    tokens, connect, namespace, monkeypatch, tmp_path, elsewhere
+):
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    tokens.http.put(
+        f"/v1/-/namespaces/{namespace}", json={"anonymous_read": True}
+    ).raise_for_status()
+    writer = connect("writer", token=tokens(f"write:{namespace}"))
+    for number in range(2):
+        writer.put(key(number), b"graph", METADATA)
+    where = {"namespace": "closed", "read_namespaces": namespace} if elsewhere else {}
+    reader = connect("reader", **where)
+    counters = Counters()
+    publisher = BoundedExecutor("test-publish", workers=1, capacity=8)
+    cache = CompileCache(reader, counters=counters, publisher=publisher)
+    for number in (0, 7, 1, 8):  # 7 and 8 are compiled here
+        cache.get_or_compile(key(number), lambda: b"graph")
+        assert publisher.drain(20)
+    publisher.close()
+    assert counters.snapshot().hits_remote == 2
+    assert reader.is_read_only
+
+
 def test_a_revoked_token_is_told_from_an_absent_artifact(tokens, connect, namespace):
     token = tokens(f"write:{namespace}")
     host = connect("host", token=token)

@@ -13,8 +13,10 @@ from datetime import UTC, datetime, timedelta
 import httpx
 import pytest
 import zstandard
+from typer.testing import CliRunner
 
 from graphstash import CacheError, ClientConfig, CompileCache, Reason, Stash
+from graphstash._cli import app
 from graphstash._envelope import Sealed
 from graphstash._errors import TransportError, VerificationError
 from graphstash._executor import BoundedExecutor
@@ -341,6 +343,15 @@ def test_a_secret_that_others_can_read_proves_nothing(hosts, team):
         writer.get(key())
 
 
+def test_a_secret_that_a_power_cut_left_empty_is_made_anew(hosts):
+    tier = hosts().local
+    secret = tier.root / "secret"
+    secret.touch(mode=0o600)
+    made = tier.secret()
+    assert len(made) == 32
+    assert tier.secret() == secret.read_bytes() == made
+
+
 def test_threads_agree_on_one_secret(hosts):
     tier = hosts().local
     found = []
@@ -493,7 +504,6 @@ def garbage(_team, _config, directory):
 @pytest.mark.parametrize(
     ("artifact", "reason"),
     [
-        (by_a_stranger, "unknown_key"),
         (by_a_revoked_key, "revoked_key"),
         (padded, "bad_signature"),
         (of_another_key, "wrong_key"),
@@ -528,6 +538,24 @@ def test_a_wrong_artifact_is_reported_once_by_a_process(hosts, team, config, tmp
     assert reported == [(key(), "unknown_key")]
 
 
+def test_a_server_that_lets_a_report_wait_is_told_nothing_more(hosts, team, config, tmp_path):
+    for number in range(3):
+        envelope, signature = by_a_stranger(team, config(), tmp_path)
+        plant(config(), key(number), envelope, signature)
+    stash = hosts("reader", trusted_keys=team.file)
+    reported = []
+
+    def hanging(wanted, **_):
+        reported.append(wanted)
+        raise TransportError(Reason.TIMEOUT, "no answer")
+
+    stash.report = hanging
+    for number in range(3):
+        with pytest.raises(VerificationError):
+            stash.get(key(number))
+    assert reported == [key(0)]
+
+
 def test_what_this_hosts_disk_has_damaged_is_not_reported(hosts, team, server, namespace):
     hosts("ci", signing_key=team.trust("ci")).put(key(), PAYLOAD, metadata())
     reader = hosts("reader", trusted_keys=team.file)
@@ -538,6 +566,24 @@ def test_what_this_hosts_disk_has_damaged_is_not_reported(hosts, team, server, n
     path.write_bytes(damaged)
     assert reader.get(key()) == PAYLOAD
     assert withheld(server, namespace) == []
+
+
+def test_one_refused_artifact_does_not_end_a_prefetch(hosts, team, server, namespace, tmp_path):
+    ci = hosts("ci", signing_key=team.trust("ci"))
+    hosts("writer").put(key(1), PAYLOAD, metadata())
+    ci.put(key(2), PAYLOAD, metadata())
+    ci.update_manifest("job", [key(2), key(1)])
+    result = CliRunner().invoke(
+        app,
+        ["prefetch", "job", "--url", server.url, "--namespace", namespace],
+        env={
+            "GRAPHSTASH_TRUSTED_KEYS": str(team.file),
+            "GRAPHSTASH_CACHE_DIR": str(tmp_path / "c"),
+        },
+    )
+    assert result.exit_code == 0, result.output
+    assert "1 fetched" in result.output
+    assert "1 not used" in result.output
 
 
 def test_where_signatures_are_preferred_unsigned_hits_are_counted(cached, team):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 import trustme
 from cryptography.hazmat.primitives.serialization import (
@@ -17,6 +18,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from graphstash import CacheError, ClientConfig, ConfigError, Reason, Stash
+from graphstash._network import DeadlineTransport
 from graphstash._remote import Remote
 from graphstash_schema import ArtifactKey, ArtifactMetadata
 from graphstash_server.testing import LiveServer
@@ -112,6 +114,22 @@ def test_an_unknown_authority_is_refused_with_the_way_out(connect, secure):
     reason, told = reason_of(connect(secure.url).server_stats)
     assert reason is Reason.TLS
     assert "GRAPHSTASH_CA_FILE" in told
+
+
+def test_certificates_are_checked_whatever_httpx_makes_of_our_pools(secure):
+    class Later(DeadlineTransport):
+        """As if httpx kept its own pool under another name."""
+
+        def __setattr__(self, name, value):
+            if name != "_pool" or not hasattr(self, name):
+                super().__setattr__(name, value)
+
+    transport = Later(httpx.Limits(), context=ssl.create_default_context())
+    with (
+        httpx.Client(transport=transport, trust_env=False) as client,
+        pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"),
+    ):
+        client.get(secure.url)
 
 
 def test_our_authorities_take_the_place_of_the_systems(
