@@ -76,6 +76,11 @@ class SignaturePolicy(StrEnum):
     OFF = "off"
     """All: signatures are not looked at."""
 
+    def is_stricter_than(self, other: "SignaturePolicy") -> bool:
+        """Whether it refuses something that the other one lets through."""
+        strictest_first = list(SignaturePolicy)
+        return strictest_first.index(self) < strictest_first.index(other)
+
 
 def default_cache_dir() -> Path:
     """The local tier's place: `$XDG_CACHE_HOME/graphstash`, or `~/.cache/graphstash`."""

@@ -54,6 +54,11 @@ class Session:
         return self._cache
 
     @property
+    def is_closed(self) -> bool:
+        """Whether it has ended; the compilers of this process go on without it."""
+        return self._closed
+
+    @property
     def hooks_in_place(self) -> Mapping[str, bool]:
         """For every hook whose compiler was imported, whether it could be installed."""
         return {name: hook is not None for name, hook in self._hooks.items()}
@@ -75,6 +80,12 @@ class Session:
         # Exit handlers run last in, first out: uploads come before what compilers and hooks undo.
         atexit.unregister(self.close)
         atexit.register(self.close)
+
+    def end_in_child(self) -> None:
+        """Stops publishing in a forked child that has no session: its threads stayed behind."""
+        publisher = BoundedExecutor("graphstash-publish", workers=1, capacity=1)
+        publisher.close()
+        self._cache.publisher = publisher  # what is compiled gives its lease back at once
 
     def take_over(self, parent: "Session") -> None:
         """Goes on with a parent's hooks in its forked child."""
@@ -168,7 +179,9 @@ _current: Session | None = None
 def install(**settings: Any) -> Session | None:
     """Starts the cache in this process and puts a hook into every compiler that it knows.
 
-    Compilers that are not imported yet get their hook on import. A second call changes nothing.
+    Compilers that are not imported yet get their hook on import. A second call changes nothing, and
+    says so where it wants other settings; where it asks for more checks of signatures than the
+    first one, the cache ends instead.
 
     Args:
         settings: fields of `ClientConfig`; they win over `GRAPHSTASH_*` variables.
@@ -228,12 +241,13 @@ def _after_fork() -> None:
     global _current, _lock  # noqa: PLW0603 - see the module's docstring
     parent = _current
     _lock = threading.RLock()  # another thread of the parent may have held it
-    if parent is None:
+    if parent is None or parent.is_closed:
         return
     try:
         _current = Session(parent.config)
     except (ConfigError, OSError):
         _current = None
+        parent.end_in_child()
         return
     _current.take_over(parent)
     atexit.register(_current.close)
@@ -266,4 +280,35 @@ def _session(settings: dict[str, Any]) -> Session | None:
                 return None
             _current.start_prefetch()
             atexit.register(_current.close)
-        return _current
+        elif settings and not _current.is_closed and not _keeps_to(_current, settings):
+            return None
+        return None if _current.is_closed else _current
+
+
+def _keeps_to(session: Session, settings: dict[str, Any]) -> bool:
+    """Whether a running session may go on although `install` was called with these settings."""
+    try:
+        wanted = ClientConfig.load(**settings)
+    except ConfigError as error:
+        _log.warning("graphstash: %s; it goes on as it was", error)
+        return True
+    others = sorted(
+        name for name in settings if getattr(wanted, name) != getattr(session.config, name)
+    )
+    if not others:
+        return True
+    if wanted.signature_policy.is_stricter_than(session.config.signature_policy):
+        session.close()
+        _log.warning(
+            "graphstash: off, because it was running without the signature check that install() "
+            "asks for (%s); set GRAPHSTASH_TRUSTED_KEYS, or call install() before any compiler is "
+            "imported",
+            ", ".join(others),
+        )
+        return False
+    _log.warning(
+        "graphstash: it is running already, with another %s; set GRAPHSTASH_*, or call install() "
+        "before any compiler is imported",
+        ", ".join(others),
+    )
+    return True

@@ -1,6 +1,8 @@
 """Signing keys, the file of trusted keys, and the commands that make both."""
 
 import json
+import os
+import stat
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -56,7 +58,23 @@ def test_a_key_never_takes_the_place_of_another(tmp_path):
     assert SigningKey.load(path).public == first.public
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o601])
+@pytest.mark.parametrize(("owner", "is_taken"), [(0, True), (1000, False)])
+def test_root_may_let_one_group_read_a_key_and_nobody_else_may(
+    tmp_path, monkeypatch, owner, is_taken
+):
+    path = tmp_path / "key.pem"
+    SigningKey.generate(path)
+    status = list(path.stat()[:10])
+    status[stat.ST_MODE], status[stat.ST_UID] = 0o100640, owner
+    monkeypatch.setattr("graphstash._keys.os.fstat", lambda _: os.stat_result(status))
+    if is_taken:
+        assert SigningKey.load(path).public_text
+        return
+    with pytest.raises(ConfigError, match="mode 640"):
+        SigningKey.load(path)
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o620, 0o601])
 def test_a_key_that_others_may_use_is_refused_with_the_way_out(tmp_path, mode):
     path = tmp_path / "key.pem"
     SigningKey.generate(path)

@@ -37,6 +37,9 @@ _log = logging.getLogger("graphstash")
 _LAZY_SEAMS: Final = ("_xla_sync_multi", "_xla_step_marker")
 _DYNAMO_SEAM: Final = "_xla_warm_up_cache"
 
+_MOST_NAMES: Final = 1000
+"""Graphs of one hint: each is a look-up, and a step has a few."""
+
 _SETTLED_STEPS: Final = 3
 """So many steps without a new graph end the predictions, until a new graph appears."""
 
@@ -219,5 +222,6 @@ def _read_names(payload: Path) -> list[str]:
     with suppress(ValueError):
         names = json.loads(payload.read_bytes())
         if isinstance(names, list):
-            return [name for name in names if isinstance(name, str) and name.isdigit()]
+            named = [name for name in names if isinstance(name, str) and name.isdigit()]
+            return named[:_MOST_NAMES]
     return []
