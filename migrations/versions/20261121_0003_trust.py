@@ -86,9 +86,11 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id", name="pk_audit"),
     )
     op.create_index("ix_audit_at", "audit", ["at"])
+    op.create_index("ix_audit_namespace_id", "audit", ["namespace", "id"])
 
 
 def downgrade() -> None:
+    op.drop_index("ix_audit_namespace_id", "audit")
     op.drop_index("ix_audit_at", "audit")
     for name in ("audit", "reports", "namespaces", "tokens"):
         op.drop_table(name)

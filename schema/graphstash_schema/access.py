@@ -71,9 +71,13 @@ class NamespacePattern(Word):
 
 @lru_cache(maxsize=1024)
 def _matcher(pattern: str) -> re.Pattern[str]:
-    # Neighbouring stars mean the same as one, and would make the search slow.
-    literals = re.split(r"\*+", pattern)
-    return re.compile(".*".join(re.escape(literal) for literal in literals))
+    # Neighbouring stars mean the same as one. What stands between two stars is looked for once,
+    # where it comes first: going back to later places finds nothing more, and takes for ever.
+    first, *others = map(re.escape, re.split(r"\*+", pattern))
+    if not others:
+        return re.compile(first)
+    *between, last = others
+    return re.compile(first + "".join(f"(?>.*?{each})" for each in between) + ".*" + last)
 
 
 class Grant(BaseModel):

@@ -165,7 +165,7 @@ def _check_reach(settings: "Settings") -> None:
 def _is_loopback(host: str) -> bool:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):  # the latter for what cannot be a name at all
         return False
     return all(
         ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found
@@ -182,10 +182,11 @@ def _listen(settings: "Settings") -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(2048)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise StartError(
-            f"cannot listen on {settings.host} port {settings.port}: {error.strerror}; take "
-            "another --port (0 takes a free one)"
+            f"cannot listen on {settings.host} port {settings.port}: {reason}; take another --port "
+            "(0 takes a free one)"
         ) from error
     listener.set_inheritable(False)
     return listener

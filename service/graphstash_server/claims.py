@@ -60,4 +60,11 @@ def _texts(value: Any) -> list[str]:
 @lru_cache(maxsize=1024)
 def _matcher(pattern: str) -> re.Pattern[str]:
     # Not fnmatch: `[` and `?` are characters like others in a branch or a repository.
-    return re.compile(".*".join(map(re.escape, re.split(r"\*+", pattern))), re.DOTALL)
+    # What stands between two stars is looked for once, where it comes first: going back to later
+    # places finds nothing more, and a long claim would stop the server.
+    first, *others = map(re.escape, re.split(r"\*+", pattern))
+    if not others:
+        return re.compile(first)
+    *between, last = others
+    found = "".join(f"(?>.*?{each})" for each in between)
+    return re.compile(first + found + ".*" + last, re.DOTALL)

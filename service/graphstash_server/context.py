@@ -196,6 +196,7 @@ def _build(
         database=database, blobs=blobs, keeper=keeper, artifacts=artifacts, clock=clock
     )
     audit = AuditService(database=database)
+    tokens = TokenService(database=database, clock=clock)
     return ProcessContext(
         settings=settings,
         database=database,
@@ -206,7 +207,7 @@ def _build(
             accounting=accounting,
             clock=clock,
         ),
-        tokens=TokenService(database=database, clock=clock),
+        tokens=tokens,
         audit=audit,
         artifacts=artifacts,
         uploads=uploads,
@@ -239,6 +240,7 @@ def _build(
             retention=retention,
             tidy=tidy,
             audit=audit,
+            tokens=tokens,
             clock=clock,
             unused_longer_than=(
                 timedelta(days=settings.retain_days) if settings.retain_days else None

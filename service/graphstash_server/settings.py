@@ -344,6 +344,10 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _know_the_provider(self) -> Self:
         if self.oidc_issuer is None:
+            if self.oidc_audience is not None or self.oidc_jwks_url is not None or self.oidc_rules:
+                raise PydanticCustomError(
+                    "oidc", "GRAPHSTASH_OIDC_* says something of a provider: set _OIDC_ISSUER, too"
+                )
             return self
         if self.auth != "tokens" or self.oidc_audience is None or not self.oidc_rules:
             raise PydanticCustomError(

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import json
 import socket
+import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -10,11 +12,12 @@ import sqlalchemy as sa
 from fastapi.routing import APIRoute
 from sqlalchemy.engine import Engine
 
-from graphstash_schema import AccessKind, Digest
+from graphstash_schema import AccessKind, Digest, NamespacePattern
 from graphstash_server.actor import Actor
 from graphstash_server.app import create_app
 from graphstash_server.db.engine import Database
 from graphstash_server.db.migrate import migrate
+from graphstash_server.db.queries.tokens import find_tokens
 from graphstash_server.errors import ServerError
 from graphstash_server.services.access import AccessService
 from graphstash_server.services.accounting import Accounting
@@ -177,6 +180,98 @@ def test_who_asks_is_known_before_the_body_is_read(guarded, namespace):
         assert sent.recv(65536).startswith(b"HTTP/1.1 401")
 
 
+def half_asked(guarded, method, path, token, *, body=b"", **headers):
+    """A request whose body's second half is still to come; its socket."""
+    host, port = guarded.url.removeprefix("http://").split(":")
+    head = [f"{method} {path} HTTP/1.1", "Host: x", f"Authorization: Bearer {token}"]
+    head += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    head += [f"Content-Length: {len(body)}", "Expect: 100-continue", "", ""]
+    sent = socket.create_connection((host, int(port)), timeout=60)
+    sent.sendall("\r\n".join(head).encode())
+    assert sent.recv(65536).startswith(b"HTTP/1.1 100"), "let in: the body is being read"
+    sent.sendall(body[: len(body) // 2])
+    return sent
+
+
+def revoke(guarded, token):
+    """So that this process knows it at once."""
+    answer = guarded.http(guarded.admin).delete(f"/v1/-/tokens/{token[4:20]}")
+    assert answer.status_code == 204
+
+
+BODIES = {
+    "artifact": lambda n: ("PUT", artifact(n), BLOB),
+    "manifest": lambda n: ("PUT", f"/v1/{n}/manifests/m", json.dumps({"keys": [KEY]}).encode()),
+    "token": lambda n: (
+        "POST",
+        "/v1/-/tokens",
+        json.dumps({"description": n, "grants": [{"scope": "admin", "namespaces": "*"}]}).encode(),
+    ),
+    "policy": lambda n: ("PUT", f"/v1/-/namespaces/{n}", b'{"anonymous_read": true}'),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_body_that_comes_in_slowly_does_not_outlive_its_token(guarded, namespace, name):
+    method, path, body = BODIES[name](namespace)
+    token = guarded.token("admin:*")
+    with contextlib.closing(half_asked(guarded, method, path, token, body=body, **DIGEST)) as sent:
+        revoke(guarded, token)
+        sent.sendall(body[len(body) // 2 :])
+
+        assert sent.recv(65536).startswith(b"HTTP/1.1 401")
+    admin = guarded.http(guarded.admin)
+    assert call(admin, "get", namespace).status_code == 404
+    assert call(admin, "get manifest", namespace).status_code == 404
+    assert admin.get(f"/v1/-/namespaces/{namespace}").status_code == 404
+    listed = admin.get("/v1/-/tokens").json()["tokens"]
+    assert namespace not in {each["description"] for each in listed}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "status"),
+    [
+        ({}, {"mode": "read_only"}, 403),
+        ({}, {"trusted": True}, 403),
+        ({}, {"max_artifact_bytes": 10}, 413),
+        ({"mode": "overwrite"}, {}, 503),
+    ],
+)
+def test_a_body_that_comes_in_slowly_does_not_outlive_the_rules(
+    guarded, namespace, before, after, status
+):
+    guarded.set_policy(namespace, **before)
+    method, path, body = BODIES["artifact"](namespace)
+    token = guarded.token("write:*")
+    with contextlib.closing(half_asked(guarded, method, path, token, body=body, **DIGEST)) as sent:
+        guarded.set_policy(namespace, **after)
+        sent.sendall(body[len(body) // 2 :])
+
+        assert sent.recv(65536).startswith(f"HTTP/1.1 {status}".encode())
+    assert call(guarded.http(guarded.admin), "get", namespace).status_code == 404
+
+
+def test_who_waits_for_a_lease_does_not_get_it_with_a_revoked_token(guarded, namespace):
+    admin = guarded.http(guarded.admin)
+    held = admin.post(lease(namespace), json={}).json()["token"]
+    token = guarded.token(f"write:{namespace}")
+    body = b"{ }"
+    with contextlib.closing(
+        half_asked(guarded, "POST", lease(namespace), token, body=body, Prefer="wait=60")
+    ) as sent:
+        sent.sendall(body[len(body) // 2 :])
+        while not admin.get("/v1/stats").json()["waiters"]:
+            time.sleep(0.02)
+        revoke(guarded, token)
+        ended = admin.delete(
+            lease(namespace) + "?outcome=failed", headers={"Graphstash-Lease": held}
+        )
+        assert ended.status_code == 204
+
+        assert sent.recv(65536).startswith(b"HTTP/1.1 401")
+    assert admin.post(lease(namespace), json={}).status_code == 201, "nobody holds it"
+
+
 # -- what grants allow --
 
 
@@ -198,6 +293,18 @@ def test_a_scope_includes_those_before_it_and_no_more(guarded, stored, grant, al
         assert refused.status_code == 403, name
         needed = f"{'admin' if name in ADMINS else 'write'}:{stored}"
         assert needed in refused.json()["detail"]
+
+
+def test_a_pattern_of_many_stars_is_looked_for_in_no_time():
+    """A search that goes back would take years: nothing here waits for a clock."""
+    pattern = NamespacePattern("*a" * 31 + "b")
+
+    assert not pattern.matches("a" * 64)
+    assert NamespacePattern("*a*b*").matches("xxaxxbxx")
+    assert NamespacePattern("*ab*ab").matches("abab")
+    assert not NamespacePattern("*ab*ab").matches("ab")
+    assert NamespacePattern("a*a").matches("aa")
+    assert not NamespacePattern("a*a").matches("a")
 
 
 def test_a_pattern_names_no_neighbours(guarded, namespace):
@@ -442,6 +549,35 @@ def test_a_revocation_that_is_told_of_is_seen_at_once(asking, database_url, cloc
         assert await is_let_in(access, issued.token)
         await tokens.revoke(issued.info.id, actor=Actor("test"))
         access.forget_token(issued.info.id)
+        assert not await is_let_in(access, issued.token)
+
+    asking(work)
+
+
+def test_a_statement_that_looked_before_a_revocation_says_nothing_after_it(
+    asking, database_url, clock, monkeypatch
+):
+    issued = issue(database_url, "read:*", clock=clock)
+    has_looked, may_go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(connection, ids):
+        rows = await find_tokens(connection, ids)
+        has_looked.set()
+        await may_go_on.wait()
+        return rows
+
+    monkeypatch.setattr("graphstash_server.services.known_tokens.find_tokens", slow)
+
+    async def work(access, tokens):
+        first = asyncio.create_task(is_let_in(access, issued.token))
+        await has_looked.wait()
+        await tokens.revoke(issued.info.id, actor=Actor("test"))
+        access.forget_token(issued.info.id)
+        second = asyncio.create_task(is_let_in(access, issued.token))
+        await asyncio.sleep(0)
+        may_go_on.set()
+
+        assert await asyncio.gather(first, second) == [False, False]
         assert not await is_let_in(access, issued.token)
 
     asking(work)

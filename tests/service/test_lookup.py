@@ -1,5 +1,6 @@
 """POST artifacts:lookup: many keys in one call."""
 
+import asyncio
 import json
 import time
 from pathlib import Path
@@ -7,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from graphstash_schema import Digest, LookupResponse
+from graphstash_server.services.artifacts import ArtifactService
+from graphstash_server.services.blobs import BlobKeeper
+from support.services import key_of, opener
 
 BLOB = b"an executable"
 
@@ -145,3 +149,43 @@ def test_an_absent_artifact_is_verified_as_such(api, problem):
 
     assert api.http.post(path, json=api.key(9)).json() == {"found": False, "healed": False}
     problem(api.http.post(path, json={"kind": "jax"}), 400, "invalid_request")
+
+
+def test_all_who_ask_to_verify_an_artifact_share_one_reading_of_it(tmp_path, monkeypatch):
+    """A few bytes of a request would cost gigabytes otherwise."""
+    opened = opener(tmp_path, f"sqlite:///{tmp_path / 'database.sqlite3'}")
+    keys = [key_of(number) for number in range(4)] * 8
+    under_way, most, readings, asked = set(), 0, [], []
+
+    async def main():
+        have_all_asked = asyncio.Event()
+        is_whole, ask = BlobKeeper.is_whole, ArtifactService._is_whole
+
+        async def read(keeper, digest):
+            nonlocal most
+            readings.append(digest)
+            under_way.add(digest)
+            most = max(most, len(under_way))
+            await have_all_asked.wait()
+            under_way.remove(digest)
+            return await is_whole(keeper, digest)
+
+        async def counted(artifacts, digest):
+            asked.append(digest)
+            if len(asked) == len(keys):
+                have_all_asked.set()
+            return await ask(artifacts, digest)
+
+        monkeypatch.setattr(BlobKeeper, "is_whole", read)
+        monkeypatch.setattr(ArtifactService, "_is_whole", counted)
+        async with opened() as verbs:
+            for number in range(4):
+                await verbs.put(b"blob %d" % number, number)
+            verify = verbs.context.artifacts.verify
+            replies = await asyncio.gather(*map(verify, keys))
+            assert all(reply.found and not reply.healed for reply in replies)
+            assert (len(readings), most) == (4, 2)
+            assert (await verify(keys[0])).found
+            assert len(readings) == 5, "who asks later has it read again"
+
+    asyncio.run(main())

@@ -96,6 +96,7 @@ def test_every_change_of_a_policy_is_in_the_audit_log(api):
         ({"mode": "sometimes"}, "mode"),
         ({"limit_bytes": 0}, "limit_bytes"),
         ({"requests_per_second": -1}, "requests_per_second"),
+        ({"requests_per_second": 1e-310}, "requests_per_second"),  # to wait for ever is no number
         ({"moda": "read_only"}, "moda"),
     ],
 )
@@ -114,6 +115,8 @@ def test_a_read_only_namespace_serves_what_it_has_and_takes_nothing(api, problem
     problem(api.put(b"other", 1), 403, "read_only")
     manifest = f"/v1/{api.namespace}/manifests/job"
     problem(api.http.put(manifest, json={"keys": [api.key(1)]}), 403, "read_only")
+
+    problem(api.acquire(2, wait=1), 403, "read_only")  # a compile for which nobody should wait
 
     assert refused["retryable"] is False
     assert (files(), api.stats()) == before
@@ -333,6 +336,32 @@ def test_without_having_read_the_policies_nobody_is_let_in(opened):
 
             with pytest.raises(ServerError):
                 await policies.of(TEAM)
+
+    asyncio.run(test())
+
+
+def test_a_hundred_requests_do_not_queue_for_a_database_that_does_not_answer(opened):
+    async def test():
+        async with opened() as server:
+            database = Counted(server.context.database)
+            database.is_broken = True
+            policies = PolicyService(database=database, clock=opened.clock, seconds=Seconds())
+            is_over = asyncio.Event()
+
+            async def list_late():
+                await is_over.wait()
+                return await PolicyService.list_all(policies)
+
+            policies.list_all = list_late
+            asking = [asyncio.create_task(policies.of(TEAM)) for _ in range(100)]
+            await asyncio.sleep(0)
+            is_over.set()
+            answers = await asyncio.gather(*asking, return_exceptions=True)
+
+            assert {answer.code for answer in answers} == {ErrorCode.UNAVAILABLE}
+            assert database.asked == 1
+            database.is_broken = False
+            assert await policies.of(TEAM) == NamespacePolicy()
 
     asyncio.run(test())
 

@@ -304,6 +304,23 @@ def test_a_report_and_an_overwrite_that_meet_end_one_way_or_the_other(opened):
     asyncio.run(test())
 
 
+def test_all_who_report_at_once_hear_that_it_is_withheld(opened):
+    async def test():
+        async with opened() as one, opened() as two:
+            for number in range(8):
+                await one.put(BLOB, number)
+
+                reported = await asyncio.gather(
+                    *(withhold(server, number) for server in (one, two, one, two))
+                )
+
+                assert all(each.found and each.withheld for each in reported)
+                assert await one.get(number) is await two.get(number) is None
+            assert len((await one.context.quarantine.list_withheld()).artifacts) == 8
+
+    asyncio.run(test())
+
+
 def test_evidence_that_lost_its_blob_goes_with_its_report(opened):
     async def test():
         async with opened() as server:

@@ -52,7 +52,7 @@ def test_help_is_readable(process_environment):
         assert option in said.stdout
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "a" * 64])
 def test_it_does_not_listen_beyond_loopback_without_being_told(tmp_path, process_environment, host):
     said = run("--host", host, "--data-dir", str(tmp_path / "d"), environment=process_environment)
 

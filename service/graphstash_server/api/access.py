@@ -2,15 +2,20 @@
 
 Nothing of a request is looked at before it is known who asks, neither its words nor its body. What
 a caller may not read is answered as if it were not there: nobody learns whether it is by asking.
+
+A body may take hours to come in, and a lease a minute to be granted. A token that was revoked
+meanwhile has no say any more: at the end of either, the same is asked again (`api.bodies`).
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 from fastapi import Request
 
 from graphstash_schema import AccessKind, ErrorCode, Namespace, NamespacePolicy, Scope
 from graphstash_server.actor import Actor
+from graphstash_server.api.bodies import ask_again_after
 from graphstash_server.api.problems import refusals
 from graphstash_server.context import ProcessContext
 from graphstash_server.errors import ServerError
@@ -62,6 +67,22 @@ async def authorized(
         InvalidValueError: when the namespace is out of form.
         ServerError: 401, 404, 403, 429 or 503.
     """
+    principal, where, policy = await _admitted(
+        request, namespace=namespace, scope=scope, absent=absent
+    )
+    context: ProcessContext = request.app.state.context
+    context.policies.admit(where, policy)
+    ask_again_after(request, partial(_admitted, namespace=namespace, scope=scope, absent=absent))
+    return principal
+
+
+async def _admitted(
+    request: Request,
+    *,
+    namespace: str,
+    scope: Scope,
+    absent: Callable[[Request], ServerError] | None,
+) -> tuple[Principal, Namespace, NamespacePolicy]:
     context: ProcessContext = request.app.state.context
     principal = await _principal(request)
     is_anonymous = principal.kind is AccessKind.ANONYMOUS
@@ -75,8 +96,7 @@ async def authorized(
         if not principal.may_read(where, policy):
             raise absent(request) if absent is not None else _nothing_there()
         raise _forbidden(principal, scope, where, policy)
-    context.policies.admit(where, policy)
-    return principal
+    return principal, where, policy
 
 
 async def authenticated(request: Request) -> Principal:
@@ -97,6 +117,11 @@ async def administrator(request: Request) -> Principal:
     Raises:
         ServerError: 401, 403 or 503.
     """
+    ask_again_after(request, _administrator)
+    return await _administrator(request)
+
+
+async def _administrator(request: Request) -> Principal:
     principal = await authenticated(request)
     if not principal.is_administrator:
         raise ServerError(

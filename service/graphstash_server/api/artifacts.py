@@ -1,5 +1,6 @@
 """GET, HEAD, PUT and DELETE of an artifact, and the lookup of many."""
 
+from collections.abc import AsyncIterator
 from typing import Any, Final
 
 from fastapi import APIRouter, Request, Response
@@ -197,8 +198,7 @@ async def put_artifact(request: Request) -> Response:
         actor=actor_of(request, principal),
         policy=policy,
     )
-    chunks = body_chunks(request, idle_seconds=context.settings.upload_idle_seconds)
-    is_new = await context.uploads.publish(upload, chunks)
+    is_new = await context.uploads.publish(upload, _body(request, upload))
     headers = {
         "Location": key.artifact_path,
         "ETag": upload.digest.etag,
@@ -303,6 +303,26 @@ async def verify_artifact(request: Request) -> Response:
         headers={"Cache-Control": "no-store"},
         media_type="application/json",
     )
+
+
+async def _body(request: Request, upload: Upload) -> AsyncIterator[bytes]:
+    """The bytes of an artifact. They may take hours: at their end, the rules that hold then count.
+
+    Raises:
+        ServerError: as `body_chunks` does; 403, 413 or 503 for what the rules let in no more.
+    """
+    context: ProcessContext = request.app.state.context
+    async for chunk in body_chunks(request, idle_seconds=context.settings.upload_idle_seconds):
+        yield chunk
+    where = upload.key.namespace
+    policy = await context.policies.of(where)
+    context.uploads.check(where, upload.digest.size_bytes, policy=policy)
+    if upload.replaces and not _changes(policy):
+        raise ServerError(
+            ErrorCode.UNAVAILABLE,
+            f"the namespace {where} became write-once meanwhile: nothing was stored, send the "
+            "artifact again",
+        )
 
 
 def _in_body(key: StoredKey) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Request bodies: streamed or bounded, and never waited for without end."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -11,7 +11,14 @@ from graphstash_schema import ErrorCode
 from graphstash_server.api.problems import invalid_body
 from graphstash_server.errors import ServerError
 
-__all__ = ["body_chunks", "check_key_count", "json_body", "read_model"]
+__all__ = [
+    "ask_again",
+    "ask_again_after",
+    "body_chunks",
+    "check_key_count",
+    "json_body",
+    "read_model",
+]
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -21,6 +28,26 @@ _MAX_JSON_BYTES = 2 * 1024**2
 _MIN_BYTES_PER_SECOND = 8 * 1024
 """Slowest body on average: what a telephone modem brought, far below any network that a cache is
 worth using on."""
+
+
+_ASK_AGAIN = "ask_again"
+
+
+def ask_again_after(request: Request, question: Callable[[Request], Awaitable[object]]) -> None:
+    """Notes what has still to be true when the body has come in, or a wait is over.
+
+    Args:
+        request: whose body or wait it is.
+        question: is given the request; raises when it is not true any more.
+    """
+    request.scope["state"][_ASK_AGAIN] = question
+
+
+async def ask_again(request: Request) -> None:
+    """Raises what the question of `ask_again_after` raises."""
+    question = request.scope["state"].get(_ASK_AGAIN)
+    if question is not None:
+        await question(request)
 
 
 async def body_chunks(request: Request, *, idle_seconds: float) -> AsyncIterator[bytes]:
@@ -36,7 +63,7 @@ async def body_chunks(request: Request, *, idle_seconds: float) -> AsyncIterator
 
     Raises:
         ServerError: 408 when nothing came for too long, or too little altogether; 400 when the
-            caller hung up.
+            caller hung up; at its end, whatever `ask_again` raises.
     """
     now = asyncio.get_running_loop().time
     allowed_seconds = idle_seconds  # that may still be spent waiting; bytes earn more
@@ -53,6 +80,7 @@ async def body_chunks(request: Request, *, idle_seconds: float) -> AsyncIterator
             allowed_seconds += len(message["body"]) / _MIN_BYTES_PER_SECOND - (now() - began)
             yield message["body"]
         if not message.get("more_body", False):
+            await ask_again(request)
             return
 
 

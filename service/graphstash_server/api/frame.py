@@ -67,7 +67,7 @@ def _request_ids() -> Callable[[], bytes]:
     numbers = itertools.count(1)
 
     def new_id() -> bytes:
-        return f"{process}-{next(numbers):x}".encode()
+        return f"{process}-{next(numbers):08x}".encode()  # so that equal answers are equally long
 
     return new_id
 

@@ -8,12 +8,13 @@ from fastapi import APIRouter, Request, Response
 from graphstash_schema import ErrorCode, LeaseOutcome, LeaseReply, LeaseRequest, LeaseState, Scope
 from graphstash_schema.protocol import API_PREFIX, HEADER_LEASE, MAX_WAIT_SECONDS
 from graphstash_server.api.access import access_refusals, authorized
-from graphstash_server.api.bodies import json_body, read_model
+from graphstash_server.api.bodies import ask_again, json_body, read_model
 from graphstash_server.api.conditions import requested_wait
 from graphstash_server.api.paths import IN_KEY, KEY, key_of, named_namespace
 from graphstash_server.context import ProcessContext
 from graphstash_server.errors import ServerError
 from graphstash_server.services.leases import Acquisition
+from graphstash_server.services.policies import check_writable
 
 __all__ = ["router"]
 
@@ -46,15 +47,19 @@ _STATUS: Final = {LeaseState.GRANTED: 201, LeaseState.READY: 200, LeaseState.HEL
         200: {"model": LeaseReply, "description": "the artifact is there, fetch it"},
         201: {"model": LeaseReply, "description": "granted: compile"},
         202: {"model": LeaseReply, "description": "somebody else compiles: ask again"},
-        **access_refusals(*_BAD_WORD, ErrorCode.UNAVAILABLE),
+        **access_refusals(*_BAD_WORD, ErrorCode.READ_ONLY, ErrorCode.UNAVAILABLE),
     },
     openapi_extra=json_body(LeaseRequest, IN_KEY),
 )
 async def acquire_lease(request: Request) -> Response:
-    """Asks for the right to compile; `Prefer: wait=<seconds>` waits for it or for the artifact."""
+    """Asks for the right to compile; `Prefer: wait=<seconds>` waits for it or for the artifact.
+
+    Where nothing can be published nobody waits for others, one after the other: 403.
+    """
     await authorized(request, named_namespace(request), Scope.WRITE)
     key = key_of(request)
     context: ProcessContext = request.app.state.context
+    check_writable(key.namespace, await context.policies.of(key.namespace))
     wanted = await read_model(
         request, LeaseRequest, idle_seconds=context.settings.upload_idle_seconds
     )
@@ -66,6 +71,12 @@ async def acquire_lease(request: Request) -> Response:
         )
     finally:
         gone.cancel()
+    try:
+        await ask_again(request)
+    except ServerError:  # whoever may not have it must not keep others from it either
+        if reply.token is not None:
+            await context.leases.release(key, token=reply.token)
+        raise
     headers = {}
     if wait_seconds is not None:
         headers["Preference-Applied"] = f"wait={wait_seconds:.0f}"

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from graphstash_schema import (
     Access,
+    AccessKind,
     AuditLog,
     ErrorCode,
     Namespace,
@@ -81,6 +82,12 @@ async def get_access(request: Request) -> Response:
 async def create_token(request: Request) -> Response:
     """Makes a token."""
     principal = await administrator(request)
+    if principal.kind is AccessKind.OPEN:
+        raise ServerError(
+            ErrorCode.FORBIDDEN,
+            "this server asks nobody who they are, and a token would outlive that: make it with "
+            "`graphstash token create` on the server's host, and start with --auth tokens",
+        )
     context: ProcessContext = request.app.state.context
     wanted = await read_model(
         request, TokenRequest, idle_seconds=context.settings.upload_idle_seconds

@@ -242,5 +242,6 @@ audit = Table(
     Column("detail", Text, nullable=False),
     Column("request_id", String(64), nullable=True),
     Index(None, "at"),
+    Index(None, "namespace", "id"),
 )
 """Written in the transaction of the change it tells of; rows go after a while, see settings."""

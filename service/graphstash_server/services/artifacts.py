@@ -1,5 +1,6 @@
 """ArtifactService: finds, opens and deletes artifacts, and drops those that lost their blob."""
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +38,10 @@ _LOGGER = logging.getLogger(__name__)
 
 _PIN = timedelta(seconds=LOOKUP_PIN_SECONDS)
 
+_MOST_VERIFIED = 2
+"""Blobs that are read at a time because somebody asked for it: whoever may read may ask, with a few
+bytes for gigabytes."""
+
 _LOOKS = 3
 """At an artifact whose blob is gone because another one took its place a moment ago."""
 
@@ -73,6 +78,8 @@ class ArtifactService:
         self._accounting = accounting
         self._clock = clock
         self._recent = RecentRows(clock=clock)
+        self._verifying: dict[Digest, asyncio.Task[bool | None]] = {}
+        self._verifiers = asyncio.Semaphore(_MOST_VERIFIED)
 
     async def open(self, key: StoredKey) -> OpenArtifact | None:
         """Opens an artifact for reading; None when it is absent or was healed away."""
@@ -134,10 +141,23 @@ class ArtifactService:
         row = await self._read(key)
         if row is None:
             return VerifyResponse(found=False, healed=False)
-        is_healed = not await self._keeper.is_whole(row.digest)
+        is_healed = not await self._is_whole(row.digest)
         if is_healed:
             await self.heal(row)
         return VerifyResponse(found=True, healed=is_healed)
+
+    async def _is_whole(self, digest: Digest) -> bool | None:
+        """Reads a blob once for all who ask meanwhile."""
+        verifying = self._verifying.get(digest)
+        if verifying is None:
+            verifying = asyncio.create_task(self._read_whole(digest))
+            self._verifying[digest] = verifying
+            verifying.add_done_callback(lambda _: self._verifying.pop(digest))
+        return await asyncio.shield(verifying)
+
+    async def _read_whole(self, digest: Digest) -> bool | None:
+        async with self._verifiers:
+            return await self._keeper.is_whole(digest)
 
     async def lookup(
         self, namespace: Namespace, keys: Sequence[StoredKey]

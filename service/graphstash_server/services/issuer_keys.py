@@ -71,13 +71,14 @@ class IssuerKeys:
         Raises:
             ServerError: 503 when the provider does not answer and the key is not known.
         """
-        if not self._is_settled(key_id):
+        is_being_tried = self._has_failed and self._fetching.locked()
+        if not self._is_settled(key_id) and not (is_being_tried and self._is_known(key_id)):
             async with self._fetching:
                 if not self._is_settled(key_id) and not self._is_younger(
                     self._tried_at, _PAUSE_SECONDS
                 ):
                     await self._refresh()
-        key = self._keys.get(key_id) if self._is_younger(self._read_at, _KEPT_SECONDS) else None
+        key = self._keys.get(key_id) if self._is_known(key_id) else None
         if key is None and self._has_failed:
             raise ServerError(
                 ErrorCode.UNAVAILABLE,
@@ -86,6 +87,9 @@ class IssuerKeys:
                 retry_after_seconds=_PAUSE_SECONDS,
             )
         return key
+
+    def _is_known(self, key_id: str | None) -> bool:
+        return key_id in self._keys and self._is_younger(self._read_at, _KEPT_SECONDS)
 
     def _is_settled(self, key_id: str | None) -> bool:
         return key_id in self._keys and self._is_younger(self._read_at, _FRESH_SECONDS)
@@ -171,6 +175,8 @@ def _is_private(url: str) -> bool:
 def _usable(described: Any) -> PyJWK | None:
     """A key that signs in a way that is accepted; None for other ones."""
     if not isinstance(described, dict) or described.get("use", "sig") != "sig":
+        return None
+    if "d" in described:  # a private key that the whole world has
         return None
     key_id = described.get("kid")
     if key_id is not None and not isinstance(key_id, str):

@@ -61,6 +61,7 @@ class KnownTokens:
         self._known: OrderedDict[str, _Seen] = OrderedDict()
         self._unknown: OrderedDict[str, _Seen] = OrderedDict()
         self._wanted: dict[str, asyncio.Future[KnownToken | None]] = {}
+        self._reading: set[str] = set()  # what is asked now; less what is forgotten meanwhile
         self._reader: asyncio.Task[None] | None = None
 
     async def find(self, token_id: str) -> KnownToken | None:
@@ -80,7 +81,10 @@ class KnownTokens:
         return await asyncio.shield(found)
 
     def forget(self, token_id: str) -> None:
-        """Something happened to a token: the next use asks the database."""
+        """Something happened to a token: the next use asks the database. A statement that is under
+        way may have looked too early: whoever waits for it waits for another one.
+        """
+        self._reading.discard(token_id)
         self._known.pop(token_id, None)
         self._unknown.pop(token_id, None)
 
@@ -90,12 +94,14 @@ class KnownTokens:
             while self._wanted:
                 batch = dict(islice(self._wanted.items(), _AT_ONCE))
                 read_at = self._clock()
+                self._reading = set(batch)
                 try:
                     async with self._database.reading() as connection:
                         rows = await find_tokens(connection, list(batch))
                 except Exception as error:  # noqa: BLE001 - it belongs to those who wait
                     self._settle(batch, error)
                 else:
+                    batch = {name: found for name, found in batch.items() if name in self._reading}
                     known = {token_id: _known(rows.get(token_id)) for token_id in batch}
                     for token_id, token in known.items():
                         self._remember(token_id, _Seen(read_at, token))

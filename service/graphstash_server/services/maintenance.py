@@ -20,6 +20,7 @@ from graphstash_server.services.blobs import BlobKeeper
 from graphstash_server.services.eviction import Evictor
 from graphstash_server.services.retention import RetentionService
 from graphstash_server.services.tidy import TidyService
+from graphstash_server.services.tokens import TokenService
 
 __all__ = ["Maintenance"]
 
@@ -45,6 +46,7 @@ class Maintenance:
         retention: RetentionService,
         tidy: TidyService,
         audit: AuditService,
+        tokens: TokenService,
         clock: Clock,
         unused_longer_than: timedelta | None,
         toolchains_kept: int | None,
@@ -57,6 +59,7 @@ class Maintenance:
         self._retention = retention
         self._tidy = tidy
         self._audit = audit
+        self._tokens = tokens
         self._clock = clock
         self._unused_longer_than = unused_longer_than
         self._toolchains_kept = toolchains_kept
@@ -96,7 +99,9 @@ class Maintenance:
         if await self._is_due("retention", _HOURLY):
             await self.retain()
         if await self._is_due("prune the audit log", _HOURLY):
-            await self._audit.prune(older_than=self._clock() - self._audit_kept_for)
+            oldest = self._clock() - self._audit_kept_for
+            await self._audit.prune(older_than=oldest)
+            await self._tokens.forget_ended(before=oldest)
         if await self._is_due("compare rows and blobs", _DAILY):
             await self._tidy.tidy(blobs_before=self._clock() - _ORPHAN_AGE)
 

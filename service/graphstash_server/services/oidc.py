@@ -30,6 +30,10 @@ _MAX_CHARACTERS = 16 * 1024
 _REQUIRED: Final = ["iss", "aud", "sub", "iat", "exp"]
 
 
+_BAD: Final = (jwt.PyJWTError, ValueError, TypeError, OverflowError, OSError, RecursionError)
+"""What a token raises that is none; nothing but brackets is a RecursionError."""
+
+
 class OidcVerifier:
     """Used from the event loop only."""
 
@@ -59,10 +63,9 @@ class OidcVerifier:
             return None
         try:
             header = jwt.get_unverified_header(token)
-            key_id = header.get("kid")
             if header.get("alg") is None or "crit" in header:
                 return None
-            key = await self._keys.find(key_id)
+            key = await self._keys.find(header.get("kid"))
             if key is None:
                 return None
             claims = jwt.decode(
@@ -75,15 +78,17 @@ class OidcVerifier:
                 options={"require": _REQUIRED, "enforce_minimum_key_length": True},
             )
             expires_at = datetime.fromtimestamp(int(claims["exp"]), UTC) + _LEEWAY
-        except (jwt.PyJWTError, ValueError, TypeError, OverflowError, OSError) as error:
+        except _BAD as error:
             _LOGGER.debug("a token of %s is refused: %s", self._issuer, type(error).__name__)
             return None
-        except RecursionError:  # a header of nothing but brackets
+        grants = self._grants(claims)
+        if not grants:  # the provider signs for others, too, and anybody may name our audience
+            _LOGGER.debug("no rule fits a token of %s", self._issuer)
             return None
         return Principal.of(
             kind=AccessKind.OIDC,
             name=f"oidc:{claims['sub']}",
-            grants=self._grants(claims),
+            grants=grants,
             expires_at=expires_at,
         )
 

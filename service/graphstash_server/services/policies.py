@@ -83,6 +83,8 @@ class PolicyService:
         self._limits: Mapping[str, int] = {}
         self._read_at: float | None = None
         self._tried_at: float | None = None
+        self._failure: ServerError | None = None
+        self._tries = 0
         self._reading = asyncio.Lock()
 
     async def of(self, namespace: Namespace) -> NamespacePolicy:
@@ -173,19 +175,26 @@ class PolicyService:
             self._tried_at = None
 
     async def _refresh(self) -> None:
-        """Reads the table once, whoever waits for it.
+        """Reads the table once, whoever waits for it: when it cannot be read, all who waited are
+        told so, or each would wait for a try of its own, one after the other.
 
         Raises:
             ServerError: 503, when that fails and what was read last is too old.
         """
+        tries = self._tries
         async with self._reading:
             if self._is_younger(self._tried_at, _FRESH_SECONDS):
                 return
+            if self._failure is not None and self._tries != tries:
+                raise ServerError(self._failure.code, self._failure.detail) from self._failure
             asked_at = self._seconds()
+            self._failure = None
             try:
                 known = {info.namespace: info.policy for info in await self.list_all()}
             except ServerError as error:
+                self._tries += 1
                 if not self._is_younger(self._read_at, _KEPT_SECONDS):
+                    self._failure = error
                     raise
                 _LOGGER.warning("the policies could not be read, the last ones hold: %s", error)
             else:

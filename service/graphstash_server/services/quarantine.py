@@ -7,17 +7,22 @@ releases it, or deletes it as any other.
 Who may only read is counted and changes nothing: otherwise every reader could take the cache away
 from all others. Nor does a report that a signature is missing, or of a key that the reporter does
 not know: that says which keys the reporter trusts, and others trust others. A server that served
-the artifact a moment ago may go on for two seconds (`services.recent`).
+the artifact a moment ago may go on for two seconds (`services.recent`), and a link to S3 that was
+given out before lasts for the rest of its 15 minutes.
 """
 
 import logging
+from datetime import datetime
 from typing import Final
+
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import (
     ArtifactMetadata,
     AuditAction,
     InvalidValueError,
     Namespace,
+    ReportReason,
     ReportRequest,
     ReportResponse,
     Withheld,
@@ -27,7 +32,7 @@ from graphstash_server.actor import Actor
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.notifications import notify
-from graphstash_server.db.queries.artifacts import find_stored
+from graphstash_server.db.queries.artifacts import ArtifactRow, find_stored
 from graphstash_server.db.queries.audit import AuditRecord, add_audit
 from graphstash_server.db.queries.keeping import release_artifact, withhold_artifact
 from graphstash_server.db.queries.reports import (
@@ -89,25 +94,15 @@ class QuarantineService:
             is_withheld = stored.withheld_at is not None
             if may_withhold and report.reason.is_about_artifact and not is_withheld:
                 is_withheld = await withhold_artifact(connection, key, stored.digest, now=now)
-                if not is_withheld:  # it was replaced or deleted between the two statements
-                    return ReportResponse(found=False, withheld=False)
-                await add_report(
-                    connection,
-                    key,
-                    stored.digest,
-                    reason=report.reason,
-                    reported_by=actor.name,
-                    now=now,
-                )
-                record = AuditRecord(
-                    now,
-                    actor,
-                    AuditAction.WITHHOLD,
-                    key.namespace,
-                    subject=str(key.key),
-                    detail=f"{report.reason} {stored.digest}",
-                )
-                await add_audit(connection, [record])
+                if is_withheld:
+                    await _write_down(
+                        connection, stored, reason=report.reason, actor=actor, now=now
+                    )
+                else:  # between the two statements somebody withheld, replaced or deleted it
+                    last = await find_stored(connection, key)
+                    if last is None or last.digest != stored.digest:
+                        return ReportResponse(found=False, withheld=False)
+                    is_withheld = last.withheld_at is not None
         self._accounting.count_reported()
         if is_withheld:
             self._artifacts.forget(key)
@@ -169,6 +164,29 @@ class QuarantineService:
         async with self._database.reading() as connection:
             rows = await list_reports(connection, namespace=namespace, limit=_MOST)
         return WithheldList(artifacts=tuple(_withheld(row) for row in rows))
+
+
+async def _write_down(
+    connection: AsyncConnection,
+    stored: ArtifactRow,
+    *,
+    reason: ReportReason,
+    actor: Actor,
+    now: datetime,
+) -> None:
+    """Why an artifact is withheld, and who did that."""
+    await add_report(
+        connection, stored.key, stored.digest, reason=reason, reported_by=actor.name, now=now
+    )
+    record = AuditRecord(
+        now,
+        actor,
+        AuditAction.WITHHOLD,
+        stored.key.namespace,
+        subject=str(stored.key.key),
+        detail=f"{reason} {stored.digest}",
+    )
+    await add_audit(connection, [record])
 
 
 def _withheld(row: ReportRow) -> Withheld:

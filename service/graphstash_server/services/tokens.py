@@ -27,6 +27,7 @@ from graphstash_server.db.queries.locks import lock_name
 from graphstash_server.db.queries.tokens import (
     TokenRow,
     count_live_tokens,
+    delete_ended_tokens,
     find_tokens,
     insert_token,
     list_tokens,
@@ -121,6 +122,15 @@ class TokenService:
                 await notify(connection, [f"{_REVOKED} {token_id}"])
             row = (await find_tokens(connection, [token_id])).get(token_id)
         return row.info if row is not None else None
+
+    async def forget_ended(self, *, before: datetime) -> int:
+        """Forgets tokens that were revoked or expired before a time; says how many.
+
+        Raises:
+            ServerError: 503.
+        """
+        async with self._database.writing() as connection:
+            return await delete_ended_tokens(connection, before=before)
 
     async def has_live(self) -> bool:
         """Whether anybody can be let in by a token.

@@ -89,8 +89,16 @@ async def list_reports(
 
 
 async def count_withheld(connection: AsyncConnection) -> dict[str, int]:
-    """How many artifacts are withheld, by namespace; those without one are left out."""
-    statement = select(reports.c.namespace, func.count()).group_by(reports.c.namespace)
+    """How many artifacts are withheld, by namespace; those without one are left out.
+
+    A server of the release before deletes artifacts and leaves their reports: these do not count.
+    """
+    statement = (
+        select(reports.c.namespace, func.count())
+        .join(artifacts, _is_same())
+        .where(artifacts.c.withheld_at.is_not(None))
+        .group_by(reports.c.namespace)
+    )
     return {found[0]: int(found[1]) for found in await connection.execute(statement)}
 
 

@@ -4,7 +4,18 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import NamedTuple
 
-from sqlalchemy import ColumnElement, Row, and_, bindparam, func, insert, or_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Row,
+    and_,
+    bindparam,
+    delete,
+    func,
+    insert,
+    or_,
+    select,
+    update,
+)
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Grant, TokenInfo
@@ -13,6 +24,7 @@ from graphstash_server.db.tables import tokens
 __all__ = [
     "TokenRow",
     "count_live_tokens",
+    "delete_ended_tokens",
     "find_tokens",
     "insert_token",
     "list_tokens",
@@ -75,6 +87,12 @@ async def revoke_token(connection: AsyncConnection, token_id: str, *, now: datet
         .values(revoked_at=now)
     )
     return (await connection.execute(statement)).rowcount == 1
+
+
+async def delete_ended_tokens(connection: AsyncConnection, *, before: datetime) -> int:
+    """Forgets tokens that were revoked or expired before a time; says how many."""
+    ended = or_(tokens.c.revoked_at < before, tokens.c.expires_at < before)
+    return (await connection.execute(delete(tokens).where(ended))).rowcount
 
 
 async def touch_tokens(connection: AsyncConnection, uses: Mapping[str, datetime]) -> None:
