@@ -5,7 +5,9 @@ file that every job gets. To rotate: generate and trust a new key beside the old
 one, then revoke the old one.
 """
 
+import fcntl
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -78,8 +80,7 @@ def trust(
     as_json: Json = False,
 ) -> None:
     """Let a key's signatures count. Once more for the same key: changes what was said of it."""
-    with _told():
-        path, trusted = _opened(file, make=True)
+    with _told(), _changing(file) as (path, trusted):
         key = TrustedKey(
             public=public,
             name=name,
@@ -102,8 +103,7 @@ def revoke(
     as_json: Json = False,
 ) -> None:
     """Let nothing that a key has ever signed be used again, whoever trusts it."""
-    with _told():
-        path, trusted = _opened(file, make=True)
+    with _told(), _changing(file) as (path, trusted):
         revoked = RevokedKey(key_id=SigningKeyId(key_id), reason=reason, at=datetime.now(UTC))
         others = tuple(each for each in trusted.revoked if each.key_id != key_id)
         TrustedKeys(keys=trusted.keys, revoked=(*others, revoked)).write(path)
@@ -115,7 +115,8 @@ def revoke(
 def list_keys(*, file: TrustFile = None, as_json: Json = False) -> None:
     """Show whose signatures count, and whose not any more."""
     with _told():
-        path, trusted = _opened(file, make=False)
+        path = _file_of(file)
+        trusted = TrustedKeys.read(path)
     if as_json:
         shown = {
             "file": str(path),
@@ -159,7 +160,9 @@ def _tell(sentence: str, told: dict[str, Any], *, as_json: bool) -> None:
         typer.echo(json.dumps(told, indent=2))
         return
     for name, value in told.items():
-        _out.print(f"{name:10} {escape(str(value))}", soft_wrap=True)
+        shown = ", ".join(value) if isinstance(value, list) else value
+        if shown:
+            _out.print(f"{name:10} {escape(str(shown))}", soft_wrap=True)
     _out.print(escape(sentence), soft_wrap=True)
 
 
@@ -167,11 +170,24 @@ def _described(key: TrustedKey) -> dict[str, Any]:
     return {"key_id": key.key_id, **key.model_dump(mode="json")}
 
 
-def _opened(file: Path | None, *, make: bool) -> tuple[Path, TrustedKeys]:
-    path = file or ClientConfig.load(signatures="off").trusted_keys or default_trusted_keys()
-    if make and not path.exists():
-        return path, TrustedKeys()
-    return path, TrustedKeys.read(path)
+def _file_of(file: Path | None) -> Path:
+    return file or ClientConfig.load(signatures="off").trusted_keys or default_trusted_keys()
+
+
+@contextmanager
+def _changing(file: Path | None) -> Iterator[tuple[Path, TrustedKeys]]:
+    """The file and what it says; two commands at once change it one after the other."""
+    path = _file_of(file)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = os.open(path.parent, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(f"trusted keys {path}: {error.strerror}") from None
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield path, TrustedKeys.read(path) if path.exists() else TrustedKeys()
+    finally:
+        os.close(folder)
 
 
 @contextmanager

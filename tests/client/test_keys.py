@@ -3,6 +3,8 @@
 import json
 import os
 import stat
+import subprocess
+import sys
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -206,3 +208,25 @@ def test_bad_input_gets_one_clear_line_and_changes_nothing(tmp_path, monkeypatch
     assert told in result.stderr
     assert "Traceback" not in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_commands_at_the_same_time_lose_nothing(tmp_path):
+    file = tmp_path / "trusted.json"
+    made = [SigningKey.generate(tmp_path / f"{number}.pem") for number in range(4)]
+    command = [sys.executable, "-m", "graphstash", "keys"]
+    running = [
+        subprocess.Popen(
+            [*command, "trust", key.public_text, "--file", file], stdout=subprocess.PIPE
+        )
+        for key in made[:2]
+    ] + [
+        subprocess.Popen(
+            [*command, "revoke", key.key_id, "--reason", "stolen", "--file", file],
+            stdout=subprocess.PIPE,
+        )
+        for key in made[2:]
+    ]
+    assert [process.communicate() and process.returncode for process in running] == [0] * 4
+    trusted = TrustedKeys.read(file)
+    assert {key.key_id for key in trusted.keys} == {key.key_id for key in made[:2]}
+    assert {key.key_id for key in trusted.revoked} == {key.key_id for key in made[2:]}
