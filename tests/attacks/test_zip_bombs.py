@@ -11,23 +11,14 @@ import zstandard
 
 from graphstash._envelope import Sealed
 from graphstash_schema import ArtifactMetadata
-from support.bombs import GIANT_BYTES, bomb, envelope_of, frame
+from support.bombs import GIANT_BYTES, bomb, count_decompressors, envelope_of, frame
 from support.signing import signature_of
 from support.victim import OWN
 
 
 @pytest.fixture
 def decompressors(monkeypatch):
-    """One entry for each that was made."""
-    made = []
-    real = zstandard.ZstdDecompressor
-
-    def counting(*args, **keywords):
-        made.append(1)
-        return real(*args, **keywords)
-
-    monkeypatch.setattr(zstandard, "ZstdDecompressor", counting)
-    return made
+    return count_decompressors(monkeypatch)
 
 
 @pytest.fixture

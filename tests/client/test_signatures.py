@@ -24,6 +24,7 @@ from graphstash._proof import Proof, read_proof
 from graphstash._stats import Counters
 from graphstash_schema import ArtifactKey, ArtifactMetadata, ArtifactSignature, Namespace
 from graphstash_schema.protocol import MAX_METADATA_BYTES
+from support.bombs import count_decompressors
 from support.signing import Team, flipped, plant, sealed, signature_of
 
 PAYLOAD = b"graph" * 1000
@@ -104,16 +105,7 @@ def cached(hosts):
 
 @pytest.fixture
 def unpacked(monkeypatch):
-    """How often a decompressor was made."""
-    made = []
-    real = zstandard.ZstdDecompressor
-
-    def counting(*args, **keywords):
-        made.append(1)
-        return real(*args, **keywords)
-
-    monkeypatch.setattr(zstandard, "ZstdDecompressor", counting)
-    return made
+    return count_decompressors(monkeypatch)
 
 
 # What attackers and accidents publish under key(1): each gets (team, config, directory).

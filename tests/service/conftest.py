@@ -11,8 +11,10 @@ import httpx
 import pytest
 
 from graphstash_schema import ArtifactMetadata, Digest, Namespace
+from graphstash_server.db.migrate import migrate
 from graphstash_server.testing import LiveServer, ServerProcess
 from support.postgres import Postgres
+from support.services import opener
 from support.tokens import Guarded
 
 DEVICE = "cpu-x86_64-0123456789abcdef"
@@ -207,3 +209,24 @@ def eventually() -> Callable[[Callable[[], bool]], None]:
             time.sleep(0.02)
 
     return check
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def new_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A database without tables, of each kind."""
+    if request.param == "postgresql":
+        return str(request.getfixturevalue("postgres").new_database())
+    return f"sqlite+aiosqlite:///{tmp_path / 'graphstash.sqlite3'}"
+
+
+@pytest.fixture
+def database_url(new_database_url: str, tmp_path: Path) -> str:
+    """A database as a server has it."""
+    migrate(new_database_url, lock_path=tmp_path / "lock")
+    return new_database_url
+
+
+@pytest.fixture
+def opened(new_database_url: str, tmp_path: Path) -> Any:
+    """Opens servers without HTTP; see `support.services.opener`."""
+    return opener(tmp_path, new_database_url)

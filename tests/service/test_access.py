@@ -16,7 +16,6 @@ from graphstash_schema import AccessKind, Digest, NamespacePattern
 from graphstash_server.actor import Actor
 from graphstash_server.app import create_app
 from graphstash_server.db.engine import Database
-from graphstash_server.db.migrate import migrate
 from graphstash_server.db.queries.tokens import find_tokens
 from graphstash_server.errors import ServerError
 from graphstash_server.services.access import AccessService
@@ -437,16 +436,6 @@ class Turned:
 @pytest.fixture
 def clock():
     return Turned()
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def database_url(request, tmp_path):
-    if request.param == "postgresql":
-        url = request.getfixturevalue("postgres").new_database()
-    else:
-        url = f"sqlite+aiosqlite:///{tmp_path / 'graphstash.sqlite3'}"
-    migrate(url, lock_path=tmp_path / "lock")
-    return url
 
 
 @pytest.fixture

@@ -15,23 +15,12 @@ from graphstash_server.clock import system_clock
 from graphstash_server.commands.audit import audit
 from graphstash_server.context import open_services
 from graphstash_server.db.engine import Database
-from graphstash_server.db.migrate import migrate
 from graphstash_server.db.queries.audit import AuditRecord, add_audit
 from graphstash_server.services import audit as audit_module
 from graphstash_server.services.audit import AuditService
 from graphstash_server.settings import load_settings
 
 START = datetime(2030, 1, 1, tzinfo=UTC)
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def database_url(request, tmp_path):
-    if request.param == "postgresql":
-        url = request.getfixturevalue("postgres").new_database()
-    else:
-        url = f"sqlite+aiosqlite:///{tmp_path / 'graphstash.sqlite3'}"
-    migrate(url, lock_path=tmp_path / "lock")
-    return url
 
 
 def records(count, *, at=START):

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from graphstash_schema import Digest, ErrorCode, NamespacePolicy
 from graphstash_server.db.tables import artifacts, deletions
 from graphstash_server.errors import ServerError
-from support.services import key_of, opener
+from support.services import key_of
 
 OLD = b"old " * 2500
 NEW = b"new " * 3000
@@ -48,14 +48,6 @@ DiskBlobStore.put, Committer.commit = dying_put, dying_commit
 from graphstash_server.__main__ import main
 main()
 """
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def opened(request, tmp_path):
-    url = f"sqlite:///{tmp_path / 'database.sqlite3'}"
-    if request.param == "postgresql":
-        url = request.getfixturevalue("postgres").new_database()
-    return opener(tmp_path, url)
 
 
 @pytest.fixture

@@ -17,18 +17,10 @@ from graphstash_server.errors import ServerError
 from graphstash_server.services.policies import PolicyService
 from graphstash_server.services.rates import Rates
 from graphstash_server.testing import LiveServer
-from support.services import ACTOR, opener
+from support.services import ACTOR
 
 TEAM = Namespace("team")
 READ_ONLY = NamespacePolicy(mode=WriteMode.READ_ONLY)
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def opened(request, tmp_path):
-    url = f"sqlite:///{tmp_path / 'database.sqlite3'}"
-    if request.param == "postgresql":
-        url = request.getfixturevalue("postgres").new_database()
-    return opener(tmp_path, url)
 
 
 class Seconds:

@@ -26,17 +26,9 @@ from graphstash_server.db.tables import artifacts
 from graphstash_server.errors import ServerError
 from graphstash_server.settings import load_settings
 from graphstash_server.testing import LiveServer
-from support.services import ACTOR, key_of, opener
+from support.services import ACTOR, key_of
 
 BLOB = b"wrong " * 1000
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def opened(request, tmp_path):
-    url = f"sqlite:///{tmp_path / 'database.sqlite3'}"
-    if request.param == "postgresql":
-        url = request.getfixturevalue("postgres").new_database()
-    return opener(tmp_path, url)
 
 
 def report(api, number=0, blob=BLOB, reason="bad_signature", **headers):

@@ -19,7 +19,7 @@ from graphstash_server.db.engine import make_engine
 from graphstash_server.db.tables import metadata
 from graphstash_server.services import tokens as tokens_module
 from graphstash_server.settings import load_settings
-from support.services import ACTOR, opener
+from support.services import ACTOR
 from support.tokens import Guarded, issue
 
 READ_ALL = [{"scope": "read", "namespaces": "*"}]
@@ -28,14 +28,6 @@ READ_ALL = [{"scope": "read", "namespaces": "*"}]
 @pytest.fixture
 def admin(guarded):
     return guarded.http(guarded.admin)
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def opened(request, tmp_path):
-    url = f"sqlite:///{tmp_path / 'database.sqlite3'}"
-    if request.param == "postgresql":
-        url = request.getfixturevalue("postgres").new_database()
-    return opener(tmp_path, url)
 
 
 def make(admin, **changed):

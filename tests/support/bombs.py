@@ -3,7 +3,9 @@
 import json
 import struct
 
-__all__ = ["GIANT_BYTES", "bomb", "envelope_of", "frame"]
+import zstandard
+
+__all__ = ["GIANT_BYTES", "bomb", "count_decompressors", "envelope_of", "frame"]
 
 GIANT_BYTES = 4 * 1024**3
 
@@ -36,3 +38,16 @@ def envelope_of(key, payload, **fields):
 def bomb(key, **fields):
     """131 KB that unfold to 4 GiB."""
     return envelope_of(key, frame(GIANT_BYTES), **fields)
+
+
+def count_decompressors(monkeypatch):
+    """One entry for each decompressor that is made from now on."""
+    made = []
+    real = zstandard.ZstdDecompressor
+
+    def counting(*args, **keywords):
+        made.append(1)
+        return real(*args, **keywords)
+
+    monkeypatch.setattr(zstandard, "ZstdDecompressor", counting)
+    return made
