@@ -252,13 +252,8 @@ class ArtifactService:
                 await drop_report(connection, key)
                 await add_deletions(connection, [digest])
             if is_gone and actor is not None:
-                record = AuditRecord(
-                    self._clock(),
-                    actor,
-                    AuditAction.DELETE,
-                    key.namespace,
-                    subject=str(key.key),
-                    detail=str(digest),
+                record = AuditRecord.of_artifact(
+                    self._clock(), actor, AuditAction.DELETE, key, digest
                 )
                 await add_audit(connection, [record])
         self.forget(key)

@@ -219,14 +219,8 @@ def _change(upload: Upload, replaced: Digest | None) -> UsageChange:
 
 
 def _record(upload: Upload, replaced: Digest | None, now: datetime) -> AuditRecord:
-    return AuditRecord(
-        now,
-        upload.actor,
-        AuditAction.PUT if replaced is None else AuditAction.OVERWRITE,
-        upload.key.namespace,
-        subject=str(upload.key.key),
-        detail=str(upload.digest),
-    )
+    action = AuditAction.PUT if replaced is None else AuditAction.OVERWRITE
+    return AuditRecord.of_artifact(now, upload.actor, action, upload.key, upload.digest)
 
 
 def withheld(upload: Upload, stays: Digest) -> ServerError:

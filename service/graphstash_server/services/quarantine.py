@@ -131,14 +131,7 @@ class QuarantineService:
             news = Wake.ready(key, digest)
             await drop_report(connection, key)
             await notify(connection, [news.payload])
-            record = AuditRecord(
-                self._clock(),
-                actor,
-                AuditAction.RELEASE,
-                key.namespace,
-                subject=str(key.key),
-                detail=str(digest),
-            )
+            record = AuditRecord.of_artifact(self._clock(), actor, AuditAction.RELEASE, key, digest)
             await add_audit(connection, [record])
         self._waiters.wake(news)
         return True
@@ -178,13 +171,8 @@ async def _write_down(
     await add_report(
         connection, stored.key, stored.digest, reason=reason, reported_by=actor.name, now=now
     )
-    record = AuditRecord(
-        now,
-        actor,
-        AuditAction.WITHHOLD,
-        stored.key.namespace,
-        subject=str(stored.key.key),
-        detail=f"{reason} {stored.digest}",
+    record = AuditRecord.of_artifact(
+        now, actor, AuditAction.WITHHOLD, stored.key, f"{reason} {stored.digest}"
     )
     await add_audit(connection, [record])
 

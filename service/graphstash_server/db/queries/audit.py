@@ -10,6 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from graphstash_schema import AuditAction, AuditEntry, Namespace
 from graphstash_server.actor import Actor
 from graphstash_server.db.tables import audit
+from graphstash_server.keys import StoredKey
 
 __all__ = ["AuditRecord", "add_audit", "prune_audit", "read_audit"]
 
@@ -32,6 +33,13 @@ class AuditRecord(NamedTuple):
     namespace: Namespace | None
     subject: str
     detail: str = ""
+
+    @classmethod
+    def of_artifact(
+        cls, at: datetime, actor: Actor, action: AuditAction, key: StoredKey, detail: object
+    ) -> "AuditRecord":
+        """What was done to an artifact; the detail has its digest."""
+        return cls(at, actor, action, key.namespace, subject=str(key.key), detail=str(detail))
 
 
 async def add_audit(connection: AsyncConnection, entries: Sequence[AuditRecord]) -> None:
