@@ -14,19 +14,42 @@ TORCH_INDEX_OPTIONS := $(if $(TORCH_INDEX),--index $(TORCH_INDEX) --index-strate
 
 export PYTHONSAFEPATH = 1
 
-.PHONY: help demo serve test fuzz check lint types format bench bench-training constraints clean
+.PHONY: help demo serve test test-all test-pythons coverage fuzz check lint types format hooks dist \
+    docs docs-serve reference bench bench-training constraints clean
 
-help:  ## Show this list
+help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
 
-demo: $(VENV)/.installed  ## Run the promise in three acts: cold, warm, herd; writes build/demo.json
+demo: $(VENV)/.installed  ## Run one training job cold, warm and on eight hosts; writes build/demo.json
 	$(BIN)/python client/examples/demo.py
 
 serve: $(VENV)/.installed  ## Start a server on 127.0.0.1:8077
 	$(BIN)/graphstash serve
 
-test: $(VENV)/.installed $(VENV)/.packages  ## Run every test, real torch_xla jobs included
-	$(BIN)/python -m pytest $(TESTS)
+# Two workers; what shares an expensive server or process goes to one of them (tests/conftest.py).
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+test: $(VENV)/.installed $(VENV)/.packages  ## Run the tests that .venv is enough for: at most 10 minutes
+	$(PYTEST) $(TESTS)
+
+test-all: $(VENV)/.installed $(VENV)/.packages  ## Run every test, with every compiler version: 35 minutes
+	$(PYTEST) --extended $(TESTS)
+
+# What needs no compiler.
+LIGHT_TESTS ?= tests/unit tests/service tests/client/doctor $(wildcard tests/client/*.py)
+PYTHONS ?= 3.12 3.13
+
+test-pythons: $(VENV)/.installed $(VENV)/.packages  ## Run the tests without compilers on PYTHONS
+	for version in $(PYTHONS); do \
+	    other=$(VENV)-python$$version && \
+	    $(UV) venv --quiet --allow-existing --python $$version $$other && \
+	    $(UV) pip install --quiet --python $$other/bin/python --constraint constraints.txt \
+	        --group test --editable '.[server,postgres,s3,signing]' && \
+	    $$other/bin/python -m pytest $(LIGHT_TESTS) || exit; done
+
+coverage: $(VENV)/.installed $(VENV)/.packages  ## Run the tests without compilers with coverage; fails below fail_under
+	$(BIN)/python -m pytest --cov $(LIGHT_TESTS)
 
 FUZZ_SECONDS ?= 600
 FUZZ_TARGETS ?= paths headers bodies signatures conversations
@@ -36,7 +59,7 @@ fuzz: $(VENV)/.installed  ## Fuzz the parsers, FUZZ_SECONDS each; inputs stay in
 	    PYTHONPATH=tests/fuzz $(BIN)/python tests/fuzz/$$target.py \
 	        -max_total_time=$(FUZZ_SECONDS) -print_final_stats=1 || exit; done
 
-check: lint types  ## Run ruff, import-linter and mypy
+check: lint types docs  ## Run ruff, import-linter, mypy, and the checks of the documentation
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -45,10 +68,32 @@ lint: $(VENV)/.installed
 
 types: $(VENV)/.installed
 	$(BIN)/mypy
+	$(BIN)/mypy $(wildcard docs/tools/*.py)
 
-format: $(VENV)/.installed  ## Let ruff format and mend what it can
+# Material for MkDocs prints a note about MkDocs 2 otherwise; pyproject.toml keeps MkDocs 1. No --quiet:
+# it hides warnings from the strict mode, too.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
+
+docs: $(VENV)/.installed  ## Build the documentation into build/site; a dead link is an error
+	$(BIN)/python docs/tools/snippets.py
+	$(BIN)/python docs/tools/reference.py --check
+	$(MKDOCS) build
+
+docs-serve: $(VENV)/.installed  ## Serve the documentation on 127.0.0.1:8000, with live reload
+	$(MKDOCS) serve
+
+reference: $(VENV)/.installed  ## Generate docs/reference from the code
+	$(BIN)/python docs/tools/reference.py
+
+format: $(VENV)/.installed  ## Format the code and apply automatic fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+hooks: $(VENV)/.installed  ## Let git run the checks before each commit
+	$(BIN)/pre-commit install
+
+dist: $(VENV)/.installed  ## Build the sdist, and the wheel from it, into dist/
+	$(UV) build --out-dir dist
 
 bench: $(VENV)/.installed  ## Measure side by side with peers; writes build/bench*.json
 	$(BIN)/python tests/benchmarks/run.py
@@ -59,7 +104,7 @@ bench-training: $(VENV)/.installed  ## Compare training loops; writes build/benc
 COMPILE := $(UV) pip compile --quiet --python-version 3.11 --python-platform x86_64-manylinux_2_31 \
     --no-emit-index-url --no-header --no-annotate
 
-constraints:  ## Write constraints.txt and tests/environments/*.txt anew
+constraints:  ## Update constraints.txt and tests/environments/*.txt
 	$(COMPILE) --all-extras --group dev pyproject.toml --output-file constraints.txt
 	for name in $(basename $(wildcard tests/environments/*.in)); do \
 	    $(COMPILE) $$name.in pyproject.toml --output-file $$name.txt || exit; done

@@ -1,14 +1,51 @@
+"""Which tests run, in which order, and the servers that all folders share.
+
+`make test` leaves out what is marked `extended`; `make test-all` passes `--extended` and runs
+everything. Of a test that runs on two databases, PostgreSQL is extended unless the test is marked
+`sql`.
+"""
+
+import functools
 import itertools
 import os
+import sys
+from contextlib import ExitStack
 
+import hypothesis
 import pytest
 
 from support.jobs import Jobs
 from support.moto import CREDENTIALS, Moto
+from support.postgres import Postgres
 from support.server import Server
 from support.swift import Swift
 
 _numbers = itertools.count()
+
+# A worker takes whole files. It takes these together: they share a process that starts slowly.
+_TAKEN_TOGETHER = dict.fromkeys(
+    (
+        *("tests/compilers/test_torch_xla.py", "tests/compilers/test_torch_xla_faults.py"),
+        *(
+            "tests/client/training/test_optimizers_xla.py",
+            "tests/client/training/test_traced_xla.py",
+        ),
+        "tests/client/training/test_trainer_xla.py",
+    ),
+    "torch_xla",
+)
+
+# The longest first, so that both workers end at about the same time.
+_LONGEST = (
+    *("torch_xla", "tests/chaos/test_chaos.py", "tests/compilers/test_inductor.py"),
+    *("tests/compilers/test_jax.py", "tests/compilers/test_ranks.py"),
+    *("tests/compilers/test_other_processors.py", "tests/packaging/test_release_before.py"),
+    *("tests/compilers/test_inductor_objects.py", "tests/compilers/test_triton.py"),
+    *("tests/compilers/test_pjrt_torch_xla.py", "tests/compilers/test_pjrt_jax.py"),
+    *("tests/docs/test_pages.py", "tests/client/training/test_examples.py"),
+    *("tests/compilers/test_mixed.py", "tests/service/test_workers.py"),
+    "tests/service/test_eviction.py",
+)
 
 # Jobs import torch and JAX hundreds of times; compiling these modules anew takes 20 s each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -17,11 +54,81 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--extended", action="store_true", help="also run tests marked `extended`")
+
+
+def pytest_configure(config):
+    # Timing never decides, neither that of one example nor that of making them.
+    untimed = hypothesis.settings(
+        deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.register_profile("test", untimed, max_examples=50, derandomize=True)
+    hypothesis.settings.register_profile("test-all", untimed, max_examples=300)
+    hypothesis.settings.load_profile("test-all" if config.option.extended else "test")
+
+
+def pytest_itemcollected(item):
+    if _is_on(item, "postgresql") and not item.get_closest_marker("sql"):
+        item.add_marker("extended")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config, items):
+    if not config.option.extended:
+        left_out = [item for item in items if item.get_closest_marker("extended")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("extended")]
+    yield
+    items.sort(key=_place_of_its_group)
+
+
+def _is_on(item, database):
+    return hasattr(item, "callspec") and database in item.callspec.params.values()
+
+
+def _group_of(nodeid):
+    file = nodeid.partition("::")[0]
+    return _TAKEN_TOGETHER.get(file, file)
+
+
+def _place_of_its_group(item):
+    group = _group_of(item.nodeid)
+    return _LONGEST.index(group) if group in _LONGEST else len(_LONGEST)
+
+
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByGroup(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return _group_of(nodeid)
+
+    return ByGroup(config, log)
+
+
+@pytest.fixture(scope="session")
+def is_extended(pytestconfig):
+    """Whether `make test-all` runs: budgets are larger and seeds are random."""
+    return pytestconfig.option.extended
+
+
 @pytest.fixture(autouse=True)
-def _no_settings_from_outside(monkeypatch):
+def _no_settings_from_outside(monkeypatch, tmp_path_factory):
     for name in tuple(os.environ):
-        if name.startswith("GRAPHSTASH_"):
+        if name.startswith(("GRAPHSTASH_", "_GRAPHSTASH_")):
             monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.getbasetemp() / "no-server"))
+
+
+@pytest.fixture(autouse=True)
+def _no_cache_is_left_in_this_process():
+    """A test that calls `graphstash.install` in this process also uninstalls it."""
+    yield
+    session = sys.modules.get("graphstash._process.session")
+    if session is not None and session._current is not None:
+        session.uninstall()
+        pytest.fail("this test has left the cache installed in pytest's own process")
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +149,45 @@ def jobs():
     jobs = Jobs()
     yield jobs
     jobs.close()
+
+
+@pytest.fixture(scope="session")
+def postgres():
+    """One PostgreSQL server; take a `new_database()` of your own."""
+    with Postgres() as postgres:
+        yield postgres
+
+
+@pytest.fixture(scope="session")
+def start_on_sqlite(tmp_path_factory):
+    """Starts a kind of server when a test first asks for it; it stays until the end."""
+    with ExitStack() as stack:
+        yield functools.cache(
+            lambda kind, **settings: stack.enter_context(
+                kind(tmp_path_factory.mktemp("server"), **settings)
+            )
+        )
+
+
+@pytest.fixture(scope="session")
+def start_on_postgresql(tmp_path_factory, postgres):
+    """The same on PostgreSQL, each with a database of its own."""
+    with ExitStack() as stack:
+        yield functools.cache(
+            lambda kind, **settings: stack.enter_context(
+                kind(
+                    tmp_path_factory.mktemp("server"),
+                    database_url=postgres.new_database(),
+                    **settings,
+                )
+            )
+        )
+
+
+@pytest.fixture(scope="session", params=["sqlite", "postgresql"])
+def start_once(request):
+    """Starts a kind of server on each database; all tests share it."""
+    return request.getfixturevalue(f"start_on_{request.param}")
 
 
 @pytest.fixture(scope="session")

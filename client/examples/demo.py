@@ -1,8 +1,8 @@
-"""The promise in three acts: a job compiles, another host does not, a herd compiles once.
+"""Runs one training job cold, warm, and on eight hosts at once.
 
     cold   a real training job against an empty server
     warm   the same job as another host would run it: new process, empty local tier
-    herd   eight small jobs at once, each as a host of its own, on a graph that nobody has compiled
+    herd   eight small jobs at once, each as a host of its own, on a graph that is not cached yet
 
 Every number about compiling comes from torch_xla's own metrics in the jobs' reports, not from
 graphstash. Prints a table and writes the same as JSON. `make demo` runs it.
@@ -62,20 +62,25 @@ class Job:
         }
 
 
-def start(name: str, url: str, directory: Path, *options: str) -> Job:
-    """Starts a job with a local tier of its own, in `directory`."""
+def environment() -> dict[str, str]:
+    """This process's variables without settings of a cache of your own."""
+    return {name: os.environ[name] for name in os.environ if not name.startswith("GRAPHSTASH_")}
+
+
+def start(name: str, directory: Path, *options: str) -> Job:
+    """Starts a job with a local tier of its own, in `directory`; it finds the server by itself."""
     directory.mkdir(parents=True)
     report, stats = directory / "report.json", directory / "stats.jsonl"
     command = [
         *(sys.executable, "-m", "graphstash", "run"),
-        *("--url", url, "--cache-dir", str(directory / "tier"), "--stats-file", str(stats), "--"),
+        *("--cache-dir", str(directory / "tier"), "--stats-file", str(stats), "--"),
         *(sys.executable, str(JOB), "--report", str(report), *options),
     ]
     process = subprocess.Popen(
         command,
         # On import, torch starts idle workers for a compiler that these jobs do not use; on a small
         # machine their start would be most of what is measured.
-        env={"PJRT_DEVICE": "CPU", "TORCHINDUCTOR_COMPILE_THREADS": "1"} | os.environ,
+        env={"PJRT_DEVICE": "CPU", "TORCHINDUCTOR_COMPILE_THREADS": "1"} | environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -84,7 +89,7 @@ def start(name: str, url: str, directory: Path, *options: str) -> Job:
 
 
 def watch(title: str, *jobs: Job) -> None:
-    """Passes the jobs' output on, under a line that says what runs and for how long."""
+    """Prints the jobs' output, below it a line that says what runs and then how long it took."""
     started = time.monotonic()
     with Live(Spinner("dots", title), console=console, refresh_per_second=4, transient=True):
         for job in jobs:
@@ -96,6 +101,7 @@ def watch(title: str, *jobs: Job) -> None:
 @contextmanager
 def server(directory: Path) -> Iterator[str]:
     """A server on a free port, with its data in `directory`; yields its URL."""
+    os.environ["XDG_STATE_HOME"] = str(directory / "state")  # apart from a server of your own
     port_file = directory / "port"
     log = (directory / "server.log").open("w")
     process = subprocess.Popen(
@@ -103,6 +109,7 @@ def server(directory: Path) -> Iterator[str]:
             *(sys.executable, "-m", "graphstash", "serve", "--port", "0"),
             *("--data-dir", str(directory / "data"), "--port-file", str(port_file)),
         ],
+        env=environment(),
         stdout=log,
         stderr=subprocess.STDOUT,
     )
@@ -120,7 +127,7 @@ def server(directory: Path) -> Iterator[str]:
 
 
 def summarize(cold: dict[str, Any], warm: dict[str, Any], herd: dict[str, Any]) -> Table:
-    """The table that the newcomer sees."""
+    """The table that is printed at the end."""
     table = Table(title="graphstash: the same training job, three times")
     table.add_column("")
     for heading in ("first step", "compiling", "compiles", "hits", "waits", "in", "out"):
@@ -165,7 +172,7 @@ def gather(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs the three acts."""
+    """Runs the three parts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--output", type=Path, default=Path("build/demo.json"))
     parser.add_argument("--mode", choices=("lazy", "compile", "dynamo"), default="lazy")
@@ -176,17 +183,17 @@ def main() -> None:
         directory = Path(name)
         with server(directory) as url:
             console.print(f"server at {url}")
-            job = start("cold", url, directory / "cold", *settings)
-            watch("cold: nobody has compiled this yet", job)
+            job = start("cold", directory / "cold", *settings)
+            watch("cold: an empty cache", job)
             cold = job.finish()
-            job = start("warm", url, directory / "warm", *settings)
-            watch("warm: another host, nothing on its disk", job)
+            job = start("warm", directory / "warm", *settings)
+            watch("warm: another host with an empty local tier", job)
             warm = job.finish()
             jobs = [
-                start(f"herd {n}", url, directory / f"herd{n}", "--small", "--mode", options.mode)
+                start(f"herd {n}", directory / f"herd{n}", "--small", "--mode", options.mode)
                 for n in range(HERD)
             ]
-            watch(f"herd: {HERD} hosts want one new graph at once", *jobs)
+            watch(f"herd: {HERD} hosts need one new graph at once", *jobs)
             herd = gather([job.finish() for job in jobs])
     console.print(summarize(cold, warm, herd))
     ratio = cold["first_step_seconds"] / warm["first_step_seconds"]

@@ -106,7 +106,7 @@ def draw_batches(
     """Reads on from `batch` random places, `context` bytes a step, without end.
 
     Consecutive text resembles itself, so a short run learns more from it than from windows drawn
-    anew each step.
+    again for each step.
 
     Yields:
         tokens_BT and targets_BT, int64, on the CPU; the targets are the tokens one byte later.

@@ -8,7 +8,7 @@ test part), which come with it, so there is nothing to download. Every fifth is 
 
 `loops` tells what the first four loops are. With one seed and device, their losses agree to
 rounding. The fifth is `graphstash.training.train`, which brings progress, evaluation and
-checkpoints: stop it whenever you like, and the same command goes on.
+checkpoints: stop it at any time, and the same command resumes.
 
 Shapes: B batch, H height, W width.
 """
@@ -74,7 +74,7 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
 
 
 def batches_of(digits: Digits, *, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of the training images, shuffled anew every epoch, without end."""
+    """Endless batches of the training images, shuffled in every epoch."""
     order = torch.Generator().manual_seed(seed)
     loader = DataLoader(digits, batch_size=size, shuffle=True, drop_last=True, generator=order)
     while True:
@@ -122,7 +122,7 @@ def train(
 
 
 def train_to_the_end(model: CNN, options: argparse.Namespace) -> dict[str, Any]:
-    """Trains by `graphstash.training.train`; goes on where an earlier run has stopped."""
+    """Trains by `graphstash.training.train`; resumes where an earlier run stopped."""
     from graphstash import training
 
     digits, unseen = Digits(train=True), Digits(train=False)

@@ -10,9 +10,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from graphstash._compile import CompileCache
-    from graphstash._config import ClientConfig
-    from graphstash._errors import (
+    from graphstash._artifacts.stash import Fetched, Stash
+    from graphstash._compile.cache import CompileCache
+    from graphstash._compile.stats import Stats
+    from graphstash._process.session import Session, get_or_compile, install, stats, uninstall
+    from graphstash.config import ClientConfig
+    from graphstash.errors import (
         CacheError,
         ConfigError,
         ConflictError,
@@ -20,9 +23,6 @@ if TYPE_CHECKING:
         LeaseLostError,
         Reason,
     )
-    from graphstash._session import Session, get_or_compile, install, stats, uninstall
-    from graphstash._stash import Fetched, Stash
-    from graphstash._stats import Stats
 
 __all__ = [
     "CacheError",
@@ -45,22 +45,22 @@ __all__ = [
 ]
 
 _HOME = {
-    "CompileCache": "_compile",
-    "ClientConfig": "_config",
-    "CacheError": "_errors",
-    "ConfigError": "_errors",
-    "ConflictError": "_errors",
-    "GraphstashError": "_errors",
-    "LeaseLostError": "_errors",
-    "Reason": "_errors",
-    "Session": "_session",
-    "get_or_compile": "_session",
-    "install": "_session",
-    "stats": "_session",
-    "uninstall": "_session",
-    "Fetched": "_stash",
-    "Stash": "_stash",
-    "Stats": "_stats",
+    "CompileCache": "_compile.cache",
+    "ClientConfig": "config",
+    "CacheError": "errors",
+    "ConfigError": "errors",
+    "ConflictError": "errors",
+    "GraphstashError": "errors",
+    "LeaseLostError": "errors",
+    "Reason": "errors",
+    "Session": "_process.session",
+    "get_or_compile": "_process.session",
+    "install": "_process.session",
+    "stats": "_process.session",
+    "uninstall": "_process.session",
+    "Fetched": "_artifacts.stash",
+    "Stash": "_artifacts.stash",
+    "Stats": "_compile.stats",
 }
 
 

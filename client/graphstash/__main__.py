@@ -1,5 +1,5 @@
 """`python -m graphstash` is the `graphstash` command."""
 
-from graphstash._cli import main
+from graphstash._cli.main import main
 
 main()

@@ -32,12 +32,14 @@ def initialize() -> None:
 
 def _add(name: str) -> None:
     try:
-        from graphstash._session import add_hook  # not before a compiler is there: it is heavy
+        from graphstash._process.session import (
+            add_hook,  # not before a compiler is there: it is heavy
+        )
 
         add_hook(name)
     except Exception:  # a hook's outermost frame: the compiler goes on without
         import logging  # here, because most processes never come here
 
         logging.getLogger("graphstash").warning(
-            "graphstash: no %s hook; going on without", name, exc_info=True
+            "graphstash: cannot install the %s hook", name, exc_info=True
         )

@@ -1,7 +1,8 @@
-"""Executor: a few background threads behind a bounded queue. The client's only concurrency.
+"""BoundedExecutor: background threads behind a bounded queue, for work that a job can do without.
 
-Work that does not fit is refused at once rather than waited for: a training step must never stand
-behind an upload.
+A full queue refuses work instead of waiting: a training step must never wait for an upload. The
+threads of the training loop are a `WorkerPool`, which does the opposite: the caller waits, errors
+are raised, and the process does not end before the work is done.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ class BoundedExecutor:
     """Runs calls in order of submission.
 
     The threads are daemons: they never keep a job alive. `drain` waits for them, `close` stops
-    them; whoever made the executor calls both.
+    them; the owner calls both.
 
     Args:
         name: prefix of the threads' names.
@@ -59,7 +60,7 @@ class BoundedExecutor:
         return True
 
     def drain(self, timeout_seconds: float) -> bool:
-        """Waits until nothing is queued or running; False when the time was not enough."""
+        """Waits until nothing is queued or running; False after the timeout."""
         deadline = monotonic() + timeout_seconds
         with self._idle:
             while self._unfinished:

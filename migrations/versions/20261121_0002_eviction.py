@@ -1,4 +1,4 @@
-"""What eviction needs: an order of artifacts, blobs that are being deleted, and work shared out.
+"""For eviction: an order of artifacts, blobs that are being deleted, and periodic chores.
 
 Revision: 0002
 Follows: 0001
@@ -37,7 +37,7 @@ def upgrade() -> None:
         for name in ("evictions", "evicted_bytes"):
             batch.add_column(sa.Column(name, sa.BigInteger(), nullable=False, server_default="0"))
     _rank_artifacts()
-    # The defaults stay: a server of the release before inserts without these columns.
+    # The defaults stay: a server of the previous release inserts without these columns.
     op.create_index("ix_artifacts_rank", "artifacts", ["rank"])
     op.create_index("ix_artifacts_namespace_rank", "artifacts", ["namespace", "rank"])
     op.create_index("ix_artifacts_last_used_at", "artifacts", ["last_used_at"])
@@ -90,7 +90,7 @@ _NEW = (
 
 
 def _rank_artifacts() -> None:
-    """Fills the new columns as the server would have; a page at a time, in the key's order."""
+    """Fills the new columns as the server would have done, a page at a time, in key order."""
     key = ("namespace", "fingerprint", "kind", "device_type")
     table = sa.table(
         "artifacts",
@@ -142,7 +142,7 @@ def _seconds(moment) -> float:
 
 
 def _toolchain(header: str) -> str:
-    """Headers were checked when they came; what cannot be read all the same has no toolchain."""
+    """Headers were validated on upload; one that cannot be read has no toolchain."""
     try:
         raw = base64.urlsafe_b64decode(header + "=" * (-len(header) % 4))
         return str(json.loads(raw).get("toolchain", ""))[:256]

@@ -1,4 +1,4 @@
-"""What trust needs: tokens, policies of namespaces, reports of wrong artifacts, the audit log.
+"""For trust: tokens, policies of namespaces, reports of wrong artifacts, the audit log.
 
 Revision: 0003
 Follows: 0002

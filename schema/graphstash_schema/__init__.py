@@ -1,13 +1,15 @@
-"""The words that the graphstash client and server both speak: pydantic and stdlib only."""
+"""The types that the graphstash client and server share: pydantic and stdlib only."""
 
 from graphstash_schema.access import (
     MAX_GRANTS,
+    MIN_EXCHANGED_SECONDS,
     TOKEN_FORM,
     Access,
     AccessKind,
     Grant,
     NamespacePattern,
     Scope,
+    TokenExchange,
     TokenInfo,
     TokenIssued,
     TokenList,
@@ -22,17 +24,17 @@ from graphstash_schema.artifact import (
     VerifyResponse,
 )
 from graphstash_schema.audit import AuditAction, AuditEntry, AuditLog
-from graphstash_schema.device import DeviceType
 from graphstash_schema.digest import Digest, DigestHasher
 from graphstash_schema.errors import RETRYABLE, STATUS, ErrorCode, InvalidValueError, Problem
-from graphstash_schema.fingerprint import (
+from graphstash_schema.key import (
     MAX_PARTS,
+    ArtifactKey,
     ArtifactKind,
+    DeviceType,
     Fingerprint,
     fingerprint_of,
     parts_for_display,
 )
-from graphstash_schema.key import ArtifactKey
 from graphstash_schema.lease import LeaseOutcome, LeaseReply, LeaseRequest, LeaseState
 from graphstash_schema.manifest import Manifest, ManifestEntry, ManifestUpdate
 from graphstash_schema.names import ManifestName, Namespace, Word
@@ -51,6 +53,7 @@ __all__ = [
     "MAX_COMPILE_SECONDS",
     "MAX_GRANTS",
     "MAX_PARTS",
+    "MIN_EXCHANGED_SECONDS",
     "RETRYABLE",
     "STATUS",
     "TOKEN_FORM",
@@ -94,6 +97,7 @@ __all__ = [
     "Scope",
     "ServerStats",
     "SigningKeyId",
+    "TokenExchange",
     "TokenInfo",
     "TokenIssued",
     "TokenList",

@@ -1,4 +1,4 @@
-"""Access: who a caller is, and what a token lets its bearer do.
+"""Access: who a caller is, and what a token allows.
 
 A grant is a scope on the namespaces that a pattern names. `admin` includes `write` includes `read`;
 `admin` on the pattern `*` is the server's own administration (tokens, policies, audit log).
@@ -7,22 +7,24 @@ A grant is a scope on the namespaces that a pattern names. `admin` includes `wri
 import re
 from datetime import datetime
 from enum import StrEnum
-from functools import lru_cache
 from typing import Final
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
+from pydantic import AwareDatetime, Field
 
 from graphstash_schema.errors import ErrorCode, InvalidValueError
-from graphstash_schema.names import LINE, Namespace, Word
+from graphstash_schema.model import Items, RequestModel, WireModel
+from graphstash_schema.names import LINE, Namespace, Word, star_matcher
 
 __all__ = [
     "MAX_GRANTS",
+    "MIN_EXCHANGED_SECONDS",
     "TOKEN_FORM",
     "Access",
     "AccessKind",
     "Grant",
     "NamespacePattern",
     "Scope",
+    "TokenExchange",
     "TokenInfo",
     "TokenIssued",
     "TokenList",
@@ -33,7 +35,11 @@ MAX_GRANTS: Final = 64
 """Most grants of one token."""
 
 TOKEN_FORM: Final = re.compile(r"gst_(?P<id>[a-z2-7]{16})_(?P<secret>[A-Za-z0-9_-]{43})")
-"""A token: a prefix that secret scanners find, an id that is no secret, and 256 random bits."""
+"""A token: a prefix that secret scanners find, an id that is not secret, and 256 random bits."""
+
+
+MIN_EXCHANGED_SECONDS: Final = 60
+"""Shortest lifetime of a token that a JWT is exchanged for."""
 
 
 class Scope(StrEnum):
@@ -44,7 +50,7 @@ class Scope(StrEnum):
     ADMIN = "admin"
 
     def includes(self, other: "Scope") -> bool:
-        """Whether who has this one may do what `other` allows."""
+        """Whether this scope covers `other`."""
         return _RANK[self] >= _RANK[other]
 
 
@@ -66,24 +72,11 @@ class NamespacePattern(Word):
 
     def matches(self, namespace: str) -> bool:
         """Whether it names the namespace."""
-        return _matcher(self).fullmatch(namespace) is not None
+        return star_matcher(self).fullmatch(namespace) is not None
 
 
-@lru_cache(maxsize=1024)
-def _matcher(pattern: str) -> re.Pattern[str]:
-    # Neighbouring stars mean the same as one. What stands between two stars is looked for once,
-    # where it comes first: going back to later places finds nothing more, and takes for ever.
-    first, *others = map(re.escape, re.split(r"\*+", pattern))
-    if not others:
-        return re.compile(first)
-    *between, last = others
-    return re.compile(first + "".join(f"(?>.*?{each})" for each in between) + ".*" + last)
-
-
-class Grant(BaseModel):
+class Grant(RequestModel):
     """One scope on the namespaces of one pattern."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     scope: Scope
     namespaces: NamespacePattern
@@ -108,15 +101,31 @@ class Grant(BaseModel):
     def __str__(self) -> str:
         return f"{self.scope}:{self.namespaces}"
 
+    @property
+    def is_server_administration(self) -> bool:
+        """Whether it is `admin:*`, which administers the server."""
+        return self.scope is Scope.ADMIN and self.namespaces == "*"
+
     def allows(self, scope: Scope, namespace: str) -> bool:
-        """Whether it lets its bearer do what `scope` allows, in a namespace."""
+        """Whether the grant covers a scope in a namespace."""
         return self.scope.includes(scope) and self.namespaces.matches(namespace)
 
+    def includes(self, other: "Grant") -> bool:
+        """Whether the other grant allows nothing that this one does not, whatever policies say.
 
-class TokenRequest(BaseModel):
+        Two grants say more than the namespaces that they match: a name, except for reading, counts
+        in a trusted namespace, and `*` is for the server as a whole, which `**` is not.
+        """
+        if self.is_server_administration:
+            return True
+        is_name = other.namespaces.is_exact and other.scope is not Scope.READ
+        if is_name or other.namespaces == "*":
+            return self.namespaces == other.namespaces and self.scope.includes(other.scope)
+        return self.allows(other.scope, other.namespaces)  # only a star matches a star
+
+
+class TokenRequest(RequestModel):
     """Asks for a new token."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     description: str = Field(
         min_length=1,
@@ -128,10 +137,21 @@ class TokenRequest(BaseModel):
     expires_at: AwareDatetime | None = Field(default=None, description="none: never")
 
 
-class TokenInfo(BaseModel):
-    """What the server knows about a token; the secret is not part of it."""
+class TokenExchange(RequestModel):
+    """Asks for a token in exchange for the JWT of the request, with its rights or fewer."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    grants: tuple[Grant, ...] = Field(
+        default=(), max_length=MAX_GRANTS, description="none: all that the JWT has"
+    )
+    lifetime_seconds: int | None = Field(
+        default=None,
+        ge=MIN_EXCHANGED_SECONDS,
+        description="none: as long as the server allows",
+    )
+
+
+class TokenInfo(WireModel):
+    """What the server knows about a token; the secret is not part of it."""
 
     id: str = Field(description="names the token; not a secret")
     description: str
@@ -141,21 +161,20 @@ class TokenInfo(BaseModel):
     expires_at: datetime | None = None
     last_used_at: datetime | None = Field(default=None, description="lags by the flush interval")
     revoked_at: datetime | None = None
+    issuer: str | None = Field(
+        default=None, description="whose JWT it was exchanged for; none for other tokens"
+    )
 
 
-class TokenIssued(BaseModel):
+class TokenIssued(WireModel):
     """A new token: the only answer that ever holds the secret."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     token: str = Field(description="give it to GRAPHSTASH_TOKEN; it is not shown again")
     info: TokenInfo
 
 
-class TokenList(BaseModel):
+class TokenList(WireModel):
     """All tokens, newest first."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     tokens: tuple[TokenInfo, ...]
 
@@ -164,23 +183,27 @@ class AccessKind(StrEnum):
     """How the server knows a caller."""
 
     OPEN = "open"
-    """It asks nobody who they are."""
+    """The server has no authentication."""
+    OWNER = "owner"
+    """The user who runs the server, by a socket that nobody else can reach."""
     ANONYMOUS = "anonymous"
-    """The caller showed nothing and reads what is open to everybody."""
+    """The caller sent no token and may read what needs none."""
     TOKEN = "token"  # noqa: S105 - a word
     OIDC = "oidc"
 
 
-class Access(BaseModel):
-    """Who the caller is to the server: `GET /v1/-/access`."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
+class Access(WireModel):
+    """What the server knows about the caller: `GET /v1/-/access`."""
 
     kind: AccessKind
     name: str = Field(description="in the audit log: a token's id and description, or a subject")
-    grants: tuple[Grant, ...]
+    grants: Items[Grant]
     expires_at: datetime | None = None
+    issuer: str | None = Field(
+        default=None,
+        description="the identity provider of a JWT, or of the one that the token was given for",
+    )
 
     def allows(self, scope: Scope, namespace: Namespace) -> bool:
-        """Whether the caller may do what `scope` allows, as far as grants decide."""
+        """Whether the caller's grants cover a scope in a namespace."""
         return any(grant.allows(scope, namespace) for grant in self.grants)

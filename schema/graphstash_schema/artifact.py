@@ -8,13 +8,13 @@ import binascii
 from datetime import datetime
 from typing import Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from graphstash_schema.errors import ErrorCode, InvalidValueError
-from graphstash_schema.fingerprint import MAX_PARTS
-from graphstash_schema.key import ArtifactKey
+from graphstash_schema.key import MAX_PARTS, ArtifactKey
+from graphstash_schema.model import Items, RequestModel, WireModel
 from graphstash_schema.names import LINE
-from graphstash_schema.protocol import MAX_METADATA_BYTES
+from graphstash_schema.protocol import MAX_LOOKUP_KEYS, MAX_METADATA_BYTES
 from graphstash_schema.signature import ArtifactSignature
 
 __all__ = [
@@ -30,10 +30,8 @@ MAX_COMPILE_SECONDS: Final = 7 * 24 * 3600.0
 """A week: above any real compilation, below what would drown the eviction order."""
 
 
-class ArtifactMetadata(BaseModel):
+class ArtifactMetadata(WireModel):
     """What a publisher says about an artifact; travels in one header of bounded size."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     version: int = Field(default=1, ge=1, le=1, description="form of this record")
     compile_seconds: float = Field(
@@ -58,7 +56,7 @@ class ArtifactMetadata(BaseModel):
         description="the fingerprint's parts, shortened: they explain a miss",
     )
     signature: ArtifactSignature | None = Field(
-        default=None, description="by whoever published it; see signature.py"
+        default=None, description="of the publisher; see signature.py"
     )
 
     def to_header(self) -> str:
@@ -97,10 +95,8 @@ class ArtifactMetadata(BaseModel):
             raise _invalid(value, "base64url of a JSON object") from None
 
 
-class ArtifactInfo(BaseModel):
+class ArtifactInfo(WireModel):
     """What the server knows about a stored artifact."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     key: ArtifactKey
     digest: str = Field(description="`sha256:<hex>` of the blob")
@@ -109,27 +105,23 @@ class ArtifactInfo(BaseModel):
     created_at: datetime | None = None
 
 
-class LookupRequest(BaseModel):
+class LookupRequest(RequestModel):
     """Asks which of many artifacts exist."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    keys: tuple[ArtifactKey, ...] = Field(description="1 to MAX_LOOKUP_KEYS keys")
+    keys: Items[ArtifactKey] = Field(min_length=1, max_length=MAX_LOOKUP_KEYS)
 
 
-class LookupResponse(BaseModel):
-    """The found ones are safe from eviction for `LOOKUP_PIN_SECONDS`."""
+class LookupResponse(WireModel):
+    """The found ones are safe from eviction for `LOOKUP_PIN_SECONDS`, unless an upload needs their
+    room.
+    """
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    found: tuple[ArtifactInfo, ...]
-    missing: tuple[ArtifactKey, ...]
+    found: Items[ArtifactInfo]
+    missing: Items[ArtifactKey]
 
 
-class VerifyResponse(BaseModel):
+class VerifyResponse(WireModel):
     """What the server found when it read an artifact's blob again."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     found: bool = Field(description="whether there was an artifact")
     healed: bool = Field(description="whether it was dropped, because its blob was lost or damaged")

@@ -1,15 +1,17 @@
-"""The audit log: who wrote, deleted, or changed who may."""
+"""The audit log: who wrote or deleted artifacts, and who changed permissions."""
 
 from datetime import datetime
 from enum import StrEnum
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from graphstash_schema.model import WireModel
 
 __all__ = ["AuditAction", "AuditEntry", "AuditLog"]
 
 
 class AuditAction(StrEnum):
-    """What is written down."""
+    """What the audit log records."""
 
     PUT = "put"
     OVERWRITE = "overwrite"
@@ -22,10 +24,8 @@ class AuditAction(StrEnum):
     RELEASE = "release"
 
 
-class AuditEntry(BaseModel):
+class AuditEntry(WireModel):
     """One change."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     id: int = Field(description="grows")
     at: datetime
@@ -34,13 +34,21 @@ class AuditEntry(BaseModel):
     namespace: str | None = None
     subject: str = Field(description="what: an artifact's key, a token's id")
     detail: str = Field(default="", description="more about it, e.g. a digest or the new grants")
-    request_id: str | None = Field(default=None, description="as in the server's log")
+    request_id: str | None = Field(
+        default=None, description="of the answer; the caller may have chosen it"
+    )
+    server_request_id: str | None = Field(
+        default=None, description="of the same request, by the server alone; also in its log"
+    )
+    address: str | None = Field(
+        default=None,
+        description="where the request came from; `<client> via <proxy>` where X-Forwarded-For "
+        "says so, which is as true as the proxy is",
+    )
 
 
-class AuditLog(BaseModel):
+class AuditLog(WireModel):
     """A page of the log, newest first."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     entries: tuple[AuditEntry, ...]
     next_before: int | None = Field(

@@ -6,8 +6,9 @@ them: a PUT works without one, and an expired lease only lets the next waiter co
 
 from enum import StrEnum
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from graphstash_schema.model import RequestModel, WireModel
 from graphstash_schema.names import LINE
 from graphstash_schema.protocol import (
     DEFAULT_LEASE_SECONDS,
@@ -26,7 +27,7 @@ class LeaseState(StrEnum):
     READY = "ready"
     """200: the artifact is there, fetch it."""
     HELD = "held"
-    """202: somebody else still compiles; ask again."""
+    """202: another job still compiles; retry."""
 
 
 class LeaseOutcome(StrEnum):
@@ -38,10 +39,8 @@ class LeaseOutcome(StrEnum):
     """Nothing was stored; the next waiter gets the lease."""
 
 
-class LeaseRequest(BaseModel):
+class LeaseRequest(RequestModel):
     """Body of POST and PUT of a lease."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     holder: str = Field(
         default="",
@@ -57,13 +56,16 @@ class LeaseRequest(BaseModel):
     )
 
 
-class LeaseReply(BaseModel):
+class LeaseReply(WireModel):
     """Answer to POST and PUT of a lease."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
     state: LeaseState
-    token: str | None = Field(default=None, description="granted: what renews and releases it")
+    token: str | None = Field(
+        default=None,
+        max_length=256,
+        pattern=r"^[\x21-\x7e]*$",
+        description="granted: what renews and releases it",
+    )
     fencing: int | None = Field(
         default=None, description="granted: grows with every grant of this key"
     )

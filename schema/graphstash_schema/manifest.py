@@ -2,35 +2,31 @@
 
 from datetime import datetime
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from graphstash_schema.key import ArtifactKey
+from graphstash_schema.model import Items, RequestModel, WireModel
+from graphstash_schema.protocol import MAX_MANIFEST_ENTRIES
 
 __all__ = ["Manifest", "ManifestEntry", "ManifestUpdate"]
 
 
-class ManifestEntry(BaseModel):
+class ManifestEntry(WireModel):
     """One artifact that a job used."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     key: ArtifactKey
     used_at: datetime = Field(description="the last run that used it, UTC")
     runs: int = Field(ge=1, description="how many runs used it")
 
 
-class Manifest(BaseModel):
+class Manifest(WireModel):
     """Most recently used first, at most `MAX_MANIFEST_ENTRIES`."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
     name: str
-    entries: tuple[ManifestEntry, ...]
+    entries: Items[ManifestEntry]
 
 
-class ManifestUpdate(BaseModel):
+class ManifestUpdate(RequestModel):
     """What one run used; merged into the manifest, never replacing it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    keys: tuple[ArtifactKey, ...] = Field(description="1 to MAX_MANIFEST_ENTRIES keys")
+    keys: Items[ArtifactKey] = Field(min_length=1, max_length=MAX_MANIFEST_ENTRIES)

@@ -5,6 +5,7 @@ everything else (SQL, URLs, JSON), and pydantic accepts them as field types.
 """
 
 import re
+from functools import lru_cache
 from typing import Any, ClassVar, Final, Self
 
 from pydantic import GetCoreSchemaHandler
@@ -12,7 +13,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from graphstash_schema.errors import ErrorCode, InvalidValueError
 
-__all__ = ["LINE", "ManifestName", "Namespace", "Word", "line_of"]
+__all__ = ["LINE", "ManifestName", "Namespace", "Word", "line_of", "printable", "star_matcher"]
 
 
 LINE: Final = r"^[^\x00-\x1f\x7f-\x9f]*$"
@@ -83,11 +84,40 @@ class ManifestName(Word):
 def line_of(text: str, *, most: int) -> str:
     """Makes text fit `LINE`: control characters become spaces, and the end is cut.
 
-    Args:
-        text: whatever a user or a host calls itself.
-        most: longest result, in characters.
+    `most` is the maximum length of the result, in characters.
     """
     return _CONTROL.sub(" ", text)[:most]
 
 
+def printable(text: str, *, most: int) -> str:
+    """Makes text of a stranger fit to be logged or shown: one line, at most `most` characters.
+
+    What is not printable is escaped: control characters, and those that reorder a line.
+    """
+    if len(text) > most:
+        text = f"{text[:most]}..."
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape", "replace").decode()
+        for each in text
+    )
+
+
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
+
+@lru_cache(maxsize=1024)
+def star_matcher(pattern: str) -> re.Pattern[str]:
+    """The regular expression of a pattern in which `*` stands for any characters.
+
+    Not fnmatch's: `[` and `?` are ordinary characters in the name of a branch or a repository.
+    """
+    # The text between two stars is searched once, where it comes first: going back to later places
+    # would find nothing more, and a long claim would stop the server.
+    first, *others = map(re.escape, re.split(r"\*+", pattern))
+    if not others:
+        return re.compile(first)
+    *between, last = others
+    found = "".join(f"(?>.*?{each})" for each in between)
+    return re.compile(first + found + ".*" + last, re.DOTALL)

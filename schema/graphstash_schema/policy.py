@@ -1,11 +1,12 @@
-"""Namespace policies: who may write into a namespace, how much, and what stays as it is."""
+"""Namespace policies: who may write into a namespace, how much, and whether it may be replaced."""
 
 from datetime import datetime
 from enum import StrEnum
 from typing import Final
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from graphstash_schema.model import RequestModel, WireModel
 from graphstash_schema.names import Namespace
 
 __all__ = ["NamespaceInfo", "NamespaceList", "NamespacePolicy", "WriteMode"]
@@ -25,10 +26,8 @@ class WriteMode(StrEnum):
     """Add and replace."""
 
 
-class NamespacePolicy(BaseModel):
+class NamespacePolicy(RequestModel):
     """The rules of one namespace; a namespace without its own has these defaults."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     mode: WriteMode = WriteMode.WRITE_ONCE
     trusted: bool = Field(
@@ -36,12 +35,13 @@ class NamespacePolicy(BaseModel):
         description="only a grant that names the namespace itself, without `*`, lets a caller "
         "write here: a token for many namespaces does not reach it",
     )
-    anonymous_read: bool = Field(default=False, description="everybody may read, without a token")
+    anonymous_read: bool = Field(default=False, description="allows reading without a token")
     limit_bytes: int | None = Field(
         default=None,
         gt=0,
         le=_MAX_BYTES,
-        description="most bytes of all its artifacts; none: the server's",
+        description="most bytes of all its artifacts with their metadata, and of its manifests; "
+        "none: the server's",
     )
     max_artifact_bytes: int | None = Field(
         default=None, gt=0, le=_MAX_BYTES, description="largest artifact; none: the server's"
@@ -54,19 +54,15 @@ class NamespacePolicy(BaseModel):
     )
 
 
-class NamespaceInfo(BaseModel):
+class NamespaceInfo(WireModel):
     """A namespace that has a policy of its own."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     namespace: Namespace
     policy: NamespacePolicy
     updated_at: datetime
 
 
-class NamespaceList(BaseModel):
+class NamespaceList(WireModel):
     """All of them, by name."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     namespaces: tuple[NamespaceInfo, ...]

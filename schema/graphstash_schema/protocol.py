@@ -1,7 +1,7 @@
-"""What both sides agree on before they speak: version, header names, paths and limits.
+"""Constants of the wire protocol: version, header names, paths and limits.
 
 Everything here is wire format, version 1. A change that an old client or an old server would
-misread needs a new `PROTOCOL_VERSION` and a golden file beside the old one (tests/schema).
+misread needs a new `PROTOCOL_VERSION` and a golden file beside the old one (tests/unit).
 """
 
 from typing import Final
@@ -60,7 +60,7 @@ PROBLEM_MEDIA_TYPE: Final = "application/problem+json"
 
 DEFAULT_MAX_ARTIFACT_BYTES: Final = 4 * 1024**3
 """Largest artifact a server takes unless configured otherwise: 4 GiB (TPU executables of large
-models reach hundreds of MB; see the JAX figures in README)."""
+models reach hundreds of MB; see docs/benchmarks.md)."""
 
 MAX_METADATA_BYTES: Final = 16 * 1024
 """Largest `HEADER_METADATA` value, encoded: stays under the 64 KiB that servers and proxies allow
@@ -73,7 +73,8 @@ MAX_MANIFEST_ENTRIES: Final = 4096
 """Most artifacts that a manifest remembers; the least recently used ones go first."""
 
 LOOKUP_PIN_SECONDS: Final = 600
-"""How long a key found by a lookup is safe from eviction, so that it outlives the next GET."""
+"""How long a key found by a lookup is safe from eviction, so that it outlives the next GET. An
+upload that needs its room gets it all the same."""
 
 MIN_LEASE_SECONDS: Final = 1.0
 """Shortest lease a server grants."""

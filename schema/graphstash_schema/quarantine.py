@@ -4,9 +4,10 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from graphstash_schema.key import ArtifactKey
+from graphstash_schema.model import RequestModel, WireModel
 from graphstash_schema.names import Namespace
 
 __all__ = ["ReportReason", "ReportRequest", "ReportResponse", "Withheld", "WithheldList"]
@@ -30,14 +31,12 @@ class ReportReason(StrEnum):
 
     @property
     def is_about_artifact(self) -> bool:
-        """Whether the artifact is wrong for everybody, whomever the reporter trusts."""
+        """Whether the artifact is wrong for every client, whatever keys it trusts."""
         return self not in {ReportReason.UNKNOWN_KEY, ReportReason.UNSIGNED}
 
 
-class ReportRequest(BaseModel):
+class ReportRequest(RequestModel):
     """Says that an artifact is wrong."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     key: ArtifactKey
     digest: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")] = Field(
@@ -46,19 +45,15 @@ class ReportRequest(BaseModel):
     reason: ReportReason
 
 
-class ReportResponse(BaseModel):
+class ReportResponse(WireModel):
     """What became of a report."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     found: bool = Field(description="whether that blob is stored under the key")
     withheld: bool = Field(description="whether the artifact is withheld now")
 
 
-class Withheld(BaseModel):
+class Withheld(WireModel):
     """An artifact that is withheld."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     namespace: Namespace
     key: ArtifactKey
@@ -70,9 +65,7 @@ class Withheld(BaseModel):
     reported_at: datetime
 
 
-class WithheldList(BaseModel):
+class WithheldList(WireModel):
     """All of them, newest first."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     artifacts: tuple[Withheld, ...]

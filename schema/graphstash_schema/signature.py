@@ -1,8 +1,8 @@
 """Signatures: what a publisher signs, so that a reader needs to trust neither server nor network.
 
 The statement is canonical: a domain, then length-prefixed fields in one fixed order, so that no two
-artifacts have the same one. It is signed with Ed25519 (RFC 8032). Whoever checks it builds it from
-what was asked for and from the bytes that came, never from what came beside them.
+artifacts have the same one. It is signed with Ed25519 (RFC 8032). A reader builds it from
+the key that it asked for and the bytes that it received, never from the metadata beside them.
 """
 
 import hashlib
@@ -10,11 +10,12 @@ import re
 import struct
 from typing import Final
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from graphstash_schema.digest import Digest
 from graphstash_schema.errors import ErrorCode
 from graphstash_schema.key import ArtifactKey
+from graphstash_schema.model import WireModel
 from graphstash_schema.names import Namespace, Word
 
 __all__ = ["ArtifactSignature", "SigningKeyId", "key_id_of", "statement_of"]
@@ -31,10 +32,8 @@ class SigningKeyId(Word):
     code = ErrorCode.INVALID_METADATA
 
 
-class ArtifactSignature(BaseModel):
+class ArtifactSignature(WireModel):
     """A signature as it travels in the metadata."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     key_id: SigningKeyId
     value: str = Field(

@@ -3,15 +3,15 @@
 Totals are kept in the database and outlive a restart; they lag by the accounting interval.
 """
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from graphstash_schema.model import Items, WireModel
 
 __all__ = ["NamespaceStats", "ServerStats"]
 
 
-class NamespaceStats(BaseModel):
+class NamespaceStats(WireModel):
     """One namespace."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     namespace: str
     artifacts: int = Field(ge=0, description="stored now")
@@ -28,15 +28,21 @@ class NamespaceStats(BaseModel):
     saved_seconds: float = Field(ge=0, description="compile seconds that hits avoided")
     evictions: int = Field(default=0, ge=0, description="artifacts evicted since the beginning")
     evicted_bytes: int = Field(default=0, ge=0, description="bytes evicted since the beginning")
+    metadata_bytes: int = Field(
+        default=0, ge=0, description="of the stored artifacts; limits count them, too"
+    )
+    manifest_bytes: int = Field(
+        default=0, ge=0, description="of the stored manifests; limits count them, too"
+    )
     withheld: int = Field(
         default=0, ge=0, description="artifacts that wait for an admin: stored, and not served"
     )
 
 
-class ServerStats(BaseModel):
-    """One server."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
+class ServerStats(WireModel):
+    """One server. The numbers of the whole server, from `leases_held` to `refused`, are 0 or empty
+    for callers who may not read every namespace (a grant on the pattern `*`).
+    """
 
     version: str
     uptime_seconds: float = Field(ge=0)
@@ -51,4 +57,4 @@ class ServerStats(BaseModel):
     refused: dict[str, int] = Field(
         default_factory=dict, description="requests that this process refused, by error code"
     )
-    namespaces: tuple[NamespaceStats, ...]
+    namespaces: Items[NamespaceStats]

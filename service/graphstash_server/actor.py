@@ -1,4 +1,4 @@
-"""Actor: on whose behalf something is changed, as the audit log names them."""
+"""Actor: who makes a change, as the audit log names them."""
 
 import getpass
 from dataclasses import dataclass
@@ -16,15 +16,20 @@ class Actor:
 
     Attributes:
         name: a caller's `Access.name`, or `local:<user>` for a command on the server's host.
-        request_id: of the request that does it, as in the server's log; None for a command.
+        request_id: of the request that does it, as in its answer: the caller may have chosen it;
+            None for a command.
+        server_request_id: of the same request, by the server alone.
+        address: where the request came from.
     """
 
     name: str
     request_id: str | None = None
+    server_request_id: str | None = None
+    address: str | None = None
 
     @classmethod
     def local(cls) -> Self:
-        """Whoever runs a command on the server's host."""
+        """The user who runs a command on the server's host."""
         try:
             user = getpass.getuser()
         except (KeyError, OSError):  # a container's user id that has no name

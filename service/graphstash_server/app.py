@@ -1,4 +1,4 @@
-"""create_app: puts the calls, the frame and the process's singletons together."""
+"""create_app: combines the calls, the frame and the process's context."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from graphstash_schema import ArtifactKey, ManifestEntry, Problem
+from graphstash_schema import ArtifactKey, ErrorCode, ManifestEntry, Problem
 from graphstash_server import __version__
 from graphstash_server.api import (
     admin,
@@ -18,7 +18,7 @@ from graphstash_server.api import (
     quarantine,
     tokens,
 )
-from graphstash_server.api.access import OPEN_PATHS, SECURITY_SCHEMES
+from graphstash_server.api.calls import OPEN_PATHS, SECURITY_SCHEMES
 from graphstash_server.api.frame import RequestFrame
 from graphstash_server.api.problems import add_problem_handlers
 from graphstash_server.clock import Clock, system_clock
@@ -26,18 +26,27 @@ from graphstash_server.context import open_context
 from graphstash_server.settings import Settings
 from graphstash_server.storage import BlobStore
 
-__all__ = ["create_app"]
+__all__ = ["ServerApp", "create_app"]
+
+
+class ServerApp(FastAPI):
+    """The ASGI application of one server; its methods work from the start of the lifespan on."""
+
+    def count_refusal(self, code: ErrorCode) -> None:
+        """Counts a refusal of a request that never reached the application."""
+        self.state.context.accounting.count_refusal(code)
+
+    def stop_waiting(self) -> None:
+        """Answers every request that waits for a lease: the server is about to stop."""
+        self.state.context.wait_queue.close()
 
 
 def create_app(
     settings: Settings, *, blob_store: BlobStore | None = None, clock: Clock = system_clock
-) -> FastAPI:
+) -> ServerApp:
     """The ASGI application of one server.
 
-    Args:
-        settings: of this server.
-        blob_store: used instead of the one that the settings name; the caller closes it.
-        clock: the time.
+    A given `blob_store` replaces the one of the settings, and the caller closes it.
     """
 
     @asynccontextmanager
@@ -46,11 +55,11 @@ def create_app(
             app.state.context = context
             yield
 
-    app = FastAPI(
+    app = ServerApp(
         title="graphstash",
         version=__version__,
         lifespan=lifespan,
-        docs_url=None,  # they load scripts from elsewhere
+        docs_url=None,  # it and redoc load scripts from other hosts
         redoc_url=None,
         redirect_slashes=False,
     )
@@ -65,7 +74,7 @@ def create_app(
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """Adds the models that calls refer to and read or write by themselves."""
+    """Adds the models that handlers read or write themselves."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = document["components"]["schemas"]

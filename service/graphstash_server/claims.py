@@ -1,15 +1,32 @@
-"""ClaimRule: which claims of an identity provider's token give which grants."""
+"""TrustedIssuer: an identity provider whose JWTs count, and ClaimRule: which claims of them give
+which grants.
+"""
 
 import re
-from collections.abc import Mapping
-from functools import lru_cache
-from typing import Annotated, Any, Self
+import unicodedata
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from typing_extensions import TypeAliasType
 
 from graphstash_schema import MAX_GRANTS, Grant
+from graphstash_schema.names import star_matcher
 
-__all__ = ["ClaimRule"]
+__all__ = ["ClaimRule", "IssuerUrl", "KeysUrl", "TrustedIssuer"]
+
+Patterns = TypeAliasType("Patterns", "dict[str, str | Patterns]")
+"""Claim -> pattern of its value; of a claim that is an object, the patterns of its members."""
+
+
+IssuerUrl = Annotated[
+    str,
+    Field(
+        pattern=r"^https://[^\s]+$|^http://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?(/[^\s]*)?$"
+    ),
+]
+KeysUrl = Annotated[str, Field(pattern=r"^https?://[^\s]+$")]
 
 
 def _grant(value: Any) -> Any:
@@ -17,33 +34,94 @@ def _grant(value: Any) -> Any:
 
 
 class ClaimRule(BaseModel):
-    """Gives grants to whoever has all of some claims.
+    """Gives grants to every token that has all of some claims.
 
     Attributes:
-        claims: claim -> what its value must be; `*` stands for any characters. One value of a list
-            is enough. Not empty: a provider of the whole world signs tokens for everybody.
+        claims: claim -> what its value must be; an object for a claim that is one. `*` stands for
+            any characters of an ordinary name (see `_is_ordinary`). One value of a list is enough.
+            Not empty: a public provider signs tokens for anyone.
         grants: as `<scope>:<pattern>`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    claims: dict[str, str] = Field(min_length=1)
+    claims: Patterns = Field(min_length=1)
     grants: tuple[Annotated[Grant, BeforeValidator(_grant)], ...] = Field(
         min_length=1, max_length=MAX_GRANTS
     )
 
     @model_validator(mode="after")
     def _say_something(self) -> Self:
-        if all(set(pattern) <= {"*"} for pattern in self.claims.values()):
-            raise ValueError("a rule needs a claim with a value: `*` alone fits everybody")
+        if all(set(pattern) <= {"*"} for pattern in _leaves(self.claims)):
+            raise ValueError("a rule needs a claim with a value: `*` alone matches every token")
         return self
 
     def fits(self, claims: Mapping[str, Any]) -> bool:
         """Whether verified claims are what the rule asks for."""
-        return all(
-            any(_matcher(pattern).fullmatch(text) for text in _texts(claims.get(name)))
-            for name, pattern in self.claims.items()
-        )
+        return _fit(self.claims, claims)
+
+
+class TrustedIssuer(BaseModel):
+    """An identity provider whose tokens (JWT) are accepted.
+
+    Attributes:
+        name: for the audit log, `oidc/<name>:<sub>`; one issuer of a server needs none.
+        issuer: as in the claim `iss`.
+        audience: what the claim `aud` must be or contain.
+        jwks_url: of the public keys; None for what the discovery document says.
+        ca_file: PEM file with the CAs of the provider, such as a Kubernetes cluster; None for the
+            public ones.
+        rules: which claims give which grants; those of all that match are combined.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field("", pattern=r"^([a-z0-9][a-z0-9-]{0,31})?$")
+    issuer: IssuerUrl
+    audience: str = Field(min_length=1)
+    jwks_url: KeysUrl | None = None
+    ca_file: Path | None = None
+    rules: tuple[ClaimRule, ...] = Field(min_length=1)
+
+
+def _leaves(patterns: Patterns) -> Iterator[str]:
+    for pattern in patterns.values():
+        if isinstance(pattern, str):
+            yield pattern
+        else:
+            yield from _leaves(pattern)
+
+
+def _fit(patterns: Patterns, claims: Mapping[str, Any]) -> bool:
+    for name, pattern in patterns.items():
+        claim = claims.get(name)
+        if isinstance(pattern, str):
+            if not any(_matches(pattern, text) for text in _texts(claim)):
+                return False
+        elif not isinstance(claim, dict) or not _fit(pattern, claim):
+            return False
+    return True
+
+
+def _matches(pattern: str, text: str) -> bool:
+    if "*" not in pattern:
+        return text == pattern
+    return _is_ordinary(text) and star_matcher(pattern).fullmatch(text) is not None
+
+
+_UNUSUAL: Final = re.compile(r"\.\.|(?:^|/)\.(?:/|$)|[\\%]")
+
+
+def _is_ordinary(text: str) -> bool:
+    """Whether a star may stand for parts of a text: not when somebody else who reads the same text
+    as a path could mean another place, such as that of `team/x/../../other`, with whatever
+    characters it is written. A provider's own names never look like that.
+    """
+    return (
+        _UNUSUAL.search(text) is None
+        and text.isprintable()
+        and unicodedata.is_normalized("NFKC", text)
+    )
 
 
 def _texts(value: Any) -> list[str]:
@@ -55,16 +133,3 @@ def _texts(value: Any) -> list[str]:
     if isinstance(value, str | int):
         return [str(value)]
     return []
-
-
-@lru_cache(maxsize=1024)
-def _matcher(pattern: str) -> re.Pattern[str]:
-    # Not fnmatch: `[` and `?` are characters like others in a branch or a repository.
-    # What stands between two stars is looked for once, where it comes first: going back to later
-    # places finds nothing more, and a long claim would stop the server.
-    first, *others = map(re.escape, re.split(r"\*+", pattern))
-    if not others:
-        return re.compile(first)
-    *between, last = others
-    found = "".join(f"(?>.*?{each})" for each in between)
-    return re.compile(first + found + ".*" + last, re.DOTALL)

@@ -1,4 +1,4 @@
-"""Clock: where the server reads the time, handed in so that a test can turn it."""
+"""Clock: the source of time, an argument so that tests can control it."""
 
 from collections.abc import Callable
 from datetime import UTC, datetime

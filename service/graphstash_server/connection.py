@@ -1,15 +1,21 @@
-"""connections: what one TCP connection may cost before a request has come in whole.
+"""connections: limits for a TCP connection until a request has arrived completely.
 
-uvicorn and httptools bound neither the bytes of a head nor the time that it takes, neither the
-requests that wait in a pipeline nor the connections: three megabytes of one header, or one byte a
-minute, are read without end. What has come in whole is checked in `api.frame`.
+uvicorn and httptools limit neither the size of a head nor the time that it takes, neither pipelined
+requests nor connections: they read a header of three megabytes, or one byte per minute, without
+end. `api.frame` checks complete requests.
 
-A refusal is a problem document, and the connection ends after it. While an answer is on its way,
-nothing may be written into the middle of it: then that answer is the last one.
+Where all connections are taken, an address with fewer of them takes one of the address that has
+most, as long as that waits for a request: no single address can keep the others out. Behind a proxy
+all have its address, and the proxy has to share.
+
+A refusal is a problem document, and the connection ends after it. While another answer is being
+sent, nothing may be written into the middle of it; then that answer is the last one.
 """
 
 import asyncio
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable
+from ipaddress import IPv6Address
 from secrets import token_hex
 from typing import Any, ClassVar, Final
 
@@ -23,53 +29,45 @@ from uvicorn.protocols.http.httptools_impl import (
 from graphstash_schema import ErrorCode, Problem
 from graphstash_schema.protocol import HEADER_PROTOCOL, PROBLEM_MEDIA_TYPE, PROTOCOL_VERSION
 from graphstash_server.errors import ServerError
+from graphstash_server.settings import ListenSettings
 
-__all__ = ["MAX_HEAD_BYTES", "Connection", "ConnectionLimits", "connections"]
+__all__ = ["MAX_HEAD_BYTES", "Connection", "connections", "owner_connections"]
 
 MAX_HEAD_BYTES: Final = 64 * 1024
-"""Of a request line and headers that have not come in whole; counted from the second read on, of
-which each brings at most 256 KiB."""
+"""Limit for an incomplete request line with headers; counted from the second read on, of which each
+returns at most 256 KiB."""
 
 _MAX_PIPELINED: Final = 32
-"""Requests of one connection that wait for the answers before them. No client of ours sends a
-second one before it has the first answer."""
+"""Requests of one connection that wait for earlier answers. graphstash's client never sends a
+request before it has the answer to the one before."""
 
 _STALLED_SECONDS: Final = 60.0
-"""How long an answer may wait for a caller that reads nothing of it."""
+"""How long an answer may wait for a caller that reads none of it."""
 
 _DRAINED_BYTES_PER_SECOND: Final = 8 * 1024
-"""Slowest rest of a body that was answered already: reading it saves the connection."""
+"""Slowest rest of a body that was already answered: reading it keeps the connection usable."""
 
 _LINGER_SECONDS: Final = 1.0
-"""Time for a caller to read the refusal: closing at once, with bytes of it unread, would make the
-kernel reset the connection and the answer be lost."""
+"""Time for a caller to read the refusal. If the connection were closed at once, with bytes of the
+request unread, the kernel would reset it and the answer would be lost."""
 
 _MAX_LINGERING: Final = 64
 """Connections beyond the limit that still get an answer; others are cut."""
 
 _MAX_REFUSED_BYTES: Final = 8 * 1024**2
-"""Of what comes after a refusal, or in chunks, which are refused: read, so that the caller gets to
-its answer, and dropped."""
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """What the settings say about connections.
-
-    Attributes:
-        header_seconds: for a head to come in, from its first byte or from the connection's start.
-        max_connections: of this process.
-    """
-
-    header_seconds: float
-    max_connections: int
+"""Limit for the bytes after a refusal, or in chunks, which are refused: they are read, so that the
+caller gets to its answer, and dropped."""
 
 
 class Connection(HttpToolsProtocol):
     """uvicorn's connection, with limits; `connections` makes the class that uvicorn is given."""
 
-    limits: ClassVar[ConnectionLimits]
+    limits: ClassVar[ListenSettings]
+    count_refusal: "ClassVar[staticmethod[[ErrorCode], None]]"
+    by_address: "ClassVar[defaultdict[str, dict[Connection, None]]]"
+    is_owners: ClassVar[bool] = False
 
+    _address = ""
     _is_deaf = False  # whatever still comes is dropped
     _is_in_head = False
     _is_in_body = False
@@ -80,33 +78,33 @@ class Connection(HttpToolsProtocol):
     _write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Refuses it when there are too many."""
+        """Refuses the connection when there are too many, and none makes room for it."""
         super().connection_made(transport)
+        self._address = _group_of(self.client[0] if self.client else "")
+        self.by_address[self._address][self] = None
         most = self.limits.max_connections
-        if len(self.connections) <= most:
+        if len(self.connections) <= most or self._take_place():
             self._head_timer = self.loop.call_later(self.limits.header_seconds, self._head_is_late)
         elif len(self.connections) <= most + _MAX_LINGERING:
             self._refuse(
                 ServerError(
                     ErrorCode.UNAVAILABLE,
-                    f"this server process has {most} connections: ask again, or raise "
+                    f"this server process has {most} connections, its limit: retry, or raise "
                     "GRAPHSTASH_MAX_CONNECTIONS or GRAPHSTASH_WORKERS",
                     limit=most,
                 )
             )
         else:
-            self._is_deaf = True
-            transport.abort()
+            self.cut()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forgets its timers."""
-        self._is_deaf = True
-        self._unset_head_timer()
+        """Cancels the timers."""
+        self._stop_listening()
         self.resume_writing()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Feeds the parser, and bounds what it keeps for itself."""
+        """Feeds the parser, and limits what it buffers."""
         if self._is_deaf:
             self._drop(len(data))
             return
@@ -115,11 +113,11 @@ class Connection(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except HttpParserUpgrade:
-            self._end_after_answer()  # what follows is in no protocol that is spoken here
+            self._end_after_answer()  # what follows is in a protocol that is not supported
             return
         except HttpParserError:
             self._refuse(
-                ServerError(ErrorCode.INVALID_REQUEST, "this is no request as RFC 9112 has it")
+                ServerError(ErrorCode.INVALID_REQUEST, "malformed HTTP request (RFC 9112)")
             )
             return
         if self._is_in_head:
@@ -141,9 +139,10 @@ class Connection(HttpToolsProtocol):
         """A head begins."""
         self._is_in_head = True
         super().on_message_begin()
+        self.scope["state"]["is_owner"] = self.is_owners
 
     def on_headers_complete(self) -> None:
-        """A head has come in; the frame looks at what it says."""
+        """A head has arrived; the frame checks its content."""
         if len(self.pipeline) >= _MAX_PIPELINED:
             raise _TooManyError
         self._is_in_head = False
@@ -158,30 +157,60 @@ class Connection(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def on_message_complete(self) -> None:
-        """A request has come in."""
+        """A request has arrived."""
         self._is_in_body = False
         super().on_message_complete()
 
     def pause_writing(self) -> None:
-        """The caller reads more slowly than it is answered: for a while that is fine."""
+        """The caller reads more slowly than the server sends, which is fine for a while."""
         super().pause_writing()
         if self._write_timer is None:
             self._write_timer = self.loop.call_later(_STALLED_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It has read on."""
+        """The caller reads again."""
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
         super().resume_writing()
 
     @property
-    def _is_answering(self) -> bool:
+    def is_answering(self) -> bool:
+        """Whether a request has arrived, at least its head, and is not answered yet."""
         newest: RequestResponseCycle | None = self.cycle
         return newest is not None and not newest.response_complete
 
+    def _take_place(self) -> bool:
+        """Cuts the oldest connection that waits for a request, of the address that has most of
+        them; False when none has more than this one's.
+        """
+        own_count = len(self.by_address[self._address])
+        for others in sorted(self.by_address.values(), key=len, reverse=True):
+            if len(others) <= own_count:
+                return False
+            for other in others:
+                if not other.is_answering:
+                    self.count_refusal(ErrorCode.UNAVAILABLE)
+                    other.cut()
+                    return True
+        return False
+
+    def cut(self) -> None:
+        """Ends the connection at once."""
+        self._stop_listening()
+        self.transport.abort()
+
+    def _stop_listening(self) -> None:
+        """Drops whatever still comes; the connection counts for its address no longer."""
+        self._is_deaf = True
+        self._unset_head_timer()
+        mates = self.by_address[self._address]
+        mates.pop(self, None)
+        if not mates:
+            del self.by_address[self._address]
+
     def _drop(self, size_bytes: int) -> None:
-        """Counts bytes that nobody wants; their patient reader would work for the attacker."""
+        """Counts unwanted bytes: reading them without limit would only help an attacker."""
         self._dropped_bytes += size_bytes
         if self._dropped_bytes > _MAX_REFUSED_BYTES:
             self.transport.abort()
@@ -190,7 +219,7 @@ class Connection(HttpToolsProtocol):
         """Sets the timer unless a request is being answered; a whole request costs none."""
         if self._is_in_body:
             self._drained_bytes += size_bytes
-        if self._head_timer is None and (self._is_in_head or not self._is_answering):
+        if self._head_timer is None and (self._is_in_head or not self.is_answering):
             self._drained_bytes = 0
             self._head_timer = self.loop.call_later(self.limits.header_seconds, self._head_is_late)
 
@@ -208,33 +237,30 @@ class Connection(HttpToolsProtocol):
             self._refuse(
                 ServerError(
                     ErrorCode.UPLOAD_TIMEOUT,
-                    f"the headers did not come within {seconds:g} seconds: ask again, or raise "
+                    f"the headers did not arrive within {seconds:g} seconds: retry, or raise "
                     "GRAPHSTASH_HEADER_SECONDS on the server",
                     limit=seconds,
                 )
             )
-        elif not self._is_answering:
-            self._is_deaf = True
+        elif not self.is_answering:
+            self._stop_listening()
             self.transport.close()
 
     def _end_after_answer(self) -> None:
-        """The newest request of this connection is the last one."""
-        self._is_deaf = True
-        self._unset_head_timer()
-        if self._is_answering:
+        """Makes the newest request of this connection the last one."""
+        self._stop_listening()
+        if self.is_answering:
             self.cycle.keep_alive = False
         else:
             self.transport.close()
 
     def _refuse(self, error: ServerError) -> None:
-        """Answers where an answer has a place; the connection ends in any case."""
-        if self._is_answering:
+        """Sends the refusal unless another answer is being sent, then ends the connection."""
+        if self.is_answering:
             self._end_after_answer()
             return
-        self._is_deaf = True
-        self._unset_head_timer()
-        context = self.config.app.state.context  # type: ignore[union-attr] # ours, see `server`
-        context.accounting.count_refusal(error.code)
+        self._stop_listening()
+        self.count_refusal(error.code)
         self.transport.write(_answer(error))
         if self.transport.can_write_eof():
             self.transport.write_eof()
@@ -245,9 +271,35 @@ class _TooManyError(Exception):
     """Stops the parser: too many requests wait."""
 
 
-def connections(limits: ConnectionLimits) -> type[Connection]:
-    """The class of the connections of one server, as uvicorn wants it."""
-    return type("Connection", (Connection,), {"limits": limits})
+def connections(
+    limits: ListenSettings, *, count_refusal: Callable[[ErrorCode], None]
+) -> type[Connection]:
+    """The class of the connections of one server, as uvicorn expects it.
+
+    `count_refusal` is called for every request that is refused before the application gets it.
+    """
+    members = {
+        "limits": limits,
+        "count_refusal": staticmethod(count_refusal),
+        "by_address": defaultdict(dict),
+    }
+    return type("Connection", (Connection,), members)
+
+
+def _group_of(host: str) -> str:
+    """Whose connections are counted together: an IPv4 address, or the network of an IPv6 address,
+    of which a host has as many as it likes.
+    """
+    if ":" not in host:
+        return host
+    address = IPv6Address(host)
+    mapped = address.ipv4_mapped
+    return str(mapped) if mapped else str(IPv6Address(int(address) >> 64 << 64))
+
+
+def owner_connections(kind: type[Connection]) -> type[Connection]:
+    """The same class for connections that only the owner of the server can make."""
+    return type("OwnerConnection", (kind,), {"is_owners": True})
 
 
 def _is_chunked(headers: list[tuple[bytes, bytes]]) -> bool:
@@ -258,18 +310,18 @@ def _unreadable(target: bytes, version: str) -> ServerError | None:
     """Why a request line is not answered; None for `/...` in HTTP/1.0 or 1.1."""
     if version not in {"1.0", "1.1"}:
         return ServerError(
-            ErrorCode.INVALID_REQUEST, f"HTTP/{version} is not spoken here: use HTTP/1.1"
+            ErrorCode.INVALID_REQUEST, f"HTTP/{version} is not supported; use HTTP/1.1"
         )
     if not target.startswith(b"/"):
         return ServerError(
             ErrorCode.INVALID_REQUEST,
-            "this server is no proxy: ask for a path, not for a whole URL",
+            "this server is not a proxy: request a path, not a whole URL",
         )
     return None
 
 
 def _answer(error: ServerError) -> bytes:
-    """A problem document as it stands on the wire, for a request that never came in."""
+    """A whole HTTP answer with a problem document, for a request that was never parsed."""
     request_id = token_hex(8)
     problem = Problem.of(error.code, error.detail, request_id=request_id, limit=error.limit)
     body = problem.model_dump_json(exclude_none=True).encode()

@@ -1,4 +1,4 @@
-"""ProcessContext: everything that lives as long as the process, built once, in one place."""
+"""ProcessContext: everything that lives as long as the process, built once and in one place."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,6 @@ import logging
 import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,85 +14,146 @@ from graphstash_server.db.engine import Database
 from graphstash_server.db.migrate import check_revision, migrate
 from graphstash_server.db.notifications import Listener
 from graphstash_server.errors import ServerError, StartError
-from graphstash_server.services.access import AccessService
 from graphstash_server.services.accounting import Accounting
-from graphstash_server.services.artifacts import ArtifactService
-from graphstash_server.services.audit import AuditService
-from graphstash_server.services.blobs import BlobKeeper
-from graphstash_server.services.budget import Budget, Budgets
-from graphstash_server.services.commits import Committer
-from graphstash_server.services.eviction import Evictor
-from graphstash_server.services.fsck import FsckService
-from graphstash_server.services.health import HealthService
-from graphstash_server.services.issuer_keys import IssuerKeys
-from graphstash_server.services.known_tokens import KnownTokens
-from graphstash_server.services.leases import LeaseService
-from graphstash_server.services.maintenance import Maintenance
-from graphstash_server.services.manifests import ManifestService
-from graphstash_server.services.oidc import OidcVerifier
-from graphstash_server.services.pins import PinService
-from graphstash_server.services.policies import PolicyService
-from graphstash_server.services.quarantine import QuarantineService
-from graphstash_server.services.retention import RetentionService
-from graphstash_server.services.statistics import StatisticsService
-from graphstash_server.services.tidy import TidyService
-from graphstash_server.services.tokens import TokenService, revoked_in
-from graphstash_server.services.uploads import UploadService
-from graphstash_server.services.waiting import Waiters, Wake
-from graphstash_server.settings import Settings
+from graphstash_server.services.artifacts.blobs import BlobCollector
+from graphstash_server.services.artifacts.eviction import Evictor
+from graphstash_server.services.artifacts.quarantine import QuarantineService
+from graphstash_server.services.artifacts.room import RoomKeeper
+from graphstash_server.services.artifacts.service import ArtifactService
+from graphstash_server.services.artifacts.uploads import CommitBatcher, UploadService
+from graphstash_server.services.identity.audit import AuditService
+from graphstash_server.services.identity.authentication import AccessService, KnownTokens
+from graphstash_server.services.identity.oidc import OidcVerifier
+from graphstash_server.services.identity.tokens import TokenService, revoked_in
+from graphstash_server.services.jobs.leases import LeaseService
+from graphstash_server.services.jobs.manifests import ManifestService, PinService
+from graphstash_server.services.maintenance.reconciler import FsckService, Reconciler
+from graphstash_server.services.maintenance.schedule import Maintenance, RetentionService
+from graphstash_server.services.metrics import HealthService, StatisticsService
+from graphstash_server.services.namespaces import Budget, Budgets, PolicyService
+from graphstash_server.services.wait_queue import Notification, WaitQueue
+from graphstash_server.settings import LimitSettings, Settings
 from graphstash_server.storage import BlobStore, open_blob_store
-from graphstash_server.storage.owner import ServerLock
+from graphstash_server.storage.disk import ServerLock
 
 __all__ = ["ProcessContext", "open_context", "open_services", "prepare_database"]
 
 _LOGGER = logging.getLogger(__name__)
 
 _WAKE_SPREAD_SECONDS = 0.05
-"""The servers of a fleet are told at the same moment; they do not all look at the same moment."""
+"""All servers of a fleet are notified at the same moment; this spreads their queries."""
 
 
-@dataclass(frozen=True, slots=True)
 class ProcessContext:
     """What the HTTP calls and the commands use. Opened and closed by `open_services`."""
 
-    settings: Settings
-    database: Database
-    access: AccessService
-    tokens: TokenService
-    audit: AuditService
-    artifacts: ArtifactService
-    uploads: UploadService
-    leases: LeaseService
-    manifests: ManifestService
-    pins: PinService
-    policies: PolicyService
-    quarantine: QuarantineService
-    accounting: Accounting
-    health: HealthService
-    statistics: StatisticsService
-    waiters: Waiters
-    keeper: BlobKeeper
-    evictor: Evictor
-    retention: RetentionService
-    tidy: TidyService
-    fsck: FsckService
-    maintenance: Maintenance
-
-    def stop_waiting(self) -> None:
-        """Answers every request that waits for a lease: the server is about to stop."""
-        self.waiters.close()
+    def __init__(
+        self, settings: Settings, *, database: Database, blobs: BlobStore, clock: Clock
+    ) -> None:
+        self.settings = settings
+        self.database = database
+        self.wait_queue = WaitQueue()
+        self.accounting = Accounting(database=database, clock=clock)
+        self.audit = AuditService(database=database)
+        self.tokens = TokenService(database=database, clock=clock)
+        self.access = AccessService(
+            is_open=settings.is_open,
+            tokens=KnownTokens(database=database, clock=clock),
+            oidc=OidcVerifier(issuers) if (issuers := settings.trusted_issuers) else None,
+            accounting=self.accounting,
+            clock=clock,
+        )
+        self.policies = PolicyService(database=database, clock=clock)
+        self.collector = BlobCollector(database=database, blobs=blobs, clock=clock)
+        self.artifacts = ArtifactService(
+            database=database,
+            blobs=blobs,
+            collector=self.collector,
+            accounting=self.accounting,
+            clock=clock,
+        )
+        budgets = _budgets(settings)
+        self.evictor = Evictor(
+            database=database, budgets=budgets, policies=self.policies, clock=clock
+        )
+        self.rooms = RoomKeeper(
+            database=database,
+            blobs=blobs,
+            collector=self.collector,
+            evictor=self.evictor,
+            budgets=budgets,
+            policies=self.policies,
+            clock=clock,
+        )
+        self.uploads = UploadService(
+            blobs=blobs,
+            collector=self.collector,
+            artifacts=self.artifacts,
+            accounting=self.accounting,
+            committer=CommitBatcher(database=database, blobs=blobs, clock=clock),
+            rooms=self.rooms,
+            wait_queue=self.wait_queue,
+            max_artifact_bytes=settings.max_artifact_bytes,
+        )
+        self.quarantine = QuarantineService(
+            database=database,
+            artifacts=self.artifacts,
+            accounting=self.accounting,
+            wait_queue=self.wait_queue,
+            clock=clock,
+        )
+        self.leases = LeaseService(
+            database=database, artifacts=self.artifacts, wait_queue=self.wait_queue, clock=clock
+        )
+        self.manifests = ManifestService(database=database, rooms=self.rooms, clock=clock)
+        self.pins = PinService(database=database)
+        self.health = HealthService(database=database, blobs=blobs)
+        self.statistics = StatisticsService(
+            database=database,
+            accounting=self.accounting,
+            leases=self.leases,
+            wait_queue=self.wait_queue,
+            clock=clock,
+        )
+        self.retention = RetentionService(database=database, clock=clock)
+        self.reconciler = Reconciler(
+            database=database,
+            blobs=blobs,
+            collector=self.collector,
+            artifacts=self.artifacts,
+            clock=clock,
+        )
+        self.fsck = FsckService(
+            database=database,
+            collector=self.collector,
+            artifacts=self.artifacts,
+            reconciler=self.reconciler,
+        )
+        self.maintenance = Maintenance(
+            database=database,
+            collector=self.collector,
+            evictor=self.evictor,
+            retention=self.retention,
+            reconciler=self.reconciler,
+            manifests=self.manifests,
+            audit=self.audit,
+            tokens=self.tokens,
+            clock=clock,
+            unused_longer_than=(
+                timedelta(days=settings.retain_days) if settings.retain_days else None
+            ),
+            toolchains_kept=settings.retain_toolchains,
+            audit_kept_for=timedelta(days=settings.audit_days),
+        )
 
 
 @asynccontextmanager
 async def open_context(
     settings: Settings, *, blob_store: BlobStore | None, clock: Clock
 ) -> AsyncIterator[ProcessContext]:
-    """Opens everything that a server needs, its background tasks included.
+    """Opens everything that a server needs, including its background tasks.
 
-    Args:
-        settings: of this server.
-        blob_store: used instead of the one that the settings name; the caller closes it.
-        clock: the time.
+    A given `blob_store` replaces the one of the settings, and the caller closes it.
 
     Raises:
         OSError: when the data directory cannot be made or written.
@@ -108,11 +168,10 @@ async def open_context(
             open_services(settings, blob_store=blob_store, clock=clock)
         )
         try:
-            await context.tidy.refuse_an_empty_store()
+            await context.reconciler.check_store_not_empty()
         except ServerError as error:
             raise StartError(error.detail) from error
         await asyncio.to_thread(lock.share)
-        await _say_how_to_begin(context)
         stack.push_async_callback(_flush_last, context.accounting)
         # A bucket may be used by servers of other data directories.
         was_alone = lock.was_alone and settings.blob_store == "disk"
@@ -147,12 +206,13 @@ async def open_services(
         blobs = blob_store
         if blobs is None:
             blobs = await stack.enter_async_context(open_blob_store(settings))
-        yield _build(settings, database=database, blobs=blobs, clock=clock)
+        yield ProcessContext(settings, database=database, blobs=blobs, clock=clock)
 
 
 async def prepare_database(settings: Settings, *, is_migrating: bool) -> None:
-    """Makes sure that the database is at this release's revision, or at a later one: revisions only
-    add, so a server of the release before goes on while a fleet is upgraded.
+    """Makes sure that the database is at this release's revision or at a later one.
+
+    Revisions only add, so servers of the previous release keep working while a fleet is upgraded.
 
     Raises:
         StartError: when it cannot be reached, or is older and must not be migrated here.
@@ -162,107 +222,7 @@ async def prepare_database(settings: Settings, *, is_migrating: bool) -> None:
     await asyncio.to_thread(prepare, settings.database_url, lock_path=lock_path)
 
 
-def _build(
-    settings: Settings, *, database: Database, blobs: BlobStore, clock: Clock
-) -> ProcessContext:
-    waiters = Waiters()
-    accounting = Accounting(database=database, clock=clock)
-    keeper = BlobKeeper(database=database, blobs=blobs, clock=clock)
-    artifacts = ArtifactService(
-        database=database, blobs=blobs, keeper=keeper, accounting=accounting, clock=clock
-    )
-    policies = PolicyService(database=database, clock=clock)
-    evictor = Evictor(
-        database=database,
-        keeper=keeper,
-        budgets=_budgets(settings),
-        policies=policies,
-        clock=clock,
-    )
-    uploads = UploadService(
-        blobs=blobs,
-        keeper=keeper,
-        artifacts=artifacts,
-        accounting=accounting,
-        committer=Committer(database=database, blobs=blobs, clock=clock),
-        evictor=evictor,
-        waiters=waiters,
-        max_artifact_bytes=settings.max_artifact_bytes,
-        evicts_when_full=settings.blob_store == "disk",
-    )
-    leases = LeaseService(database=database, artifacts=artifacts, waiters=waiters, clock=clock)
-    retention = RetentionService(database=database, clock=clock)
-    tidy = TidyService(
-        database=database, blobs=blobs, keeper=keeper, artifacts=artifacts, clock=clock
-    )
-    audit = AuditService(database=database)
-    tokens = TokenService(database=database, clock=clock)
-    return ProcessContext(
-        settings=settings,
-        database=database,
-        access=AccessService(
-            is_open=settings.auth == "none",
-            tokens=KnownTokens(database=database, clock=clock),
-            oidc=_oidc(settings),
-            accounting=accounting,
-            clock=clock,
-        ),
-        tokens=tokens,
-        audit=audit,
-        artifacts=artifacts,
-        uploads=uploads,
-        leases=leases,
-        manifests=ManifestService(database=database, clock=clock),
-        pins=PinService(database=database),
-        policies=policies,
-        quarantine=QuarantineService(
-            database=database,
-            artifacts=artifacts,
-            accounting=accounting,
-            waiters=waiters,
-            clock=clock,
-        ),
-        accounting=accounting,
-        health=HealthService(database=database, blobs=blobs),
-        statistics=StatisticsService(
-            database=database, accounting=accounting, leases=leases, waiters=waiters, clock=clock
-        ),
-        waiters=waiters,
-        keeper=keeper,
-        evictor=evictor,
-        retention=retention,
-        tidy=tidy,
-        fsck=FsckService(database=database, keeper=keeper, artifacts=artifacts, tidy=tidy),
-        maintenance=Maintenance(
-            database=database,
-            keeper=keeper,
-            evictor=evictor,
-            retention=retention,
-            tidy=tidy,
-            audit=audit,
-            tokens=tokens,
-            clock=clock,
-            unused_longer_than=(
-                timedelta(days=settings.retain_days) if settings.retain_days else None
-            ),
-            toolchains_kept=settings.retain_toolchains,
-            audit_kept_for=timedelta(days=settings.audit_days),
-        ),
-    )
-
-
-def _oidc(settings: Settings) -> OidcVerifier | None:
-    if settings.oidc_issuer is None or settings.oidc_audience is None:
-        return None
-    return OidcVerifier(
-        issuer=settings.oidc_issuer,
-        audience=settings.oidc_audience,
-        keys=IssuerKeys(settings.oidc_issuer, jwks_url=settings.oidc_jwks_url),
-        rules=settings.oidc_rules,
-    )
-
-
-def _budgets(settings: Settings) -> Budgets:
+def _budgets(settings: LimitSettings) -> Budgets:
     return Budgets(
         Budget.of(settings.store_limit_bytes, settings.soft_limit_bytes),
         namespace_bytes=settings.namespace_limit_bytes,
@@ -271,21 +231,21 @@ def _budgets(settings: Settings) -> Budgets:
 
 
 def _listener(context: ProcessContext) -> Listener:
-    """Hands what other processes commit to those who wait here."""
-    waiters = context.waiters
+    """Passes what other processes commit to the requests that wait in this one."""
+    wait_queue = context.wait_queue
 
     def heard(payload: str) -> None:
         token_id = revoked_in(payload)
         if token_id is not None:
             context.access.forget_token(token_id)
-        news = Wake.parse(payload)
+        news = Notification.parse(payload)
         if news is not None:
             delay = random.random() * _WAKE_SPREAD_SECONDS  # noqa: S311 - no secret
-            asyncio.get_running_loop().call_later(delay, waiters.wake, news)
+            asyncio.get_running_loop().call_later(delay, wait_queue.wake, news)
 
     def is_listening(is_it: bool) -> None:  # noqa: FBT001 - the listener calls it
-        waiters.are_informed = is_it
-        waiters.look_again()
+        wait_queue.are_informed = is_it
+        wait_queue.look_again()
 
     return Listener(context.database, heard=heard, is_listening=is_listening)
 
@@ -293,19 +253,6 @@ def _listener(context: ProcessContext) -> Listener:
 def _lock_data_dir(data_dir: Path) -> ServerLock:
     data_dir.mkdir(parents=True, exist_ok=True)
     return ServerLock(data_dir / "server.lock")
-
-
-async def _say_how_to_begin(context: ProcessContext) -> None:
-    """A server that asks for tokens and has none serves nobody: that is told once."""
-    try:
-        is_new = context.settings.auth == "tokens" and not await context.tokens.has_live()
-    except ServerError:
-        return  # it starts without its database, too, and says so elsewhere
-    if is_new:
-        _LOGGER.warning(
-            "there is no token yet: make the first with `graphstash token create --grant 'admin:*' "
-            "--description admin`, with the settings of this server"
-        )
 
 
 async def _flush_last(accounting: Accounting) -> None:

@@ -2,12 +2,12 @@
 
     ServerError              answered with a problem document: an error code and a sentence
       NoSpaceError           507: the disk, its head-room or the store's limit is reached
-      LengthMismatchError    400: fewer or more bytes came than were announced
-      DigestMismatchError    400: other bytes came than were announced
-    StartError               the server cannot start; one line for whoever started it
+      LengthMismatchError    400: fewer or more bytes arrived than announced
+      DigestMismatchError    400: other bytes arrived than announced
+    StartError               the server cannot start; one line for the operator
     ShortBlobError           a blob ended early while it was sent; the connection is cut
 
-A class of its own exists where something catches it; every other refusal is a `ServerError` with
+There is a separate class where something catches it; every other refusal is a `ServerError` with
 its code. The HTTP status follows from the code (`graphstash_schema.STATUS`).
 """
 
@@ -79,8 +79,8 @@ class LengthMismatchError(ServerError):
     def __init__(self, *, announced: Digest, received_bytes: int) -> None:
         super().__init__(
             ErrorCode.LENGTH_MISMATCH,
-            f"{received_bytes} bytes came, Content-Length announced {announced.size_bytes}: "
-            "nothing was stored, send the artifact again",
+            f"{received_bytes} bytes arrived, Content-Length announced {announced.size_bytes}: "
+            "nothing was stored, retry",
         )
 
 
@@ -90,7 +90,7 @@ class DigestMismatchError(ServerError):
     def __init__(self, *, announced: Digest, received: Digest) -> None:
         super().__init__(
             ErrorCode.DIGEST_MISMATCH,
-            f"the bytes that came have the digest {received}, Repr-Digest announced {announced}: "
+            f"the received bytes have the digest {received}, Repr-Digest announced {announced}: "
             "nothing was stored, send the artifact again with the digest of its bytes",
             digest=received,
             given_digest=announced,

@@ -1,11 +1,11 @@
-"""run_server: the application on uvicorn, one process, with an end that waits for nobody long.
+"""run_server: the application on uvicorn, in one process, with a bounded graceful shutdown.
 
 `run_worker` is the same in a forked process (see `workers`).
 
-The end, in this order: nothing more is accepted; waits for a lease are answered; whoever had just
-connected gets an answer; transfers under way go on for at most `shutdown_seconds`; then the context
-closes, which writes the last counters. Every answer on the way closes its connection, so that a
-client under load goes elsewhere instead of being cut off.
+Shutdown goes in this order: the server accepts no more connections; it answers waits for leases,
+then new connections without a request yet; transfers continue for at most `shutdown_seconds`; then
+the context closes, which writes the last counters. Every answer meanwhile closes its connection, so
+that a client under load connects elsewhere instead of being cut off.
 """
 
 import asyncio
@@ -16,14 +16,15 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
-from typing import Final, NoReturn
+from typing import Final, NoReturn, cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from graphstash_server.app import create_app
-from graphstash_server.connection import ConnectionLimits, connections
+from graphstash_server.connection import Connection, connections, owner_connections
 from graphstash_server.errors import StartError
+from graphstash_server.logs import WithoutQuery
 from graphstash_server.settings import Settings
 from graphstash_server.tls import tls_context
 
@@ -32,8 +33,8 @@ __all__ = ["PARENT_SIGNALS", "GraphstashServer", "make_server", "run_server", "r
 _LOGGER = logging.getLogger(__name__)
 
 _FIRST_REQUEST_SECONDS = 5.0
-"""How long a connection without a request may keep the server from ending. Its client has reached
-us and is about to ask: on a loaded host that takes a while, and closing would fail the request."""
+"""How long a connection without a request may delay the shutdown. Its client has connected and is
+about to send one: on a loaded host that takes a while, and closing would fail the request."""
 
 _LOOK_SECONDS = 0.02
 
@@ -44,35 +45,54 @@ PARENT_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SI
 
 
 class GraphstashServer(uvicorn.Server):
-    """Says when it is ready, and ends without failing anybody."""
+    """Reports when it is ready, and shuts down without failing requests."""
 
     def __init__(
         self,
         config: uvicorn.Config,
         *,
         when_ready: Callable[[], None],
+        stop_waiting: Callable[[], None],
         lifeline: int | None = None,
     ) -> None:
-        """Prepares it.
+        """Prepares a server.
 
         Args:
             config: of uvicorn.
-            when_ready: called once it serves.
-            lifeline: the reading end of a pipe that nothing is written to. When the last process
-                that holds the writing end is gone, the server ends gracefully.
+            when_ready: called once the server serves.
+            stop_waiting: called before the shutdown; answers every wait for a lease.
+            lifeline: the reading end of a pipe to which nothing is written. The server shuts down
+                when the last process with the writing end is gone.
         """
         super().__init__(config)
         self._when_ready = when_ready
+        self._stop_waiting = stop_waiting
         self._lifeline = lifeline
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Starts listening."""
+        """Starts listening; who comes by a Unix socket is the owner (`own_socket`)."""
         if self._lifeline is not None:
             loop = asyncio.get_running_loop()
             loop.add_reader(self._lifeline, self._end_alone, loop, self._lifeline)
-        await super().startup(sockets)
+        listeners = sockets or []
+        await super().startup([each for each in listeners if each.family != socket.AF_UNIX])
+        for listener in listeners:
+            if listener.family == socket.AF_UNIX:
+                await self._listen_to_owner(listener)
         if self.started:
             self._when_ready()
+
+    async def _listen_to_owner(self, listener: socket.socket) -> None:
+        config = self.config
+        kind = owner_connections(cast("type[Connection]", config.http_protocol_class))
+        # `create_unix_server` would remove the socket when the first of several workers ends.
+        server = await asyncio.get_running_loop().create_server(
+            lambda: kind(
+                config=config, server_state=self.server_state, app_state=self.lifespan.state
+            ),
+            sock=listener,
+        )
+        self.servers.append(server)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Ends every wait for a lease first: it could last a minute."""
@@ -82,7 +102,7 @@ class GraphstashServer(uvicorn.Server):
             *self.server_state.default_headers,
             (b"connection", b"close"),
         ]
-        self.config.app.state.context.stop_waiting()  # type: ignore[union-attr]
+        self._stop_waiting()
         await self._answer_newcomers()
         await super().shutdown(sockets)
 
@@ -101,16 +121,14 @@ class GraphstashServer(uvicorn.Server):
 
     def _end_alone(self, loop: asyncio.AbstractEventLoop, lifeline: int) -> None:
         loop.remove_reader(lifeline)
-        _LOGGER.warning("worker %d ends: its parent is gone", os.getpid())
+        _LOGGER.warning("worker %d exits: its parent process is gone", os.getpid())
         if not self.started:
-            os._exit(_ABANDONED)  # it has served nobody, and its start might hang
+            os._exit(_ABANDONED)  # it has served no request, and its start might hang
         self.should_exit = True
 
 
 class _OneLine(logging.Filter):
-    """uvicorn logs the traceback of a failed start. What is meant for whoever started the server is
-    its last line.
-    """
+    """Shortens the traceback that uvicorn logs of a failed start to its last line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Shortens what ends with a `StartError`."""
@@ -130,20 +148,18 @@ def make_server(
         StartError: when the files of TLS cannot be used.
     """
     tls = tls_context(settings)
-    limits = ConnectionLimits(
-        header_seconds=settings.header_seconds, max_connections=settings.max_connections
-    )
+    app = create_app(settings)
     config = uvicorn.Config(
-        create_app(settings),
+        app,
         loop="uvloop",
-        http=connections(limits),
+        http=connections(settings, count_refusal=app.count_refusal),
         ws="none",
         lifespan="on",
         log_config=None,
         log_level="warning" if settings.log_level == "info" else settings.log_level,
         access_log=settings.access_log,
         server_header=False,
-        proxy_headers=False,  # nobody's word about who is behind a connection is needed
+        proxy_headers=False,  # nothing here depends on the address of the caller
         timeout_graceful_shutdown=settings.shutdown_seconds,
     )
     config.load()
@@ -151,12 +167,15 @@ def make_server(
     log = logging.getLogger("uvicorn.error")
     if not any(isinstance(each, _OneLine) for each in log.filters):
         log.addFilter(_OneLine())
-    return GraphstashServer(config, when_ready=when_ready, lifeline=lifeline)
+        logging.getLogger("uvicorn.access").addFilter(WithoutQuery())
+    return GraphstashServer(
+        config, when_ready=when_ready, stop_waiting=app.stop_waiting, lifeline=lifeline
+    )
 
 
 def run_server(
     settings: Settings,
-    listener: socket.socket,
+    listeners: list[socket.socket],
     *,
     when_ready: Callable[[], None],
     lifeline: int | None = None,
@@ -165,7 +184,7 @@ def run_server(
     server = make_server(settings, when_ready=when_ready, lifeline=lifeline)
     signal.signal(signal.SIGTERM, _stop)
     try:
-        server.run(sockets=[listener])
+        server.run(sockets=listeners)
     except SystemExit:
         return False  # uvicorn's way of saying so; it logged the reason
     except KeyboardInterrupt:
@@ -173,14 +192,13 @@ def run_server(
     return server.started
 
 
-def run_worker(settings: Settings, listener: socket.socket, *, say: int, lifeline: int) -> NoReturn:
-    """Serves in a process that was just forked, and ends it.
+def run_worker(
+    settings: Settings, listeners: list[socket.socket], *, say: int, lifeline: int
+) -> NoReturn:
+    """Serves in a process that was just forked, and exits.
 
-    Args:
-        settings: of this server.
-        listener: inherited, as the pipes are.
-        say: the writing end of a pipe; gets a byte when the worker serves.
-        lifeline: see `GraphstashServer`.
+    A byte is written to the pipe `say` when the worker serves; `lifeline` is described in
+    `GraphstashServer`.
     """
 
     def tell() -> None:
@@ -195,7 +213,7 @@ def run_worker(settings: Settings, listener: socket.socket, *, say: int, lifelin
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENT_SIGNALS)
-        is_fine = run_server(settings, listener, when_ready=tell, lifeline=lifeline)
+        is_fine = run_server(settings, listeners, when_ready=tell, lifeline=lifeline)
     except Exception:
         _LOGGER.exception("worker %d failed", os.getpid())
     finally:
@@ -208,5 +226,5 @@ def _is_new(connection: object) -> bool:
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> None:
-    """Being told to stop is no failure: the exit code stays 0, as after Ctrl-C."""
+    """Stopping on request is not a failure: the exit code stays 0, as after Ctrl-C."""
     raise KeyboardInterrupt

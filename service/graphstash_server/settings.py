@@ -1,16 +1,22 @@
 """Settings: everything that can be configured, and the only reader of the environment.
 
-Every field is set by the environment variable `GRAPHSTASH_<FIELD>` or by the option of `serve` with
-the same name; the option wins. Sizes take `10GiB`, `500MB` or plain bytes.
+Every field is set by the environment variable `GRAPHSTASH_<FIELD>`. Some also have an option of
+`serve`, which wins. Sizes take `10GiB`, `500MB` or plain bytes. The docstring of a field is its
+description in the reference.
 """
 
+import ipaddress
+import os
 import re
+import socket
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import platformdirs
 from pydantic import (
+    BaseModel,
     ByteSize,
+    ConfigDict,
     Field,
     ValidationError,
     ValidationInfo,
@@ -21,11 +27,25 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
+from graphstash_schema import MIN_EXCHANGED_SECONDS
+from graphstash_schema.own_files import own_socket_path
 from graphstash_schema.protocol import DEFAULT_MAX_ARTIFACT_BYTES
-from graphstash_server.claims import ClaimRule
+from graphstash_server.claims import ClaimRule, IssuerUrl, KeysUrl, TrustedIssuer
 from graphstash_server.errors import StartError
 
-__all__ = ["ENV_PREFIX", "Settings", "load_settings"]
+__all__ = [
+    "ENV_PREFIX",
+    "AccessSettings",
+    "DatabaseSettings",
+    "LimitSettings",
+    "ListenSettings",
+    "MaintenanceSettings",
+    "Settings",
+    "StoreSettings",
+    "TlsSettings",
+    "is_loopback",
+    "load_settings",
+]
 
 ENV_PREFIX = "GRAPHSTASH_"
 
@@ -33,248 +53,39 @@ _MIB = 1024**2
 _MAX_WORKERS = 64
 
 
-class Settings(BaseSettings):
-    """One server's settings."""
+class _Group(BaseModel):
+    """Fields that belong together; code that needs no others takes the group."""
 
-    model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX, frozen=True, extra="ignore", env_ignore_empty=True
-    )
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
-    host: str = Field(
-        default="127.0.0.1",
-        min_length=1,
-        description="Address to listen on. Loopback by default: whoever can write to the cache can "
-        "run code in every job that reads it, so reaching further is a decision.",
-    )
-    port: int = Field(
-        default=8077, ge=0, le=65535, description="TCP port, 0 to 65535; 0 takes a free one."
-    )
-    workers: int = Field(
-        default=1,
-        ge=1,
-        le=_MAX_WORKERS,
-        description=f"Processes that serve the port, 1 to {_MAX_WORKERS}. 1 by default: it serves "
-        "a team; more are for more cores, and a crash of one leaves the others serving.",
-    )
-    tls_cert_file: Path | None = Field(
-        default=None,
-        description="PEM file with the server's certificate and its chain: the port speaks HTTPS, "
-        "TLS 1.2 or later. Plain HTTP by default, for loopback or behind a proxy that ends TLS.",
-    )
-    tls_key_file: Path | None = Field(
-        default=None, description="PEM file with the private key of the certificate."
-    )
-    tls_client_ca_file: Path | None = Field(
-        default=None,
-        description="PEM file with the authorities of clients: only who shows a certificate of "
-        "theirs is let in (mTLS). By default nobody has to.",
-    )
-    max_connections: int = Field(
-        default=2048,
-        ge=1,
-        le=1_000_000,
-        description="Most connections of one process, 1 to 1000000; further ones are answered 503. "
-        "2048 by default: a large job's hosts all at once.",
-    )
-    header_seconds: float = Field(
-        default=10.0,
-        gt=0,
-        le=3600,
-        description="How long a request's headers may take to come in, in seconds, up to 3600; "
-        "also how long a new connection may ask nothing. 10 by default.",
-    )
-    auth: Literal["none", "tokens"] = Field(
-        default="none",
-        description="Whom to serve: none asks nobody who they are, tokens lets in whoever shows a "
-        "token that `graphstash token create` made, or one of an identity provider. None by "
-        "default: on loopback, the host's own users are the limit.",
-    )
-    oidc_issuer: str | None = Field(
-        default=None,
-        pattern=r"^https://[^\s]+$|^http://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?(/[^\s]*)?$",
-        description="Identity provider whose tokens (JWT) are taken, too, as in their claim iss: "
-        "https://<host>/<path>. None by default.",
-    )
-    oidc_audience: str | None = Field(
-        default=None,
-        min_length=1,
-        description="What the claim aud of such a token must be, or have in it: a name that no "
-        "other service takes. Needed with an issuer.",
-    )
-    oidc_jwks_url: str | None = Field(
-        default=None,
-        pattern=r"^https?://[^\s]+$",
-        description="Where the provider's public keys are. By default its discovery document says "
-        "so.",
-    )
-    oidc_rules: tuple[ClaimRule, ...] = Field(
-        default=(),
-        description="Which claims give which grants, as JSON: "
-        '[{"claims": {"repository": "team/model", "ref": "refs/heads/main"}, '
-        '"grants": ["write:trusted"]}]. `*` stands for any characters; all rules that fit add up. '
-        "Needed with an issuer.",
-    )
-    insecure: bool = Field(
-        default=False,
-        description="Listen beyond loopback although nobody has to show who they are.",
-    )
-    data_dir: Path = Field(
-        default_factory=lambda: Path(platformdirs.user_data_dir("graphstash", appauthor=False)),
-        description="Directory of the database and the blobs; by default where the platform keeps "
-        "a user's data.",
-    )
-    database_url: str = Field(
-        default="",
-        description="Where the metadata are: postgresql://<user>:<password>@<host>/<database> for "
-        "a team, sqlite:///<path> for one host. By default a file in the data directory, which "
-        "needs no set-up.",
-    )
-    database_connections: int = Field(
-        default=5,
-        ge=2,
-        le=100,
-        description="Most connections of one process to PostgreSQL, 2 to 100, and one more for "
-        "notifications. 5 by default: two servers of four workers stay below PostgreSQL's 100.",
-    )
-    auto_migrate: bool = Field(
-        default=True,
-        description="Bring the database to this release's revision at the start. Where `graphstash "
-        "migrate` does that as a step of its own, false: the server refuses to start before it.",
-    )
-    blob_store: Literal["disk", "s3"] = Field(
-        default="disk",
-        description="Where the blobs are: disk, in the data directory, or s3, in a bucket that any "
-        "number of servers may share. Disk by default: it needs nothing else.",
-    )
-    s3_bucket: str = Field(
-        default="",
-        validate_default=True,
-        description="Bucket of the blobs; it must exist. Credentials come the usual AWS way "
-        "(AWS_ACCESS_KEY_ID, a profile, the host's role), never from a setting of ours.",
-    )
-    s3_prefix: str = Field(
-        default="",
-        pattern=r"^$|^[A-Za-z0-9!_.*'()/-]+/$",
-        description="What the names of all objects begin with; ends with a slash. Empty by "
-        "default: the bucket is for the cache alone.",
-    )
-    s3_endpoint_url: str | None = Field(
-        default=None,
-        pattern=r"^https?://[^/\s]+/?$",
-        description="Where the S3 is, e.g. http://seaweedfs:8333. AWS by default.",
-    )
-    s3_region: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Region of the bucket. By default what the AWS configuration says.",
-    )
-    s3_addressing: Literal["auto", "path", "virtual"] = Field(
-        default="auto",
-        description="Whether the bucket is named in the path or in the host name; auto lets boto3 "
-        "decide. Most servers other than AWS's want path.",
-    )
-    s3_redirect_bytes: ByteSize | None = Field(
-        default=None,
-        ge=0,
-        description="Blobs of this size or more are fetched from the bucket itself, with a link "
-        "that is good for 15 minutes. Never by default: clients have to be able to reach the "
-        "endpoint.",
-    )
-    tier_limit_bytes: ByteSize = Field(
-        default=ByteSize(10 * 1024 * _MIB),
-        ge=0,
-        description="Size of the disk tier in front of S3, in bytes; the least recently used blobs "
-        "go. 10 GiB by default: the working set of a team; 0 for none.",
-    )
-    max_artifact_bytes: ByteSize = Field(
-        default=ByteSize(DEFAULT_MAX_ARTIFACT_BYTES),
-        gt=0,
-        description="Largest artifact taken, in bytes, above 0. 4 GiB by default: executables of "
-        "large models reach hundreds of megabytes.",
-    )
-    store_limit_bytes: ByteSize | None = Field(
-        default=None,
-        gt=0,
-        description="Most bytes that all artifacts together may have, above 0; a PUT beyond it is "
-        "answered 507 when nothing more can be evicted. By default the disk is the limit.",
-    )
-    soft_limit_bytes: ByteSize | None = Field(
-        default=None,
-        gt=0,
-        description="Bytes of all artifacts above which the least valuable ones are evicted, above "
-        "0 and at most the store limit. Nine tenths of the store limit by default.",
-    )
-    namespace_limit_bytes: ByteSize | None = Field(
-        default=None,
-        gt=0,
-        description="Most bytes of the artifacts of one namespace, above 0; eviction begins at "
-        "nine tenths of it. No limit by default.",
-    )
-    namespace_limits: dict[str, Annotated[ByteSize, Field(gt=0)]] = Field(
-        default_factory=dict,
-        description="Limits of single namespaces, by pattern, as JSON: "
-        '{"ci-*": "10GiB", "research": "200GiB"}. The first pattern that fits counts.',
-    )
-    retain_days: float | None = Field(
-        default=None,
-        gt=0,
-        description="Evict artifacts that nobody used for so many days, above 0, whatever room "
-        "there is. They stay by default.",
-    )
-    retain_toolchains: int | None = Field(
-        default=None,
-        ge=1,
-        description="Evict artifacts of all but so many toolchains, 1 or more, of each namespace "
-        "and kind; the most recently used ones stay. All stay by default.",
-    )
-    audit_days: float = Field(
-        default=90.0,
-        gt=0,
-        le=36_500,
-        description="How long the audit log is kept, in days, above 0 and up to 36500. 90 by "
-        "default: longer than it takes until somebody asks who it was.",
-    )
-    maintenance_seconds: float = Field(
-        default=60.0,
-        gt=0,
-        le=3600,
-        description="Time between two rounds of maintenance, in seconds, up to 3600. 60 by "
-        "default; an upload that passes a soft limit starts one at once.",
-    )
-    min_free_bytes: ByteSize = Field(
-        default=ByteSize(256 * _MIB),
-        ge=0,
-        description="Head-room that uploads leave on the disk, in bytes, 0 or more. 256 MiB by "
-        "default: the database can always grow and shrink again.",
-    )
-    upload_idle_seconds: float = Field(
-        default=30.0,
-        gt=0,
-        le=3600,
-        description="How long an upload may send nothing, in seconds, up to 3600. 30 by default: "
-        "longer than a network hiccup, shorter than a training job's patience.",
-    )
-    flush_seconds: float = Field(
-        default=1.0,
-        gt=0,
-        le=60,
-        description="How often the usage counters are written to the database, in seconds, up to "
-        "60. 1 by default: what a crash can lose of them.",
-    )
-    shutdown_seconds: int = Field(
-        default=20,
-        ge=0,
-        le=3600,
-        description="How long requests under way may take to end at shutdown, in seconds, 0 to "
-        "3600. 20 by default: below the 30 after which container runtimes kill.",
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="Least severe message that is logged."
-    )
-    access_log: bool = Field(
-        default=False,
-        description="Log every request. Off by default: it costs a quarter of the small hits.",
-    )
+
+class ListenSettings(_Group):
+    """Where and how a server listens, and what it logs."""
+
+    host: str = Field("127.0.0.1", min_length=1)
+    """Address to listen on. Loopback by default: anyone who can write to the cache can run code in
+    every job that reads it, so reaching further is a decision."""
+    port: int = Field(8077, ge=0, le=65535)
+    """TCP port, 0 to 65535; 0 takes a free one."""
+    workers: int = Field(1, ge=1, le=_MAX_WORKERS)
+    """Processes that serve the port, 1 to 64. 1 by default, which is enough for a team; more use
+    more cores, and if one crashes the others keep serving."""
+    max_connections: int = Field(2048, ge=1, le=1_000_000)
+    """Limit for the connections of one process, 1 to 1000000; further ones are answered 503. 2048
+    by default: all hosts of a large job at once."""
+    header_seconds: float = Field(10.0, gt=0, le=3600)
+    """How long a request's headers may take to arrive, in seconds, up to 3600; also the idle
+    timeout of a new connection. 10 by default."""
+    upload_idle_seconds: float = Field(30.0, gt=0, le=3600)
+    """How long an upload may send nothing, in seconds, up to 3600. 30 by default: longer than a
+    network hiccup, shorter than a training job's patience."""
+    shutdown_seconds: int = Field(20, ge=0, le=3600)
+    """How long requests in progress may take to end at shutdown, in seconds, 0 to 3600. 20 by
+    default: below the 30 after which container runtimes kill."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Minimum severity of log messages."""
+    access_log: bool = False
+    """Log every request. Off by default, because it slows down small hits."""
 
     @field_validator("workers", mode="wrap")
     @classmethod
@@ -285,6 +96,132 @@ class Settings(BaseSettings):
             raise PydanticCustomError(
                 "workers", f"it takes a whole number from 1 to {_MAX_WORKERS}"
             ) from None
+
+
+class TlsSettings(_Group):
+    """TLS of the port itself, for a server without a proxy in front."""
+
+    tls_cert_file: Path | None = None
+    """PEM file with the server's certificate and its chain: the port speaks HTTPS, TLS 1.2 or
+    later. Plain HTTP by default, for loopback or behind a proxy that terminates TLS."""
+    tls_key_file: Path | None = None
+    """PEM file with the private key of the certificate."""
+    tls_client_ca_file: Path | None = None
+    """PEM file with the CAs of clients; requires a certificate issued by one of them (mTLS). Not
+    required by default."""
+
+    @model_validator(mode="after")
+    def _complete_tls(self) -> Self:
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            raise PydanticCustomError(
+                "tls", "set both GRAPHSTASH_TLS_CERT_FILE and GRAPHSTASH_TLS_KEY_FILE"
+            )
+        if self.tls_client_ca_file is not None and self.tls_cert_file is None:
+            raise PydanticCustomError(
+                "tls",
+                "GRAPHSTASH_TLS_CLIENT_CA_FILE needs GRAPHSTASH_TLS_CERT_FILE: clients present "
+                "certificates over TLS only",
+            )
+        return self
+
+
+class AccessSettings(_Group):
+    """Who may use the server."""
+
+    auth: Literal["none", "tokens"] = "tokens"
+    """Authentication: tokens (of `graphstash token create` or an OIDC provider), or none. On
+    loopback, jobs of the user who runs the server need no token: they use a socket that only this
+    user can reach."""
+    insecure: bool = False
+    """For tests: do not require a token, wherever the server listens. Anyone who reaches it can
+    then run code in every job that reads the cache."""
+    oidc_issuer: IssuerUrl | None = None
+    """Identity provider whose tokens (JWT) are also accepted, as in their claim iss:
+    https://<host>/<path>. None by default."""
+    oidc_audience: str | None = Field(None, min_length=1)
+    """Value that the claim aud of such a token must be or contain; use a name that no other service
+    accepts. Required with an issuer."""
+    oidc_jwks_url: KeysUrl | None = None
+    """URL of the provider's public keys. By default taken from the discovery document."""
+    oidc_rules: tuple[ClaimRule, ...] = ()
+    """Which claims give which grants, as JSON: [{"claims": {"repository": "team/model", "ref":
+    "refs/heads/main", "event_name": "push"}, "grants": ["write:trusted"]}]. `*` stands for any
+    characters; the grants of all matching rules are combined. Required with an issuer."""
+    oidc_issuers: tuple[TrustedIssuer, ...] = ()
+    """Several identity providers side by side, as JSON: [{"name": "k8s", "issuer":
+    "https://k8s.internal", "audience": "graphstash", "rules": [...]}]. Each may have a jwks_url,
+    and a ca_file where its certificate is not of a public CA. GRAPHSTASH_OIDC_ISSUER counts beside
+    them. None by default."""
+    oidc_token_seconds: int = Field(21_600, ge=MIN_EXCHANGED_SECONDS, le=30 * 86_400)
+    """Longest life of a token that a job gets in exchange for a JWT, in seconds, 60 to 2592000.
+    21600 by default: six hours, as long as a hosted job of GitHub."""
+
+    @property
+    def trusted_issuers(self) -> tuple[TrustedIssuer, ...]:
+        """All identity providers whose tokens are accepted."""
+        if self.oidc_issuer is None or self.oidc_audience is None:
+            return self.oidc_issuers
+        single = TrustedIssuer(
+            issuer=self.oidc_issuer,
+            audience=self.oidc_audience,
+            jwks_url=self.oidc_jwks_url,
+            rules=self.oidc_rules,
+        )
+        return (single, *self.oidc_issuers)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nobody needs a token."""
+        return self.auth == "none" or (self.insecure and "auth" not in self.model_fields_set)
+
+    @model_validator(mode="after")
+    def _know_the_providers(self) -> Self:
+        if self.oidc_issuer is None:
+            if self.oidc_audience is not None or self.oidc_jwks_url is not None or self.oidc_rules:
+                raise PydanticCustomError(
+                    "oidc",
+                    "GRAPHSTASH_OIDC_AUDIENCE, _JWKS_URL and _RULES need GRAPHSTASH_OIDC_ISSUER",
+                )
+        elif self.oidc_audience is None or not self.oidc_rules:
+            raise PydanticCustomError(
+                "oidc",
+                "GRAPHSTASH_OIDC_ISSUER needs GRAPHSTASH_OIDC_AUDIENCE and GRAPHSTASH_OIDC_RULES: "
+                "without them it would grant nothing",
+            )
+        if self.trusted_issuers and self.is_open:
+            raise PydanticCustomError("oidc", "GRAPHSTASH_OIDC_* needs GRAPHSTASH_AUTH=tokens")
+        for what in ("issuer", "name"):
+            values = [getattr(each, what) for each in self.trusted_issuers]
+            if len(set(values)) < len(values):
+                raise PydanticCustomError(
+                    "oidc",
+                    "GRAPHSTASH_OIDC_ISSUERS: two issuers have the same {what}: give each its own",
+                    {"what": what},
+                )
+        return self
+
+
+class DatabaseSettings(_Group):
+    """Where the data are, and the database of the metadata."""
+
+    data_dir: Path = Field(
+        default_factory=lambda: Path(platformdirs.user_data_dir("graphstash", appauthor=False))
+    )
+    """Directory of the database and the blobs; by default where the platform keeps a user's
+    data."""
+    database_url: str = ""
+    """Database of the metadata: postgresql://<user>:<password>@<host>/<database> for a team,
+    sqlite:///<path> for one host. By default a SQLite file in the data directory, which needs no
+    set-up."""
+    database_connections: int = Field(5, ge=2, le=100)
+    """Limit for one process's connections to PostgreSQL, 2 to 100, plus one for notifications. 5 by
+    default: two servers of four workers stay below PostgreSQL's 100."""
+    auto_migrate: bool = True
+    """Upgrade the database to this release's revision at the start. If false, the server refuses
+    to start until `graphstash migrate` has done so as a separate step."""
+    flush_seconds: float = Field(1.0, gt=0, le=60)
+    """How often the usage counters are written to the database, in seconds, up to 60. 1 by default:
+    that much of them can be lost in a crash."""
 
     @field_validator("database_url")
     @classmethod
@@ -302,13 +239,6 @@ class Settings(BaseSettings):
             )
         return url
 
-    @field_validator("s3_bucket")
-    @classmethod
-    def _need_a_bucket(cls, value: str, info: ValidationInfo) -> str:
-        if not value and info.data.get("blob_store") == "s3":
-            raise ValueError("blob_store is s3, which needs the name of a bucket")
-        return value
-
     @model_validator(mode="after")
     def _place_the_database(self) -> Self:
         if not self.database_url:
@@ -316,19 +246,62 @@ class Settings(BaseSettings):
             object.__setattr__(self, "database_url", f"sqlite+aiosqlite:///{path}")
         return self
 
-    @model_validator(mode="after")
-    def _complete_tls(self) -> Self:
-        if (self.tls_cert_file is None) != (self.tls_key_file is None):
-            raise PydanticCustomError(
-                "tls", "GRAPHSTASH_TLS_CERT_FILE and GRAPHSTASH_TLS_KEY_FILE need each other"
-            )
-        if self.tls_client_ca_file is not None and self.tls_cert_file is None:
-            raise PydanticCustomError(
-                "tls",
-                "GRAPHSTASH_TLS_CLIENT_CA_FILE needs GRAPHSTASH_TLS_CERT_FILE: clients show a "
-                "certificate over TLS only",
-            )
-        return self
+
+class StoreSettings(_Group):
+    """Where the blobs are."""
+
+    blob_store: Literal["disk", "s3"] = "disk"
+    """Where the blobs are: disk, in the data directory, or s3, in a bucket that any number of
+    servers can share. Disk by default, because it needs nothing else."""
+    s3_bucket: str = ""
+    """Bucket of the blobs; it must exist. Credentials come from the usual AWS sources
+    (AWS_ACCESS_KEY_ID, a profile, the host's role), never from a graphstash setting."""
+    s3_prefix: str = Field("", pattern=r"^$|^[A-Za-z0-9!_.*'()/-]+/$")
+    """Prefix of all object names; ends with a slash. Empty by default: the bucket is for the cache
+    alone."""
+    s3_endpoint_url: str | None = Field(None, pattern=r"^https?://[^/\s]+/?$")
+    """URL of the S3 server, e.g. http://seaweedfs:8333. AWS by default."""
+    s3_region: str | None = Field(None, min_length=1)
+    """Region of the bucket. By default taken from the AWS configuration."""
+    s3_addressing: Literal["auto", "path", "virtual"] = "auto"
+    """Whether the bucket is named in the path or in the host name; auto lets boto3 decide. Most
+    servers other than AWS's need path."""
+    s3_redirect_bytes: ByteSize | None = Field(None, ge=0)
+    """Clients fetch blobs of this size or more from the bucket itself, with a link that is valid
+    for 15 minutes. Never by default, because clients must be able to reach the endpoint."""
+    tier_limit_bytes: ByteSize = Field(ByteSize(10 * 1024 * _MIB), ge=0)
+    """Size of the disk tier in front of S3, in bytes; the least recently used blobs are removed. 10
+    GiB by default: the working set of a team; 0 for none."""
+    min_free_bytes: ByteSize = Field(ByteSize(256 * _MIB), ge=0)
+    """Free space that uploads leave on the disk, in bytes, 0 or more. 256 MiB by default, so that
+    the database can always grow and shrink."""
+
+    @field_validator("s3_bucket")
+    @classmethod
+    def _need_a_bucket(cls, value: str, info: ValidationInfo) -> str:
+        if not value and info.data.get("blob_store") == "s3":
+            raise ValueError("blob_store is s3, which needs the name of a bucket")
+        return value
+
+
+class LimitSettings(_Group):
+    """How much may be stored."""
+
+    max_artifact_bytes: ByteSize = Field(ByteSize(DEFAULT_MAX_ARTIFACT_BYTES), gt=0)
+    """Largest artifact accepted, in bytes, above 0. 4 GiB by default: executables of large models
+    reach hundreds of megabytes."""
+    store_limit_bytes: ByteSize | None = Field(None, gt=0)
+    """Limit for all artifacts with their metadata, and all manifests, in bytes, above 0; a PUT
+    beyond it is answered 507 when eviction cannot make room. By default the disk is the limit."""
+    soft_limit_bytes: ByteSize | None = Field(None, gt=0)
+    """Bytes of all artifacts above which the least valuable ones are evicted, above 0 and at most
+    the store limit. Nine tenths of the store limit by default."""
+    namespace_limit_bytes: ByteSize | None = Field(None, gt=0)
+    """Limit for the artifacts of one namespace with their metadata, and its manifests, in bytes,
+    above 0; eviction begins at nine tenths of it. No limit by default."""
+    namespace_limits: dict[str, Annotated[ByteSize, Field(gt=0)]] = Field(default_factory=dict)
+    """Limits of single namespaces, by pattern, as JSON: {"ci-*": "10GiB", "research": "200GiB"}.
+    The first pattern that matches counts."""
 
     @model_validator(mode="after")
     def _order_the_limits(self) -> Self:
@@ -341,21 +314,46 @@ class Settings(BaseSettings):
             )
         return self
 
-    @model_validator(mode="after")
-    def _know_the_provider(self) -> Self:
-        if self.oidc_issuer is None:
-            if self.oidc_audience is not None or self.oidc_jwks_url is not None or self.oidc_rules:
-                raise PydanticCustomError(
-                    "oidc", "GRAPHSTASH_OIDC_* says something of a provider: set _OIDC_ISSUER, too"
-                )
-            return self
-        if self.auth != "tokens" or self.oidc_audience is None or not self.oidc_rules:
-            raise PydanticCustomError(
-                "oidc",
-                "GRAPHSTASH_OIDC_ISSUER needs GRAPHSTASH_AUTH=tokens, GRAPHSTASH_OIDC_AUDIENCE and "
-                "GRAPHSTASH_OIDC_RULES: otherwise it would let in nobody, or whoever it knows",
-            )
-        return self
+
+class MaintenanceSettings(_Group):
+    """What a server does in the background, and how long things are kept."""
+
+    retain_days: float | None = Field(None, gt=0)
+    """Evict artifacts that were not used for this many days, above 0, even if there is room. They
+    stay by default."""
+    retain_toolchains: int | None = Field(None, ge=1)
+    """Keep only the N most recently used toolchains, 1 or more, of each namespace and kind, and
+    evict the artifacts of the others. All stay by default."""
+    audit_days: float = Field(90.0, gt=0, le=36_500)
+    """How long the audit log is kept, in days, above 0 and up to 36500. 90 by default: questions
+    about a change often come weeks after it."""
+    maintenance_seconds: float = Field(60.0, gt=0, le=3600)
+    """Time between two rounds of maintenance, in seconds, up to 3600. 60 by default; an upload that
+    passes a soft limit starts one at once."""
+
+
+class Settings(
+    ListenSettings,
+    TlsSettings,
+    AccessSettings,
+    DatabaseSettings,
+    StoreSettings,
+    LimitSettings,
+    MaintenanceSettings,
+    BaseSettings,
+):
+    """One server's settings."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, frozen=True, extra="ignore", env_ignore_empty=True
+    )
+
+    @property
+    def own_socket(self) -> Path | None:
+        """Where jobs of this user find the server; None where other hosts reach it, or anybody."""
+        if self.is_open or self.tls_cert_file is not None or not is_loopback(self.host):
+            return None
+        return own_socket_path(os.environ)
 
     @property
     def blob_dir(self) -> Path:
@@ -396,6 +394,17 @@ def load_settings(**options: Any) -> Settings:
             value = "..." if name == "database_url" else problem["input"]  # it has a password
             lines.append(f"{shown}={value!s} is not valid: {problem['msg']}")
         raise StartError("; ".join(lines)) from None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host reaches a server that listens on an address or a name."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # the latter for what cannot be a name at all
+        return False
+    return all(
+        ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found
+    )
 
 
 def _named_in(error: SettingsError) -> str:

@@ -1,18 +1,18 @@
-"""TLS of the server itself: for a server that stands alone; behind a proxy, the proxy ends it.
+"""TLS of the server itself, for a server without a proxy that terminates it.
 
-The files are read when a process starts: after a renewal, SIGHUP renews the workers of a server
-that has several, one by one; a server of one process is restarted.
+The files are read when a process starts: after a renewal, send SIGHUP to a server with several
+workers, which replaces them one by one, and restart a server of one process.
 """
 
 import ssl
 
 from graphstash_server.errors import StartError
-from graphstash_server.settings import Settings
+from graphstash_server.settings import TlsSettings
 
 __all__ = ["tls_context"]
 
 
-def tls_context(settings: Settings) -> ssl.SSLContext | None:
+def tls_context(settings: TlsSettings) -> ssl.SSLContext | None:
     """What the port speaks: TLS 1.2 or later with Python's own choice of ciphers, HTTP/1.1 inside.
 
     Returns:
@@ -33,7 +33,7 @@ def tls_context(settings: Settings) -> ssl.SSLContext | None:
     except (OSError, ValueError) as error:
         raise StartError(
             f"the certificate {certificate} and the key {key} cannot be used: {_reason(error)}; "
-            "both are PEM files that the server may read, and the key has no password"
+            "both must be PEM files that the server can read, and the key must not have a password"
         ) from None
     authorities = settings.tls_client_ca_file
     if authorities is not None:
@@ -41,15 +41,15 @@ def tls_context(settings: Settings) -> ssl.SSLContext | None:
             context.load_verify_locations(authorities)
         except (OSError, ValueError) as error:
             raise StartError(
-                f"the clients' authorities {authorities} cannot be used: {_reason(error)}; it is "
-                "a PEM file with certificates"
+                f"the clients' CA file {authorities} cannot be used: {_reason(error)}; it must "
+                "be a PEM file with certificates"
             ) from None
         context.verify_mode = ssl.CERT_REQUIRED
     return context
 
 
 def _no_password() -> str:
-    """Asking for one would block a server that nobody sits in front of."""
+    """A prompt for one would block a server that runs unattended."""
     raise ValueError("the key has a password")
 
 

@@ -1,12 +1,12 @@
-"""run_workers: several processes serve one port, and a small parent keeps them there.
+"""run_workers: several processes serve one port, supervised by a small parent.
 
-The parent imports everything once and forks; it starts no thread and no event loop, so that a fork
-copies nothing that moves. A worker that ended is replaced in the time of a start without imports,
-and all share the memory of the code. They accept from one listening socket, which stays open in the
-parent: a connection that nobody has accepted yet waits for the next free worker.
+The parent imports everything once and forks; it starts no thread and no event loop, so forking is
+safe. Replacing a worker takes no imports, and all workers share the memory of the code. They accept
+from the listening sockets, which stay open in the parent: a connection that is not accepted yet
+waits for the next free worker.
 
-uvicorn has a supervisor, too. It kills a worker that does not answer a ping within seconds, which a
-loaded host does not deserve, and it starts every worker from nothing.
+uvicorn's own supervisor kills a worker that does not answer a ping within seconds, which happens on
+a loaded host, and starts every worker from nothing.
 
     SIGTERM, SIGINT   the workers end gracefully, then the parent; a SIGINT after it kills at once
     SIGHUP            a rolling restart: a successor for one worker after another. It renews the
@@ -14,7 +14,7 @@ loaded host does not deserve, and it starts every worker from nothing.
                       old as the parent: new code needs a restart of the server
     parent killed     the workers see the end of a pipe, the lifeline, and end gracefully
 
-A worker takes nothing along when it ends: whatever outlives a request is in the database.
+No state is lost with a worker: whatever outlives a request is in the database.
 """
 
 import gc
@@ -47,23 +47,21 @@ _READY_SECONDS = 60.0
 _EARLY_SECONDS = 5.0
 """A worker that ends sooner after its start will probably do so again."""
 _FIRST_PAUSE_SECONDS = 0.5
-_LONGEST_PAUSE_SECONDS = 10.0
+_MAX_PAUSE_SECONDS = 10.0
 
 
 def run_workers(
-    settings: Settings, listener: socket.socket, *, when_ready: Callable[[], None]
+    settings: Settings, listeners: list[socket.socket], *, when_ready: Callable[[], None]
 ) -> bool:
     """Serves with `settings.workers` processes until a signal.
 
-    Args:
-        settings: of the server.
-        listener: where all of them listen; closed at the end.
-        when_ready: called once, when all workers serve.
+    The listeners are shared by all of them and closed at the end; `when_ready` is called once, when
+    all workers serve.
 
     Returns:
         False when a worker could not start the first time.
     """
-    return _Supervisor(settings, listener, when_ready=when_ready).run()
+    return _Supervisor(settings, listeners, when_ready=when_ready).run()
 
 
 @dataclass(slots=True, eq=False)
@@ -82,17 +80,17 @@ class _Worker:
     slot: _Slot
     says: int | None  # the pipe through which it tells that it is ready, until it has
     started_at: float
-    kill_at: float = inf  # a successor that gets not ready; whoever was told to end and does not
+    kill_at: float = inf  # a successor that does not get ready, or a worker that does not stop
     is_ready: bool = False
     is_ending: bool = False
 
 
 class _Supervisor:
     def __init__(
-        self, settings: Settings, listener: socket.socket, *, when_ready: Callable[[], None]
+        self, settings: Settings, listeners: list[socket.socket], *, when_ready: Callable[[], None]
     ) -> None:
         self._settings = settings
-        self._listener = listener
+        self._listeners = listeners
         self._when_ready = when_ready
         self._slots = [_Slot() for _ in range(settings.workers)]
         self._alive: dict[int, _Worker] = {}
@@ -102,7 +100,7 @@ class _Supervisor:
         self._is_stopping = False
         self._has_failed = False
         self._selector = selectors.DefaultSelector()
-        self._lifeline, self._held = os.pipe()  # nobody writes: the workers wait for its end
+        self._lifeline, self._held = os.pipe()  # never written to: the workers wait for its end
         self._woken, self._waking = socket.socketpair()
 
     def run(self) -> bool:
@@ -128,7 +126,7 @@ class _Supervisor:
         """Does what is due."""
         for worker in list(self._alive.values()):
             if worker.kill_at <= now:
-                _LOGGER.warning("worker %d has had its time: it is killed", worker.pid)
+                _LOGGER.warning("worker %d did not stop in time; killing it", worker.pid)
                 self._kill(worker)
         if self._is_stopping:
             return
@@ -214,18 +212,19 @@ class _Supervisor:
         elif slot.successor is worker:
             slot.successor = None
             self._outdated.clear()
-            told = "worker %d %s before it was ready: the rolling restart stops, the others stay"
+            told = "worker %d %s before it was ready; the rolling restart stops, the others stay"
             _LOGGER.error(told, worker.pid, ended)
         else:
             slot.worker, slot.successor = slot.successor, None
             pause_seconds = 0.0 if slot.worker else _pause_seconds(worker)
             slot.start_at = monotonic() + pause_seconds
-            _LOGGER.error("worker %d %s: the next in %g s", worker.pid, ended, pause_seconds)
+            _LOGGER.error("worker %d %s; restarting it in %g s", worker.pid, ended, pause_seconds)
 
     def _stop(self) -> None:
         if not self._is_stopping:
             self._is_stopping = True
-            self._listener.close()
+            for listener in self._listeners:
+                listener.close()
             for worker in self._alive.values():
                 self._end(worker)
 
@@ -255,8 +254,8 @@ class _Supervisor:
                 self._be_worker(say)
         except OSError as error:
             os.close(says)
-            slot.start_at = monotonic() + _LONGEST_PAUSE_SECONDS
-            _LOGGER.error("no worker can be started (%s): again in a while", error.strerror)  # noqa: TRY400 - the traceback says nothing more
+            slot.start_at = monotonic() + _MAX_PAUSE_SECONDS
+            _LOGGER.error("cannot start a worker (%s); will retry", error.strerror)  # noqa: TRY400 - the traceback says nothing more
             return None
         finally:
             os.close(say)
@@ -266,7 +265,7 @@ class _Supervisor:
         return worker
 
     def _be_worker(self, say: int) -> NoReturn:
-        """Lets go of what is the parent's, and serves; never returns into the parent's frames."""
+        """Closes the parent's files, and serves; never returns into the parent's frames."""
         try:
             signal.set_wakeup_fd(-1)
             self._selector.close()
@@ -275,7 +274,7 @@ class _Supervisor:
             for pipe in (self._held, *(other.says for other in self._alive.values())):
                 if pipe is not None:
                     os.close(pipe)
-            run_worker(self._settings, self._listener, say=say, lifeline=self._lifeline)
+            run_worker(self._settings, self._listeners, say=say, lifeline=self._lifeline)
         finally:
             os._exit(1)
 
@@ -288,7 +287,7 @@ def _pause_seconds(worker: _Worker) -> float:
     if slot.early_ends < 2:
         return 0.0
     doublings = min(slot.early_ends - 2, 16)
-    return min(_FIRST_PAUSE_SECONDS * 2.0**doublings, _LONGEST_PAUSE_SECONDS)
+    return min(_FIRST_PAUSE_SECONDS * 2.0**doublings, _MAX_PAUSE_SECONDS)
 
 
 def _how(status: int) -> str:

@@ -5,38 +5,25 @@ import itertools
 import pytest
 
 from graphstash_schema import ArtifactKey, ArtifactMetadata
-from support.fort import DEVICE, Fort, fingerprint
+from support.guarded_server import DEVICE, GuardedServer, fingerprint
 from support.hostile import Middlebox
-from support.postgres import Postgres
+from support.reader_job import ReaderJob
 from support.signing import Team, sealed, signature_of
-from support.victim import Victim
 from support.wire import Wire
 
 _NUMBERS = itertools.count()
 
 
 @pytest.fixture(scope="session")
-def fort(tmp_path_factory):
+def fort(start_on_sqlite):
     """A server process for all attacks that its database has no part in."""
-    with Fort(tmp_path_factory.mktemp("fort")) as fort:
-        yield fort
+    return start_on_sqlite(GuardedServer)
 
 
 @pytest.fixture(scope="session")
-def postgres():
-    with Postgres() as postgres:
-        yield postgres
-
-
-@pytest.fixture(scope="session", params=["sqlite", "postgresql"])
-def any_fort(request, tmp_path_factory):
+def any_fort(start_once):
     """A server process on each database."""
-    if request.param == "sqlite":
-        yield request.getfixturevalue("fort")
-        return
-    url = request.getfixturevalue("postgres").new_database()
-    with Fort(tmp_path_factory.mktemp("fort"), database_url=url) as fort:
-        yield fort
+    return start_once(GuardedServer)
 
 
 @pytest.fixture
@@ -75,7 +62,7 @@ def victim(fort, space, tmp_path):
         if "token" not in settings:
             settings |= {"token": fort.token(f"read:{space}"), "read_only": True}
         place = {"url": fort.url, "namespace": space, "cache_dir": tmp_path / f"job-{len(started)}"}
-        started.append(Victim(**place | settings))
+        started.append(ReaderJob(**place | settings))
         return started[-1]
 
     yield start

@@ -8,21 +8,9 @@ import pytest
 import zstandard
 
 from graphstash_schema import Digest
-from support.victim import OWN
+from support.reader_job import OWN
 
 PAYLOAD = bytes(hashlib.sha256(str(n).encode()).digest()[0] for n in range(20_000))
-
-
-def cut(blob):
-    return blob[:-7]
-
-
-def cut_in_the_header(blob):
-    return blob[:100]
-
-
-def empty(blob):
-    return b""
 
 
 def flipped_in_the_payload(blob):
@@ -30,65 +18,37 @@ def flipped_in_the_payload(blob):
     return blob[:middle] + bytes([blob[middle] ^ 0x10]) + blob[middle + 1 :]
 
 
-def flipped_in_the_magic(blob):
-    return b"H" + blob[1:]
-
-
-def with_another_raw_size(blob):
-    return blob.replace(b'"raw_size": 20000', b'"raw_size": 19999')
-
-
-def with_a_raw_size_of_text(blob):
-    return blob.replace(b'"raw_size": 20000', b'"raw_size": "2e4"')
-
-
-def with_a_raw_size_below_zero(blob):
-    return blob.replace(b'"raw_size": 20000', b'"raw_size": -2000')
-
-
-def with_a_header_of_4_gigabytes(blob):
-    return blob[:8] + struct.pack(">I", 2**32 - 1) + blob[12:]
-
-
 def with_another_payload(blob):
     head = blob[: 12 + struct.unpack(">I", blob[8:12])[0]]
     return head + zstandard.ZstdCompressor().compress(b"x" * len(PAYLOAD))
 
 
-_DAMAGES = (
-    cut,
-    cut_in_the_header,
-    empty,
-    flipped_in_the_payload,
-    flipped_in_the_magic,
-    with_another_raw_size,
-    with_a_raw_size_of_text,
-    with_a_raw_size_below_zero,
-    with_a_header_of_4_gigabytes,
-    with_another_payload,
-)
+def with_raw_size(text):
+    return lambda blob: blob.replace(b'"raw_size": 20000', b'"raw_size": ' + text)
 
 
+_DAMAGES = {
+    "cut": lambda blob: blob[:-7],
+    "cut in the header": lambda blob: blob[:100],
+    "empty": lambda _: b"",
+    "flipped in the payload": flipped_in_the_payload,
+    "flipped in the magic": lambda blob: b"H" + blob[1:],
+    "another raw size": with_raw_size(b"19999"),
+    "a raw size of text": with_raw_size(b'"2e4"'),
+    "a raw size below zero": with_raw_size(b"-2000"),
+    "a header of 4 gigabytes": lambda blob: blob[:8] + struct.pack(">I", 2**32 - 1) + blob[12:],
+    "another payload": with_another_payload,
+}
+_TAILS = {
+    "zeros": lambda blob: blob + b"\0" * 100,
+    "a second frame": lambda blob: blob + zstandard.ZstdCompressor().compress(b"more"),
+    "a skippable frame": lambda blob: blob + b"\x50\x2a\x4d\x18" + struct.pack("<I", 4) + b"code",
+}
 _UNREADABLE = {
-    *(cut_in_the_header, empty, flipped_in_the_magic),
-    *(with_a_raw_size_of_text, with_a_header_of_4_gigabytes),
+    *("cut in the header", "empty", "flipped in the magic"),
+    *("a raw size of text", "a header of 4 gigabytes"),
 }
 """Whose header does not say how large the payload is, which is part of what is signed."""
-
-
-def zeros_behind(blob):
-    return blob + b"\0" * 100
-
-
-def a_second_frame_behind(blob):
-    return blob + zstandard.ZstdCompressor().compress(b"more")
-
-
-def a_skippable_frame_behind(blob):
-    return blob + b"\x50\x2a\x4d\x18" + struct.pack("<I", 4) + b"code"
-
-
-_TAILS = (zeros_behind, a_second_frame_behind, a_skippable_frame_behind)
 
 
 def damaging(damage):
@@ -122,16 +82,18 @@ def test_an_unsigned_artifact_is_damaged_by_the_server(
 ):
     publish(key(), PAYLOAD)
 
-    assert attacked(fort, victim(url=middlebox(damaging(damage)).url), key()) == "corrupt"
+    box = middlebox(damaging(_DAMAGES[damage]))
+    assert attacked(fort, victim(url=box.url), key()) == "corrupt"
 
 
-@pytest.mark.parametrize("damage", [*_DAMAGES, *_TAILS])
+@pytest.mark.parametrize("damage", _DAMAGES | _TAILS)
 def test_a_signed_artifact_is_damaged_by_the_server(
     fort, key, publish, middlebox, victim, team, damage
 ):
     """No decompressor sees it, whatever it is."""
     publish(key(), PAYLOAD, signing_key=team.trust("ci"))
-    job = victim(url=middlebox(damaging(damage)).url, trusted_keys=team.file)
+    box = middlebox(damaging((_DAMAGES | _TAILS)[damage]))
+    job = victim(url=box.url, trusted_keys=team.file)
 
     is_readable = damage not in _UNREADABLE
     assert attacked(fort, job, key()) == ("bad_signature" if is_readable else "corrupt")
@@ -143,7 +105,7 @@ def test_something_is_hidden_behind_an_unsigned_artifact(
 ):
     """Nobody vouches for it either way: the compiler gets the payload that the header names."""
     publish(key(), PAYLOAD)
-    job = victim(url=middlebox(damaging(tail)).url)
+    job = victim(url=middlebox(damaging(_TAILS[tail])).url)
 
     with fort.withstands() as refused:
         assert job.build(key()) in {PAYLOAD, OWN}

@@ -6,9 +6,9 @@ import json
 import pytest
 
 from graphstash import CacheError, ClientConfig, ConfigError
-from graphstash._trust import TrustedKeys
+from graphstash._trust.trusted_keys import TrustedKeys
 from graphstash_schema import InvalidValueError, ManifestName, Namespace
-from support.fort import DEVICE, artifact_path
+from support.guarded_server import DEVICE, artifact_path
 from support.wire import Wire
 
 _NAMES = (
@@ -158,7 +158,7 @@ def test_a_hostile_servers_manifest_names_paths(middlebox, victim, tmp_path, fie
     before = sorted(tmp_path.rglob("*"))
 
     with pytest.raises(CacheError) as caught:
-        job.stash.manifest(ManifestName("m"))
+        job.stash.server.manifest(ManifestName("m"))
     assert caught.value.reason == "protocol"
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -3,9 +3,9 @@
 import pytest
 
 from graphstash_schema import ArtifactMetadata
-from support.fort import artifact_path
+from support.guarded_server import artifact_path
+from support.reader_job import OWN
 from support.signing import sealed
-from support.victim import OWN
 from support.wire import Wire
 
 POISON = b"replaced by another writer " * 100

@@ -1,6 +1,6 @@
 """Whoever has some rights and wants more."""
 
-from support.fort import artifact_path
+from support.guarded_server import artifact_path
 
 TOKEN = {"description": "mine", "grants": [{"scope": "admin", "namespaces": "*"}]}
 LEASE = "/v1/{space}/leases/jax/cpu-x86_64-0123456789abcdef/" + "0" * 64
@@ -54,7 +54,48 @@ def test_a_writer_of_many_namespaces_writes_into_a_trusted_one(any_fort, space):
     assert any_fort.put(path, b"x", token=exact).status_code == 201
 
 
-def test_who_administers_a_namespace_administers_the_server(any_fort, space):
+def test_an_administrator_by_a_pattern_changes_a_trusted_namespace(any_fort, space):
+    """Neither by the pattern nor by a way round, such as lifting the policy."""
+    where = f"{space}-prod"
+    any_fort.set_policy(where, trusted=True)
+    any_fort.fill(where, 0)
+    many = any_fort.http(any_fort.token(f"admin:{space}*", "admin:**", f"read:{where}"))
+    key = {"kind": "jax", "device_type": "cpu", "fingerprint": "0" * 64}
+
+    with any_fort.withstands() as refused:
+        answers = [
+            many.put(artifact_path(where, 1), content=b"x"),
+            many.delete(artifact_path(where, 0)),
+            many.post(LEASE.format(space=where), json={}),
+            many.put(f"/v1/{where}/manifests/m", json={"keys": [key]}),
+            many.post(f"/v1/{where}/artifacts:release", json=key),
+            many.put(f"/v1/-/namespaces/{where}", json={"trusted": False}),
+            many.delete(f"/v1/-/namespaces/{where}"),
+        ]
+    assert statuses(answers) == [403] * 7
+    assert refused == {"forbidden": 7}
+    named = any_fort.token(f"admin:{where}")
+    assert any_fort.put(artifact_path(where, 1), b"x", token=named).status_code == 201
+
+
+def test_a_caller_with_one_namespace_reads_the_totals_of_all(any_fort, space):
+    any_fort.fill(space, 0)
+    lease = LEASE.format(space=space)
+    assert any_fort.http(any_fort.admin).post(lease, json={}).status_code == 201
+    one, every = (any_fort.http(any_fort.token(grant)) for grant in (f"read:{space}", "read:*"))
+    assert one.put(artifact_path(space, 1), content=b"x").status_code == 403
+
+    seen, all_of_it = one.get("/v1/stats").json(), every.get("/v1/stats").json()
+
+    hidden = ("leases_held", "waiters", "healed", "reported")
+    assert [seen[name] for name in hidden] == [0] * 4
+    assert seen["refused"] == {}
+    assert [each["namespace"] for each in seen["namespaces"]] == [space]
+    assert all_of_it["leases_held"] >= 1
+    assert all_of_it["refused"]["forbidden"] >= 1
+
+
+def test_a_namespace_administrator_administers_the_server(any_fort, space):
     owner = any_fort.http(any_fort.token(f"admin:{space}", "admin:attack-*", "write:*", "read:*"))
 
     with any_fort.withstands() as refused:
@@ -80,7 +121,7 @@ def test_grants_whose_patterns_are_many_stars_administer_the_server(any_fort):
     assert refused == {"forbidden": 2}
 
 
-def test_who_reads_one_namespace_without_a_token_goes_on_elsewhere(any_fort, space):
+def test_an_anonymous_reader_of_one_namespace_tries_the_others(any_fort, space):
     any_fort.set_policy(space, anonymous_read=True)
     any_fort.fill(space, 0)
     any_fort.fill(f"{space}-closed", 0)
@@ -109,7 +150,7 @@ def test_who_reads_one_namespace_without_a_token_goes_on_elsewhere(any_fort, spa
     assert len({answer.json()["detail"] for answer in answers}) == 1
 
 
-def test_a_nobodys_report_takes_an_artifact_from_the_others(any_fort, space):
+def test_an_anonymous_report_withholds_an_artifact(any_fort, space):
     any_fort.set_policy(space, anonymous_read=True)
     any_fort.fill(space, 0)
     nobody = any_fort.http()

@@ -9,7 +9,7 @@ import trustme
 from graphstash import CacheError
 from support.hostile import Answer
 from support.listener import Listener
-from support.victim import OWN
+from support.reader_job import OWN
 
 PAYLOAD = b"a graph " * 500
 
@@ -102,7 +102,7 @@ def test_every_call_is_sent_to_another_origin(
     with fort.withstands() as refused:
         assert job.build(key()) == OWN
         with pytest.raises(CacheError, match="redirect"):
-            job.stash.lookup([key()])
+            job.stash.server.lookup([key()])
         assert set(job.fallbacks) == {"protocol"}
     assert refused == {}
     assert elsewhere.heads == []
@@ -170,7 +170,7 @@ def test_redirects_lead_to_redirects(fort, key, publish, middlebox, victim, else
         "a" * 5000,
     ],
 )
-def test_a_redirect_leads_to_what_is_no_place_of_blobs(
+def test_a_redirect_leads_to_an_invalid_location(
     fort, key, publish, middlebox, victim, token, location
 ):
     publish(key(), PAYLOAD)

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from graphstash_schema import ArtifactMetadata
-from support.fort import DEVICE
+from support.guarded_server import DEVICE
+from support.reader_job import OWN
 from support.signing import flipped, sealed, signature_of
-from support.victim import OWN
 
 POISON = b"what was signed for another place " * 200
 _METADATA = "graphstash-metadata"

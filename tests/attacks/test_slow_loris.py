@@ -1,12 +1,14 @@
 """Callers who take their time, so that nobody else gets any."""
 
-import time
+import json
 from contextlib import ExitStack
 
 import pytest
 
 from graphstash_schema import Digest
-from support.fort import Fort, artifact_path
+from graphstash_server import connection
+from support.guarded_server import GuardedServer, artifact_path
+from support.waiting import until
 from support.wire import Wire
 
 _SECONDS = 0.5
@@ -17,7 +19,7 @@ _LARGE_BYTES = 8 * 1024**2
 @pytest.fixture(scope="module")
 def hasty(tmp_path_factory):
     """A server that has little patience and little room."""
-    with Fort(
+    with GuardedServer(
         tmp_path_factory.mktemp("hasty"),
         header_seconds=_SECONDS,
         upload_idle_seconds=_SECONDS,
@@ -39,8 +41,11 @@ def _upload(fort, space, size_bytes=_LARGE_BYTES):
     return _head(fort, "PUT", artifact_path(space), *headers) + b"\r\n"
 
 
-def test_a_head_comes_byte_by_byte(hasty):
+@pytest.mark.parametrize("requests_before", [0, 3])
+def test_a_head_comes_byte_by_byte(hasty, requests_before):
     with hasty.withstands() as refused, Wire(hasty.url) as wire:
+        for _ in range(requests_before):
+            assert wire.ask(b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n").status == 200
         wire.send(_head(hasty, "GET", "/v1/stats"))
         answer = wire.drip(b"X", every=_SECONDS / 10)
         assert (answer.status, answer.problem["code"]) == (408, "upload_timeout")
@@ -54,13 +59,14 @@ def test_a_body_comes_byte_by_byte(hasty, space, call):
         "upload": _upload(hasty, space),
         "lookup": _head(hasty, "POST", f"/v1/{space}/artifacts:lookup", "Content-Length: 99999")
         + b"\r\n",
-        "token": _head(hasty, "POST", "/v1/-/tokens", "Content-Length: 99999") + b"\r\n",
+        "token": _head(hasty, "POST", "/v1/-/tokens", "Content-Length: 9999") + b"\r\n",
     }
 
     with hasty.withstands() as refused, Wire(hasty.url) as wire:
         wire.send(heads[call])
         answer = wire.drip(b" ", every=_SECONDS / 10)
         assert (answer.status, answer.problem["code"]) == (408, "upload_timeout")
+        assert "bytes/s" in answer.problem["detail"]
         assert wire.is_closed
     assert refused == {"upload_timeout": 1}
 
@@ -84,16 +90,10 @@ def test_an_upload_hangs_up_in_the_middle(hasty, space):
             wire.send(_upload(hasty, space) + bytes(_LARGE_BYTES // 2))
         # The same connection limit, the same disk: whoever comes next is served.
         assert hasty.http(hasty.admin).get(artifact_path(space)).status_code == 404
-        _until_refused(hasty, "length_mismatch", more_than=before)
+        until(lambda: hasty.stats()["refused"].get("length_mismatch", 0) > before)
     assert refused == {"not_found": 1, "length_mismatch": 1}
     assert hasty.put(artifact_path(space), bytes(_LARGE_BYTES)).status_code == 201
     assert hasty.http(hasty.admin).delete(artifact_path(space)).status_code == 204
-
-
-def _until_refused(fort, code, *, more_than):
-    deadline = time.monotonic() + 20
-    while fort.stats()["refused"].get(code, 0) <= more_than:
-        assert time.monotonic() < deadline, f"no {code} was counted"
 
 
 def test_many_half_open_connections_leave_the_others_served(hasty, space):
@@ -116,7 +116,84 @@ def test_many_half_open_connections_leave_the_others_served(hasty, space):
     assert hasty.http(hasty.admin).delete(artifact_path(space)).status_code == 204
 
 
-def test_a_lease_is_held_by_who_uploads_without_end(hasty, space):
+_HEALTH = b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n"
+_REFUSED = b"PUT /v1/x/manifests/m HTTP/1.1\r\nHost: a\r\nContent-Length: 99999\r\n\r\n"
+_WAYS = {  # to hold a connection: what is sent and answered, and what is sent then
+    "silent": ([], b""),
+    "a slow head": ([], _HEALTH[:-4]),
+    "a slow head after a request": ([_HEALTH], _HEALTH[:-4]),
+    "idle": ([_HEALTH], b""),
+    "the slow body of a refused request": ([_REFUSED], b"{"),
+}
+
+
+@pytest.fixture(scope="module")
+def patient(tmp_path_factory):
+    """A server that leaves callers much time, and has little room."""
+    with GuardedServer(
+        tmp_path_factory.mktemp("patient"), header_seconds=600, max_connections=_CONNECTIONS
+    ) as fort:
+        yield fort
+
+
+@pytest.mark.parametrize("way", _WAYS)
+def test_one_address_holds_every_connection(patient, way):
+    """Whoever comes from another one is served, and so is whoever comes after that."""
+    asked, held = _WAYS[way]
+    with ExitStack() as stack:
+        for _ in range(_CONNECTIONS):
+            wire = stack.enter_context(Wire(patient.url))
+            for request in asked:
+                assert wire.ask(request).status in {200, 401}
+            wire.send(held)
+        others = [
+            stack.enter_context(Wire(patient.url, source=f"127.0.0.{number}"))
+            for number in (2, 3, 2, 3)
+        ]
+        assert [other.ask(_HEALTH).status for other in others] == [200] * 4
+        beyond = stack.enter_context(Wire(patient.url)).answer()
+        assert beyond.problem["code"] == "unavailable"
+        assert [other.ask(_HEALTH).status for other in others] == [200] * 4
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "are_together"),
+    [
+        ("192.0.2.1", "192.0.2.1", True),
+        ("192.0.2.1", "192.0.2.2", False),
+        ("2001:db8:1:2::1", "2001:db8:1:2:ffff::9", True),
+        ("2001:db8:1:2::1", "2001:db8:1:3::1", False),
+        ("::ffff:192.0.2.1", "192.0.2.1", True),
+        ("fe80::1%eth0", "fe80::2%eth0", True),
+    ],
+)
+def test_one_host_comes_from_many_addresses(one, other, are_together):
+    """A host has a whole network of IPv6 addresses, and they share its part."""
+    assert (connection._group_of(one) == connection._group_of(other)) is are_together
+
+
+def test_many_addresses_take_the_connections_of_callers_at_work(patient, space):
+    """A connection that waits for an answer is not taken: a job behind it would compile."""
+    lease = artifact_path(space).replace("artifacts", "leases")
+    assert patient.http(patient.admin).post(lease, json={}).status_code == 201
+    patient.http(patient.admin).close()
+    patient._clients.clear()
+    wait = _head(patient, "POST", lease, "Content-Length: 2", "Prefer: wait=20") + b"\r\n{}"
+    with ExitStack() as stack:
+        waiters = [stack.enter_context(Wire(patient.url)) for _ in range(_CONNECTIONS - 1)]
+        for wire in waiters:
+            wire.send(wait)
+        with Wire(patient.url) as watcher:
+            seen = _head(patient, "GET", "/v1/stats") + b"\r\n"
+            until(lambda: json.loads(watcher.ask(seen).body)["waiters"] == len(waiters))
+        taken = Wire(patient.url, source="127.0.0.2")
+        stack.enter_context(taken)
+        assert taken.ask(_HEALTH).status == 200
+        beyond = stack.enter_context(Wire(patient.url, source="127.0.0.3")).answer()
+        assert beyond.problem["code"] == "unavailable"
+
+
+def test_an_endless_upload_holds_a_lease(hasty, space):
     """It ends by itself, and the next one compiles."""
     lease = artifact_path(space).replace("artifacts", "leases")
     slow, next_one = hasty.token(f"write:{space}"), hasty.http(hasty.token(f"write:{space}"))

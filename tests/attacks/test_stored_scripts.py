@@ -7,7 +7,7 @@ import pytest
 
 from graphstash_schema import ArtifactMetadata
 from support.browser import Browser
-from support.fort import artifact_path
+from support.guarded_server import artifact_path
 from support.listener import Listener
 
 _CALM = "calm"

@@ -9,11 +9,10 @@ import sys
 import pytest
 import zstandard
 
-from graphstash._envelope import Sealed
 from graphstash_schema import ArtifactMetadata
 from support.bombs import GIANT_BYTES, bomb, count_decompressors, envelope_of, frame
-from support.signing import signature_of
-from support.victim import OWN
+from support.reader_job import OWN
+from support.signing import Sealed, signature_of
 
 
 @pytest.fixture
@@ -83,7 +82,7 @@ def test_a_stranger_signs_a_bomb(
     assert decompressors == []
 
 
-def test_nobody_signs_a_bomb(fort, key, plant, victim, team, decompressors):
+def test_an_unsigned_bomb(fort, key, plant, victim, team, decompressors):
     team.trust("ci")
     plant(key(), bomb(key()))
 

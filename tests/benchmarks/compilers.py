@@ -113,23 +113,18 @@ def run(jobs, arm, host, url, namespace):
             count_runs(tools / program.name, program, log)
             variable = program.name.upper().replace("-", "_")
             environment[f"TRITON_{variable}_PATH"] = str(tools / program.name)
-    before = dict(os.environ)
-    os.environ.update(environment)
-    try:
-        running = jobs.start(
-            host,
-            *arm.choices,
-            script=STEPS / arm.script,
-            under="graphstash run",
-            launcher=(str(arm.python),),
-            url=url,
-            namespace=f"bench-{namespace}",
-            hooks=arm.hook,
-        )
-        report = running.finish().report
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    running = jobs.start(
+        host,
+        *arm.choices,
+        script=STEPS / arm.script,
+        under="graphstash run",
+        environment=arm.environment,
+        variables=environment,
+        url=url,
+        namespace=f"bench-{namespace}",
+        hooks=arm.hook,
+    )
+    report = running.finish().report
     counted = Counter()
     for line in running.stats.read_text().splitlines():  # one per process
         process = json.loads(line)

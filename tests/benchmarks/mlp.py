@@ -117,7 +117,7 @@ def metric(name):
 
 def gate_requests():
     """How often torch_xla's look-up of a file came to the hook."""
-    session = sys.modules.get("graphstash._session")
+    session = sys.modules.get("graphstash._process.session")
     if session is None or session._current is None:
         return 0
     return session._current._hooks["torch_xla"]._mode._gate.requests
@@ -134,13 +134,13 @@ def wake_ups():
 
 def trace():
     """Records every look-up: fingerprint, begin and end in the host's time, whether it found."""
-    from graphstash._compile import CompileCache
+    from graphstash._compile.cache import CompileCache
 
     look_ups = []
-    original = CompileCache.find_or_begin
+    original = CompileCache.fetch_or_start
 
     @functools.wraps(original)
-    def find_or_begin(cache, key, destination):
+    def fetch_or_start(cache, key, destination):
         began = time.time()
         compilation = original(cache, key, destination)
         look_ups.append(
@@ -153,7 +153,7 @@ def trace():
         )
         return compilation
 
-    CompileCache.find_or_begin = find_or_begin
+    CompileCache.fetch_or_start = fetch_or_start
     return look_ups
 
 

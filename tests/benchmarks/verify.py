@@ -71,7 +71,7 @@ def measure(server, directory, team, key, *, first):
             {}, url=server.url, cache_dir=place, trusted_keys=team.file, signatures=policy
         )
         with Stash(config) as stash:
-            stash.lookup([key])  # the connection is there, and cryptography is loaded
+            stash.server.lookup([key])  # the connection is there, and cryptography is loaded
             checks = timed(stash)
             for source in ("remote", "local"):
                 with Watch() as watch:
@@ -80,8 +80,8 @@ def measure(server, directory, team, key, *, first):
                 assert fetched.source == source
                 assert not fetched.is_unsigned
             if policy == "off":
-                with Watch() as watch:
-                    stash.download(key, directory / "blob")
+                with Watch() as watch, (directory / "blob").open("w+b") as file:
+                    stash.server.download(key, file)
                 took["download"] = watch
             else:
                 took["check"] = checks[0]

@@ -124,7 +124,14 @@ class Chaos:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("store", "rounds"), [("s3", _S3_ROUNDS), ("disk", _DISK_ROUNDS)])
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("store", "rounds"),
+    [
+        ("s3", _S3_ROUNDS),
+        ("disk", _DISK_ROUNDS),
+    ],
+)
 def test_nothing_acknowledged_is_lost_and_nothing_is_left_over(
     tmp_path: Path, store: str, rounds: int
 ) -> None:

@@ -12,9 +12,12 @@ import httpx
 import pytest
 
 from chaos.small_disk import SmallDisk
-from graphstash_schema import Digest
+from graphstash_schema import ArtifactKey, Digest, Namespace
+from graphstash_server.keys import StoredKey
 from graphstash_server.testing import ServerProcess
-from support.postgres import Postgres
+from support.pins import pin
+
+pytestmark = pytest.mark.extended
 
 MIB = 1024**2
 DISK_BYTES = 32 * MIB
@@ -26,7 +29,8 @@ _NONE = "0 problems found\nexit code 0"
 class Api:
     """One namespace of one server."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, database_url: str) -> None:
+        self._database_url = database_url
         self.http = httpx.Client(base_url=url, timeout=60, trust_env=False)
 
     @staticmethod
@@ -53,9 +57,9 @@ class Api:
         return self.http.delete(self.path(number))
 
     def pin(self, numbers: list[int]) -> None:
-        keys = [self.key(number) for number in numbers]
-        answer = self.http.post("/v1/team/artifacts:lookup", json={"keys": keys})
-        assert len(answer.json()["found"]) == len(numbers)
+        team = Namespace("team")
+        keys = [ArtifactKey(**self.key(number)) for number in numbers]
+        pin(self._database_url, [StoredKey.of(team, key) for key in keys])
 
     def kept(self, numbers: range) -> list[int]:
         return [number for number in numbers if self.get(number).status_code == 200]
@@ -70,6 +74,7 @@ class Deployment:
         if database_url:
             self._environment["GRAPHSTASH_DATABASE_URL"] = database_url
         self.has_sqlite = not database_url
+        self._database_url = database_url
         self._opened: list[tuple[ServerProcess, Api]] = []
 
     def serve(self, **settings: int) -> Api:
@@ -80,7 +85,8 @@ class Deployment:
             command=self.disk.command,
             environment=self._environment | given,
         )
-        api = Api(server.url)
+        database = self.disk.directory / "data" / "graphstash.sqlite3"
+        api = Api(server.url, self._database_url or f"sqlite:///{database}")
         self._opened.append((server, api))
         return api
 
@@ -104,12 +110,6 @@ class Deployment:
         for server, api in self._opened:
             api.http.close()
             server.stop()
-
-
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[Postgres]:
-    with Postgres() as postgres:
-        yield postgres
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

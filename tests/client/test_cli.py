@@ -1,21 +1,16 @@
+import itertools
 import json
 import os
 import subprocess
 import sys
 import textwrap
+from functools import partial
 
 import pytest
 
+from support import processes
 
-def graphstash(*arguments, **variables):
-    return subprocess.run(
-        [sys.executable, "-m", "graphstash", *map(str, arguments)],
-        env=os.environ | {"COLUMNS": "200", **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+graphstash = partial(processes.graphstash, COLUMNS="200", GRAPHSTASH_URL="none")
 
 
 def test_run_passes_status_output_and_arguments_through(tmp_path):
@@ -71,16 +66,12 @@ def test_run_keeps_the_users_own_sitecustomize_and_python_path(tmp_path):
     result = graphstash(
         *("run", "--", sys.executable, "-c"),
         "import sitecustomize, sys; print(sitecustomize.__file__); "
-        "print(any('_autoload' in entry for entry in sys.path))",
+        "print(any('_process/autoload' in entry for entry in sys.path))",
         PYTHONPATH=str(tmp_path),
     )
     own = str(tmp_path / "sitecustomize.py")
-    assert result.stdout.splitlines() == [
-        "mine",
-        "mine",
-        own,
-        "False",
-    ]  # graphstash itself, then it
+    # graphstash itself, then it
+    assert result.stdout.splitlines() == ["mine", "mine", own, "False"]
     assert result.stderr == ""
 
 
@@ -89,17 +80,9 @@ def test_a_python_without_graphstash_just_starts(tmp_path):
         "import sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p]; print(1)"
     )
     autoload = graphstash("run", "--", "printenv", "PYTHONPATH").stdout.split(os.pathsep)[0].strip()
-    result = subprocess.run(
-        [
-            sys.executable,
-            "-S",
-            "-c",
-            f"import sys; sys.path.insert(0, {autoload!r}); import sitecustomize; " + program,
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    program = f"import sys; sys.path.insert(0, {autoload!r}); import sitecustomize; {program}"
+    command = [sys.executable, "-S", "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.stdout == "1\n"
     assert result.stderr == ""
 
@@ -126,7 +109,7 @@ def test_bad_input_gets_one_clear_line(arguments, status, told):
 def test_status_without_a_server_says_what_to_do():
     result = graphstash("status", "--url", "http://127.0.0.1:9")
     assert result.returncode == 1
-    assert "no answer" in result.stderr
+    assert "the server does not answer" in result.stderr
     assert "graphstash doctor" in result.stderr
     answer = json.loads(graphstash("status", "--url", "http://127.0.0.1:9", "--json").stdout)
     assert answer["reachable"] is False
@@ -137,11 +120,8 @@ def test_status_shows_a_server_to_people_and_to_scripts(server, tmp_path):
     assert result.returncode == 0, result.stderr
     assert server.url in result.stdout
     assert str(tmp_path) in result.stdout
-    answer = json.loads(
-        graphstash(
-            "status", "--url", server.url, "--json", GRAPHSTASH_CACHE_DIR=str(tmp_path)
-        ).stdout
-    )
+    command = ("status", "--url", server.url, "--json")
+    answer = json.loads(graphstash(*command, GRAPHSTASH_CACHE_DIR=str(tmp_path)).stdout)
     assert answer["reachable"] is True
     assert answer["server"]["version"]
     assert answer["local"]["size_bytes"] == 0
@@ -150,7 +130,7 @@ def test_status_shows_a_server_to_people_and_to_scripts(server, tmp_path):
 def test_prefetch_of_a_job_that_nobody_ran_says_so(server, namespace):
     result = graphstash("prefetch", "job", "--url", server.url, "--namespace", namespace)
     assert result.returncode == 1
-    assert "no run of 'job'" in result.stderr
+    assert "no artifacts are remembered for job 'job'" in result.stderr
 
 
 def test_a_file_that_cannot_be_used_gets_one_clear_line(tmp_path):
@@ -163,6 +143,19 @@ def test_a_file_that_cannot_be_used_gets_one_clear_line(tmp_path):
             assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize("width", ["60", "80", "100"])
+def test_help_fills_its_paragraphs_and_names_defaults(width):
+    told = graphstash("serve", "--help", COLUMNS=width).stdout
+    flat = " ".join(told.replace("│", " ").split())
+    assert "[default: 8077]" in flat
+    assert "[default: tokens]" in flat
+    assert "(8077)" not in flat
+    lines = [each.strip() for each in told.partition("Options")[0].splitlines()]
+    for first, second in itertools.pairwise(lines):  # a line ends early only where a paragraph does
+        word = second.split(" ")[0]
+        assert not second or not first or len(first) + 1 + len(word) > int(width) - 3
+
+
 def test_the_help_names_every_command():
     result = graphstash("--help")
     for command in ("run", "status", "prefetch", "keys", "serve"):
@@ -171,13 +164,7 @@ def test_the_help_names_every_command():
 
 def test_a_wrong_setting_never_stops_a_job(tmp_path):
     program = "import graphstash; print(graphstash.install()); print(graphstash.stats().hits)"
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"GRAPHSTASH_WAIT_SECONDS": "soon"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    result = processes.python(program, GRAPHSTASH_WAIT_SECONDS="soon")
     assert result.stdout.split() == ["None", "0"]
     assert "GRAPHSTASH_WAIT_SECONDS='soon'" in result.stderr
 

@@ -1,61 +1,39 @@
-import resource
 import tempfile
 import threading
 import time
+from contextlib import ExitStack
 
 import pytest
 
-from graphstash import ClientConfig, CompileCache, Stash
-from graphstash._executor import BoundedExecutor
-from graphstash._stats import Counters
-from graphstash_schema import ArtifactKey, LeaseState
+from graphstash_schema import LeaseState
 from support.fault_proxy import Fault, FaultProxy
+from support.host import Host, file_size_limit, key
+from support.waiting import until, until_waiting
 
 
-def key(number):
-    return ArtifactKey.parse("torch_xla", "cpu-x86_64-0123456789abcdef", f"{number:064x}")
+class Building(Host):
+    def build(self, number, *, seconds=0.0, result=b"graph", until=lambda: None):
+        """Builds a graph; its compilation ends when `until` returns."""
 
-
-class Host:
-    def __init__(self, config):
-        self.stash = Stash(config)
-        self.publisher = BoundedExecutor("test-publish", workers=1, capacity=8)
-        self.counters = Counters()
-        self.cache = CompileCache(self.stash, counters=self.counters, publisher=self.publisher)
-        self.compiles = 0
-
-    def build(self, number, *, seconds=0.0, result=b"graph"):
         def compile_payload():
             self.compiles += 1
             time.sleep(seconds)
+            until()
             return result
 
         return self.cache.get_or_compile(key(number), compile_payload, parts={"n": str(number)})
 
-    @property
-    def stats(self):
-        assert self.publisher.drain(20)
-        return self.counters.snapshot()
 
-    def close(self):
-        self.publisher.drain(20)
-        self.publisher.close()
-        self.cache.abandon_all()
-        self.stash.close()
+def hold_for_waiters(server, count=1):
+    """Until so many wait, and longer than the 0.2 s from which on a wait is counted."""
+    until_waiting(server.url, count)
+    time.sleep(0.3)
 
 
 @pytest.fixture
-def hosts(server, namespace, tmp_path):
-    made = []
-
-    def make(name, **settings):
-        settings = {"url": server.url, "namespace": namespace} | settings
-        made.append(Host(ClientConfig.load({}, cache_dir=tmp_path / name, **settings)))
-        return made[-1]
-
-    yield make
-    for host in made:
-        host.close()
+def hosts(config):
+    with ExitStack() as stack:
+        yield lambda name, **settings: stack.enter_context(Building(config(name, **settings)))
 
 
 def test_compiled_once_fetched_elsewhere_and_local_after_that(hosts):
@@ -71,11 +49,10 @@ def test_compiled_once_fetched_elsewhere_and_local_after_that(hosts):
     assert stats.fallbacks == {}
 
 
-def test_eight_hosts_at_once_compile_one_graph_once(hosts):
+def test_eight_hosts_at_once_compile_one_graph_once(hosts, server):
     herd = [hosts(f"host{n}") for n in range(8)]
-    threads = [
-        threading.Thread(target=host.build, args=(1,), kwargs={"seconds": 1.0}) for host in herd
-    ]
+    all_wait = {"until": lambda: hold_for_waiters(server, 7)}
+    threads = [threading.Thread(target=host.build, args=(1,), kwargs=all_wait) for host in herd]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -87,22 +64,25 @@ def test_eight_hosts_at_once_compile_one_graph_once(hosts):
     assert all(s.fallbacks == {} for s in stats)
 
 
-def test_a_waiter_that_comes_late_is_served_as_well(hosts):
+def test_a_waiter_that_comes_late_is_served_as_well(hosts, server):
     holder, waiter = hosts("a"), hosts("b")
-    first = threading.Thread(target=holder.build, args=(1,), kwargs={"seconds": 1.0})
+    waited_for = {"until": lambda: hold_for_waiters(server)}
+    first = threading.Thread(target=holder.build, args=(1,), kwargs=waited_for)
     first.start()
-    time.sleep(0.3)
+    until(lambda: holder.compiles == 1)
     waiter.build(1)
     first.join()
     assert waiter.compiles == 0
     assert waiter.stats.waits == 1
 
 
-def test_when_the_holder_fails_the_next_waiter_compiles(hosts):
+def test_when_the_holder_fails_the_next_waiter_compiles(hosts, server):
     holder, waiter = hosts("a"), hosts("b")
+    compiling = threading.Event()
 
     def fails():
-        time.sleep(0.7)
+        compiling.set()
+        until_waiting(server.url)
         raise RuntimeError("no memory")
 
     def build():
@@ -111,7 +91,7 @@ def test_when_the_holder_fails_the_next_waiter_compiles(hosts):
 
     first = threading.Thread(target=build)
     first.start()
-    time.sleep(0.3)
+    assert compiling.wait(60)
     assert waiter.build(1) == b"graph"
     first.join()
     assert waiter.compiles == 1
@@ -119,7 +99,7 @@ def test_when_the_holder_fails_the_next_waiter_compiles(hosts):
 
 def test_a_holder_that_dies_is_replaced_within_the_lease_time(hosts):
     waiter = hosts("b", lease_seconds=1.5)
-    dead = hosts("a", lease_seconds=1.5).stash.acquire(key(1))  # nobody renews it
+    dead = hosts("a", lease_seconds=1.5).stash.server.acquire(key(1))  # nobody renews it
     assert dead.state is LeaseState.GRANTED
     started = time.monotonic()
     assert waiter.build(1) == b"graph"
@@ -131,14 +111,14 @@ def test_a_holder_that_lives_keeps_its_lease_beyond_its_lifetime(hosts):
     holder, waiter = hosts("a", lease_seconds=1.0), hosts("b", lease_seconds=1.0)
     first = threading.Thread(target=holder.build, args=(1,), kwargs={"seconds": 3.5})
     first.start()
-    time.sleep(0.3)
+    until(lambda: holder.compiles == 1)
     waiter.build(1)
     first.join()
     assert (holder.compiles, waiter.compiles) == (1, 0)
 
 
 def test_nobody_waits_longer_than_the_compile_budget(hosts):
-    hosts("a").stash.acquire(key(1))
+    hosts("a").stash.server.acquire(key(1))
     waiter = hosts("b", wait_seconds=0.6)
     assert waiter.build(1) == b"graph"
     assert waiter.compiles == 1
@@ -147,11 +127,16 @@ def test_nobody_waits_longer_than_the_compile_budget(hosts):
 
 def test_two_publishers_of_different_bytes_leave_the_first(hosts):
     a, b = hosts("a"), hosts("b", wait_seconds=0)
-    first = threading.Thread(target=a.build, args=(1,), kwargs={"result": b"A", "seconds": 0.5})
+    while_b_compiles = {"result": b"A", "until": lambda: until(lambda: b.compiles == 1)}
+    first = threading.Thread(target=a.build, args=(1,), kwargs=while_b_compiles)
+
+    def a_has_published():
+        first.join(60)
+        assert a.publisher.drain(20)
+
     first.start()
-    time.sleep(0.2)
-    assert b.build(1, result=b"B", seconds=1.5) == b"B"
-    first.join()
+    until(lambda: a.compiles == 1)
+    assert b.build(1, result=b"B", until=a_has_published) == b"B"
     assert (a.stats.published, b.stats.published, b.stats.conflicts) == (1, 0, 1)
     assert hosts("c").build(1) == b"A"
     assert b.build(1) == b"A"  # also the loser's host runs what all others run from now on
@@ -186,12 +171,8 @@ def test_what_a_full_disk_does_not_take_leaves_nothing_there(hosts, tmp_path, mo
     (tmp_path / "full").mkdir()
     host = hosts("a")
     compilation = host.cache.begin(key(1))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
+    with file_size_limit(1000):
         compilation.publish_bytes(bytes(2000), compile_seconds=0, parts={}, toolchain="")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list((tmp_path / "full").iterdir()) == []
     assert host.stats.fallbacks == {"local_io": 1}
 
@@ -204,14 +185,10 @@ def test_a_copy_that_a_full_disk_cuts_never_lies_where_a_compiler_looks(hosts, t
     host.publisher.submit(lambda: go_on.wait(20))  # the upload waits
     made = host.cache.begin(key(1))
     made.publish(payload, compile_seconds=0, parts={}, toolchain="")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
-        assert not host.cache.found(key(1), destination)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with file_size_limit(1000):
+        assert not host.cache.try_fetch(key(1), destination)
     assert sorted(path.name for path in tmp_path.glob("*") if path.is_file()) == ["payload"]
-    assert host.cache.found(key(1), payload)  # onto itself
+    assert host.cache.try_fetch(key(1), payload)  # onto itself
     assert payload.read_bytes() == bytes(2000)
     go_on.set()
     assert host.stats.fallbacks == {"local_io": 1}
@@ -221,7 +198,7 @@ def test_a_read_only_job_takes_no_lease_and_publishes_nothing(hosts):
     reader = hosts("a", read_only=True)
     assert reader.build(1) == b"graph"
     assert reader.stats.published == 0
-    assert hosts("b").stash.acquire(key(1)).state is LeaseState.GRANTED
+    assert hosts("b").stash.server.acquire(key(1)).state is LeaseState.GRANTED
 
 
 def test_an_artifact_that_the_server_damaged_is_published_anew(hosts, server, namespace):
@@ -266,7 +243,7 @@ def test_what_is_still_to_be_uploaded_survives_the_end_of_its_hook(hosts, tmp_pa
     a, b = hosts("a"), hosts("b")
     go_on = threading.Event()
     a.publisher.submit(lambda: go_on.wait(20))  # an upload before it takes its time
-    finished, _ = (a.cache.get_or_begin(key(number)) for number in (1, 2))
+    finished, _ = (a.cache.fetch_bytes_or_start(key(number)) for number in (1, 2))
     finished.publish_bytes(b"graph", compile_seconds=1, parts={}, toolchain="test")
     a.cache.abandon_unfinished()
     go_on.set()
@@ -274,7 +251,7 @@ def test_what_is_still_to_be_uploaded_survives_the_end_of_its_hook(hosts, tmp_pa
     assert b.build(1) == b"graph"
     assert b.compiles == 0
     # Nobody waits for the other one.
-    assert b.stash.acquire(key(2), wait_seconds=10).state is LeaseState.GRANTED
+    assert b.stash.server.acquire(key(2), wait_seconds=10).state is LeaseState.GRANTED
 
 
 def test_what_waits_for_its_upload_is_found_by_the_process_that_made_it(hosts):

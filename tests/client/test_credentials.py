@@ -1,35 +1,27 @@
 """The token goes to its server and to nobody else; what the server says to it is understood."""
 
-import json
 import logging
-import os
-import subprocess
 import sys
 import time
 import traceback
 from functools import partial
 
-import httpx
 import pytest
 from typer.testing import CliRunner
 
-from graphstash import CacheError, ClientConfig, CompileCache, ConfigError, Reason, Stash
-from graphstash._cli import app
-from graphstash._credentials import Credentials
-from graphstash._executor import BoundedExecutor
-from graphstash._remote import Remote
-from graphstash._stats import Counters
-from graphstash._transport import Transport
-from graphstash_schema import ArtifactKey, ArtifactMetadata, ErrorCode, Problem
-from graphstash_server.testing import LiveServer
+from graphstash import CacheError, ClientConfig, ConfigError, Reason
+from graphstash._cli.main import app
+from graphstash._http.client import ServerClient
+from graphstash._http.credentials import Credentials
+from graphstash._http.transport import Transport
+from graphstash_schema import ArtifactMetadata, ErrorCode, Problem
+from support.host import Host, key
 from support.listener import Listener
+from support.processes import graphstash, python
+from support.tokens import Guarded
 
 CANARY = "gst_canarycanary2345_c4n4ryc4n4ryc4n4ryc4n4ryc4n4ryc4n4ryc4n4r7"
 METADATA = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=5)
-
-
-def key(number=1):
-    return ArtifactKey.parse("torch_xla", "cpu-x86_64-0123456789abcdef", f"{number:064x}")
 
 
 def problem(code):
@@ -54,7 +46,7 @@ def asked(listener, **settings):
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_wherever_a_server_sends_us_the_token_does_not_go(listener, tmp_path, status):
-    remote = Remote(ClientConfig.load({}, url=listener.url, token=CANARY))
+    remote = ServerClient(ClientConfig.load({}, url=listener.url, token=CANARY))
     with Listener() as elsewhere:
         listener.status, listener.headers = status, f"Location: {elsewhere.url}/x\r\n"
         for call in (
@@ -178,7 +170,7 @@ def test_a_refused_token_rests_for_a_minute_or_until_there_is_another(tmp_path):
     credentials = Credentials(ClientConfig.load({}, token_file=path), clock=clock)
     credentials.refused(credentials.token())
     clock.seconds = 59.0
-    with pytest.raises(CacheError, match="does not accept the token in"):
+    with pytest.raises(CacheError, match="rejected the token in"):
         credentials.token()
     clock.seconds = 61.0
     assert credentials.token() == "first"
@@ -190,16 +182,11 @@ def test_a_refused_token_rests_for_a_minute_or_until_there_is_another(tmp_path):
 def test_an_unauthenticated_job_asks_once_and_compiles_on(listener, tmp_path, caplog):
     listener.status, listener.body = 401, problem(ErrorCode.UNAUTHENTICATED)
     config = ClientConfig.load({}, url=listener.url, token=CANARY, cache_dir=tmp_path)
-    counters = Counters()
-    publisher = BoundedExecutor("test-publish", workers=1, capacity=8)
-    with Stash(config) as stash:
-        cache = CompileCache(stash, counters=counters, publisher=publisher)
+    with Host(config) as host:
         for number in range(4):
-            cache.get_or_compile(key(number), lambda: b"graph")
-            assert publisher.drain(20)
-    publisher.close()
+            host.build(key(number))
+            assert set(host.fallbacks) == {"unauthenticated"}
     assert len(listener.heads) == 1
-    assert set(counters.snapshot().fallbacks) == {"unauthenticated"}
     (told,) = [record.getMessage() for record in caplog.records]
     assert "GRAPHSTASH_TOKEN" in told
     assert CANARY not in told
@@ -208,11 +195,10 @@ def test_an_unauthenticated_job_asks_once_and_compiles_on(listener, tmp_path, ca
 @pytest.mark.parametrize("status", [403, 404])
 def test_a_job_that_may_not_write_only_reads_from_then_on(listener, tmp_path, caplog, status):
     config = ClientConfig.load({}, url=listener.url, token=CANARY, cache_dir=tmp_path)
-    counters = Counters()
-    publisher = BoundedExecutor("test-publish", workers=1, capacity=8)
     listener.body = problem(ErrorCode.FORBIDDEN if status == 403 else ErrorCode.NOT_FOUND)
-    with Stash(config) as stash:
-        real = stash._transport.download
+    with Host(config) as host:
+        stash = host.stash
+        real = stash.server._transport.download
 
         def missing(path, **keywords):
             listener.status = 404
@@ -225,15 +211,13 @@ def test_a_job_that_may_not_write_only_reads_from_then_on(listener, tmp_path, ca
 
             return made
 
-        stash._transport.download = missing
-        stash._transport.call = refusing(stash._transport.call)
-        stash._transport.upload = refusing(stash._transport.upload)
-        cache = CompileCache(stash, counters=counters, publisher=publisher)
+        stash.server._transport.download = missing
+        stash.server._transport.call = refusing(stash.server._transport.call)
+        stash.server._transport.upload = refusing(stash.server._transport.upload)
         for number in range(3):
-            cache.get_or_compile(key(number), lambda: b"graph")
-            assert publisher.drain(20)
-        assert stash.is_read_only
-    publisher.close()
+            host.build(key(number))
+            assert host.publisher.drain(20)
+        assert stash.server.is_read_only
     methods = [head.split()[0] for head in listener.heads]
     assert methods == ["GET", "POST", "GET", "GET"]
     (told,) = [record.getMessage() for record in caplog.records]
@@ -245,79 +229,38 @@ def test_a_job_that_may_not_write_only_reads_from_then_on(listener, tmp_path, ca
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory):
-    """A server that asks for tokens, and what makes them."""
-    directory = tmp_path_factory.mktemp("tokens")
-    with LiveServer(directory, auth="tokens", log_level="error", flush_seconds=0.05) as server:
-        made = subprocess.run(
-            [
-                *(sys.executable, "-c"),
-                "from graphstash_server.commands.token import token; token()",
-                *("create", "--json", "--grant", "admin:*", "--description", "admin"),
-            ],
-            env=os.environ | {"GRAPHSTASH_DATA_DIR": str(directory)},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        admin = json.loads(made.stdout)["token"]
-        http = httpx.Client(
-            base_url=server.url, headers={"Authorization": f"Bearer {admin}"}, trust_env=False
-        )
-
-        def make(*grants):
-            body = {
-                "description": "a test",
-                "grants": [
-                    dict(zip(("scope", "namespaces"), grant.split(":"), strict=True))
-                    for grant in grants
-                ],
-            }
-            answer = http.post("/v1/-/tokens", json=body)
-            assert answer.status_code in (200, 201), answer.text
-            return answer.json()["token"]
-
-        make.url, make.http = server.url, http
-        yield make
-        http.close()
+    with Guarded(tmp_path_factory.mktemp("tokens")) as guarded:
+        yield guarded
 
 
 @pytest.fixture
-def connect(tokens, namespace, tmp_path):
-    made = []
-
-    def make(name, **settings):
-        settings = {"url": tokens.url, "namespace": namespace} | settings
-        made.append(Stash(ClientConfig.load({}, cache_dir=tmp_path / name, **settings)))
-        return made[-1]
-
-    yield make
-    for stash in made:
-        stash.close()
+def connect(tokens, hosts):
+    return partial(hosts, url=tokens.url)
 
 
 def test_a_real_server_lets_a_writer_write_a_reader_read_and_nobody_else(
     tokens, connect, namespace
 ):
-    writer = connect("writer", token=tokens(f"write:{namespace}"))
+    writer = connect("writer", token=tokens.token(f"write:{namespace}"))
     writer.put(key(), b"graph", METADATA)
-    reader = connect("reader", token=tokens(f"read:{namespace}"))
+    reader = connect("reader", token=tokens.token(f"read:{namespace}"))
     assert reader.get(key()) == b"graph"
     with pytest.raises(CacheError) as caught:
         reader.put(key(2), b"graph", METADATA)
     assert caught.value.reason is Reason.FORBIDDEN
-    assert reader.is_read_only
+    assert reader.server.is_read_only
     assert reader.put(key(3), b"graph", METADATA) == 0
-    assert connect("stranger", token=tokens("write:elsewhere")).get(key()) is None
+    assert connect("stranger", token=tokens.token("write:elsewhere")).get(key()) is None
     with pytest.raises(CacheError) as caught:
         connect("nobody").get(key())
     assert caught.value.reason is Reason.UNAUTHENTICATED
 
 
 def test_a_real_stranger_stops_asking_for_leases(tokens, connect):
-    stranger = connect("stranger", token=tokens("write:elsewhere"))
+    stranger = connect("stranger", token=tokens.token("write:elsewhere"))
     with pytest.raises(CacheError):
-        stranger.acquire(key())
-    assert stranger.is_read_only
+        stranger.server.acquire(key())
+    assert stranger.server.is_read_only
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
@@ -325,30 +268,26 @@ def test_who_has_no_token_goes_on_reading_what_everybody_may(
     tokens, connect, namespace, monkeypatch, tmp_path, elsewhere
 ):
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    tokens.http.put(
-        f"/v1/-/namespaces/{namespace}", json={"anonymous_read": True}
-    ).raise_for_status()
-    writer = connect("writer", token=tokens(f"write:{namespace}"))
+    tokens.set_policy(namespace, anonymous_read=True)
+    writer = connect("writer", token=tokens.token(f"write:{namespace}"))
     for number in range(2):
         writer.put(key(number), b"graph", METADATA)
     where = {"namespace": "closed", "read_namespaces": namespace} if elsewhere else {}
     reader = connect("reader", **where)
-    counters = Counters()
-    publisher = BoundedExecutor("test-publish", workers=1, capacity=8)
-    cache = CompileCache(reader, counters=counters, publisher=publisher)
+    host = Host(reader)
     for number in (0, 7, 1, 8):  # 7 and 8 are compiled here
-        cache.get_or_compile(key(number), lambda: b"graph")
-        assert publisher.drain(20)
-    publisher.close()
-    assert counters.snapshot().hits_remote == 2
-    assert reader.is_read_only
+        host.build(key(number))
+        assert host.publisher.drain(20)
+    assert host.stats.hits_remote == 2
+    host.close()
+    assert reader.server.is_read_only
 
 
 def test_a_revoked_token_is_told_from_an_absent_artifact(tokens, connect, namespace):
-    token = tokens(f"write:{namespace}")
+    token = tokens.token(f"write:{namespace}")
     host = connect("host", token=token)
     assert host.get(key()) is None
-    tokens.http.delete(f"/v1/-/tokens/{token.split('_')[1]}").raise_for_status()
+    tokens.http(tokens.admin).delete(f"/v1/-/tokens/{token.split('_')[1]}").raise_for_status()
 
     # A server may have it in memory for two more seconds.
     def ask_until_it_is_known(deadline):
@@ -377,7 +316,7 @@ for number in range(3):
 print(session.config, repr(session.config), session.config.model_dump_json())
 print(graphstash.stats())
 print(open("/proc/self/cmdline").read())
-for call in (lambda: session.cache.stash.get(key), session.cache.stash.server_stats):
+for call in (lambda: session.cache.stash.get(key), session.cache.stash.server.server_stats):
     session.cache.stash.local.discard(session.config.namespace, key)
     try:
         call()
@@ -417,14 +356,7 @@ def test_the_token_leaves_no_trace(tmp_path, listener, server, namespace, answer
             variables["GRAPHSTASH_TOKEN_FILE"] = str(tmp_path / "token")
         case "netrc":
             (tmp_path / "netrc").write_text(f"machine 127.0.0.1 login x password {CANARY}")
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    result = python(PROGRAM, **variables)
     assert result.returncode == 0, result.stderr
     if answer in ("401", "403", "404", "500"):
         assert any(CANARY in head for head in listener.heads)  # it was shown where it belongs
@@ -452,19 +384,14 @@ def test_run_leaves_the_token_in_the_environment_and_out_of_the_arguments():
         "import os; print(os.environ['GRAPHSTASH_TOKEN']); "
         "print(open('/proc/self/cmdline').read().count(os.environ['GRAPHSTASH_TOKEN']))"
     )
-    result = subprocess.run(
-        [sys.executable, "-m", "graphstash", "run", "--", sys.executable, "-c", program],
-        env=os.environ | {"GRAPHSTASH_TOKEN": CANARY},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command = ("run", "--", sys.executable, "-c", program)
+    result = graphstash(*command, check=True, GRAPHSTASH_TOKEN=CANARY)
     assert result.stdout.split() == [CANARY, "0"]
 
 
 def test_objects_and_tracebacks_of_a_failing_call_do_not_show_it(caplog):
     caplog.set_level(logging.DEBUG)
-    remote = Remote(ClientConfig.load({}, url="http://127.0.0.1:9", token=CANARY))
+    remote = ServerClient(ClientConfig.load({}, url="http://127.0.0.1:9", token=CANARY))
     try:
         remote.server_stats()
     except CacheError as error:

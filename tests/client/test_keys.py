@@ -18,10 +18,10 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from typer.testing import CliRunner
 
-from graphstash._cli import app
-from graphstash._errors import ConfigError, LocalTierError
-from graphstash._keys import SigningKey, is_signed_by
-from graphstash._trust import TrustedKey, TrustedKeys, TrustStore
+from graphstash._cli.main import app
+from graphstash._trust.signing_keys import SigningKey, is_signed_by
+from graphstash._trust.trusted_keys import TrustedKey, TrustedKeys, TrustStore
+from graphstash.errors import ConfigError, LocalTierError
 from graphstash_schema import Namespace, NamespacePattern
 from support.signing import trust_json
 
@@ -68,7 +68,7 @@ def test_root_may_let_one_group_read_a_key_and_nobody_else_may(
     SigningKey.generate(path)
     status = list(path.stat()[:10])
     status[stat.ST_MODE], status[stat.ST_UID] = 0o100640, owner
-    monkeypatch.setattr("graphstash._keys.os.fstat", lambda _: os.stat_result(status))
+    monkeypatch.setattr("graphstash._trust.signing_keys.os.fstat", lambda _: os.stat_result(status))
     if is_taken:
         assert SigningKey.load(path).public_text
         return

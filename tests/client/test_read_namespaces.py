@@ -4,18 +4,13 @@ import re
 
 import pytest
 
-from graphstash import ClientConfig, CompileCache, ConfigError, Stash
-from graphstash._errors import VerificationError
-from graphstash._executor import BoundedExecutor
-from graphstash._stats import Counters
-from graphstash_schema import ArtifactKey, ArtifactMetadata, LeaseState, ManifestName
-from support.signing import Team, plant, sealed, signature_of
+from graphstash import ClientConfig, ConfigError
+from graphstash.errors import VerificationError
+from graphstash_schema import ArtifactMetadata, LeaseState, ManifestName
+from support.host import Host, key
+from support.signing import plant, sealed, signature_of
 
 METADATA = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=5)
-
-
-def key(number=1):
-    return ArtifactKey.parse("torch_xla", "cpu-x86_64-0123456789abcdef", f"{number:064x}")
 
 
 @pytest.fixture
@@ -24,18 +19,9 @@ def names(namespace):
 
 
 @pytest.fixture
-def hosts(server, names, tmp_path):
-    made = []
-
-    def make(name="host", **settings):
-        reads = ",".join(names[:2])
-        settings = {"url": server.url, "namespace": names[2], "read_namespaces": reads} | settings
-        made.append(Stash(ClientConfig.load({}, cache_dir=tmp_path / name, **settings)))
-        return made[-1]
-
-    yield make
-    for stash in made:
-        stash.close()
+def hosts(hosts, names):
+    defaults = {"namespace": names[2], "read_namespaces": ",".join(names[:2])}
+    return lambda name="host", **settings: hosts(name, **defaults | settings)
 
 
 @pytest.fixture
@@ -51,13 +37,13 @@ def fill(hosts):
 def asked(stash, monkeypatch):
     """Notes the namespace of every artifact that is asked for."""
     paths = []
-    real = stash._transport.download
+    real = stash.server._transport.download
 
     def noting(path, **keywords):
         paths.append(re.match("/v1/([^/]+)/", path).group(1))
         return real(path, **keywords)
 
-    monkeypatch.setattr(stash._transport, "download", noting)
+    monkeypatch.setattr(stash.server._transport, "download", noting)
     return paths
 
 
@@ -102,29 +88,27 @@ def test_a_later_one_costs_one_request_more_and_the_second_time_none(
 def test_a_miss_in_all_is_one_miss_and_asks_each_once(hosts, names, monkeypatch):
     stash = hosts(read_only=True)
     paths = asked(stash, monkeypatch)
-    counters = Counters()
-    publisher = BoundedExecutor("test-publish", workers=1, capacity=8)
-    cache = CompileCache(stash, counters=counters, publisher=publisher)
-    assert cache.get_or_compile(key(), lambda: b"graph") == b"graph"
-    assert publisher.drain(20)
-    publisher.close()
+    host = Host(stash)
+    assert host.build(key()) == b"graph"
+    stats = host.stats
+    host.close()
     assert paths == names
-    assert (counters.snapshot().misses, counters.snapshot().fallbacks) == (1, {})
+    assert (stats.misses, stats.fallbacks) == (1, {})
 
 
 def test_what_is_compiled_leased_and_remembered_goes_to_one_namespace(hosts, fill, names):
     stash = hosts()
     stash.put(key(), b"graph", METADATA)
-    assert stash.acquire(key(2)).state is LeaseState.GRANTED
-    stash.update_manifest(ManifestName("job"), [key()])
+    assert stash.server.acquire(key(2)).state is LeaseState.GRANTED
+    stash.server.update_manifest(ManifestName("job"), [key()])
     for name in names[:2]:
         other = hosts(f"other-{name}", namespace=name, read_namespaces="")
         assert other.get(key()) is None
-        assert other.acquire(key(2)).state is LeaseState.GRANTED
-        assert other.manifest(ManifestName("job")) is None
+        assert other.server.acquire(key(2)).state is LeaseState.GRANTED
+        assert other.server.manifest(ManifestName("job")) is None
     own = hosts("other-own", read_namespaces="")
     assert own.get(key()) == b"graph"
-    assert own.acquire(key(2)).state is LeaseState.HELD
+    assert own.server.acquire(key(2)).state is LeaseState.HELD
 
 
 def test_a_prefetch_finds_what_lies_elsewhere(hosts, fill, names, tmp_path):
@@ -145,12 +129,6 @@ def test_what_a_compiler_could_not_load_is_forgotten_everywhere(hosts, fill, nam
     assert stash.local.size_bytes() == 0
 
 
-@pytest.fixture
-def team(tmp_path):
-    (tmp_path / "keys").mkdir()
-    return Team(tmp_path / "keys")
-
-
 def test_a_signature_counts_where_the_artifact_came_from(hosts, names, team, tmp_path):
     """The key may sign for the first namespace only; the same bytes in the second are refused."""
     team.trust("ci", namespaces=[names[0]])
@@ -164,6 +142,19 @@ def test_a_signature_counts_where_the_artifact_came_from(hosts, names, team, tmp
         hosts("b", trusted_keys=team.file, read_namespaces=names[1]).get(key())
     assert caught.value.reason == "unknown_key"
     assert caught.value.namespace == names[1]
+
+
+def test_the_error_is_about_where_the_job_publishes_and_holds_the_others(hosts, names, team, fill):
+    team.trust("ci")
+    for name in names:
+        fill(name, b"unsigned")
+    with pytest.raises(VerificationError) as caught:
+        hosts("a", namespace=names[1], read_namespaces=",".join(names), trusted_keys=team.file).get(
+            key()
+        )
+    assert caught.value.namespace == names[1]
+    assert [error.namespace for error in caught.value.earlier] == [names[0], names[2]]
+    assert isinstance(caught.value.__cause__, VerificationError)
 
 
 def test_a_bad_one_is_counted_and_the_next_namespace_gives_a_sound_one(
@@ -189,13 +180,10 @@ def test_a_bad_one_elsewhere_keeps_nobody_from_publishing_a_sound_one(hosts, nam
     fill(names[1], b"unsigned, too")
     team.trust("ci")
     stash = hosts("builder", trusted_keys=team.file, signing_key=team.key("ci"))
-    counters = Counters()
-    publisher = BoundedExecutor("test-publish", workers=1, capacity=8)
-    cache = CompileCache(stash, counters=counters, publisher=publisher)
-    assert cache.get_or_compile(key(), lambda: b"graph") == b"graph"
-    assert publisher.drain(20)
-    publisher.close()
-    stats = counters.snapshot()
+    host = Host(stash)
+    assert host.build(key()) == b"graph"
+    stats = host.stats
+    host.close()
     assert stats.fallbacks == {"unsigned": 2}
     assert (stats.published, stats.misses) == (1, 1)
     assert hosts("other", trusted_keys=team.file).get(key()) == b"graph"

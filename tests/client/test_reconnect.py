@@ -9,9 +9,9 @@ from enum import StrEnum
 import pytest
 
 from graphstash import ClientConfig
-from graphstash._errors import Reason, TransportError
-from graphstash._network import Deadline
-from graphstash._transport import Transport
+from graphstash._http.deadline import Deadline
+from graphstash._http.transport import Transport
+from graphstash.errors import Reason, TransportError
 
 ANSWER = b"HTTP/1.1 200 OK\r\nGraphstash-Protocol: 1\r\nContent-Length: 2\r\n\r\nok"
 

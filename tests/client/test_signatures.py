@@ -2,12 +2,10 @@
 
 import dataclasses
 import hashlib
-import json
 import os
 import struct
-import subprocess
-import sys
 import threading
+from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 
 import httpx
@@ -15,23 +13,18 @@ import pytest
 import zstandard
 from typer.testing import CliRunner
 
-from graphstash import CacheError, ClientConfig, CompileCache, Reason, Stash
-from graphstash._cli import app
-from graphstash._envelope import Sealed
-from graphstash._errors import TransportError, VerificationError
-from graphstash._executor import BoundedExecutor
-from graphstash._proof import Proof, read_proof
-from graphstash._stats import Counters
-from graphstash_schema import ArtifactKey, ArtifactMetadata, ArtifactSignature, Namespace
+from graphstash import CacheError, Reason
+from graphstash._cli.main import app
+from graphstash._trust.provenance import Provenance, read_provenance
+from graphstash.errors import TransportError, VerificationError
+from graphstash_schema import ArtifactMetadata, ArtifactSignature, Namespace
 from graphstash_schema.protocol import MAX_METADATA_BYTES
-from support.bombs import count_decompressors
-from support.signing import Team, flipped, plant, sealed, signature_of
+from support.bombs import count_decompressors, envelope_of
+from support.host import Host, key
+from support.processes import python
+from support.signing import Sealed, flipped, plant, sealed, signature_of
 
 PAYLOAD = b"graph" * 1000
-
-
-def key(number=1):
-    return ArtifactKey.parse("torch_xla", "cpu-x86_64-0123456789abcdef", f"{number:064x}")
 
 
 def metadata(**fields):
@@ -39,68 +32,16 @@ def metadata(**fields):
 
 
 @pytest.fixture
-def team(tmp_path):
-    (tmp_path / "keys").mkdir()
-    return Team(tmp_path / "keys")
-
-
-@pytest.fixture
-def config(server, namespace, tmp_path):
-    def make(name="host", **settings):
-        settings = {"url": server.url, "namespace": namespace} | settings
-        return ClientConfig.load({}, cache_dir=tmp_path / name, **settings)
-
-    return make
-
-
-@pytest.fixture
-def hosts(config):
-    """Makes stashes that stand for different hosts of one team."""
-    made = []
-
-    def make(name="host", **settings):
-        made.append(Stash(config(name, **settings)))
-        return made[-1]
-
-    yield make
-    for stash in made:
-        stash.close()
-
-
-@pytest.fixture
-def cached(hosts):
+def cached(config):
     """Makes hosts that compile what they do not get."""
-    made = []
+    with ExitStack() as stack:
 
-    class Host:
-        def __init__(self, stash):
-            self.stash = stash
-            self.counters = Counters()
-            self.publisher = BoundedExecutor("test-publish", workers=1, capacity=8)
-            self.cache = CompileCache(stash, counters=self.counters, publisher=self.publisher)
-            self.compiles = 0
+        def make(name, **settings):
+            host = stack.enter_context(Host(config(name, **settings)))
+            host.result = PAYLOAD
+            return host
 
-        def build(self, number=1):
-            return self.cache.get_or_compile(key(number), self.compile)
-
-        def compile(self):
-            self.compiles += 1
-            return PAYLOAD
-
-        @property
-        def stats(self):
-            assert self.publisher.drain(20)
-            return self.counters.snapshot()
-
-    def make(name, **settings):
-        made.append(Host(hosts(name, **settings)))
-        return made[-1]
-
-    yield make
-    for host in made:
-        host.publisher.drain(20)
-        host.publisher.close()
-        host.cache.abandon_all()
+        yield make
 
 
 @pytest.fixture
@@ -361,7 +302,7 @@ def test_an_envelope_goes_with_its_proof(hosts, team):
     stash = hosts("ci", signing_key=team.trust("ci"), trusted_keys=team.file)
     stash.put(key(), PAYLOAD, metadata())
     with stash.local.open(stash.config.namespace, key()) as file:
-        proof, size = read_proof(file)
+        proof, size = read_provenance(file)
     path = stash.local.path(stash.config.namespace, key())
     assert proof.signature is not None
     assert proof.code is not None
@@ -385,7 +326,7 @@ def test_what_is_no_proof_is_none(tmp_path, tail):
     path = tmp_path / "envelope"
     path.write_bytes(b"x" * 100 + tail)
     with path.open("rb") as file:
-        assert read_proof(file) == (Proof(), 100 + len(tail))
+        assert read_provenance(file) == (Provenance(), 100 + len(tail))
         assert file.tell() == 0
 
 
@@ -393,18 +334,7 @@ def test_a_signed_bomb_unfolds_no_further_than_the_signed_size(
     hosts, team, config, tmp_path, unpacked
 ):
     raw = bytes(300 * 1024**2)
-    header = json.dumps(
-        {
-            "kind": "torch_xla",
-            "device_type": key().device_type,
-            "fingerprint": key().fingerprint,
-            "raw_size": 10,
-            "raw_sha256": "0" * 64,
-            "compile_seconds": 1,
-        }
-    ).encode()
-    blob = b"GSTASH\x01\n" + struct.pack(">I", len(header)) + header
-    blob += zstandard.ZstdCompressor().compress(raw)
+    blob = envelope_of(key(), zstandard.ZstdCompressor().compress(raw))
     path = tmp_path / "bomb"
     path.write_bytes(blob)
     envelope = Sealed(path, hashlib.sha256(blob).hexdigest(), len(blob), 10)
@@ -469,12 +399,12 @@ def test_a_refused_artifact_is_counted_and_compiled_and_not_uploaded(
     plant(config(), key(), *by_a_stranger(team, config(), tmp_path))
     host = cached("a", trusted_keys=team.file)
 
-    assert host.build() == PAYLOAD
+    assert host.build(key()) == PAYLOAD
     assert host.compiles == 1
     assert host.stats.fallbacks == {"unknown_key": 1}
     assert (host.stats.published, host.stats.conflicts) == (0, 0)
 
-    assert host.build() == PAYLOAD  # its own, from its disk
+    assert host.build(key()) == PAYLOAD  # its own, from its disk
     assert host.compiles == 1
     assert host.stats.hits_local == 1
 
@@ -523,7 +453,7 @@ def test_a_wrong_artifact_is_reported_once_by_a_process(hosts, team, config, tmp
         reported.append((wanted, keywords["reason"]))
         raise TransportError(Reason.RESET, "the report gets lost")
 
-    stash.report = failing
+    stash.server.report = failing
     for _ in range(3):
         with pytest.raises(VerificationError):
             stash.get(key())
@@ -541,7 +471,7 @@ def test_a_server_that_lets_a_report_wait_is_told_nothing_more(hosts, team, conf
         reported.append(wanted)
         raise TransportError(Reason.TIMEOUT, "no answer")
 
-    stash.report = hanging
+    stash.server.report = hanging
     for number in range(3):
         with pytest.raises(VerificationError):
             stash.get(key(number))
@@ -564,7 +494,7 @@ def test_one_refused_artifact_does_not_end_a_prefetch(hosts, team, server, names
     ci = hosts("ci", signing_key=team.trust("ci"))
     hosts("writer").put(key(1), PAYLOAD, metadata())
     ci.put(key(2), PAYLOAD, metadata())
-    ci.update_manifest("job", [key(2), key(1)])
+    ci.server.update_manifest("job", [key(2), key(1)])
     result = CliRunner().invoke(
         app,
         ["prefetch", "job", "--url", server.url, "--namespace", namespace],
@@ -575,18 +505,18 @@ def test_one_refused_artifact_does_not_end_a_prefetch(hosts, team, server, names
     )
     assert result.exit_code == 0, result.output
     assert "1 fetched" in result.output
-    assert "1 not used" in result.output
+    assert "1 rejected" in result.output
 
 
 def test_where_signatures_are_preferred_unsigned_hits_are_counted(cached, team):
-    cached("writer").build()
+    cached("writer").build(key())
     assert cached("writer").stats.unsigned == 0
     signer = cached("signer", signing_key=team.trust("ci"))
-    signer.build(2)
+    signer.build(key(2))
     signer.stats  # noqa: B018 - waits for the upload
     reader = cached("reader", trusted_keys=team.file, signatures="prefer")
     for number in (1, 1, 2, 2):
-        reader.build(number)
+        reader.build(key(number))
     stats = reader.stats
     assert (stats.hits_remote, stats.hits_local, stats.unsigned) == (2, 2, 2)
     assert "2 unsigned" in stats.summary()
@@ -602,17 +532,6 @@ def test_the_header_keeps_the_signature_whatever_else_it_must_drop(team, config,
     read = ArtifactMetadata.from_header(header)
     assert read.signature == signature
     assert len(read.parts) < 30
-
-
-def python(program, **variables):
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {name: str(value) for name, value in variables.items()},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
 
 
 TRAIN = "import graphstash; print(graphstash.install()); print('trained')"
@@ -632,7 +551,7 @@ def test_a_policy_that_cannot_be_kept_switches_the_cache_off_not_the_check(
 ):
     result = python(TRAIN, GRAPHSTASH_CACHE_DIR=tmp_path, **variables)
     assert result.stdout.split() == ["None", "trained"]
-    assert "off, because of" in result.stderr
+    assert "graphstash: disabled: " in result.stderr
     assert told in result.stderr
 
 

@@ -1,10 +1,8 @@
 """HTTPS with real certificates: the server's must be sound, and ours is shown to it alone."""
 
 import datetime as dt
-import os
 import ssl
-import subprocess
-import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -18,11 +16,12 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from graphstash import CacheError, ClientConfig, ConfigError, Reason, Stash
-from graphstash._network import DeadlineTransport
-from graphstash._remote import Remote
+from graphstash._http.client import ServerClient
+from graphstash._http.deadline import DeadlineTransport
 from graphstash_schema import ArtifactKey, ArtifactMetadata
 from graphstash_server.testing import LiveServer
 from support.listener import Listener
+from support.processes import python
 
 KEY = ArtifactKey.parse("torch_xla", "cpu-x86_64-0123456789abcdef", f"{1:064x}")
 METADATA = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=5)
@@ -59,44 +58,35 @@ def authority(tmp_path_factory):
     return Authority(tmp_path_factory.mktemp("authority"))
 
 
+def serving(authority, directory, **settings):
+    cert, key = authority.issue("127.0.0.1")
+    settings |= {"tls_cert_file": cert, "tls_key_file": key, "log_level": "error"}
+    return LiveServer(directory, **settings)
+
+
 @pytest.fixture(scope="module")
 def secure(authority, tmp_path_factory):
-    cert, key = authority.issue("127.0.0.1")
-    with LiveServer(
-        tmp_path_factory.mktemp("secure"),
-        tls_cert_file=cert,
-        tls_key_file=key,
-        log_level="error",
-    ) as server:
+    with serving(authority, tmp_path_factory.mktemp("secure")) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def mutual(authority, tmp_path_factory):
     """A server that serves nobody without a certificate of the same authority."""
-    cert, key = authority.issue("127.0.0.1")
-    with LiveServer(
-        tmp_path_factory.mktemp("mutual"),
-        tls_cert_file=cert,
-        tls_key_file=key,
-        tls_client_ca_file=authority.file,
-        log_level="error",
-    ) as server:
+    directory = tmp_path_factory.mktemp("mutual")
+    with serving(authority, directory, tls_client_ca_file=authority.file) as server:
         yield server
 
 
 @pytest.fixture
 def connect(tmp_path):
-    made = []
+    with ExitStack() as stack:
 
-    def make(url, name="host", **settings):
-        settings = PATIENT | {"url": url} | settings
-        made.append(Stash(ClientConfig.load({}, cache_dir=tmp_path / name, **settings)))
-        return made[-1]
+        def make(url, name="host", **settings):
+            settings = PATIENT | {"url": url, "cache_dir": tmp_path / name} | settings
+            return stack.enter_context(Stash(ClientConfig.load({}, **settings)))
 
-    yield make
-    for stash in made:
-        stash.close()
+        yield make
 
 
 def reason_of(call):
@@ -111,7 +101,7 @@ def test_what_is_put_over_tls_is_got_over_tls(connect, secure, authority):
 
 
 def test_an_unknown_authority_is_refused_with_the_way_out(connect, secure):
-    reason, told = reason_of(connect(secure.url).server_stats)
+    reason, told = reason_of(connect(secure.url).server.server_stats)
     assert reason is Reason.TLS
     assert "GRAPHSTASH_CA_FILE" in told
 
@@ -138,13 +128,13 @@ def test_our_authorities_take_the_place_of_the_systems(
     stranger = Authority(tmp_path_factory.mktemp("stranger"))
     monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
     assert connect(secure.url, "a").get(KEY) in (b"graph", None)
-    reason, _ = reason_of(connect(secure.url, "b", ca_file=stranger.file).server_stats)
+    reason, _ = reason_of(connect(secure.url, "b", ca_file=stranger.file).server.server_stats)
     assert reason is Reason.TLS
 
 
 def test_a_certificate_for_another_host_is_refused_with_the_way_out(connect, authority):
     with Listener(context=authority.context("cache.internal")) as listener:
-        reason, told = reason_of(connect(listener.url, ca_file=authority.file).server_stats)
+        reason, told = reason_of(connect(listener.url, ca_file=authority.file).server.server_stats)
     assert reason is Reason.TLS
     assert "GRAPHSTASH_URL" in told
     assert listener.heads == []
@@ -154,7 +144,7 @@ def test_an_expired_certificate_is_refused_with_the_way_out(connect, authority):
     yesterday = dt.datetime.now(dt.UTC) - dt.timedelta(days=1)
     context = authority.context("127.0.0.1", not_after=yesterday)
     with Listener(context=context) as listener:
-        reason, told = reason_of(connect(listener.url, ca_file=authority.file).server_stats)
+        reason, told = reason_of(connect(listener.url, ca_file=authority.file).server.server_stats)
     assert reason is Reason.TLS
     assert "expired" in told
     assert "clock" in told
@@ -163,7 +153,7 @@ def test_an_expired_certificate_is_refused_with_the_way_out(connect, authority):
 def test_a_token_is_not_told_before_the_server_has_proven_itself(connect, tmp_path_factory):
     stranger = Authority(tmp_path_factory.mktemp("stranger"))
     with Listener(context=stranger.context()) as listener:
-        reason, told = reason_of(connect(listener.url, token="t0ken-canary").server_stats)
+        reason, told = reason_of(connect(listener.url, token="t0ken-canary").server.server_stats)
     assert reason is Reason.TLS
     assert "canary" not in told
     assert listener.heads == []
@@ -171,13 +161,13 @@ def test_a_token_is_not_told_before_the_server_has_proven_itself(connect, tmp_pa
 
 def test_https_to_a_plain_server_says_so(connect, server):
     url = server.url.replace("http:", "https:")
-    reason, told = reason_of(connect(url).server_stats)
+    reason, told = reason_of(connect(url).server.server_stats)
     assert reason is Reason.TLS
     assert "http://" in told
 
 
 def test_plain_http_to_a_secure_server_is_no_answer(connect, secure):
-    reason, _ = reason_of(connect(secure.url.replace("https:", "http:")).server_stats)
+    reason, _ = reason_of(connect(secure.url.replace("https:", "http:")).server.server_stats)
     assert reason in (Reason.PROTOCOL, Reason.RESET)
 
 
@@ -193,7 +183,7 @@ def test_our_certificate_opens_a_server_that_wants_one(
         settings = {"client_cert": both}
     stash = connect(mutual.url, ca_file=authority.file, **settings)
     stash.put(KEY, b"graph", METADATA)
-    assert stash.lookup([KEY]).found
+    assert stash.server.lookup([KEY]).found
 
 
 @pytest.fixture(params=["ours", "with alerts"])
@@ -211,7 +201,7 @@ def demanding(request, authority, mutual):
 
 
 def test_without_a_certificate_of_ours_it_says_what_is_wanted(connect, demanding, authority):
-    reason, told = reason_of(connect(demanding, ca_file=authority.file).server_stats)
+    reason, told = reason_of(connect(demanding, ca_file=authority.file).server.server_stats)
     assert reason in (Reason.TLS, Reason.RESET)
     assert "GRAPHSTASH_CLIENT_CERT" in told
 
@@ -219,7 +209,7 @@ def test_without_a_certificate_of_ours_it_says_what_is_wanted(connect, demanding
 def test_a_certificate_of_a_stranger_opens_nothing(connect, demanding, authority, tmp_path_factory):
     cert, key = Authority(tmp_path_factory.mktemp("stranger")).issue("job.internal")
     stash = connect(demanding, ca_file=authority.file, client_cert=cert, client_key=key)
-    reason, told = reason_of(stash.server_stats)
+    reason, told = reason_of(stash.server.server_stats)
     assert reason in (Reason.TLS, Reason.RESET)
     assert "GRAPHSTASH_CLIENT_CERT" in told
 
@@ -252,7 +242,7 @@ def test_a_file_that_cannot_be_used_is_named_before_anything_is_sent(
         path.write_bytes(content(key) if callable(content) else content)
     files = {"client_cert": cert, "client_key": key} if setting != "ca_file" else {}
     with pytest.raises(ConfigError) as caught:
-        Remote(ClientConfig.load({}, **(files | {setting: path})))
+        ServerClient(ClientConfig.load({}, **(files | {setting: path})))
     assert str(path) in str(caught.value)
     assert f"GRAPHSTASH_{setting.upper()}" in str(caught.value)
 
@@ -271,19 +261,8 @@ def test_a_job_with_a_wrong_certificate_trains_on_without_the_cache(secure, tmp_
         "print(graphstash.get_or_compile(key, lambda: b'trained').decode())\n"
         "print(graphstash.stats().fallbacks)\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ
-        | {
-            "GRAPHSTASH_URL": secure.url,
-            "GRAPHSTASH_CACHE_DIR": str(tmp_path),
-            "GRAPHSTASH_CONNECT_SECONDS": "10",
-        },
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
+    variables = {"GRAPHSTASH_URL": secure.url, "GRAPHSTASH_CONNECT_SECONDS": "10"}
+    result = python(program, check=True, GRAPHSTASH_CACHE_DIR=tmp_path, **variables)
     assert result.stdout.splitlines()[0] == "trained"
     assert "'tls': " in result.stdout
     assert result.stderr.count("GRAPHSTASH_CA_FILE") == 1

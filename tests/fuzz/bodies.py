@@ -14,6 +14,7 @@ with instrumented():
         ManifestUpdate,
         NamespacePolicy,
         ReportRequest,
+        TokenExchange,
         TokenRequest,
     )
     from graphstash_schema.protocol import MAX_LEASE_SECONDS, MIN_LEASE_SECONDS
@@ -28,6 +29,7 @@ _MODELS = (
     TokenRequest,
     NamespacePolicy,
     Manifest,
+    TokenExchange,
 )
 _KEY = '{"kind":"jax","device_type":"cpu-x86_64-0123456789abcdef","fingerprint":"%s"}' % ("0" * 64)
 SEEDS = tuple(
@@ -45,6 +47,7 @@ SEEDS = tuple(
             ),
             '{"mode":"overwrite","trusted":true,"limit_bytes":1,"requests_per_second":0.5}',
             f'{{"name":"m","entries":[{{"key":{_KEY},"used_at":"2026-01-01T00:00:00Z","runs":1}}]}}',
+            '{"grants":[{"scope":"write","namespaces":"ci-*"}],"lifetime_seconds":3600}',
         )
     )
 )

@@ -12,7 +12,7 @@ from uvicorn.server import ServerState
 with instrumented():
     from graphstash_schema.errors import Problem
     from graphstash_server.app import create_app
-    from graphstash_server.connection import ConnectionLimits, connections
+    from graphstash_server.connection import connections
     from graphstash_server.settings import Settings
     from graphstash_server.testing import MemoryBlobStore
 
@@ -81,9 +81,13 @@ class _Server:
         settings = Settings(data_dir=_FOLDER, min_free_bytes=0, upload_idle_seconds=0.01)
         self.store = MemoryBlobStore()
         app = create_app(settings, blob_store=self.store)
-        limits = ConnectionLimits(header_seconds=3600, max_connections=10)
+        limits = settings.model_copy(update={"header_seconds": 3600, "max_connections": 10})
         self._config = uvicorn.Config(
-            app, http=connections(limits), ws="none", log_config=None, lifespan="off"
+            app,
+            http=connections(limits, count_refusal=app.count_refusal),
+            ws="none",
+            log_config=None,
+            lifespan="off",
         )
         self._config.load()
         self._open = app.router.lifespan_context(app)

@@ -10,9 +10,9 @@ from harness import Data, instrumented, main
 from pydantic import ValidationError
 
 with instrumented():
-    from graphstash._envelope import seal, unseal
-    from graphstash._errors import ConfigError, VerificationError
-    from graphstash._trust import TrustedKeys
+    from graphstash._artifacts.envelope import seal, unseal
+    from graphstash._trust.trusted_keys import TrustedKeys
+    from graphstash.errors import ConfigError, VerificationError
     from graphstash_schema import ArtifactKey, ArtifactKind, Digest, Namespace
     from graphstash_schema.signature import ArtifactSignature, SigningKeyId, key_id_of, statement_of
 
@@ -25,8 +25,9 @@ _LARGEST = 1 << 20
 
 def _envelope() -> bytes:
     (_FOLDER / "payload").write_bytes(b"an executable " * 20)
-    sealed = seal(KEY, _FOLDER / "payload", _FOLDER / "sealed", compile_seconds=1.0)
-    return sealed.path.read_bytes()
+    into = io.BytesIO()
+    seal(KEY, _FOLDER / "payload", into, compile_seconds=1.0)
+    return into.getvalue()
 
 
 SEEDS = (

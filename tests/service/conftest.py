@@ -2,20 +2,25 @@
 
 import hashlib
 import itertools
-import time
+import shutil
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 from graphstash_schema import ArtifactMetadata, Digest, Namespace
 from graphstash_server.db.migrate import migrate
 from graphstash_server.testing import LiveServer, ServerProcess
-from support.postgres import Postgres
+from support.nginx import Nginx, in_front_of
 from support.services import opener
 from support.tokens import Guarded
+from support.waiting import until
 
 DEVICE = "cpu-x86_64-0123456789abcdef"
 NUMBERS = itertools.count()
@@ -97,41 +102,27 @@ def assert_problem(answer: httpx.Response, status: int, code: str, *named: str) 
 
 
 @pytest.fixture(scope="session")
-def postgres() -> Iterator[Postgres]:
-    """One PostgreSQL server; take a `new_database()` of your own."""
-    with Postgres() as postgres:
-        yield postgres
+def anyio_backend() -> str:
+    """Asynchronous tests run on asyncio, as the server does."""
+    return "asyncio"
 
 
-@pytest.fixture(scope="session", params=["sqlite", "postgresql"])
-def live_server(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[LiveServer]:
+@pytest.fixture(scope="session")
+def live_server(start_once: Callable[..., Any]) -> LiveServer:
     """One server on each database: whatever holds for one holds for the other."""
-    settings = {}
-    if request.param == "postgresql":
-        settings["database_url"] = request.getfixturevalue("postgres").new_database()
-    with LiveServer(
-        tmp_path_factory.mktemp("server"),
-        **settings,
+    return start_once(
+        LiveServer,
         max_artifact_bytes=400 * 1024**2,
         upload_idle_seconds=1.0,
         flush_seconds=0.05,
         log_level="error",
-    ) as server:
-        yield server
+    )
 
 
-@pytest.fixture(scope="session", params=["sqlite", "postgresql"])
-def guarded(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Guarded]:
+@pytest.fixture(scope="session")
+def guarded(start_once: Callable[..., Any]) -> Guarded:
     """A server that asks for tokens, on each database; take a `namespace` of your own."""
-    settings = {}
-    if request.param == "postgresql":
-        settings["database_url"] = request.getfixturevalue("postgres").new_database()
-    with Guarded(tmp_path_factory.mktemp("guarded"), **settings) as guarded:
-        yield guarded
+    return start_once(Guarded)
 
 
 @pytest.fixture
@@ -142,9 +133,27 @@ def api(live_server: LiveServer) -> Iterator[Api]:
     api.close()
 
 
+@pytest.fixture(scope="module")
+def nginx(live_server: LiveServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nginx]:
+    with in_front_of(live_server, tmp_path_factory.mktemp("nginx")) as nginx:
+        yield nginx
+
+
+@pytest.fixture
+def through(nginx: Nginx, api: Api, connect: Callable[..., Api]) -> Api:
+    """The same namespace, through nginx."""
+    return connect(nginx.url, api.namespace)
+
+
 @pytest.fixture
 def files(live_server: LiveServer) -> Callable[[], list[Path]]:
     return lambda: files_of(live_server.data_dir)
+
+
+@pytest.fixture
+def file_of(files: Callable[[], list[Path]]) -> Callable[[bytes], Path]:
+    """Where a blob lies."""
+    return lambda blob: next(path for path in files() if path.name == Digest.of(blob).sha256)
 
 
 @pytest.fixture
@@ -199,34 +208,91 @@ def start(
 
 
 @pytest.fixture
+def command_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Callable[..., str]]]:
+    """Makes a function that runs a command beside a server, and gives what it prints."""
+    monkeypatch.setenv("GRAPHSTASH_DATA_DIR", str(tmp_path / "data"))
+    with LiveServer(tmp_path / "data", log_level="error") as server:
+
+        def make(command: Any) -> Callable[..., str]:
+            def run(*arguments: str, status: int = 0) -> str:
+                result = CliRunner().invoke(command, list(arguments))
+                assert result.exit_code == status, result.output
+                return result.output
+
+            run.url = server.url
+            return run
+
+        yield make
+
+
+@pytest.fixture
 def eventually() -> Callable[[Callable[[], bool]], None]:
-    """Asserts what becomes true within a few seconds: counters lag by a flush."""
+    """Asserts what becomes true soon: counters lag by a flush."""
+    return until
 
-    def check(holds: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 5
-        while not holds():
-            assert time.monotonic() < deadline, "it never became true"
-            time.sleep(0.02)
 
-    return check
+@pytest.fixture
+def writers() -> Callable[..., AbstractContextManager[dict[int, bytes]]]:
+    """Threads that upload until the end; what was acknowledged, by number."""
+
+    @contextmanager
+    def writing(apis: list[Api]) -> Iterator[dict[int, bytes]]:
+        acknowledged: dict[int, bytes] = {}
+        is_over = threading.Event()
+
+        def write(writer: int) -> None:
+            for number in itertools.count(writer, len(apis)):
+                blob = f"{number} ".encode() * 5000
+                try:
+                    if apis[writer].put(blob, number).status_code == 201:
+                        acknowledged[number] = blob
+                except httpx.TransportError:
+                    is_over.wait(0.05)  # its server is away
+                if is_over.is_set():
+                    return
+
+        with ThreadPoolExecutor(len(apis)) as pool:
+            written = [pool.submit(write, writer) for writer in range(len(apis))]
+            try:
+                yield acknowledged
+            finally:
+                is_over.set()
+        for each in written:
+            each.result()
+
+    return writing
+
+
+@pytest.fixture(scope="session")
+def migrated_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A SQLite database as a server has it; take a copy."""
+    path: Path = tmp_path_factory.mktemp("migrated") / "graphstash.sqlite3"
+    migrate(f"sqlite+aiosqlite:///{path}", lock_path=path.with_name("lock"))
+    return path
+
+
+@pytest.fixture(scope="session")
+def migrated_name(postgres: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The name of such a database of PostgreSQL; take a copy."""
+    url: str = postgres.new_database()
+    migrate(url, lock_path=tmp_path_factory.mktemp("migrated") / "lock")
+    return url.rpartition("/")[2]
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
-def new_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A database without tables, of each kind."""
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A database as a server has it, of each kind: a copy of one that was migrated once."""
     if request.param == "postgresql":
-        return str(request.getfixturevalue("postgres").new_database())
-    return f"sqlite+aiosqlite:///{tmp_path / 'graphstash.sqlite3'}"
+        template = request.getfixturevalue("migrated_name")
+        return str(request.getfixturevalue("postgres").new_database(template=template))
+    path = tmp_path / "graphstash.sqlite3"
+    shutil.copy(request.getfixturevalue("migrated_file"), path)
+    return f"sqlite+aiosqlite:///{path}"
 
 
 @pytest.fixture
-def database_url(new_database_url: str, tmp_path: Path) -> str:
-    """A database as a server has it."""
-    migrate(new_database_url, lock_path=tmp_path / "lock")
-    return new_database_url
-
-
-@pytest.fixture
-def opened(new_database_url: str, tmp_path: Path) -> Any:
+def opened(database_url: str, tmp_path: Path) -> Any:
     """Opens servers without HTTP; see `support.services.opener`."""
-    return opener(tmp_path, new_database_url)
+    return opener(tmp_path, database_url)

@@ -17,18 +17,6 @@ BLOB = os.urandom(300_000)
 ETAG = Digest.of(BLOB).etag
 
 
-@pytest.fixture(scope="module")
-def nginx(live_server, tmp_path_factory):
-    with in_front_of(live_server, tmp_path_factory.mktemp("nginx")) as nginx:
-        yield nginx
-
-
-@pytest.fixture
-def through(nginx, api, connect):
-    """The same namespace, through nginx."""
-    return connect(nginx.url, str(api.namespace))
-
-
 GETS = {
     "whole": ({}, 200),
     "head of it": ({"Range": "bytes=0-99"}, 206),
@@ -125,13 +113,11 @@ def test_what_nginx_serves_is_counted_as_if_the_server_had(api, through, eventua
     assert api.stats()["hits"] == 2
 
 
-def test_a_file_that_vanished_is_a_miss_and_can_be_stored_again(api, through, files, problem):
+def test_a_file_that_vanished_is_a_miss_and_can_be_stored_again(api, through, file_of, problem):
     unlike = BLOB + api.namespace.encode()
     api.put(unlike)
     assert through.get().status_code == 200
-    before = files()
-    sha256 = Digest.of(unlike).sha256
-    next(path for path in before if path.name == sha256).unlink()
+    file_of(unlike).unlink()
 
     problem(through.get(), 404, "not_found", "there is no artifact", api.namespace)
 

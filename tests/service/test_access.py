@@ -4,26 +4,30 @@ import asyncio
 import contextlib
 import json
 import socket
-import time
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 
 import pytest
 import sqlalchemy as sa
 from fastapi.routing import APIRoute
 from sqlalchemy.engine import Engine
 
-from graphstash_schema import AccessKind, Digest, NamespacePattern
-from graphstash_server.actor import Actor
+from graphstash_schema import AccessKind, Digest, Grant, NamespacePattern, TokenRequest
 from graphstash_server.app import create_app
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.tokens import find_tokens
 from graphstash_server.errors import ServerError
-from graphstash_server.services.access import AccessService
 from graphstash_server.services.accounting import Accounting
-from graphstash_server.services.known_tokens import MAX_DECISION_AGE, KnownTokens
-from graphstash_server.services.tokens import TokenService
+from graphstash_server.services.identity.authentication import (
+    MAX_DECISION_AGE,
+    AccessService,
+    KnownTokens,
+)
+from graphstash_server.services.identity.tokens import TokenService
 from graphstash_server.settings import load_settings
-from support.tokens import Guarded, issue
+from support.services import ACTOR, FakeClock
+from support.tokens import Guarded
+from support.waiting import until
+from support.wire import Wire
 
 BLOB = b"x" * 1000
 DIGEST = {"Repr-Digest": Digest.of(BLOB).repr_digest}
@@ -31,6 +35,8 @@ KEY = {"kind": "jax", "device_type": "cpu", "fingerprint": "a" * 64}
 OTHER = KEY | {"fingerprint": "b" * 64}
 OPEN = {"/", "/healthz", "/readyz", "/openapi.json"}
 UNKNOWN = f"Bearer gst_{'a' * 16}_{'A' * 43}"
+
+pytestmark = pytest.mark.anyio
 
 
 def artifact(namespace, key=KEY):
@@ -98,7 +104,7 @@ def stored(guarded, namespace):
 # -- without credentials, or with wrong ones --
 
 
-def test_every_call_that_is_not_open_asks_who_it_is(guarded, tmp_path):
+def test_every_call_that_is_not_open_requires_credentials(guarded, tmp_path):
     app = create_app(load_settings(data_dir=tmp_path))
     anonymous = guarded.http()
     asked, details = 0, set()
@@ -140,7 +146,7 @@ def test_every_call_that_is_not_open_asks_who_it_is(guarded, tmp_path):
     ],
     ids=range(12),
 )
-def test_whatever_is_shown_and_not_good_gets_one_answer_everywhere(guarded, stored, shown):
+def test_bad_credentials_get_the_same_answer_everywhere(guarded, stored, shown):
     client = guarded.http()
     headers = [(b"authorization", shown.encode("latin-1"))]
     answers = {
@@ -163,20 +169,10 @@ def test_a_token_with_another_secret_is_refused(guarded):
     assert guarded.http(token).get("/v1/-/access").status_code == 200
 
 
-def test_two_authorizations_are_one_too_many(guarded, problem):
-    shown = ("Authorization", f"Bearer {guarded.admin}")
-
-    for headers in ([shown, shown], [shown, ("Authorization", UNKNOWN)]):
-        problem(guarded.http().get("/v1/stats", headers=headers), 401, "unauthenticated")
-
-
-def test_who_asks_is_known_before_the_body_is_read(guarded, namespace):
-    host, port = guarded.url.removeprefix("http://").split(":")
+def test_callers_are_authenticated_before_the_body_is_read(guarded, namespace):
     head = f"PUT {artifact(namespace)} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
-    with contextlib.closing(socket.create_connection((host, int(port)), timeout=20)) as sent:
-        sent.sendall(head.encode())
-
-        assert sent.recv(65536).startswith(b"HTTP/1.1 401")
+    with Wire(guarded.url) as wire:
+        assert wire.ask(head.encode()).status == 401
 
 
 def half_asked(guarded, method, path, token, *, body=b"", **headers):
@@ -250,7 +246,7 @@ def test_a_body_that_comes_in_slowly_does_not_outlive_the_rules(
     assert call(guarded.http(guarded.admin), "get", namespace).status_code == 404
 
 
-def test_who_waits_for_a_lease_does_not_get_it_with_a_revoked_token(guarded, namespace):
+def test_a_waiter_whose_token_is_revoked_gets_no_lease(guarded, namespace):
     admin = guarded.http(guarded.admin)
     held = admin.post(lease(namespace), json={}).json()["token"]
     token = guarded.token(f"write:{namespace}")
@@ -259,8 +255,7 @@ def test_who_waits_for_a_lease_does_not_get_it_with_a_revoked_token(guarded, nam
         half_asked(guarded, "POST", lease(namespace), token, body=body, Prefer="wait=60")
     ) as sent:
         sent.sendall(body[len(body) // 2 :])
-        while not admin.get("/v1/stats").json()["waiters"]:
-            time.sleep(0.02)
+        until(lambda: admin.get("/v1/stats").json()["waiters"])
         revoke(guarded, token)
         ended = admin.delete(
             lease(namespace) + "?outcome=failed", headers={"Graphstash-Lease": held}
@@ -282,7 +277,7 @@ def test_who_waits_for_a_lease_does_not_get_it_with_a_revoked_token(guarded, nam
         ("admin", READS + WRITES + ADMINS, ()),
     ],
 )
-def test_a_scope_includes_those_before_it_and_no_more(guarded, stored, grant, allowed, forbidden):
+def test_a_scope_includes_only_the_scopes_below_it(guarded, stored, grant, allowed, forbidden):
     client = guarded.http(guarded.token(f"{grant}:{stored}"))
 
     for name in allowed:
@@ -294,7 +289,7 @@ def test_a_scope_includes_those_before_it_and_no_more(guarded, stored, grant, al
         assert needed in refused.json()["detail"]
 
 
-def test_a_pattern_of_many_stars_is_looked_for_in_no_time():
+def test_a_pattern_of_many_stars_is_matched_in_linear_time():
     """A search that goes back would take years: nothing here waits for a clock."""
     pattern = NamespacePattern("*a" * 31 + "b")
 
@@ -306,7 +301,7 @@ def test_a_pattern_of_many_stars_is_looked_for_in_no_time():
     assert not NamespacePattern("a*a").matches("a")
 
 
-def test_a_pattern_names_no_neighbours(guarded, namespace):
+def test_a_pattern_does_not_match_similar_names(guarded, namespace):
     client = guarded.http(guarded.token(f"write:{namespace}-*", f"read:x.{namespace}"))
 
     assert call(client, "put", f"{namespace}-a").status_code == 201
@@ -317,20 +312,20 @@ def test_a_pattern_names_no_neighbours(guarded, namespace):
     assert call(client, "put", f"xx{namespace}").status_code == 404, "a dot is a dot"
 
 
-@pytest.mark.parametrize("name", [*READS, *WRITES, *ADMINS])
-def test_what_may_not_be_read_is_answered_as_if_it_were_not_there(guarded, stored, name):
+@pytest.mark.parametrize("name", CALLS)
+def test_a_stranger_cannot_tell_whether_an_artifact_exists(guarded, stored, name):
     stranger = guarded.http(guarded.token("admin:elsewhere", "read:*-not"))
     there = plain(call(stranger, name, stored))
-    admin = guarded.http(guarded.admin)
-    assert admin.delete(artifact(stored)).status_code == 204
-    absent = plain(call(stranger, name, stored))
+    assert guarded.http(guarded.admin).delete(artifact(stored)).status_code == 204
 
-    assert there == absent
+    assert there == plain(call(stranger, name, stored))
     assert there[0] == 404
 
 
 @pytest.mark.parametrize("name", ["get", "head", "get manifest"])
-def test_a_stranger_is_told_what_a_reader_is_told_of_what_is_not_there(guarded, namespace, name):
+def test_a_stranger_gets_the_answer_that_a_reader_gets_for_an_absent_artifact(
+    guarded, namespace, name
+):
     reader = guarded.http(guarded.token(f"read:{namespace}"))
     stranger = guarded.http(guarded.token("read:elsewhere"))
 
@@ -363,7 +358,7 @@ def test_statistics_show_what_the_caller_may_read(guarded, stored):
 # -- what policies add --
 
 
-def test_where_everybody_may_read_nobody_else_may_write(guarded, stored):
+def test_anonymous_read_gives_no_right_to_write(guarded, stored):
     guarded.set_policy(stored, anonymous_read=True)
     anonymous = guarded.http()
 
@@ -383,7 +378,9 @@ def test_where_everybody_may_read_nobody_else_may_write(guarded, stored):
     [("write:*", 403), ("write:{}*", 403), ("write:{}", 201), ("admin:*", 201), ("read:{}", 403)],
 )
 @pytest.mark.parametrize("name", ["put", "put manifest", "acquire"])
-def test_a_trusted_namespace_is_written_by_who_is_named(guarded, namespace, grant, status, name):
+def test_a_trusted_namespace_takes_writes_from_exact_grants_only(
+    guarded, namespace, grant, status, name
+):
     guarded.set_policy(namespace, trusted=True)
     client = guarded.http(guarded.token(grant.format(namespace)))
 
@@ -396,7 +393,7 @@ def test_a_trusted_namespace_is_written_by_who_is_named(guarded, namespace, gran
         assert call(client, "lookup", namespace).status_code == 200
 
 
-def test_who_is_refused_does_not_use_up_the_rate_of_a_namespace(guarded, stored):
+def test_refused_callers_do_not_count_towards_the_rate_of_a_namespace(guarded, stored):
     guarded.set_policy(stored, requests_per_second=0.01)
     stranger, anonymous = guarded.http(guarded.token("read:elsewhere")), guarded.http()
     for _ in range(5):
@@ -408,7 +405,7 @@ def test_who_is_refused_does_not_use_up_the_rate_of_a_namespace(guarded, stored)
     assert call(reader, "get", stored).status_code == 429
 
 
-def test_a_server_that_asks_nobody_lets_everybody_do_everything(api, problem):
+def test_a_server_without_authentication_allows_every_call(api, problem):
     shown = {"Authorization": UNKNOWN}
 
     assert api.http.get("/v1/-/access").json()["kind"] == "open"
@@ -420,22 +417,9 @@ def test_a_server_that_asks_nobody_lets_everybody_do_everything(api, problem):
 # -- what is known about a token, and for how long --
 
 
-class Turned:
-    """A clock that stands still until it is turned."""
-
-    def __init__(self):
-        self.now = datetime(2030, 1, 1, tzinfo=UTC)
-
-    def __call__(self):
-        return self.now
-
-    def turn(self, delta):
-        self.now += delta
-
-
 @pytest.fixture
 def clock():
-    return Turned()
+    return FakeClock()
 
 
 @pytest.fixture
@@ -453,29 +437,23 @@ def statements():
 
 
 @pytest.fixture
-def asking(database_url, clock):
-    """Runs work with an `AccessService` on a database of its own."""
+async def services(database_url, clock):
+    """What decides about tokens, and what makes them, on a database of its own."""
+    database = Database(database_url)
+    access = AccessService(
+        is_open=False,
+        tokens=KnownTokens(database=database, clock=clock),
+        oidc=None,
+        accounting=Accounting(database=database, clock=clock),
+        clock=clock,
+    )
+    yield access, TokenService(database=database, clock=clock)
+    await database.close()
 
-    def run(work):
-        async def main():
-            database = Database(database_url)
-            try:
-                await work(
-                    AccessService(
-                        is_open=False,
-                        tokens=KnownTokens(database=database, clock=clock),
-                        oidc=None,
-                        accounting=Accounting(database=database, clock=clock),
-                        clock=clock,
-                    ),
-                    TokenService(database=database, clock=clock),
-                )
-            finally:
-                await database.close()
 
-        asyncio.run(main())
-
-    return run
+async def new_token(tokens, **terms):
+    request = TokenRequest(description="a test", grants=(Grant.parse("read:*"),), **terms)
+    return await tokens.create(request, actor=ACTOR)
 
 
 async def is_let_in(access, token):
@@ -487,66 +465,49 @@ async def is_let_in(access, token):
         return False
 
 
-def test_a_token_that_is_known_asks_the_database_nothing(asking, database_url, clock, statements):
-    token = issue(database_url, "read:*", clock=clock).token
-
-    async def work(access, _):
-        statements.clear()
-        for _ in range(100):
-            assert await is_let_in(access, token)
-        assert len(statements) == 1
-        clock.turn(MAX_DECISION_AGE)
+async def test_a_known_token_needs_no_database_query(services, clock, statements):
+    access, tokens = services
+    token = (await new_token(tokens)).token
+    statements.clear()
+    for _ in range(100):
         assert await is_let_in(access, token)
-        assert len(statements) == 2
-
-    asking(work)
-
-
-def test_all_that_ask_about_a_token_at_once_share_one_statement(
-    asking, database_url, clock, statements
-):
-    token = issue(database_url, "read:*", clock=clock).token
-
-    async def work(access, _):
-        statements.clear()
-        assert all(await asyncio.gather(*(is_let_in(access, token) for _ in range(200))))
-        assert len(statements) == 1
-
-    asking(work)
+    assert len(statements) == 1
+    clock.turn(MAX_DECISION_AGE.total_seconds())
+    assert await is_let_in(access, token)
+    assert len(statements) == 2
 
 
-def test_a_revocation_is_seen_when_what_is_known_has_aged_and_never_later(
-    asking, database_url, clock
-):
-    issued = issue(database_url, "read:*", clock=clock)
-
-    async def work(access, tokens):
-        assert await is_let_in(access, issued.token)
-        await tokens.revoke(issued.info.id, actor=Actor("test"))
-        clock.turn(MAX_DECISION_AGE - timedelta(milliseconds=1))
-        assert await is_let_in(access, issued.token)
-        clock.turn(timedelta(milliseconds=1))
-        assert not await is_let_in(access, issued.token)
-
-    asking(work)
+async def test_concurrent_requests_with_one_token_share_one_statement(services, statements):
+    access, tokens = services
+    token = (await new_token(tokens)).token
+    statements.clear()
+    assert all(await asyncio.gather(*(is_let_in(access, token) for _ in range(200))))
+    assert len(statements) == 1
 
 
-def test_a_revocation_that_is_told_of_is_seen_at_once(asking, database_url, clock):
-    issued = issue(database_url, "read:*", clock=clock)
+async def test_a_revocation_takes_effect_when_the_cached_decision_expires(services, clock):
+    access, tokens = services
+    issued = await new_token(tokens)
+    assert await is_let_in(access, issued.token)
+    await tokens.revoke(issued.info.id, actor=ACTOR)
+    clock.turn(MAX_DECISION_AGE.total_seconds() - 0.001)
+    assert await is_let_in(access, issued.token)
+    clock.turn(0.001)
+    assert not await is_let_in(access, issued.token)
 
-    async def work(access, tokens):
-        assert await is_let_in(access, issued.token)
-        await tokens.revoke(issued.info.id, actor=Actor("test"))
-        access.forget_token(issued.info.id)
-        assert not await is_let_in(access, issued.token)
 
-    asking(work)
+async def test_a_revocation_in_the_same_process_takes_effect_at_once(services):
+    access, tokens = services
+    issued = await new_token(tokens)
+    assert await is_let_in(access, issued.token)
+    await tokens.revoke(issued.info.id, actor=ACTOR)
+    access.forget_token(issued.info.id)
+    assert not await is_let_in(access, issued.token)
 
 
-def test_a_statement_that_looked_before_a_revocation_says_nothing_after_it(
-    asking, database_url, clock, monkeypatch
-):
-    issued = issue(database_url, "read:*", clock=clock)
+async def test_a_query_from_before_a_revocation_is_not_used_after_it(services, monkeypatch):
+    access, tokens = services
+    issued = await new_token(tokens)
     has_looked, may_go_on = asyncio.Event(), asyncio.Event()
 
     async def slow(connection, ids):
@@ -555,79 +516,63 @@ def test_a_statement_that_looked_before_a_revocation_says_nothing_after_it(
         await may_go_on.wait()
         return rows
 
-    monkeypatch.setattr("graphstash_server.services.known_tokens.find_tokens", slow)
+    monkeypatch.setattr("graphstash_server.services.identity.authentication.find_tokens", slow)
+    first = asyncio.create_task(is_let_in(access, issued.token))
+    await has_looked.wait()
+    await tokens.revoke(issued.info.id, actor=ACTOR)
+    access.forget_token(issued.info.id)
+    second = asyncio.create_task(is_let_in(access, issued.token))
+    await asyncio.sleep(0)
+    may_go_on.set()
 
-    async def work(access, tokens):
-        first = asyncio.create_task(is_let_in(access, issued.token))
-        await has_looked.wait()
-        await tokens.revoke(issued.info.id, actor=Actor("test"))
-        access.forget_token(issued.info.id)
-        second = asyncio.create_task(is_let_in(access, issued.token))
-        await asyncio.sleep(0)
-        may_go_on.set()
-
-        assert await asyncio.gather(first, second) == [False, False]
-        assert not await is_let_in(access, issued.token)
-
-    asking(work)
+    assert await asyncio.gather(first, second) == [False, False]
+    assert not await is_let_in(access, issued.token)
 
 
-def test_a_clock_that_is_turned_back_makes_nothing_last(asking, database_url, clock, statements):
-    issued = issue(database_url, "read:*", clock=clock)
-
-    async def work(access, tokens):
-        assert await is_let_in(access, issued.token)
-        await tokens.revoke(issued.info.id, actor=Actor("test"))
-        clock.turn(-timedelta(hours=1))
-        assert not await is_let_in(access, issued.token)
-
-    asking(work)
+async def test_a_clock_that_is_set_back_does_not_extend_cached_decisions(services, clock):
+    access, tokens = services
+    issued = await new_token(tokens)
+    assert await is_let_in(access, issued.token)
+    await tokens.revoke(issued.info.id, actor=ACTOR)
+    clock.turn(-3600)
+    assert not await is_let_in(access, issued.token)
 
 
-def test_expiry_is_looked_at_on_every_use(asking, database_url, clock, statements):
+async def test_expiry_is_checked_on_every_use(services, clock, statements):
+    access, tokens = services
     expires_at = clock.now + timedelta(seconds=1)
-    token = issue(database_url, "read:*", clock=clock, expires_at=expires_at).token
-
-    async def work(access, _):
-        assert await is_let_in(access, token)
-        asked = len(statements)
-        clock.turn(timedelta(seconds=1))
-        assert not await is_let_in(access, token)
-        assert len(statements) == asked, "what is known was enough"
-
-    asking(work)
+    token = (await new_token(tokens, expires_at=expires_at)).token
+    assert await is_let_in(access, token)
+    asked = len(statements)
+    clock.turn(1)
+    assert not await is_let_in(access, token)
+    assert len(statements) == asked, "what is known was enough"
 
 
-def test_guesses_share_statements_and_are_remembered(asking, database_url, clock, statements):
-    token = issue(database_url, "read:*", clock=clock).token
+async def test_guesses_share_statements_and_are_remembered(services, statements):
+    access, tokens = services
+    token = (await new_token(tokens)).token
     alphabet = "abcdefghijklmnopqrst"
     guesses = [f"gst_{'z' * 14}{a}{b}_{'A' * 43}" for a in alphabet for b in alphabet]
-
-    async def work(access, _):
-        assert await is_let_in(access, token)
-        statements.clear()
-        for _ in range(3):
-            found = await asyncio.gather(*(is_let_in(access, guess) for guess in guesses))
-            assert not any(found)
-        assert 1 <= len(statements) <= 2, f"{len(guesses)} guesses, three times"
-        assert await is_let_in(access, token)
-        assert len(statements) <= 2, "the good one is still known"
-
-    asking(work)
+    assert await is_let_in(access, token)
+    statements.clear()
+    for _ in range(3):
+        found = await asyncio.gather(*(is_let_in(access, guess) for guess in guesses))
+        assert not any(found)
+    assert 1 <= len(statements) <= 2, f"{len(guesses)} guesses, three times"
+    assert await is_let_in(access, token)
+    assert len(statements) <= 2, "the good one is still known"
 
 
-def test_what_is_remembered_of_guesses_is_bounded(asking, database_url, clock, monkeypatch):
-    monkeypatch.setattr("graphstash_server.services.known_tokens._MAX_UNKNOWN", 10)
-    issued = issue(database_url, "read:*", clock=clock)
-
-    async def work(access, _):
-        assert await is_let_in(access, issued.token)
-        guesses = [f"gst_{'z' * 15}{last}_{'A' * 43}" for last in "abcdefghijklmnopqrst"]
-        await asyncio.gather(*(is_let_in(access, guess) for guess in guesses))
-        assert len(access._tokens._unknown) == 10
-        assert list(access._tokens._known) == [issued.info.id]
-
-    asking(work)
+async def test_the_cache_of_unknown_tokens_is_bounded(services, monkeypatch):
+    access, tokens = services
+    monkeypatch.setattr("graphstash_server.services.identity.authentication._MAX_UNKNOWN", 10)
+    issued = await new_token(tokens)
+    assert await is_let_in(access, issued.token)
+    guesses = [f"gst_{'z' * 15}{last}_{'A' * 43}" for last in "abcdefghijklmnopqrst"]
+    await asyncio.gather(*(is_let_in(access, guess) for guess in guesses))
+    assert len(access._tokens._unknown) == 10
+    assert list(access._tokens._known) == [issued.info.id]
 
 
 def test_a_server_whose_database_is_gone_answers_503_and_not_401(tmp_path, problem, postgres):

@@ -1,5 +1,6 @@
 """Health, statistics, the root, and what every answer has in common."""
 
+import functools
 import re
 import sqlite3
 from typing import Any
@@ -110,7 +111,7 @@ def test_an_unknown_path_is_not_found(api, problem, path):
         ("/healthz", "POST", {"GET"}),
     ],
 )
-def test_another_method_is_told_the_right_ones(api, problem, path, method, allowed):
+def test_a_wrong_method_gets_the_allowed_ones(api, problem, path, method, allowed):
     path = {"artifact": api.path(), "lease": api.lease_path()}.get(path, path)
 
     answer = api.http.request(method, path)
@@ -132,12 +133,10 @@ class BrokenStore(MemoryBlobStore):
         raise ZeroDivisionError(f"secret path /srv/{digest}")
 
 
-def test_an_unforeseen_failure_is_logged_whole_and_leaves_sanitised(
+def test_an_unexpected_error_is_logged_in_full_and_answered_without_details(
     tmp_path, monkeypatch, connect, problem, caplog
 ):
-    def broken(settings, **keywords):
-        return create_app(settings, blob_store=BrokenStore(), **keywords)
-
+    broken = functools.partial(create_app, blob_store=BrokenStore())
     monkeypatch.setattr("graphstash_server.server.create_app", broken)
     with LiveServer(tmp_path) as server:
         api = connect(server.url)
@@ -155,10 +154,7 @@ def test_an_unforeseen_failure_is_logged_whole_and_leaves_sanitised(
 
 def test_a_blob_that_ends_early_cuts_the_connection(tmp_path, monkeypatch, connect):
     store = MemoryBlobStore()
-
-    def app(settings, **keywords):
-        return create_app(settings, blob_store=store, **keywords)
-
+    app = functools.partial(create_app, blob_store=store)
     monkeypatch.setattr("graphstash_server.server.create_app", app)
     with LiveServer(tmp_path, log_level="error") as server:
         api = connect(server.url)
@@ -199,6 +195,7 @@ def test_the_description_lists_every_call_and_all_its_references_resolve(api):
         ("GET", "/v1/-/quarantine"),
         ("GET", "/v1/-/tokens"),
         ("POST", "/v1/-/tokens"),
+        ("POST", "/v1/-/tokens:exchange"),
         ("DELETE", "/v1/-/tokens/{id}"),
         ("GET", "/"),
     }

@@ -1,6 +1,5 @@
 """The audit log: what is in it, page by page, and for how long."""
 
-import asyncio
 import contextlib
 import json
 from datetime import UTC, datetime, timedelta
@@ -16,9 +15,11 @@ from graphstash_server.commands.audit import audit
 from graphstash_server.context import open_services
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.audit import AuditRecord, add_audit
-from graphstash_server.services import audit as audit_module
-from graphstash_server.services.audit import AuditService
+from graphstash_server.services.identity import audit as audit_module
+from graphstash_server.services.identity.audit import AuditService
 from graphstash_server.settings import load_settings
+
+pytestmark = [pytest.mark.sql, pytest.mark.anyio]
 
 START = datetime(2030, 1, 1, tzinfo=UTC)
 
@@ -37,37 +38,27 @@ def records(count, *, at=START):
     ]
 
 
-@pytest.fixture
-def log(database_url):
-    """Writes records, then works with the service."""
-
-    def run(written, work):
-        async def main():
-            database = Database(database_url)
-            try:
-                async with database.writing() as connection:
-                    await add_audit(connection, written)
-                return await work(AuditService(database=database))
-            finally:
-                await database.close()
-
-        return asyncio.run(main())
-
-    return run
+@contextlib.asynccontextmanager
+async def logged(database_url, written):
+    """The service of a database with these records, and the database."""
+    database = Database(database_url)
+    try:
+        async with database.writing() as connection:
+            await add_audit(connection, written)
+        yield AuditService(database=database), database
+    finally:
+        await database.close()
 
 
 def numbers(page):
     return [int(entry.subject.removeprefix("subject-")) for entry in page.entries]
 
 
-def test_pages_follow_each_other_newest_first_without_gap(log):
-    async def work(service):
+async def test_pages_follow_each_other_newest_first_without_gap(database_url):
+    async with logged(database_url, records(7)) as (service, _):
         first = await service.read(limit=3)
         second = await service.read(limit=3, before=first.next_before)
         third = await service.read(limit=3, before=second.next_before)
-        return first, second, third
-
-    first, second, third = log(records(7), work)
 
     assert [numbers(page) for page in (first, second, third)] == [[6, 5, 4], [3, 2, 1], [0]]
     assert third.next_before is None
@@ -75,61 +66,43 @@ def test_pages_follow_each_other_newest_first_without_gap(log):
     assert first.entries[0].request_id == "request-6"
 
 
-def test_a_page_that_ends_with_the_log_says_so(log):
-    async def work(service):
-        return await service.read(limit=3)
-
-    assert log(records(3), work).next_before is None
+async def test_the_last_page_has_no_next_one(database_url):
+    async with logged(database_url, records(3)) as (service, _):
+        assert (await service.read(limit=3)).next_before is None
 
 
-def test_one_namespace_is_shown_alone(log):
-    async def work(service):
-        return await service.read(limit=2, namespace=Namespace("n1"))
-
-    page = log(records(6), work)
+async def test_one_namespace_is_shown_alone(database_url):
+    async with logged(database_url, records(6)) as (service, _):
+        page = await service.read(limit=2, namespace=Namespace("n1"))
 
     assert numbers(page) == [5, 3]
     assert page.next_before is not None
 
 
-def test_what_is_too_old_is_forgotten_and_nothing_else(log, monkeypatch):
+async def test_only_old_entries_are_pruned(database_url, monkeypatch):
     monkeypatch.setattr(audit_module, "_PRUNED_AT_ONCE", 2)
-
-    async def work(service):
-        pruned = await service.prune(older_than=START + timedelta(minutes=5))
-        return pruned, numbers(await service.read(limit=100))
-
-    assert log(records(8), work) == (5, [7, 6, 5])
+    async with logged(database_url, records(8)) as (service, _):
+        assert await service.prune(older_than=START + timedelta(minutes=5)) == 5
+        assert numbers(await service.read(limit=100)) == [7, 6, 5]
 
 
-def test_a_server_prunes_by_itself_what_is_older_than_its_setting(tmp_path, database_url):
+async def test_a_server_prunes_by_itself_what_is_older_than_its_setting(tmp_path, database_url):
     settings = load_settings(data_dir=tmp_path, database_url=database_url, audit_days=2)
-    now = system_clock()
-
-    async def work():
-        async with open_services(settings, blob_store=None, clock=system_clock) as context:
-            written = records(3, at=now - timedelta(days=2, seconds=90))
-            async with context.database.writing() as connection:
-                await add_audit(connection, written)
-            await context.maintenance.run_once()
-            return numbers(await context.audit.read(limit=10))
-
-    assert asyncio.run(work()) == [2]
+    written = records(3, at=system_clock() - timedelta(days=2, seconds=90))
+    async with open_services(settings, blob_store=None, clock=system_clock) as context:
+        async with context.database.writing() as connection:
+            await add_audit(connection, written)
+        await context.maintenance.run_once()
+        assert numbers(await context.audit.read(limit=10)) == [2]
 
 
-def test_no_entry_is_written_when_the_change_is_not(log, database_url):
-    async def work(service):
-        database = Database(database_url)
-        try:
-            with contextlib.suppress(ZeroDivisionError):
-                async with database.writing() as connection:
-                    await add_audit(connection, records(1))
-                    raise ZeroDivisionError
-        finally:
-            await database.close()
-        return await service.read(limit=10)
-
-    assert log([], work).entries == ()
+async def test_a_change_that_fails_leaves_no_entry(database_url):
+    async with logged(database_url, []) as (service, database):
+        with contextlib.suppress(ZeroDivisionError):
+            async with database.writing() as connection:
+                await add_audit(connection, records(1))
+                raise ZeroDivisionError
+        assert (await service.read(limit=10)).entries == ()
 
 
 def test_an_actor_has_a_name_that_fits(monkeypatch):
@@ -158,6 +131,9 @@ def test_a_write_is_logged_with_who_did_it_and_the_id_of_the_request(guarded, na
     assert (put["action"], deleted["action"]) == ("put", "delete")
     assert put["actor"] == deleted["actor"] == f"token:{token.split('_')[1]} job 7"
     assert put["request_id"] == "my-request"
+    assert put["address"] == "127.0.0.1"
+    assert put["server_request_id"] not in {None, "my-request"}
+    assert deleted["request_id"] == deleted["server_request_id"] != put["server_request_id"]
     assert put["subject"] == f"jax/cpu/{'a' * 64}"
 
 
@@ -217,4 +193,4 @@ def test_the_command_shows_the_log_over_all_its_pages(guarded, namespace, monkey
     ] * 3
     assert len(run("--json", "--limit", "1").splitlines()) == 1
     assert "token:" in run()
-    assert "nothing was changed" in run("--namespace", "untouched")
+    assert "the audit log is empty" in run("--namespace", "untouched")

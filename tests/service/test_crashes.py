@@ -3,13 +3,14 @@
 import hashlib
 import socket
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
 from graphstash_schema import Digest
+from support.waiting import until
 
 LARGE = bytes(range(256)) * 40_000  # 10 MB
 
@@ -110,31 +111,11 @@ def test_a_server_that_is_not_alone_leaves_young_blobs_alone(start, connect, sto
     assert api.get().status_code == 404
 
 
-def test_what_was_acknowledged_under_load_survives_a_kill(start, connect, stored_files):
+def test_what_was_acknowledged_under_load_survives_a_kill(start, connect, stored_files, writers):
     server = start()
-    acknowledged: dict[int, bytes] = {}
-    stopped = threading.Event()
-
-    def write(writer: int) -> None:
-        api = connect(server.url)
-        number = writer
-        while not stopped.is_set():
-            blob = f"{number} ".encode() * 5000
-            try:
-                if api.put(blob, number).status_code == 201:
-                    acknowledged[number] = blob
-            except httpx.TransportError:
-                return
-            number += 8
-
-    writers = [threading.Thread(target=write, args=(writer,)) for writer in range(8)]
-    for thread in writers:
-        thread.start()
-    time.sleep(1.5)
-    server.kill()
-    stopped.set()
-    for thread in writers:
-        thread.join()
+    with writers([connect(server.url) for _ in range(8)]) as acknowledged:
+        until(lambda: len(acknowledged) >= 100)
+        server.kill()
 
     again = connect(start().url)
 
@@ -176,14 +157,11 @@ def test_two_servers_share_one_data_directory(start, connect, stored_files):
 
 
 def test_two_servers_that_start_at_once_both_come_up(start, connect):
-    urls: list[str] = []
-    threads = [threading.Thread(target=lambda: urls.append(start().url)) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as pool:
+        servers = list(pool.map(lambda _: start(), range(3)))
 
-    assert [connect(url).http.get("/readyz").status_code for url in urls] == [200] * 3
+    ready = [connect(server.url).http.get("/readyz") for server in servers]
+    assert [answer.status_code for answer in ready] == [200] * 3
 
 
 def test_counters_outlive_a_graceful_stop(start, connect):

@@ -12,6 +12,7 @@ import pytest
 
 from graphstash_schema import ArtifactKey, Digest
 from graphstash_server.testing import ServerProcess
+from support.waiting import until, until_waiting
 
 CLIENTS = 64
 KEY = ArtifactKey.parse("torch_xla", "cpu-x86_64-0123456789abcdef", "e" * 64)
@@ -38,10 +39,10 @@ def fleet(tmp_path_factory, database, process_environment):
 class Client:
     """One host of a training job: asks for the artifact, compiles when it is told to."""
 
-    def __init__(self, http, namespace, *, compile_seconds=1.0, ttl_seconds=30.0):
+    def __init__(self, http, url, *, compile_seconds=1.0, ttl_seconds=30.0):
         self.http = http
-        self.lease = f"/v1/{namespace}/leases/{KEY}"
-        self.artifact = f"/v1/{namespace}/artifacts/{KEY}"
+        self.lease = f"{url}/leases/{KEY}"
+        self.artifact = f"{url}/artifacts/{KEY}"
         self.compile_seconds = compile_seconds
         self.ttl_seconds = ttl_seconds
         self.granted = None
@@ -79,22 +80,8 @@ async def herd(fleet, namespace, **options):
     async with httpx.AsyncClient(
         timeout=60, trust_env=False, limits=httpx.Limits(max_connections=None)
     ) as http:
-
-        class Bound:
-            def __init__(self, url):
-                self.url = url
-
-            async def get(self, path):
-                return await http.get(self.url + path)
-
-            async def post(self, path, **more):
-                return await http.post(self.url + path, **more)
-
-            async def put(self, path, **more):
-                return await http.put(self.url + path, **more)
-
         clients = [
-            Client(Bound(fleet[number % len(fleet)].url), namespace, **options)
+            Client(http, f"{fleet[number % len(fleet)].url}/v1/{namespace}", **options)
             for number in range(CLIENTS)
         ]
         await asyncio.gather(*(client.run() for client in clients))
@@ -115,17 +102,12 @@ def test_one_of_64_compiles_and_the_others_get_its_artifact(fleet):
     )
 
 
-def test_the_fleet_counts_one_put_and_no_conflict(fleet):
+def test_the_fleet_counts_one_put_and_no_conflict(fleet, connect):
     asyncio.run(herd(fleet, "counted"))
 
-    deadline = time.monotonic() + 10
-    while True:
-        stats = httpx.get(fleet[0].url + "/v1/stats").json()
-        found = next(each for each in stats["namespaces"] if each["namespace"] == "counted")
-        if found["hits"] == CLIENTS:
-            break
-        assert time.monotonic() < deadline, found  # the counters lag by a flush
-        time.sleep(0.1)
+    api = connect(fleet[0].url, "counted")
+    until(lambda: api.stats()["hits"] == CLIENTS)  # the counters lag by a flush
+    found = api.stats()
     assert (found["puts"], found["conflicts"], found["artifacts"]) == (1, 0, 1)
 
 
@@ -154,7 +136,7 @@ def test_a_failed_compilation_wakes_a_waiter_of_another_server(fleet):
             waiting = asyncio.create_task(
                 http.post(fleet[3].url + path, json={}, headers={"Prefer": "wait=50"})
             )
-            await _until_waiting(http, fleet[3].url)
+            await asyncio.to_thread(until_waiting, fleet[3].url)
             await http.delete(
                 fleet[0].url + path,
                 params={"outcome": "failed"},
@@ -165,7 +147,7 @@ def test_a_failed_compilation_wakes_a_waiter_of_another_server(fleet):
     assert asyncio.run(test()).status_code == 201
 
 
-def test_waiters_that_hang_up_take_nothing_along(fleet):
+def test_waiters_that_hang_up_disturb_no_one_else(fleet):
     """Cancelling a waiter cancels neither the holder nor another waiter."""
     path = f"/v1/cancelled/leases/{KEY}"
     lease = httpx.post(fleet[0].url + path, json={"ttl_seconds": 600}).json()
@@ -179,7 +161,7 @@ def test_waiters_that_hang_up_take_nothing_along(fleet):
                 for server in fleet
             ]
             for server in fleet:
-                await _until_waiting(http, server.url)
+                await asyncio.to_thread(until_waiting, server.url)
             for task in asked[:3]:
                 task.cancel()
             await asyncio.gather(*asked[:3], return_exceptions=True)
@@ -238,11 +220,6 @@ def test_servers_come_back_after_their_database_did(fleet, postgres):
     for server in fleet:
         assert httpx.get(server.url + path).content == BLOB
         assert httpx.get(server.url + "/readyz").status_code == 200
-
-
-async def _until_waiting(http, url):
-    while not (await http.get(url + "/v1/stats")).json()["waiters"]:  # noqa: ASYNC110 - HTTP
-        await asyncio.sleep(0.05)
 
 
 def test_the_database_has_no_connection_more_than_it_may(fleet, postgres, database):

@@ -1,13 +1,21 @@
 """Leases: one compiles, the others wait."""
 
-import threading
+import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+import sqlalchemy as sa
 
-from graphstash_schema import Digest
+from graphstash_schema import Digest, ErrorCode, LeaseRequest
+from graphstash_server.db import tables
+from graphstash_server.errors import ServerError
+from graphstash_server.services.jobs import leases
+from graphstash_server.services.jobs.leases import Acquisition
+from support.services import key_of
+
+pytestmark = [pytest.mark.sql, pytest.mark.anyio]
 
 BLOB = b"an executable" * 1000
 
@@ -28,7 +36,7 @@ def waiters(api) -> int:
     return api.http.get("/v1/stats").json()["waiters"]
 
 
-def test_the_first_who_asks_compiles(api):
+def test_the_first_caller_is_granted_the_lease(api):
     answer = api.acquire(holder="me@here", ttl_seconds=20)
 
     granted = answer.json()
@@ -40,7 +48,7 @@ def test_the_first_who_asks_compiles(api):
     assert answer.headers["cache-control"] == "no-store"
 
 
-def test_the_second_is_told_who_compiles_and_for_how_long(api):
+def test_the_second_caller_learns_the_holder_and_the_expiry(api):
     api.acquire(holder="me@here", ttl_seconds=20)
 
     answer = api.acquire(holder="you@there")
@@ -94,7 +102,7 @@ def test_a_request_out_of_form_is_refused(api, problem, body, named):
     assert api.acquire().status_code == 201
 
 
-def test_of_thirty_two_who_ask_at_once_one_compiles(api, connect):
+def test_one_of_thirty_two_concurrent_callers_is_granted_the_lease(api, connect):
     askers = [connect(api.url, api.namespace) for _ in range(32)]
 
     with ThreadPoolExecutor(32) as pool:
@@ -103,7 +111,7 @@ def test_of_thirty_two_who_ask_at_once_one_compiles(api, connect):
     assert sorted(answers) == [201] + [202] * 31
 
 
-def test_everybody_who_waits_is_served_soon_after_the_commit(api, connect, eventually):
+def test_all_waiters_are_answered_soon_after_the_commit(api, connect, eventually):
     api.acquire()
     askers = [connect(api.url, api.namespace) for _ in range(16)]
     served_at: list[float] = []
@@ -149,7 +157,7 @@ def test_a_failure_wakes_exactly_one(api, connect, eventually):
     assert sorted(answers) == [201, 202, 202, 202]
 
 
-def test_an_expired_lease_lets_the_next_one_in(api):
+def test_an_expired_lease_is_granted_to_the_next_waiter(api):
     api.acquire(ttl_seconds=1)
     begin = time.monotonic()
 
@@ -234,7 +242,7 @@ def test_token_and_outcome_are_required(api, problem):
     problem(release(api, 0, "0" * 32, "exploded"), 400, "invalid_request", "exploded", "published")
 
 
-def test_a_waiter_that_hangs_up_takes_nothing_along(api, connect, eventually):
+def test_a_waiter_that_hangs_up_disturbs_no_one_else(api, connect, eventually):
     token = api.acquire().json()["token"]
     impatient = connect(api.url, api.namespace)
     impatient.http.timeout = httpx.Timeout(0.5)
@@ -251,33 +259,25 @@ def test_a_waiter_that_hangs_up_takes_nothing_along(api, connect, eventually):
     assert time.monotonic() - begin < 9  # woken, not timed out after 10 s
 
 
-def test_the_lookout_hanging_up_leaves_the_others_served(api, connect, eventually):
+def test_another_waiter_takes_over_when_the_polling_one_hangs_up(api, connect, eventually):
     """The first waiter looks for all; when it goes, the next one takes over before the expiry."""
     api.acquire(ttl_seconds=2)
     first, second = (connect(api.url, api.namespace) for _ in range(2))
     first.http.timeout = httpx.Timeout(0.7)
 
-    def give_up() -> None:
-        with pytest.raises(httpx.ReadTimeout):
-            first.acquire(wait=30)
-
-    thread = threading.Thread(target=give_up)
-    thread.start()
-    eventually(lambda: waiters(api) == 1)
-    begin = time.monotonic()
-    answer = second.acquire(wait=20)
-    thread.join()
-
-    assert answer.status_code == 201
+    with ThreadPoolExecutor(1) as pool:
+        given_up = pool.submit(first.acquire, wait=30)
+        eventually(lambda: waiters(api) == 1)
+        begin = time.monotonic()
+        assert second.acquire(wait=20).status_code == 201
+        assert isinstance(given_up.exception(), httpx.ReadTimeout)
     assert time.monotonic() - begin < 18  # at the expiry, not at the end of the wait
 
 
-def test_a_failed_lease_of_an_artifact_that_lost_its_blob_is_asked_for_again(api, files):
+def test_a_failed_lease_of_an_artifact_that_lost_its_blob_is_asked_for_again(api, file_of):
     blob = b"lost" + api.namespace.encode()
     api.put(blob)
-    for path in files():
-        if path.name == Digest.of(blob).sha256:
-            path.unlink()
+    file_of(blob).unlink()
 
     assert api.acquire().status_code == 201
 
@@ -298,7 +298,7 @@ def test_a_release_is_seen_by_the_waiters_of_another_process(start, connect, eve
     assert time.monotonic() - committed_at < 18  # noticed, not timed out after 20 s
 
 
-def test_stopping_a_server_answers_who_waits(start, connect, eventually):
+def test_stopping_a_server_answers_its_waiters(start, connect, eventually):
     server = start()
     api = connect(server.url)
     api.acquire()
@@ -311,3 +311,55 @@ def test_stopping_a_server_answers_who_waits(start, connect, eventually):
         assert waiting.result().status_code == 202
     assert time.monotonic() - begin < 25  # not at the end of the wait
     assert code == 0
+
+
+async def test_a_caller_holds_a_number_of_leases(opened, monkeypatch):
+    monkeypatch.setattr(leases, "_MAX_HELD", 3)
+    async with opened() as server:
+        granted = [await acquire(server, number, "one") for number in range(3)]
+        with pytest.raises(ServerError) as refused:
+            await acquire(server, 3, "one")
+        assert (refused.value.code, refused.value.limit) == (ErrorCode.TOO_MANY_LEASES, 3)
+        assert (await acquire(server, 3, "two")).token is not None
+
+        await server.context.leases.release(key_of(0), token=granted[0].token)
+        assert (await acquire(server, 4, "one")).token is not None
+        opened.clock.turn(3600)
+        assert (await acquire(server, 5, "one")).token is not None
+
+
+async def test_a_namespace_and_a_caller_have_a_number_of_leases(opened, monkeypatch):
+    """Of those that ended the oldest are forgotten; those that are held stay."""
+    monkeypatch.setattr(leases, "_MAX_ROWS", 6)
+    async with opened() as server:
+        held = await acquire(server, 100, "one")
+        fencing = 0
+        for number in range(20):
+            reply = await acquire(server, number % 10, "one")
+            await server.context.leases.release(key_of(number % 10), token=reply.token)
+            assert reply.fencing >= fencing
+            fencing = reply.fencing
+            opened.clock.turn(0.01)
+        assert await count_rows(server) <= 6
+
+        for number in range(20):
+            reply = await acquire(server, number, "a roamer", f"team-{number}")
+            await server.context.leases.release(key_of(number, f"team-{number}"), token=reply.token)
+        assert await count_rows(server) <= 6 + 6
+        await server.context.leases.renew(key_of(100), token=held.token, request=LeaseRequest())
+
+        for number in range(200, 205):
+            await acquire(server, number, f"caller {number}")
+        with pytest.raises(ServerError, match="the namespace team has 6 leases"):
+            await acquire(server, 205, "another")
+
+
+async def count_rows(server):
+    async with server.context.database.reading() as connection:
+        return await connection.scalar(sa.select(sa.func.count()).select_from(tables.leases))
+
+
+async def acquire(server, number, caller, namespace="team"):
+    wanted = Acquisition(key_of(number, namespace), LeaseRequest(), 0.0, caller)
+    gone = asyncio.get_running_loop().create_future()
+    return await server.context.leases.acquire(wanted, gone=gone)

@@ -1,16 +1,20 @@
 """Manifests: what a job used, merged over its runs."""
 
-import asyncio
 import json
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from graphstash_schema import Manifest, ManifestName
+from graphstash_schema import Manifest, ManifestName, Namespace
 from graphstash_server.context import open_context
+from graphstash_server.db.queries.usage import recount_usage
 from graphstash_server.keys import StoredKey
+from graphstash_server.services.jobs import manifests
 from graphstash_server.settings import load_settings
+from support.services import key_of
+
+pytestmark = [pytest.mark.sql, pytest.mark.anyio]
 
 
 def path(api, name="train_gpt"):
@@ -87,7 +91,7 @@ def test_more_keys_than_are_kept_are_refused(api, problem):
 
 
 def test_no_keys_are_refused(api, problem):
-    problem(put(api, []), 400, "invalid_request", "1 to 4096")
+    problem(put(api, []), 400, "invalid_request", "keys", "at least 1")
 
 
 @pytest.mark.parametrize("name", ["-x", "x" * 129, "%20", "a%0ab", ".hidden"])
@@ -102,22 +106,47 @@ def test_namespaces_have_their_own_manifests(api, connect):
     assert api.http.get(path(connect(api.url, f"{api.namespace}-x"))).status_code == 404
 
 
-def test_entries_that_no_run_used_for_ninety_days_go(tmp_path):
+async def test_entries_that_no_run_used_for_ninety_days_go(tmp_path):
     now = datetime(2026, 1, 1, tzinfo=UTC)
     old, new = (
         StoredKey.parse(namespace="team", kind="jax", device_type="cpu", fingerprint=digit * 64)
         for digit in "ab"
     )
 
-    async def run() -> list[str]:
-        nonlocal now
-        settings = load_settings(data_dir=tmp_path)
-        name = ManifestName("job")
-        async with open_context(settings, blob_store=None, clock=lambda: now) as context:
-            await context.manifests.merge(old.namespace, name, [old])
-            now += timedelta(days=91)
-            manifest, is_new = await context.manifests.merge(old.namespace, name, [new])
-            assert not is_new
-            return [str(entry.key.fingerprint) for entry in manifest.entries]
+    name = ManifestName("job")
+    settings = load_settings(data_dir=tmp_path)
+    async with open_context(settings, blob_store=None, clock=lambda: now) as context:
+        await context.manifests.merge(old.namespace, name, [old], writer="")
+        now += timedelta(days=91)
+        await context.manifests.drop_unused()
+        assert await context.manifests.get(old.namespace, name) is None
+        manifest, is_new = await context.manifests.merge(old.namespace, name, [new], writer="")
 
-    assert asyncio.run(run()) == ["b" * 64]
+    assert is_new
+    assert [str(entry.key.fingerprint) for entry in manifest.entries] == ["b" * 64]
+
+
+async def test_the_entries_of_a_namespace_are_bounded_and_counted(opened, monkeypatch):
+    """Beyond the bound the longest unused go, of whatever job."""
+    monkeypatch.setattr(manifests, "_MAX_ENTRIES", 10)
+    team = Namespace("team")
+    async with opened() as server:
+        merge = server.context.manifests.merge
+        for job in range(4):
+            name = ManifestName(f"job-{job}")
+            await merge(team, name, [key_of(10 * job + number) for number in range(4)], writer="")
+            opened.clock.turn(60)
+        await merge(team, ManifestName("job-1"), [key_of(10)], writer="")
+
+        counts = []
+        for job in range(4):
+            kept = await server.context.manifests.get(team, ManifestName(f"job-{job}"))
+            counts.append(len(kept.entries) if kept else 0)
+        assert counts == [0, 2, 4, 4]
+        assert (await server.used()).manifest_bytes == 10 * 512
+        async with server.context.database.reading() as connection:
+            assert await recount_usage(connection, is_repair=False) == []
+
+        opened.clock.turn(91 * 24 * 3600)
+        await server.context.manifests.drop_unused()
+        assert (await server.used()).manifest_bytes == 0

@@ -3,21 +3,7 @@
 import json
 import threading
 
-import pytest
-
 from support.nginx import Nginx, free_port, in_front_of
-
-
-@pytest.fixture(scope="module")
-def nginx(live_server, tmp_path_factory):
-    with in_front_of(live_server, tmp_path_factory.mktemp("nginx")) as nginx:
-        yield nginx
-
-
-@pytest.fixture
-def through(nginx, api, connect):
-    """The same namespace, through nginx."""
-    return connect(nginx.url, str(api.namespace))
 
 
 def test_refusals_of_nginx_are_problem_documents(through, api, problem):

@@ -5,26 +5,35 @@ import base64
 import hashlib
 import hmac
 import json
+import ssl
 import time
+from datetime import timedelta
 
 import jwt
 import pytest
+import trustme
 from cryptography.hazmat.primitives import serialization
 from jwt.algorithms import get_default_algorithms
 
 from graphstash_schema import AccessKind
-from graphstash_server.claims import ClaimRule
+from graphstash_server.claims import ClaimRule, TrustedIssuer
 from graphstash_server.errors import ServerError, StartError
-from graphstash_server.services.issuer_keys import IssuerKeys
-from graphstash_server.services.oidc import OidcVerifier
+from graphstash_server.services.identity.oidc import IssuerKeys, OidcVerifier
 from graphstash_server.settings import load_settings
 from support.issuer import Issuer, new_key
 from support.tokens import Guarded
 
 RULES = [
-    {"claims": {"repository": "team/model", "ref": "refs/heads/main"}, "grants": ["write:trusted"]},
+    {
+        "claims": {"repository": "team/model", "ref": "refs/heads/main", "event_name": "push"},
+        "grants": ["write:trusted"],
+    },
     {"claims": {"repository": "team/*"}, "grants": ["write:ci", "read:trusted"]},
 ]
+
+SECOND = {"name": "second", "issuer": "https://x.example", "audience": "graphstash", "rules": RULES}
+
+pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
@@ -49,17 +58,13 @@ def seconds():
 @pytest.fixture
 def verify(issuer, seconds):
     """Verifies tokens with what one process knows of the issuer."""
-    keys = IssuerKeys(issuer.url, jwks_url=None, seconds=seconds)
-    verifier = OidcVerifier(
-        issuer=issuer.url,
-        audience="graphstash",
-        keys=keys,
-        rules=[ClaimRule.model_validate(rule) for rule in RULES],
-    )
+    trusted = TrustedIssuer(issuer=issuer.url, audience="graphstash", rules=RULES)
+    verifier = OidcVerifier([trusted], seconds=seconds)
 
     def verify(*tokens):
         async def main():
-            keys._fetching = asyncio.Lock()  # it belongs to one loop, and every call is one
+            # It belongs to one loop, and every call is one.
+            verifier._keys[issuer.url]._fetching = asyncio.Lock()
             return await asyncio.gather(*map(verifier.verify, tokens), return_exceptions=True)
 
         found = asyncio.run(main())
@@ -98,6 +103,55 @@ def test_claims_have_to_fit_whole(verify, issuer, claims, grants):
     assert sorted(map(str, principal.grants)) == grants
 
 
+@pytest.mark.parametrize(
+    "repository",
+    [
+        *("team/x/../y", "team/..", "team/../other/x", "team/x/..", "team/...", "team/a..b"),
+        *("team/./x", "team/.", "team/x/./y", "team\\x", "team/..\\y", "team/%2e%2e/y"),
+        *("team/%2E%2E%2Fy", "team/x%00", "team/x\0", "team/x\n", "team/x\u200b", "team/x\u2028"),
+        *("team/\uff0e\uff0e/y", "team/x\uff0fy", "team/\u2025/y", "team/\u2024\u2024/y"),
+        *("team/e\u0301", "team/\u202ex", "team/\ufe52\ufe52/y", "team/\u2126"),
+    ],
+)
+def test_a_star_stands_for_no_path_that_means_another_place(verify, issuer, repository):
+    assert verify(issuer.token("first", repository=repository)) is None
+
+
+@pytest.mark.parametrize(
+    "repository",
+    ["team/x", "team/.github", "team/x/y", "team/a.b", "team/x//y", "team/\u00e9", "team/x y"],
+)
+def test_a_star_stands_for_every_ordinary_name(verify, issuer, repository):
+    """GitLab has two slashes in the claim that names a pipeline's file."""
+    assert verify(issuer.token("first", repository=repository)) is not None
+
+
+ACCOUNT = {"namespace": "ci", "serviceaccount": {"name": "train*"}}
+
+
+@pytest.mark.parametrize(
+    ("claim", "fits"),
+    [
+        ({"namespace": "ci", "serviceaccount": {"name": "trainer", "uid": "7"}, "pod": {}}, True),
+        ({"namespace": "ci", "serviceaccount": {"name": "other"}}, False),
+        ({"namespace": "other", "serviceaccount": {"name": "trainer"}}, False),
+        ({"namespace": "ci", "serviceaccount": "trainer"}, False),
+        ({"namespace": "ci", "serviceaccount": [{"name": "trainer"}]}, False),
+        ({"namespace": {"ci": "ci"}, "serviceaccount": {"name": "trainer"}}, False),
+        ({"namespace": "ci", "serviceaccount": {"name": "train/../er"}}, False),
+        ({"namespace": "ci"}, False),
+        ([ACCOUNT], False),
+        ("ci", False),
+        (None, False),
+    ],
+)
+def test_a_rule_reaches_into_a_claim_that_is_an_object(claim, fits):
+    rule = ClaimRule.model_validate({"claims": {"kubernetes.io": ACCOUNT}, "grants": ["read:x"]})
+
+    assert rule.fits({"kubernetes.io": claim}) is fits
+    assert not rule.fits({"kubernetes": {"io": claim}, "kubernetes.io.namespace": "ci"})
+
+
 @pytest.mark.parametrize("algorithm", ["RS256", "PS384", "ES384", "EdDSA"])
 def test_every_way_to_sign_with_a_private_key_is_taken(verify, issuer, algorithm):
     issuer.add_key("other", algorithm)
@@ -111,11 +165,11 @@ def test_every_way_to_sign_with_a_private_key_is_taken(verify, issuer, algorithm
         {"aud": "another"},
         {"aud": []},
         {"iss": "https://elsewhere"},
-        {"exp": int(time.time()) - 60},
+        {"exp": timedelta(seconds=-60)},
         {"exp": 10**30},
         {"exp": "soon"},
-        {"nbf": int(time.time()) + 3600},
-        {"iat": int(time.time()) + 3600},
+        {"nbf": timedelta(hours=1)},
+        {"iat": timedelta(hours=1)},
         {"sub": 7},
         {"headers": {"crit": ["b64"], "b64": True}},
         {"headers": {"kid": "unknown"}},
@@ -128,6 +182,11 @@ def test_every_way_to_sign_with_a_private_key_is_taken(verify, issuer, algorithm
     ids=str,
 )
 def test_a_token_for_another_server_or_time_is_refused(verify, issuer, changed):
+    now = int(time.time())
+    changed = {
+        name: now + int(value.total_seconds()) if isinstance(value, timedelta) else value
+        for name, value in changed.items()
+    }
     assert verify(issuer.token("first")) is not None
     assert verify(issuer.token("first", **changed)) is None
 
@@ -170,7 +229,7 @@ def test_a_token_signed_with_the_public_key_as_a_secret_is_refused(verify, issue
         assert verify(f"{signed}.{encoded(signature)}") is None
 
 
-def test_a_shared_secret_among_the_keys_is_no_key(verify, issuer):
+def test_a_shared_secret_in_the_key_set_is_ignored(verify, issuer):
     secret = b"x" * 32
     described = {"kty": "oct", "k": encoded(secret), "kid": "shared", "alg": "HS256"}
     keys = {"keys": [described, issuer.jwk("first")]}
@@ -209,7 +268,7 @@ def test_a_key_that_is_too_short_signs_nothing(verify, issuer):
     ],
     ids=range(12),
 )
-def test_what_is_no_token_at_all_is_refused(verify, token):
+def test_a_malformed_token_is_refused(verify, token):
     assert verify(token) is None
 
 
@@ -289,14 +348,14 @@ def test_a_provider_that_fails_is_the_servers_trouble_and_known_keys_go_on(
 
 
 @pytest.mark.parametrize("described", [None, 7, [], {}, {"kty": "EC"}, {"kty": "RSA", "n": 7}])
-def test_what_is_no_key_is_passed_over(verify, issuer, described):
+def test_an_invalid_key_in_the_key_set_is_skipped(verify, issuer, described):
     keys = {"keys": [described, issuer.jwk("first"), {**issuer.jwk("first"), "use": "enc"}]}
     issuer.answer = (200, json.dumps(keys).encode())
 
     assert verify(issuer.token("first")) is not None
 
 
-def test_a_private_key_among_the_keys_is_no_key(verify, issuer):
+def test_a_private_key_in_the_key_set_is_ignored(verify, issuer):
     """Everybody can sign with it."""
     issuer.add_key("rsa", "RS256")
     published = [
@@ -308,34 +367,31 @@ def test_a_private_key_among_the_keys_is_no_key(verify, issuer):
     assert verify(issuer.token("first"), issuer.token("rsa")) == [None, None]
 
 
-def test_while_a_provider_hangs_callers_with_known_keys_do_not_wait_with_who_tries(
+async def test_callers_with_known_keys_do_not_wait_for_a_hanging_provider(
     issuer, seconds, monkeypatch
 ):
     keys = IssuerKeys(issuer.url, jwks_url=None, seconds=seconds)
 
-    async def main():
+    assert await keys.find("first") is not None
+    issuer.answer = (500, b"")
+    seconds.now += 300
+    assert await keys.find("first") is not None, "it failed, and the key goes on to count"
+    seconds.now += 15
+    is_trying, may_end = asyncio.Event(), asyncio.Event()
+
+    async def hang():
+        is_trying.set()
+        await may_end.wait()
+        raise OSError
+
+    monkeypatch.setattr(keys, "_fetch", hang)
+    trying = asyncio.create_task(keys.find("first"))
+    await is_trying.wait()
+    async with asyncio.timeout(30):
         assert await keys.find("first") is not None
-        issuer.answer = (500, b"")
-        seconds.now += 300
-        assert await keys.find("first") is not None, "it failed, and the key goes on to count"
-        seconds.now += 15
-        is_trying, may_end = asyncio.Event(), asyncio.Event()
-
-        async def hang():
-            is_trying.set()
-            await may_end.wait()
-            raise OSError
-
-        monkeypatch.setattr(keys, "_fetch", hang)
-        trying = asyncio.create_task(keys.find("first"))
-        await is_trying.wait()
-        async with asyncio.timeout(30):
-            assert await keys.find("first") is not None
-        assert not trying.done()
-        may_end.set()
-        assert await trying is not None
-
-    asyncio.run(main())
+    assert not trying.done()
+    may_end.set()
+    assert await trying is not None
 
 
 def test_a_long_claim_does_not_stop_the_server():
@@ -348,11 +404,39 @@ def test_a_long_claim_does_not_stop_the_server():
     assert rule.fits({"ref": "/model/x/y" * 1_000 + "/main"})
 
 
-def test_keys_are_not_fetched_where_others_can_change_them(issuer, seconds):
+async def test_keys_are_not_fetched_where_others_can_change_them(issuer, seconds):
     keys = IssuerKeys(issuer.url, jwks_url="http://keys.example/jwks", seconds=seconds)
 
     with pytest.raises(ServerError, match="identity provider"):
-        asyncio.run(keys.find("first"))
+        await keys.find("first")
+
+
+def test_keys_come_from_a_provider_with_an_authority_of_its_own(tmp_path, caplog):
+    """As a cluster has one; it counts for this provider only."""
+    authority, stranger = trustme.CA(), trustme.CA()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    for name, each in (("its", authority), ("other", stranger)):
+        each.cert_pem.write_to_path(tmp_path / name)
+    (tmp_path / "none").write_text("no certificate")
+
+    with Issuer(context=context) as issuer:
+        issuer.add_key("first")
+        terms = {"issuer": issuer.url, "audience": "graphstash", "rules": RULES}
+
+        def verified(ca_file):
+            verifier = OidcVerifier([TrustedIssuer(ca_file=ca_file, **terms)])
+            return asyncio.run(verifier.verify(issuer.token("first")))
+
+        assert verified(tmp_path / "its") is not None
+        assert caplog.text == ""
+        for ca_file in (None, *(tmp_path / name for name in ("other", "none", "absent"))):
+            with pytest.raises(ServerError, match="does not answer"):
+                verified(ca_file)
+        assert "CERTIFICATE_VERIFY_FAILED" in caplog.text
+        assert all(
+            f"the CAs in {tmp_path / name} cannot" in caplog.text for name in ("none", "absent")
+        )
 
 
 def test_a_server_takes_them_beside_its_own_tokens(tmp_path, issuer, problem):
@@ -375,7 +459,7 @@ def test_a_server_takes_them_beside_its_own_tokens(tmp_path, issuer, problem):
     assert len(issuer.jwks_fetches) <= 2
 
 
-def test_settings_that_would_let_in_anybody_or_nobody_are_refused():
+def test_settings_that_match_every_token_or_none_are_refused():
     good = {
         "auth": "tokens",
         "oidc_issuer": "https://ci.example",
@@ -383,6 +467,8 @@ def test_settings_that_would_let_in_anybody_or_nobody_are_refused():
         "oidc_rules": RULES,
     }
     assert len(load_settings(**good).oidc_rules) == 2
+    good["oidc_issuers"] = [SECOND]
+    assert [each.name for each in load_settings(**good).trusted_issuers] == ["", "second"]
     for changed in (
         {"auth": "none"},
         {"oidc_audience": None},
@@ -391,6 +477,17 @@ def test_settings_that_would_let_in_anybody_or_nobody_are_refused():
         {"oidc_issuer": "http://ci.example"},
         {"oidc_rules": [{"claims": {}, "grants": ["read:*"]}]},
         {"oidc_rules": [{"claims": {"repository": "*"}, "grants": ["read:*"]}]},
+        {"oidc_rules": [{"claims": {"a": {"b": {}, "c": "**"}}, "grants": ["read:*"]}]},
+        {"oidc_rules": [{"claims": {"a": ["b"]}, "grants": ["read:*"]}]},
+        {"oidc_issuers": [SECOND | {"issuer": "https://ci.example"}]},
+        {"oidc_issuers": [SECOND, SECOND | {"issuer": "https://third.example"}]},
+        {"oidc_issuers": [SECOND | {"name": ""}]},
+        {"oidc_issuers": [SECOND | {"name": "a:b"}]},
+        {"oidc_issuers": [SECOND | {"issuer": "http://ci2.example"}]},
+        {"oidc_issuers": [SECOND | {"audience": ""}]},
+        {"oidc_issuers": [SECOND | {"rules": []}]},
+        {"oidc_issuers": [SECOND | {"also": 1}]},
+        {"auth": "none", "oidc_issuer": None, "oidc_audience": None, "oidc_rules": []},
         {"oidc_rules": [{"claims": {"repository": "a"}, "grants": []}]},
         {"oidc_rules": [{"claims": {"repository": "a"}, "grants": ["own:*"]}]},
         {"oidc_rules": [{"claims": {"repository": "a"}, "grants": ["read:*"], "or": 1}]},
@@ -404,7 +501,9 @@ def test_rules_come_from_the_environment_as_json(monkeypatch):
     monkeypatch.setenv("GRAPHSTASH_OIDC_ISSUER", "https://ci.example")
     monkeypatch.setenv("GRAPHSTASH_OIDC_AUDIENCE", "graphstash")
     monkeypatch.setenv("GRAPHSTASH_OIDC_RULES", json.dumps(RULES))
+    monkeypatch.setenv("GRAPHSTASH_OIDC_ISSUERS", json.dumps([SECOND]))
     assert load_settings().oidc_rules[0].claims["ref"] == "refs/heads/main"
+    assert load_settings().trusted_issuers[1].rules == load_settings().oidc_rules
 
     monkeypatch.setenv("GRAPHSTASH_OIDC_RULES", "[{")
     with pytest.raises(StartError, match="GRAPHSTASH_OIDC_RULES"):

@@ -5,12 +5,14 @@ import asyncio
 import random
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 import sqlalchemy as sa
 
 from graphstash_schema import Digest, ErrorCode, NamespacePolicy
+from graphstash_server.db.queries.usage import recount_usage
 from graphstash_server.db.tables import artifacts, deletions
 from graphstash_server.errors import ServerError
 from support.services import key_of
@@ -19,13 +21,15 @@ OLD = b"old " * 2500
 NEW = b"new " * 3000
 LARGE = bytes(range(256)) * 80_000  # 20 MB
 
+pytestmark = [pytest.mark.sql, pytest.mark.anyio]
+
 KILLED = """
 import asyncio, os, signal, sys
-from graphstash_server.services.commits import Committer
+from graphstash_server.services.artifacts.uploads import CommitBatcher
 from graphstash_server.storage import DiskBlobStore
 
 phase = sys.argv.pop(1)
-put, commit = DiskBlobStore.put, Committer.commit
+put, commit = DiskBlobStore.put, CommitBatcher.commit
 puts = 0
 
 def die():
@@ -44,7 +48,7 @@ async def dying_commit(self, upload):
         die()
     return done
 
-DiskBlobStore.put, Committer.commit = dying_put, dying_commit
+DiskBlobStore.put, CommitBatcher.commit = dying_put, dying_commit
 from graphstash_server.__main__ import main
 main()
 """
@@ -70,7 +74,7 @@ def names(files):
     return {path.name for path in files}
 
 
-def test_other_bytes_take_the_place_of_the_first_ones(api, files):
+def test_an_upload_replaces_the_previous_bytes(api, files):
     before = names(files())
     old, new = own(api, b"old"), own(api, b"new one")
     api.put(old, 1, seconds=1)
@@ -95,7 +99,7 @@ def test_the_same_bytes_again_change_nothing(api):
     assert api.stats()["puts"] == 1
 
 
-def test_who_wants_only_an_absent_key_overwrites_nothing(api, problem):
+def test_if_none_match_star_overwrites_nothing(api, problem):
     api.put(OLD, 1)
 
     problem(api.put(NEW, 1, If_None_Match="*"), 412, "precondition_failed")
@@ -103,14 +107,14 @@ def test_who_wants_only_an_absent_key_overwrites_nothing(api, problem):
     assert api.get(1).content == OLD
 
 
-def test_a_namespace_of_its_neighbour_stays_write_once(api, connect, problem):
+def test_other_namespaces_stay_write_once(api, connect, problem):
     other = connect(api.url, f"{api.namespace}-other")
     other.put(OLD, 1)
 
     problem(other.put(NEW, 1), 409, "conflict")
 
 
-def test_what_may_change_is_asked_for_every_time(api, connect):
+def test_artifacts_that_may_change_are_not_cached(api, connect):
     api.put(OLD, 1)
     etag = Digest.of(OLD).etag
     once = connect(api.url, f"{api.namespace}-other")
@@ -146,7 +150,7 @@ def test_a_blob_that_another_artifact_has_stays(api, files):
     assert {Digest.of(OLD).sha256, Digest.of(NEW).sha256} <= names(files())
 
 
-def test_the_bytes_of_before_may_come_back(api, files):
+def test_a_key_can_return_to_its_previous_bytes(api, files):
     old, new = own(api, b"old"), own(api, b"new one")
     for blob in (old, new, old, new, old):
         assert api.put(blob, 1).status_code == 201
@@ -155,7 +159,7 @@ def test_the_bytes_of_before_may_come_back(api, files):
     assert api.stats()["size_bytes"] == len(old)
 
 
-def test_who_reads_the_old_bytes_gets_them_to_the_end(api):
+def test_a_running_download_gets_the_old_bytes_to_the_end(api):
     api.put(LARGE, 1)
     with api.http.stream("GET", api.path(1)) as answer:
         pieces = answer.iter_raw(65536)
@@ -168,7 +172,7 @@ def test_who_reads_the_old_bytes_gets_them_to_the_end(api):
     assert api.get(1).content == NEW
 
 
-def test_who_reads_while_others_write_never_misses_and_never_gets_a_mixture(api, connect):
+def test_concurrent_readers_never_get_a_miss_or_a_mixture(api, connect):
     versions = {bytes([number]) * (1000 + number) for number in range(12)}
     api.put(min(versions), 1)
     seen = []
@@ -181,34 +185,26 @@ def test_who_reads_while_others_write_never_misses_and_never_gets_a_mixture(api,
             fits = answer.headers.get("etag") == Digest.of(answer.content).etag
             seen.append((answer.status_code, fits and answer.content in versions))
 
-    readers = [threading.Thread(target=read) for _ in range(2)]
-    for thread in readers:
-        thread.start()
-    for blob in sorted(versions):
-        api.put(blob, 1)
-    is_over.set()
-    for thread in readers:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        readers = [pool.submit(read) for _ in range(2)]
+        for blob in sorted(versions):
+            api.put(blob, 1)
+        is_over.set()
+    assert [reader.result() for reader in readers] == [None] * 2
 
     assert seen
     assert set(seen) == {(200, True)}
     assert api.get(1).content == max(versions)
 
 
-def test_of_many_writers_at_once_one_stays(api, connect):
+def test_one_of_many_concurrent_writers_wins(api, connect):
     blobs = [f"writer {number} ".encode() * 500 for number in range(12)]
-    statuses = []
 
     def write(blob):
-        statuses.append(connect(api.url, api.namespace).put(blob, 1).status_code)
+        return connect(api.url, api.namespace).put(blob, 1).status_code
 
-    writers = [threading.Thread(target=write, args=(blob,)) for blob in blobs]
-    for thread in writers:
-        thread.start()
-    for thread in writers:
-        thread.join()
-
-    assert statuses == [201] * len(blobs)
+    with ThreadPoolExecutor(len(blobs)) as pool:
+        assert list(pool.map(write, blobs)) == [201] * len(blobs)
     stays = api.get(1).content
     assert stays in blobs
     stats = api.stats()
@@ -270,19 +266,21 @@ def test_a_kill_leaves_the_old_artifact_or_the_new_one_whole(
 
 async def assert_whole(opened, server):
     """Every row has its blob, every blob its row, and the counters fit."""
-    await server.context.keeper.collect_marked()
+    await server.context.collector.collect_marked()
     async with server.context.database.reading() as connection:
         columns = (artifacts.c.sha256, artifacts.c.size_bytes)
         rows = [Digest(*row) for row in await connection.execute(sa.select(*columns))]
         marks = (await connection.execute(sa.select(deletions.c.sha256))).all()
+        miscounted = await recount_usage(connection, is_repair=False)
     assert marks == []
+    assert miscounted == []
     assert set(opened.blobs.blobs) == {row.sha256 for row in rows}
     used = await server.used()
     assert (used.artifacts, used.size_bytes) == (len(rows), sum(row.size_bytes for row in rows))
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_two_servers_that_overwrite_evict_delete_and_read_lose_nothing(opened, seed):
+async def test_two_servers_that_overwrite_evict_delete_and_read_lose_nothing(opened, seed):
     """The same few keys and the same few blobs, so that everything meets everything."""
     randomness = random.Random(seed)
     blobs = [f"version {number} ".encode() * (50 + number) for number in range(6)]
@@ -296,151 +294,124 @@ def test_two_servers_that_overwrite_evict_delete_and_read_lose_nothing(opened, s
             elif choice == 8:
                 await server.context.artifacts.delete(key_of(number), actor=None)
             else:
-                await server.context.evictor.free(1)
+                await server.evict_one()
         except ServerError as error:
             if error.code is not ErrorCode.UNAVAILABLE:  # the same bytes were just being deleted
                 raise
 
-    async def test():
-        async with opened() as one, opened() as two:
-            for _ in range(12):
-                await asyncio.gather(
-                    *(
-                        act(
-                            randomness.choice([one, two]),
-                            randomness.randrange(10),
-                            randomness.randrange(3),
-                            randomness.choice(blobs),
-                        )
-                        for _ in range(12)
+    async with opened() as one, opened() as two:
+        for _ in range(12):
+            await asyncio.gather(
+                *(
+                    act(
+                        randomness.choice([one, two]),
+                        randomness.randrange(10),
+                        randomness.randrange(3),
+                        randomness.choice(blobs),
                     )
+                    for _ in range(12)
                 )
-            for number in range(3):
-                await one.put(blobs[number], number)
-                assert await one.get(number) == blobs[number]
-            await assert_whole(opened, one)
-
-    asyncio.run(test())
-
-
-def test_writers_on_two_servers_leave_one_artifact(opened):
-    async def test():
-        async with opened() as one, opened() as two:
-            blobs = [f"{number} ".encode() * 100 for number in range(20)]
-
-            stored = await asyncio.gather(
-                *((one, two)[number % 2].put(blob) for number, blob in enumerate(blobs))
             )
-
-            assert stored == [True] * len(blobs)
-            assert await one.get() in blobs
-            await assert_whole(opened, one)
-            assert (await one.used()).puts == len(blobs)
-
-    asyncio.run(test())
+        for number in range(3):
+            await one.put(blobs[number], number)
+            assert await one.get(number) == blobs[number]
+        await assert_whole(opened, one)
 
 
-def test_an_overwrite_that_is_uploaded_while_the_artifact_is_evicted_stays(opened):
-    async def test():
-        async with opened() as one, opened() as two:
-            await one.put(OLD)
-            committer = one.context.uploads._committer
-            commit = committer.commit
+async def test_writers_on_two_servers_leave_one_artifact(opened):
+    async with opened() as one, opened() as two:
+        blobs = [f"{number} ".encode() * 100 for number in range(20)]
 
-            async def evicted_before(upload):
-                await two.context.evictor.free(1)
-                return await commit(upload)
+        stored = await asyncio.gather(
+            *((one, two)[number % 2].put(blob) for number, blob in enumerate(blobs))
+        )
 
-            committer.commit = evicted_before
-            assert await one.put(NEW) is True
-            assert await one.get() == NEW
-            await assert_whole(opened, one)
-
-    asyncio.run(test())
+        assert stored == [True] * len(blobs)
+        assert await one.get() in blobs
+        await assert_whole(opened, one)
+        assert (await one.used()).puts == len(blobs)
 
 
-def test_the_old_bytes_that_another_key_is_about_to_have_stay(opened):
+async def test_an_overwrite_that_is_uploaded_while_the_artifact_is_evicted_stays(opened):
+    async with opened() as one, opened() as two:
+        await one.put(OLD)
+        committer = one.context.uploads._committer
+        commit = committer.commit
+
+        async def evicted_before(upload):
+            await two.evict_one()
+            return await commit(upload)
+
+        committer.commit = evicted_before
+        assert await one.put(NEW) is True
+        assert await one.get() == NEW
+        await assert_whole(opened, one)
+
+
+async def test_the_old_bytes_that_another_key_is_about_to_have_stay(opened):
     """An upload of the old bytes has found the blob there when the overwrite marks it."""
+    async with opened() as one, opened() as two:
+        await one.put(OLD, 1)
+        committer = two.context.uploads._committer
+        commit = committer.commit
 
-    async def test():
-        async with opened() as one, opened() as two:
-            await one.put(OLD, 1)
-            committer = two.context.uploads._committer
-            commit = committer.commit
-
-            async def overwritten_before(upload):
-                await one.put(NEW, 1)
-                return await commit(upload)
-
-            committer.commit = overwritten_before
-            try:
-                assert await two.put(OLD, 2) is True
-            except ServerError as error:
-                if error.code is not ErrorCode.UNAVAILABLE:
-                    raise
-                assert await two.get(2) is None  # refused, and not half there
-            else:
-                assert await two.get(2) == OLD
-            await assert_whole(opened, one)
-
-    asyncio.run(test())
-
-
-def test_another_server_serves_the_old_bytes_for_two_seconds_at_most(opened):
-    """Where the blob does not go, because another artifact has it."""
-
-    async def test():
-        async with opened() as one, opened() as two:
-            await one.put(OLD, 1)
-            await one.put(OLD, 2)
-            assert await two.get(1) == OLD
-
+        async def overwritten_before(upload):
             await one.put(NEW, 1)
+            return await commit(upload)
 
-            assert await one.get(1) == NEW
-            assert await two.get(1) == OLD
-            opened.clock.turn(2.1)
-            assert await two.get(1) == NEW
-
-    asyncio.run(test())
-
-
-def test_a_pin_outlives_an_overwrite(opened):
-    async def test():
-        async with opened() as server:
-            await server.put(OLD)
-            await server.context.artifacts.lookup(key_of().namespace, [key_of()])
-            await server.put(NEW)
-
-            assert await server.context.evictor.free(1) is False
-            assert await server.get() == NEW
-
-    asyncio.run(test())
+        committer.commit = overwritten_before
+        try:
+            assert await two.put(OLD, 2) is True
+        except ServerError as error:
+            if error.code is not ErrorCode.UNAVAILABLE:
+                raise
+            assert await two.get(2) is None  # refused, and not half there
+        else:
+            assert await two.get(2) == OLD
+        await assert_whole(opened, one)
 
 
-def test_a_row_that_was_replaced_meanwhile_is_not_healed_away(opened):
+async def test_another_server_serves_the_old_bytes_for_two_seconds_at_most(opened):
+    """Where the blob does not go, because another artifact has it."""
+    async with opened() as one, opened() as two:
+        await one.put(OLD, 1)
+        await one.put(OLD, 2)
+        assert await two.get(1) == OLD
+
+        await one.put(NEW, 1)
+
+        assert await one.get(1) == NEW
+        assert await two.get(1) == OLD
+        opened.clock.turn(2.1)
+        assert await two.get(1) == NEW
+
+
+async def test_a_pin_outlives_an_overwrite(opened):
+    async with opened() as server:
+        await server.put(OLD)
+        await server.pin(0)
+        await server.put(NEW)
+
+        assert await server.evict_one() is False
+        assert await server.get() == NEW
+
+
+async def test_a_row_that_was_replaced_meanwhile_is_not_healed_away(opened):
     """Who opened the old row and does not find its blob drops that row only."""
+    async with opened() as server:
+        await server.put(OLD)
+        row = await server.context.artifacts.find(key_of())
+        await server.put(NEW)
+        opened.clock.turn(1)
+        await server.put(OLD)
 
-    async def test():
-        async with opened() as server:
-            await server.put(OLD)
-            row = await server.context.artifacts.find(key_of())
-            await server.put(NEW)
-            opened.clock.turn(1)
-            await server.put(OLD)
-
-            assert await server.context.artifacts.heal(row) is False
-            assert await server.get() == OLD
-
-    asyncio.run(test())
+        assert await server.context.artifacts.heal(row) is False
+        assert await server.get() == OLD
 
 
-def test_overwriting_needs_its_policy(opened):
-    async def test():
-        async with opened() as server:
-            await server.put(OLD)
-            with pytest.raises(ServerError) as refused:
-                await server.put(NEW, policy=NamespacePolicy())
-            assert refused.value.code is ErrorCode.CONFLICT
-
-    asyncio.run(test())
+async def test_overwriting_needs_its_policy(opened):
+    async with opened() as server:
+        await server.put(OLD)
+        with pytest.raises(ServerError) as refused:
+            await server.put(NEW, policy=NamespacePolicy())
+        assert refused.value.code is ErrorCode.CONFLICT

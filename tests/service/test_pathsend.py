@@ -31,6 +31,7 @@ def granian(tmp_path):
         env=os.environ
         | {
             "GRAPHSTASH_DATA_DIR": str(tmp_path / "data"),
+            "GRAPHSTASH_INSECURE": "true",
             "NOTES": str(tmp_path / "notes"),
             "PYTHONPATH": str(support),
         },

@@ -6,15 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from graphstash_schema import Digest
 from graphstash_server.testing import LiveServer, ServerProcess
 from support.wire import Wire
 
-PATH = f"/v1/attack/artifacts/jax/cpu-x86_64-0123456789abcdef/{'0' * 64}"
-UPLOAD = (
-    f"PUT {PATH} HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n"
-    f"Repr-Digest: {Digest.of(b'x').repr_digest}\r\n\r\n"
-)
 HEALTH = "GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n"
 
 _SECONDS = 1.0
@@ -32,16 +26,8 @@ def hasty(tmp_path_factory):
         yield server
 
 
-def test_a_slow_head_is_given_up(hasty):
-    with Wire(hasty.url) as wire:
-        wire.send(HEALTH[:-2].encode())
-        answer = wire.drip(b"X", every=_SECONDS / 10)
-
-    assert (answer.status, answer.problem["code"]) == (408, "upload_timeout")
-
-
 @pytest.mark.parametrize("before", [b"", HEALTH.encode()])
-def test_a_connection_that_asks_nothing_is_closed(hasty, before):
+def test_an_idle_connection_is_closed(hasty, before):
     """Empty lines before a request are allowed, and no reason to wait for ever."""
     with Wire(hasty.url) as wire:
         if before:
@@ -50,7 +36,7 @@ def test_a_connection_that_asks_nothing_is_closed(hasty, before):
         assert wire.is_closed
 
 
-def test_a_body_that_nobody_waits_for_is_not_awaited_for_ever(hasty):
+def test_an_unread_body_is_not_awaited_forever(hasty):
     with Wire(hasty.url) as wire:
         wire.send(b"GET /healthz HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n")
         assert wire.answer().status == 200
@@ -58,17 +44,7 @@ def test_a_body_that_nobody_waits_for_is_not_awaited_for_ever(hasty):
         assert wire.is_closed
 
 
-def test_a_slow_upload_is_given_up_although_it_never_rests(hasty, stored_files):
-    with Wire(hasty.url) as wire:
-        wire.send(UPLOAD.encode())
-        answer = wire.drip(b"x", every=_SECONDS / 10)
-
-    assert (answer.status, answer.problem["code"]) == (408, "upload_timeout")
-    assert "bytes a second" in answer.problem["detail"]
-    assert stored_files(hasty.data_dir) == []
-
-
-def test_a_connection_beyond_the_limit_is_told_so_and_the_others_go_on(tmp_path):
+def test_a_connection_over_the_limit_gets_503_and_the_others_continue(tmp_path):
     with ExitStack() as stack:
         crowded = stack.enter_context(
             LiveServer(tmp_path / "data", max_connections=20, header_seconds=60, log_level="error")

@@ -7,26 +7,21 @@ from datetime import timedelta
 
 import pytest
 import sqlalchemy as sa
-from typer.testing import CliRunner
 
 from graphstash_schema import (
     ArtifactMetadata,
     Digest,
     ErrorCode,
-    Grant,
     ReportReason,
     ReportRequest,
-    TokenRequest,
 )
-from graphstash_server.actor import Actor
-from graphstash_server.clock import system_clock
 from graphstash_server.commands.quarantine import quarantine as quarantine_command
-from graphstash_server.context import open_services
 from graphstash_server.db.tables import artifacts
 from graphstash_server.errors import ServerError
-from graphstash_server.settings import load_settings
-from graphstash_server.testing import LiveServer
 from support.services import ACTOR, key_of
+from support.tokens import Guarded
+
+pytestmark = [pytest.mark.sql, pytest.mark.anyio]
 
 BLOB = b"wrong " * 1000
 
@@ -50,7 +45,7 @@ def without_request(answer):
     return {name: value for name, value in answer.json().items() if name != "instance"}
 
 
-def test_what_was_reported_is_absent_to_everybody(api, problem):
+def test_a_reported_artifact_is_absent_for_all_callers(api, problem):
     absent = without_request(api.get())
     api.put(BLOB)
     assert api.get().status_code == 200
@@ -69,7 +64,7 @@ def test_what_was_reported_is_absent_to_everybody(api, problem):
     assert api.acquire().json()["state"] == "granted"
 
 
-def test_a_key_whose_artifact_is_withheld_takes_no_other(api, problem, files):
+def test_the_key_of_a_withheld_artifact_takes_no_upload(api, problem, files):
     api.put(BLOB)
     report(api)
     before = files()
@@ -110,7 +105,7 @@ def test_a_report_of_what_is_not_stored_changes_nothing(api, number, blob):
 
 
 @pytest.mark.parametrize("reason", ["unsigned", "unknown_key"])
-def test_whom_a_writer_trusts_takes_nothing_away_from_others(api, reason):
+def test_a_report_about_trust_withholds_nothing(api, reason):
     api.put(BLOB)
 
     assert report(api, reason=reason).json() == {"found": True, "withheld": False}
@@ -133,7 +128,7 @@ def test_a_second_report_changes_nothing(api):
     "body",
     [{}, {"reason": "bad_luck"}, {"digest": "sha256:short"}, {"key": {"kind": "jax"}}, {"more": 1}],
 )
-def test_a_report_that_is_none_is_refused(api, body):
+def test_an_invalid_report_is_refused(api, body):
     sent = {"key": api.key(), "digest": str(Digest.of(BLOB)), "reason": "corrupt"} | body
     if not body:
         sent = {}
@@ -195,7 +190,7 @@ def test_a_deleted_artifact_makes_room_for_a_right_one(api, files):
     assert report(api, blob=own).json()["found"] is False
 
 
-def test_who_withheld_and_who_released_is_in_the_audit_log(api):
+def test_withholding_and_releasing_are_in_the_audit_log(api):
     api.put(BLOB)
     report(api, **{"X-Request-Id": "the-report"})
     report(api)
@@ -213,17 +208,14 @@ def test_who_withheld_and_who_released_is_in_the_audit_log(api):
     assert entries[1]["request_id"] == "the-report"
 
 
-def test_a_waiter_gets_what_is_released(opened):
-    async def test():
-        async with opened() as server:
-            await server.put(BLOB)
-            await withhold(server)
-            waiters = server.context.waiters
-            with waiters.joined(key_of()) as ticket:
-                assert await server.context.quarantine.release(key_of(), actor=ACTOR)
-                assert ticket.digest == Digest.of(BLOB)
-
-    asyncio.run(test())
+async def test_a_waiter_gets_what_is_released(opened):
+    async with opened() as server:
+        await server.put(BLOB)
+        await withhold(server)
+        wait_queue = server.context.wait_queue
+        with wait_queue.joined(key_of()) as ticket:
+            assert await server.context.quarantine.release(key_of(), actor=ACTOR)
+            assert ticket.digest == Digest.of(BLOB)
 
 
 async def withhold(server, number=0, blob=BLOB, *, may_withhold=True):
@@ -235,155 +227,125 @@ async def withhold(server, number=0, blob=BLOB, *, may_withhold=True):
     )
 
 
-def test_evidence_is_neither_evicted_nor_retired(opened):
-    async def test():
-        async with opened() as server:
-            await server.put(BLOB, 1, seconds=0)
-            await server.put(BLOB[:-1], 2, seconds=100)
-            await withhold(server, 1)
-            opened.clock.turn(10**7)
+async def test_evidence_is_neither_evicted_nor_retired(opened):
+    async with opened() as server:
+        await server.put(BLOB, 1, seconds=0)
+        await server.put(BLOB[:-1], 2, seconds=100)
+        await withhold(server, 1)
+        opened.clock.turn(10**7)
 
-            assert await server.context.evictor.free(1) is True
-            unused = [
-                candidate.key
-                async for page in server.context.retention.unused(timedelta(0))
-                for candidate in page
-            ]
+        assert await server.evict_one() is True
+        unused = [
+            candidate.key
+            async for page in server.context.retention.unused(timedelta(0))
+            for candidate in page
+        ]
 
-            assert unused == []
-            assert (await server.used()).artifacts == 1
-            assert await server.context.quarantine.release(key_of(1), actor=ACTOR)
-            assert await server.get(1) == BLOB
-            assert await server.context.evictor.free(1) is True
-
-    asyncio.run(test())
+        assert unused == []
+        assert (await server.used()).artifacts == 1
+        assert await server.context.quarantine.release(key_of(1), actor=ACTOR)
+        assert await server.get(1) == BLOB
+        assert await server.evict_one() is True
 
 
-def test_another_server_withholds_it_after_two_seconds_at_most(opened):
-    async def test():
-        async with opened() as one, opened() as two:
-            await one.put(BLOB)
-            assert await two.get() == BLOB
+async def test_another_server_withholds_it_after_two_seconds_at_most(opened):
+    async with opened() as one, opened() as two:
+        await one.put(BLOB)
+        assert await two.get() == BLOB
 
-            await withhold(one)
+        await withhold(one)
 
-            assert await one.get() is None
-            opened.clock.turn(2.1)
-            assert await two.get() is None
-
-    asyncio.run(test())
+        assert await one.get() is None
+        opened.clock.turn(2.1)
+        assert await two.get() is None
 
 
-def test_a_report_and_an_overwrite_that_meet_end_one_way_or_the_other(opened):
-    async def test():
-        async with opened() as one, opened() as two:
-            for number in range(12):
-                await one.put(BLOB, number)
+async def test_a_report_and_an_overwrite_that_meet_end_one_way_or_the_other(opened):
+    async with opened() as one, opened() as two:
+        for number in range(12):
+            await one.put(BLOB, number)
 
-                reported, stored = await asyncio.gather(
-                    withhold(one, number), two.put(b"new", number), return_exceptions=True
-                )
+            reported, stored = await asyncio.gather(
+                withhold(one, number), two.put(b"new", number), return_exceptions=True
+            )
 
-                opened.clock.turn(3)
-                if reported.withheld:
-                    assert isinstance(stored, ServerError)
-                    assert stored.code is ErrorCode.WITHHELD
-                    assert await one.get(number) is None
-                else:
-                    assert stored is True
-                    assert await one.get(number) == b"new"
-
-    asyncio.run(test())
+            opened.clock.turn(3)
+            if reported.withheld:
+                assert isinstance(stored, ServerError)
+                assert stored.code is ErrorCode.WITHHELD
+                assert await one.get(number) is None
+            else:
+                assert stored is True
+                assert await one.get(number) == b"new"
 
 
-def test_all_who_report_at_once_hear_that_it_is_withheld(opened):
-    async def test():
-        async with opened() as one, opened() as two:
-            for number in range(8):
-                await one.put(BLOB, number)
+async def test_concurrent_reports_all_get_the_answer_withheld(opened):
+    async with opened() as one, opened() as two:
+        for number in range(8):
+            await one.put(BLOB, number)
 
-                reported = await asyncio.gather(
-                    *(withhold(server, number) for server in (one, two, one, two))
-                )
+            reported = await asyncio.gather(
+                *(withhold(server, number) for server in (one, two, one, two))
+            )
 
-                assert all(each.found and each.withheld for each in reported)
-                assert await one.get(number) is await two.get(number) is None
-            assert len((await one.context.quarantine.list_withheld()).artifacts) == 8
-
-    asyncio.run(test())
+            assert all(each.found and each.withheld for each in reported)
+            assert await one.get(number) is await two.get(number) is None
+        assert len((await one.context.quarantine.list_withheld()).artifacts) == 8
 
 
-def test_evidence_that_lost_its_blob_goes_with_its_report(opened):
-    async def test():
-        async with opened() as server:
-            await server.put(BLOB)
-            await withhold(server)
-            opened.blobs.blobs.clear()
+async def test_evidence_that_lost_its_blob_goes_with_its_report(opened):
+    async with opened() as server:
+        await server.put(BLOB)
+        await withhold(server)
+        opened.blobs.blobs.clear()
 
-            assert await server.put(b"right") is True
+        assert await server.put(b"right") is True
 
-            assert (await server.context.quarantine.list_withheld()).artifacts == ()
-            assert await server.get() == b"right"
-
-    asyncio.run(test())
+        assert (await server.context.quarantine.list_withheld()).artifacts == ()
+        assert await server.get() == b"right"
 
 
-def test_what_a_server_of_the_release_before_deleted_does_not_count_as_withheld(opened):
-    async def test():
-        async with opened() as server:
-            await server.put(BLOB)
-            await withhold(server)
-            assert (await server.used()).withheld == 1
+async def test_what_a_server_of_the_release_before_deleted_does_not_count_as_withheld(opened):
+    async with opened() as server:
+        await server.put(BLOB)
+        await withhold(server)
+        assert (await server.used()).withheld == 1
 
-            async with server.context.database.writing() as connection:
-                await connection.execute(sa.delete(artifacts))  # it knows of no reports
+        async with server.context.database.writing() as connection:
+            await connection.execute(sa.delete(artifacts))  # it knows of no reports
 
-            assert (await server.used()).withheld == 0
-            await server.put(BLOB)
-            assert (await server.used()).withheld == 0
-
-    asyncio.run(test())
-
-
-async def make_token(settings, *grants):
-    async with open_services(settings, blob_store=None, clock=system_clock) as context:
-        wanted = TokenRequest(
-            description="test", grants=tuple(Grant.parse(grant) for grant in grants)
-        )
-        return (await context.tokens.create(wanted, actor=Actor("test"))).token
+        assert (await server.used()).withheld == 0
+        await server.put(BLOB)
+        assert (await server.used()).withheld == 0
 
 
 @pytest.fixture
 def bearer(tmp_path, connect):
     """Makes callers with grants on a server that asks for tokens."""
-    settings = load_settings(data_dir=tmp_path / "data")
-    with LiveServer(tmp_path / "data", auth="tokens", log_level="error") as server:
+    with Guarded(tmp_path / "data") as server:
 
         def make(*grants):
             api = connect(server.url)
-            api.http.headers["Authorization"] = (
-                f"Bearer {asyncio.run(make_token(settings, *grants))}"
-            )
+            api.http.headers["Authorization"] = f"Bearer {server.token(*grants)}"
             return api
 
         yield make
 
 
-def test_a_reader_alone_takes_the_cache_away_from_nobody(bearer):
-    writer, reader = bearer("write:team"), bearer("read:team")
+def test_a_report_by_a_reader_withholds_nothing(bearer):
+    admin, writer, reader = bearer("admin:*"), bearer("write:team"), bearer("read:team")
     writer.put(BLOB)
-    before = writer.http.get("/v1/stats").json().get("reported")
+    before = admin.http.get("/v1/stats").json()["reported"]
 
     assert report(reader).json() == {"found": True, "withheld": False}
 
     assert reader.get().content == BLOB
     assert report(writer).json() == {"found": True, "withheld": True}
     assert reader.get().status_code == 404
-    if before is not None:
-        assert writer.http.get("/v1/stats").json()["reported"] == before + 2
+    assert admin.http.get("/v1/stats").json()["reported"] == before + 2
 
 
-def test_who_cannot_write_into_a_trusted_namespace_cannot_withhold_there(bearer):
+def test_withholding_in_a_trusted_namespace_needs_an_exact_grant(bearer):
     admin, named, wide = bearer("admin:*"), bearer("write:team"), bearer("write:*")
     admin.http.put("/v1/-/namespaces/team", json={"trusted": True})
     named.put(BLOB)
@@ -392,7 +354,7 @@ def test_who_cannot_write_into_a_trusted_namespace_cannot_withhold_there(bearer)
     assert report(named).json() == {"found": True, "withheld": True}
 
 
-def test_only_an_admin_decides_and_only_of_their_own(bearer, problem):
+def test_only_administrators_of_a_namespace_release_and_delete(bearer, problem):
     admin, own, other = bearer("admin:*"), bearer("admin:team"), bearer("admin:elsewhere")
     writer, reader = bearer("write:team"), bearer("read:team")
     writer.put(BLOB)
@@ -412,7 +374,7 @@ def test_only_an_admin_decides_and_only_of_their_own(bearer, problem):
     assert reader.get().content == BLOB
 
 
-def test_only_who_administers_the_server_gives_policies(bearer, problem):
+def test_only_server_administrators_set_policies(bearer, problem):
     admin, own, writer = bearer("admin:*"), bearer("admin:team"), bearer("write:team")
     path = "/v1/-/namespaces/team"
 
@@ -427,18 +389,8 @@ def test_only_who_administers_the_server_gives_policies(bearer, problem):
 
 
 @pytest.fixture
-def command(tmp_path, monkeypatch):
-    """Runs `graphstash quarantine` beside a server."""
-    monkeypatch.setenv("GRAPHSTASH_DATA_DIR", str(tmp_path / "data"))
-    with LiveServer(tmp_path / "data", log_level="error") as server:
-
-        def run(*arguments, status=0):
-            result = CliRunner().invoke(quarantine_command, list(arguments))
-            assert result.exit_code == status, result.output
-            return result.output
-
-        run.url = server.url
-        yield run
+def command(command_on):
+    return command_on(quarantine_command)
 
 
 def test_the_command_lists_releases_and_deletes(command, connect):
@@ -468,7 +420,7 @@ def test_the_command_lists_releases_and_deletes(command, connect):
 
 
 def test_the_command_says_what_an_artifact_is_called(command):
-    assert "it takes <namespace>/<kind>" in command("release", "team/jax", status=2)
+    assert "use <namespace>/<kind>" in command("release", "team/jax", status=2)
     assert "fingerprint" in command("delete", "team/jax/cpu/short", status=2)
     assert "namespace" in command("list", "--namespace", "No", status=2)
 

@@ -54,7 +54,7 @@ def test_one_range_is_served_as_asked(api, asked, start, stop):
         "bytes=" + "9" * 30 + "-",
     ],
 )
-def test_what_is_not_one_range_gets_the_whole(api, asked):
+def test_a_header_that_is_not_one_range_gets_the_whole_artifact(api, asked):
     api.put(BLOB)
 
     answer = api.get(Range=asked)

@@ -7,19 +7,21 @@ import tracemalloc
 import pytest
 from sqlalchemy import event, text
 
-from graphstash_schema import ArtifactKey, Digest, LeaseRequest, Namespace, NamespacePolicy
-from graphstash_server.actor import Actor
+from graphstash_schema import ArtifactKey, LeaseRequest, Namespace
 from graphstash_server.clock import system_clock
 from graphstash_server.context import open_services, prepare_database
+from graphstash_server.errors import NoSpaceError
 from graphstash_server.keys import StoredKey
-from graphstash_server.services.commits import Upload
-from graphstash_server.services.leases import Acquisition
+from graphstash_server.services.artifacts.room import Room
+from graphstash_server.services.jobs.leases import Acquisition
 from graphstash_server.settings import load_settings
 from graphstash_server.testing.stores import as_chunks
 from support.filling import BLOB_BYTES, fill, fingerprint
+from support.services import ACTOR, upload_of
 
-ACTOR = Actor("everybody")
 COUNT = 20_000
+
+pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])
@@ -43,23 +45,6 @@ def filled(request, tmp_path_factory):
 def key(number):
     return StoredKey.of(
         Namespace("bench"), ArtifactKey.parse("torch_xla", "cpu-bench", fingerprint(number))
-    )
-
-
-def upload(number):
-    blob = f"new {number}".encode()
-    return (
-        Upload(
-            key=key(COUNT + number),
-            digest=Digest.of(blob),
-            metadata_header="",
-            compile_seconds=1,
-            toolchain="",
-            only_if_absent=False,
-            actor=ACTOR,
-            policy=NamespacePolicy(),
-        ),
-        as_chunks(blob),
     )
 
 
@@ -100,68 +85,59 @@ def reads_everything(plan):
     return False
 
 
-def test_what_is_asked_often_goes_by_an_index(filled):
-    async def test():
-        async with open_services(filled, blob_store=None, clock=system_clock) as context:
-            statements = Statements(context.database)
-            artifact = await context.artifacts.open(key(7))
-            await artifact.reader.close()
-            await context.artifacts.find(key(8))
-            asked = [key(number) for number in range(0, COUNT, 20)]
-            assert len(await context.artifacts.lookup(Namespace("bench"), asked)) == len(asked)
-            context.accounting.count_hit(key(7), saved_seconds=1)
-            await context.accounting.flush()
-            await context.uploads.publish(*upload(0))
-            await context.leases.acquire(
-                Acquisition(key(COUNT + 9), LeaseRequest(), 0.0),
-                gone=asyncio.get_running_loop().create_future(),
-            )
-            await context.artifacts.delete(key(9), actor=ACTOR)
-            await context.evictor.ensure_room("bench", 10)
-            plans = {
-                statement: await plan_of(context.database, statement, parameters)
-                for statement, parameters in statements.seen.items()
-                if "artifacts" in statement
-            }
-            assert len(plans) > 6
-            for statement, plan in plans.items():
-                assert not reads_everything(plan), f"{statement[:500]}\n{plan[:500]}"
-
-    asyncio.run(test())
-
-
-def test_eviction_pages_along_the_order_of_value(filled):
-    async def test():
-        async with open_services(filled, blob_store=None, clock=system_clock) as context:
-            statements = Statements(context.database)
-            planned = [candidate async for candidate in context.evictor.plan()]
-            ranks = [candidate.rank for candidate in planned]
-            assert ranks == sorted(ranks)
-            assert len(planned) > COUNT // 2
-            choosing = [each for each in statements.seen if "ORDER BY artifacts.rank" in each]
-            assert choosing
-            for statement in choosing:
-                plan = await plan_of(context.database, statement, statements.seen[statement])
-                assert "ix_artifacts_rank" in plan, plan
-                assert not reads_everything(plan)
-
-    asyncio.run(test())
+async def test_what_is_asked_often_goes_by_an_index(filled):
+    async with open_services(filled, blob_store=None, clock=system_clock) as context:
+        statements = Statements(context.database)
+        artifact = await context.artifacts.open(key(7))
+        await artifact.reader.close()
+        await context.artifacts.find(key(8))
+        asked = [key(number) for number in range(0, COUNT, 20)]
+        found = await context.artifacts.lookup(Namespace("bench"), asked, caller="")
+        assert len(found) == len(asked)
+        context.accounting.count_hit(key(7), saved_seconds=1)
+        await context.accounting.flush()
+        await context.uploads.publish(upload_of(key(COUNT), b"new"), as_chunks(b"new"))
+        await context.leases.acquire(
+            Acquisition(key(COUNT + 9), LeaseRequest(), 0.0, "somebody"),
+            gone=asyncio.get_running_loop().create_future(),
+        )
+        await context.artifacts.delete(key(9), actor=ACTOR)
+        with pytest.raises(NoSpaceError):
+            await context.rooms.check(Room(Namespace("bench"), blob_bytes=2**60, row_bytes=0))
+        plans = {
+            statement: await plan_of(context.database, statement, parameters)
+            for statement, parameters in statements.seen.items()
+            if "artifacts" in statement
+        }
+        assert len(plans) > 6
+        for statement, plan in plans.items():
+            assert not reads_everything(plan), f"{statement[:500]}\n{plan[:500]}"
 
 
-def test_an_eviction_takes_the_memory_of_a_page(filled):
+async def test_eviction_pages_along_the_order_of_value(filled):
+    async with open_services(filled, blob_store=None, clock=system_clock) as context:
+        statements = Statements(context.database)
+        planned = [candidate async for candidate in context.evictor.plan()]
+        ranks = [candidate.eviction_rank for candidate in planned]
+        assert ranks == sorted(ranks)
+        assert len(planned) > COUNT // 2
+        choosing = [each for each in statements.seen if "ORDER BY artifacts.rank" in each]
+        assert choosing
+        for statement in choosing:
+            plan = await plan_of(context.database, statement, statements.seen[statement])
+            assert "ix_artifacts_rank" in plan, plan
+            assert not reads_everything(plan)
+
+
+async def test_an_eviction_takes_the_memory_of_a_page(filled):
     """Eleven thousand artifacts go; what one of them needs is some kilobytes."""
-
-    async def test():
-        async with open_services(filled, blob_store=None, clock=system_clock) as context:
-            tracemalloc.start()
-            evicted = await context.evictor.run()
-            _, peak = tracemalloc.get_traced_memory()
-            tracemalloc.stop()
-            async with context.database.reading() as connection:
-                left = await connection.scalar(text("SELECT count(*) FROM artifacts"))
-            return evicted, left, peak
-
-    evicted, left, peak = asyncio.run(test())
+    async with open_services(filled, blob_store=None, clock=system_clock) as context:
+        tracemalloc.start()
+        evicted = await context.evictor.run()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        async with context.database.reading() as connection:
+            left = await connection.scalar(text("SELECT count(*) FROM artifacts"))
     assert evicted > COUNT // 2
     assert left * BLOB_BYTES <= COUNT * BLOB_BYTES // 2
     print(f"{evicted} artifacts were evicted with {peak / 1e6:.1f} MB at most")

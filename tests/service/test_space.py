@@ -4,18 +4,28 @@ import sys
 
 import pytest
 
+from graphstash_schema import ArtifactKey
+from graphstash_server.keys import StoredKey
 from graphstash_server.testing import LiveServer
+from support.pins import pin
 
 BLOB = bytes(range(256)) * 400  # 102,400 bytes
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), int(sys.argv.pop(1))))
+from graphstash_server.__main__ import main
+main()
+"""
 
 
-def test_the_store_limit_refuses_what_would_pass_it_and_evicts_nobody_who_is_pinned(
+def test_an_upload_over_the_store_limit_is_refused_when_everything_is_pinned(
     tmp_path, connect, problem, stored_files
 ):
     with LiveServer(tmp_path, store_limit_bytes=150_000, log_level="error") as server:
         api = connect(server.url)
         api.put(BLOB, 0)
-        api.http.post(f"/v1/{api.namespace}/artifacts:lookup", json={"keys": [api.key(0)]})
+        key = ArtifactKey(**api.key(0))
+        pin(f"sqlite:///{tmp_path / 'graphstash.sqlite3'}", [StoredKey.of(api.namespace, key)])
 
         refused = problem(
             api.put(BLOB + b"1", 1), 507, "insufficient_storage", "102401 bytes", "150000"
@@ -45,16 +55,12 @@ def test_head_room_is_kept_on_the_disk(tmp_path, connect, problem, stored_files)
         )
 
 
-@pytest.mark.parametrize("size", [500_000, 3_000_000], ids=["one chunk", "allocated ahead"])
+@pytest.mark.parametrize("size", [500_000, 3_000_000], ids=["one chunk", "several"])
 def test_a_full_disk_in_the_middle_of_an_upload_stores_nothing(
     start, connect, problem, stored_files, size
 ):
     """The process may write files of 400 kB only: the kernel says "full" as a disk would."""
-    limited = (
-        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000)); "
-        "from graphstash_server.__main__ import main; main()"
-    )
-    server = start("--log-level", "error", command=(sys.executable, "-c", limited))
+    server = start("--log-level", "error", command=(sys.executable, "-c", LIMITED, "400000"))
     api = connect(server.url)
     api.put(BLOB, 1)
     before = stored_files(server.data_dir)
@@ -69,11 +75,7 @@ def test_a_full_disk_in_the_middle_of_an_upload_stores_nothing(
 
 def test_a_database_that_cannot_grow_refuses_and_goes_on_serving(start, connect):
     """Its log cannot grow beyond 300 kB: an I/O error to SQLite, as a failing disk is."""
-    limited = (
-        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000)); "
-        "from graphstash_server.__main__ import main; main()"
-    )
-    server = start("--log-level", "error", command=(sys.executable, "-c", limited))
+    server = start("--log-level", "error", command=(sys.executable, "-c", LIMITED, "300000"))
     api = connect(server.url)
     api.put(BLOB, 0)
     number = 0

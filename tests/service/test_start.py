@@ -12,15 +12,32 @@ from graphstash_server.settings import load_settings
 from graphstash_server.testing import LiveServer
 
 
-def run(*options, environment=None, **variables):
-    return subprocess.run(
-        [sys.executable, "-m", "graphstash_server", *options],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "COLUMNS": "200", **(environment or {}), **variables},
-        check=False,
-    )
+@pytest.fixture
+def run(process_environment):
+    def run(*options, **variables):
+        return subprocess.run(
+            [sys.executable, "-m", "graphstash_server", *options],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**os.environ, "COLUMNS": "200", **process_environment, **variables},
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture
+def refusal(run, tmp_path):
+    """Runs a server that does not start, and gives the one line that says why."""
+
+    def refuse(*options, status, data_dir=tmp_path / "d", **variables):
+        said = run("--data-dir", str(data_dir), *options, **variables)
+        assert said.returncode == status
+        assert len(said.stderr.splitlines()) == 1
+        return said.stderr
+
+    return refuse
 
 
 def test_a_started_server_says_where_its_data_is_and_what_to_set(start, tmp_path):
@@ -28,38 +45,30 @@ def test_a_started_server_says_where_its_data_is_and_what_to_set(start, tmp_path
 
     server = start("--port-file", str(port_file))
 
-    assert f"graphstash keeps its data in {server.data_dir}" in server.log
-    assert f"export GRAPHSTASH_URL={server.url}\n" in server.log
+    assert f"data directory: {server.data_dir}" in server.log
+    assert f"in the shell of the jobs: export GRAPHSTASH_URL={server.url}\n" in server.log
+    assert "no authentication, which is for tests: " in server.log
+    assert "Ctrl-C stops the server" in server.log
     assert server.url == f"http://127.0.0.1:{int(port_file.read_text())}"
     assert (server.data_dir / "graphstash.sqlite3").exists()
     assert server.stop() == 0
     assert "Traceback" not in server.log
 
 
-def test_help_is_readable(process_environment):
-    said = run("--help", environment=process_environment)
+def test_help_is_readable(run):
+    said = run("--help")
 
     assert said.returncode == 0
-    for option in (
-        "--host",
-        "--port",
-        "--data-dir",
-        "--insecure",
-        "--log-level",
-        "--port-file",
-        "--workers",
-    ):
-        assert option in said.stdout
+    options = ("host", "port", "data-dir", "insecure", "log-level", "port-file", "workers")
+    assert all(f"--{option}" in said.stdout for option in options)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "a" * 64])
-def test_it_does_not_listen_beyond_loopback_without_being_told(tmp_path, process_environment, host):
-    said = run("--host", host, "--data-dir", str(tmp_path / "d"), environment=process_environment)
+def test_it_does_not_listen_beyond_loopback_without_being_told(tmp_path, refusal, host):
+    said = refusal("--host", host, "--auth", "none", status=2)
 
-    assert said.returncode == 2
-    assert "anyone who can reach the port can run code in every job" in said.stderr
-    assert "--insecure" in said.stderr
-    assert len(said.stderr.splitlines()) == 1
+    assert "anyone who can reach the port can run code in every job" in said
+    assert "--insecure" in said
     assert not (tmp_path / "d").exists()
 
 
@@ -72,49 +81,41 @@ def test_a_server_that_asks_for_tokens_may_be_reached_from_elsewhere(start, conn
 
 def test_insecure_listens_where_it_is_told(start, connect):
     server = start("--host", "0.0.0.0", "--insecure")
+    assert "no authentication, which is for tests: " in server.log
 
     assert connect(server.url.replace("0.0.0.0", "127.0.0.1")).http.get("/healthz").is_success
 
 
-def test_a_taken_port_is_one_line(tmp_path, process_environment):
+def test_a_taken_port_is_one_line(refusal):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        said = run(
-            "--port", port, "--data-dir", str(tmp_path / "d"), environment=process_environment
-        )
+        said = refusal("--port", port, status=1)
 
-    assert said.returncode == 1
-    assert said.stderr.startswith(f"graphstash: cannot listen on 127.0.0.1 port {port}: ")
-    assert len(said.stderr.splitlines()) == 1
+    assert said.startswith(f"graphstash: cannot listen on 127.0.0.1 port {port}: ")
 
 
-def test_a_data_directory_that_cannot_be_made_is_one_line(tmp_path, process_environment):
+def test_a_data_directory_that_cannot_be_made_is_one_line(tmp_path, refusal):
     (tmp_path / "file").touch()
 
-    said = run(
-        "--port", "0", "--data-dir", str(tmp_path / "file" / "d"), environment=process_environment
+    said = refusal("--port", "0", status=1, data_dir=tmp_path / "file" / "d")
+
+    assert "cannot write to the data directory" in said
+
+
+def test_a_wrong_option_is_one_line_naming_option_value_and_range(refusal):
+    said = refusal("--port", "99999", status=2)
+
+    assert said.startswith("graphstash: --port=99999 is not valid: ")
+    assert "65535" in said
+
+
+@pytest.mark.parametrize("count", ["0", "x"])
+def test_a_count_of_workers_out_of_range_is_one_line_naming_the_range(refusal, count):
+    said = refusal("--workers", count, status=2)
+
+    assert said == (
+        f"graphstash: --workers={count} is not valid: it takes a whole number from 1 to 64\n"
     )
-
-    assert said.returncode == 1
-    assert "cannot write to the data directory" in said.stderr
-    assert len(said.stderr.splitlines()) == 1
-
-
-def test_a_wrong_option_is_one_line_naming_option_value_and_range(process_environment):
-    said = run("--port", "99999", environment=process_environment)
-
-    assert said.returncode == 2
-    assert said.stderr.startswith("graphstash: --port=99999 is not valid: ")
-    assert "65535" in said.stderr
-    assert len(said.stderr.splitlines()) == 1
-
-
-@pytest.fixture
-def clean_environment(monkeypatch):
-    for name in list(os.environ):
-        if name.startswith("GRAPHSTASH_"):
-            monkeypatch.delenv(name)
-    return monkeypatch
 
 
 @pytest.mark.parametrize(
@@ -134,8 +135,8 @@ def clean_environment(monkeypatch):
         ("GRAPHSTASH_INSECURE", "perhaps", "boolean"),
     ],
 )
-def test_a_wrong_variable_is_named_with_value_and_range(clean_environment, variable, value, named):
-    clean_environment.setenv(variable, value)
+def test_a_wrong_variable_is_named_with_value_and_range(monkeypatch, variable, value, named):
+    monkeypatch.setenv(variable, value)
 
     with pytest.raises(StartError) as refusal:
         load_settings()
@@ -144,22 +145,22 @@ def test_a_wrong_variable_is_named_with_value_and_range(clean_environment, varia
     assert named in str(refusal.value)
 
 
-def test_sizes_are_written_as_people_write_them(clean_environment):
-    clean_environment.setenv("GRAPHSTASH_MAX_ARTIFACT_BYTES", "2GiB")
+def test_sizes_are_written_as_people_write_them(monkeypatch):
+    monkeypatch.setenv("GRAPHSTASH_MAX_ARTIFACT_BYTES", "2GiB")
 
     assert load_settings().max_artifact_bytes == 2 * 1024**3
     assert load_settings(max_artifact_bytes="500MB").max_artifact_bytes == 500 * 10**6
 
 
-def test_an_option_wins_over_the_environment(clean_environment):
-    clean_environment.setenv("GRAPHSTASH_PORT", "1234")
+def test_an_option_wins_over_the_environment(monkeypatch):
+    monkeypatch.setenv("GRAPHSTASH_PORT", "1234")
 
     assert load_settings().port == 1234
     assert load_settings(port=4321).port == 4321
     assert load_settings(port=None).port == 1234
 
 
-def test_the_database_is_in_the_data_directory_unless_it_is_told(clean_environment, tmp_path):
+def test_the_database_is_in_the_data_directory_unless_it_is_told(tmp_path):
     settings = load_settings(data_dir=tmp_path)
 
     assert settings.database_url == f"sqlite+aiosqlite:///{tmp_path}/graphstash.sqlite3"
@@ -167,19 +168,10 @@ def test_the_database_is_in_the_data_directory_unless_it_is_told(clean_environme
     assert load_settings(database_url=elsewhere).database_url == elsewhere
 
 
-def test_an_unknown_database_is_refused(start, tmp_path, process_environment):
-    said = run(
-        "--port",
-        "0",
-        "--data-dir",
-        str(tmp_path),
-        environment=process_environment,
-        GRAPHSTASH_DATABASE_URL="mysql://x/y",
-    )
+def test_an_unknown_database_is_refused(refusal):
+    said = refusal("--port", "0", status=2, GRAPHSTASH_DATABASE_URL="mysql://x/y")
 
-    assert said.returncode == 2
-    assert "GRAPHSTASH_DATABASE_URL=... is not valid: it takes postgresql://" in said.stderr
-    assert len(said.stderr.splitlines()) == 1
+    assert "GRAPHSTASH_DATABASE_URL=... is not valid: it takes postgresql://" in said
 
 
 def test_a_server_does_not_start_beside_an_empty_store(postgres, tmp_path, connect):

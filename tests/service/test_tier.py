@@ -3,8 +3,8 @@
 import asyncio
 import os
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -26,6 +26,8 @@ from support.s3_proxy import S3Fault, S3Proxy
 
 LARGE = bytes(range(256)) * 20_000  # 5 MB
 IN_S3 = "/blobs/sha256/"
+
+pytestmark = pytest.mark.anyio
 
 
 class Back(MemoryBlobStore):
@@ -80,12 +82,9 @@ def copies(tmp_path, name="tier"):
     return {path.name for path in (tmp_path / name / "sha256").rglob("*") if path.is_file()}
 
 
-def put(store, *blobs):
-    async def put_all():
-        for blob in blobs:
-            await store.put(Digest.of(blob), as_chunks(blob))
-
-    asyncio.run(put_all())
+async def put(store, *blobs):
+    for blob in blobs:
+        await store.put(Digest.of(blob), as_chunks(blob))
 
 
 async def settled(store):
@@ -94,218 +93,193 @@ async def settled(store):
     await asyncio.gather(*(fill._task for fill in fills), return_exceptions=True)
 
 
-def read(store, blob):
+async def read(store, blob):
     """Reads a blob, and waits until its copy is kept."""
-
-    async def read_and_wait():
-        found = await read_blob(store, Digest.of(blob))
-        await settled(store)
-        return found
-
-    return asyncio.run(read_and_wait())
+    found = await read_blob(store, Digest.of(blob))
+    await settled(store)
+    return found
 
 
 class TestCopies:
-    def test_a_blob_is_asked_for_once(self, opened, back, tmp_path):
+    async def test_a_blob_is_asked_for_once(self, opened, back, tmp_path):
         store = opened(back)
-        put(store, b"abc")
+        await put(store, b"abc")
         assert copies(tmp_path) == set()
 
-        assert [read(store, b"abc") for _ in range(3)] == [b"abc"] * 3
+        assert [await read(store, b"abc") for _ in range(3)] == [b"abc"] * 3
 
         assert back.opened == 1
         assert copies(tmp_path) == {Digest.of(b"abc").sha256}
 
-    def test_a_copy_is_a_file_that_can_be_sent(self, opened, back):
+    async def test_a_copy_is_a_file_that_can_be_sent(self, opened, back):
         store = opened(back)
-        put(store, b"abc")
-        read(store, b"abc")
+        await put(store, b"abc")
+        await read(store, b"abc")
 
-        async def path():
-            reader = await store.open(Digest.of(b"abc"))
-            await reader.close()
-            return reader.path
+        reader = await store.open(Digest.of(b"abc"))
+        await reader.close()
+        assert reader.path.read_bytes() == b"abc"
 
-        assert asyncio.run(path()).read_bytes() == b"abc"
-
-    def test_copies_are_read_while_the_back_is_down(self, opened, back):
+    async def test_copies_are_read_while_the_back_is_down(self, opened, back):
         store = opened(back)
-        put(store, b"abc", b"def")
-        read(store, b"abc")
+        await put(store, b"abc", b"def")
+        await read(store, b"abc")
         back.is_up = False
 
-        assert read(store, b"abc") == b"abc"
+        assert await read(store, b"abc") == b"abc"
         with pytest.raises(ServerError):
-            read(store, b"def")
+            await read(store, b"def")
 
-    def test_what_is_there_is_decided_behind(self, opened, back):
+    async def test_what_is_there_is_decided_behind(self, opened, back):
         store = opened(back)
-        put(store, b"abc")
-        read(store, b"abc")
+        await put(store, b"abc")
+        await read(store, b"abc")
         back.blobs.clear()
 
-        assert asyncio.run(store.stat(Digest.of(b"abc"))) is None
+        assert await store.stat(Digest.of(b"abc")) is None
 
-    def test_a_copy_that_was_cut_is_fetched_again(self, opened, back, tmp_path):
+    async def test_a_copy_that_was_cut_is_fetched_again(self, opened, back, tmp_path):
         store = opened(back)
-        put(store, LARGE)
-        read(store, LARGE)
+        await put(store, LARGE)
+        await read(store, LARGE)
         (copy,) = (path for path in (tmp_path / "tier").rglob("*") if path.name in copies(tmp_path))
         os.truncate(copy, 1000)
 
-        assert read(store, LARGE) == LARGE
+        assert await read(store, LARGE) == LARGE
         assert (back.opened, copy.stat().st_size) == (2, len(LARGE))
 
-    def test_putting_again_drops_the_copy(self, opened, back, tmp_path):
+    async def test_putting_again_drops_the_copy(self, opened, back, tmp_path):
         store = opened(back)
-        put(store, b"abc")
-        read(store, b"abc")
-        put(store, b"abc")
+        await put(store, b"abc")
+        await read(store, b"abc")
+        await put(store, b"abc")
 
         assert copies(tmp_path) == set()
 
-    def test_a_copy_is_not_redirected(self, opened, back):
+    async def test_a_copy_is_not_redirected(self, opened, back):
         async def link(_digest):
             return "https://elsewhere"
 
         back.link = link
         store = opened(back)
-        put(store, b"abc")
-        assert asyncio.run(store.link(Digest.of(b"abc"))) == "https://elsewhere"
-        read(store, b"abc")
-        assert asyncio.run(store.link(Digest.of(b"abc"))) is None
+        await put(store, b"abc")
+        assert await store.link(Digest.of(b"abc")) == "https://elsewhere"
+        await read(store, b"abc")
+        assert await store.link(Digest.of(b"abc")) is None
 
 
 class TestFills:
-    def test_many_readers_are_one_request(self, opened, s3, proxy):
+    async def test_many_readers_are_one_request(self, opened, s3, proxy):
         store = opened(s3)
-        put(store, LARGE)
+        await put(store, LARGE)
         before = proxy.count("GET", within=IN_S3)
 
-        async def read_all():
-            return await asyncio.gather(*(read_blob(store, Digest.of(LARGE)) for _ in range(20)))
-
-        assert asyncio.run(read_all()) == [LARGE] * 20
+        reads = (read_blob(store, Digest.of(LARGE)) for _ in range(20))
+        assert await asyncio.gather(*reads) == [LARGE] * 20
         assert proxy.count("GET", within=IN_S3) == before + 1
 
-    def test_readers_follow_the_growing_file(self, opened, s3, proxy):
+    async def test_readers_follow_the_growing_file(self, opened, s3, proxy):
         store = opened(s3)
-        put(store, LARGE)
+        await put(store, LARGE)
         proxy.fault = S3Fault.PAUSE
 
-        async def read_half_and_half():
-            readers = [await store.open(Digest.of(LARGE)) for _ in range(3)]
-            parts = [reader.chunks(0, len(LARGE)) for reader in readers]
-            firsts = [await anext(part) for part in parts]  # half of the blob is not there yet
-            proxy.resume.set()
-            rests = [b"".join([chunk async for chunk in part]) for part in parts]
-            for reader in readers:
-                await reader.close()
-            return [first + rest for first, rest in zip(firsts, rests, strict=True)]
-
-        assert asyncio.run(read_half_and_half()) == [LARGE] * 3
-
-    def test_a_fill_goes_on_for_those_who_stay(self, opened, s3, proxy, tmp_path):
-        store = opened(s3)
-        put(store, LARGE)
-        proxy.fault = S3Fault.PAUSE
-
-        async def one_leaves():
-            leaving, staying = [await store.open(Digest.of(LARGE)) for _ in range(2)]
-            await leaving.close()
-            proxy.resume.set()
-            whole = b"".join([chunk async for chunk in staying.chunks(0, len(LARGE))])
-            await staying.close()
-            return whole
-
-        assert asyncio.run(one_leaves()) == LARGE
-
-    def test_a_fill_that_nobody_follows_is_given_up(self, opened, s3, proxy, tmp_path):
-        store = opened(s3)
-        put(store, LARGE)
-        proxy.fault = S3Fault.PAUSE
-
-        async def all_leave():
-            reader = await store.open(Digest.of(LARGE))
-            await anext(reader.chunks(0, 10))
-            filling = asyncio.create_task(settled(store))
-            await asyncio.sleep(0)
+        readers = [await store.open(Digest.of(LARGE)) for _ in range(3)]
+        parts = [reader.chunks(0, len(LARGE)) for reader in readers]
+        firsts = [await anext(part) for part in parts]  # half of the blob is not there yet
+        proxy.resume.set()
+        rests = [b"".join([chunk async for chunk in part]) for part in parts]
+        for reader in readers:
             await reader.close()
-            proxy.resume.set()
-            await filling
+        wholes = [first + rest for first, rest in zip(firsts, rests, strict=True)]
+        assert wholes == [LARGE] * 3
 
-        asyncio.run(all_leave())
+    async def test_a_fill_continues_for_the_remaining_readers(self, opened, s3, proxy, tmp_path):
+        store = opened(s3)
+        await put(store, LARGE)
+        proxy.fault = S3Fault.PAUSE
+
+        leaving, staying = [await store.open(Digest.of(LARGE)) for _ in range(2)]
+        await leaving.close()
+        proxy.resume.set()
+        whole = b"".join([chunk async for chunk in staying.chunks(0, len(LARGE))])
+        await staying.close()
+        assert whole == LARGE
+
+    async def test_a_fill_without_readers_is_cancelled(self, opened, s3, proxy, tmp_path):
+        store = opened(s3)
+        await put(store, LARGE)
+        proxy.fault = S3Fault.PAUSE
+
+        reader = await store.open(Digest.of(LARGE))
+        await anext(reader.chunks(0, 10))
+        filling = asyncio.create_task(settled(store))
+        await asyncio.sleep(0)
+        await reader.close()
+        proxy.resume.set()
+        await filling
         assert copies(tmp_path) == set()
         assert list((tmp_path / "tier" / "tmp").iterdir()) == []
-        assert read(store, LARGE) == LARGE
+        assert await read(store, LARGE) == LARGE
 
-    def test_a_caller_who_is_cancelled_takes_nobody_along(self, opened, s3, proxy):
+    async def test_cancelling_one_caller_does_not_cancel_the_others(self, opened, s3, proxy):
         store = opened(s3)
-        put(store, LARGE)
+        await put(store, LARGE)
         proxy.fault = S3Fault.PAUSE
 
-        async def cancel_the_first():
-            first = asyncio.create_task(read_blob(store, Digest.of(LARGE)))
-            await asyncio.sleep(0)
-            second = asyncio.create_task(read_blob(store, Digest.of(LARGE)))
-            await asyncio.sleep(0)
-            first.cancel()
-            proxy.resume.set()
-            return await second
-
-        assert asyncio.run(cancel_the_first()) == LARGE
+        first = asyncio.create_task(read_blob(store, Digest.of(LARGE)))
+        await asyncio.sleep(0)
+        second = asyncio.create_task(read_blob(store, Digest.of(LARGE)))
+        await asyncio.sleep(0)
+        first.cancel()
+        proxy.resume.set()
+        assert await second == LARGE
 
     @pytest.mark.parametrize("fault", [S3Fault.CUT, S3Fault.CUT_BY_RESET])
-    def test_a_back_that_breaks_off_keeps_nothing(self, opened, s3, proxy, tmp_path, fault):
+    async def test_a_back_that_breaks_off_keeps_nothing(self, opened, s3, proxy, tmp_path, fault):
         store = opened(s3)
-        put(store, LARGE)
+        await put(store, LARGE)
         proxy.fault = fault
 
         with pytest.raises(ShortBlobError):
-            read(store, LARGE)
+            await read(store, LARGE)
 
         assert copies(tmp_path) == set()
         proxy.fault = S3Fault.NONE
-        assert read(store, LARGE) == LARGE
+        assert await read(store, LARGE) == LARGE
 
-    def test_a_deletion_during_a_fill_leaves_no_copy(self, opened, back, tmp_path):
+    async def test_a_deletion_during_a_fill_leaves_no_copy(self, opened, back, tmp_path):
         store = opened(back)
-        put(store, LARGE)
+        await put(store, LARGE)
 
-        async def delete_meanwhile():
-            reader = await store.open(Digest.of(LARGE))
-            await store.delete(Digest.of(LARGE))
-            whole = b"".join([chunk async for chunk in reader.chunks(0, len(LARGE))])
-            await reader.close()
-            await settled(store)
-            return whole
-
-        assert asyncio.run(delete_meanwhile()) == LARGE
+        reader = await store.open(Digest.of(LARGE))
+        await store.delete(Digest.of(LARGE))
+        whole = b"".join([chunk async for chunk in reader.chunks(0, len(LARGE))])
+        await reader.close()
+        await settled(store)
+        assert whole == LARGE
         assert copies(tmp_path) == set()
-        assert read(store, LARGE) is None
+        assert await read(store, LARGE) is None
 
 
 class TestDamage:
-    def test_a_damaged_blob_never_looks_whole(self, opened, back, tmp_path):
+    async def test_a_damaged_blob_never_looks_whole(self, opened, back, tmp_path):
         store = opened(back)
-        put(store, LARGE)
+        await put(store, LARGE)
         back.blobs[Digest.of(LARGE).sha256] = LARGE[:-1] + b"x"
 
         received = bytearray()
+        reader = await store.open(Digest.of(LARGE))
 
-        async def read_to_the_end():
-            reader = await store.open(Digest.of(LARGE))
-            try:
-                async for chunk in reader.chunks(0, len(LARGE)):
-                    received.extend(chunk)
-            finally:
-                await reader.close()
+        async def receive():
+            async for chunk in reader.chunks(0, len(LARGE)):
+                received.extend(chunk)
 
         with pytest.raises(ShortBlobError):
-            asyncio.run(read_to_the_end())
+            await receive()
+        await reader.close()
         assert len(received) < len(LARGE)
         assert copies(tmp_path) == set()
-        assert read(store, LARGE) is None
+        assert await read(store, LARGE) is None
 
     def test_its_artifact_is_dropped_and_can_be_put_again(
         self, tmp_path, moto, proxy, s3_credentials, connect
@@ -326,61 +300,60 @@ class TestDamage:
 
 
 class TestBudget:
-    def test_the_least_recently_used_go(self, opened, back, tmp_path):
+    async def test_the_least_recently_used_go(self, opened, back, tmp_path):
         store = opened(back, limit_bytes=1000)
         blobs = [bytes([number]) * 300 for number in range(4)]
-        put(store, *blobs)
+        await put(store, *blobs)
         for age, blob in ((300, blobs[0]), (200, blobs[1]), (100, blobs[2])):
-            read(store, blob)
+            await read(store, blob)
             sha256 = Digest.of(blob).sha256
             used = time.time() - age
             os.utime(tmp_path / "tier" / "sha256" / sha256[:2] / sha256, (used, used))
-        read(store, blobs[0])  # used again
+        await read(store, blobs[0])  # used again
 
-        read(store, blobs[3])
-        asyncio.run(store.close())
+        await read(store, blobs[3])
+        await store.close()
 
         left = copies(tmp_path)
         assert left == {Digest.of(blobs[number]).sha256 for number in (0, 2, 3)}
 
-    def test_a_blob_beyond_the_limit_is_not_kept(self, opened, back, tmp_path):
+    async def test_a_blob_beyond_the_limit_is_not_kept(self, opened, back, tmp_path):
         store = opened(back, limit_bytes=1000)
-        put(store, LARGE)
+        await put(store, LARGE)
 
-        assert read(store, LARGE) == LARGE
+        assert await read(store, LARGE) == LARGE
         assert copies(tmp_path) == set()
         assert store.bypassed_count == 0
 
-    def test_an_open_copy_is_read_to_its_end_though_it_was_evicted(self, opened, back, tmp_path):
+    async def test_an_open_copy_is_read_to_its_end_though_it_was_evicted(
+        self, opened, back, tmp_path
+    ):
         store = opened(back)
-        put(store, LARGE)
-        read(store, LARGE)
+        await put(store, LARGE)
+        await read(store, LARGE)
 
-        async def evict_meanwhile():
-            reader = await store.open(Digest.of(LARGE))
-            for path in (tmp_path / "tier" / "sha256").rglob("*"):
-                if path.is_file():
-                    path.unlink()
-            whole = b"".join([chunk async for chunk in reader.chunks(0, len(LARGE))])
-            await reader.close()
-            return whole
+        reader = await store.open(Digest.of(LARGE))
+        for path in (tmp_path / "tier" / "sha256").rglob("*"):
+            if path.is_file():
+                path.unlink()
+        whole = b"".join([chunk async for chunk in reader.chunks(0, len(LARGE))])
+        await reader.close()
+        assert whole == LARGE
 
-        assert asyncio.run(evict_meanwhile()) == LARGE
-
-    def test_without_room_the_back_is_read(self, opened, back, tmp_path):
+    async def test_without_room_the_back_is_read(self, opened, back, tmp_path):
         store = opened(back, min_free_bytes=2**60)
-        put(store, LARGE)
+        await put(store, LARGE)
 
-        assert [read(store, LARGE) for _ in range(2)] == [LARGE] * 2
+        assert [await read(store, LARGE) for _ in range(2)] == [LARGE] * 2
         assert store.bypassed_count == 2
         assert copies(tmp_path) == set()
 
-    def test_a_tier_that_vanished_is_not_noticed(self, opened, back, tmp_path):
+    async def test_a_tier_that_vanished_is_not_noticed(self, opened, back, tmp_path):
         store = opened(back)
-        put(store, LARGE)
+        await put(store, LARGE)
         (tmp_path / "tier").rename(tmp_path / "elsewhere")
 
-        assert read(store, LARGE) == LARGE
+        assert await read(store, LARGE) == LARGE
         assert store.bypassed_count == 1
         (tmp_path / "elsewhere").rename(tmp_path / "tier")
 
@@ -423,20 +396,15 @@ class TestProcesses:
             first, second = connect(one.url), connect(other.url)
             for number in range(4):
                 first.put(LARGE + bytes([number]), number)
-            answers = []
 
             def get(api):
-                answers.extend(api.get(number).content for number in (0, 1, 2, 3))
+                return [api.get(number).content for number in range(4)]
 
-            threads = [threading.Thread(target=get, args=(api,)) for api in (first, second)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert sorted(answers) == sorted(2 * [LARGE + bytes([n]) for n in range(4)])
+            wholes = [LARGE + bytes([number]) for number in range(4)]
+            with ThreadPoolExecutor(2) as pool:
+                assert list(pool.map(get, (first, second))) == [wholes] * 2
             proxy.fault = S3Fault.FAILING
-            get(second)
-            assert answers[8:] == [LARGE + bytes([n]) for n in range(4)]
+            assert get(second) == wholes
 
     def test_a_kill_during_a_fill_leaves_nothing_that_is_served(
         self, tmp_path, moto, proxy, connect

@@ -123,7 +123,7 @@ def test_a_file_that_cannot_be_used_is_named_at_the_start(files, tmp_path, name,
         f"GRAPHSTASH_{field.upper()}": str(value) for field, value in {**files, field: path}.items()
     }
 
-    with pytest.raises(RuntimeError, match="ended with 1") as refused:
+    with pytest.raises(RuntimeError, match="exited with 1") as refused:
         ServerProcess(tmp_path / "data", environment=environment)
 
     assert str(path) in str(refused.value)

@@ -17,10 +17,12 @@ from graphstash_schema import TOKEN_FORM, Grant, TokenRequest
 from graphstash_server.commands.token import token as token_commands
 from graphstash_server.db.engine import make_engine
 from graphstash_server.db.tables import metadata
-from graphstash_server.services import tokens as tokens_module
+from graphstash_server.services.identity import tokens as tokens_module
 from graphstash_server.settings import load_settings
 from support.services import ACTOR
 from support.tokens import Guarded, issue
+
+pytestmark = [pytest.mark.sql, pytest.mark.anyio]
 
 READ_ALL = [{"scope": "read", "namespaces": "*"}]
 
@@ -52,7 +54,7 @@ def whole_database(url):
     )
 
 
-def test_a_new_token_is_good_at_once_and_looks_like_one(guarded, admin):
+def test_a_new_token_is_well_formed_and_valid_at_once(guarded, admin):
     made = make(admin)
 
     token, info = made.json()["token"], made.json()["info"]
@@ -64,6 +66,7 @@ def test_a_new_token_is_good_at_once_and_looks_like_one(guarded, admin):
         "name": f"token:{info['id']} a job",
         "grants": READ_ALL,
         "expires_at": None,
+        "issuer": None,
     }
 
 
@@ -85,7 +88,7 @@ def test_no_secret_is_in_the_database(guarded, admin):
     assert (found.returncode, found.stdout) == (1, b""), "1 is: nothing found"
 
 
-def test_a_server_that_asks_nobody_makes_no_token_that_outlives_that(server):
+def test_a_server_without_authentication_creates_no_tokens(server):
     with httpx.Client(base_url=server.url) as anybody:
         answer = make(anybody, grants=[{"scope": "admin", "namespaces": "*"}])
 
@@ -94,29 +97,23 @@ def test_a_server_that_asks_nobody_makes_no_token_that_outlives_that(server):
         assert anybody.get("/v1/-/tokens").json()["tokens"] == []
 
 
-def test_tokens_that_ended_long_ago_are_forgotten(opened):
+async def test_tokens_that_ended_long_ago_are_forgotten(opened):
     def request(**changed):
         return TokenRequest(description="x", grants=(Grant.parse("read:*"),), **changed)
 
-    async def work():
-        async with opened(audit_days=2) as verbs:
-            context, now = verbs.context, opened.clock.now
-            made = [
-                await context.tokens.create(wanted, actor=ACTOR)
-                for wanted in (
-                    request(),
-                    request(),
-                    request(expires_at=now + timedelta(hours=1)),
-                    request(expires_at=now + timedelta(days=2)),
-                )
-            ]
-            await context.tokens.revoke(made[1].info.id, actor=ACTOR)
-            opened.clock.turn(2.5 * 24 * 3600)
-            await context.maintenance.run_once()
-            left = {each.id for each in (await context.tokens.list_all()).tokens}
-            return [each.info.id in left for each in made]
+    ends = (None, None, timedelta(hours=1), timedelta(days=2))
+    async with opened(audit_days=2) as server:
+        tokens = server.context.tokens
+        made = [
+            await tokens.create(request(expires_at=end and opened.clock.now + end), actor=ACTOR)
+            for end in ends
+        ]
+        await tokens.revoke(made[1].info.id, actor=ACTOR)
+        opened.clock.turn(2.5 * 24 * 3600)
+        await server.context.maintenance.run_once()
+        left = {each.id for each in (await tokens.list_all()).tokens}
 
-    assert asyncio.run(work()) == [True, False, False, True]
+    assert [each.info.id in left for each in made] == [True, False, False, True]
 
 
 def test_a_list_shows_everything_but_the_secret(admin):
@@ -173,7 +170,7 @@ def test_a_token_out_of_form_is_refused(admin, problem, changed, code):
     problem(make(admin, **changed), 400, code)
 
 
-def test_only_who_administers_the_server_makes_lists_and_revokes(guarded, problem, namespace):
+def test_only_server_administrators_create_list_and_revoke_tokens(guarded, problem, namespace):
     made = issue(guarded.database_url, f"admin:{namespace}", "admin:t*", "write:*")
     other = guarded.http(made.token)
 
@@ -218,7 +215,9 @@ def test_a_revoked_token_is_refused_by_another_server_of_the_database(guarded, a
 
 def test_the_process_that_revokes_a_token_refuses_it_at_once(guarded, admin, monkeypatch):
     never = timedelta(days=1)
-    monkeypatch.setattr("graphstash_server.services.known_tokens.MAX_DECISION_AGE", never)
+    monkeypatch.setattr(
+        "graphstash_server.services.identity.authentication.MAX_DECISION_AGE", never
+    )
     made = make(admin).json()
     used = guarded.http(made["token"])
     assert used.get("/v1/-/access").status_code == 200
@@ -231,14 +230,16 @@ def test_the_process_that_revokes_a_token_refuses_it_at_once(guarded, admin, mon
 def test_postgresql_tells_every_server_of_a_revocation(tmp_path, postgres, monkeypatch, eventually):
     """What is known does not age here, so nothing but the notification can tell."""
     never = timedelta(days=1)
-    monkeypatch.setattr("graphstash_server.services.known_tokens.MAX_DECISION_AGE", never)
+    monkeypatch.setattr(
+        "graphstash_server.services.identity.authentication.MAX_DECISION_AGE", never
+    )
     url = postgres.new_database()
     with (
         Guarded(tmp_path / "1", database_url=url) as first,
         Guarded(tmp_path / "2", database_url=url) as second,
     ):
         context = second.server._server.config.app.state.context
-        eventually(lambda: context.waiters.are_informed)
+        eventually(lambda: context.wait_queue.are_informed)
         issued = issue(url, "read:*")
         used = second.http(issued.token)
         assert used.get("/v1/-/access").status_code == 200
@@ -260,10 +261,10 @@ def test_there_is_a_limit_of_live_tokens(guarded, admin, problem, monkeypatch):
     assert make(admin).status_code == 201
 
 
-def test_no_token_is_in_the_log_whatever_is_asked(start):
+def test_no_request_puts_a_token_into_the_log(start):
     server = start("--auth", "tokens", "--log-level", "debug", "--access-log")
     settings = load_settings(data_dir=server.data_dir)
-    assert "make the first with `graphstash token create" in server.log
+    assert "a token from `graphstash token create`" in server.log
     issued = issue(settings.database_url, "admin:*")
     secret = TOKEN_FORM.fullmatch(issued.token)["secret"]
     for shown in (issued.token, issued.token[:-1] + "A", f"gst_{'a' * 16}_{secret}", secret):
@@ -330,7 +331,7 @@ def test_the_commands_list_and_revoke_what_they_made(guarded, command):
     assert made["info"]["expires_at"].startswith("2199-01-01T00:00:00")
 
     shown = command("token", "list").stdout
-    assert re.search(rf"{token_id}.*to \[red\]go\[/red\].*good until", shown)
+    assert re.search(rf"{token_id}.*to \[red\]go\[/red\].*valid until", shown)
     whole = command("token", "revoke", made["token"]).stdout
     assert token_id in whole
     assert TOKEN_FORM.fullmatch(made["token"])["secret"] not in whole

@@ -10,6 +10,8 @@ import pytest
 
 from graphstash_schema import Digest
 
+pytestmark = pytest.mark.sql
+
 BLOB = b"an executable" * 1000
 
 

@@ -9,16 +9,15 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
 
-import httpx
 import pytest
 
 from graphstash import CacheError, ClientConfig, Stash
 from graphstash_schema import ArtifactKey, ArtifactMetadata, Digest
+from support.waiting import until
 
 LARGE = bytes(range(256)) * 200_000  # 50 MB: more than the sockets of both sides hold
 
@@ -36,19 +35,6 @@ app.open_context = open_context
 from graphstash_server.__main__ import main
 main()
 """
-
-
-@pytest.fixture
-def eventually() -> Callable[[Callable[[], bool]], None]:
-    """Asserts what becomes true, however busy the machine is: nothing here depends on when."""
-
-    def check(holds: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
-        while not holds():
-            assert time.monotonic() < deadline, "it never became true"
-            time.sleep(0.02)
-
-    return check
 
 
 def patient(seconds: int) -> dict[str, tuple[str, ...]]:
@@ -147,7 +133,7 @@ class Load:
                 )
                 stash.local.discard(stash.config.namespace, key)
                 assert stash.get(key) == payload
-                assert len(stash.lookup([key]).found) == 1
+                assert len(stash.server.lookup([key]).found) == 1
             except CacheError as error:
                 self.errors.append(error)
             self.rounds[number] += 1
@@ -203,7 +189,7 @@ def test_workers_end_with_a_parent_that_was_killed(start, eventually):
     server.kill()
 
     eventually(lambda: not any(map(is_alive, workers)))
-    assert server.log.count("its parent is gone") == 2
+    assert server.log.count("its parent process is gone") == 2
     socket.create_server(("127.0.0.1", server.port)).close()  # the port is free
 
 
@@ -214,7 +200,7 @@ def test_a_whole_tree_can_be_killed(start, eventually):
     server.kill(tree=True)
 
     eventually(lambda: not any(map(is_alive, workers)))
-    assert "its parent is gone" not in server.log
+    assert "its parent process is gone" not in server.log
 
 
 def end_server(server, eventually):
@@ -235,8 +221,9 @@ ENDS = pytest.mark.parametrize(
 )
 
 
-def exit_code(server) -> int:
-    server.process.terminate()
+def exit_code(server, end=None) -> int:
+    if end is not end_server:  # a second signal may meet a process that handles none any more
+        server.process.terminate()
     return server.process.wait(30)
 
 
@@ -254,7 +241,7 @@ def test_a_long_download_is_finished_before_the_end(start, connect, eventually, 
             received += chunk
 
     assert received == LARGE
-    assert exit_code(server) == 0
+    assert exit_code(server, end) == 0
 
 
 @ENDS
@@ -271,7 +258,7 @@ def test_a_long_upload_is_finished_before_the_end(start, connect, eventually, wo
     headers = {"Content-Length": str(len(LARGE)), "Repr-Digest": Digest.of(LARGE).repr_digest}
     assert api.http.put(api.path(), content=halves(), headers=headers).status_code == 201
 
-    assert exit_code(server) == 0
+    assert exit_code(server, end) == 0
 
 
 def test_waiting_leases_are_answered_at_the_end_and_granted_ones_outlive_it(
@@ -279,18 +266,13 @@ def test_waiting_leases_are_answered_at_the_end_and_granted_ones_outlive_it(
 ):
     server = start("--workers", "2", **patient(3600))
     token = connect(server.url).acquire(holder="a", ttl_seconds=300).json()["token"]
-    answers: list[httpx.Response] = []
-    waiter = connect(server.url)
-    thread = threading.Thread(
-        target=lambda: answers.append(waiter.acquire(holder="b", ttl_seconds=300, wait=60))
-    )
-    thread.start()
-    eventually(lambda: json.loads(asked(server, "/v1/stats"))["waiters"] == 1)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(connect(server.url).acquire, holder="b", ttl_seconds=300, wait=60)
+        eventually(lambda: json.loads(asked(server, "/v1/stats"))["waiters"] == 1)
 
-    assert server.stop() == 0  # it would wait an hour for a request under way
+        assert server.stop() == 0  # it would wait an hour for a request under way
 
-    thread.join()
-    assert answers[0].status_code == 202
+        assert waiting.result().status_code == 202
     again = connect(start("--workers", "2").url)
     renewed = again.http.put(
         again.lease_path(),
@@ -317,7 +299,7 @@ def test_a_client_that_has_just_connected_is_answered_before_the_end(start, even
     assert server.process.wait(30) == 0
 
 
-def test_a_rolling_restart_under_load_fails_nobody(start, tmp_path, eventually):
+def test_a_rolling_restart_under_load_fails_no_request(start, tmp_path, eventually):
     server = start("--workers", "2")
 
     with Load(server, tmp_path) as load:
@@ -338,7 +320,7 @@ def test_a_rolling_restart_stops_when_a_successor_cannot_start(start, eventually
 
     server.process.send_signal(signal.SIGHUP)
 
-    eventually(lambda: "before it was ready: the rolling restart stops" in server.log)
+    eventually(lambda: "before it was ready; the rolling restart stops" in server.log)
     assert server.workers == old
     assert "ok" in asked(server)
     (server.data_dir / "broken").unlink()
@@ -352,15 +334,15 @@ def test_a_worker_that_cannot_start_is_tried_again_more_and_more_rarely(start, e
 
     server.kill_worker(min(server.workers))
 
-    eventually(lambda: "the next in 1 s" in server.log)
+    eventually(lambda: "restarting it in 1 s" in server.log)
     (server.data_dir / "broken").unlink()
     assert "ok" in asked(server)
     eventually(lambda: serving(server) == 3)
-    assert re.findall(r"the next in (\S+) s", server.log) == ["0", "0.5", "1"]
+    assert re.findall(r"restarting it in (\S+) s", server.log) == ["0", "0.5", "1"]
     assert len(server.workers) == 2
 
 
-def test_a_server_whose_workers_cannot_start_says_so_and_ends(tmp_path, process_environment):
+def test_a_server_whose_workers_cannot_start_exits_with_the_reason(tmp_path, process_environment):
     (tmp_path / "graphstash.sqlite3").write_bytes(b"this is not a database" * 500)
 
     said = subprocess.run(
@@ -406,54 +388,16 @@ def test_a_worker_that_does_not_end_is_killed(start):
     assert not is_alive(stuck)
 
 
-def test_two_servers_restarted_in_turn_lose_nothing_that_was_acknowledged(start, connect):
+def test_two_servers_restarted_in_turn_lose_nothing_that_was_acknowledged(start, connect, writers):
     servers = [start("--workers", "2") for _ in range(2)]
-    acknowledged: dict[int, bytes] = {}
-    stopped = threading.Event()
-
-    def write(writer: int) -> None:
-        api = connect(servers[writer % 2].url)
-        number = writer
-        while not stopped.is_set():
-            blob = f"{number} ".encode() * 2000
-            try:
-                if api.put(blob, number).status_code == 201:
-                    acknowledged[number] = blob
-            except httpx.TransportError:
-                time.sleep(0.05)  # its server is away
-            number += 4
-
-    writers = [threading.Thread(target=write, args=(writer,)) for writer in range(4)]
-    for thread in writers:
-        thread.start()
-    for index, server in enumerate(servers):
-        before = len(acknowledged)
-        while len(acknowledged) < before + 20:
-            time.sleep(0.02)
-        assert server.stop() == 0
-        servers[index] = start("--workers", "2", "--port", str(server.port))
-    stopped.set()
-    for thread in writers:
-        thread.join()
+    with writers([connect(server.url) for server in servers * 2]) as acknowledged:
+        for index, server in enumerate(servers):
+            enough = len(acknowledged) + 20
+            until(lambda enough=enough: len(acknowledged) >= enough)
+            assert server.stop() == 0
+            servers[index] = start("--workers", "2", "--port", str(server.port))
 
     readers = [connect(server.url) for server in servers]
     assert len(acknowledged) >= 40
     for number, blob in acknowledged.items():
         assert readers[number % 2].get(number).content == blob
-
-
-@pytest.mark.parametrize("count", ["0", "x"])
-def test_a_count_of_workers_out_of_range_is_one_line_naming_the_range(process_environment, count):
-    said = subprocess.run(
-        [sys.executable, "-m", "graphstash_server", "--workers", count],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, **process_environment},
-        check=False,
-    )
-
-    assert said.returncode == 2
-    assert said.stderr == (
-        f"graphstash: --workers={count} is not valid: it takes a whole number from 1 to 64\n"
-    )

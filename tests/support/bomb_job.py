@@ -6,16 +6,16 @@ import sys
 from pathlib import Path
 
 from graphstash_schema import ArtifactKey
-from support.victim import OWN, Victim
+from support.reader_job import OWN, ReaderJob
 
 
-def peak_bytes():
+def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 settings = json.loads(sys.argv[1])
 small, large = (ArtifactKey.model_validate(key) for key in settings.pop("keys"))
-with Victim(**settings | {"cache_dir": Path(settings["cache_dir"])}) as job:
+with ReaderJob(**settings | {"cache_dir": Path(settings["cache_dir"])}) as job:
     job.build(small)  # everything is loaded now
     before = peak_bytes()
     assert job.build(large) == OWN

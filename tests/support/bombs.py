@@ -2,8 +2,12 @@
 
 import json
 import struct
+from typing import Any
 
+import pytest
 import zstandard
+
+from graphstash_schema import ArtifactKey
 
 __all__ = ["GIANT_BYTES", "bomb", "count_decompressors", "envelope_of", "frame"]
 
@@ -13,7 +17,7 @@ _BLOCK_BYTES = 128 * 1024
 _MAGIC = b"\x28\xb5\x2f\xfd"
 
 
-def frame(size_bytes, *, window_log=17):
+def frame(size_bytes: int, *, window_log: int = 17) -> bytes:
     """Zeros, as a frame of run-length blocks (RFC 8878 section 3.1.1): 4 bytes for each 128 KiB."""
     head = _MAGIC + b"\0" + bytes([(window_log - 10) << 3])
     block = struct.pack("<I", _BLOCK_BYTES << 3 | 1 << 1)[:3] + b"\0"
@@ -21,7 +25,7 @@ def frame(size_bytes, *, window_log=17):
     return head + block * (size_bytes // _BLOCK_BYTES - 1) + last
 
 
-def envelope_of(key, payload, **fields):
+def envelope_of(key: ArtifactKey, payload: bytes, **fields: object) -> bytes:
     """An envelope whose header says what it is told to say."""
     header = {
         "kind": key.kind,
@@ -35,17 +39,17 @@ def envelope_of(key, payload, **fields):
     return b"GSTASH\x01\n" + struct.pack(">I", len(text)) + text + payload
 
 
-def bomb(key, **fields):
+def bomb(key: ArtifactKey, **fields: object) -> bytes:
     """131 KB that unfold to 4 GiB."""
     return envelope_of(key, frame(GIANT_BYTES), **fields)
 
 
-def count_decompressors(monkeypatch):
+def count_decompressors(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each decompressor that is made from now on."""
-    made = []
+    made: list[int] = []
     real = zstandard.ZstdDecompressor
 
-    def counting(*args, **keywords):
+    def counting(*args: Any, **keywords: Any) -> zstandard.ZstdDecompressor:
         made.append(1)
         return real(*args, **keywords)
 

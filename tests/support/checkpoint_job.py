@@ -12,10 +12,10 @@ import torch_xla.debug.metrics as xla_metrics
 from torch import nn
 from torch.nn import functional
 
-from graphstash.training.checkpoint import Checkpoints
+from graphstash.training.checkpoints import Checkpoints
+from graphstash.training.data.position import random_state, set_random_state
 from graphstash.training.device import upload
 from graphstash.training.optimizers import SGD
-from graphstash.training.randomness import random_state, set_random_state
 
 
 def main():

@@ -6,7 +6,9 @@ As much of the compose specification as docker/ uses: interpolation, anchors, me
 import json
 import re
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -19,27 +21,27 @@ _REPLACED = {"command", "entrypoint", "test"}
 """Lists that another file replaces; others grow."""
 
 
-def load(*names, variables):
+def load(*names: str, variables: Mapping[str, str]) -> dict[str, Any]:
     """The services, networks and volumes of compose files, merged in order.
 
     Raises:
         KeyError: for a variable that is needed and not given.
     """
-    merged = {}
+    merged: dict[str, Any] = {}
     for name in names:
         raw = yaml.safe_load((DOCKER / name).read_text())
         merged = _merged(merged, _interpolated(raw, variables))
     return merged
 
 
-def variables_of(*names):
+def variables_of(*names: str) -> set[str]:
     """The variables that compose files read."""
     return {
         match["name"] for name in names for match in _VARIABLE.finditer((DOCKER / name).read_text())
     }
 
 
-def example_variables():
+def example_variables() -> dict[str, str]:
     """`.env.example`: name -> value, commented defaults included."""
     lines = (DOCKER / ".env.example").read_text().splitlines()
     return dict(
@@ -60,22 +62,23 @@ class Image:
         user: uid:gid.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         text = (DOCKER / "Dockerfile").read_text()
         joined = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ")
-        self.instructions = [
-            tuple(line.split(maxsplit=1)) for line in joined.splitlines() if line.strip()
-        ]
+        lines = (line.partition(" ") for line in joined.splitlines() if line.strip())
+        self.instructions = [(name, arguments.strip()) for name, _, arguments in lines]
         starts = [at for at, (name, _) in enumerate(self.instructions) if name == "FROM"]
         last = dict(self.instructions[starts[-1] :])
-        self.environment = dict(pair.split("=", 1) for pair in shlex.split(last["ENV"]))
+        self.environment: dict[str, str] = dict(
+            pair.split("=", 1) for pair in shlex.split(last["ENV"])
+        )
         self.entrypoint = json.loads(last["ENTRYPOINT"])
         self.command = json.loads(last["CMD"])
         self.healthcheck = json.loads(last["HEALTHCHECK"].partition(" CMD ")[2])
         self.user = last["USER"]
 
 
-def _interpolated(value, variables):
+def _interpolated(value: Any, variables: Mapping[str, str]) -> Any:
     if isinstance(value, dict):
         return {name: _interpolated(each, variables) for name, each in value.items()}
     if isinstance(value, list):
@@ -83,7 +86,7 @@ def _interpolated(value, variables):
     if not isinstance(value, str):
         return value
 
-    def replaced(match):
+    def replaced(match: re.Match[str]) -> str:
         if match["kind"] == "-":  # only a variable that is not set at all gets the default
             return variables.get(match["name"], match["rest"])
         found = variables.get(match["name"]) or ""
@@ -94,7 +97,7 @@ def _interpolated(value, variables):
     return _VARIABLE.sub(replaced, value).replace("$$", "$")
 
 
-def _merged(base, over, *, name=""):
+def _merged(base: Any, over: Any, *, name: str = "") -> Any:
     if isinstance(base, dict) and isinstance(over, dict):
         both = {key: _merged(base[key], over[key], name=key) for key in base.keys() & over.keys()}
         return {**base, **over, **both}
@@ -106,5 +109,5 @@ def _merged(base, over, *, name=""):
     return over
 
 
-def _target(volume):
+def _target(volume: str) -> str:
     return volume.split(":")[1]

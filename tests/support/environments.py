@@ -16,7 +16,7 @@ __all__ = ["python_of"]
 _ROOT = Path(__file__).parents[2]
 
 
-def python_of(name):
+def python_of(name: str) -> Path:
     """The Python of an environment, which is installed when it is absent or out of date.
 
     Without a name, the one that runs the tests.

@@ -8,9 +8,8 @@ import gc
 import json
 from pathlib import Path
 
-from graphstash.training.batch import to_device
-from graphstash.training.executor import DeviceExecutor
-from graphstash.training.feed import Feed
+from graphstash.training.data.device_loader import DeviceLoader, to_device
+from graphstash.training.threads import DeviceExecutor
 
 STEPS = 100
 
@@ -59,7 +58,7 @@ def on_torch_xla():
         return state(model, losses)
 
     def threaded():
-        upload = Feed(batches(), upload=lambda batch: to_device(batch, device))
+        upload = DeviceLoader(batches(), upload=lambda batch: to_device(batch, device))
         with upload, DeviceExecutor(depth=2) as executor:
             model, optimizer = executor.submit(start).result()
             losses = [executor.submit(step, model, optimizer, batch) for batch in upload]
@@ -114,8 +113,8 @@ def on_jax():
         first.append(loss)
     first += weights
     losses, state = [], start()
-    with Feed(batches(), upload=jnp.asarray) as feed, DeviceExecutor(depth=2) as executor:
-        for batch in feed:
+    with DeviceLoader(batches(), upload=jnp.asarray) as loader, DeviceExecutor(depth=2) as executor:
+        for batch in loader:
             result = executor.submit(wait_for, state, batch)
             state = executor.submit(first_of, result)
             losses.append(result)

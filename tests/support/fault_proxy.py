@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import suppress
 from enum import StrEnum
+from typing import Self
 
 __all__ = ["Fault", "FaultProxy"]
 
@@ -66,16 +67,16 @@ class FaultProxy:
         self.url = f"http://127.0.0.1:{self.port}"
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self._closed = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
-    def _accept(self):
+    def _accept(self) -> None:
         while not self._closed:
             try:
                 connection, _ = self._listener.accept()
@@ -84,7 +85,7 @@ class FaultProxy:
             self.connections += 1
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
-    def _serve(self, connection):
+    def _serve(self, connection: socket.socket) -> None:
         with connection, suppress(OSError):
             head = _read_head(connection)
             fault = self.fault
@@ -101,7 +102,7 @@ class FaultProxy:
                 return
             self._forward(connection, head, fault)
 
-    def _forward(self, connection, head, fault):
+    def _forward(self, connection: socket.socket, head: bytes, fault: Fault) -> None:
         artifact = _GET_ARTIFACT.match(head)
         if fault is Fault.SWAP and artifact:
             head = _GET_ARTIFACT.sub(rb"GET \g<1>" + self.swap_to.encode() + rb"\g<3>", head)
@@ -134,7 +135,7 @@ class FaultProxy:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def _read_head(connection):
+def _read_head(connection: socket.socket) -> bytes:
     head = bytearray()
     while b"\r\n\r\n" not in head:
         chunk = connection.recv(65536)
@@ -144,7 +145,7 @@ def _read_head(connection):
     return bytes(head)
 
 
-def _pump(source, target):
+def _pump(source: socket.socket, target: socket.socket) -> None:
     with suppress(OSError):
         while chunk := source.recv(1 << 20):
             target.sendall(chunk)

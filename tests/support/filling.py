@@ -4,13 +4,16 @@ import asyncio
 import hashlib
 import random
 import sqlite3
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
 
 import asyncpg
-from sqlalchemy.engine import make_url
+from sqlalchemy.engine import URL, make_url
 
 from graphstash_server.db.tables import artifacts, usage
-from graphstash_server.value import aged, density
+from graphstash_server.eviction_order import aged, density
 
 __all__ = ["BLOB_BYTES", "blob", "fill", "fingerprint"]
 
@@ -22,23 +25,23 @@ _NEWEST = datetime(2026, 6, 1, tzinfo=UTC)
 _COLUMNS = [column.name for column in artifacts.columns]
 
 
-def blob(number):
+def blob(number: int) -> bytes:
     """The blob of an artifact."""
     return f"{number % _BLOBS} ".encode().ljust(BLOB_BYTES, b".")
 
 
-def fingerprint(number):
+def fingerprint(number: int) -> str:
     return hashlib.sha256(str(number).encode()).hexdigest()
 
 
-def fill(url, data_dir, count, *, namespace="bench"):
+def fill(url: str, data_dir: Path, count: int, *, namespace: str = "bench") -> None:
     """Adds artifacts to a migrated database, and their blobs to a disk store."""
     for number in range(min(count, _BLOBS)):
         sha256 = hashlib.sha256(blob(number)).hexdigest()
         path = data_dir / "blobs" / "sha256" / sha256[:2] / sha256
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(blob(number))
-    counters = dict.fromkeys((column.name for column in usage.columns), 0)
+    counters: dict[str, Any] = dict.fromkeys((column.name for column in usage.columns), 0)
     counters |= {"namespace": namespace, "artifacts": count, "size_bytes": count * BLOB_BYTES}
     parsed = make_url(url)
     if parsed.get_backend_name() == "postgresql":
@@ -47,7 +50,7 @@ def fill(url, data_dir, count, *, namespace="bench"):
         _fill_sqlite(parsed, count, namespace, counters)
 
 
-def _rows(count, namespace, *, naive):
+def _rows(count: int, namespace: str, *, naive: bool) -> Iterator[tuple[Any, ...]]:
     randomness = random.Random(1)
     hashes = [hashlib.sha256(blob(number)).hexdigest() for number in range(_BLOBS)]
     for number in range(count):
@@ -71,13 +74,14 @@ def _rows(count, namespace, *, naive):
             "last_used_at": str(shown) if naive else shown,
             "hits": 0,
             "pinned_until": None,
+            "looked_up_until": None,
             "withheld_at": None,
         }
         yield tuple(row[name] for name in _COLUMNS)
 
 
-def _fill_sqlite(url, count, namespace, counters):
-    connection = sqlite3.connect(url.database)
+def _fill_sqlite(url: URL, count: int, namespace: str, counters: dict[str, Any]) -> None:
+    connection = sqlite3.connect(str(url.database))
     marks = ", ".join("?" * len(_COLUMNS))
     names = ", ".join(_COLUMNS)
     rows = _rows(count, namespace, naive=True)
@@ -91,7 +95,7 @@ def _fill_sqlite(url, count, namespace, counters):
     connection.close()
 
 
-async def _fill_postgres(url, count, namespace, counters):
+async def _fill_postgres(url: URL, count: int, namespace: str, counters: dict[str, Any]) -> None:
     connection = await asyncpg.connect(
         url.set(drivername="postgresql").render_as_string(hide_password=False)
     )

@@ -1,9 +1,11 @@
 """A hostile server: a proxy in front of a real one that changes what passes."""
 
 import http.server
+import ssl
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import httpx
 
@@ -44,7 +46,14 @@ class Middlebox:
         token: is shown to the real server, whatever the client shows.
     """
 
-    def __init__(self, upstream, change=None, *, context=None, token=None):
+    def __init__(
+        self,
+        upstream: str,
+        change: Callable[[Request, Answer], Answer] | None = None,
+        *,
+        context: ssl.SSLContext | None = None,
+        token: str | None = None,
+    ) -> None:
         self.requests: list[Request] = []
         self.change = change or (lambda request, answer: answer)
         self._shown = {} if token is None else {"authorization": f"Bearer {token}"}
@@ -54,7 +63,7 @@ class Middlebox:
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
-            def do_GET(self):
+            def do_GET(self) -> None:
                 size = int(self.headers.get("Content-Length") or 0)
                 headers = {name.lower(): value for name, value in self.headers.items()}
                 request = Request(self.command, self.path, headers, self.rfile.read(size))
@@ -70,7 +79,7 @@ class Middlebox:
 
             do_HEAD = do_PUT = do_POST = do_DELETE = do_GET  # noqa: N815 - as the library has it
 
-            def log_message(self, *_):
+            def log_message(self, *_: Any) -> None:
                 pass
 
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -79,7 +88,7 @@ class Middlebox:
             self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
         self.url = f"http{'s' if context else ''}://127.0.0.1:{self._server.server_port}"
 
-    def ask(self, request, *, path=None):
+    def ask(self, request: Request, *, path: str | None = None) -> Answer:
         """What the real server says, of the same path or another one."""
         sent = {name: value for name, value in request.headers.items() if name not in _HOP}
         sent.pop("graphstash-accept-redirect", None)
@@ -89,7 +98,7 @@ class Middlebox:
         told = {name: value for name, value in answer.headers.items() if name not in _HOP}
         return Answer(answer.status_code, told, answer.content)
 
-    def to(self, part, *, method=None):
+    def to(self, part: str, *, method: str | None = None) -> list[Request]:
         """The requests whose path has a part."""
         return [
             request
@@ -97,14 +106,14 @@ class Middlebox:
             if part in request.path and method in {None, request.method}
         ]
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
         )
         thread.start()
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._upstream.close()

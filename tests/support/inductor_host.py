@@ -1,50 +1,43 @@
 """A host of its own inside this process: the hook, and empty directories of torch."""
 
+import os
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch._inductor.compile_fx
 import torch._inductor.config
+from torch._inductor import cpu_vec_isa
 from torch._inductor.utils import fresh_inductor_cache
 
-from graphstash import ClientConfig, CompileCache, Stash
-from graphstash._executor import BoundedExecutor
-from graphstash._stats import Counters
+from graphstash import ClientConfig
 from graphstash.hooks import inductor
+from support.host import Host
 
 __all__ = ["InductorHost", "inductor_host"]
 
 
-class InductorHost:
+class InductorHost(Host):
     """What a host has.
 
     Attributes:
-        cache: finds and publishes.
         hook: is installed.
     """
 
-    def __init__(self, config):
-        self._publisher = BoundedExecutor("test-publish", workers=1, capacity=64)
-        self._counters = Counters()
-        self._stash = Stash(config)
-        self.cache = CompileCache(self._stash, counters=self._counters, publisher=self._publisher)
-        self.hook = inductor.install(self.cache)
+    def __init__(self, config: ClientConfig) -> None:
+        super().__init__(config, capacity=64)
+        hook = inductor.install(self.cache)
+        assert hook is not None
+        self.hook = hook
 
-    @property
-    def stats(self):
-        """Counts, when everything has been published."""
-        assert self._publisher.drain(20)
-        return self._counters.snapshot()
-
-    def close(self):
+    def close(self) -> None:
         self.hook.close()
-        self._publisher.drain(20)
-        self._publisher.close()
-        self.cache.abandon_all()
-        self._stash.close()
+        super().close()
 
 
 @contextmanager
-def inductor_host(directory, **settings):
+def inductor_host(directory: Path, **settings: Any) -> Iterator[InductorHost]:
     """Installs the hook and takes it out again.
 
     Args:
@@ -57,8 +50,10 @@ def inductor_host(directory, **settings):
         fresh_inductor_cache(),
         torch._inductor.config.patch({"cpp.vec_isa_ok": True, "compile_threads": 1}),
     ):
-        host = InductorHost(ClientConfig.load({}, cache_dir=directory, **settings))
-        try:
+        if pretended := os.environ.get("PRETEND_ISA"):
+            cpu_vec_isa.x86_isa_checker = pretended.split
+        # Once per process, torch builds a probe where a processor says that it has AMX: an object
+        # like any other. What a test counts are its own.
+        cpu_vec_isa.valid_vec_isa_list()
+        with InductorHost(ClientConfig.load({}, cache_dir=directory, **settings)) as host:
             yield host
-        finally:
-            host.close()

@@ -18,6 +18,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("report", type=Path)
 parser.add_argument("--plain", type=Path)
 options = parser.parse_args()
+os.environ.pop("ATEN_CPU_CAPABILITY", None)  # the first function is for AVX-512 on any host
 
 import torch
 from torch._dynamo.utils import counters

@@ -2,11 +2,13 @@
 
     inductor_job.py REPORT [options]
 
-`--install` asks for the cache by itself, as a script without `graphstash run` does.
+`--install` asks for the cache by itself, as a script without `graphstash run` does. The variable
+PRETEND_ISA names the instruction sets that torch sees.
 """
 
 import argparse
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -29,6 +31,10 @@ if options.install:
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._inductor import cpu_vec_isa
+
+if pretended := os.environ.get("PRETEND_ISA"):
+    cpu_vec_isa.x86_isa_checker = pretended.split
 
 if options.without:
     import torch._inductor.remote_cache

@@ -1,20 +1,26 @@
 """A little identity provider: keys of its own, a discovery document, and tokens of any kind."""
 
 import json
+import ssl
 import threading
 import time
+from collections.abc import Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Self
+from urllib.parse import parse_qs, urlsplit
 
 import jwt
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from jwt.algorithms import get_default_algorithms
 
-__all__ = ["Issuer", "new_key"]
+__all__ = ["Cluster", "Issuer", "new_key"]
 
 _CURVES = {"ES256": ec.SECP256R1, "ES384": ec.SECP384R1}
 
+PrivateKey = ed25519.Ed25519PrivateKey | ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey
 
-def new_key(algorithm="ES256", *, bits=2048):
+
+def new_key(algorithm: str = "ES256", *, bits: int = 2048) -> PrivateKey:
     """A private key for an algorithm."""
     if algorithm == "EdDSA":
         return ed25519.Ed25519PrivateKey.generate()
@@ -31,78 +37,116 @@ class Issuer:
         keys: key id -> (private key, algorithm); what is published.
         fetches: paths that were asked for, in order.
         answer: what is sent instead of the keys, as (status, bytes); None for the keys.
+        job: where a job of GitHub Actions asks for its JWT, as variables of its environment.
     """
 
-    def __init__(self):
-        self.keys = {}
-        self.fetches = []
-        self.answer = None
+    def __init__(self, *, context: ssl.SSLContext | None = None) -> None:
+        """Speaks TLS with a `context`."""
+        self.keys: dict[str, tuple[PrivateKey, str]] = {}
+        self.fetches: list[str] = []
+        self.answer: tuple[int, bytes] | None = None
         issuer = self
 
         class Handler(BaseHTTPRequestHandler):
-            def do_GET(self):
+            def do_GET(self) -> None:
                 issuer.fetches.append(self.path)
-                status, body = issuer._answer_of(self.path)
+                status, body = issuer._answer_of(self.path, self.headers["Authorization"])
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
 
-            def log_message(self, *_):
+            def log_message(self, *_: Any) -> None:
                 pass
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}/realm"
+        if context is not None:
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
+        scheme = "http" if context is None else "https"
+        self.url = f"{scheme}://127.0.0.1:{self._server.server_port}/realm"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
+        self.job = {
+            "ACTIONS_ID_TOKEN_REQUEST_URL": f"{self.url}/jwt?api-version=2.0",
+            "ACTIONS_ID_TOKEN_REQUEST_TOKEN": "of-the-runner",
+        }
 
     @property
-    def jwks_fetches(self):
+    def jwks_fetches(self) -> list[str]:
         return [path for path in self.fetches if path.endswith("/jwks")]
 
-    def _answer_of(self, path):
+    def _answer_of(self, path: str, authorization: str | None) -> tuple[int, bytes]:
+        if urlsplit(path).path.endswith("/jwt"):
+            asked = parse_qs(urlsplit(path).query)
+            if authorization != "Bearer of-the-runner" or asked["api-version"] != ["2.0"]:
+                return 401, b"{}"
+            value = self.token(next(iter(self.keys)), aud=asked["audience"][0])
+            return 200, json.dumps({"value": value}).encode()
         if path.endswith("/.well-known/openid-configuration"):
             return 200, json.dumps({"issuer": self.url, "jwks_uri": self.url + "/jwks"}).encode()
         if self.answer is not None:
             return self.answer
         return 200, json.dumps({"keys": [self.jwk(key_id) for key_id in self.keys]}).encode()
 
-    def add_key(self, key_id, algorithm="ES256", **options):
+    def add_key(self, key_id: str, algorithm: str = "ES256", **options: int) -> None:
         self.keys[key_id] = (new_key(algorithm, **options), algorithm)
 
-    def jwk(self, key_id):
+    def jwk(self, key_id: str) -> dict[str, Any]:
         key, algorithm = self.keys[key_id]
         described = get_default_algorithms()[algorithm].to_jwk(key.public_key(), as_dict=True)
         return {**described, "kid": key_id, "alg": algorithm, "use": "sig"}
 
-    def token(self, key_id, *, key=None, algorithm=None, headers=None, without=(), **claims):
+    def token(
+        self,
+        key_id: str,
+        *,
+        key: Any = None,
+        algorithm: str | None = None,
+        headers: dict[str, Any] | None = None,
+        without: Iterable[str] = (),
+        **claims: object,
+    ) -> str:
         """Signs claims; those that are not given are good ones."""
-        known = self.keys.get(key_id, (None, "ES256"))
+        known: tuple[Any, str] = self.keys.get(key_id, (None, "ES256"))
         now = int(time.time())
-        payload = {
-            "iss": self.url,
-            "aud": "graphstash",
-            "sub": "repo:team/model",
-            "iat": now,
-            "nbf": now,
-            "exp": now + 300,
-            "repository": "team/model",
-            "ref": "refs/heads/main",
-            **claims,
-        }
+        times = {"iat": now, "nbf": now, "exp": now + 300}
+        payload = {"iss": self.url, "aud": "graphstash", **times, **self._claims(), **claims}
         for name in without:
             del payload[name]
-        return jwt.encode(
-            payload,
+        return jwt.PyJWS().encode(  # which signs what `jwt.encode` refuses
+            json.dumps(payload).encode(),
             key if key is not None else known[0],
             algorithm or known[1],
             headers={"kid": key_id, **(headers or {})},
         )
 
-    def __enter__(self):
+    def _claims(self) -> dict[str, object]:
+        return {
+            "sub": "repo:team/model",
+            "repository": "team/model",
+            "ref": "refs/heads/main",
+            "event_name": "push",
+        }
+
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
+
+
+class Cluster(Issuer):
+    """Signs the tokens of service accounts, as Kubernetes does."""
+
+    def _claims(self) -> dict[str, object]:
+        return {
+            "aud": ["graphstash"],
+            "sub": "system:serviceaccount:ci:trainer",
+            "kubernetes.io": {
+                "namespace": "ci",
+                "pod": {"name": "train-0", "uid": "0b3a1b9c"},
+                "serviceaccount": {"name": "trainer", "uid": "6f0c2d7e"},
+            },
+        }

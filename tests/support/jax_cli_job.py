@@ -6,7 +6,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from graphstash._cli import app
+from graphstash._cli.main import app
 
 parser = argparse.ArgumentParser()
 parser.add_argument("report", type=Path)

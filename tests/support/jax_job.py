@@ -181,9 +181,9 @@ if options.install:
     for _ in range(2):  # the second call must change nothing
         graphstash.install()
 if options.pretend_features:
-    from graphstash.hooks import host
+    from graphstash.hooks import environment
 
-    host.cpu_features = options.pretend_features.split
+    environment.cpu_features = options.pretend_features.split
 if options.cache_dir:
     jax.config.update("jax_compilation_cache_dir", str(options.cache_dir))
 if options.rank:
@@ -191,7 +191,7 @@ if options.rank:
 
     distributed.global_state.process_id = options.rank
 if options.sabotage:
-    from graphstash import _session
+    from graphstash._process import session as _session
 
     def fail(*_, **__):
         raise ValueError("no exchange today")
@@ -208,7 +208,7 @@ if options.fork:
         children[-1].start()
     for child in children:
         child.join()
-    sys.exit(max(abs(child.exitcode) for child in children))
+    sys.exit(max(abs(child.exitcode or 0) for child in children))
 main()
 if options.uninstall:
     report = json.loads(options.report.read_text())

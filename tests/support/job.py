@@ -52,16 +52,16 @@ from torch import nn
 from torch.nn import functional
 
 if options.pretend_features:
-    from graphstash.hooks import host
+    from graphstash.hooks import environment
     from graphstash.hooks.torch_xla import fingerprint
 
-    fingerprint.cpu_features = host.cpu_features = options.pretend_features.split
+    fingerprint.cpu_features = environment.cpu_features = options.pretend_features.split
 if options.precision:
     torch_xla._XLAC._xla_set_mat_mul_precision(options.precision)
 if options.sabotage:
     import shutil
 
-    from graphstash import _session
+    from graphstash._process import session as _session
 
     def fail(*_):
         raise ValueError("no StableHLO today")
@@ -109,7 +109,7 @@ def train():
 
 def cache_counts():
     """What the cache has done so far, if it is here at all."""
-    if "graphstash._session" not in sys.modules:
+    if "graphstash._process.session" not in sys.modules:
         return None
     from graphstash import stats
 
@@ -183,5 +183,5 @@ if options.fork:
         children[-1].start()
     for child in children:
         child.join()
-    sys.exit(max(abs(child.exitcode) for child in children))
+    sys.exit(max(abs(child.exitcode or 0) for child in children))
 main()

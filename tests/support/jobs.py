@@ -2,7 +2,8 @@
 
 `under="graphstash run"` is the whole way of a user, from the command line on; it pays for importing
 torch_xla every time. `under="fork"`, the default, begins right after that import (see `zygote`).
-`under=""` has no hook at all.
+`under=""` has no hook at all. `under="python -I"` is a Python with nothing but a variable, and
+`under="python"` a Python without even that.
 """
 
 import json
@@ -11,9 +12,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from support.environments import python_of
 
 __all__ = ["JOB", "TRAIN_JOB", "Jobs", "Outcome", "Running", "losses_of"]
 
@@ -23,7 +28,7 @@ ZYGOTE = Path(__file__).with_name("zygote.py")
 SECONDS = 240
 
 
-def losses_of(path):
+def losses_of(path: Path) -> dict[int, str]:
     """What the training job has written so far: losses by step."""
     lines = path.read_text().splitlines() if path.exists() else []
     return {int(step): loss for step, loss in (line.split() for line in lines if " " in line)}
@@ -33,12 +38,12 @@ def losses_of(path):
 class Outcome:
     """What a job reported, what the cache counted in it, and what it printed."""
 
-    report: dict
-    stats: dict
+    report: Any
+    stats: dict[str, Any]
     errors: str
 
     @property
-    def hits(self):
+    def hits(self) -> int:
         return self.stats["hits_local"] + self.stats["hits_remote"]
 
 
@@ -49,15 +54,15 @@ class Running:
     report: Path
     stats: Path
     errors: Path
-    process: subprocess.Popen | None
+    process: subprocess.Popen[bytes] | None
 
     @property
-    def pid(self):
+    def pid(self) -> int:
         if self.process is not None:
             return self.process.pid
         return int(self._wait(".pid"))
 
-    def kill(self):
+    def kill(self) -> None:
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         if self.process is not None:
@@ -65,16 +70,16 @@ class Running:
         else:
             self._wait(".status")
 
-    def ended(self):
+    def ended(self) -> bool:
         if self.process is not None:
             return self.process.poll() is not None
         return Path(f"{self.errors}.status").exists()
 
-    def status(self):
+    def status(self) -> int:
         """Waits for the end; the exit status, negative for a signal."""
         return self.process.wait(SECONDS) if self.process else int(self._wait(".status"))
 
-    def finish(self):
+    def finish(self) -> Outcome:
         status = self.status()
         errors = self.errors.read_text()
         assert status == 0, errors
@@ -82,14 +87,14 @@ class Running:
         stats = json.loads(lines[-1]) if lines else {}
         return Outcome(json.loads(self.report.read_text()), stats, errors)
 
-    def finish_children(self, number):
+    def finish_children(self, number: int) -> list[Any]:
         """Waits for a job that only forks; gives its children's reports."""
         status = self.status()
         assert status == 0, self.errors.read_text()
         reports = [self.report.with_suffix(f".{n}.json") for n in range(number)]
         return [json.loads(report.read_text()) for report in reports]
 
-    def _wait(self, suffix):
+    def _wait(self, suffix: str) -> str:
         path = Path(f"{self.errors}{suffix}")
         deadline = time.monotonic() + SECONDS
         while not path.exists():
@@ -101,10 +106,10 @@ class Running:
 class Jobs:
     """Starts jobs; one zygote for all of them."""
 
-    def __init__(self):
-        self._zygote = None
+    def __init__(self) -> None:
+        self._zygote: Any = None  # a process with pipes
 
-    def close(self):
+    def close(self) -> None:
         if self._zygote is not None:
             self._zygote.stdin.close()
             self._zygote.wait(30)
@@ -112,19 +117,23 @@ class Jobs:
 
     def start(
         self,
-        directory,
-        *options,
-        script=JOB,
-        under="fork",
-        launcher=(sys.executable,),
-        **settings,
-    ):
+        directory: Path,
+        *options: object,
+        script: Path = JOB,
+        under: str = "fork",
+        environment: str = "",
+        launcher: Sequence[str | Path] = (),
+        variables: Mapping[str, str] | None = None,
+        **settings: Any,
+    ) -> Running:
         """Starts a job with a local tier in `directory`.
 
         Args:
             script: what to run; its first argument is the path of its report.
             under: see the module's docstring.
-            launcher: what starts the script under `graphstash run`.
+            environment: whose Python runs it; empty for the one that runs the tests.
+            launcher: what starts the script under `graphstash run`; otherwise that Python.
+            variables: of the environment.
             settings: fields of ClientConfig.
         """
         directory.mkdir(parents=True, exist_ok=True)
@@ -135,23 +144,31 @@ class Jobs:
         report.touch()
         errors.touch()
         settings = {"cache_dir": directory / "tier", "stats_file": stats, **settings}
-        environment = os.environ | {"PJRT_DEVICE": "CPU"}
-        environment |= {f"GRAPHSTASH_{name.upper()}": str(v) for name, v in settings.items()}
+        environ = os.environ | {"PJRT_DEVICE": "CPU"}
+        environ |= {f"GRAPHSTASH_{name.upper()}": str(v) for name, v in settings.items()}
+        if under == "python -I":
+            environ["GRAPHSTASH_AUTOLOAD"] = "1"
+        environ |= variables or {}
         arguments = [str(part) for part in (script, report, *options)]
-        process = None
-        if under == "graphstash run":
-            with errors.open("w") as stderr:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "graphstash", "run", "--", *launcher, *arguments],
-                    env=environment,
-                    stdout=subprocess.DEVNULL,
-                    stderr=stderr,
-                )
-        else:
-            self._fork(arguments, environment, errors, hook=under == "fork")
+        if under in ("fork", ""):
+            self._fork(arguments, environ, errors, hook=under == "fork")
+            return Running(report, stats, errors, None)
+        python = python_of(environment)
+        launcher = launcher or (python,)
+        command: Sequence[str | Path] = {
+            "graphstash run": (sys.executable, "-m", "graphstash", "run", "--", *launcher),
+            "python -I": (python, "-I"),
+            "python": (python,),
+        }[under]
+        with errors.open("w") as stderr:
+            process = subprocess.Popen(
+                [*command, *arguments], env=environ, stdout=subprocess.DEVNULL, stderr=stderr
+            )
         return Running(report, stats, errors, process)
 
-    def _fork(self, arguments, environment, errors, *, hook):
+    def _fork(
+        self, arguments: list[str], environment: dict[str, str], errors: Path, *, hook: bool
+    ) -> None:
         if self._zygote is None:
             self._zygote = subprocess.Popen(
                 [sys.executable, ZYGOTE],

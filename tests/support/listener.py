@@ -1,8 +1,10 @@
 """A server that writes down what it is told, and answers as it is told to."""
 
 import socket
+import ssl
 import threading
 from contextlib import suppress
+from typing import Self
 
 __all__ = ["Listener"]
 
@@ -22,7 +24,7 @@ class Listener:
         headers: more of them, each line with its end.
     """
 
-    def __init__(self, *, context=None):
+    def __init__(self, *, context: ssl.SSLContext | None = None) -> None:
         self.heads: list[str] = []
         self.status = 404
         self.body = ""
@@ -33,17 +35,17 @@ class Listener:
         self.url = f"http{'s' if context else ''}://127.0.0.1:{self.port}"
         self._thread = threading.Thread(target=self._accept)
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._listener.close()
 
-    def _accept(self):
+    def _accept(self) -> None:
         while True:
             try:
                 connection, _ = self._listener.accept()
@@ -53,7 +55,7 @@ class Listener:
                 connection.settimeout(10)
                 self._serve(connection)
 
-    def _serve(self, connection):
+    def _serve(self, connection: socket.socket) -> None:
         if self._context is not None:
             connection = self._context.wrap_socket(connection, server_side=True)
         with connection, connection.makefile("rb") as stream:

@@ -3,9 +3,13 @@
 import secrets
 import subprocess
 import sys
+from typing import TYPE_CHECKING, Any, Self
 
 import boto3
 from botocore.config import Config
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
 
 __all__ = ["CREDENTIALS", "Moto", "s3_client", "s3_settings"]
 
@@ -39,7 +43,9 @@ sys.stdin.read()
 """
 
 
-def s3_client(url, *, access_key="test:tester", secret_key="testing"):
+def s3_client(
+    url: str, *, access_key: str = "test:tester", secret_key: str = "testing"
+) -> "S3Client":
     return boto3.session.Session().client(
         "s3",
         endpoint_url=url,
@@ -56,7 +62,7 @@ def s3_client(url, *, access_key="test:tester", secret_key="testing"):
     )
 
 
-def s3_settings(url, bucket, **more):
+def s3_settings(url: str, bucket: str, **more: object) -> dict[str, Any]:
     """A server's settings for a bucket, without a tier unless told otherwise."""
     return {
         "blob_store": "s3",
@@ -70,7 +76,7 @@ def s3_settings(url, bucket, **more):
 class Moto:
     """A context manager; it ends with this process, however that ends."""
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         self._process = subprocess.Popen(
             [sys.executable, "-c", _SERVE],
             stdin=subprocess.PIPE,
@@ -78,18 +84,17 @@ class Moto:
             stderr=subprocess.DEVNULL,
             text=True,
         )
+        assert self._process.stdout is not None
         self.port = int(self._process.stdout.readline())
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = s3_client(self.url)
         return self
 
-    def new_bucket(self):
+    def new_bucket(self) -> str:
         name = f"bucket-{secrets.token_hex(8)}"
         self.client.create_bucket(Bucket=name)
         return name
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.client.close()
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._process.wait(10)
+        self._process.communicate(timeout=10)

@@ -8,7 +8,13 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Self
+
+import httpx
+
+from graphstash_server.testing import LiveServer, ServerProcess
 
 __all__ = ["TEMPLATES", "Nginx", "free_port", "in_front_of", "render", "seen"]
 
@@ -34,7 +40,7 @@ class Nginx:
         command: what runs.
     """
 
-    def __init__(self, directory, *, variables, tls=False):
+    def __init__(self, directory: Path, *, variables: Mapping[str, str], tls: bool = False) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         directory.chmod(0o755)
         self.port = free_port()
@@ -59,11 +65,11 @@ class Nginx:
         self._start()
 
     @property
-    def log(self):
+    def log(self) -> str:
         """What it wrote: one JSON line per request, and errors."""
         return self._log.read_text(errors="replace")
 
-    def has_sent(self, request_id):
+    def has_sent(self, request_id: str) -> bool:
         """Whether nginx itself sent the bytes of a request, and the server none."""
         deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline:
@@ -74,7 +80,7 @@ class Nginx:
             time.sleep(0.02)
         raise AssertionError(f"{request_id} is not in the access log")
 
-    def check(self):
+    def check(self) -> tuple[int, str]:
         """`nginx -t`: its exit code and what it says."""
         done = subprocess.run(
             [*self.command, "-t"],
@@ -84,12 +90,12 @@ class Nginx:
         )
         return done.returncode, done.stderr
 
-    def close(self):
+    def close(self) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         self.process.wait(_START_SECONDS)
 
-    def _start(self):
+    def _start(self) -> None:
         status, said = self.check()
         assert status == 0, said
         with self._log.open("ab") as log:
@@ -107,14 +113,14 @@ class Nginx:
             else:
                 return
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def in_front_of(server, directory, **variables):
+def in_front_of(server: LiveServer | ServerProcess, directory: Path, **variables: str) -> Nginx:
     """An nginx that sends the blobs of one server; the server stands for both."""
     address = server.url.removeprefix("http://")
     return Nginx(
@@ -128,12 +134,12 @@ def in_front_of(server, directory, **variables):
     )
 
 
-def seen(answer):
+def seen(answer: httpx.Response) -> tuple[int, dict[str, str], Any]:
     """What a client may rely on: status, headers, body."""
     pairs = [pair for pair in answer.headers.multi_items() if pair[0] not in _OWN_HEADERS]
     headers = dict(pairs)
     assert len(headers) == len(pairs), f"a header came twice: {pairs}"
-    body = answer.content
+    body: Any = answer.content
     if answer.headers.get("content-type") == "application/problem+json":
         problem = answer.json()
         assert problem.pop("instance").endswith(answer.headers["x-request-id"])
@@ -143,17 +149,17 @@ def seen(answer):
     return answer.status_code, headers, body
 
 
-def render(template, variables):
+def render(template: str, variables: Mapping[str, str]) -> str:
     """What the image's envsubst makes of a template: only these variables are replaced."""
     return _VARIABLE.sub(lambda match: variables[match.group(1)], template)
 
 
-def free_port():
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         return free.getsockname()[1]
 
 
-def _nginx():
+def _nginx() -> str:
     command = shutil.which("nginx", path=os.environ["PATH"] + ":/usr/sbin:/sbin")
     assert command, "nginx is not installed (Debian: nginx-light)"
     return command

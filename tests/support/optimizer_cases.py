@@ -5,7 +5,9 @@ the optimizer's: the loss is a sum of products, and its gradient is the other fa
 """
 
 import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,18 +34,18 @@ SHAPES = ((3, 4), (5,), (), (1,))
 class ReferenceLAMB(torch.optim.Optimizer):
     """Algorithm 2 of arXiv 1904.00962, one parameter after the other, with the host's numbers."""
 
-    def __init__(self, params, **options):
+    def __init__(self, params: Any, **options: Any) -> None:
         defaults = {"betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 1e-2, "maximize": False}
         super().__init__(params, defaults | options)
 
     @torch.no_grad()
-    def step(self):
+    def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
                     self._update(p, -p.grad if group["maximize"] else p.grad, group)
 
-    def _update(self, p, g, group):
+    def _update(self, p: torch.Tensor, g: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[p]
         beta1, beta2 = group["betas"]
         t = state["step"] = state.get("step", 0) + 1
@@ -62,29 +64,30 @@ class Case:
     """One optimizer with options."""
 
     name: str
-    options: dict = field(default_factory=dict)
-    second_group: dict = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    second_group: dict[str, Any] = field(default_factory=dict)
 
-    def ours(self, parameters, **more):
+    def ours(self, parameters: Sequence[nn.Parameter], **more: Any) -> torch.optim.Optimizer:
         return getattr(optimizers, self.name)(self._groups(parameters), **self.options, **more)
 
-    def reference(self, parameters, **more):
+    def reference(self, parameters: Sequence[nn.Parameter], **more: Any) -> torch.optim.Optimizer:
         """Torch's, one parameter after the other where that can be told."""
         if self.name == "LAMB":
             return ReferenceLAMB(self._groups(parameters), **self.options)
         more = more or {"foreach": False}
         return getattr(torch.optim, self.name)(self._groups(parameters), **self.options, **more)
 
-    def _groups(self, parameters):
+    def _groups(self, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
         return [{"params": parameters[:2]}, {"params": parameters[2:], **self.second_group}]
 
-    def __str__(self):
+    def __str__(self) -> str:
         options = "-".join(f"{name}={value}" for name, value in self.options.items())
         return f"{self.name}-{options}"
 
 
-def _cases():
+def _cases() -> Iterator[Case]:
     second = {"lr": 0.03, "weight_decay": 0.2}
+    more: dict[str, Any]
     for more in (
         {},
         {"momentum": 0.5},
@@ -142,11 +145,11 @@ SCHEDULES = {
 class _ByHand:
     """Changes whatever a graph might have taken for a constant."""
 
-    def __init__(self, optimizer):
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._step = 0
 
-    def step(self):
+    def step(self) -> None:
         self._step += 1
         for group in self._optimizer.param_groups:
             group["lr"] = _LR[self._step % len(_LR)]
@@ -160,11 +163,18 @@ class _ByHand:
 BY_HAND = {"by hand": _ByHand}
 
 
-def train_scheduled(optimizer, schedule, parameters, *, steps=12, after=lambda: None):
+def train_scheduled(
+    optimizer: torch.optim.Optimizer,
+    schedule: Any,
+    parameters: Sequence[nn.Parameter],
+    *,
+    steps: int = 12,
+    after: Callable[[], object] = lambda: None,
+) -> None:
     """Trains with a schedule; `after` is called after every step."""
     device = parameters[0].device
     for step in range(steps):
-        factors = [g.to(device) for g in gradients(step)]
+        factors = [g.to(device) for g in gradients(step) if g is not None]
         optimizer.zero_grad()
         loss_of(parameters, factors).backward()
         optimizer.step()
@@ -176,14 +186,22 @@ def train_scheduled(optimizer, schedule, parameters, *, steps=12, after=lambda: 
         after()
 
 
-def new_parameters(device="cpu", *, dtype=torch.float32):
+def new_parameters(
+    device: str | torch.device = "cpu", *, dtype: torch.dtype = torch.float32
+) -> list[nn.Parameter]:
     """The same ones every time."""
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
     return [nn.Parameter(value.to(dtype).to(device)) for value in values]
 
 
-def gradients(step, *, bad=None, missing=(), dtype=torch.float32):
+def gradients(
+    step: int,
+    *,
+    bad: float | None = None,
+    missing: Collection[int] = (),
+    dtype: torch.dtype = torch.float32,
+) -> list[torch.Tensor | None]:
     """The gradients of a step, on the host; None for the parameters that get none.
 
     Args:
@@ -199,6 +217,6 @@ def gradients(step, *, bad=None, missing=(), dtype=torch.float32):
     return given
 
 
-def loss_of(parameters, factors):
+def loss_of(parameters: Sequence[nn.Parameter], factors: Sequence[torch.Tensor | None]) -> Any:
     """Has `factors` as its gradient."""
     return sum((p * g).sum() for p, g in zip(parameters, factors, strict=True) if g is not None)

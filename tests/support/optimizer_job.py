@@ -21,9 +21,8 @@ import torch_xla.debug.metrics as xla_metrics
 from torch import nn
 
 from graphstash.training import device
-from graphstash.training.gradients import clip_grad_norm_, clip_grad_value_
-from graphstash.training.loss_scale import LossScale
 from graphstash.training.optimizers import LAMB, SGD, Adam, AdamW
+from graphstash.training.optimizers.gradients import LossScale, clip_grad_norm_, clip_grad_value_
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # so under PYTHONSAFEPATH too
 

@@ -15,10 +15,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn import functional
 
 from graphstash import GraphstashError
-from graphstash.training.batches import Batches
-from graphstash.training.loss_scale import LossScale
+from graphstash.training.data.batches import Batches
+from graphstash.training.loop.parallel import DistributedXla, Parallel
 from graphstash.training.optimizers import AdamW
-from graphstash.training.parallel import DistributedXla, Parallel
+from graphstash.training.optimizers.gradients import LossScale
 
 STEPS = 8
 BAD = (2, 5)
@@ -46,7 +46,6 @@ def on_gloo(options):
         parallel.require_same("the rank", parallel.rank)
     except GraphstashError as error:
         report["error"] = str(error)
-    distributed.destroy_process_group()
     return report
 
 
@@ -153,3 +152,6 @@ if __name__ == "__main__":
     options = parser.parse_args()
     run = {"gloo": on_gloo, "torch_xla": on_torch_xla}[options.on]
     options.report.write_text(json.dumps(run(options)))
+    if options.on == "gloo":
+        distributed.monitored_barrier()  # the first one keeps the store
+        os._exit(0)

@@ -15,7 +15,9 @@ from pathlib import Path
 
 parser = argparse.ArgumentParser()
 parser.add_argument("report", type=Path)
-parser.add_argument("--mode", choices=("user", "faults", "process", "fork"), default="user")
+parser.add_argument(
+    "--mode", choices=("user", "faults", "threads", "process", "fork"), default="user"
+)
 parser.add_argument("--url", action="append", default=[], help="fault=URL")
 options = parser.parse_args()
 
@@ -40,7 +42,7 @@ CLIENT_COMPILE, COMPILE = 20, 89
 compiles = [0]
 
 
-def count(event, _seconds, **_):
+def count(event, duration_secs, **_):
     compiles[0] += event == "/jax/core/compile/backend_compile_duration"
 
 
@@ -83,7 +85,7 @@ class Cache:
 
     def __enter__(self):
         import graphstash
-        from graphstash import _session
+        from graphstash._process import session as _session
 
         graphstash.uninstall()
         self.directory = tempfile.TemporaryDirectory()
@@ -139,7 +141,7 @@ def faults():
         raise ValueError("broken on purpose")
 
     def no_look_up(cache):
-        cache.session.cache.find_or_begin = fail
+        cache.session.cache.fetch_or_start = fail
 
     def no_publishing(cache):
         cache.session.cache.publisher.submit = fail
@@ -160,7 +162,7 @@ def faults():
 def in_threads():
     """Six programs, each compiled in a thread of its own, while the others compile."""
     jax.clear_caches()
-    results = [None] * 6
+    results: list[float | None] = [None] * 6
 
     def work(number):
         function = jax.jit(lambda x: (jnp.cos(x) * number).sum())
@@ -200,10 +202,11 @@ def interrupted(url, number, moment, handler):
     signal.signal(signal.SIGINT, handler)
     with Cache(url=url, namespace=f"interrupt-{number}") as cache:
         interceptor = cache.interceptor()
-        compile_really, calls = interceptor._compile, []
+        compile_really, calls, threads = interceptor._compile, [], []
 
         def compile_and_signal(address):
             calls.append(address)
+            threads.append(threading.current_thread())
             if len(calls) == 1 and moment == "before":
                 signal.raise_signal(signal.SIGINT)
             error = compile_really(address)
@@ -220,17 +223,30 @@ def interrupted(url, number, moment, handler):
         except (KeyboardInterrupt, SystemExit) as error:
             raised = repr(error)
         result = small(7.0)
-    return {"raised": raised, "result": result, "compiled": len(calls), "stats": cache.stats}
+    return {
+        "raised": raised,
+        "result": result,
+        "compiled": len(calls),
+        "in_main_thread": set(threads) == {threading.main_thread()},
+        "stats": cache.stats,
+    }
+
+
+def threads():
+    """Many threads that compile at once, twice."""
+    (url,) = (entry.split("=", 1)[1] for entry in options.url)
+    report = []
+    for _ in range(2):
+        with Cache(url=url, namespace=f"threads-{jax.__version__}") as cache:
+            results = in_threads()
+        report.append({"results": results, "stats": cache.stats})
+    return report
 
 
 def process():
-    """What a process does beside compiling: threads, an early end of the cache, Ctrl-C."""
+    """What a process does beside compiling: an early end of the cache, Ctrl-C."""
     (url,) = (entry.split("=", 1)[1] for entry in options.url)
-    report = {"untouched": slots(), "plain": small(7.0), "threads": []}
-    for _ in range(2):
-        with Cache(url=url, namespace="threads") as cache:
-            results = in_threads()
-        report["threads"].append({"results": results, "stats": cache.stats})
+    report = {"untouched": slots(), "plain": small(7.0)}
     report["early"] = uninstalled_meanwhile(url)
 
     def stop(*_):
@@ -263,5 +279,11 @@ def fork():
     return report
 
 
-modes = {"user": user, "faults": faults, "process": process, "fork": fork}
+modes = {
+    "user": user,
+    "faults": faults,
+    "threads": threads,
+    "process": process,
+    "fork": fork,
+}
 options.report.write_text(json.dumps(modes[options.mode]()))

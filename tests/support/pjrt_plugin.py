@@ -23,11 +23,11 @@ def widen_execute_options():
     library = ctypes.CDLL(str(LIBRARY))
     library.GetPjrtApi.restype = ctypes.c_void_p
     slot = ctypes.c_void_p.from_address(library.GetPjrtApi() + 40 + 8 * EXECUTE)
-    real = function(slot.value)
+    real = function(slot.value or 0)
 
     def execute(args):
         pointer = ctypes.c_void_p.from_address(args + 24)  # PJRT_ExecuteOptions *options
-        old = pointer.value
+        old = pointer.value or 0
         wide = ctypes.create_string_buffer(PLUGIN_SIZE)
         ctypes.memmove(wide, old, ctypes.c_size_t.from_address(old).value)
         ctypes.c_size_t.from_address(ctypes.addressof(wide)).value = PLUGIN_SIZE

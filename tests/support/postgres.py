@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+from typing import Any, Self
 
 import asyncpg
 
@@ -28,14 +29,14 @@ class Postgres:
         settings: of the server, added to `postgresql.conf`.
     """
 
-    def __init__(self, **settings):
+    def __init__(self, **settings: object) -> None:
         self._numbers = itertools.count(1)
         self._bin = _directory_of_binaries()
         # Not below pytest's directory: that one is closed to other users, and PostgreSQL refuses
         # to run as root.
         self._directory = Path(tempfile.mkdtemp(prefix="graphstash-postgres-"))
         self._data = self._directory / "data"
-        self._user = {"user": _other_user()} if os.geteuid() == 0 else {}
+        self._user: dict[str, Any] = {"user": _other_user()} if os.geteuid() == 0 else {}
         if self._user:
             shutil.chown(self._directory, self._user["user"])
         password = self._directory / "password"
@@ -57,28 +58,27 @@ class Postgres:
             "max_connections": 200,
             **settings,
         }
-        self.process = None
         self.start()
 
     @property
-    def url(self):
+    def url(self) -> str:
         """Of the database that is there from the start."""
         return self.url_of("postgres")
 
-    def url_of(self, database):
+    def url_of(self, database: str) -> str:
         return f"postgresql+asyncpg://graphstash:secret@127.0.0.1:{self.port}/{database}"
 
-    def new_database(self):
-        """Makes an empty database; its URL."""
+    def new_database(self, *, template: str = "template1") -> str:
+        """Makes an empty database, or a copy of one that nobody is connected to; its URL."""
         name = f"test_{next(self._numbers)}"
-        self.execute(f"CREATE DATABASE {name}")
+        self.execute(f"CREATE DATABASE {name} TEMPLATE {template}")
         return self.url_of(name)
 
-    def execute(self, statement, database="postgres"):
+    def execute(self, statement: str, database: str = "postgres") -> list[asyncpg.Record]:
         """Runs one statement and returns its rows."""
         import asyncio
 
-        async def run():
+        async def run() -> list[asyncpg.Record]:
             connection = await asyncpg.connect(
                 host="127.0.0.1",
                 port=self.port,
@@ -93,7 +93,7 @@ class Postgres:
 
         return asyncio.run(run())
 
-    def start(self):
+    def start(self) -> None:
         """Starts it again; returns when it answers."""
         options = [f"--{name}={value}" for name, value in self._options.items()]
         with (self._directory / "log").open("ab") as log:
@@ -110,27 +110,27 @@ class Postgres:
                 self.execute("SELECT 1")
             except (OSError, asyncpg.PostgresError):
                 if self.process.poll() is not None or time.monotonic() > deadline:
-                    log = (self._directory / "log").read_text()
-                    raise RuntimeError(f"PostgreSQL did not start: {log}") from None
+                    said = (self._directory / "log").read_text()
+                    raise RuntimeError(f"PostgreSQL did not start: {said}") from None
                 time.sleep(0.05)
             else:
                 return
 
-    def kill(self):
+    def kill(self) -> None:
         """Ends it at once, as an immediate shutdown does: the next start recovers from the log."""
         self.process.send_signal(signal.SIGQUIT)
         self.process.wait(_START_SECONDS)
 
-    def restart(self):
+    def restart(self) -> None:
         self.kill()
         self.start()
 
-    def close(self):
+    def close(self) -> None:
         if self.process.poll() is None:
             self.kill()
         shutil.rmtree(self._directory)
 
-    def _run(self, command, *arguments):
+    def _run(self, command: str, *arguments: str | Path) -> None:
         subprocess.run(
             [self._bin / command, *arguments],
             check=True,
@@ -139,14 +139,14 @@ class Postgres:
             **self._user,
         )
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def _directory_of_binaries():
+def _directory_of_binaries() -> Path:
     """Debian keeps them out of the PATH, by version."""
     found = sorted(
         Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[-3])
@@ -158,6 +158,6 @@ def _directory_of_binaries():
     return Path(command).resolve().parent
 
 
-def _other_user():
+def _other_user() -> str:
     names = {user.pw_name for user in pwd.getpwall()}
     return "postgres" if "postgres" in names else "nobody"

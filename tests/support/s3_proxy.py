@@ -3,9 +3,10 @@
 import socket
 import struct
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 __all__ = ["S3Fault", "S3Proxy"]
 
@@ -53,46 +54,45 @@ class S3Proxy:
         resume: lets paused bodies go on, and ends what hangs.
     """
 
-    def __init__(self, upstream_port):
+    def __init__(self, upstream_port: int) -> None:
         self.fault = S3Fault.NONE
-        self.strikes = lambda _seen: True
-        self.left = None
-        self.seen = []
+        self.strikes: Callable[[Seen], bool] = lambda _seen: True
+        self.left: int | None = None
+        self.seen: list[Seen] = []
         self.resume = threading.Event()
         self._upstream_port = upstream_port
         self._lock = threading.Lock()
-        self._listener = None
         self._listen(0)
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.resume.set()
         self._close()
 
-    def count(self, method, *, within=""):
+    def count(self, method: str, *, within: str = "") -> int:
         return sum(seen.method == method and within in seen.target for seen in self.seen)
 
     @contextmanager
-    def down(self):
+    def down(self) -> Iterator[None]:
         """Connections are refused."""
         self._close()
         yield
         self._listen(self.port)
 
-    def _listen(self, port):
+    def _listen(self, port: int) -> None:
         self._listener = socket.create_server(("127.0.0.1", port), backlog=512)
         self.port = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
 
-    def _close(self):
+    def _close(self) -> None:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
-    def _accept(self, listener):
+    def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
                 connection, _ = listener.accept()
@@ -100,7 +100,7 @@ class S3Proxy:
                 return
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
-    def _serve(self, connection):
+    def _serve(self, connection: socket.socket) -> None:
         with connection, suppress(OSError):
             head, body = _read_head(connection)
             if not head:
@@ -121,7 +121,7 @@ class S3Proxy:
             else:
                 self._forward(connection, head, body, fault)
 
-    def _note(self, seen):
+    def _note(self, seen: Seen) -> S3Fault:
         with self._lock:
             self.seen.append(seen)
             if self.fault is S3Fault.NONE or self.left == 0 or not self.strikes(seen):
@@ -130,7 +130,7 @@ class S3Proxy:
                 self.left -= 1
             return self.fault
 
-    def _forward(self, connection, head, body, fault):
+    def _forward(self, connection: socket.socket, head: bytes, body: bytes, fault: S3Fault) -> None:
         lines = [line for line in head.split(b"\r\n") if not line.lower().startswith(b"connection")]
         lines[1:1] = [b"Connection: close"]
         with socket.create_connection(("127.0.0.1", self._upstream_port)) as upstream:
@@ -145,7 +145,14 @@ class S3Proxy:
             self._forward_body(connection, upstream, rest, fault, length // 2)
         connection.shutdown(socket.SHUT_RDWR)
 
-    def _forward_body(self, connection, upstream, chunk, fault, middle):
+    def _forward_body(
+        self,
+        connection: socket.socket,
+        upstream: socket.socket,
+        chunk: bytes,
+        fault: S3Fault,
+        middle: int,
+    ) -> None:
         sent = 0
         while True:
             if fault in _IN_THE_BODY and sent <= middle < sent + len(chunk):
@@ -168,7 +175,7 @@ class S3Proxy:
                 return
 
 
-def _read_head(source, data=b""):
+def _read_head(source: socket.socket, data: bytes = b"") -> tuple[bytes, bytes]:
     """The head without its empty line, and what came after it."""
     while b"\r\n\r\n" not in data:
         chunk = source.recv(1 << 16)
@@ -179,23 +186,23 @@ def _read_head(source, data=b""):
     return head, rest
 
 
-def _parsed(head):
+def _parsed(head: bytes) -> Seen:
     first, *lines = head.decode("latin-1").split("\r\n")
     method, target, *_ = first.split(" ")
     headers = (line.partition(": ") for line in lines)
     return Seen(method, target, {name.lower(): value for name, _, value in headers})
 
 
-def _answer(status, text):
+def _answer(status: str, text: str) -> bytes:
     head = f"HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: {len(text)}\r\n\r\n"
     return (head + text).encode()
 
 
-def _reset(connection):
+def _reset(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-def _pump(source, target):
+def _pump(source: socket.socket, target: socket.socket) -> None:
     with suppress(OSError):
         while chunk := source.recv(1 << 16):
             target.sendall(chunk)

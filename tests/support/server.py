@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -20,11 +21,7 @@ class Server(ServerProcess):
             environment=environment,
         )
 
-    @property
-    def port(self):
-        return int(self.url.rpartition(":")[2])
-
-    def stats(self, namespace):
+    def stats(self, namespace: str) -> dict[str, Any]:
         """What the server counts for a namespace; zeros when it has never heard of it."""
         answer = httpx.get(f"{self.url}/v1/stats", timeout=10).json()
         for row in answer["namespaces"]:

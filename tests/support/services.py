@@ -1,62 +1,87 @@
 """The services of a server without HTTP, on a clock that a test turns, and a client's verbs."""
 
 import hashlib
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
 
-from graphstash_schema import ArtifactKey, Digest, Namespace, NamespacePolicy, WriteMode
+from graphstash_schema import (
+    ArtifactKey,
+    Digest,
+    Namespace,
+    NamespacePolicy,
+    NamespaceStats,
+    WriteMode,
+)
 from graphstash_server.actor import Actor
-from graphstash_server.context import open_services, prepare_database
+from graphstash_server.context import ProcessContext, open_services, prepare_database
+from graphstash_server.db.queries.usage import stored_bytes
 from graphstash_server.keys import StoredKey
-from graphstash_server.services.commits import Upload
+from graphstash_server.services.artifacts.uploads import Upload
 from graphstash_server.settings import load_settings
 from graphstash_server.testing import MemoryBlobStore
 from graphstash_server.testing.stores import as_chunks
+from support.pins import pin_in
 
-__all__ = ["ACTOR", "OVERWRITE", "Turned", "Verbs", "key_of", "opener"]
+__all__ = ["ACTOR", "OVERWRITE", "FakeClock", "ServiceClient", "key_of", "opener", "upload_of"]
 
 ACTOR = Actor("somebody", "request-1")
 OVERWRITE = NamespacePolicy(mode=WriteMode.OVERWRITE)
 
 
-class Turned:
+class FakeClock:
     """A clock that a test turns."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.now = datetime(2026, 1, 1, tzinfo=UTC)
 
-    def __call__(self):
+    def __call__(self) -> datetime:
         return self.now
 
-    def turn(self, seconds):
+    def turn(self, seconds: float) -> None:
         self.now += timedelta(seconds=seconds)
 
 
-def key_of(number=0, namespace="team"):
+def key_of(number: int = 0, namespace: str = "team") -> StoredKey:
     fingerprint = hashlib.sha256(str(number).encode()).hexdigest()
     return StoredKey.of(Namespace(namespace), ArtifactKey.parse("jax", "cpu", fingerprint))
 
 
-class Verbs:
+def upload_of(
+    key: StoredKey,
+    blob: bytes,
+    *,
+    policy: NamespacePolicy = OVERWRITE,
+    seconds: float = 1.0,
+    toolchain: str = "",
+) -> Upload:
+    return Upload(
+        key=key,
+        digest=Digest.of(blob),
+        metadata_header="",
+        compile_seconds=seconds,
+        toolchain=toolchain,
+        only_if_absent=False,
+        actor=ACTOR,
+        policy=policy,
+    )
+
+
+class ServiceClient:
     """What a client does with one server."""
 
-    def __init__(self, context):
+    def __init__(self, context: ProcessContext) -> None:
         self.context = context
 
-    async def put(self, blob, number=0, *, policy=OVERWRITE, namespace="team", seconds=1.0):
-        upload = Upload(
-            key=key_of(number, namespace),
-            digest=Digest.of(blob),
-            metadata_header="",
-            compile_seconds=seconds,
-            toolchain="",
-            only_if_absent=False,
-            actor=ACTOR,
-            policy=policy,
-        )
+    async def put(
+        self, blob: bytes, number: int = 0, *, namespace: str = "team", **terms: Any
+    ) -> bool:
+        upload = upload_of(key_of(number, namespace), blob, **terms)
         return await self.context.uploads.publish(upload, as_chunks(blob))
 
-    async def get(self, number=0, namespace="team"):
+    async def get(self, number: int = 0, namespace: str = "team") -> bytes | None:
         artifact = await self.context.artifacts.open(key_of(number, namespace))
         if artifact is None:
             return None
@@ -66,23 +91,35 @@ class Verbs:
         finally:
             await artifact.reader.close()
 
-    async def used(self, namespace="team"):
+    async def pin(self, *numbers: int, namespace: str = "team") -> None:
+        """Keeps artifacts without end."""
+        await pin_in(self.context.database, [key_of(number, namespace) for number in numbers])
+
+    async def evict_one(self) -> bool:
+        """Evicts what is worth least, and its blob; False when all of it has to stay."""
+        async with self.context.database.reading() as connection:
+            stored = await stored_bytes(connection)
+        is_evicted = await self.context.evictor.shrink(None, goal_bytes=stored - 1) > 0
+        await self.context.collector.collect_marked()
+        return is_evicted
+
+    async def used(self, namespace: str = "team") -> NamespaceStats | None:
         stats = (await self.context.statistics.read()).namespaces
         return next((each for each in stats if each.namespace == namespace), None)
 
 
-def opener(directory, database_url):
+def opener(directory: Path, database_url: str) -> Any:
     """Opens servers that share everything but the process's state."""
     blobs = MemoryBlobStore()
-    clock = Turned()
+    clock = FakeClock()
 
     @asynccontextmanager
-    async def opened(**options):
+    async def opened(**options: Any) -> AsyncIterator[ServiceClient]:
         settings = load_settings(data_dir=directory, database_url=database_url, **options)
         await prepare_database(settings, is_migrating=True)
         async with open_services(settings, blob_store=blobs, clock=clock) as context:
-            yield Verbs(context)
+            yield ServiceClient(context)
 
-    opened.blobs = blobs
-    opened.clock = clock
+    opened.blobs = blobs  # type: ignore[attr-defined]
+    opened.clock = clock  # type: ignore[attr-defined]
     return opened

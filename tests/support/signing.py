@@ -2,34 +2,57 @@
 
 import base64
 import json
+from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 
-from graphstash._envelope import seal
-from graphstash._keys import SigningKey
-from graphstash._proof import Subject
-from graphstash._remote import Remote
-from graphstash._trust import RevokedKey, TrustedKey, TrustedKeys
-from graphstash_schema import ArtifactMetadata, ArtifactSignature, Digest, NamespacePattern
+from graphstash import ClientConfig
+from graphstash._artifacts.envelope import seal
+from graphstash._http.client import ServerClient
+from graphstash._trust.provenance import SignedSubject
+from graphstash._trust.signing_keys import SigningKey
+from graphstash._trust.trusted_keys import RevokedKey, TrustedKey, TrustedKeys
+from graphstash_schema import (
+    ArtifactKey,
+    ArtifactMetadata,
+    ArtifactSignature,
+    Digest,
+    Namespace,
+    NamespacePattern,
+)
 
-__all__ = ["Team", "flipped", "plant", "sealed", "signature_of", "trust_json"]
+__all__ = ["Sealed", "Team", "flipped", "plant", "sealed", "signature_of", "trust_json"]
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """An envelope in a file."""
+
+    path: Path
+    sha256: str
+    size_bytes: int
+    raw_size_bytes: int
 
 
 class Team:
     """Signing keys by name, and one file of those that are trusted."""
 
-    def __init__(self, directory):
+    def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.file = directory / "trusted.json"
         TrustedKeys().write(self.file)
 
-    def key(self, name):
+    def key(self, name: str) -> Path:
         """The key's file; made on first use, trusted by nobody."""
         path = self.directory / f"{name}.pem"
         if not path.exists():
             SigningKey.generate(path)
         return path
 
-    def trust(self, name, *, namespaces=("*",), not_after=None):
+    def trust(
+        self, name: str, *, namespaces: Iterable[str] = ("*",), not_after: datetime | None = None
+    ) -> Path:
         trusted = TrustedKeys.read(self.file)
         key = TrustedKey(
             public=SigningKey.load(self.key(name)).public_text,
@@ -40,42 +63,53 @@ class Team:
         trusted.model_copy(update={"keys": (*trusted.keys, key)}).write(self.file)
         return self.key(name)
 
-    def revoke(self, name):
+    def revoke(self, name: str) -> None:
         trusted = TrustedKeys.read(self.file)
         key_id = SigningKey.load(self.key(name)).key_id
         revoked = RevokedKey(key_id=key_id, reason="stolen", at=datetime.now(UTC))
         trusted.model_copy(update={"revoked": (*trusted.revoked, revoked)}).write(self.file)
 
 
-def signature_of(key_file, namespace, key, envelope):
+def signature_of(
+    key_file: Path, namespace: Namespace, key: ArtifactKey, envelope: Sealed
+) -> ArtifactSignature:
     """What the owner of a key would say of an envelope."""
     signer = SigningKey.load(key_file)
     digest = Digest(envelope.sha256, envelope.size_bytes)
-    subject = Subject(namespace, key, digest, envelope.raw_size_bytes)
+    subject = SignedSubject(namespace, key, digest, envelope.raw_size_bytes)
     value = base64.urlsafe_b64encode(signer.sign(subject.statement(signer.key_id)))
     return ArtifactSignature(key_id=signer.key_id, value=value.rstrip(b"=").decode())
 
 
-def sealed(directory, key, payload, *, name="planted"):
+def sealed(directory: Path, key: ArtifactKey, payload: bytes, *, name: str = "planted") -> Sealed:
     """A payload in an envelope that names the key."""
     source = directory / f"{name}.raw"
     source.write_bytes(payload)
-    return seal(key, source, directory / name, compile_seconds=30.0)
+    path = directory / name
+    with path.open("wb") as file:
+        made = seal(key, source, file, compile_seconds=30.0)
+    return Sealed(path, made.sha256, made.size_bytes, made.raw_size_bytes)
 
 
-def plant(config, key, envelope, signature=None):
+def plant(
+    config: ClientConfig,
+    key: ArtifactKey,
+    envelope: Sealed,
+    signature: ArtifactSignature | None = None,
+) -> None:
     """Publishes an envelope as it is."""
     metadata = ArtifactMetadata(
         compile_seconds=30.0, raw_size_bytes=envelope.raw_size_bytes, signature=signature
     )
-    remote = Remote(config)
+    remote = ServerClient(config)
     try:
-        remote.upload(key, envelope, metadata)
+        with envelope.path.open("rb") as file:
+            remote.upload(key, file, Digest(envelope.sha256, envelope.size_bytes), metadata)
     finally:
         remote.close()
 
 
-def flipped(signature):
+def flipped(signature: ArtifactSignature) -> ArtifactSignature:
     """The same signature with one bit changed."""
     value = bytearray(base64.urlsafe_b64decode(signature.value + "=="))
     value[5] ^= 1
@@ -83,6 +117,6 @@ def flipped(signature):
     return ArtifactSignature(key_id=signature.key_id, value=text)
 
 
-def trust_json(**fields):
+def trust_json(**fields: object) -> str:
     """A file of trusted keys, as somebody would write it by hand."""
     return json.dumps({"version": 1, **fields})

@@ -8,7 +8,10 @@ import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -101,11 +104,11 @@ class Swift:
     access_key = "test:tester"
     secret_key = "testing"
 
-    def __init__(self, directory):
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._stack = ExitStack()
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         memcached = shutil.which("memcached")
         if memcached is None:
             raise RuntimeError("the tests need memcached on PATH: apt-get install memcached")
@@ -116,18 +119,18 @@ class Swift:
             self._stack = self._stack.pop_all()
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def new_bucket(self):
+    def new_bucket(self) -> str:
         name = f"bucket-{secrets.token_hex(8)}"
         self.client.create_bucket(Bucket=name)
         return name
 
-    def _start(self, memcached):
+    def _start(self, memcached: str) -> None:
         user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True)
         account, container, objects, proxy, cache = _free_ports(5)
-        values = {
+        values: dict[str, Any] = {
             "directory": self._directory,
             "devices": self._directory / "devices",
             "user": user.stdout.strip(),
@@ -147,7 +150,7 @@ class Swift:
         self.url = f"http://127.0.0.1:{proxy}"
         self._wait_until_ready(servers.values())
 
-    def _run(self, command):
+    def _run(self, command: Sequence[str]) -> None:
         log = self._stack.enter_context((self._directory / "log").open("ab"))
         # They end with this process, however that ends.
         command = ["setpriv", "--pdeathsig", "KILL", *command]
@@ -155,7 +158,7 @@ class Swift:
         self._stack.callback(process.wait, 30)
         self._stack.callback(process.kill)
 
-    def _wait_until_ready(self, ports):
+    def _wait_until_ready(self, ports: Iterable[int]) -> None:
         deadline = time.monotonic() + _READY_SECONDS
         for port in ports:
             while True:
@@ -172,11 +175,11 @@ class Swift:
             raise RuntimeError((self._directory / "log").read_text()) from error
 
 
-def _bin(name):
+def _bin(name: str) -> str:
     return str(python_of("swift").with_name(name))
 
 
-def _free_ports(count):
+def _free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
         sockets = [
             stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)

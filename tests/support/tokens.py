@@ -1,20 +1,29 @@
 """A server that asks for tokens, and callers with and without them."""
 
 import asyncio
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Self
 
 import httpx
 
-from graphstash_schema import Grant, TokenRequest
+from graphstash_schema import Grant, TokenIssued, TokenRequest
 from graphstash_server.actor import Actor
-from graphstash_server.clock import system_clock
+from graphstash_server.clock import Clock, system_clock
 from graphstash_server.db.engine import Database
-from graphstash_server.services.tokens import TokenService
+from graphstash_server.services.identity.tokens import TokenService
 from graphstash_server.testing import LiveServer
 
 __all__ = ["Guarded", "issue"]
 
 
-def issue(database_url, *grants, description="a test", clock=system_clock, expires_at=None):
+def issue(
+    database_url: str,
+    *grants: str,
+    description: str = "a test",
+    clock: Clock = system_clock,
+    expires_at: datetime | None = None,
+) -> TokenIssued:
     """Makes a token as the command does; a `TokenIssued`."""
     request = TokenRequest(
         description=description,
@@ -22,7 +31,7 @@ def issue(database_url, *grants, description="a test", clock=system_clock, expir
         expires_at=expires_at,
     )
 
-    async def work():
+    async def work() -> TokenIssued:
         database = Database(database_url)
         try:
             service = TokenService(database=database, clock=clock)
@@ -42,24 +51,24 @@ class Guarded:
         admin: the administrator's token.
     """
 
-    def __init__(self, data_dir, **settings):
+    def __init__(self, data_dir: Path, **settings: Any) -> None:
         defaults = {"auth": "tokens", "flush_seconds": 0.05, "log_level": "error"}
         self.server = LiveServer(data_dir, **defaults | settings)
-        self._clients = []
+        self._clients: list[httpx.Client] = []
 
     @property
-    def url(self):
+    def url(self) -> str:
         return self.server.url
 
     @property
-    def database_url(self):
+    def database_url(self) -> str:
         return self.server._settings.database_url
 
-    def token(self, *grants, **terms):
+    def token(self, *grants: str, **terms: Any) -> str:
         """A new token that grants all that; its text."""
         return issue(self.database_url, *grants, **terms).token
 
-    def http(self, token=None):
+    def http(self, token: str | None = None) -> httpx.Client:
         """A client that shows a token, or none."""
         headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
         self._clients.append(
@@ -67,16 +76,16 @@ class Guarded:
         )
         return self._clients[-1]
 
-    def set_policy(self, namespace, **policy):
+    def set_policy(self, namespace: str, **policy: object) -> None:
         answer = self.http(self.admin).put(f"/v1/-/namespaces/{namespace}", json=policy)
         assert answer.status_code == 200, answer.text
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         self.server.start()
         self.admin = self.token("admin:*", description="admin")
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         for client in self._clients:
             client.close()
         self.server.stop()

@@ -5,6 +5,7 @@ Writes every step's loss, exactly, as soon as the host knows it: lines of "step 
 
 import argparse
 import json
+import os
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ parser.add_argument("--checkpoint-every", type=int, default=4)
 parser.add_argument("--log-every", type=int, default=2)
 parser.add_argument("--precision", default="fp32")
 parser.add_argument("--accumulate", type=int, default=1)
+parser.add_argument("--batch", type=int, default=4)
 parser.add_argument("--data", choices=("batches", "loader"), default="batches")
 parser.add_argument("--ahead", type=int)
 parser.add_argument("--traced", action="store_true")
@@ -98,9 +100,9 @@ model = nn.Sequential(
 optimizer = training.AdamW(model.parameters(), lr=0.01)
 schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=options.steps + 1)
 if options.data == "loader":
-    data = DataLoader(Slow(inputs, targets), batch_size=4, shuffle=True)
+    data = DataLoader(Slow(inputs, targets), batch_size=options.batch, shuffle=True)
 else:
-    data = training.Batches(Slow(inputs, targets), 4, seed=3, rank=rank, world=world)
+    data = training.Batches(Slow(inputs, targets), options.batch, seed=3, rank=rank, world=world)
 counted = Counts()
 started = counts()
 result = training.train(
@@ -129,4 +131,5 @@ report = {
 }
 options.report.write_text(json.dumps(report))
 if options.ranks:
-    torch.distributed.destroy_process_group()
+    torch.distributed.monitored_barrier()  # the first one keeps the store
+    os._exit(0)

@@ -50,7 +50,7 @@ def scaled_add(x, y, out, n, SCALE: tl.constexpr, BLOCK: tl.constexpr):
 
 def wrap_ptxas():
     """Puts a script before every ptxas of Triton's wheel which counts what it compiles."""
-    package = Path(importlib.util.find_spec("triton").origin).parent
+    package = Path(str(importlib.util.find_spec("triton").origin)).parent
     count = f"echo run >> {runs}" + ("; kill -9 $PPID; exit 1" if options.kill else "")
     for name in ("ptxas", "ptxas-blackwell"):
         real = package / "backends" / "nvidia" / "bin" / name
@@ -69,6 +69,7 @@ def load_kernel():
     if not path.exists():
         path.write_text(("# a comment\n" if options.shift else "") + KERNEL)
     spec = importlib.util.spec_from_file_location("kernels", path)
+    assert spec
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.scaled_add
@@ -167,12 +168,12 @@ def seams():
 def main():
     report = {"version": triton.__version__}
     if options.raising:
-        from graphstash._exchange import Exchange
+        from graphstash._compile.two_call import TwoCallCache
 
         def fail(*_, **__):
             raise RuntimeError("a fault of the cache")
 
-        Exchange.get = Exchange.put = fail
+        TwoCallCache.get = TwoCallCache.put = fail
     if options.fail:
         try:
             triton.compile(source(99, Failing), target=TARGET)
@@ -207,5 +208,5 @@ if options.fork:
     child = multiprocessing.get_context("fork").Process(target=main)
     child.start()
     child.join()
-    sys.exit(abs(child.exitcode))
+    sys.exit(abs(child.exitcode or 0))
 main()

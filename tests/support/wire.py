@@ -3,7 +3,7 @@
 import json
 import socket
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
 __all__ = ["Answer", "Wire"]
@@ -19,7 +19,7 @@ class Answer(NamedTuple):
     body: bytes
 
     @property
-    def problem(self):
+    def problem(self) -> Any:
         assert self.headers["content-type"] == "application/problem+json"
         assert self.headers["graphstash-protocol"] == "1"
         assert self.headers["cache-control"] == "no-store"
@@ -32,23 +32,26 @@ class Answer(NamedTuple):
 class Wire:
     """A context manager."""
 
-    def __init__(self, url):
+    def __init__(self, url: str, *, source: str = "127.0.0.1") -> None:
+        """Connects from an address of this host: all of 127.0.0.0/8 are."""
         where = urlsplit(url)
-        self._socket = socket.create_connection((where.hostname, where.port), timeout=_SECONDS)
+        self._socket = socket.create_connection(
+            (where.hostname, where.port or 80), timeout=_SECONDS, source_address=(source, 0)
+        )
         self._received = b""
 
-    def send(self, data):
+    def send(self, data: bytes) -> bool:
         try:
             self._socket.sendall(data)
         except OSError:
             return False  # the server has closed
         return True
 
-    def ask(self, data):
+    def ask(self, data: bytes) -> Answer | None:
         self.send(data)
         return self.answer()
 
-    def answer(self):
+    def answer(self) -> Answer | None:
         """The next answer; None when the connection ends before one begins."""
         while b"\r\n\r\n" not in self._received:
             if not self._receive():
@@ -62,14 +65,21 @@ class Wire:
         body, self._received = self._received[:size_bytes], self._received[size_bytes:]
         return Answer(int(status_line.split()[1]), headers, body)
 
-    def answers(self):
+    def begin(self) -> int:
+        """The status of the next interim answer: 100 when a body may come."""
+        while b"\r\n\r\n" not in self._received:
+            assert self._receive(), "the server has closed"
+        head, _, self._received = self._received.partition(b"\r\n\r\n")
+        return int(head.split()[1])
+
+    def answers(self) -> list[Answer]:
         """All answers until the server closes."""
         found = []
         while (answer := self.answer()) is not None:
             found.append(answer)
         return found
 
-    def drip(self, data, *, every):
+    def drip(self, data: bytes, *, every: float) -> Answer | None:
         """Sends something again and again, until the server answers or closes: then None."""
         deadline = time.monotonic() + _SECONDS
         self._socket.settimeout(every)
@@ -84,7 +94,7 @@ class Wire:
             return self.answer()
         raise AssertionError("the server waits without end")
 
-    def flood(self, data, *, at_most):
+    def flood(self, data: bytes, *, at_most: int) -> int:
         """Sends until the server closes; how many bytes it took."""
         sent_bytes = 0
         while sent_bytes < at_most and self.send(data):
@@ -92,7 +102,7 @@ class Wire:
         return sent_bytes
 
     @property
-    def is_closed(self):
+    def is_closed(self) -> bool:
         """Whether the server has closed, in the time of the socket."""
         try:
             while self._receive():
@@ -101,7 +111,7 @@ class Wire:
             return False
         return True
 
-    def _receive(self):
+    def _receive(self) -> bool:
         try:
             more = self._socket.recv(1 << 20)
         except ConnectionError:
@@ -109,8 +119,8 @@ class Wire:
         self._received += more
         return more != b""
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self._socket.close()

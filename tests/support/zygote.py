@@ -15,6 +15,7 @@ import runpy
 import sys
 import traceback
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 import torch_xla
@@ -22,7 +23,7 @@ import torch_xla
 __all__: list[str] = []
 
 
-def job(request):
+def job(request: dict[str, Any]) -> NoReturn:
     """The forked job; never returns."""
     status = 1
     try:
@@ -33,7 +34,7 @@ def job(request):
         os.environ.update(request["environment"])
         sys.argv = request["argv"]
         if request["hook"]:
-            from graphstash._session import add_hook
+            from graphstash._process.session import add_hook
 
             add_hook("torch_xla")  # what the import hook does right after `import torch_xla`
         try:
@@ -49,7 +50,7 @@ def job(request):
         os._exit(status)
 
 
-def keep(request):
+def keep(request: dict[str, Any]) -> NoReturn:
     """Forks the job and writes its pid and then its exit status; never returns."""
     pid = os.fork()
     if pid == 0:
@@ -59,7 +60,7 @@ def keep(request):
     os._exit(0)
 
 
-def write(path, number):
+def write(path: str, number: int) -> None:
     Path(path + ".part").write_text(str(number))
     Path(path + ".part").replace(path)
 

@@ -1,8 +1,8 @@
 """Hooks put the cache inside compilers; one module per compiler, the only importer of it.
 
-A hook module offers `install(cache) -> Hook | None`: None means that it stepped aside and has said
-why. No hook raises into a compiler, and none waits without a bound. This module imports no compiler
-and nothing heavy: every Python process under `graphstash run` passes through it.
+A hook module offers `install(cache) -> Hook | None`: None means that it was not installed and has
+logged why. No hook raises into a compiler, and none waits without a bound. This module imports no
+compiler and nothing heavy: every Python process under `graphstash run` passes through it.
 """
 
 import importlib
@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
-from graphstash._import_hook import is_imported, when_imported
+from graphstash.hooks.import_hook import is_imported, when_imported
 
 if TYPE_CHECKING:
-    from graphstash._compile import CompileCache
+    from graphstash._compile.cache import CompileCache
 
 __all__ = ["HOOKS", "Hook", "install", "install_when_needed"]
 
@@ -31,10 +31,10 @@ class Hook(Protocol):
     """An installed hook."""
 
     def close(self) -> None:
-        """Takes the hook out of its compiler and finishes what it has begun."""
+        """Takes the hook out of its compiler and finishes or releases what it started."""
 
     def after_fork(self, cache: "CompileCache") -> bool:
-        """Goes on in a forked child with the child's own cache; False when it stays quiet there."""
+        """Continues in a forked child with the child's cache; False when it does nothing there."""
 
 
 def install(name: str, cache: "CompileCache") -> Hook | None:

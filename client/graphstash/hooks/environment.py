@@ -1,6 +1,7 @@
-"""What of a process's environment, and which build of a library, makes another executable."""
+"""What of a process's environment, its host and its libraries makes another executable."""
 
 import hashlib
+import platform
 import re
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -8,7 +9,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["environment_parts", "read_part", "sample_of", "version_of"]
+from graphstash_schema import DeviceType
+
+__all__ = [
+    "cpu_device_type",
+    "cpu_features",
+    "cpu_model",
+    "environment_parts",
+    "libc",
+    "read_part",
+    "sample_of",
+    "version_of",
+]
 
 _READ: Final = re.compile(
     r"(?a:(XLA|LIBTPU|TPU|PJRT|NEURON)_\w+|CPU_NUM_DEVICES|MEGASCALE_NUM_SLICES)"
@@ -28,12 +40,14 @@ _SAME_EXECUTABLE: Final = re.compile(
 something. A rank that kept its number in the fingerprint would share nothing with its neighbours.
 Which libtpu is loaded is a part of its own."""
 
-_LONGEST_NAME: Final = 60
+_MAX_NAME_LENGTH: Final = 60
 """The name of a part has at most 64 characters; no variable that is read has more than 40."""
 
 _WHERE_TO_WRITE: Final = re.compile(r"--xla_dump_\w+(=\S*)?")
 
 _SAMPLE_BYTES: Final = 1024**2
+
+_CPUINFO: Final = Path("/proc/cpuinfo")
 
 
 def environment_parts(environ: Mapping[str, str]) -> dict[str, str]:
@@ -44,7 +58,7 @@ def environment_parts(environ: Mapping[str, str]) -> dict[str, str]:
     """
     parts = {}
     for name, value in environ.items():
-        if len(name) <= _LONGEST_NAME and _is_read(name):
+        if len(name) <= _MAX_NAME_LENGTH and _is_read(name):
             tokens = _WHERE_TO_WRITE.sub("", value).split()
             if all(token.startswith("-") for token in tokens):  # else `--flag value`, in this order
                 # By flag, not by token: of a flag that is given twice, the last one counts.
@@ -90,9 +104,45 @@ def version_of(distribution: str) -> str:
         return ""
 
 
+def cpu_features() -> list[str]:
+    """The instruction-set features of this host's CPU, as the kernel lists them; sorted."""
+    return sorted(set(_cpuinfo("flags", "Features").split()))
+
+
+def cpu_model() -> str:
+    """What the CPU calls itself; compilers tune for it under `-march=native`."""
+    return " ".join(
+        _cpuinfo(name) for name in ("vendor_id", "cpu family", "model", "model name", "CPU part")
+    )
+
+
+def libc() -> str:
+    """Name and version of the C library, e.g. `glibc-2.36`."""
+    return "-".join(platform.libc_ver())
+
+
+def cpu_device_type() -> DeviceType:
+    """The device type of this host's CPU."""
+    return DeviceType.cpu(platform.machine(), cpu_features())
+
+
 def _is_read(name: str) -> bool:
     return bool(_READ.fullmatch(name)) and not _SAME_EXECUTABLE.fullmatch(name)
 
 
 def _flag(token: str) -> str:
     return token.partition("=")[0]
+
+
+@cache
+def _cpuinfo(*names: str) -> str:
+    """The first value under one of the names; empty where the kernel does not say."""
+    try:
+        lines = _CPUINFO.read_text("utf-8").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() in names:
+            return value.strip()
+    return ""

@@ -1,27 +1,30 @@
-"""Which versions of its compiler each hook was tried with, and what it does with others.
+"""Which versions of its compiler each hook was tested with, and what it does with others.
 
 Known without an import of a compiler: `graphstash doctor` reads it on hosts where none may start.
-The pjrt hook is not here: what it goes by is the version of an interface, which a plug-in tells
-when it is loaded (`pjrt/abi.py`).
+The pjrt hook is not here: it depends on the version of an interface, which a plug-in reports when
+it is loaded (`pjrt/abi.py`).
 """
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["TRIED", "TriedVersions", "release_of"]
+__all__ = ["TRIED", "TriedVersions", "is_supported", "release_of"]
+
+_log = logging.getLogger("graphstash")
 
 
 @dataclass(frozen=True, slots=True)
 class TriedVersions:
-    """The versions of one distribution that one hook was tried with.
+    """The versions of one distribution that one hook was tested with.
 
     Attributes:
         distribution: as a package index names it.
         oldest: first release; as many numbers as count.
         newest: last release, likewise: (2, 15) holds 2.15.3.
-        steps_aside_below: before `oldest` the hook stays out; else it warns and goes on.
+        steps_aside_below: the hook is not installed before `oldest`; else it warns and is.
         steps_aside_above: the same after `newest`.
     """
 
@@ -32,19 +35,19 @@ class TriedVersions:
     steps_aside_above: bool
 
     def is_below(self, version: str) -> bool:
-        """Whether a version came before all that were tried."""
+        """Whether a version is older than all tested ones."""
         return release_of(version)[: len(self.oldest)] < self.oldest
 
     def is_above(self, version: str) -> bool:
-        """Whether a version came after all that were tried."""
+        """Whether a version is newer than all tested ones."""
         return release_of(version)[: len(self.newest)] > self.newest
 
     def covers(self, version: str) -> bool:
-        """Whether a version is one of those that were tried, or lies between them."""
+        """Whether a version was tested, or lies between two that were."""
         return not self.is_below(version) and not self.is_above(version)
 
     def is_refused(self, version: str) -> bool:
-        """Whether the hook steps aside for a version."""
+        """Whether the hook is not installed into a version."""
         return (self.steps_aside_below and self.is_below(version)) or (
             self.steps_aside_above and self.is_above(version)
         )
@@ -74,6 +77,31 @@ TRIED: Final[Mapping[str, TriedVersions]] = {
     ),
 }
 """By hook."""
+
+
+def is_supported(hook: str, version: str) -> bool:
+    """Whether a hook is to be installed; logs a warning about a version that was not tested."""
+    tested = TRIED[hook]
+    if tested.is_refused(version):
+        _log.warning(
+            "graphstash: the %s hook supports %s %s, not %s; the hook is not installed",
+            hook,
+            tested.distribution,
+            tested,
+            version,
+        )
+        return False
+    if not tested.covers(version):
+        _log.warning(
+            "graphstash: the %s hook was tested with %s %s, not %s; it runs if it finds the "
+            "internals it needs",
+            hook,
+            tested.distribution,
+            tested,
+            version,
+        )
+    return True
+
 
 _RELEASE: Final = re.compile(r"\d+(\.\d+)*")
 

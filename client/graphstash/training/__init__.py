@@ -13,31 +13,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from graphstash.training.batch import to_device
-    from graphstash.training.batches import Batches
-    from graphstash.training.checkpoint import Checkpoint, CheckpointError, Checkpoints
-    from graphstash.training.device_state import DeviceState
-    from graphstash.training.events import (
+    from graphstash.training.checkpoints import Checkpoint, CheckpointError, Checkpoints
+    from graphstash.training.data.batches import Batches
+    from graphstash.training.data.device_loader import DeviceLoader, to_device
+    from graphstash.training.loop.events import (
         Callback,
         DivergedError,
         LogEntry,
         StopTraining,
         TrainingResult,
     )
-    from graphstash.training.executor import DeviceExecutor
-    from graphstash.training.feed import Feed
-    from graphstash.training.gradients import clip_grad_norm_, clip_grad_value_
-    from graphstash.training.loss_scale import LossScale
+    from graphstash.training.loop.trainer import train
     from graphstash.training.optimizers import LAMB, SGD, Adam, AdamW
-    from graphstash.training.placeholder import (
-        ExecutorClosed,
-        ExecutorError,
-        ExecutorStopped,
-        Placeholder,
+    from graphstash.training.optimizers.gradients import (
+        LossScale,
+        clip_grad_norm_,
+        clip_grad_value_,
     )
+    from graphstash.training.threads import DeviceExecutor
     from graphstash.training.traced import TracedStep, traced_step
-    from graphstash.training.trainer import train
-    from graphstash.training.workers import WorkerPool
+    from graphstash.training.traced.step import DeviceState
 
 __all__ = [
     "LAMB",
@@ -50,19 +45,14 @@ __all__ = [
     "CheckpointError",
     "Checkpoints",
     "DeviceExecutor",
+    "DeviceLoader",
     "DeviceState",
     "DivergedError",
-    "ExecutorClosed",
-    "ExecutorError",
-    "ExecutorStopped",
-    "Feed",
     "LogEntry",
     "LossScale",
-    "Placeholder",
     "StopTraining",
     "TracedStep",
     "TrainingResult",
-    "WorkerPool",
     "clip_grad_norm_",
     "clip_grad_value_",
     "to_device",
@@ -70,36 +60,19 @@ __all__ = [
     "train",
 ]
 
-_HOME = {
-    "Adam": "optimizers",
-    "AdamW": "optimizers",
-    "Batches": "batches",
-    "Callback": "events",
-    "Checkpoint": "checkpoint",
-    "CheckpointError": "checkpoint",
-    "Checkpoints": "checkpoint",
-    "DeviceExecutor": "executor",
-    "DeviceState": "device_state",
-    "DivergedError": "events",
-    "ExecutorClosed": "placeholder",
-    "ExecutorError": "placeholder",
-    "ExecutorStopped": "placeholder",
-    "Feed": "feed",
-    "LAMB": "optimizers",
-    "LogEntry": "events",
-    "LossScale": "loss_scale",
-    "Placeholder": "placeholder",
-    "SGD": "optimizers",
-    "StopTraining": "events",
-    "TracedStep": "traced",
-    "TrainingResult": "events",
-    "WorkerPool": "workers",
-    "clip_grad_norm_": "gradients",
-    "clip_grad_value_": "gradients",
-    "to_device": "batch",
-    "traced_step": "traced",
-    "train": "trainer",
+_NAMES = {
+    "checkpoints": "Checkpoint CheckpointError Checkpoints",
+    "data.batches": "Batches",
+    "data.device_loader": "DeviceLoader to_device",
+    "loop.events": "Callback DivergedError LogEntry StopTraining TrainingResult",
+    "loop.trainer": "train",
+    "optimizers": "LAMB SGD Adam AdamW",
+    "optimizers.gradients": "LossScale clip_grad_norm_ clip_grad_value_",
+    "threads": "DeviceExecutor",
+    "traced": "TracedStep traced_step",
+    "traced.step": "DeviceState",
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

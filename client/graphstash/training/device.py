@@ -1,19 +1,31 @@
-"""What torch_xla wants done differently: uploads, new values for old tensors, state at rest.
+"""What torch_xla needs done differently: uploads, assignments, traced operations.
 
 On a lazy device everything that a step touches is either recorded or already there. A tensor that
 was only moved to the device is neither: the first step that uses it makes a constant of a small
-number, or memory that must not be reused of anything else, and so gets a graph of its own, compiled
-at full price, that no later step has.
+number, or memory that must not be reused of anything else. That step then gets a graph of its own,
+compiled at full price, that no later step has.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextvars import ContextVar
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-__all__ = ["assign", "donates", "materialize", "settle", "torch_xla_functions", "upload"]
+__all__ = [
+    "Shapes",
+    "TracedOp",
+    "assign",
+    "donates",
+    "formula_only",
+    "materialize",
+    "settle",
+    "shapes_of",
+    "torch_xla_functions",
+    "upload",
+]
 
 
 def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
@@ -77,7 +89,7 @@ def materialize(tensors: Sequence[Tensor]) -> None:
 def settle(tensors: Sequence[Tensor]) -> None:
     """Gives tensors that were loaded memory of their own, as they had when training began.
 
-    Then a run that goes on has the graphs of the run before it, and compiles nothing. A graph's
+    Then a run that resumes has the graphs of the run before it, and compiles nothing. A graph's
     results are in the order in which its tensors came to be, which stays as it is among these. May
     read the device.
     """
@@ -94,3 +106,86 @@ def torch_xla_functions() -> Any:
     import torch_xla
 
     return torch_xla._XLAC
+
+
+formula_only: Final = ContextVar("formula_only", default=False)
+"""Set while optimizers compute every step by their formula, and not by a kernel that a captured
+graph could not have: with the same bits, captured or not."""
+
+
+Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
+
+_Function = Callable[[list[Tensor], Any], list[Tensor]]
+
+
+def shapes_of(tensors: Sequence[Tensor]) -> Shapes:
+    """Shapes and dtypes: the part of an operation's key that tensors make up."""
+    return tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
+
+
+class TracedOp:
+    """A function of many tensors that torch_xla traces once and then calls as one operation.
+
+    Recording a lazy step costs the host some ten microseconds per operation, so an optimizer that
+    touches every parameter twenty times spends more time recording than a small model needs to
+    run. On torch_xla a `TracedOp` lowers its function once to an XLA computation and from then on
+    records a single call of it, whatever its size. torch_xla's own `amp.syncfree` has such
+    operations, written in C++, for one parameter of one optimizer; here it is all parameters and
+    any function. Elsewhere the function is simply called.
+
+    Args:
+        name: shown in graphs and profiles; letters, digits and underscores.
+        function: `function(inputs, key)` takes a list of tensors and returns a list of tensors. It
+            is pure. Python numbers in it become constants of the computation.
+    """
+
+    def __init__(self, name: str, function: _Function) -> None:
+        self._name = name
+        self._function = function
+        self._computations: dict[Hashable, _Computation] = {}
+
+    def __call__(self, inputs: list[Tensor], key: Hashable = None) -> list[Tensor]:
+        """Computes the function of `inputs`, which are on one device.
+
+        `key` distinguishes everything that the function depends on besides the inputs' values:
+        their number, shapes and dtypes, and options.
+        """
+        if inputs[0].device.type != "xla":
+            return self._function(inputs, key)
+        computation = self._computations.get(key)
+        if computation is None:
+            computation = _Computation(self._name, self._function, inputs, key)
+            self._computations[key] = computation
+        return computation(inputs)
+
+
+class _Computation:
+    """One traced form of an operation."""
+
+    def __init__(self, name: str, function: _Function, inputs: list[Tensor], key: Any) -> None:
+        from torch_xla.core import xla_builder
+
+        self._xla = torch_xla_functions()
+        self._name = f"xla::graphstash_{name}"
+        placeholders = [xla_builder.create_placeholder_tensor(x.shape, x.dtype) for x in inputs]
+        outputs = function(placeholders, key)
+        context = self._xla.lowering.LoweringContext(name)
+        context.set_name_string(name)
+        context.build(outputs)
+        self._computation = xla_builder.computation_from_module_proto(name, context.hlo())
+        # The computation's parameters come in the order in which lowering met them: the inputs that
+        # are used at all, and the numbers that torch_xla uploads instead of making them constants.
+        uploaded = context.device_parameter_id_tensor_mapping()
+        number_of = {context.tensor_parameter_id(x): i for i, x in enumerate(placeholders)}
+        self._order = [number_of.get(i) for i in range(len(uploaded))]
+        self._numbers = [None if n is not None else uploaded[i] for i, n in enumerate(self._order)]
+
+    def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
+        parameters = [
+            inputs[n] if n is not None else number
+            for n, number in zip(self._order, self._numbers, strict=True)
+        ]
+        outputs: list[Tensor] = self._xla._xla_user_computation(
+            self._name, parameters, self._computation
+        )
+        return outputs

@@ -1,25 +1,22 @@
-"""Health, readiness, statistics, and what stands at the root."""
+"""Health, readiness, statistics, and the page at the root."""
 
-from typing import Final
+from typing import Any, Final
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Response
 from fastapi.responses import HTMLResponse, JSONResponse
 
 from graphstash_schema import ErrorCode, Namespace, ServerStats
 from graphstash_schema.protocol import API_PREFIX, PROTOCOL_VERSION
 from graphstash_server import __version__
-from graphstash_server.api.access import authenticated
-from graphstash_server.api.problems import refusals
-from graphstash_server.context import ProcessContext
+from graphstash_server.api.calls import ANYBODY, KNOWN, NO_STORE, Call, Calls, json_answer
 from graphstash_server.errors import ServerError
 
 __all__ = ["router"]
 
-router = APIRouter(tags=["administration"])
+router = Calls(tags=["administration"])
 
-_NO_STORE: Final = {"Cache-Control": "no-store"}
 _PAGE: Final = {
-    **_NO_STORE,
+    **NO_STORE,
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'; base-uri 'none'; "
     "form-action 'none'",
 }
@@ -35,6 +32,13 @@ _ROOT: Final = f"""<!doctype html>
 """
 
 
+_NO_TOTALS: Final[dict[str, Any]] = {
+    **dict.fromkeys(("leases_held", "waiters", "healed", "reported"), 0),
+    "refused": {},
+}
+"""They would tell about namespaces that the caller may not read."""
+
+
 @router.get("/", response_class=HTMLResponse)
 async def get_root() -> Response:
     """Says what this is."""
@@ -43,49 +47,44 @@ async def get_root() -> Response:
 
 @router.get("/healthz", response_class=JSONResponse)
 async def get_health() -> Response:
-    """The process runs and answers; nothing else is asked."""
-    return JSONResponse({"status": "ok", "version": __version__}, headers=_NO_STORE)
+    """The process runs and answers; nothing else is checked."""
+    return JSONResponse({"status": "ok", "version": __version__}, headers=NO_STORE)
 
 
-@router.get(
+@router.call(
+    "GET",
     "/readyz",
-    response_class=JSONResponse,
-    responses={
-        200: {"description": "database and blob store work; a full store still serves hits"},
-        **refusals(ErrorCode.UNAVAILABLE),
+    needs=ANYBODY,
+    answers={
+        200: {
+            "description": "database and blob store work; a full store still serves hits",
+            "content": {"application/json": {"schema": {}}},
+        }
     },
+    refuses=[ErrorCode.UNAVAILABLE],
 )
-async def get_readiness(request: Request) -> Response:
+async def get_readiness(call: Call) -> Response:
     """Uses the database and the blob store once, and says which of them failed."""
-    context: ProcessContext = request.app.state.context
-    readiness = await context.health.check()
+    readiness = await call.context.health.check()
     if not readiness.is_ready:
         raise ServerError(
             ErrorCode.UNAVAILABLE,
             f"not ready: database {readiness.database}, blob store {readiness.blob_store}",
         )
-    return JSONResponse({"status": "ready", **readiness._asdict()}, headers=_NO_STORE)
+    return JSONResponse({"status": "ready", **readiness._asdict()}, headers=NO_STORE)
 
 
-@router.get(
-    API_PREFIX + "/stats",
-    response_class=Response,
-    responses={
-        200: {"model": ServerStats},
-        **refusals(
-            ErrorCode.UNAUTHENTICATED, ErrorCode.UNSUPPORTED_PROTOCOL, ErrorCode.UNAVAILABLE
-        ),
-    },
-)
-async def get_stats(request: Request) -> Response:
-    """What was stored, served and saved, by namespace, of those that the caller may read."""
-    principal = await authenticated(request)
-    context: ProcessContext = request.app.state.context
-    stats = await context.statistics.read()
+@router.call("GET", API_PREFIX + "/stats", needs=KNOWN, answers={200: {"model": ServerStats}})
+async def get_stats(call: Call) -> Response:
+    """What was stored, served and saved, for each namespace that the caller may read.
+
+    The totals of the whole server are 0 for a caller without a grant on the pattern `*`.
+    """
+    stats = await call.context.statistics.read()
     readable = []
     for usage in stats.namespaces:
         where = Namespace(usage.namespace)
-        if principal.may_read(where, await context.policies.of(where)):
+        if call.principal.may_read(where, await call.context.policies.of(where)):
             readable.append(usage)
-    stats = stats.model_copy(update={"namespaces": tuple(readable)})
-    return Response(stats.model_dump_json(), headers=_NO_STORE, media_type="application/json")
+    totals = {} if call.principal.may_see_totals else _NO_TOTALS
+    return json_answer(stats.model_copy(update={"namespaces": tuple(readable), **totals}))

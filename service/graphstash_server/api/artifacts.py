@@ -1,9 +1,9 @@
 """GET, HEAD, PUT and DELETE of an artifact, and the lookup of many."""
 
 from collections.abc import AsyncIterator
-from typing import Any, Final
+from typing import Final
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from pydantic_core import to_json
 
 from graphstash_schema import (
@@ -25,64 +25,56 @@ from graphstash_schema.protocol import (
     HEADER_METADATA,
     MAX_LOOKUP_KEYS,
 )
-from graphstash_server.api.access import access_refusals, actor_of, authorized
 from graphstash_server.api.blobs import BlobResponse, accelerated_path
-from graphstash_server.api.bodies import body_chunks, check_key_count, json_body, read_model
-from graphstash_server.api.conditions import lists_etag, requested_range
-from graphstash_server.api.paths import (
-    IN_KEY,
-    IN_NAMESPACE,
+from graphstash_server.api.bodies import body_chunks, read_model
+from graphstash_server.api.calls import (
+    BYTES,
     KEY,
+    Calls,
+    NamespaceCall,
+    in_namespace,
+    json_answer,
     key_of,
-    named_namespace,
-    namespace_of,
 )
-from graphstash_server.api.redirects import redirect, takes_link
-from graphstash_server.context import ProcessContext
+from graphstash_server.api.conditions import lists_etag, requested_range
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
-from graphstash_server.services.artifacts import StoredArtifact
-from graphstash_server.services.commits import Upload
+from graphstash_server.services.artifacts.service import StoredArtifact
+from graphstash_server.services.artifacts.uploads import Upload
 
 __all__ = ["router"]
 
-router = APIRouter(prefix=API_PREFIX, tags=["artifacts"])
+router = Calls(prefix=API_PREFIX, tags=["artifacts"])
 
 _PATH: Final = "/{namespace}/artifacts/" + KEY
-_LOOKUP_PATH: Final = "/{namespace}/artifacts:lookup"
-_VERIFY_PATH: Final = "/{namespace}/artifacts:verify"
-_BAD_WORD: Final = (
-    ErrorCode.INVALID_NAMESPACE,
-    ErrorCode.INVALID_KIND,
-    ErrorCode.INVALID_DEVICE_TYPE,
-    ErrorCode.INVALID_FINGERPRINT,
-    ErrorCode.UNSUPPORTED_PROTOCOL,
-)
-_BYTES: Final[dict[str, Any]] = {"content": {"application/octet-stream": {}}}
 
 
-@router.get(
+def _absent_there(request: Request) -> ServerError:
+    """The answer for an artifact that the caller may not read: as if it did not exist."""
+    return _absent(key_of(request))
+
+
+@router.call(
+    "GET",
     _PATH,
-    response_class=Response,
-    responses={
-        200: {"description": "the whole blob", **_BYTES},
-        206: {"description": "the range that was asked for", **_BYTES},
+    needs=in_namespace(Scope.READ, absent=_absent_there),
+    answers={
+        200: {"description": "the whole blob", **BYTES},
+        206: {"description": "the range that was asked for", **BYTES},
         304: {"description": "the caller has it: If-None-Match names its ETag"},
         307: {"description": f"the blob lies at Location; only with {HEADER_ACCEPT_REDIRECT}: 1"},
-        **access_refusals(*_BAD_WORD, ErrorCode.NOT_FOUND, ErrorCode.RANGE_NOT_SATISFIABLE),
     },
-    openapi_extra={"parameters": IN_KEY},
+    refuses=[ErrorCode.RANGE_NOT_SATISFIABLE],
 )
-async def get_artifact(request: Request) -> Response:
+async def get_artifact(call: NamespaceCall) -> Response:
     """Serves an artifact. Changes nothing but the usage counters."""
-    await authorized(request, named_namespace(request), Scope.READ, absent=_absent_there)
+    request, context, policy = call.request, call.context, call.policy
     key = key_of(request)
-    context: ProcessContext = request.app.state.context
-    policy = await context.policies.of(key.namespace)
-    if takes_link(request):
-        linked = await context.artifacts.link(key)
-        if linked is not None:
-            return redirect(context, *linked, headers=_headers(linked[0], None, policy))
+    if _takes_link(call) and (linked := await context.artifacts.link(key)) is not None:
+        row, url = linked
+        context.accounting.count_hit(key, saved_seconds=row.compile_seconds)
+        sent = {**_headers(row, None, policy), "Location": url, "Cache-Control": "no-store"}
+        return Response(status_code=307, headers=sent)  # not to be cached: the link expires
     artifact = await context.artifacts.open(key)
     if artifact is None:
         context.accounting.count_miss(key)
@@ -121,26 +113,22 @@ async def get_artifact(request: Request) -> Response:
     )
 
 
-@router.head(
+@router.call(
+    "HEAD",
     _PATH,
-    response_class=Response,
-    responses={
+    needs=in_namespace(Scope.READ, absent=_absent_there),
+    answers={
         200: {"description": "the headers of a GET, and how often it was served"},
         304: {"description": "the caller has it: If-None-Match names its ETag"},
-        **access_refusals(*_BAD_WORD, ErrorCode.NOT_FOUND),
     },
-    openapi_extra={"parameters": IN_KEY},
 )
-async def head_artifact(request: Request) -> Response:
+async def head_artifact(call: NamespaceCall) -> Response:
     """Describes an artifact; counts neither as a hit nor as a miss."""
-    await authorized(request, named_namespace(request), Scope.READ, absent=_absent_there)
-    key = key_of(request)
-    context: ProcessContext = request.app.state.context
-    policy = await context.policies.of(key.namespace)
-    row = await context.artifacts.find(key)
+    key, policy = key_of(call.request), call.policy
+    row = await call.context.artifacts.find(key)
     if row is None:
         raise _absent(key)
-    if lists_etag(request.headers.get("if-none-match"), row.digest.etag):
+    if lists_etag(call.request.headers.get("if-none-match"), row.digest.etag):
         return Response(status_code=304, headers=_unchanged(row, policy))
     headers = _headers(row, None, policy)
     headers["Content-Length"] = str(row.digest.size_bytes)
@@ -148,44 +136,35 @@ async def head_artifact(request: Request) -> Response:
     return Response(status_code=200, headers=headers)
 
 
-@router.put(
+@router.call(
+    "PUT",
     _PATH,
-    response_class=Response,
-    status_code=201,
-    responses={
+    needs=in_namespace(Scope.WRITE, absent=_absent_there),
+    takes_bytes=True,
+    answers={
         200: {"description": "the same bytes were there already"},
         201: {"description": "stored, durably, in place of others where the policy allows it"},
-        **access_refusals(
-            *_BAD_WORD,
-            ErrorCode.DIGEST_REQUIRED,
-            ErrorCode.INVALID_DIGEST,
-            ErrorCode.INVALID_METADATA,
-            ErrorCode.DIGEST_MISMATCH,
-            ErrorCode.LENGTH_MISMATCH,
-            ErrorCode.UPLOAD_TIMEOUT,
-            ErrorCode.READ_ONLY,
-            ErrorCode.CONFLICT,
-            ErrorCode.WITHHELD,
-            ErrorCode.LENGTH_REQUIRED,
-            ErrorCode.PRECONDITION_FAILED,
-            ErrorCode.TOO_LARGE,
-            ErrorCode.HEADERS_TOO_LARGE,
-            ErrorCode.UNAVAILABLE,
-            ErrorCode.INSUFFICIENT_STORAGE,
-        ),
     },
-    openapi_extra={"parameters": IN_KEY, "requestBody": {"required": True, **_BYTES}},
+    refuses=[
+        ErrorCode.DIGEST_REQUIRED,
+        ErrorCode.INVALID_DIGEST,
+        ErrorCode.INVALID_METADATA,
+        ErrorCode.DIGEST_MISMATCH,
+        ErrorCode.READ_ONLY,
+        ErrorCode.CONFLICT,
+        ErrorCode.WITHHELD,
+        ErrorCode.LENGTH_REQUIRED,
+        ErrorCode.PRECONDITION_FAILED,
+        ErrorCode.HEADERS_TOO_LARGE,
+        ErrorCode.INSUFFICIENT_STORAGE,
+    ],
 )
-async def put_artifact(request: Request) -> Response:
+async def put_artifact(call: NamespaceCall) -> Response:
     """Stores an artifact. Everything is checked before the body is read."""
-    principal = await authorized(
-        request, named_namespace(request), Scope.WRITE, absent=_absent_there
-    )
+    request = call.request
     key = key_of(request)
-    context: ProcessContext = request.app.state.context
     size_bytes = _announced_size(request)
-    policy = await context.policies.of(key.namespace)
-    context.uploads.check(key.namespace, size_bytes, policy=policy)
+    call.context.uploads.check(key.namespace, size_bytes, policy=call.policy)
     header = request.headers.get(HEADER_METADATA, "")
     metadata = ArtifactMetadata.from_header(header) if header else None
     upload = Upload(
@@ -195,10 +174,10 @@ async def put_artifact(request: Request) -> Response:
         compile_seconds=metadata.compile_seconds if metadata else 0.0,
         toolchain=metadata.toolchain if metadata else "",
         only_if_absent=request.headers.get("if-none-match", "").strip() == "*",
-        actor=actor_of(request, principal),
-        policy=policy,
+        actor=call.actor,
+        policy=call.policy,
     )
-    is_new = await context.uploads.publish(upload, _body(request, upload))
+    is_new = await call.context.uploads.publish(upload, _body(call, upload))
     headers = {
         "Location": key.artifact_path,
         "ETag": upload.digest.etag,
@@ -209,54 +188,41 @@ async def put_artifact(request: Request) -> Response:
     return Response(status_code=201 if is_new else 200, headers=headers)
 
 
-@router.delete(
+@router.call(
+    "DELETE",
     _PATH,
-    response_class=Response,
-    status_code=204,
-    responses={
-        204: {"description": "gone"},
-        **access_refusals(*_BAD_WORD, ErrorCode.NOT_FOUND),
-    },
-    openapi_extra={"parameters": IN_KEY},
+    needs=in_namespace(Scope.ADMIN, absent=_absent_there),
+    answers={204: {"description": "gone"}},
 )
-async def delete_artifact(request: Request) -> Response:
+async def delete_artifact(call: NamespaceCall) -> Response:
     """Removes an artifact; a job that is reading it gets its bytes to the end."""
-    principal = await authorized(
-        request, named_namespace(request), Scope.ADMIN, absent=_absent_there
-    )
-    key = key_of(request)
-    context: ProcessContext = request.app.state.context
-    if not await context.artifacts.delete(key, actor=actor_of(request, principal)):
+    key = key_of(call.request)
+    if not await call.context.artifacts.delete(key, actor=call.actor):
         raise _absent(key)
     return Response(status_code=204)
 
 
-@router.post(
-    _LOOKUP_PATH,
-    response_class=Response,
-    responses={
-        200: {"model": LookupResponse},
-        **access_refusals(
-            ErrorCode.INVALID_NAMESPACE, ErrorCode.INVALID_REQUEST, ErrorCode.TOO_MANY_KEYS
-        ),
-    },
-    openapi_extra=json_body(LookupRequest, IN_NAMESPACE),
+@router.call(
+    "POST",
+    "/{namespace}/artifacts:lookup",
+    needs=in_namespace(Scope.READ),
+    body=LookupRequest,
+    answers={200: {"model": LookupResponse}},
+    refuses=[ErrorCode.TOO_MANY_KEYS],
 )
-async def lookup_artifacts(request: Request) -> Response:
-    """Tells which of many artifacts exist, and pins these for ten minutes."""
-    await authorized(request, named_namespace(request), Scope.READ)
-    where = namespace_of(request)
-    context: ProcessContext = request.app.state.context
+async def lookup_artifacts(call: NamespaceCall) -> Response:
+    """Says which of many artifacts exist, and protects these from eviction for ten minutes unless
+    an upload needs their room.
+    """
+    where = call.namespace
     wanted = await read_model(
-        request, LookupRequest, idle_seconds=context.settings.upload_idle_seconds
-    )
-    check_key_count(
-        len(wanted.keys),
-        most=MAX_LOOKUP_KEYS,
-        way_out=f"at most {MAX_LOOKUP_KEYS} are looked up at once: ask in several requests",
+        call,
+        LookupRequest,
+        max_keys=MAX_LOOKUP_KEYS,
+        way_out=f"the limit is {MAX_LOOKUP_KEYS} in one lookup: split the request",
     )
     asked = dict.fromkeys(StoredKey.of(where, key) for key in wanted.keys)
-    found = await context.artifacts.lookup(where, list(asked))
+    found = await call.context.artifacts.lookup(where, list(asked), caller=call.principal.name)
     reply = {  # a LookupResponse; building a thousand models of checked values takes longer
         "found": [
             {
@@ -272,56 +238,58 @@ async def lookup_artifacts(request: Request) -> Response:
     return Response(to_json(reply), media_type="application/json")
 
 
-@router.post(
-    _VERIFY_PATH,
-    response_class=Response,
-    responses={
-        200: {"model": VerifyResponse},
-        **access_refusals(
-            ErrorCode.INVALID_NAMESPACE,
-            ErrorCode.INVALID_REQUEST,
-            ErrorCode.INVALID_FINGERPRINT,
-            ErrorCode.INVALID_DEVICE_TYPE,
-            ErrorCode.INVALID_KIND,
-            ErrorCode.UNAVAILABLE,
-        ),
-    },
-    openapi_extra=json_body(ArtifactKey, IN_NAMESPACE),
+@router.call(
+    "POST",
+    "/{namespace}/artifacts:verify",
+    needs=in_namespace(Scope.READ),
+    body=ArtifactKey,
+    answers={200: {"model": VerifyResponse}},
+    refuses=[
+        ErrorCode.INVALID_FINGERPRINT,
+        ErrorCode.INVALID_DEVICE_TYPE,
+        ErrorCode.INVALID_KIND,
+    ],
 )
-async def verify_artifact(request: Request) -> Response:
+async def verify_artifact(call: NamespaceCall) -> Response:
     """Reads an artifact's blob again, and drops the artifact if it is damaged.
 
-    For a client that got other bytes than were announced: it cannot know who changed them.
+    For a client that received other bytes than were announced and cannot tell who changed them.
     """
-    await authorized(request, named_namespace(request), Scope.READ)
-    where = namespace_of(request)
-    context: ProcessContext = request.app.state.context
-    key = await read_model(request, ArtifactKey, idle_seconds=context.settings.upload_idle_seconds)
-    reply = await context.artifacts.verify(StoredKey.of(where, key))
-    return Response(
-        reply.model_dump_json(),
-        headers={"Cache-Control": "no-store"},
-        media_type="application/json",
+    key = await read_model(call, ArtifactKey)
+    reply = await call.context.artifacts.verify(StoredKey.of(call.namespace, key))
+    return json_answer(reply)
+
+
+def _takes_link(call: NamespaceCall) -> bool:
+    """Whether the client accepts a redirect to the blob store, and wants the whole blob."""
+    asked = call.request.headers
+    return (
+        call.context.settings.s3_redirect_bytes is not None
+        and asked.get(HEADER_ACCEPT_REDIRECT) == "1"
+        and "range" not in asked
+        and "if-none-match" not in asked
     )
 
 
-async def _body(request: Request, upload: Upload) -> AsyncIterator[bytes]:
-    """The bytes of an artifact. They may take hours: at their end, the rules that hold then count.
+async def _body(call: NamespaceCall, upload: Upload) -> AsyncIterator[bytes]:
+    """The bytes of an artifact. They may take hours, so the rules are checked again at their end.
 
     Raises:
-        ServerError: as `body_chunks` does; 403, 413 or 503 for what the rules let in no more.
+        ServerError: as `body_chunks` and `Call.reauthorize` do; 403, 413 or 503 when the rules have
+            changed and no longer allow the upload.
     """
-    context: ProcessContext = request.app.state.context
-    async for chunk in body_chunks(request, idle_seconds=context.settings.upload_idle_seconds):
+    context = call.context
+    idle_seconds = context.settings.upload_idle_seconds
+    async for chunk in body_chunks(call.request, idle_seconds=idle_seconds):
         yield chunk
+    await call.reauthorize()
     where = upload.key.namespace
     policy = await context.policies.of(where)
     context.uploads.check(where, upload.digest.size_bytes, policy=policy)
     if upload.replaces and not _changes(policy):
         raise ServerError(
             ErrorCode.UNAVAILABLE,
-            f"the namespace {where} became write-once meanwhile: nothing was stored, send the "
-            "artifact again",
+            f"the namespace {where} became write-once during the upload: nothing was stored, retry",
         )
 
 
@@ -339,8 +307,8 @@ def _announced_size(request: Request) -> int:
     if length is None:
         raise ServerError(
             ErrorCode.LENGTH_REQUIRED,
-            "Content-Length is missing: room is reserved before the body is read, so send the "
-            "size and no chunked transfer",
+            "Content-Length is missing: space is reserved before the body is read, so send the "
+            "size instead of a chunked body",
         )
     return int(length)
 
@@ -355,19 +323,14 @@ def _announced_digest(request: Request, size_bytes: int) -> Digest:
     return Digest.parse_repr_digest(text, size_bytes=size_bytes)
 
 
-def _absent_there(request: Request) -> ServerError:
-    """What is said of an artifact that may not be read: the same as of one that is not there."""
-    return _absent(key_of(request))
-
-
 def _absent(key: StoredKey) -> ServerError:
     return ServerError(
-        ErrorCode.NOT_FOUND, f"there is no artifact {key.key} in the namespace {key.namespace}"
+        ErrorCode.NOT_FOUND, f"there is no artifact {key.key} in namespace {key.namespace}"
     )
 
 
 def _changes(policy: NamespacePolicy) -> bool:
-    """Whether what is under a key may be another artifact tomorrow."""
+    """Whether an artifact may be replaced under its key."""
     return policy.mode is WriteMode.OVERWRITE
 
 
@@ -398,4 +361,4 @@ _CACHE_CONTROL: Final = {
     False: "private, max-age=31536000, immutable",
     True: "private, no-cache",
 }
-"""A year where what is under a key never changes; asked for every time where it may."""
+"""A year where the artifact of a key never changes; revalidated every time where it may."""

@@ -6,7 +6,7 @@ The bytes take the shortest of three ways that is open:
     pathsend   the ASGI server reads the file itself (extension `http.response.pathsend`)
     chunks     this process reads the store and sends piece by piece; always open
 
-Whichever it is, the decision what to answer was made before.
+The status is decided before, whichever way it is.
 """
 
 import asyncio
@@ -18,7 +18,8 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from graphstash_server.services.artifacts import OpenArtifact
+from graphstash_server.api.calls import until_gone
+from graphstash_server.services.artifacts.service import OpenArtifact
 
 __all__ = ["HEADER_ACCEL", "BlobResponse", "accelerated_path"]
 
@@ -29,15 +30,18 @@ _ACCEL_PREFIX: Final = "/_blobs/"
 """Where the proxy has the blob directory; not reachable from outside (`internal`)."""
 
 _OTHER_CONDITIONS: Final = ("if-match", "if-modified-since", "if-unmodified-since")
-"""Nothing here looks at them, and nginx would."""
+"""This server ignores them, and nginx would not."""
 
 _MADE_BY_THE_PROXY: Final = frozenset(
     {"Content-Range", "Accept-Ranges", "Cache-Control", "Content-Disposition"}
 )
-"""Made of the file, or copied by nginx onto whatever it answers, be it that the file is gone."""
+"""nginx derives them from the file, or would copy them onto any answer, even for a missing file."""
 
 _WATCHED_BYTES = 8 * 1024**2
-"""A longer body is given up when the caller hangs up; a shorter one is sent before that shows."""
+"""A longer body ends when the caller closes the connection; a shorter one is sent before that is
+noticed."""
+
+_EMPTY: Final = {"type": "http.response.body", "body": b"", "more_body": False}
 
 
 def accelerated_path(
@@ -45,19 +49,15 @@ def accelerated_path(
 ) -> str | None:
     """Where the reverse proxy finds the blob; None when this process has to send it.
 
-    The proxy applies the request's own range and conditions to the file. Where it would read them
-    in another way than this server did (several ranges, one that is out of form, an If-Range that
-    does not hold), the bytes are sent from here.
+    The proxy applies the request's own range and conditions to the file. Where it would read
+    them differently (several ranges, a malformed one, an If-Range that does not match), this server
+    sends the bytes.
 
-    The proxy's header is replaced by the proxy, so no client gets it past. A client that reaches
-    this server directly and sends it gets the headers of a hit with an empty body, which does not
-    fit the digest: it harms itself only. The path it sees is the digest that it sees anyway.
+    The proxy replaces the header, so no client can pass its own. A client that reaches this server
+    directly and sends it gets the headers of a hit with an empty body, which does not match the
+    digest: it harms only itself. The path contains nothing but the digest, which it gets anyway.
 
-    Args:
-        request: what was asked for.
-        file: the blob's local file, where there is one.
-        blob_dir: the directory that the proxy can read.
-        span: the range that this server serves; None for the whole.
+    `span` is the range that this server serves, or None for the whole blob.
     """
     asked = request.headers
     if file is None or HEADER_ACCEL not in asked or not file.is_relative_to(blob_dir):
@@ -87,10 +87,10 @@ class BlobResponse(Response):
 
         Args:
             artifact: what to send.
-            span: first byte and end (exclusive) of the range that was asked for; None for all.
+            span: first byte and end (exclusive) of the requested range; None for all.
             headers: all but Content-Length.
             accelerated: where the reverse proxy finds the file, see `accelerated_path`.
-            sent: told at the end how many bytes went out.
+            sent: called at the end with the number of bytes sent.
         """
         self._artifact = artifact
         self._start, self._stop = span or (0, artifact.reader.size_bytes)
@@ -107,6 +107,9 @@ class BlobResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends headers and bytes."""
+        reader = self._artifact.reader
+        size_bytes = self._stop - self._start
+        can_send_files = "http.response.pathsend" in scope.get("extensions", {})
         try:
             await send(
                 {
@@ -116,60 +119,31 @@ class BlobResponse(Response):
                 }
             )
             if self._accelerated is not None:
-                await self._send_nothing(send)
-            elif (path := self._sendable(scope)) is not None:
-                await self._send_path(path, send)
+                await send(_EMPTY)
+            elif can_send_files and reader.path is not None and size_bytes == reader.size_bytes:
+                await send({"type": "http.response.pathsend", "path": str(reader.path)})
             else:
                 await self._send_chunks(receive, send)
+                return
+            self._sent(size_bytes)
         finally:
-            await self._artifact.reader.close()
-
-    async def _send_nothing(self, send: Send) -> None:
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-        self._sent(self._stop - self._start)
-
-    def _sendable(self, scope: Scope) -> Path | None:
-        """The file, where all of it is asked for and the ASGI server can send one."""
-        reader = self._artifact.reader
-        is_whole = self._stop - self._start == reader.size_bytes
-        can_send = "http.response.pathsend" in scope.get("extensions", {})
-        return reader.path if is_whole and can_send else None
-
-    async def _send_path(self, path: Path, send: Send) -> None:
-        await send({"type": "http.response.pathsend", "path": str(path)})
-        self._sent(self._stop - self._start)
+            await reader.close()
 
     async def _send_chunks(self, receive: Receive, send: Send) -> None:
-        if self._stop - self._start <= _WATCHED_BYTES:
-            await self._send_each(send, gone=None)
-            return
-        gone = asyncio.create_task(_until_gone(receive))
-        try:
-            await self._send_each(send, gone=gone)
-        finally:
-            gone.cancel()
-
-    async def _send_each(self, send: Send, *, gone: "asyncio.Task[None] | None") -> None:
         sent_bytes = 0
         total_bytes = self._stop - self._start
+        is_watched = total_bytes > _WATCHED_BYTES
+        gone = asyncio.create_task(until_gone(receive)) if is_watched else None
         try:
             async for chunk in self._artifact.reader.chunks(self._start, self._stop):
                 if gone is not None and gone.done():
                     return
-                await send(
-                    {
-                        "type": "http.response.body",
-                        "body": chunk,
-                        "more_body": sent_bytes + len(chunk) < total_bytes,
-                    }
-                )
+                more = sent_bytes + len(chunk) < total_bytes
+                await send({"type": "http.response.body", "body": chunk, "more_body": more})
                 sent_bytes += len(chunk)
             if not total_bytes:
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+                await send(_EMPTY)
         finally:
+            if gone is not None:
+                gone.cancel()
             self._sent(sent_bytes)
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -1,69 +1,42 @@
-"""Request bodies: streamed or bounded, and never waited for without end."""
+"""Request bodies: streamed or bounded, and read with a time limit."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
+from typing import TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
 from graphstash_schema import ErrorCode
+from graphstash_server.api.calls import Call
 from graphstash_server.api.problems import invalid_body
 from graphstash_server.errors import ServerError
 
-__all__ = [
-    "ask_again",
-    "ask_again_after",
-    "body_chunks",
-    "check_key_count",
-    "json_body",
-    "read_model",
-]
+__all__ = ["body_chunks", "read_model"]
 
 M = TypeVar("M", bound=BaseModel)
 
-_MAX_JSON_BYTES = 2 * 1024**2
-"""A manifest update of 4,096 keys has about 1.1 MB."""
+_MAX_JSON_BYTES = 32 * 1024
+"""Of a body that names no keys: a token with all its grants has about 13 KiB, in any spacing."""
+
+_MAX_KEY_BYTES = 512
+"""Of one key in JSON: the longest one has 300, and may be indented."""
 
 _MIN_BYTES_PER_SECOND = 8 * 1024
-"""Slowest body on average: what a telephone modem brought, far below any network that a cache is
-worth using on."""
-
-
-_ASK_AGAIN = "ask_again"
-
-
-def ask_again_after(request: Request, question: Callable[[Request], Awaitable[object]]) -> None:
-    """Notes what has still to be true when the body has come in, or a wait is over.
-
-    Args:
-        request: whose body or wait it is.
-        question: is given the request; raises when it is not true any more.
-    """
-    request.scope["state"][_ASK_AGAIN] = question
-
-
-async def ask_again(request: Request) -> None:
-    """Raises what the question of `ask_again_after` raises."""
-    question = request.scope["state"].get(_ASK_AGAIN)
-    if question is not None:
-        await question(request)
+"""Slowest body on average: the speed of a telephone modem, far below any network on which a cache
+is worth using."""
 
 
 async def body_chunks(request: Request, *, idle_seconds: float) -> AsyncIterator[bytes]:
-    """The body as it comes in.
+    """The body as it arrives.
 
-    Only the time that is spent waiting for the caller counts, not the time that its bytes take to
-    be stored.
-
-    Args:
-        request: whose body it is.
-        idle_seconds: the longest time without a byte, and the head start before the average rate
-            is looked at.
+    Only the time spent waiting for the caller counts, not the time that storing its bytes takes.
+    `idle_seconds` is the longest time without a byte, and the head start before the average rate
+    is checked.
 
     Raises:
-        ServerError: 408 when nothing came for too long, or too little altogether; 400 when the
-            caller hung up; at its end, whatever `ask_again` raises.
+        ServerError: 408 when nothing arrived for too long, or too little altogether; 400 when the
+            caller closed the connection.
     """
     now = asyncio.get_running_loop().time
     allowed_seconds = idle_seconds  # that may still be spent waiting; bytes earn more
@@ -80,67 +53,64 @@ async def body_chunks(request: Request, *, idle_seconds: float) -> AsyncIterator
             allowed_seconds += len(message["body"]) / _MIN_BYTES_PER_SECOND - (now() - began)
             yield message["body"]
         if not message.get("more_body", False):
-            await ask_again(request)
             return
 
 
 def _too_slow(idle_seconds: float, *, is_idle: bool) -> ServerError:
     came = (
-        f"no byte came for {idle_seconds:g} seconds"
+        f"no byte arrived for {idle_seconds:g} seconds"
         if is_idle
-        else f"less than {_MIN_BYTES_PER_SECOND} bytes a second came after {idle_seconds:g} seconds"
+        else f"fewer than {_MIN_BYTES_PER_SECOND} bytes/s arrived after {idle_seconds:g} seconds"
     )
     return ServerError(
         ErrorCode.UPLOAD_TIMEOUT,
-        f"{came}: nothing was stored, send it again or raise GRAPHSTASH_UPLOAD_IDLE_SECONDS on the "
-        "server",
+        f"{came}: nothing was stored, retry or raise GRAPHSTASH_UPLOAD_IDLE_SECONDS on the server",
         limit=idle_seconds,
     )
 
 
-async def read_model(request: Request, model: type[M], *, idle_seconds: float) -> M:
-    """Reads a JSON body of bounded size. An empty body is an empty object.
+async def read_model(
+    call: Call, model: type[M], *, max_keys: int | None = None, way_out: str = ""
+) -> M:
+    """Reads a JSON body of bounded size, then reauthorizes the call. An empty body is an empty
+    object.
+
+    The parser would build every value of a body, and every error in it, before it fails: that costs
+    a thousand times what reading it costs. So the values are counted first.
+
+    Args:
+        call: whose body is read.
+        model: what it must be.
+        max_keys: the most keys in it, where it is a list of keys.
+        way_out: says what the limit on keys is, and what to do instead.
 
     Raises:
-        ServerError: 413, 408 or 400.
+        ServerError: 413, 408 or 400; what `Call.reauthorize` raises.
     """
+    most_bytes = _MAX_JSON_BYTES if max_keys is None else max_keys * _MAX_KEY_BYTES
+    if int(call.request.headers.get("content-length", 0)) > most_bytes:
+        raise ServerError(
+            ErrorCode.TOO_LARGE,
+            f"the body is larger than {most_bytes} bytes, the limit of this call: send less",
+            limit=most_bytes,
+        )
     raw = bytearray()
-    async for chunk in body_chunks(request, idle_seconds=idle_seconds):
+    idle_seconds = call.context.settings.upload_idle_seconds
+    async for chunk in body_chunks(call.request, idle_seconds=idle_seconds):
         raw += chunk
-        if len(raw) > _MAX_JSON_BYTES:
-            raise ServerError(
-                ErrorCode.TOO_LARGE,
-                f"the body has more than {_MAX_JSON_BYTES} bytes: send fewer keys at a time",
-                limit=_MAX_JSON_BYTES,
-            )
+    await call.reauthorize()
+    if max_keys is not None and (count := _count_keys(raw)) > max_keys:
+        raise ServerError(ErrorCode.TOO_MANY_KEYS, f"{count} keys, {way_out}", limit=max_keys)
     try:
         return model.model_validate_json(bytes(raw) or b"{}")
     except ValidationError as error:
         raise invalid_body(error) from None
 
 
-def check_key_count(count: int, *, most: int, way_out: str) -> None:
-    """Refuses a body that names no keys, or too many.
+def _count_keys(raw: bytearray) -> int:
+    """How many keys a list of keys has; of any other JSON, as many as have so many values.
 
-    Args:
-        count: how many keys it names.
-        most: the limit.
-        way_out: what the limit is about, and what to do instead.
-
-    Raises:
-        ServerError: 400 or 413.
+    Every value but the first follows one of three characters. A body of n keys has 4n + 1 of them,
+    for each of its words allows none.
     """
-    if not count:
-        raise ServerError(ErrorCode.INVALID_REQUEST, f"no keys: expected 1 to {most}", limit=1)
-    if count > most:
-        raise ServerError(ErrorCode.TOO_MANY_KEYS, f"{count} keys, {way_out}", limit=most)
-
-
-def json_body(model: type[BaseModel], parameters: list[dict[str, Any]]) -> dict[str, Any]:
-    """How OpenAPI describes a call that reads its path and its body by itself."""
-    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema.pop("$defs", None)
-    return {
-        "parameters": parameters,
-        "requestBody": {"content": {"application/json": {"schema": schema}}},
-    }
+    return (sum(map(raw.count, (b",", b"{", b"["))) + 2) // 4

@@ -1,7 +1,7 @@
 """RequestFrame: the outermost frame of every request, in plain ASGI.
 
-It gives the request an id, refuses what no call could understand, puts the headers that all answers
-have on every one and turns an unforeseen failure into a sanitised one.
+It gives the request an id, refuses requests that no call could understand, adds the headers that
+all answers have, and turns an unexpected exception into an answer without internals.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from graphstash_schema.protocol import (
     HEADER_REQUEST_ID,
     PROTOCOL_VERSION,
 )
-from graphstash_server.api.problems import problem_response
+from graphstash_server.api.problems import logged_id, problem_response
 from graphstash_server.errors import ServerError
 
 __all__ = ["RequestFrame"]
@@ -75,17 +75,20 @@ def _request_ids() -> Callable[[], bytes]:
 class RequestFrame:
     """ASGI middleware; other scopes than HTTP pass through."""
 
-    def __init__(self, app: ASGIApp, *, new_request_id: Callable[[], bytes] | None = None) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._new_request_id = new_request_id or _request_ids()
+        self._new_request_id = _request_ids()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = self._request_id(scope)
-        scope.setdefault("state", {})["request_id"] = request_id.decode()
+        own_id = self._new_request_id()
+        request_id = _callers_request_id(scope) or own_id
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id.decode()
+        state["server_request_id"] = own_id.decode()
         own_headers = _own_headers(scope, request_id)
         is_started = False
 
@@ -104,30 +107,27 @@ class RequestFrame:
         try:
             await self._app(scope, receive, send_framed)
         except asyncio.CancelledError:
-            if not is_started:  # the server ends, and the request took longer than it may wait
-                ending = ServerError(
-                    ErrorCode.UNAVAILABLE, "the server is ending: nothing was done, ask again"
-                )
+            if not is_started:  # the server shuts down and does not wait any longer
+                ending = ServerError(ErrorCode.UNAVAILABLE, "the server is shutting down; retry")
                 await problem_response(request_id.decode(), ending)(scope, receive, send_framed)
             raise
         except Exception:
-            _LOGGER.exception(
-                "%s %s failed (%s)", scope["method"], scope["path"], request_id.decode()
-            )
+            _LOGGER.exception("%s %s failed (%s)", scope["method"], scope["path"], logged_id(state))
             if is_started:
-                raise  # the connection is cut: what was sent must not look complete
+                raise  # cuts the connection, so that what was sent does not look complete
             failure = ServerError(
                 ErrorCode.INTERNAL,
-                f"the server failed; its log has the reason under {request_id.decode()}",
+                f"the server failed; see its log for request {request_id.decode()}",
             )
             await problem_response(request_id.decode(), failure)(scope, receive, send_framed)
 
-    def _request_id(self, scope: Scope) -> bytes:
-        """The caller's id if it is well-formed, so that both logs say the same; else a new one."""
-        for name, value in scope["headers"]:
-            if name == _ID_NAME and _REQUEST_ID.fullmatch(value):
-                return bytes(value)
-        return self._new_request_id()
+
+def _callers_request_id(scope: Scope) -> bytes | None:
+    """The caller's id if it is well-formed: the answer has it, so that both logs do."""
+    for name, value in scope["headers"]:
+        if name == _ID_NAME and _REQUEST_ID.fullmatch(value):
+            return bytes(value)
+    return None
 
 
 def _own_headers(scope: Scope, request_id: bytes) -> list[tuple[bytes, bytes]]:
@@ -156,7 +156,7 @@ def _refusal(scope: Scope) -> ServerError | None:
     if size_bytes > _MAX_HEADER_BYTES:
         return ServerError(
             ErrorCode.HEADERS_TOO_LARGE,
-            f"the headers have {size_bytes} bytes and this server takes {_MAX_HEADER_BYTES}",
+            f"the headers have {size_bytes} bytes; the limit is {_MAX_HEADER_BYTES}",
             limit=_MAX_HEADER_BYTES,
         )
     return _target_refusal(scope) or _header_refusal(scope, watched, hosts=hosts)
@@ -169,13 +169,13 @@ def _target_refusal(scope: Scope) -> ServerError | None:
     if size_bytes > _MAX_TARGET_BYTES:
         return ServerError(
             ErrorCode.HEADERS_TOO_LARGE,
-            f"path and query have {size_bytes} bytes and this server takes {_MAX_TARGET_BYTES}",
+            f"path and query have {size_bytes} bytes; the limit is {_MAX_TARGET_BYTES}",
             limit=_MAX_TARGET_BYTES,
         )
     if b"%" in raw and raw.count(b"/") != scope["path"].count("/"):
         return ServerError(
             ErrorCode.NOT_FOUND,
-            "the path has a / that is written as %2F: no word of a path has one",
+            "the path contains an encoded slash (%2F), which is not allowed",
         )
     return None
 
@@ -194,15 +194,15 @@ def _header_refusal(scope: Scope, given: dict[bytes, bytes], *, hosts: int) -> S
     if b"origin" in given and scope["method"] not in _READING:
         return ServerError(
             ErrorCode.FORBIDDEN,
-            "a request with the header Origin comes from a page in a browser, which may change "
-            "nothing here: leave it out",
+            "requests with an Origin header come from a page in a browser, which may change "
+            "nothing on this server: remove the header",
         )
     spoken = given.get(_PROTOCOL_NAME, _PROTOCOL)
     if spoken.strip() != _PROTOCOL and scope["path"].startswith(_PREFIX):
         shown = spoken[:32].decode("latin-1")
         return ServerError(
             ErrorCode.UNSUPPORTED_PROTOCOL,
-            f"{HEADER_PROTOCOL}: {shown!r} is not spoken here, only version {PROTOCOL_VERSION}: "
-            "use a client and a server of matching releases",
+            f"{HEADER_PROTOCOL}: version {shown!r} is not supported; this server supports version "
+            f"{PROTOCOL_VERSION}. Use a client and a server of matching releases",
         )
     return None

@@ -3,32 +3,31 @@
 import asyncio
 from typing import Final
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from graphstash_schema import ErrorCode, LeaseOutcome, LeaseReply, LeaseRequest, LeaseState, Scope
 from graphstash_schema.protocol import API_PREFIX, HEADER_LEASE, MAX_WAIT_SECONDS
-from graphstash_server.api.access import access_refusals, authorized
-from graphstash_server.api.bodies import ask_again, json_body, read_model
+from graphstash_server.api.bodies import read_model
+from graphstash_server.api.calls import (
+    KEY,
+    NO_STORE,
+    Calls,
+    NamespaceCall,
+    in_namespace,
+    json_answer,
+    key_of,
+    until_gone,
+)
 from graphstash_server.api.conditions import requested_wait
-from graphstash_server.api.paths import IN_KEY, KEY, key_of, named_namespace
-from graphstash_server.context import ProcessContext
 from graphstash_server.errors import ServerError
-from graphstash_server.services.leases import Acquisition
-from graphstash_server.services.policies import check_writable
+from graphstash_server.services.jobs.leases import Acquisition
+from graphstash_server.services.namespaces import check_writable
 
 __all__ = ["router"]
 
-router = APIRouter(prefix=API_PREFIX, tags=["leases"])
+router = Calls(prefix=API_PREFIX, tags=["leases"])
 
 _PATH: Final = "/{namespace}/leases/" + KEY
-_BAD_WORD: Final = (
-    ErrorCode.INVALID_NAMESPACE,
-    ErrorCode.INVALID_KIND,
-    ErrorCode.INVALID_DEVICE_TYPE,
-    ErrorCode.INVALID_FINGERPRINT,
-    ErrorCode.INVALID_REQUEST,
-    ErrorCode.UNSUPPORTED_PROTOCOL,
-)
 _OUTCOME: Final = {
     "name": "outcome",
     "in": "query",
@@ -39,95 +38,82 @@ _SHOWN: Final = 40
 _STATUS: Final = {LeaseState.GRANTED: 201, LeaseState.READY: 200, LeaseState.HELD: 202}
 
 
-@router.post(
+@router.call(
+    "POST",
     _PATH,
-    response_class=Response,
-    status_code=201,
-    responses={
+    needs=in_namespace(Scope.WRITE),
+    body=LeaseRequest,
+    answers={
         200: {"model": LeaseReply, "description": "the artifact is there, fetch it"},
         201: {"model": LeaseReply, "description": "granted: compile"},
-        202: {"model": LeaseReply, "description": "somebody else compiles: ask again"},
-        **access_refusals(*_BAD_WORD, ErrorCode.READ_ONLY, ErrorCode.UNAVAILABLE),
+        202: {"model": LeaseReply, "description": "another job compiles: retry"},
     },
-    openapi_extra=json_body(LeaseRequest, IN_KEY),
+    refuses=[ErrorCode.READ_ONLY, ErrorCode.TOO_MANY_LEASES],
 )
-async def acquire_lease(request: Request) -> Response:
+async def acquire_lease(call: NamespaceCall) -> Response:
     """Asks for the right to compile; `Prefer: wait=<seconds>` waits for it or for the artifact.
 
-    Where nothing can be published nobody waits for others, one after the other: 403.
+    Where nothing can be published, jobs would only wait for each other in turn: 403.
     """
-    await authorized(request, named_namespace(request), Scope.WRITE)
+    request, leases = call.request, call.context.leases
     key = key_of(request)
-    context: ProcessContext = request.app.state.context
-    check_writable(key.namespace, await context.policies.of(key.namespace))
-    wanted = await read_model(
-        request, LeaseRequest, idle_seconds=context.settings.upload_idle_seconds
-    )
+    check_writable(key.namespace, call.policy)
+    wanted = await read_model(call, LeaseRequest)
     wait_seconds = requested_wait(request.headers.get("prefer"), at_most_seconds=MAX_WAIT_SECONDS)
-    gone = asyncio.create_task(_until_gone(request))
+    gone = asyncio.create_task(until_gone(request.receive))
     try:
-        reply = await context.leases.acquire(
-            Acquisition(key, wanted, wait_seconds or 0.0), gone=gone
-        )
+        acquisition = Acquisition(key, wanted, wait_seconds or 0.0, call.principal.name)
+        reply = await leases.acquire(acquisition, gone=gone)
     finally:
         gone.cancel()
     try:
-        await ask_again(request)
-    except ServerError:  # whoever may not have it must not keep others from it either
+        await call.reauthorize()
+    except ServerError:  # a caller who may not have the lease must not keep others from it
         if reply.token is not None:
-            await context.leases.release(key, token=reply.token)
+            await leases.release(key, token=reply.token)
         raise
-    headers = {}
+    headers = dict(NO_STORE)
     if wait_seconds is not None:
         headers["Preference-Applied"] = f"wait={wait_seconds:.0f}"
     if reply.state is LeaseState.HELD:
         headers["Retry-After"] = "1"
-    return _answer(reply, _STATUS[reply.state], headers)
+    return json_answer(reply, _STATUS[reply.state], headers=headers, exclude_none=True)
 
 
-@router.put(
+@router.call(
+    "PUT",
     _PATH,
-    response_class=Response,
-    responses={
-        200: {"model": LeaseReply, "description": "renewed"},
-        **access_refusals(*_BAD_WORD, ErrorCode.LEASE_LOST),
-    },
-    openapi_extra=json_body(LeaseRequest, IN_KEY),
+    needs=in_namespace(Scope.WRITE),
+    body=LeaseRequest,
+    answers={200: {"model": LeaseReply, "description": "renewed"}},
+    refuses=[ErrorCode.LEASE_LOST],
 )
-async def renew_lease(request: Request) -> Response:
-    """Keeps a lease for longer; 410 when somebody else may have it by now."""
-    await authorized(request, named_namespace(request), Scope.WRITE)
-    key = key_of(request)
-    context: ProcessContext = request.app.state.context
-    wanted = await read_model(
-        request, LeaseRequest, idle_seconds=context.settings.upload_idle_seconds
-    )
-    reply = await context.leases.renew(key, token=_token(request), request=wanted)
-    return _answer(reply, 200, {})
+async def renew_lease(call: NamespaceCall) -> Response:
+    """Extends a lease; 410 when another job may have it by now."""
+    key = key_of(call.request)
+    wanted = await read_model(call, LeaseRequest)
+    reply = await call.context.leases.renew(key, token=_token(call.request), request=wanted)
+    return json_answer(reply, exclude_none=True)
 
 
-@router.delete(
+@router.call(
+    "DELETE",
     _PATH,
-    response_class=Response,
-    status_code=204,
-    responses={
-        204: {"description": "ended"},
-        **access_refusals(*_BAD_WORD, ErrorCode.LEASE_LOST),
-    },
-    openapi_extra={"parameters": [*IN_KEY, _OUTCOME]},
+    needs=in_namespace(Scope.WRITE),
+    query=[_OUTCOME],
+    answers={204: {"description": "ended"}},
+    refuses=[ErrorCode.INVALID_REQUEST, ErrorCode.LEASE_LOST],
 )
-async def release_lease(request: Request) -> Response:
+async def release_lease(call: NamespaceCall) -> Response:
     """Ends a lease: after `published` the artifact is there, after `failed` a waiter compiles."""
-    await authorized(request, named_namespace(request), Scope.WRITE)
-    key = key_of(request)
-    _check_outcome(request)
-    context: ProcessContext = request.app.state.context
-    await context.leases.release(key, token=_token(request))
+    key = key_of(call.request)
+    _check_outcome(call.request)
+    await call.context.leases.release(key, token=_token(call.request))
     return Response(status_code=204)
 
 
 def _check_outcome(request: Request) -> None:
-    """It is checked and documented, no more: who waits looks for itself."""
+    """Protocol 1 requires it, but nothing depends on it: waiters look for themselves."""
     outcome = request.query_params.get("outcome")
     if outcome not in set(LeaseOutcome):
         raise ServerError(
@@ -144,17 +130,3 @@ def _token(request: Request) -> str:
             ErrorCode.INVALID_REQUEST, f"{HEADER_LEASE} is missing: send the token of the grant"
         )
     return token
-
-
-def _answer(reply: LeaseReply, status_code: int, headers: dict[str, str]) -> Response:
-    return Response(
-        reply.model_dump_json(exclude_none=True),
-        status_code=status_code,
-        headers={"Cache-Control": "no-store", **headers},
-        media_type="application/json",
-    )
-
-
-async def _until_gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

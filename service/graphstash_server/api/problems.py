@@ -2,11 +2,10 @@
 
 import logging
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match
@@ -61,8 +60,14 @@ def refusals(*codes: ErrorCode) -> dict[int | str, dict[str, Any]]:
 _PROBLEM_SCHEMA = "#/components/schemas/Problem"
 
 
-def invalid_body(error: ValidationError | RequestValidationError) -> ServerError:
+def invalid_body(error: ValidationError) -> ServerError:
     """Names the first thing that is wrong with a body or a parameter."""
+    if (count := error.error_count()) > _MAX_ERRORS:
+        return ServerError(
+            ErrorCode.INVALID_REQUEST,
+            f"{count} fields of the body are unknown, missing or not valid: see the call's schema "
+            "in /openapi.json",
+        )
     first = error.errors()[0]
     cause = first.get("ctx", {}).get("error")
     where = ".".join(str(step) for step in first["loc"]) or "body"
@@ -78,38 +83,36 @@ def invalid_body(error: ValidationError | RequestValidationError) -> ServerError
 
 _SHOWN = 120
 
+_MAX_ERRORS = 100
+"""Whoever makes more errors gets none of them by name: pydantic describes all of them or none."""
+
 _CHALLENGE = 'Bearer realm="graphstash"'
 
 _RETRY_SECONDS = "2"
-"""A database or a store that restarts needs about as long, and a job has better to do meanwhile."""
+"""A database or a store needs about as long to restart, and the job compiles meanwhile."""
+
+
+def logged_id(state: Mapping[str, Any]) -> str:
+    """A request in the log: the server's own id, and the caller's where there is one."""
+    own, answered = state["server_request_id"], state["request_id"]
+    return str(own) if own == answered else f"{own}, the caller's {answered}"
 
 
 def add_problem_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
-    """Registers one handler for every kind of failure but the unforeseen, which the frame has.
+    """Registers a handler for each kind of error; the frame handles unexpected ones.
 
-    Args:
-        app: where to register them.
-        routes: all calls; a 405 lists the methods of those on its path.
+    `routes` are all calls: a 405 lists the methods of those on its path.
     """
-    app.add_exception_handler(ServerError, _on_server_error)
-    app.add_exception_handler(InvalidValueError, _on_invalid_value)
-    app.add_exception_handler(RequestValidationError, _on_invalid_request)
+    app.add_exception_handler(ServerError, _on_error)
+    app.add_exception_handler(InvalidValueError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error(routes))
 
 
-async def _on_server_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ServerError)  # noqa: S101 - registered for it
+async def _on_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, InvalidValueError):
+        error = ServerError(error.code, str(error))
+    assert isinstance(error, ServerError)  # noqa: S101 - registered for both
     return _answer(request, error)
-
-
-async def _on_invalid_value(request: Request, error: Exception) -> Response:
-    assert isinstance(error, InvalidValueError)  # noqa: S101 - registered for it
-    return _answer(request, ServerError(error.code, str(error)))
-
-
-async def _on_invalid_request(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)  # noqa: S101 - registered for it
-    return _answer(request, invalid_body(error))
 
 
 def _on_http_error(
@@ -128,7 +131,7 @@ def _on_http_error(
             )
             return _answer(request, refusal, headers={"Allow": allowed})
         if error.status_code == STATUS[ErrorCode.NOT_FOUND]:
-            refusal = ServerError(ErrorCode.NOT_FOUND, f"there is no {path}: see /openapi.json")
+            refusal = ServerError(ErrorCode.NOT_FOUND, f"unknown path {path}; see /openapi.json")
             return _answer(request, refusal)
         return _answer(request, ServerError(ErrorCode.INVALID_REQUEST, str(error.detail)))
 
@@ -148,7 +151,7 @@ def _allowed_methods(request: Request, routes: Sequence[BaseRoute]) -> str:
 def _answer(
     request: Request, error: ServerError, *, headers: dict[str, str] | None = None
 ) -> Response:
-    """Closes the connection where the rest of the request would be taken for the next one."""
+    """Closes the connection where the rest of the body would be read as the next request."""
     headers = dict(headers or {})
     if error.retry_after_seconds is not None:
         headers["Retry-After"] = str(max(math.ceil(error.retry_after_seconds), 1))
@@ -163,6 +166,7 @@ def _answer(
         headers["WWW-Authenticate"] = _CHALLENGE
     if error.code is ErrorCode.RANGE_NOT_SATISFIABLE:
         headers["Content-Range"] = f"bytes */{error.limit:.0f}"
+    shown_id = logged_id(request.scope["state"])
     level = logging.ERROR if error.code is ErrorCode.INTERNAL else logging.DEBUG
-    _LOGGER.log(level, "%s %s: %s (%s)", request.method, request.url.path, error, request_id)
+    _LOGGER.log(level, "%s %s: %s (%s)", request.method, request.url.path, error, shown_id)
     return problem_response(request_id, error, headers=headers)

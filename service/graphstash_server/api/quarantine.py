@@ -2,8 +2,7 @@
 
 from typing import Final
 
-from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel
+from fastapi import Request, Response
 
 from graphstash_schema import (
     ArtifactKey,
@@ -15,111 +14,106 @@ from graphstash_schema import (
     WithheldList,
 )
 from graphstash_schema.protocol import ADMIN_PREFIX, API_PREFIX
-from graphstash_server.api.access import access_refusals, actor_of, administrator, authorized
-from graphstash_server.api.bodies import json_body, read_model
-from graphstash_server.api.paths import IN_NAMESPACE, named_namespace, namespace_of
-from graphstash_server.context import ProcessContext
+from graphstash_server.api.bodies import read_model
+from graphstash_server.api.calls import (
+    ADMINISTRATOR,
+    NO_STORE,
+    Call,
+    Calls,
+    NamespaceCall,
+    Right,
+    in_namespace,
+    json_answer,
+)
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
 
 __all__ = ["router"]
 
-router = APIRouter()
+router = Calls()
 
-_NO_STORE: Final = {"Cache-Control": "no-store"}
-_BAD_BODY: Final = (
-    ErrorCode.UNSUPPORTED_PROTOCOL,
-    ErrorCode.INVALID_NAMESPACE,
-    ErrorCode.INVALID_REQUEST,
+_REFUSALS: Final = (
     ErrorCode.INVALID_KIND,
     ErrorCode.INVALID_DEVICE_TYPE,
     ErrorCode.INVALID_FINGERPRINT,
-    ErrorCode.LENGTH_MISMATCH,
-    ErrorCode.UPLOAD_TIMEOUT,
-    ErrorCode.TOO_LARGE,
     ErrorCode.INSUFFICIENT_STORAGE,
 )
+_NAMESPACE: Final = {
+    "name": "namespace",
+    "in": "query",
+    "required": False,
+    "description": "only of this namespace, whose administrators may ask, too",
+    "schema": {"type": "string", "pattern": f"^{Namespace.form.pattern}$"},
+}
+_ADMIN_THERE: Final = in_namespace(
+    Scope.ADMIN, named=lambda request: request.query_params["namespace"]
+)
 
 
-@router.post(
+async def _admit_administrator(request: Request) -> Call:
+    """Admits administrators of the namespace in the query, or of the server without one."""
+    is_one = "namespace" in request.query_params
+    return await (_ADMIN_THERE if is_one else ADMINISTRATOR).admit(request)
+
+
+@router.call(
+    "POST",
     API_PREFIX + "/{namespace}/artifacts:report",
     tags=["artifacts"],
-    response_class=Response,
-    responses={200: {"model": ReportResponse}, **access_refusals(*_BAD_BODY)},
-    openapi_extra=json_body(ReportRequest, IN_NAMESPACE),
+    needs=in_namespace(Scope.READ),
+    body=ReportRequest,
+    answers={200: {"model": ReportResponse}},
+    refuses=_REFUSALS,
 )
-async def report_artifact(request: Request) -> Response:
-    """Says that an artifact is wrong: nobody gets it until an admin decides.
+async def report_artifact(call: NamespaceCall) -> Response:
+    """Reports an artifact as wrong: it may be withheld until an administrator decides.
 
-    Who may write is believed; the report of who may only read is counted and changes nothing.
+    The report of a caller who may write withholds the artifact if the server finds it wrong, too
+    (no envelope, or that of another key), or if another writer reported it before. That of an
+    administrator of the namespace always does; those of other callers are counted.
     """
-    principal = await authorized(request, named_namespace(request), Scope.READ)
-    where = namespace_of(request)
-    context: ProcessContext = request.app.state.context
-    report = await read_model(
-        request, ReportRequest, idle_seconds=context.settings.upload_idle_seconds
-    )
-    reply = await context.quarantine.report(
+    where = call.namespace
+    report = await read_model(call, ReportRequest)
+    policy = await call.context.policies.of(where)
+    reply = await call.context.quarantine.report(
         StoredKey.of(where, report.key),
         report,
-        actor=actor_of(request, principal),
-        may_withhold=principal.may_write(where, await context.policies.of(where)),
+        actor=call.actor,
+        may_withhold=call.principal.may(Scope.WRITE, where, policy),
+        may_decide=call.principal.may(Scope.ADMIN, where, policy),
     )
-    return _answer(reply)
+    return json_answer(reply)
 
 
-@router.post(
+@router.call(
+    "POST",
     API_PREFIX + "/{namespace}/artifacts:release",
     tags=["artifacts"],
-    response_class=Response,
-    status_code=204,
-    responses={204: {"description": "it is served again"}, **access_refusals(*_BAD_BODY)},
-    openapi_extra=json_body(ArtifactKey, IN_NAMESPACE),
+    needs=in_namespace(Scope.ADMIN),
+    body=ArtifactKey,
+    answers={204: {"description": "it is served again"}},
+    refuses=_REFUSALS,
 )
-async def release_artifact(request: Request) -> Response:
+async def release_artifact(call: NamespaceCall) -> Response:
     """Serves a withheld artifact again; 404 when it is not withheld. DELETE removes it instead."""
-    principal = await authorized(request, named_namespace(request), Scope.ADMIN)
-    where = namespace_of(request)
-    context: ProcessContext = request.app.state.context
-    key = await read_model(request, ArtifactKey, idle_seconds=context.settings.upload_idle_seconds)
-    wanted = StoredKey.of(where, key)
-    if not await context.quarantine.release(wanted, actor=actor_of(request, principal)):
+    key = await read_model(call, ArtifactKey)
+    wanted = StoredKey.of(call.namespace, key)
+    if not await call.context.quarantine.release(wanted, actor=call.actor):
         raise ServerError(
-            ErrorCode.NOT_FOUND, f"no artifact {key} is withheld in the namespace {where}"
+            ErrorCode.NOT_FOUND, f"artifact {key} is not withheld in namespace {call.namespace}"
         )
-    return Response(status_code=204, headers=_NO_STORE)
+    return Response(status_code=204, headers=NO_STORE)
 
 
-@router.get(
+@router.call(
+    "GET",
     ADMIN_PREFIX + "/quarantine",
     tags=["administration"],
-    response_class=Response,
-    responses={
-        200: {"model": WithheldList},
-        **access_refusals(ErrorCode.UNSUPPORTED_PROTOCOL, ErrorCode.INVALID_NAMESPACE),
-    },
-    openapi_extra={
-        "parameters": [
-            {
-                "name": "namespace",
-                "in": "query",
-                "required": False,
-                "description": "only of this one: for who administers it alone",
-                "schema": {"type": "string", "pattern": f"^{Namespace.form.pattern}$"},
-            }
-        ]
-    },
+    needs=Right(_admit_administrator, _ADMIN_THERE.refusals),
+    query=[_NAMESPACE],
+    answers={200: {"model": WithheldList}},
 )
-async def list_withheld(request: Request) -> Response:
+async def list_withheld(call: Call) -> Response:
     """Artifacts that are withheld, the newest report first; at most 1,000."""
-    context: ProcessContext = request.app.state.context
-    namespace = request.query_params.get("namespace")
-    if namespace is None:
-        await administrator(request)
-        return _answer(await context.quarantine.list_withheld())
-    await authorized(request, namespace, Scope.ADMIN)
-    return _answer(await context.quarantine.list_withheld(Namespace(namespace)))
-
-
-def _answer(model: BaseModel) -> Response:
-    return Response(model.model_dump_json(), headers=_NO_STORE, media_type="application/json")
+    where = call.namespace if isinstance(call, NamespaceCall) else None
+    return json_answer(await call.context.quarantine.list_withheld(where))

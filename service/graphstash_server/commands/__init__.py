@@ -1,5 +1,5 @@
-"""Commands for whoever runs a server: each reads the same settings as `graphstash serve` and works
-on the same database and store, while the servers run.
+"""Commands that administer a server: each reads the same settings as `graphstash serve` and works
+on the same database and store, also while servers run.
 
 Everything heavy is imported when a command runs: the client's command line loads these modules only
 to list them.

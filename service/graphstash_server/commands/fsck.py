@@ -1,12 +1,17 @@
 """`graphstash fsck`: checks that rows, blobs and counters agree."""
 
 import json
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from graphstash_server.commands.running import parse_age, run_with_services, size_of
+from graphstash_server.commands.running import (
+    JsonLines,
+    OrphanAge,
+    parse_age,
+    run_with_services,
+    size_of,
+)
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -24,24 +29,19 @@ def fsck(
         bool,
         typer.Option(
             "--repair",
-            help="Drop artifacts whose blob is lost or damaged, delete orphans, count anew.",
+            help="Drop artifacts whose blob is lost or damaged, delete orphans, recount.",
         ),
     ] = False,
     deep: Annotated[
         bool, typer.Option("--deep", help="Read every blob and compare its SHA-256.")
     ] = False,
-    orphans_older_than: Annotated[
-        str,
-        typer.Option(help="Age of a blob that no artifact has; a younger one may be an upload."),
-    ] = "1h",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object per line, for scripts.")
-    ] = False,
+    orphans_older_than: OrphanAge = "1h",
+    as_json: JsonLines = False,
 ) -> None:
     """Check that every artifact has its blob, and every blob an artifact.
 
-    Exit code 0: nothing found, or everything repaired; 1: something was found. Safe while servers
-    run.
+    Exits with 0 if nothing was found or everything was repaired, else with 1. It can run while
+    servers run.
     """
     age = parse_age(orphans_older_than)
     run_with_services(
@@ -73,13 +73,12 @@ async def _check(
         ):
             found += 1
             if is_json:
-                sys.stdout.write(json.dumps(finding._asdict()) + "\n")
+                typer.echo(json.dumps(finding._asdict()))
             else:
-                sys.stdout.write(
-                    f"{finding.problem:>10}  {size_of(finding.size_bytes):>9}  {finding.name}\n"
-                )
+                size = size_of(finding.size_bytes)
+                typer.echo(f"{finding.problem:>10}  {size:>9}  {finding.name}")
     if not is_json:
         done = " and repaired" if is_repair and found else ""
-        sys.stdout.write(f"{found} problems found{done}\n")
+        typer.echo(f"{found} problems found{done}")
     if found and not is_repair:
         raise SystemExit(_FOUND_SOMETHING)

@@ -1,4 +1,4 @@
-"""`graphstash migrate`: brings the database to this release's revision, as a step of its own."""
+"""`graphstash migrate`: upgrades the database as a separate step."""
 
 import asyncio
 from typing import Annotated
@@ -13,21 +13,22 @@ __all__ = ["migrate"]
 def migrate(
     *,
     check: Annotated[
-        bool, typer.Option("--check", help="Only say whether it is needed: exit code 1 if so.")
+        bool, typer.Option("--check", help="Only check whether it is needed: exit code 1 if so.")
     ] = False,
 ) -> None:
-    """Bring the database to this release's revision.
+    """Upgrade the database to the revision of this release.
 
     `graphstash serve` does it at the start unless GRAPHSTASH_AUTO_MIGRATE is false. Revisions only
-    add: servers of the release before go on afterwards; while it runs, they may have to wait.
+    add, so servers of the previous release keep working; they may have to wait while it runs.
     """
     settings = load()
     from graphstash_server.context import prepare_database
     from graphstash_server.db.migrate import find_revision, newest_revision
     from graphstash_server.errors import StartError
+    from graphstash_server.private_files import keep_private
 
     try:
-        settings.data_dir.mkdir(parents=True, exist_ok=True)
+        keep_private(settings)
         if check:
             asyncio.run(prepare_database(settings, is_migrating=False))
             typer.echo(f"the database is at revision {newest_revision()}: nothing to do")

@@ -8,13 +8,12 @@ import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from graphstash_schema import (
-    InvalidValueError,
     Namespace,
     NamespaceInfo,
     NamespacePolicy,
     WriteMode,
 )
-from graphstash_server.commands.running import fail, run_with_services, size_of
+from graphstash_server.commands.running import Json, fail, parse, run_with_services, size_of
 
 if TYPE_CHECKING:
     from graphstash_server.context import ProcessContext
@@ -22,19 +21,18 @@ if TYPE_CHECKING:
 __all__ = ["namespace"]
 
 namespace = typer.Typer(
-    help="Say who may write into a namespace, how much, and what stays as it is. Run it with the "
-    "settings of a server; the servers know within two seconds.",
+    help="Manage namespace policies: who may write, how much, and whether artifacts may be "
+    "replaced. Run it with the server's settings. Servers apply changes within two seconds.",
     no_args_is_help=True,
 )
 
 _NONE = "none"
 
 _Name = Annotated[str, typer.Argument(help="The namespace.")]
-_Json = Annotated[bool, typer.Option("--json", help="JSON, for scripts.")]
 
 
 @namespace.command("list")
-def list_(*, as_json: _Json = False) -> None:
+def list_(*, as_json: Json = False) -> None:
     """List the namespaces that have a policy of their own."""
 
     async def work(context: "ProcessContext") -> None:
@@ -44,14 +42,14 @@ def list_(*, as_json: _Json = False) -> None:
 
 
 @namespace.command()
-def show(name: _Name, *, as_json: _Json = False) -> None:
+def show(name: _Name, *, as_json: Json = False) -> None:
     """Show the policy of one namespace."""
-    where = _parse(name)
+    where = parse(Namespace, name)
 
     async def work(context: "ProcessContext") -> None:
         info = await context.policies.find(where)
         if info is None:
-            fail(f"the namespace {where} has no policy of its own: the defaults hold")
+            fail(f"the namespace {where} has no policy of its own: the defaults apply")
         _show([info], as_json=as_json)
 
     run_with_services(work)
@@ -64,30 +62,30 @@ def set_(
     mode: Annotated[
         WriteMode | None,
         typer.Option(
-            help="read_only: nothing is written. write_once: the first artifact of a key stays. "
-            "overwrite: the last one does."
+            help="read_only: write nothing. write_once: keep the first artifact of a key. "
+            "overwrite: keep the last one."
         ),
     ] = None,
     trusted: Annotated[
         bool | None,
-        typer.Option(help="Whether only a token whose grant names it without * may write here."),
+        typer.Option(help="Accept writes only from grants that name the namespace without *."),
     ] = None,
     anonymous_read: Annotated[
-        bool | None, typer.Option(help="Whether everybody may read without a token.")
+        bool | None, typer.Option(help="Allow reading without a token.")
     ] = None,
     limit: Annotated[
-        str | None, typer.Option(help="Most bytes of all its artifacts, e.g. 10GiB, or none.")
+        str | None, typer.Option(help="Limit for all that it stores, e.g. 10GiB, or none.")
     ] = None,
     max_artifact: Annotated[
-        str | None, typer.Option(help="Most bytes of one artifact, e.g. 1GiB, or none.")
+        str | None, typer.Option(help="Limit for one artifact, e.g. 1GiB, or none.")
     ] = None,
     requests_per_second: Annotated[
         str | None,
-        typer.Option(help="Most requests a second, of each server process, e.g. 100, or none."),
+        typer.Option(help="Limit of each server process, e.g. 100, or none."),
     ] = None,
 ) -> None:
-    """Change the policy of a namespace; what is not named stays as it is."""
-    where = _parse(name)
+    """Change the policy of a namespace; options that are not given keep their value."""
+    where = parse(Namespace, name)
     given: dict[str, Any] = {
         "mode": mode,
         "trusted": trusted,
@@ -102,7 +100,7 @@ def set_(
         if value is not None
     }
     if not changes:
-        fail("nothing to change: name at least one option, see --help", status=2)
+        fail("nothing to change: give at least one option, see --help", status=2)
 
     async def work(context: "ProcessContext") -> None:
         from graphstash_server.actor import Actor
@@ -121,24 +119,17 @@ def set_(
 
 @namespace.command()
 def remove(name: _Name) -> None:
-    """Take a namespace's policy away: the defaults hold. Its artifacts stay."""
-    where = _parse(name)
+    """Remove a policy, so that the defaults apply. Artifacts stay."""
+    where = parse(Namespace, name)
 
     async def work(context: "ProcessContext") -> None:
         from graphstash_server.actor import Actor
 
         if not await context.policies.remove(where, Actor.local()):
             fail(f"the namespace {where} has no policy of its own")
-        typer.echo(f"{where}: the defaults hold")
+        typer.echo(f"{where}: the defaults apply")
 
     run_with_services(work)
-
-
-def _parse(name: str) -> Namespace:
-    try:
-        return Namespace(name)
-    except InvalidValueError as error:
-        fail(str(error), status=2)
 
 
 def _bytes(text: str | None) -> int | str | None:
@@ -148,7 +139,7 @@ def _bytes(text: str | None) -> int | str | None:
     try:
         return int(TypeAdapter(ByteSize).validate_python(text))
     except ValidationError:
-        fail(f"{text!r} is no size: it takes bytes, or a number with MiB, GiB, ...", status=2)
+        fail(f"{text!r} is not a size: use bytes, or a number with MiB, GiB, ...", status=2)
 
 
 def _show(infos: Sequence[NamespaceInfo], *, as_json: bool) -> None:
@@ -164,11 +155,11 @@ def _described(policy: NamespacePolicy) -> str:
     if policy.trusted:
         words.append("trusted")
     if policy.anonymous_read:
-        words.append("everybody reads")
+        words.append("readable without a token")
     if policy.limit_bytes is not None:
         words.append(f"at most {size_of(policy.limit_bytes)}")
     if policy.max_artifact_bytes is not None:
         words.append(f"artifacts of at most {size_of(policy.max_artifact_bytes)}")
     if policy.requests_per_second is not None:
-        words.append(f"{policy.requests_per_second:g} requests a second")
+        words.append(f"{policy.requests_per_second:g} requests per second")
     return ", ".join(words)

@@ -5,18 +5,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from graphstash_schema import InvalidValueError, ManifestName, Namespace
-from graphstash_server.commands.running import fail, parse_age, run_with_services
+from graphstash_schema import ManifestName, Namespace
+from graphstash_server.commands.running import fail, parse, parse_age, run_with_services
 
 if TYPE_CHECKING:
     from graphstash_server.context import ProcessContext
 
 __all__ = ["pin", "unpin"]
 
-_FOR_EVER = datetime(9999, 1, 1, tzinfo=UTC)
+_WITHOUT_END = datetime(9999, 1, 1, tzinfo=UTC)
 
 _Job = Annotated[str, typer.Argument(help="The job, as named by `graphstash run --job`.")]
-_Namespace = Annotated[str, typer.Option(help="Where the job's artifacts are.")]
+_Namespace = Annotated[str, typer.Option(help="Namespace of the job's artifacts.")]
 
 
 def pin(
@@ -24,37 +24,32 @@ def pin(
     *,
     namespace: _Namespace = "default",
     for_: Annotated[
-        str | None, typer.Option("--for", help="How long, e.g. 30d; for ever by default.")
+        str | None, typer.Option("--for", help="How long, e.g. 30d. Without end by default.")
     ] = None,
 ) -> None:
-    """Keep the artifacts of a job from eviction, whatever their value.
+    """Protect the artifacts of a job from eviction.
 
-    Pins what the job's manifest names now. Run it with the settings of a server.
+    Pins what the job's manifest lists now. Run it with the server's settings.
     """
-    until = _FOR_EVER if for_ is None else datetime.now(UTC) + parse_age(for_)
+    until = _WITHOUT_END if for_ is None else datetime.now(UTC) + parse_age(for_)
 
     async def work(context: "ProcessContext") -> None:
-        count = await context.pins.pin(*_names(namespace, job), until=until)
-        _say(count, job, "pinned for ever" if for_ is None else f"pinned for {for_}")
+        count = await context.pins.pin(
+            parse(Namespace, namespace), parse(ManifestName, job), until=until
+        )
+        _say(count, job, "pinned without end" if for_ is None else f"pinned for {for_}")
 
     run_with_services(work)
 
 
 def unpin(job: _Job, *, namespace: _Namespace = "default") -> None:
-    """Let the artifacts of a job be evicted again."""
+    """Allow eviction of a job's artifacts again."""
 
     async def work(context: "ProcessContext") -> None:
-        count = await context.pins.unpin(*_names(namespace, job))
-        _say(count, job, "not pinned any more")
+        count = await context.pins.unpin(parse(Namespace, namespace), parse(ManifestName, job))
+        _say(count, job, "no longer pinned")
 
     run_with_services(work)
-
-
-def _names(namespace: str, job: str) -> tuple[Namespace, ManifestName]:
-    try:
-        return Namespace(namespace), ManifestName(job)
-    except InvalidValueError as error:
-        fail(str(error), status=2)
 
 
 def _say(count: int, job: str, what: str) -> None:

@@ -1,11 +1,18 @@
-"""`graphstash quarantine list|release|delete`: decides about artifacts that were reported."""
+"""`graphstash quarantine list|release|delete`: reviews artifacts that were reported as wrong."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from graphstash_schema import InvalidValueError, Namespace
-from graphstash_server.commands.running import fail, run_with_services, size_of
+from graphstash_server.commands.running import (
+    Json,
+    NamespaceFilter,
+    fail,
+    parse,
+    run_with_services,
+    size_of,
+)
 from graphstash_server.keys import StoredKey
 
 if TYPE_CHECKING:
@@ -14,8 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["quarantine"]
 
 quarantine = typer.Typer(
-    help="Decide about artifacts that a client reported as wrong: they are withheld until then. "
-    "Run it with the settings of a server.",
+    help="Review artifacts that were reported as wrong. They are withheld until you decide. Run it "
+    "with the server's settings.",
     no_args_is_help=True,
 )
 
@@ -24,7 +31,7 @@ _PARTS = 4
 _Artifact = Annotated[
     str,
     typer.Argument(
-        help="As `list` shows it: <namespace>/<kind>/<device type>/<fingerprint>.",
+        help="As shown by `list`: `<namespace>/<kind>/<device type>/<fingerprint>`.",
     ),
 ]
 
@@ -32,14 +39,11 @@ _Artifact = Annotated[
 @quarantine.command("list")
 def list_(
     *,
-    namespace: Annotated[str | None, typer.Option(help="Only of this namespace.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON, for scripts.")] = False,
+    namespace: NamespaceFilter = None,
+    as_json: Json = False,
 ) -> None:
-    """List what is withheld, the newest report first."""
-    try:
-        where = Namespace(namespace) if namespace is not None else None
-    except InvalidValueError as error:
-        fail(str(error), status=2)
+    """List withheld artifacts, newest report first."""
+    where = parse(Namespace, namespace) if namespace is not None else None
 
     async def work(context: "ProcessContext") -> None:
         withheld = await context.quarantine.list_withheld(where)
@@ -60,30 +64,25 @@ def list_(
 
 @quarantine.command()
 def release(artifact: _Artifact) -> None:
-    """Serve an artifact again: the report was wrong."""
-    key = _parse(artifact)
-
-    async def work(context: "ProcessContext") -> None:
-        from graphstash_server.actor import Actor
-
-        if not await context.quarantine.release(key, actor=Actor.local()):
-            _refuse(artifact)
-        typer.echo(f"{artifact} is served again")
-
-    run_with_services(work)
+    """Serve an artifact again, because the report was wrong."""
+    _decide(artifact, "release", "served again")
 
 
 @quarantine.command()
 def delete(artifact: _Artifact) -> None:
-    """Delete an artifact: the next job that needs it compiles it anew."""
+    """Delete an artifact: the next job that needs it compiles it again."""
+    _decide(artifact, "delete", "deleted")
+
+
+def _decide(artifact: str, method: Literal["release", "delete"], done: str) -> None:
     key = _parse(artifact)
 
     async def work(context: "ProcessContext") -> None:
         from graphstash_server.actor import Actor
 
-        if not await context.quarantine.delete(key, actor=Actor.local()):
-            _refuse(artifact)
-        typer.echo(f"{artifact} is deleted")
+        if not await getattr(context.quarantine, method)(key, actor=Actor.local()):
+            fail(f"{artifact} is not withheld: see `graphstash quarantine list`")
+        typer.echo(f"{artifact} is {done}")
 
     run_with_services(work)
 
@@ -92,7 +91,7 @@ def _parse(text: str) -> StoredKey:
     parts = text.split("/")
     if len(parts) != _PARTS:
         fail(
-            f"{text!r} is no artifact: it takes <namespace>/<kind>/<device type>/<fingerprint>",
+            f"{text!r} is not an artifact: use <namespace>/<kind>/<device type>/<fingerprint>",
             status=2,
         )
     try:
@@ -101,7 +100,3 @@ def _parse(text: str) -> StoredKey:
         )
     except InvalidValueError as error:
         fail(str(error), status=2)
-
-
-def _refuse(artifact: str) -> None:
-    fail(f"{artifact} is not withheld: see `graphstash quarantine list`")

@@ -1,17 +1,47 @@
-"""How every command starts and fails."""
+"""What the commands share: how they start, print and fail, and options that several have."""
 
 import asyncio
-import logging
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
+
+import typer
+
+from graphstash_schema import InvalidValueError, Word
+from graphstash_server.logs import printable, set_up_logging
 
 if TYPE_CHECKING:
     from graphstash_server.context import ProcessContext
     from graphstash_server.settings import Settings
 
-__all__ = ["fail", "load", "parse_age", "run_with_services", "size_of"]
+__all__ = [
+    "Json",
+    "JsonLines",
+    "NamespaceFilter",
+    "OrphanAge",
+    "fail",
+    "load",
+    "parse",
+    "parse_age",
+    "print_table",
+    "run_with_services",
+    "size_of",
+]
+
+W = TypeVar("W", bound=Word)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+JsonLines = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object per line, for scripts.")
+]
+NamespaceFilter = Annotated[str | None, typer.Option(help="Only this namespace.")]
+OrphanAge = Annotated[
+    str,
+    typer.Option(
+        help="Minimum age of orphaned blobs to report; younger ones may belong to an upload."
+    ),
+]
 
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
@@ -19,38 +49,38 @@ _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks
 def run_with_services(work: "Callable[[ProcessContext], Awaitable[None]]") -> None:
     """Opens database and store as the environment says, and does the work.
 
-    Whatever goes wrong is one line on stderr: exit code 2 for a bad setting, 1 for the rest.
+    An error is one line on stderr; the exit code is 2 for a bad setting and 1 for anything else.
     """
     settings = load()
     from graphstash_server.clock import system_clock
     from graphstash_server.context import open_services, prepare_database
     from graphstash_server.errors import ServerError, StartError
+    from graphstash_server.private_files import keep_private
 
     if not settings.data_dir.is_dir():
         fail(
             f"there is no data directory {settings.data_dir}: set GRAPHSTASH_DATA_DIR as for the "
             "server"
         )
+    keep_private(settings)
 
     async def main() -> None:
         await prepare_database(settings, is_migrating=False)
-        # Past the tier, which keeps what jobs need and not what is looked at once.
+        # Without the disk tier, which is for what jobs need and not for a single check.
         durable = settings.model_copy(update={"tier_limit_bytes": 0})
         async with open_services(durable, blob_store=None, clock=system_clock) as context:
             await work(context)
 
     try:
         asyncio.run(main())
-    except StartError as error:
-        fail(str(error))
     except ServerError as error:
         fail(error.detail)
-    except OSError as error:
+    except (StartError, OSError) as error:
         fail(str(error))
 
 
 def load() -> "Settings":
-    """The settings of a server, as the environment says; ends the process when it cannot."""
+    """Reads the server's settings from the environment; exits when they cannot be used."""
     try:
         from graphstash_server import context  # noqa: F401 - everything that a server needs
         from graphstash_server.errors import StartError
@@ -60,7 +90,7 @@ def load() -> "Settings":
             f"this needs the server's packages ({error.name} is missing): "
             "pip install 'graphstash[server]'"
         )
-    logging.basicConfig(level="WARNING", format="%(levelname)s %(name)s: %(message)s")
+    set_up_logging("WARNING", form="%(levelname)s %(name)s: %(message)s")
     try:
         return load_settings()
     except StartError as error:
@@ -68,18 +98,37 @@ def load() -> "Settings":
 
 
 def parse_age(text: str) -> timedelta:
-    """Reads `90d`, `12h`, `30m`, `45s` or `2w`.
-
-    Ends the process for anything else.
-    """
+    """Reads `90d`, `12h`, `30m`, `45s` or `2w`; exits for anything else."""
     number, unit = text[:-1], text[-1:]
     if unit not in _UNITS or not number.replace(".", "", 1).isdigit():
-        fail(f"{text!r} is no age: it takes a number with s, m, h, d or w, e.g. 90d", status=2)
+        fail(f"{text!r} is not an age: use a number with s, m, h, d or w, e.g. 90d", status=2)
     return timedelta(**{_UNITS[unit]: float(number)})
 
 
+def parse(kind: type[W], text: str) -> W:
+    """Checks a word of the command line; exits when it is malformed."""
+    try:
+        return kind(text)
+    except InvalidValueError as error:
+        fail(str(error), status=2)
+
+
+def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Prints texts as a table; cells wrap, so that a narrow terminal loses nothing."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table()
+    for heading in headings:
+        table.add_column(heading, overflow="fold", no_wrap=heading == "id")
+    for row in rows:
+        table.add_row(*(escape(printable(cell)) for cell in row))
+    Console().print(table)
+
+
 def size_of(size_bytes: float) -> str:
-    """For people."""
+    """A size in the largest fitting unit, for people."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size_bytes < 1024:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
@@ -88,6 +137,6 @@ def size_of(size_bytes: float) -> str:
 
 
 def fail(message: str, *, status: int = 1) -> NoReturn:
-    """Says why, and ends the process."""
+    """Prints the reason, and exits."""
     print(f"graphstash: {message}", file=sys.stderr)  # noqa: T201
     raise SystemExit(status)

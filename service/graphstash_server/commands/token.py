@@ -1,6 +1,5 @@
-"""`graphstash token create|list|revoke`: who may use a server that asks for tokens."""
+"""`graphstash token create|list|revoke`: who may use a server that requires tokens."""
 
-import sys
 from collections.abc import Sequence
 from datetime import UTC, date, datetime, time
 from typing import TYPE_CHECKING, Annotated
@@ -9,7 +8,13 @@ import typer
 
 from graphstash_schema import Grant, InvalidValueError, TokenInfo, TokenRequest
 from graphstash_server.actor import Actor
-from graphstash_server.commands.running import fail, parse_age, run_with_services
+from graphstash_server.commands.running import (
+    Json,
+    fail,
+    parse_age,
+    print_table,
+    run_with_services,
+)
 
 if TYPE_CHECKING:
     from graphstash_server.context import ProcessContext
@@ -17,12 +22,10 @@ if TYPE_CHECKING:
 __all__ = ["token"]
 
 token = typer.Typer(
-    help="Make, list and revoke tokens. Run it with the settings of a server.",
+    help="Create, list and revoke tokens. Run it with the server's settings.",
     no_args_is_help=True,
     add_completion=False,
 )
-
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 
 @token.command()
@@ -31,21 +34,18 @@ def create(
     grant: Annotated[
         list[str],
         typer.Option(
-            help="What its bearer may do: read, write or admin, a colon, and a namespace or a "
-            "pattern, e.g. write:team-*. `admin:*` administers the server. May be repeated."
+            help="A grant, as `<scope>:<namespace or pattern>`, e.g. `write:team-*`; scope is "
+            "read, write or admin. `admin:*` administers the server. May be repeated."
         ),
     ],
-    description: Annotated[str, typer.Option(help="Who or what it is for.")],
+    description: Annotated[str, typer.Option(help="Purpose or owner of the token.")],
     expires: Annotated[
         str | None,
-        typer.Option(
-            help="After how long, e.g. 90d, or on which day (UTC), e.g. 2027-01-01; never by "
-            "default."
-        ),
+        typer.Option(help="Lifetime (90d) or date in UTC (2027-01-01). Never expires by default."),
     ] = None,
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> None:
-    """Make a token, and print it: it is not stored and cannot be shown again.
+    """Create a token and print it. It is not stored and cannot be shown again.
 
     TOKEN=$(graphstash token create --grant 'write:team-*' --description "the nightly job")
     """
@@ -56,22 +56,28 @@ def create(
         if as_json:
             typer.echo(issued.model_dump_json(indent=2))
             return
-        _explain(issued.info)
+        info = issued.info
+        expiry = f"expires {info.expires_at:%Y-%m-%d %H:%M} UTC" if info.expires_at else "no expiry"
+        typer.echo(
+            f"Created token {info.id} ({', '.join(map(str, info.grants))}; {expiry}). It is shown "
+            "only once; set it as GRAPHSTASH_TOKEN:",
+            err=True,
+        )
         typer.echo(issued.token)
 
     run_with_services(work)
 
 
 @token.command("list")
-def list_(*, as_json: _Json = False) -> None:
-    """List all tokens, newest first; without their secrets, which nobody has."""
+def list_(*, as_json: Json = False) -> None:
+    """List all tokens, newest first, without secrets."""
 
     async def work(context: "ProcessContext") -> None:
         listed = await context.tokens.list_all()
         if as_json:
             typer.echo(listed.model_dump_json(indent=2))
         else:
-            _print_table(listed.tokens)
+            _print(listed.tokens)
 
     run_with_services(work)
 
@@ -79,12 +85,12 @@ def list_(*, as_json: _Json = False) -> None:
 @token.command()
 def revoke(
     token_id: Annotated[
-        str, typer.Argument(metavar="ID", help="As `token list` shows it, or the token itself.")
+        str, typer.Argument(metavar="ID", help="As shown by `token list`, or the token itself.")
     ],
     *,
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> None:
-    """Revoke a token for good: within two seconds, no server takes it any more."""
+    """Revoke a token for good: every server refuses it within two seconds."""
     name = _id_of(token_id)
 
     async def work(context: "ProcessContext") -> None:
@@ -94,13 +100,13 @@ def revoke(
         if as_json:
             typer.echo(info.model_dump_json(indent=2))
         else:
-            typer.echo(f"the token {info.id} is revoked")
+            typer.echo(f"token {info.id} is revoked")
 
     run_with_services(work)
 
 
 def _id_of(text: str) -> str:
-    """The id in a token that somebody gave whole, so that the secret is not shown again."""
+    """The id in a token that was given whole, so that the secret is not printed."""
     prefix, _, rest = text.partition("_")
     return rest.partition("_")[0] if prefix == "gst" else text
 
@@ -125,49 +131,36 @@ def _expiry(text: str) -> datetime:
         try:
             return datetime.now(UTC) + parse_age(text)
         except OverflowError:
-            fail(f"--expires={text}: no calendar goes so far; leave it out for never", status=2)
+            fail(f"--expires={text}: is out of range; leave it out for no expiry", status=2)
     return datetime.combine(day, time(), tzinfo=UTC)
 
 
-def _explain(info: TokenInfo) -> None:
-    until = f"until {info.expires_at:%Y-%m-%d %H:%M} UTC" if info.expires_at else "for ever"
-    print(  # noqa: T201
-        f"token {info.id} may {', '.join(map(str, info.grants))} {until}; this is shown once, give "
-        "it to jobs as GRAPHSTASH_TOKEN:",
-        file=sys.stderr,
-    )
-
-
-def _print_table(tokens: Sequence[TokenInfo]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table()
-    table.add_column("id", no_wrap=True)
-    for heading in ("description", "grants", "made", "last used", "state"):
-        table.add_column(heading)
-    for info in tokens:
-        table.add_row(
-            info.id,
-            escape(info.description),
-            escape("\n".join(map(str, info.grants))),
-            f"{info.created_at:%Y-%m-%d} by {escape(info.created_by)}",
-            f"{info.last_used_at:%Y-%m-%d %H:%M}" if info.last_used_at else "never",
-            _state(info),
-        )
-    if tokens:
-        Console().print(table)
-    else:
+def _print(tokens: Sequence[TokenInfo]) -> None:
+    if not tokens:
         typer.echo(
-            "no tokens; make one: graphstash token create --grant 'admin:*' --description admin"
+            "no tokens; create one: graphstash token create --grant 'admin:*' --description admin"
         )
+        return
+    print_table(
+        ("id", "description", "grants", "created", "last used", "state"),
+        (
+            (
+                info.id,
+                info.description,
+                "\n".join(map(str, info.grants)),
+                f"{info.created_at:%Y-%m-%d} by {info.created_by}",
+                f"{info.last_used_at:%Y-%m-%d %H:%M}" if info.last_used_at else "never",
+                _state(info),
+            )
+            for info in tokens
+        ),
+    )
 
 
 def _state(info: TokenInfo) -> str:
     if info.revoked_at is not None:
         return f"revoked {info.revoked_at:%Y-%m-%d}"
     if info.expires_at is None:
-        return "good"
-    word = "good until" if info.expires_at > datetime.now(UTC) else "expired"
+        return "valid"
+    word = "valid until" if info.expires_at > datetime.now(UTC) else "expired"
     return f"{word} {info.expires_at:%Y-%m-%d}"

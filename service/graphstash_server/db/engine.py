@@ -42,18 +42,14 @@ _POSTGRES_SETTINGS = {
 
 
 class Database:
-    """Opened by whoever makes it, closed with `close`.
-
-    Attributes:
-        url: where it is.
-    """
+    """The connections of this process to its database, until `close`."""
 
     def __init__(self, url: str, *, connections: int = 5) -> None:
         """Prepares the pools; nothing connects yet.
 
         Args:
             url: an SQLAlchemy URL, `sqlite+aiosqlite:///...` or `postgresql+asyncpg://...`.
-            connections: most connections of this process to a PostgreSQL.
+            connections: maximum of connections of this process to PostgreSQL.
         """
         self.url = make_url(url)
         if self.is_postgresql:
@@ -110,9 +106,9 @@ class Database:
 
 
 def make_engine(url: URL, **pool: Any) -> AsyncEngine:
-    """An engine whose transactions are real ones.
+    """An engine with real transactions, also on SQLite.
 
-    Without arguments it keeps no connection and lets statements take their time.
+    Without arguments it keeps no connection, and statements have no timeout.
     """
     pool = pool or {"poolclass": NullPool}
     if url.get_backend_name() == "postgresql":
@@ -122,7 +118,7 @@ def make_engine(url: URL, **pool: Any) -> AsyncEngine:
             "command_timeout": _STATEMENT_SECONDS if is_pool else None,
             "server_settings": _POSTGRES_SETTINGS,
         }
-        # A connection is tried before it is used: a restarted database must not cost a request.
+        # A connection is tested before use: a restarted database must not fail a request.
         return create_async_engine(url, connect_args=arguments, pool_pre_ping=is_pool, **pool)
     engine = create_async_engine(url, **pool)
     event.listen(engine.sync_engine, "connect", _set_pragmas)
@@ -134,8 +130,8 @@ def make_engine(url: URL, **pool: Any) -> AsyncEngine:
 def _set_pragmas(connection: Any, _record: Any) -> None:
     """Prepares a new SQLite connection.
 
-    WAL lets readers go on while one writes. `synchronous=FULL` makes the commit wait for the disk:
-    with NORMAL an artifact whose upload was acknowledged could be forgotten by a power cut.
+    WAL lets readers continue while one writes. `synchronous=FULL` makes the commit wait for the
+    disk: with NORMAL a power cut could lose an artifact whose upload was acknowledged.
     """
     cursor = connection.cursor()
     cursor.execute(f"PRAGMA busy_timeout={_BUSY_MILLISECONDS}")
@@ -156,24 +152,24 @@ def _begin_immediate(connection: Connection) -> None:
 
 @contextmanager
 def _failures_named() -> Iterator[None]:
-    """Turns what the driver says into a refusal, and logs it."""
+    """Logs an error of the driver and turns it into a `ServerError`."""
     try:
         yield
     except PoolTimeoutError as error:
         raise ServerError(
-            ErrorCode.UNAVAILABLE, "the database is busy: ask again in a second"
+            ErrorCode.UNAVAILABLE, "the database is busy: retry in a second"
         ) from error
     except (IntegrityError, ProgrammingError, DataError) as error:
         if not _is_passing(error):
-            raise  # a fault of this program
+            raise  # a bug in this program
         raise _no_answer(error) from error
     except DBAPIError as error:
         if _is_full(error):
             raise NoSpaceError(
-                "the disk has no room for the database: nothing was stored; free some space"
+                "the disk of the database is full: nothing was stored; free some space"
             ) from error
         raise _no_answer(error) from error
-    except OSError as error:  # how asyncpg says that nobody listens, or that time is up
+    except OSError as error:  # asyncpg: connection refused, or a timeout
         raise _no_answer(error) from error
     except Exception as error:
         if type(error).__module__.startswith("asyncpg"):  # raised while connecting
@@ -183,7 +179,7 @@ def _failures_named() -> Iterator[None]:
 
 def _no_answer(error: Exception) -> ServerError:
     _LOGGER.warning("the database does not answer: %s: %s", type(error).__name__, error)
-    return ServerError(ErrorCode.UNAVAILABLE, "the database does not answer: ask again in a second")
+    return ServerError(ErrorCode.UNAVAILABLE, "the database does not answer: retry in a second")
 
 
 def _is_full(error: DBAPIError) -> bool:
@@ -191,7 +187,7 @@ def _is_full(error: DBAPIError) -> bool:
 
 
 def _is_passing(error: DatabaseError) -> bool:
-    """Whether a server says that it is starting, stopping or out of something (classes 53, 57)."""
+    """Whether the database is starting, stopping or out of resources (classes 53 and 57)."""
     return _sqlstate(error)[:2] in ("53", "57")
 
 

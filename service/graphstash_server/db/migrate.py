@@ -1,7 +1,7 @@
-"""Migration: brings the database to the newest revision, or says that it is not there.
+"""Migration: upgrades the database to the newest revision, or checks that it has it.
 
-Revisions only ever add, so that servers of the release before go on working on a database that was
-migrated already: that is what makes a rolling upgrade possible.
+Revisions only add, so servers of the previous release keep working on a migrated database: that
+makes a rolling upgrade possible.
 """
 
 import asyncio
@@ -29,10 +29,10 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def migrate(url: str, *, lock_path: Path) -> None:
-    """Upgrades to the newest revision, unless a later release was here before. Blocks; run it in a
+    """Upgrades to the newest revision, unless a later release did so already. Blocks; run it in a
     thread without an event loop.
 
-    Servers that start at the same time take turns: the second one finds nothing left to do.
+    Servers that start at the same time take turns: the second one has nothing left to do.
 
     Raises:
         StartError: when the database cannot be reached or used.
@@ -117,7 +117,7 @@ def _scripts() -> Path:
     for directory in (_PACKAGE / "_migrations", _PACKAGE.parents[1] / "migrations"):
         if (directory / "env.py").is_file():
             return directory
-    raise StartError(f"the database revisions are missing beside {_PACKAGE}: install again")
+    raise StartError(f"the database revisions are missing in {_PACKAGE}: reinstall graphstash")
 
 
 @contextmanager

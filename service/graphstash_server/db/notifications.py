@@ -1,7 +1,7 @@
-"""Notifications: what a transaction did, told to every server process at its commit.
+"""Notifications: every server process learns at its commit what a transaction did.
 
-PostgreSQL's LISTEN and NOTIFY. They are hints: a process that was not connected missed them, and
-SQLite has none; whoever waits also looks from time to time.
+They are PostgreSQL's LISTEN and NOTIFY, and only hints: a process that was not connected missed
+them, and SQLite has none, so a request that waits also polls the database from time to time.
 """
 
 import asyncio
@@ -23,25 +23,24 @@ _CHANNEL = "graphstash"
 _RETRY_SECONDS = 1.0
 _CHECK_SECONDS = 10.0
 _ANSWER_SECONDS = 5.0
-"""A connection whose other end vanished says nothing; so it is asked."""
+"""A connection whose other end vanished stays silent, so it is checked with a query."""
 
 _PAYLOADS = func.unnest(bindparam("payloads", type_=ARRAY(Text))).column_valued("payload")
 _NOTIFY = select(func.pg_notify(_CHANNEL, _PAYLOADS))
 
 
 async def notify(connection: AsyncConnection, payloads: Sequence[str]) -> None:
-    """Tells every listener, when and if the transaction commits.
-
-    Args:
-        connection: of the transaction.
-        payloads: at most 7,999 bytes each.
-    """
+    """Notifies every listener when the transaction commits; a payload has at most 7,999 bytes."""
     if payloads and connection.dialect.name == "postgresql":
         await connection.execute(_NOTIFY, {"payloads": list(payloads)})
 
 
 class Listener:
-    """Listens on a connection of its own until it is cancelled."""
+    """Listens on a connection of its own until it is cancelled.
+
+    `heard` is called with every payload, on the event loop; `is_listening` with True when
+    notifications start to arrive, and with False when they stop: those in between were missed.
+    """
 
     def __init__(
         self,
@@ -50,14 +49,6 @@ class Listener:
         heard: Callable[[str], None],
         is_listening: Callable[[bool], None],
     ) -> None:
-        """Prepares it.
-
-        Args:
-            database: where to listen.
-            heard: called with every payload, on the event loop.
-            is_listening: called with True when notifications begin to come, and with False when
-                they stop; what happened meanwhile was missed.
-        """
         self._database = database
         self._heard = heard
         self._is_listening = is_listening
@@ -74,7 +65,9 @@ class Listener:
                         raw = await connection.get_raw_connection()
                         await self._listen(raw.driver_connection)
                 except Exception as error:  # noqa: BLE001 - the outermost frame of a task
-                    _LOGGER.warning("not listening to the database: %r", error)
+                    _LOGGER.warning(
+                        "lost the notifications of the database, reconnecting: %r", error
+                    )
                 await asyncio.sleep(_RETRY_SECONDS)
         finally:
             await engine.dispose()

@@ -1,7 +1,7 @@
 """The tables. A change here needs a revision in `migrations/`; `alembic check` compares the two.
 
-A column that a later revision adds has a default in the database: servers of the release before go
-on inserting rows without it while a fleet is upgraded.
+A column that a later revision adds has a default in the database: servers of the previous release
+insert rows without it while a fleet is upgraded.
 """
 
 from datetime import UTC, datetime
@@ -20,6 +20,7 @@ from sqlalchemy import (
     Table,
     Text,
     TypeDecorator,
+    text,
 )
 from sqlalchemy.engine import Dialect
 
@@ -40,13 +41,13 @@ __all__ = [
 
 
 class UtcTime(TypeDecorator[datetime]):
-    """An aware UTC time; SQLite keeps no zone, so it is put back on the way out."""
+    """An aware UTC time; SQLite stores no time zone, so it is added when it is read."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Refuses a naive time: its zone would be a guess."""
+        """Rejects a naive time: its zone would be a guess."""
         if value is None:
             return None
         if value.tzinfo is None:
@@ -55,7 +56,7 @@ class UtcTime(TypeDecorator[datetime]):
         return utc.replace(tzinfo=None) if dialect.name == "sqlite" else utc
 
     def process_result_value(self, value: Any | None, dialect: Dialect) -> datetime | None:
-        """Says that the time is UTC."""
+        """Marks the time as UTC."""
         if value is None:
             return None
         utc: datetime = value.replace(tzinfo=UTC) if dialect.name == "sqlite" else value
@@ -101,10 +102,12 @@ artifacts = Table(
         server_default="",
         comment="as the metadata says",
     ),
+    # The comments are in databases; value.py is eviction_order.py today.
     Column("density", Double, nullable=False, server_default="0", comment="see value.py"),
     Column(
         "rank",
         Double,
+        key="eviction_rank",  # a rank is a process of a job everywhere else
         nullable=False,
         server_default="0",
         comment="least is evicted first, see value.py",
@@ -114,10 +117,26 @@ artifacts = Table(
     Column("hits", BigInteger, nullable=False, comment="lags by the flush interval"),
     Column("pinned_until", UtcTime, nullable=True, comment="is not evicted until then"),
     Column("withheld_at", UtcTime, nullable=True, comment="is not served since then, see reports"),
+    Column(
+        "looked_up_until",
+        UtcTime,
+        nullable=True,
+        comment="is not evicted until then, unless an upload needs its room",
+    ),
     Index(None, "sha256"),
-    Index(None, "rank"),
-    Index(None, "namespace", "rank"),
+    Index(None, "eviction_rank"),
+    Index(None, "namespace", "eviction_rank"),
     Index(None, "last_used_at"),
+    *(
+        # What no upload can drive out, which is little: it is added up when a limit is reached.
+        Index(
+            None,
+            name,
+            postgresql_where=text(f"{name} IS NOT NULL"),
+            sqlite_where=text(f"{name} IS NOT NULL"),
+        )
+        for name in ("pinned_until", "withheld_at")
+    ),
 )
 """One row is one artifact; its key never changes, and its digest and size only where a namespace's
 policy lets a PUT replace what is there."""
@@ -130,8 +149,8 @@ deletions = Table(
     Column("claimed_until", UtcTime, nullable=True, comment="a server is at it until then"),
 )
 """Blobs that lost an artifact and are deleted unless another one has them. A row is written in the
-transaction that removes the artifact and goes when the blob is gone: a server that dies in between
-leaves the row for any other one."""
+transaction that removes the artifact and deleted after the blob: when a server dies in between, any
+other one continues."""
 
 chores = Table(
     "chores",
@@ -139,7 +158,7 @@ chores = Table(
     Column("name", String(64), primary_key=True),
     Column("next_at", UtcTime, nullable=False),
 )
-"""Periodic work that one server does for all: whoever moves `next_at` does it."""
+"""Periodic work that one server does for all: the one that advances `next_at`."""
 
 leases = Table(
     "leases",
@@ -150,10 +169,18 @@ leases = Table(
     Column("holder", String(128), nullable=False),
     Column("expires_at", UtcTime, nullable=False),
     Column("released_at", UtcTime, nullable=True, comment="null while it is held"),
+    Column(
+        "caller",
+        String(128),
+        nullable=False,
+        server_default="",
+        comment="who holds it, as in the audit log",
+    ),
     Index(None, "expires_at"),
+    Index(None, "caller", "expires_at"),
 )
-"""The last grant of each key. A released row stays for a while so that `fencing` goes on growing
-(see `queries.leases`)."""
+"""The last grant of each key. A released row stays for a while so that `fencing` keeps growing (see
+`queries.leases`)."""
 
 manifest_entries = Table(
     "manifest_entries",
@@ -165,7 +192,15 @@ manifest_entries = Table(
     Column("device_type", String(128), primary_key=True),
     Column("used_at", UtcTime, nullable=False),
     Column("runs", Integer, nullable=False),
+    Column(
+        "writer",
+        String(128),
+        nullable=False,
+        server_default="",
+        comment="the only one who used it; empty for several",
+    ),
     Index(None, "namespace", "name", "used_at"),
+    Index(None, "namespace", "used_at"),
 )
 """A manifest is its entries: one without entries does not exist."""
 
@@ -183,9 +218,19 @@ usage = Table(
     Column("saved_seconds", Double, nullable=False),
     Column("evictions", BigInteger, nullable=False, server_default="0"),
     Column("evicted_bytes", BigInteger, nullable=False, server_default="0"),
+    *(
+        Column(
+            f"{name}_bytes",
+            BigInteger,
+            nullable=False,
+            server_default="0",
+            comment=f"of the {rows}, as limits count them, see queries.costs",
+        )
+        for name, rows in (("metadata", "artifacts"), ("manifest", "manifests"))
+    ),
 )
-"""`artifacts` and `size_bytes` change in the transaction of the row they count; the rest lags by
-the flush interval. An artifact counts in full although equal blobs are kept once."""
+"""`artifacts` and the bytes of what is stored change in the transaction of the row they count; the
+rest lags by the flush interval. An artifact counts in full although equal blobs are kept once."""
 
 tokens = Table(
     "tokens",
@@ -199,6 +244,9 @@ tokens = Table(
     Column("expires_at", UtcTime, nullable=True),
     Column("last_used_at", UtcTime, nullable=True, comment="lags by the flush interval"),
     Column("revoked_at", UtcTime, nullable=True),
+    Column(
+        "issuer", Text, nullable=True, comment="whose JWT it was exchanged for; null for others"
+    ),
 )
 """Secrets are 256 random bits, so a plain hash of them is as good as a slow one."""
 
@@ -225,8 +273,8 @@ reports = Table(
     Column("reported_by", String(128), nullable=False),
     Column("reported_at", UtcTime, nullable=False),
 )
-"""Why an artifact is withheld: the report that did it. The row goes when an admin decides, or with
-the artifact."""
+"""The last report on an artifact by a caller who may write: what it is withheld for, or what waits
+for a second reporter. The row is deleted when an administrator decides, or with the artifact."""
 
 audit = Table(
     "audit",
@@ -241,7 +289,9 @@ audit = Table(
     Column("subject", String(300), nullable=False),
     Column("detail", Text, nullable=False),
     Column("request_id", String(64), nullable=True),
+    Column("server_request_id", String(64), nullable=True),
+    Column("address", String(128), nullable=True),
     Index(None, "at"),
     Index(None, "namespace", "id"),
 )
-"""Written in the transaction of the change it tells of; rows go after a while, see settings."""
+"""Written in the transaction of the change; rows are deleted after `audit_days`."""

@@ -1,20 +1,19 @@
-"""Accounting: counts what is served in memory, and writes it down every so often.
+"""Accounting: counts in memory what is served, and writes the counts to the database periodically.
 
-A hit writes nothing to the database. What was not written yet is lost with the process; nothing but
-statistics and the order of eviction depends on it.
+A hit writes nothing to the database. Counts that were not written yet are lost with the process;
+only statistics and the order of eviction depend on them.
 """
 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
 from graphstash_schema import ErrorCode
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
-from graphstash_server.db.queries.keeping import touch_artifacts
+from graphstash_server.db.queries.artifacts import touch_artifacts
 from graphstash_server.db.queries.tokens import touch_tokens
 from graphstash_server.db.queries.usage import UsageChange, add_counts
 from graphstash_server.errors import ServerError
@@ -46,8 +45,12 @@ _NOTHING = UsageChange()
 
 
 class Accounting:
-    """Used from the event loop only; `run` is cancelled and `flush` called at the end by whoever
-    started it.
+    """The caller of `run` cancels it and calls `flush` at the end.
+
+    Attributes:
+        healed: rows that this process dropped because their blob was lost or damaged.
+        reported: reports of wrong artifacts that this process got, of artifacts that were there.
+        refused: how many requests this process refused, by code.
     """
 
     def __init__(self, *, database: Database, clock: Clock) -> None:
@@ -55,24 +58,9 @@ class Accounting:
         self._clock = clock
         self._counts = _Counts()
         self._flushing = asyncio.Lock()  # one flush at a time, so that counts merge back in order
-        self._healed = 0
-        self._reported = 0
-        self._refused: Counter[ErrorCode] = Counter()
-
-    @property
-    def healed(self) -> int:
-        """Rows that this process dropped because their blob was lost or damaged."""
-        return self._healed
-
-    @property
-    def reported(self) -> int:
-        """Reports of wrong artifacts that this process got, of artifacts that were there."""
-        return self._reported
-
-    @property
-    def refused(self) -> Mapping[ErrorCode, int]:
-        """How many requests this process refused, by code."""
-        return self._refused
+        self.healed = 0
+        self.reported = 0
+        self.refused: Counter[ErrorCode] = Counter()
 
     def count_hit(self, key: StoredKey, *, saved_seconds: float) -> None:
         """An artifact is served from its first byte."""
@@ -80,7 +68,7 @@ class Accounting:
         self._counts.use(key, 1, self._clock())
 
     def count_use(self, key: StoredKey) -> None:
-        """An artifact was asked for and its bytes were not needed, or only a later part of them."""
+        """An artifact was requested without its bytes, or only a later part of them."""
         self._counts.use(key, 0, self._clock())
 
     def count_served(self, key: StoredKey, *, sent_bytes: int) -> None:
@@ -88,31 +76,31 @@ class Accounting:
         self._counts.add(key.namespace, UsageChange(served_bytes=sent_bytes))
 
     def count_miss(self, key: StoredKey) -> None:
-        """An artifact was asked for and absent."""
+        """An artifact was requested and absent."""
         self._counts.add(key.namespace, UsageChange(misses=1))
 
     def count_conflict(self, key: StoredKey) -> None:
-        """Other bytes were sent for a key that has some."""
+        """Other bytes were uploaded for a key that has an artifact."""
         self._counts.add(key.namespace, UsageChange(conflicts=1))
 
     def count_token_use(self, token_id: str) -> None:
-        """A caller showed a good token."""
+        """A caller presented a valid token."""
         self._counts.token_uses[token_id] = self._clock()
 
     def count_healed(self) -> None:
         """A row was dropped because its blob was lost or damaged."""
-        self._healed += 1
+        self.healed += 1
 
     def count_reported(self) -> None:
-        """Somebody found an artifact wrong."""
-        self._reported += 1
+        """A client reported an artifact as wrong."""
+        self.reported += 1
 
     def count_refusal(self, code: ErrorCode) -> None:
         """A request was refused."""
-        self._refused[code] += 1
+        self.refused[code] += 1
 
     async def flush(self) -> None:
-        """Writes the counts down; when that fails they are kept for the next time.
+        """Writes the counts to the database; when that fails they are kept for the next time.
 
         Raises:
             ServerError: when the database does not take them.
@@ -123,7 +111,7 @@ class Accounting:
                 return
             try:
                 async with self._database.writing() as connection:
-                    if counts.uses:  # artifacts first, then usage: as everybody locks them
+                    if counts.uses:  # artifacts, then usage: the lock order of every transaction
                         await touch_artifacts(
                             connection,
                             [
@@ -149,6 +137,6 @@ class Accounting:
             try:
                 await self.flush()
             except ServerError as error:
-                _LOGGER.warning("usage counters were not written, kept for later: %s", error)
+                _LOGGER.warning("could not write the usage counters, will retry: %s", error)
             except Exception:
-                _LOGGER.exception("usage counters were not written, kept for later")
+                _LOGGER.exception("could not write the usage counters, will retry")

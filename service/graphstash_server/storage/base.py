@@ -3,14 +3,18 @@
 `graphstash_server.testing.BlobStoreContract` is the test suite of these promises.
 """
 
+import logging
+import threading
 from collections.abc import AsyncIterator
 from datetime import datetime
 from pathlib import Path
+from time import monotonic
 from typing import Protocol
 
 from graphstash_schema import Digest
+from graphstash_server.errors import NoSpaceError
 
-__all__ = ["CHUNK_BYTES", "BlobReader", "BlobStore"]
+__all__ = ["CHUNK_BYTES", "BlobReader", "BlobStore", "ThrottledLog"]
 
 CHUNK_BYTES = 1024**2
 """How many bytes are read or written at a time: a thread hop costs about as much as copying
@@ -21,7 +25,7 @@ class BlobReader(Protocol):
     """An open blob: its bytes stay readable until it is closed, even when it is deleted meanwhile.
 
     Attributes:
-        size_bytes: how many bytes the store has, which the caller compares with the digest.
+        size_bytes: number of stored bytes, which the caller compares with the digest.
         path: the local file that holds exactly these bytes, where there is one.
     """
 
@@ -44,7 +48,7 @@ class BlobReader(Protocol):
         ...
 
     async def close(self) -> None:
-        """Lets go of the blob; more than once does no harm."""
+        """Releases the blob; calling it again does nothing."""
         ...
 
 
@@ -58,14 +62,21 @@ class BlobStore(Protocol):
     async def put(self, digest: Digest, chunks: AsyncIterator[bytes]) -> None:
         """Stores the bytes; after the return they survive a crash of the host.
 
-        Room is made sure of before the first chunk is asked for. The chunks are always read and
-        always checked, so that nobody can claim a blob that they do not have. A failed put leaves
-        nothing behind, and nobody ever sees half a blob. Putting a blob again mends a damaged one.
+        Room is needed for the bytes that have arrived, and nothing is kept for those to come. The
+        chunks are always read and checked, so that no client can claim a blob that it does not
+        have. A failed put leaves nothing behind,
+        and half a blob is never visible. Putting a blob again repairs a damaged one.
 
         Raises:
-            NoSpaceError: when there is no room.
+            NoSpaceError: when there is not enough space.
             LengthMismatchError: when the chunks have another length than the digest says.
             DigestMismatchError: when the chunks have another digest.
+        """
+        ...
+
+    async def full(self, size_bytes: int) -> NoSpaceError | None:
+        """Why so many bytes more do not fit now, and how many are missing; None when they do, or
+        when deleting blobs would not help.
         """
         ...
 
@@ -78,17 +89,17 @@ class BlobStore(Protocol):
         ...
 
     async def delete(self, digest: Digest) -> None:
-        """Forgets a blob; one that is absent is no error."""
+        """Deletes a blob; an absent one is not an error."""
         ...
 
     async def forget_copy(self, digest: Digest) -> None:
-        """Drops what is kept nearer than the durable bytes, so that the next read reads these."""
+        """Drops a cached copy, so that the next read gets the durable bytes."""
         ...
 
     async def link(self, digest: Digest) -> str | None:
         """A URL where a client that holds no credentials can fetch the blob for some minutes; None
-        when the store has none for it, or when it is too small to be worth a redirect. Whether the
-        blob is there is not looked at.
+        when the store has none for it, or when the blob is too small to be worth a redirect. The
+        URL is no promise that the blob exists.
         """
         ...
 
@@ -99,3 +110,28 @@ class BlobStore(Protocol):
             before: leave out what was stored at this time or later; an aware time.
         """
         ...
+
+
+_QUIET_SECONDS = 10.0
+
+
+class ThrottledLog:
+    """Logs warnings, at most one in ten seconds; safe for many threads."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._lock = threading.Lock()  # guards the fields below
+        self._quiet_until = 0.0
+        self._unsaid_count = 0
+
+    def warning(self, line: str) -> None:
+        """Logs a line, or counts it for the next one."""
+        with self._lock:
+            now = monotonic()
+            if now < self._quiet_until:
+                self._unsaid_count += 1
+                return
+            self._quiet_until = now + _QUIET_SECONDS
+            unsaid, self._unsaid_count = self._unsaid_count, 0
+        more = f" ({unsaid} more since the last line)" if unsaid else ""
+        self._logger.warning("%s%s", line, more)

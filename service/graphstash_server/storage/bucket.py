@@ -1,8 +1,7 @@
 """Bucket: one S3 bucket, its threads, and what its failures mean.
 
-Only two answers are taken at their word: the object, and "no such key" of a bucket that is there.
-Whatever else happens is `unavailable`: a store that cannot be asked must never look like one that
-lost its blobs.
+Only two responses are trusted: the object, and "no such key" of a bucket that exists. Everything
+else is `unavailable`: a store that cannot be reached must never look like one that lost its blobs.
 """
 
 import asyncio
@@ -23,7 +22,7 @@ from urllib3.exceptions import HTTPError
 from graphstash_schema import ErrorCode
 from graphstash_server.errors import NoSpaceError, ServerError, StartError
 from graphstash_server.settings import Settings
-from graphstash_server.storage.quiet import QuietLog
+from graphstash_server.storage.base import ThrottledLog
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
@@ -35,13 +34,13 @@ _LOGGER = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FAILURES: Final = (ClientError, BotoCoreError, ResponseParserError, HTTPError, OSError)
-"""Everything that boto3 raises when a bucket does not answer as it should."""
+"""Everything that boto3 raises when a bucket fails."""
 
 _THREADS = 32
-"""Most calls at a time; each waits for the network and costs next to nothing meanwhile."""
+"""Maximum of concurrent calls; they wait for the network and cost little."""
 
 UPLOAD_REQUESTS = 8
-"""Most parts of large blobs that are sent at a time, by all uploads together."""
+"""Maximum of parts that are sent at a time, by all uploads of large blobs together."""
 
 _CONNECT_SECONDS = 2.0
 _READ_SECONDS = 10.0
@@ -69,7 +68,7 @@ class Bucket:
         """
         self.name = settings.s3_bucket
         self._endpoint = settings.s3_endpoint_url or "AWS"
-        self._log = QuietLog(_LOGGER)
+        self._log = ThrottledLog(_LOGGER)
         self._is_closing = threading.Event()
         try:
             self.client = _connect(settings)
@@ -77,7 +76,7 @@ class Bucket:
         except (*FAILURES, ValueError) as error:
             raise StartError(
                 f"GRAPHSTASH_S3_BUCKET={self.name} cannot be used at {self._endpoint} "
-                f"({_cause(error)}): {_way_out(error)}"
+                f"({_cause(error)}): {_remedy(error)}"
             ) from error
         self.threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="s3")
 
@@ -92,13 +91,13 @@ class Bucket:
 
     @contextmanager
     def failures_named(self, operation: str) -> Iterator[None]:
-        """Turns what boto3 raises into a refusal that names bucket, operation, cause, way out."""
+        """Turns what boto3 raises into a `ServerError` with bucket, operation, cause and remedy."""
         try:
             yield
         except FAILURES as error:
             detail = (
                 f"the bucket {self.name} at {self._endpoint} failed to {operation} "
-                f"({_cause(error)}): {_way_out(error)}"
+                f"({_cause(error)}): {_remedy(error)}"
             )
             self._log.warning(detail)
             if _status(error) == 507:
@@ -106,7 +105,7 @@ class Bucket:
             raise ServerError(ErrorCode.UNAVAILABLE, detail) from error
 
     def unless_absent(self, function: Callable[[], T]) -> T | None:
-        """What a call answers; None when the bucket is there and the object is not. Blocks.
+        """The result of a call; None when the bucket exists and the object does not. Blocks.
 
         Raises:
             ClientError: any other refusal; a missing bucket is one, whatever the call said.
@@ -126,9 +125,9 @@ class Bucket:
         self.client.close()
 
     def abort_abandoned(self, prefix: str, *, before: datetime) -> None:
-        """Ends the uploads in parts that began earlier and never ended. Blocks.
+        """Aborts the multipart uploads that began earlier and never ended. Blocks.
 
-        The outermost frame of its thread: what fails here is tried again at the next start.
+        It is the outermost frame of its thread: an error is logged, and the next start retries.
         """
         try:
             pages = self.client.get_paginator("list_multipart_uploads").paginate(
@@ -143,13 +142,17 @@ class Bucket:
                             Bucket=self.name, Key=upload["Key"], UploadId=upload["UploadId"]
                         )
         except Exception as error:  # noqa: BLE001 - see above
-            _LOGGER.warning("abandoned uploads stay in %s for now: %s", self.name, _cause(error))
+            _LOGGER.warning(
+                "could not abort abandoned uploads in %s; will retry at the next start: %s",
+                self.name,
+                _cause(error),
+            )
 
 
 def _connect(settings: Settings) -> "S3Client":
     """A client with the credentials of the usual AWS chain.
 
-    Checksums are sent where the store asks for one and nowhere else: not every S3 knows the others.
+    Checksums are sent only where S3 requires one: not every implementation knows the others.
     """
     config = Config(
         signature_version="s3v4",
@@ -185,14 +188,14 @@ def _cause(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _way_out(error: BaseException) -> str:
+def _remedy(error: BaseException) -> str:
     if _status(error) in _REFUSED:
         return (
             "check the credentials, the clock, and that the policy allows s3:ListBucket, "
             "s3:GetObject, s3:PutObject, s3:DeleteObject and s3:AbortMultipartUpload"
         )
     if _code(error) in _NO_BUCKET:
-        return "create the bucket, or mend GRAPHSTASH_S3_BUCKET or GRAPHSTASH_S3_ENDPOINT_URL"
+        return "create the bucket, or fix GRAPHSTASH_S3_BUCKET or GRAPHSTASH_S3_ENDPOINT_URL"
     if isinstance(error, NoCredentialsError):
-        return "give credentials the usual AWS way, e.g. AWS_ACCESS_KEY_ID"
-    return "see that GRAPHSTASH_S3_ENDPOINT_URL is up and can be reached, and ask again later"
+        return "set credentials in one of the ways of AWS, e.g. AWS_ACCESS_KEY_ID"
+    return "check that GRAPHSTASH_S3_ENDPOINT_URL is up and can be reached, then retry"

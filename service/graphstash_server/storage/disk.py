@@ -1,10 +1,11 @@
 """DiskBlobStore: blobs as files, `sha256/ab/<hex>`, in one directory of a local file system.
 
-Nothing but the digest decides a path. Reads and writes have threads of their own: sixteen uploads
-that wait for the disk must not hold up a hit.
+A path depends on the digest only. Reads and writes have separate threads: sixteen uploads that wait
+for the disk must not delay a hit.
 """
 
 import asyncio
+import fcntl
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -16,12 +17,17 @@ from pathlib import Path
 from typing import TypeVar
 
 from graphstash_schema import Digest, ErrorCode, InvalidValueError
-from graphstash_server.errors import ServerError, ShortBlobError
+from graphstash_server.errors import NoSpaceError, ServerError, ShortBlobError
 from graphstash_server.storage.base import CHUNK_BYTES, BlobReader
-from graphstash_server.storage.space import SpaceGuard
-from graphstash_server.storage.upload import DiskUpload, remove_abandoned, sync_directory
+from graphstash_server.storage.upload import (
+    DiskUpload,
+    SpaceGuard,
+    feed,
+    remove_abandoned,
+    sync_directory,
+)
 
-__all__ = ["DiskBlobStore", "FileReader", "open_file"]
+__all__ = ["DiskBlobStore", "FileReader", "ServerLock", "open_file"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -57,19 +63,19 @@ class DiskBlobStore:
             lambda: DiskUpload(digest, directory=self._temporary, space=self._space)
         )
         try:
-            gathered: list[bytes] = []
-            gathered_bytes = 0
-            async for chunk in chunks:
-                gathered.append(chunk)
-                gathered_bytes += len(chunk)
-                if gathered_bytes > CHUNK_BYTES:
-                    await self._write(partial(upload.write, gathered))
-                    gathered, gathered_bytes = [], 0
-            destination = self._path(digest)
-            await self._write(lambda: upload.commit(gathered, destination=destination))
+            rest = await feed(chunks, lambda taken: self._write(partial(upload.write, taken)))
+            await self._write(partial(upload.commit, rest, destination=self._path(digest)))
         except BaseException:
             await asyncio.shield(self._write(upload.abort))
             raise
+
+    async def full(self, size_bytes: int) -> NoSpaceError | None:
+        """Asks the file system, see `BlobStore.full`."""
+        try:
+            await self._write(partial(self._space.check, size_bytes))
+        except NoSpaceError as error:
+            return error
+        return None
 
     async def open(self, digest: Digest) -> BlobReader | None:
         """Opens a blob, see `BlobStore.open`; a small one is read in the same thread hop."""
@@ -102,8 +108,8 @@ class DiskBlobStore:
         await asyncio.to_thread(self._readers.shutdown)
 
     def _present(self, found: T | None) -> T | None:
-        """Passes on what was found. Nothing found means absent only while the store is there: a
-        disk that was unmounted must not look like a store that lost every blob.
+        """Returns what was found. None means absent only while the store is there: an unmounted
+        disk must not look like a store that lost every blob.
         """
         if found is None:
             self._blobs.stat()
@@ -123,14 +129,14 @@ class DiskBlobStore:
 
 @contextmanager
 def _failures_named() -> Iterator[None]:
-    """Turns what the operating system says into a refusal, and logs it whole."""
+    """Logs an error of the operating system and turns it into a `ServerError`."""
     try:
         yield
     except OSError as error:
         _LOGGER.exception("the blob store does not answer")
         raise ServerError(
             ErrorCode.UNAVAILABLE,
-            f"the blob store does not answer ({error.strerror}): ask again later",
+            f"the blob store does not answer ({error.strerror}): retry later",
         ) from error
 
 
@@ -204,7 +210,7 @@ def _names(directory: Path) -> list[str]:
 
 
 def _digests(shard: Path, before: datetime | None) -> list[Digest]:
-    """One directory's blobs; other files in it are somebody's accident and left alone."""
+    """The blobs of one directory; other files in it are left alone."""
     limit = before.timestamp() if before is not None else float("inf")
     found = []
     for name in _names(shard):
@@ -216,3 +222,30 @@ def _digests(shard: Path, before: datetime | None) -> list[Digest]:
         if name.startswith(shard.name) and status.st_mtime < limit:
             found.append(digest)
     return found
+
+
+class ServerLock:
+    """Tells whether other servers use the same data directory: each holds its lock, shared, while
+    it runs. The kernel releases the lock when the process dies.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Takes the lock; waits while another server is just starting. Blocks.
+
+        Raises:
+            OSError: when the file cannot be made.
+        """
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.was_alone = True
+        except BlockingIOError:
+            self.was_alone = False
+
+    def share(self) -> None:
+        """Lets other servers start, which wait until then. Blocks."""
+        fcntl.flock(self._fd, fcntl.LOCK_SH)
+
+    def close(self) -> None:
+        """Releases the lock."""
+        os.close(self._fd)

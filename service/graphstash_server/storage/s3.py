@@ -1,37 +1,153 @@
 """S3BlobStore: blobs as objects, `<prefix>blobs/sha256/ab/<hex>`, in one bucket.
 
 boto3 blocks, so every call runs in a thread. An upload is spooled first and sent when all of it was
-checked: a stream from the network cannot be sent again when the bucket stumbles. What a server that
-was killed half-way leaves are parts of a multipart upload, which a later start puts away.
+checked: a stream from the network cannot be sent again when the bucket fails. A server that is
+killed half-way leaves parts of a multipart upload, which a later start aborts.
 """
 
 import asyncio
 import base64
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import TYPE_CHECKING, BinaryIO, Final, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, TypeVar
 
 from s3transfer.manager import TransferConfig, TransferManager
 
-from graphstash_schema import Digest, InvalidValueError
+from graphstash_schema import Digest, ErrorCode, InvalidValueError
+from graphstash_server.errors import NoSpaceError, ServerError, ShortBlobError
 from graphstash_server.settings import Settings
 from graphstash_server.storage.base import CHUNK_BYTES, BlobReader
-from graphstash_server.storage.bucket import UPLOAD_REQUESTS, Bucket
-from graphstash_server.storage.object import ObjectReader, size_of
-from graphstash_server.storage.space import SpaceGuard
-from graphstash_server.storage.spool import Spool
+from graphstash_server.storage.bucket import FAILURES, UPLOAD_REQUESTS, Bucket
+from graphstash_server.storage.upload import SpaceGuard, Spool, feed
 
 if TYPE_CHECKING:
-    from mypy_boto3_s3.type_defs import ListObjectsV2OutputTypeDef
+    from mypy_boto3_s3.type_defs import GetObjectOutputTypeDef, ListObjectsV2OutputTypeDef
     from s3transfer.futures import TransferFuture
 
-__all__ = ["LINK_SECONDS", "MULTIPART_BYTES", "PART_BYTES", "S3BlobStore"]
+__all__ = [
+    "LINK_SECONDS",
+    "MULTIPART_BYTES",
+    "PART_BYTES",
+    "ObjectReader",
+    "S3BlobStore",
+    "size_of",
+]
 
 T = TypeVar("T")
+
+
+class ObjectReader:
+    """A `BlobReader`. The response that opened it is read once, from its beginning; any other part
+    takes a request of its own.
+    """
+
+    path: Path | None = None
+
+    def __init__(
+        self,
+        found: "GetObjectOutputTypeDef",
+        *,
+        get: "Callable[..., GetObjectOutputTypeDef]",
+        bucket: Bucket,
+    ) -> None:
+        """Reads a small object at once. Blocks.
+
+        `found` is the response to a GET of the whole object; `get` sends one with a `Range`.
+
+        Raises:
+            FAILURES: when a small object breaks off.
+            ServerError: `unavailable`, when the response is not that of an S3 server.
+        """
+        self.size_bytes = size_of(found)
+        self._body = found["Body"]
+        self._position = 0
+        self._is_closed = False
+        # Guards the body: what was cancelled may still read in a thread.
+        self._lock = threading.Lock()
+        self._get = get
+        self._bucket = bucket
+        self._small: bytes | None = None
+        if self.size_bytes <= CHUNK_BYTES:
+            self._small = self._body.read()
+            self._body.close()
+
+    async def chunks(self, start: int, stop: int) -> AsyncIterator[bytes]:
+        """A part of the object, see `BlobReader.chunks`."""
+        if stop > self.size_bytes:
+            raise ShortBlobError(f"the object ends at {self.size_bytes}, not {stop}")
+        if self._small is not None:
+            if start < stop:
+                yield self._small[start:stop]
+            return
+        while start < stop:
+            chunk = await self._in_thread(partial(self._read, start, stop))
+            start += len(chunk)
+            yield chunk
+
+    async def close(self) -> None:
+        """Closes the connection, even when the caller is cancelled."""
+        with suppress(RuntimeError):  # the store was closed before
+            await asyncio.shield(self._in_thread(self.close_now))
+
+    def close_now(self) -> None:
+        """Closes the connection. Blocks while a thread reads from it."""
+        with self._lock, suppress(*FAILURES, ValueError):
+            self._is_closed = True
+            self._body.close()
+
+    def _in_thread(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._bucket.threads, call)
+
+    def _read(self, start: int, stop: int) -> bytes:
+        with self._lock:
+            return self._read_locked(start, stop)
+
+    def _read_locked(self, start: int, stop: int) -> bytes:
+        if self._is_closed:
+            raise ShortBlobError(f"an object of {self._bucket.name} was closed at {start}")
+        try:
+            if start != self._position:
+                self._seek(start, stop)
+            chunk = self._body.read(min(CHUNK_BYTES, stop - start))
+        except FAILURES as error:
+            raise ShortBlobError(
+                f"an object of {self._bucket.name} broke off at {start} of {self.size_bytes}: "
+                f"{error}"
+            ) from error
+        if not chunk:
+            raise ShortBlobError(f"an object of {self._bucket.name} ended at {start}, not {stop}")
+        self._position = start + len(chunk)
+        return chunk
+
+    def _seek(self, start: int, stop: int) -> None:
+        self._body.close()
+        found = self._get(Range=f"bytes={start}-{stop - 1}")
+        self._body = found["Body"]
+        self._position = start
+        if not found.get("ContentRange", "").startswith(f"bytes {start}-"):
+            raise ShortBlobError(f"{self._bucket.name} sent another part than {start}-{stop}")
+
+
+def size_of(found: Mapping[str, Any]) -> int:
+    """The size in a response.
+
+    Raises:
+        ServerError: `unavailable`, when the response is not that of an S3 server: the page of a
+            proxy must not look like a damaged blob.
+    """
+    if "ETag" not in found or "ContentLength" not in found:
+        raise ServerError(
+            ErrorCode.UNAVAILABLE,
+            "the response of the blob store has no ETag or no length, so this is not an S3 server: "
+            "fix GRAPHSTASH_S3_ENDPOINT_URL",
+        )
+    return int(found["ContentLength"])
+
 
 _WRITE_THREADS = 16
 
@@ -46,7 +162,7 @@ LINK_SECONDS: Final = 900
 """How long a link can be used."""
 
 _ABANDONED_AGE = timedelta(days=1)
-"""No upload takes so long: one that is older has lost its server."""
+"""No upload takes this long: the server of an older one is gone."""
 
 
 class S3BlobStore:
@@ -86,19 +202,16 @@ class S3BlobStore:
         spool = Spool(digest, directory=self._spool_dir, space=self._space)
         try:
             await self._write(spool.open)
-            gathered: list[bytes] = []
-            gathered_bytes = 0
-            async for chunk in chunks:
-                gathered.append(chunk)
-                gathered_bytes += len(chunk)
-                if gathered_bytes > CHUNK_BYTES:
-                    await self._write(partial(spool.write, gathered))
-                    gathered, gathered_bytes = [], 0
-            blob = await self._write(partial(spool.finish, gathered))
+            rest = await feed(chunks, lambda taken: self._write(partial(spool.write, taken)))
+            blob = await self._write(partial(spool.finish, rest))
         except BaseException:
             await asyncio.shield(self._on_writer(spool.close))
             raise
         await self._send(_Sending(spool, blob), digest)
+
+    async def full(self, size_bytes: int) -> NoSpaceError | None:  # noqa: ARG002 - the protocol's
+        """None: a bucket has no limit, and deleting objects does not free the spool."""
+        return None
 
     async def open(self, digest: Digest) -> BlobReader | None:
         """Opens a blob, see `BlobStore.open`; a small one is read in the same thread hop."""
@@ -169,8 +282,8 @@ class S3BlobStore:
         return asyncio.get_running_loop().run_in_executor(self._writers, call)
 
     async def _send(self, sending: "_Sending", digest: Digest) -> None:
-        """Uploads what was spooled; the thread closes the spool, and goes on to its end even when
-        nobody waits for it any more.
+        """Uploads the spooled blob; the thread closes the spool, and finishes even when its caller
+        was cancelled.
         """
         with self._bucket.failures_named("put a blob"):
             sent = self._on_writer(partial(self._upload, sending, digest))
@@ -182,7 +295,7 @@ class S3BlobStore:
 
     def _upload(self, sending: "_Sending", digest: Digest) -> None:
         bucket, key = self._bucket.name, self._key(digest)
-        with sending:
+        with closing(sending.spool):
             if digest.size_bytes >= MULTIPART_BYTES:
                 sending.follow(
                     self._transfers.upload(
@@ -211,7 +324,7 @@ class S3BlobStore:
     def _digests(
         self, page: "ListObjectsV2OutputTypeDef", before: datetime | None
     ) -> Iterator[Digest]:
-        """One page's blobs; other objects are somebody's accident and left alone."""
+        """The blobs of one page; other objects are left alone."""
         for found in page.get("Contents", ()):
             with suppress(InvalidValueError):
                 digest = Digest(found["Key"].rpartition("/")[2], found["Size"])
@@ -221,7 +334,7 @@ class S3BlobStore:
 
 
 def _close_unread(opening: "Future[ObjectReader | None]") -> None:
-    """Nobody waits for the reader any more."""
+    """Closes the reader of a caller that was cancelled."""
     reader = None if opening.exception() else opening.result()
     if reader is not None:
         reader.close_now()
@@ -231,17 +344,11 @@ class _Sending:
     """A spooled blob on its way to the bucket; another thread may cancel it."""
 
     def __init__(self, spool: Spool, blob: BinaryIO) -> None:
-        self._spool = spool
+        self.spool = spool
         self.blob = blob
         self.is_cancelled = False
         self._lock = threading.Lock()  # guards `is_cancelled` and the future
         self._future: TransferFuture | None = None
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, *_: object) -> None:
-        self._spool.close()
 
     def follow(self, future: "TransferFuture") -> None:
         """Waits for the end of an upload in parts; one that fails aborts itself."""

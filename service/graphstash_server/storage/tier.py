@@ -1,16 +1,18 @@
 """TieredBlobStore: this host's disk in front of a store that is further away.
 
-What is durable is decided by the back alone: a put goes there, and `stat` and `list` ask there. The
-tier holds copies, and only of what was read; losing one costs another read. It may be shared by the
-processes of one host. Whatever goes wrong with it, the back answers.
+Only the back is durable: `put`, `stat` and `list` go there. The tier holds copies of blobs that
+were read; losing one costs another read. The processes of one host may share it. When the tier
+fails, blobs are read from the back.
 
-A deletion reaches the copies of this directory only; elsewhere nobody asks for them any more, and
-they leave as the least recently used.
+A deletion removes the copy in this directory only; copies on other hosts are never read again, and
+are evicted as the least recently used.
 """
 
 import asyncio
+import fcntl
 import logging
 import os
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,33 +23,94 @@ from pathlib import Path
 from typing import TypeVar
 
 from graphstash_schema import Digest
-from graphstash_server.storage.base import BlobReader, BlobStore
-from graphstash_server.storage.budget import TierBudget
+from graphstash_server.errors import NoSpaceError
+from graphstash_server.storage.base import BlobReader, BlobStore, ThrottledLog
 from graphstash_server.storage.disk import FileReader, open_file
-from graphstash_server.storage.fill import Fill, Place, TierError
-from graphstash_server.storage.quiet import QuietLog
-from graphstash_server.storage.space import SpaceGuard
-from graphstash_server.storage.upload import remove_abandoned
+from graphstash_server.storage.read_through import Place, ReadThroughFill, TierError
+from graphstash_server.storage.upload import SpaceGuard, remove_abandoned
 
-__all__ = ["TieredBlobStore"]
+__all__ = ["TierBudget", "TieredBlobStore"]
+
+_AFTER = 0.9
+"""Share of the limit that stays: the next fill does not evict again."""
+
+_SCAN_SHARE = 16
+"""The directory is scanned each time that 1/16 of the limit was filled: other processes fill it,
+too."""
+
+
+class TierBudget:
+    """Keeps a directory of blobs below a size; the least recently used ones go, and stay readable
+    where they are open.
+
+    Blocks; safe for many threads, and for many processes that share the directory.
+    """
+
+    def __init__(self, directory: Path, *, limit_bytes: int) -> None:
+        """Keeps the files of `directory`/sha256 below a limit."""
+        self._blobs = directory / "sha256"
+        self._lock_path = directory / "evict.lock"
+        self._limit_bytes = limit_bytes
+        self._lock = threading.Lock()  # guards the fields below
+        self._filled_bytes = 0
+        self._used_bytes: int | None = None
+
+    def added(self, size_bytes: int) -> None:
+        """Counts a new blob, and evicts when it is time to."""
+        with self._lock:
+            self._filled_bytes += size_bytes
+            used = None if self._used_bytes is None else self._used_bytes + self._filled_bytes
+            is_small = self._filled_bytes * _SCAN_SHARE < self._limit_bytes
+            if used is not None and used <= self._limit_bytes and is_small:
+                return
+            fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._used_bytes = self._shrink()
+                self._filled_bytes = 0
+            except BlockingIOError:
+                return  # another process evicts
+            finally:
+                os.close(fd)
+
+    def _shrink(self) -> int:
+        """Removes the oldest files when there are too many; returns the bytes that are left."""
+        files = []
+        for shard in os.scandir(self._blobs):
+            with os.scandir(shard) as entries:
+                for entry in entries:
+                    try:
+                        status = entry.stat()
+                    except FileNotFoundError:
+                        continue
+                    files.append((status.st_mtime_ns, status.st_size, entry.path))
+        used = sum(size for _, size, _ in files)
+        if used > self._limit_bytes:
+            for _, size, path in sorted(files):
+                if used <= self._limit_bytes * _AFTER:
+                    break
+                Path(path).unlink(missing_ok=True)
+                used -= size
+        return used
+
 
 T = TypeVar("T")
 
 _THREADS = 16
 
 _TOUCH_SECONDS = 60.0
-"""The time of use is written at most so often: a hit is read far more often."""
+"""Minimum time between two updates of a copy's time of use: hits are far more frequent."""
 
 _TOLD_SECONDS = 5.0
-"""How long a damaged blob stays absent after somebody was told: a service looks more than once
-before it drops the artifact."""
+"""How long a damaged blob stays absent after the first read that found it so: a service looks more
+than once before it drops the artifact."""
 
 
 class TieredBlobStore:
     """A `BlobStore` in front of another.
 
     Attributes:
-        bypassed_count: how often the tier could not help and the back was read.
+        bypassed_count: how often the tier failed and the back was read instead.
     """
 
     def __init__(
@@ -55,11 +118,7 @@ class TieredBlobStore:
     ) -> None:
         """Makes the directories and removes what crashed fills left behind. Blocks.
 
-        Args:
-            back: has everything; the caller closes it.
-            directory: of the copies.
-            limit_bytes: most bytes of them; a larger blob is always read from the back.
-            min_free_bytes: room that stays free on the disk.
+        The caller closes `back`. A blob larger than `limit_bytes` is always read from there.
 
         Raises:
             OSError: when the directory cannot be made or written.
@@ -75,9 +134,9 @@ class TieredBlobStore:
         self._budget = TierBudget(directory, limit_bytes=limit_bytes)
         self._space = SpaceGuard(directory, min_free_bytes=min_free_bytes)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tier")
-        self._fills: dict[str, Fill] = {}
+        self._fills: dict[str, ReadThroughFill] = {}
         self._damaged: dict[str, float | None] = {}
-        self._log = QuietLog(logging.getLogger(__name__))
+        self._log = ThrottledLog(logging.getLogger(__name__))
 
     async def put(self, digest: Digest, chunks: AsyncIterator[bytes]) -> None:
         """Stores the bytes in the back, see `BlobStore.put`; a copy is dropped, for a blob that is
@@ -85,6 +144,10 @@ class TieredBlobStore:
         """
         await self._back.put(digest, chunks)
         await self._drop(digest)
+
+    async def full(self, size_bytes: int) -> NoSpaceError | None:
+        """What the back says, see `BlobStore.full`."""
+        return await self._back.full(size_bytes)
 
     async def open(self, digest: Digest) -> BlobReader | None:
         """Opens the copy, or makes one while it is read, see `BlobStore.open`.
@@ -134,15 +197,15 @@ class TieredBlobStore:
             await fill.cancel()
         await asyncio.to_thread(self._threads.shutdown)
 
-    def _fill_of(self, digest: Digest) -> Fill:
+    def _fill_of(self, digest: Digest) -> ReadThroughFill:
         fill = self._fills.get(digest.sha256)
         if fill is None or fill.is_given_up:
             place = Place(self._temporary, self._path(digest), self._space, self._threads)
-            fill = Fill(digest, back=self._back, place=place, ended=self._ended)
+            fill = ReadThroughFill(digest, back=self._back, place=place, ended=self._ended)
             self._fills[digest.sha256] = fill
         return fill
 
-    def _ended(self, fill: Fill) -> None:
+    def _ended(self, fill: ReadThroughFill) -> None:
         if self._fills.get(fill.digest.sha256) is fill:
             del self._fills[fill.digest.sha256]
         if fill.is_damaged:
@@ -152,7 +215,7 @@ class TieredBlobStore:
             self._threads.submit(self._count, fill.digest.size_bytes)
 
     def _count(self, size_bytes: int) -> None:
-        """Runs in a thread of the tier, where nobody else would see what fails."""
+        """Runs in a thread of the tier, so it handles its errors itself."""
         try:
             self._budget.added(size_bytes)
         except OSError as error:
@@ -204,7 +267,7 @@ class TieredBlobStore:
 
     def _complain(self, error: Exception) -> None:
         self.bypassed_count += 1
-        self._log.warning(f"the disk tier could not help, the store behind it is read: {error}")
+        self._log.warning(f"the disk tier failed, reading from the store behind it: {error}")
 
     async def _on_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)

@@ -1,73 +1,191 @@
-"""DiskUpload: one blob on its way to disk. Every method blocks and runs in a thread.
+"""How one upload comes in: room for it, the check of its digest, and the file where it waits.
 
-The order is what makes a crash harmless: reserve, temporary name, hash while writing, compare,
-fsync, rename, fsync the directory. Under its final name a blob is whole and durable, or not there.
+The methods block and run in threads. A file in the blob store is made in an order that makes a
+crash harmless: temporary name, hash while writing, compare, fsync, rename, fsync the
+directory. Under its final name a blob is whole and durable, or not there.
 """
 
 import contextlib
 import errno
 import fcntl
+import io
 import os
 import secrets
+import tempfile
 import threading
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
-from graphstash_schema import Digest
+from graphstash_schema import Digest, DigestHasher
+from graphstash_server.errors import DigestMismatchError, LengthMismatchError, NoSpaceError
 from graphstash_server.storage.base import CHUNK_BYTES
-from graphstash_server.storage.incoming import Incoming
-from graphstash_server.storage.space import SpaceGuard, no_space_refused
 
-__all__ = ["DiskUpload", "remove_abandoned", "sync_directory"]
+__all__ = [
+    "DiskUpload",
+    "Incoming",
+    "SpaceGuard",
+    "Spool",
+    "feed",
+    "no_space_refused",
+    "remove_abandoned",
+    "sync_directory",
+]
 
-_CANNOT_ALLOCATE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV})
-"""How file systems say that they do not allocate ahead."""
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Disk full, quota reached, and the process's limit on file sizes reached."""
+
+
+@contextmanager
+def no_space_refused() -> Iterator[None]:
+    """Turns the operating system's errors for a full disk into `NoSpaceError`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise NoSpaceError(
+            f"the disk has no room ({error.strerror}): nothing was stored; free some space or "
+            "delete artifacts, then retry"
+        ) from error
+
+
+class SpaceGuard:
+    """Keeps some of a disk free.
+
+    Bytes that are on their way may be reserved. Uploads reserve none, for what is announced may
+    never come; nor are the reservations of other processes known. `min_free_bytes` is there for
+    them.
+    """
+
+    def __init__(self, directory: Path, *, min_free_bytes: int) -> None:
+        self._directory = directory
+        self._min_free_bytes = min_free_bytes
+        # Guards _reserved_bytes; held for arithmetic and one statvfs, never while writing.
+        self._lock = threading.Lock()
+        self._reserved_bytes = 0
+
+    def check(self, size_bytes: int) -> None:
+        """Refuses bytes for which there is no room now.
+
+        Raises:
+            NoSpaceError: when less than `min_free_bytes` would stay free.
+        """
+        with self._lock:
+            self._check(size_bytes)
+
+    def reserve(self, size_bytes: int) -> None:
+        """Reserves bytes, until `release`; raises what `check` does."""
+        with self._lock:
+            self._check(size_bytes)
+            self._reserved_bytes += size_bytes
+
+    def release(self, size_bytes: int) -> None:
+        """Ends a reservation: the bytes were written, or will not come."""
+        with self._lock:
+            self._reserved_bytes -= size_bytes
+
+    def _check(self, size_bytes: int) -> None:
+        disk = os.statvfs(self._directory)
+        room = disk.f_bavail * disk.f_frsize - self._reserved_bytes - self._min_free_bytes
+        if size_bytes > room:
+            raise NoSpaceError(
+                f"{size_bytes} bytes are to be stored and the disk has room for {max(room, 0)}, "
+                f"leaving {self._min_free_bytes} free: nothing was stored; free some space or "
+                "delete artifacts",
+                limit=max(room, 0),
+                missing_bytes=size_bytes - room,
+            )
+
+
+class Incoming:
+    """The bytes of one upload, checked against the digest that was announced for them."""
+
+    def __init__(self, announced: Digest) -> None:
+        self._announced = announced
+        self._hasher = DigestHasher()
+
+    def take(self, chunks: Iterable[bytes], *, write: Callable[[memoryview], int]) -> None:
+        """Hashes the next bytes and passes them to `write`, which returns how many it took.
+
+        Raises:
+            LengthMismatchError: when there are more than the digest says.
+        """
+        for chunk in chunks:
+            self._hasher.update(chunk)
+            if self._hasher.size_bytes > self._announced.size_bytes:
+                raise self._wrong_length()
+            view = memoryview(chunk)
+            while view:
+                view = view[write(view) :]
+
+    def finish(self) -> None:
+        """Compares the digest of all bytes.
+
+        Raises:
+            LengthMismatchError: when there are too few.
+            DigestMismatchError: when they are other bytes.
+        """
+        if self._hasher.size_bytes != self._announced.size_bytes:
+            raise self._wrong_length()
+        received = self._hasher.digest()
+        if received != self._announced:
+            raise DigestMismatchError(announced=self._announced, received=received)
+
+    def _wrong_length(self) -> LengthMismatchError:
+        return LengthMismatchError(
+            announced=self._announced, received_bytes=self._hasher.size_bytes
+        )
+
+
+async def feed(
+    chunks: AsyncIterator[bytes], write: Callable[[list[bytes]], Awaitable[None]]
+) -> list[bytes]:
+    """Passes chunks to `write` in lists of about a mebibyte: each costs a thread hop.
+
+    Returns:
+        The rest, for the last step of the upload: a small blob needs no other one.
+    """
+    gathered: list[bytes] = []
+    gathered_bytes = 0
+    async for chunk in chunks:
+        gathered.append(chunk)
+        gathered_bytes += len(chunk)
+        if gathered_bytes > CHUNK_BYTES:
+            await write(gathered)
+            gathered, gathered_bytes = [], 0
+    return gathered
 
 
 class DiskUpload:
     """Writes one temporary file and renames it.
 
-    The file is locked (flock) for as long as it is written: that is how tidying, in this process or
-    in another one, tells a live upload from one that a crash left behind.
+    The file is locked (flock) while it is written: `remove_abandoned`, in this process or in
+    another one, tells by the lock a live upload from one that a crash left behind.
     """
 
     def __init__(self, digest: Digest, *, directory: Path, space: SpaceGuard) -> None:
-        """Reserves the room and makes the temporary file.
+        """Creates the temporary file.
 
         Raises:
-            NoSpaceError: when there is no room.
+            NoSpaceError: when the disk is full.
         """
-        self._digest = digest
         self._space = space
         self._incoming = Incoming(digest)
         # Guards the file: an upload that is cancelled is aborted while a thread may still write.
         self._lock = threading.Lock()
-        space.reserve(digest.size_bytes)
-        self._promised_bytes = digest.size_bytes
-        try:
-            with no_space_refused():
-                self._path, self._fd = _locked_temporary(directory)
-        except BaseException:
-            self._keep_promise()
-            raise
-        try:
-            self._allocate()
-        except BaseException:
-            self.abort()
-            raise
+        with no_space_refused():
+            self._path, self._fd = _locked_temporary(directory)
 
-    def write(self, chunks: Iterable[bytes]) -> None:
-        """Takes the next bytes.
-
-        Raises:
-            LengthMismatchError: when there are more than the digest says.
-            NoSpaceError: when the disk is full.
-        """
+    def write(self, chunks: Sequence[bytes]) -> None:
+        """Writes the next bytes; raises what `commit` does."""
+        self._space.check(sum(map(len, chunks)))
         with self._lock, no_space_refused():
             self._incoming.take(chunks, write=lambda view: os.write(self._fd, view))
 
-    def commit(self, chunks: Iterable[bytes], *, destination: Path) -> None:
-        """Takes the last bytes, compares the digest and gives the file its name.
+    def commit(self, chunks: Sequence[bytes], *, destination: Path) -> None:
+        """Writes the last bytes, compares the digest and gives the file its name.
 
         A file that is there is replaced: it can only hold the same bytes or damaged ones.
 
@@ -96,31 +214,10 @@ class DiskUpload:
                 self._path.unlink(missing_ok=True)
             self._close()
 
-    def _allocate(self) -> None:
-        """Takes the room on the disk at once, so that a large upload cannot fail half-way.
-
-        A small one is written at once anyway, and not every file system can do it.
-        """
-        if self._digest.size_bytes <= CHUNK_BYTES:
-            return
-        with no_space_refused():
-            try:
-                os.posix_fallocate(self._fd, 0, self._digest.size_bytes)
-            except OSError as error:
-                if error.errno not in _CANNOT_ALLOCATE:
-                    raise
-                return  # the promise stays until the bytes are written
-            self._keep_promise()
-
     def _close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-        self._keep_promise()
-
-    def _keep_promise(self) -> None:
-        self._space.release(self._promised_bytes)
-        self._promised_bytes = 0
 
 
 def sync_directory(directory: Path) -> None:
@@ -133,7 +230,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def remove_abandoned(directory: Path) -> int:
-    """Removes the temporary files that nobody holds a lock on; says how many."""
+    """Removes the temporary files that no process has locked; returns how many."""
     removed = 0
     for path in directory.iterdir():
         with contextlib.suppress(FileNotFoundError, BlockingIOError):
@@ -148,7 +245,7 @@ def remove_abandoned(directory: Path) -> int:
 
 
 def _locked_temporary(directory: Path) -> tuple[Path, int]:
-    """Makes a file that no tidying removes; between its birth and its lock one could."""
+    """Creates and locks a file; starts over when it was removed in between as abandoned."""
     while True:
         path = directory / secrets.token_hex(16)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -156,3 +253,70 @@ def _locked_temporary(directory: Path) -> tuple[Path, int]:
         if os.fstat(fd).st_nlink:
             return path, fd
         os.close(fd)
+
+
+class Spool:
+    """Keeps one upload between the network, whose stream comes only once, and a store to which it
+    may have to be sent twice.
+
+    A small blob is kept in memory, a larger one in a file without a name, which the kernel removes
+    when the process ends, so a crash leaves nothing behind.
+    """
+
+    def __init__(self, digest: Digest, *, directory: Path, space: SpaceGuard) -> None:
+        """Makes no file yet: `open` does, and `close` must follow."""
+        self._digest = digest
+        self._directory = directory
+        self._space = space
+        self._incoming = Incoming(digest)
+        # Guards the file: an upload that is cancelled is closed while a thread may still write.
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._file: BinaryIO = io.BytesIO()
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether the blob is small."""
+        return self._digest.size_bytes <= CHUNK_BYTES
+
+    def open(self) -> None:
+        """Makes the file.
+
+        Raises:
+            NoSpaceError: when there is no room for the whole blob.
+        """
+        with self._lock, no_space_refused():
+            if not self.is_in_memory and not self._is_closed:
+                self._space.check(self._digest.size_bytes)
+                self._file = tempfile.TemporaryFile(  # noqa: SIM115 - closed by `close`
+                    dir=self._directory, buffering=0
+                )
+
+    def write(self, chunks: Sequence[bytes]) -> None:
+        """Writes the next bytes; raises what `finish` does."""
+        if not self.is_in_memory:
+            self._space.check(sum(map(len, chunks)))
+        with self._lock, no_space_refused():
+            self._incoming.take(chunks, write=self._file.write)
+
+    def finish(self, chunks: Sequence[bytes]) -> BinaryIO:
+        """Writes the last bytes and compares the digest.
+
+        Returns:
+            The blob, to be read from its beginning until `close`.
+
+        Raises:
+            LengthMismatchError: when there are too few or too many bytes.
+            DigestMismatchError: when they are other bytes.
+            NoSpaceError: when the disk is full.
+        """
+        self.write(chunks)
+        self._incoming.finish()
+        self._file.seek(0)
+        return self._file
+
+    def close(self) -> None:
+        """Releases the bytes; calling it again does nothing."""
+        with self._lock:
+            self._is_closed = True
+            self._file.close()

@@ -2,17 +2,14 @@
 
 from collections.abc import AsyncIterator
 from datetime import datetime
+from io import BytesIO
 from pathlib import Path
 
-from graphstash_schema import Digest, DigestHasher
+from graphstash_schema import Digest
 from graphstash_server.clock import Clock, system_clock
-from graphstash_server.errors import (
-    DigestMismatchError,
-    LengthMismatchError,
-    NoSpaceError,
-    ShortBlobError,
-)
+from graphstash_server.errors import NoSpaceError, ShortBlobError
 from graphstash_server.storage import BlobReader
+from graphstash_server.storage.upload import Incoming
 
 __all__ = ["MemoryBlobStore"]
 
@@ -28,30 +25,38 @@ class MemoryBlobStore:
     def __init__(self, *, capacity_bytes: int | None = None, clock: Clock = system_clock) -> None:
         self.blobs: dict[str, bytes] = {}
         self.capacity_bytes = capacity_bytes
+        self._incoming_bytes = 0
         self._stored_at: dict[str, datetime] = {}
         self._clock = clock
 
     async def put(self, digest: Digest, chunks: AsyncIterator[bytes]) -> None:
         """See `BlobStore.put`."""
-        used = sum(map(len, self.blobs.values()))
-        if self.capacity_bytes is not None and used + digest.size_bytes > self.capacity_bytes:
-            room_bytes = self.capacity_bytes - used
-            raise NoSpaceError(
-                f"{digest.size_bytes} bytes do not fit into {room_bytes}", limit=room_bytes
-            )
-        hasher = DigestHasher()
-        taken = bytearray()
-        async for chunk in chunks:
-            hasher.update(chunk)
-            taken += chunk
-            if hasher.size_bytes > digest.size_bytes:
-                raise LengthMismatchError(announced=digest, received_bytes=hasher.size_bytes)
-        if hasher.size_bytes != digest.size_bytes:
-            raise LengthMismatchError(announced=digest, received_bytes=hasher.size_bytes)
-        if hasher.digest() != digest:
-            raise DigestMismatchError(announced=digest, received=hasher.digest())
-        self.blobs[digest.sha256] = bytes(taken)
+        incoming, taken = Incoming(digest), BytesIO()
+        try:
+            async for chunk in chunks:
+                if (refusal := await self.full(len(chunk))) is not None:
+                    raise refusal
+                incoming.take([chunk], write=taken.write)
+                self._incoming_bytes += len(chunk)
+            incoming.finish()
+        finally:
+            self._incoming_bytes -= taken.tell()
+        self.blobs[digest.sha256] = taken.getvalue()
         self._stored_at[digest.sha256] = self._clock()
+
+    async def full(self, size_bytes: int) -> NoSpaceError | None:
+        """See `BlobStore.full`."""
+        if self.capacity_bytes is None:
+            return None
+        used_bytes = sum(map(len, self.blobs.values())) + self._incoming_bytes
+        room_bytes = self.capacity_bytes - used_bytes
+        if size_bytes <= room_bytes:
+            return None
+        return NoSpaceError(
+            f"{size_bytes} bytes do not fit into {room_bytes}",
+            limit=room_bytes,
+            missing_bytes=size_bytes - room_bytes,
+        )
 
     async def open(self, digest: Digest) -> BlobReader | None:
         """See `BlobStore.open`."""

@@ -1,6 +1,7 @@
 """Live servers: one in a thread of this process, one in a process of its own that may be killed."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -8,7 +9,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from graphstash_server.server import make_server
@@ -32,10 +32,11 @@ class LiveServer:
     """
 
     def __init__(self, data_dir: Path, **settings: Any) -> None:
-        """Prepares it; any field of `Settings` may be given."""
+        """Prepares it, without authentication; any field of `Settings` may be given."""
         self.data_dir = data_dir
         self._settings = load_settings(
-            data_dir=data_dir, **{"shutdown_seconds": 5, "min_free_bytes": 0, **settings}
+            data_dir=data_dir,
+            **{"insecure": True, "shutdown_seconds": 5, "min_free_bytes": 0, **settings},
         )
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
         scheme = "http" if self._settings.tls_cert_file is None else "https"
@@ -79,17 +80,13 @@ class LiveServer:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
 
 class ServerProcess:
-    """A real server in a process of its own, started as users start it; a context manager.
+    """A real server in a process of its own, without authentication unless `GRAPHSTASH_AUTH` or
+    `GRAPHSTASH_INSECURE` say otherwise; a context manager.
 
     Attributes:
         url: where it listens.
@@ -113,7 +110,7 @@ class ServerProcess:
             environment: added to this process's, without its `GRAPHSTASH_*`.
 
         Raises:
-            RuntimeError: when it ends instead, with what it said.
+            RuntimeError: when it exits instead, with its output.
         """
         self.data_dir = data_dir
         data_dir.mkdir(parents=True, exist_ok=True)
@@ -127,7 +124,13 @@ class ServerProcess:
                 [*command, "--port", "0", "--data-dir", str(data_dir), *options],
                 stdout=log,
                 stderr=log,
-                env={**inherited, "PYTHONUNBUFFERED": "1", **(environment or {})},
+                env={
+                    **inherited,
+                    "GRAPHSTASH_INSECURE": "true",
+                    "XDG_STATE_HOME": f"{data_dir}.state",  # jobs do not find it by themselves
+                    "PYTHONUNBUFFERED": "1",
+                    **(environment or {}),
+                },
                 start_new_session=True,  # so that its workers can be killed with it
             )
         self.url = self._wait_for_url(start)
@@ -156,11 +159,11 @@ class ServerProcess:
         return {int(child) for child in children}
 
     def kill(self, *, tree: bool = False) -> None:
-        """Ends it as a power cut would: at once, with nothing flushed.
+        """Kills it at once, as a power cut would, with nothing flushed.
 
         Args:
-            tree: its workers, too, as when a container is killed; else they outlive it for the
-                moment that they need to see that it is gone.
+            tree: kill its workers, too, as when a container is killed; otherwise they run until
+                they notice that it is gone.
         """
         if tree:
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -181,11 +184,10 @@ class ServerProcess:
         deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline:
             said = self._log.read_bytes()[start:].decode(errors="replace")
-            for line in said.splitlines(keepends=True):
-                if line.startswith("export GRAPHSTASH_URL=") and line.endswith("\n"):
-                    return line.strip().partition("=")[2]
+            if found := re.search(r"\blisten\w* on (https?://\S+)\n", said):
+                return found[1]  # other releases say it in other words
             if self.process.poll() is not None:
-                raise RuntimeError(f"the server ended with {self.process.returncode}: {said}")
+                raise RuntimeError(f"the server exited with {self.process.returncode}: {said}")
             time.sleep(0.05)
         self.kill()
         raise RuntimeError(f"the server is not ready after {_START_SECONDS} seconds: {said}")
@@ -193,11 +195,6 @@ class ServerProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.stop()

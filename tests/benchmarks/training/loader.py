@@ -1,7 +1,7 @@
 """The executor with a real loader: digits, collated one by one, against steps of the CNN.
 
     inline     load, upload, train, one after the other
-    threaded   a Feed loads and uploads ahead, a DeviceExecutor trains
+    threaded   a DeviceLoader loads and uploads ahead, a DeviceExecutor trains
 
 Both end a step when the device has; what is compared is whether the host's half is hidden.
 """
@@ -15,7 +15,7 @@ from loops import make_step
 from torch.nn import functional
 from train_digits import CNN, Digits, batches_of
 
-from graphstash.training import DeviceExecutor, Feed, to_device
+from graphstash.training import DeviceExecutor, DeviceLoader, to_device
 
 __all__ = ["TABLE", "measure"]
 
@@ -62,8 +62,11 @@ def ways_to_train(device):
             step(*upload(batch))
 
     def threaded():
-        with Feed(some_batches(), upload=upload) as feed, DeviceExecutor(depth=DEPTH) as executor:
-            for batch in feed:
+        with (
+            DeviceLoader(some_batches(), upload=upload) as loader,
+            DeviceExecutor(depth=DEPTH) as executor,
+        ):
+            for batch in loader:
                 executor.submit(step, *batch)
 
     threaded()

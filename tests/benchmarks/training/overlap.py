@@ -20,7 +20,7 @@ from functools import partial
 
 import torch
 
-from graphstash.training.executor import DeviceExecutor
+from graphstash.training.threads import DeviceExecutor
 
 __all__ = ["Row", "measure"]
 

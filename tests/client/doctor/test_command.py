@@ -3,14 +3,14 @@ import threading
 
 import pytest
 
-from graphstash._doctor.findings import Finding, State, within
+from graphstash._cli.doctor.findings import Finding, State, within
 from support.doctor import altering, diagnose, doctor, line
 
 
 def test_a_sound_host_passes_every_check_and_ends_with_0(server, namespace):
     result = doctor("--url", server.url, "--namespace", namespace)
     assert result.returncode == 0, result.stdout
-    assert result.stdout.endswith("\nnothing is wrong\n")
+    assert result.stdout.endswith("\nno problems found\n")
     assert "✗" not in result.stdout
     assert result.stderr == ""
 
@@ -46,7 +46,7 @@ def test_what_a_stranger_answers_does_nothing_to_the_terminal(server):
     body = b'{"version": "\\u001b[2J\\u001b]0;owned\\u0007"}'
     with altering(server.url, body=body, graphstash_protocol="2") as url:
         result = doctor("--url", url)
-    assert "?[2J?]0;owned? speaks protocol 2" in result.stdout
+    assert r"\x1b[2J\x1b]0;owned\x07 speaks protocol 2" in result.stdout
     assert "\x1b" not in result.stdout
 
 
@@ -66,7 +66,7 @@ def test_a_check_that_fails_itself_is_a_finding_and_hides_no_other(monkeypatch):
         raise RuntimeError("of this test")
         yield
 
-    monkeypatch.setattr("graphstash._doctor.examination.check_local", broken)
+    monkeypatch.setattr("graphstash._cli.doctor.command.check_local", broken)
     findings = diagnose()
     told = line(findings, "local tier")
     assert told.state == State.FAIL

@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from graphstash._doctor.findings import State
+from graphstash._cli.doctor.findings import State
 from graphstash.hooks.versions import TRIED
 from support.doctor import diagnose, line
 
@@ -17,12 +17,12 @@ def test_without_a_compiler_the_advice_is_to_ask_the_jobs_own_python(installed):
 @pytest.mark.parametrize(
     ("hook", "distributions", "state", "told"),
     [
-        ("torch_xla", {"torch_xla": "2.7.1"}, State.OK, "one of those that it was tried with"),
+        ("torch_xla", {"torch_xla": "2.7.1"}, State.OK, "torch_xla 2.7.1 (supported: 2.7)"),
         ("torch_xla", {"torch_xla": "2.9.0"}, State.WARN, "install torch_xla 2.7"),
         ("torch_xla", {"torch_xla": "2.9.0", "libtpu": "0.0.17"}, State.OK, "libtpu"),
         ("torch_xla", {"torch_xla": "2.6.0"}, State.WARN, "install torch_xla 2.7"),
         ("torch_xla", {"jax": "0.10.2"}, State.OK, "torch_xla is not installed"),
-        ("pjrt", {"jax": "0.10.2", "libtpu": "0.0.17"}, State.OK, "goes into libtpu"),
+        ("pjrt", {"jax": "0.10.2", "libtpu": "0.0.17"}, State.OK, "will be installed into libtpu"),
         ("jax", {"jax": "0.99.1"}, State.WARN, "graphstash doctor --probe"),
         ("inductor", {"torch": "2.5.1"}, State.WARN, "install torch 2.6 to 2.15"),
         ("inductor", {"torch": "2.16.0+cpu"}, State.WARN, "graphstash doctor --probe"),

@@ -2,8 +2,8 @@ import os
 import time
 from pathlib import Path
 
-from graphstash._doctor.findings import State
-from graphstash._doctor.local import file_system_of
+from graphstash._cli.doctor.findings import State
+from graphstash._cli.doctor.local import file_system_of
 from support.doctor import diagnose, line
 
 
@@ -11,7 +11,7 @@ def test_a_tier_that_cannot_be_written_is_a_failure_with_what_happens_instead(tm
     (tmp_path / "cache").write_text("a file where the directory should be")
     told = line(diagnose(cache_dir=tmp_path / "cache"), "local tier")
     assert told.state == State.FAIL
-    assert "a temporary directory of its own" in told.found
+    assert "uses a temporary directory instead" in told.found
     assert "GRAPHSTASH_CACHE_DIR" in told.advice
 
 
@@ -35,11 +35,11 @@ def test_what_the_tier_holds_is_added_up_and_stale_files_are_told(tmp_path):
     assert f"find {tmp_path / 'tmp'}" in told.advice
 
 
-def test_a_tier_of_another_user_is_a_warning(tmp_path, monkeypatch):
+def test_a_tier_of_another_user_is_not_used(tmp_path, monkeypatch):
     other = os.geteuid() + 4242
     monkeypatch.setattr("os.geteuid", lambda: other)
-    told = line(diagnose(cache_dir=tmp_path), "local tier", State.WARN)
-    assert "belongs to" in told.found
+    told = line(diagnose(cache_dir=tmp_path), "local tier", State.FAIL)
+    assert "belongs to another user" in told.found
     assert "GRAPHSTASH_CACHE_DIR" in told.advice
 
 

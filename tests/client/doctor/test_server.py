@@ -4,7 +4,7 @@ from email.utils import format_datetime
 
 import pytest
 
-from graphstash._doctor.findings import State
+from graphstash._cli.doctor.findings import State
 from graphstash_server.testing import LiveServer
 from support.doctor import altering, diagnose, line
 from support.fault_proxy import Fault, FaultProxy
@@ -41,12 +41,12 @@ def test_connections_that_nobody_accepts_end_in_time_with_advice():
 @pytest.mark.parametrize(
     ("fault", "found", "advice"),
     [
-        (Fault.SILENT, "does not answer within 0.3 s", "another program has the port"),
-        (Fault.DRIP, "does not answer within 0.3 s", "allow more seconds"),
+        (Fault.SILENT, "does not answer within 0.3 s", "which program uses the port"),
+        (Fault.DRIP, "does not answer within 0.3 s", "raise the timeout"),
         (Fault.GARBAGE, "does not speak HTTP", "https:// in GRAPHSTASH_URL"),
-        (Fault.RESET, "does not speak HTTP", "is the port right?"),
-        (Fault.STRANGER, "is not a graphstash server", "is the port right?"),
-        (Fault.FAILING, "a proxy whose server is gone", "start the server behind it"),
+        (Fault.RESET, "does not speak HTTP", "check the port"),
+        (Fault.STRANGER, "is not a graphstash server", "check the port"),
+        (Fault.FAILING, "a proxy whose server is down", "start the server behind it"),
     ],
 )
 def test_what_is_not_a_server_is_told_by_what_it_does(server, fault, found, advice):
@@ -100,7 +100,7 @@ def test_a_full_store_is_a_warning_because_hits_are_served(tmp_path):
         told = line(diagnose(full.url), "readiness")
     assert told.state == State.WARN
     assert "read only: no space left" in told.found
-    assert "more room" in told.advice
+    assert "free space" in told.advice
 
 
 def test_a_server_whose_store_fails_is_a_failure_with_what_the_server_says(tmp_path):
@@ -113,4 +113,19 @@ def test_a_server_whose_store_fails_is_a_failure_with_what_the_server_says(tmp_p
         (tmp_path / "elsewhere").rename(blobs)
     assert told.state == State.FAIL
     assert "blob store failed" in told.found
-    assert "log has the reason" in told.advice
+    assert "server's log" in told.advice
+
+
+def test_without_a_server_the_doctor_says_what_it_skips():
+    findings = diagnose("none")
+    assert "graphstash serve" in line(findings, "server", State.WARN).advice
+    assert "there is no server" in line(findings, "clock", State.SKIPPED).found
+    assert "there is no server" in line(findings, "token", State.SKIPPED).found
+    assert "does not answer" in line(diagnose(), "clock", State.SKIPPED).found
+
+
+def test_a_socket_that_answers_nobody_is_told_with_its_path(tmp_path):
+    told = line(diagnose(f"unix:{tmp_path}/socket"), "connection", State.FAIL)
+    assert f"unix:{tmp_path}/socket" in told.found
+    assert "No such file or directory" in told.found
+    assert "graphstash serve" in told.advice

@@ -1,5 +1,5 @@
-from graphstash._doctor.examination import examine
-from graphstash._doctor.findings import State
+from graphstash._cli.doctor.command import examine
+from graphstash._cli.doctor.findings import State
 from graphstash_server.settings import Settings
 from support.doctor import diagnose, line
 
@@ -23,7 +23,7 @@ def test_a_wrong_setting_is_named_and_nothing_that_needs_it_is_tried():
 
 def test_a_misspelled_variable_gets_the_nearest_setting():
     told = line(diagnose(namespce="mine"), "settings", State.WARN)
-    assert told.found == "GRAPHSTASH_NAMESPCE is no setting, and nothing reads it"
+    assert told.found == "unknown setting GRAPHSTASH_NAMESPCE, ignored"
     assert told.advice == "did you mean GRAPHSTASH_NAMESPACE?"
 
 
@@ -35,7 +35,7 @@ def test_no_setting_of_the_server_is_taken_for_a_misspelled_one():
 
 def test_a_hook_that_there_is_not_is_a_failure_with_the_nearest_name():
     told = line(diagnose(hooks="jaxx,triton"), "settings", State.FAIL)
-    assert "no hook jaxx" in told.found
+    assert "unknown hook jaxx" in told.found
     assert told.advice.startswith("did you mean jax?")
 
 

@@ -2,9 +2,9 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from graphstash._doctor.findings import State
-from graphstash._keys import SigningKey
-from graphstash._trust import RevokedKey, TrustedKey, TrustedKeys
+from graphstash._cli.doctor.findings import State
+from graphstash._trust.signing_keys import SigningKey
+from graphstash._trust.trusted_keys import RevokedKey, TrustedKey, TrustedKeys
 from support.doctor import diagnose, line
 
 
@@ -37,7 +37,7 @@ def test_sound_keys_pass(keys):
 def test_a_namespace_that_no_trusted_key_counts_in_is_a_failure_under_require(keys):
     settings = keys(trusted=[keys.own.public_text], namespaces=("other",))
     told = line(diagnose(**settings), "signatures", State.FAIL)
-    assert "no trusted key counts in 'team'" in told.found
+    assert "no key is trusted for namespace 'team'" in told.found
     assert "graphstash keys trust" in told.advice
     told = line(diagnose(**settings, signatures="prefer"), "signatures", State.WARN)
     assert "only unsigned artifacts" in told.found
@@ -47,7 +47,7 @@ def test_a_key_that_ends_soon_is_a_warning(keys):
     soon = datetime.now(UTC) + timedelta(days=3)
     settings = keys(trusted=[keys.own.public_text], name="ci", not_after=soon)
     told = line(diagnose(**settings), "signatures", State.WARN)
-    assert "the trusted key 'ci' counts only until" in told.found
+    assert "the trusted key 'ci' expires on" in told.found
 
 
 def test_a_revoked_signing_key_is_a_failure(keys):
@@ -79,3 +79,29 @@ def test_trusted_keys_that_are_not_understood_are_a_failure(keys, tmp_path):
     assert told.state == State.FAIL
     assert str(tmp_path / "trusted.json") in told.found
     assert "without the cache" in told.advice
+
+
+@pytest.mark.parametrize(
+    ("url", "state"),
+    [
+        ("http://127.0.0.1:9", State.OK),
+        ("http://localhost:9", State.OK),
+        ("none", State.OK),
+        ("http://192.0.2.1:9", State.WARN),
+    ],
+)
+def test_without_signatures_the_writers_of_each_namespace_are_trusted(url, state):
+    findings = diagnose(url, read_namespaces="trusted", namespace="team", connect_seconds=0.1)
+    told = [each for each in findings if each.name == "trust"]
+    assert [each.state for each in told] == [state, state]
+    for finding, namespace in zip(told, ("trusted", "team"), strict=True):
+        assert f"{namespace!r}: signatures are not checked: everyone who can write" in finding.found
+
+
+@pytest.mark.parametrize("policy", ["require", "prefer"])
+def test_with_signatures_the_owners_of_keys_are_trusted(keys, policy):
+    settings = keys(trusted=[keys.own.public_text], name="ci", namespaces=("trusted",))
+    findings = diagnose(**settings, read_namespaces="trusted", signatures=policy)
+    told = line(findings, "trust").found
+    assert told.startswith("'trusted': signed by ci")
+    assert ("or unsigned" in told) == (policy == "prefer")

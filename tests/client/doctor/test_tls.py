@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 import trustme
 
-from graphstash._doctor.findings import State
+from graphstash._cli.doctor.findings import State
 from graphstash_server.testing import LiveServer
 from support.doctor import altering, diagnose, line
 
@@ -79,7 +79,7 @@ def test_a_certificate_that_ends_soon_is_a_warning(authority, tmp_path, ca_file)
     with tls_server(authority, tmp_path, not_after=soon) as server:
         findings = diagnose(server.url, ca_file=ca_file)
     assert line(findings, "TLS").state == State.WARN
-    assert "good for 3 more days" in line(findings, "TLS").found
+    assert "expires in 3 days" in line(findings, "TLS").found
     assert f"renew it before {soon:%Y-%m-%d}" in line(findings, "TLS").advice
     assert line(findings, "server").state == State.OK
 
@@ -91,7 +91,7 @@ def test_a_certificate_of_another_host_is_told_with_the_name_that_was_asked_for(
         told = line(diagnose(server.url, ca_file=ca_file), "TLS")
     assert told.state == State.FAIL
     assert "127.0.0.1" in told.found
-    assert "a name that the certificate holds" in told.advice
+    assert "a name in the certificate" in told.advice
 
 
 def test_a_server_that_wants_our_certificate_is_told_with_the_settings(
@@ -137,7 +137,7 @@ def test_a_refused_handshake_is_told_with_the_setting_for_our_certificate(
     listener.shutdown(socket.SHUT_RDWR)
     listener.close()
     thread.join()
-    assert "it may want a certificate of ours" in told.found
+    assert "it may require a client certificate" in told.found
     assert "GRAPHSTASH_CLIENT_CERT" in told.advice
 
 

@@ -1,12 +1,10 @@
 import os
 import pickle
-import resource
 import subprocess
 import sys
 import textwrap
 import time
 from collections import Counter, OrderedDict
-from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 
@@ -16,8 +14,9 @@ import torch
 from torch import nn
 
 from graphstash import GraphstashError
-from graphstash.training import checkpoint, checkpoint_file
-from graphstash.training.checkpoint import CheckpointError, Checkpoints
+from graphstash.training import checkpoints as checkpoint
+from graphstash.training.checkpoints import CheckpointError, Checkpoints
+from support.host import file_size_limit
 
 JOB = Path(__file__).parents[2] / "support" / "checkpoint_job.py"
 
@@ -32,16 +31,6 @@ def saved(directory, *steps, keep=3):
     for step in steps:
         checkpoints.save(step, {"weights": torch.full((1000,), float(step))}).result()
     return checkpoints
-
-
-@contextmanager
-def file_size_limit(size_bytes):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 class Color(IntEnum):
@@ -248,12 +237,15 @@ def test_what_would_need_code_to_load_is_refused_by_its_place(tmp_path, state, m
 
 
 def test_arguments_out_of_range_are_refused(tmp_path):
-    with pytest.raises(GraphstashError, match="keep is 0, the least is 1"):
+    with pytest.raises(GraphstashError, match=r"keep must be at least 1 \(got 0\)"):
         Checkpoints(tmp_path, keep=0)
     (tmp_path / "file").touch()
     with pytest.raises(GraphstashError, match="file cannot hold checkpoints"):
         Checkpoints(tmp_path / "file")
-    with Checkpoints(tmp_path) as checkpoints, pytest.raises(GraphstashError, match="step is -1"):
+    with (
+        Checkpoints(tmp_path) as checkpoints,
+        pytest.raises(GraphstashError, match=r"step must be at least 0 \(got -1\)"),
+    ):
         checkpoints.save(-1, {})
 
 
@@ -331,7 +323,7 @@ def test_what_was_saved_before_training_failed_is_written(tmp_path):
 
 def test_what_a_killed_process_left_is_removed_and_what_a_live_one_writes_is_not(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
-        temporary, file = checkpoint_file._create(tmp_path / "step-00000001.pt")
+        temporary, file = checkpoint._create(tmp_path / "step-00000001.pt")
         with file:
             checkpoints.load()
             assert names(tmp_path) == [temporary.name]
@@ -347,7 +339,7 @@ def test_a_file_taken_for_a_leftover_before_it_was_locked_is_made_again(tmp_path
             taken.extend(tmp_path.iterdir())
             taken[0].unlink()
 
-    monkeypatch.setattr(checkpoint_file.fcntl, "flock", flock)
+    monkeypatch.setattr(checkpoint.fcntl, "flock", flock)
     with saved(tmp_path, 1) as checkpoints:
         assert len(taken) == 1
         assert checkpoints.load().step == 1
@@ -356,7 +348,7 @@ def test_a_file_taken_for_a_leftover_before_it_was_locked_is_made_again(tmp_path
 KILLS = """
     import os, random, signal, sys, time, torch
     from pathlib import Path
-    from graphstash.training.checkpoint import Checkpoints
+    from graphstash.training.checkpoints import Checkpoints
 
     torch.set_num_threads(1)
     directory = Path(sys.argv[1])
@@ -415,18 +407,21 @@ def on_torch_xla(jobs, tmp_path_factory):
     return reports
 
 
+@pytest.mark.extended
 def test_torch_xla_copies_everything_in_one_transfer_and_runs_nothing(on_torch_xla):
     counts = on_torch_xla[0]["counts_of_save"]
     assert counts == {"CompileTime": 0, "ExecuteTime": 0, "TransferFromDeviceTime": 1}
     assert on_torch_xla[0]["pending_after_save"] == on_torch_xla[0]["pending_before_save"] == 0
 
 
+@pytest.mark.extended
 def test_on_torch_xla_a_checkpoint_changes_no_graph(on_torch_xla):
     counts = on_torch_xla[0]["counts_after_save"]
     assert counts["CompileTime"] == 0
     assert counts["ExecuteTime"] == 5
 
 
+@pytest.mark.extended
 def test_torch_xla_goes_on_with_the_same_bits_dropout_included(on_torch_xla):
     new, resumed = on_torch_xla
     assert len(new["losses"]) == 10

@@ -35,7 +35,10 @@ def train_digits(monkeypatch, tmp_path):
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW"])
+@pytest.mark.parametrize(
+    "optimizer",
+    ["SGD", *(pytest.param(name, marks=pytest.mark.extended) for name in ("Adam", "AdamW"))],
+)
 def test_every_loop_learns_the_digits_and_goes_the_same_way(train_digits, optimizer):
     options = ("--optimizer", optimizer, "--steps", "200", "--log-every", "10")
     reports = {arm: train_digits("--loop", arm, *options) for arm in ("plain", "best", "ours")}
@@ -44,6 +47,7 @@ def test_every_loop_learns_the_digits_and_goes_the_same_way(train_digits, optimi
         assert report["losses"][:5] == pytest.approx(reports["plain"]["losses"][:5], rel=1e-3)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_learns_the_digits(train_digits, precision):
     options = ("--precision", precision, "--steps", "100", "--log-every", "10")
@@ -53,10 +57,12 @@ def test_half_precision_learns_the_digits(train_digits, precision):
         assert report["losses"][:3] == pytest.approx(reports["plain"]["losses"][:3], rel=1e-2)
 
 
+@pytest.mark.extended
 def test_the_default_run_reads_above_97_percent_of_the_test_images_rightly(train_digits):
     assert train_digits()["accuracy"] > 0.97
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(900)  # torch.compile takes a minute of CPU time
 def test_a_traced_loop_learns_the_digits(train_digits, tmp_path):
     report = tmp_path / "traced.json"
@@ -74,6 +80,7 @@ def on_torch_xla(jobs, tmp_path_factory):
     return jobs.start(tmp_path_factory.mktemp("job"), script=JOB, under="").finish().report
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("example", ["digits", "gpt"])
 def test_between_boundaries_nothing_is_read_and_a_step_is_one_execution(on_torch_xla, example):
     for arm in LAZY:
@@ -81,11 +88,13 @@ def test_between_boundaries_nothing_is_read_and_a_step_is_one_execution(on_torch
         assert counts == {"reads": 0, "executions": 1, "compiles": 0}, arm
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("example", ["digits", "gpt"])
 def test_the_plain_loop_reads_every_step(on_torch_xla, example):
     assert on_torch_xla[example]["plain"]["per_step"]["reads"] >= 1
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("example", ["digits", "gpt"])
 def test_all_loops_go_the_same_way_on_torch_xla(on_torch_xla, example):
     first = on_torch_xla[example]["plain"]["losses"]
@@ -93,15 +102,18 @@ def test_all_loops_go_the_same_way_on_torch_xla(on_torch_xla, example):
         assert on_torch_xla[example][arm]["losses"] == pytest.approx(first, rel=1e-2), arm
 
 
+@pytest.mark.extended
 def test_the_gpts_step_is_traced(on_torch_xla):
     assert on_torch_xla["gpt"]["ours-traced"]["reason"] is None
 
 
+@pytest.mark.extended
 def test_the_gpt_goes_the_same_way_by_its_own_loop_and_by_ours(on_torch_xla):
     own, ours = (on_torch_xla[name]["losses"] for name in ("gpt_as_ever", "gpt_by_our_loop"))
     assert ours == pytest.approx(own, rel=1e-4)
 
 
+@pytest.mark.extended
 def test_the_benchmark_writes_report_plot_and_figures(tmp_path):
     subprocess.run(
         [

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from graphstash.training import optimizers
-from graphstash.training.gradients import clip_grad_norm_, clip_grad_value_
+from graphstash.training.optimizers.gradients import clip_grad_norm_, clip_grad_value_
 from support.jobs import JOB
 from support.optimizer_cases import (
     BY_HAND,
@@ -20,6 +20,8 @@ from support.optimizer_cases import (
     new_parameters,
     train_scheduled,
 )
+
+pytestmark = pytest.mark.extended
 
 BAD = {0: math.inf, 5: math.inf, 7: math.nan}
 EXCHANGED = [name for name, case in CASES.items() if case.name != "LAMB"]

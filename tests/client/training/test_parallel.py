@@ -1,8 +1,3 @@
-import json
-import os
-import subprocess
-import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -10,37 +5,18 @@ import torch
 from torch import nn
 
 from graphstash import GraphstashError
-from graphstash.training.parallel import Parallel
+from graphstash.training.loop.parallel import Parallel
+from support.ranks import start_ranks
 
 JOB = Path(__file__).parents[2] / "support" / "parallel_job.py"
 CPU = torch.device("cpu")
-
-
-def run(directory, world, *options):
-    """The reports of processes of torch.distributed with gloo, by rank."""
-    with ExitStack() as stack:
-        running = []
-        for rank in range(world):
-            report = directory / f"{world}-{rank}.json"
-            errors = stack.enter_context(report.with_suffix(".errors").open("w+"))
-            place = ("--rank", rank, "--world", world, "--rendezvous", directory / f"store-{world}")
-            command = [sys.executable, JOB, report, "--on", "gloo", *place, *options]
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            process = subprocess.Popen([*map(str, command)], env=environment, stderr=errors)
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            running.append((process, report))
-        for process, report in running:
-            status = process.wait(200)
-            assert status == 0, report.with_suffix(".errors").read_text()
-        return [json.loads(report.read_text()) for _, report in running]
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
     """Of two processes, and of one with batches of twice the size."""
     directory = tmp_path_factory.mktemp("gloo")
-    return [*run(directory, 2), *run(directory, 1)]
+    return [*start_ranks(directory, JOB, 2), *start_ranks(directory, JOB, 1)]
 
 
 @pytest.fixture(params=["with inf", "accumulated"])
@@ -96,7 +72,7 @@ def test_processes_tell_each_other_values(reports):
 def test_processes_that_disagree_all_say_so(reports):
     first, second, one = reports
     assert first["error"] == second["error"]
-    assert "the rank is not the same in all processes, by rank: [0, 1]" in first["error"]
+    assert "the rank differs between processes (by rank: [0, 1])" in first["error"]
     assert "error" not in one
 
 
@@ -120,6 +96,7 @@ def test_processes_of_torchrun_that_do_not_know_each_other_are_refused(monkeypat
         Parallel.current(CPU)
 
 
+@pytest.mark.extended
 def test_on_torch_xla_all_gradients_are_reduced_by_one_operation_of_the_step(jobs, tmp_path):
     report = jobs.start(tmp_path, "--on", "torch_xla", script=JOB, under="").finish().report
     assert report["alone"]

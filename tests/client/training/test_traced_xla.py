@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.extended
+
 SCRIPT = Path(__file__).parents[2] / "support" / "traced_job.py"
 ROUNDING = 2e-5  # float32; two graphs of one function are not rounded alike
 STEPS = 25
@@ -119,9 +121,7 @@ def test_what_cannot_be_frozen_is_refused_with_the_reason_and_trained_all_the_sa
     assert refused["difference"] < ROUNDING
     assert len(refused["warnings"]) == 1
     assert all(word in refused["reason"] for word in words)
-    assert refused["warnings"] == [
-        f"the training step runs without being traced: {refused['reason']}"
-    ]
+    assert refused["warnings"] == [f"running the training step untraced: {refused['reason']}"]
 
 
 def test_a_batch_that_cannot_be_followed_is_refused(report):

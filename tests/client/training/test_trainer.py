@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphstash import ConfigError, training
@@ -323,7 +324,7 @@ def test_a_finished_run_makes_no_further_step(tmp_path):
 
 def test_another_kind_of_run_does_not_go_on_from_a_checkpoint(tmp_path):
     training.train(*problem(), steps=5, loss=mse, checkpoints=tmp_path, progress=False)
-    with pytest.raises(ConfigError, match="without loss_scale"):
+    with pytest.raises(ConfigError, match="loss_scale=None, but this run has 'LossScale'"):
         training.train(
             *problem(),
             steps=9,
@@ -337,10 +338,12 @@ def test_another_kind_of_run_does_not_go_on_from_a_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"steps": 0}, "steps is 0; it must be 1 or more"),
-        ({"log_every": 0}, "log_every is 0"),
-        ({"accumulate": -1}, "accumulate is -1"),
-        ({"precision": "int8"}, "precision is 'int8'; it can be"),
+        ({"steps": 0}, r"steps must be a whole number, at least 1 \(got 0\)"),
+        ({"log_every": 0}, r"log_every must be a whole number, at least 1 \(got 0\)"),
+        ({"accumulate": -1}, r"accumulate must be a whole number, at least 1 \(got -1\)"),
+        ({"steps": 2.5}, r"steps must be a whole number, at least 1 \(got 2.5\)"),
+        ({"metrics": ("loss",)}, "metrics: loss is logged without being named"),
+        ({"precision": "int8"}, r"precision must be 'fp32', 'bf16' or 'fp16' \(got 'int8'\)"),
     ],
 )
 def test_a_wrong_argument_is_named_with_its_range(options, message):
@@ -348,10 +351,186 @@ def test_a_wrong_argument_is_named_with_its_range(options, message):
         training.train(*problem(), **{"steps": 5, "loss": mse} | options)
 
 
+def unmade(model=None, parameters=None):
+    """A problem with another model, or with an optimizer of other parameters."""
+    usual, _, data = problem()
+    model = model or usual
+    optimizer = training.SGD(parameters or model.parameters(), lr=0.1)
+    return model, optimizer, data
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters", "message"),
+    [
+        (nn.Tanh(), [nn.Parameter(torch.ones(1))], "the model, a Tanh, has no parameters"),
+        (nn.Linear(4, 1), [nn.Parameter(torch.ones(1))], "none of the model's parameters"),
+        (nn.Linear(4, 1).requires_grad_(False), None, "there is nothing to train"),
+    ],
+)
+def test_what_cannot_train_is_refused(model, parameters, message):
+    with pytest.raises(ConfigError, match=message):
+        training.train(*unmade(model, parameters), steps=5, loss=mse)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "message"),
+    [
+        (training.AdamW, {}, "optimizer='SGD', but this run has 'AdamW'"),
+        (training.SGD, {"accumulate": 2}, "accumulate=1, but this run has 2"),
+    ],
+)
+def test_a_run_with_another_optimizer_or_batch_does_not_resume(
+    tmp_path, optimizer, options, message
+):
+    training.train(*problem(), steps=5, loss=mse, checkpoints=tmp_path, progress=False)
+    model, _, data = problem()
+    with pytest.raises(ConfigError, match=message):
+        training.train(
+            model,
+            optimizer(model.parameters()),
+            data,
+            steps=9,
+            loss=mse,
+            checkpoints=tmp_path,
+            **options,
+        )
+
+
+def test_the_loss_may_come_with_other_numbers_and_from_an_object():
+    def losses(model, batch):
+        error = model(batch[0]) - batch[1]
+        return {"loss": error.square().mean(), "l1": error.abs().mean(), "prediction": error}
+
+    class Output:
+        def __init__(self, values):
+            self.loss, self.l1 = values["loss"], values["l1"]
+
+    seen = Seen()
+    results = [
+        training.train(
+            *problem(),
+            steps=4,
+            loss=loss,
+            metrics=["l1"],
+            accumulate=2,
+            log_every=2,
+            callbacks=[seen],
+            progress=False,
+        )
+        for loss in (losses, lambda model, batch: Output(losses(model, batch)))
+    ]
+    assert results[0].losses == results[1].losses
+    first, second = (entry.metrics["l1"] for entry in seen.entries[:2])
+    assert len(first) == len(second) == 2
+    assert all(value > 0 for value in first + second)
+    with pytest.raises(ValueError, match=r"the kl is NoneType.*a mapping with 'loss'"):
+        training.train(*problem(), steps=4, loss=losses, metrics=["kl"])
+
+
+def test_averaged_parameters_are_kept_at_every_step_and_in_checkpoints(tmp_path):
+    def run(steps, directory, seed=0):
+        model, optimizer, _ = problem(seed=seed)
+        averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        steps_seen = []
+
+        class Average(training.Callback):
+            def on_step(self, step):
+                steps_seen.append(step)
+                averaged.update_parameters(model)
+
+        training.train(
+            model,
+            optimizer,
+            problem()[2],
+            steps=steps,
+            loss=mse,
+            checkpoints=directory,
+            stateful={"ema": averaged},
+            callbacks=[Average()],
+            progress=False,
+        )
+        return steps_seen, [p.tolist() for p in averaged.parameters()]
+
+    steps, whole = run(8, tmp_path / "whole")
+    assert steps == [1, 2, 3, 4, 5, 6, 7, 8]
+    run(3, tmp_path / "parts")
+    steps, resumed = run(8, tmp_path / "parts", seed=5)
+    assert steps == [4, 5, 6, 7, 8]
+    assert resumed == whole
+    with pytest.raises(ConfigError, match=r"stateful=\['ema'\], but this run has \[\]"):
+        training.train(*problem(), steps=9, loss=mse, checkpoints=tmp_path / "whole")
+
+
+class Broken(torch.utils.data.Dataset):
+    """Has one element that cannot be read, until it is repaired."""
+
+    def __init__(self):
+        self.broken = True
+        self.inputs = torch.randn(24, 4, generator=torch.Generator().manual_seed(3))
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        if self.broken and index == 13:
+            raise OSError("a damaged file")
+        return self.inputs[index], self.inputs[index].sum(0, keepdim=True)
+
+
+class Fails(training.Callback):
+    def on_log(self, entry):
+        if entry.step == 4:
+            raise RuntimeError("on purpose")
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("cause", ["data", "callback"])
+def test_after_an_exception_training_resumes_where_it_stopped(tmp_path, cause, ahead):
+    def run(*, broken, **options):
+        model, optimizer, _ = problem()
+        dataset = Broken()
+        dataset.broken = broken and cause == "data"
+        return training.train(
+            model,
+            optimizer,
+            training.Batches(dataset, 2, seed=1),
+            steps=12,
+            loss=mse,
+            ahead=ahead,
+            log_every=2,
+            progress=False,
+            **options,
+        )
+
+    whole = run(broken=False)
+    seen = Seen()
+    callbacks = [seen] + ([Fails()] if cause == "callback" else [])
+    with pytest.raises((OSError, RuntimeError), match=r"damaged file|on purpose"):
+        run(broken=True, checkpoints=tmp_path, callbacks=callbacks)
+    assert seen.checkpoints != []
+    rest = run(broken=False, checkpoints=tmp_path)
+    assert rest.resumed_from == seen.checkpoints[-1] > 0
+    assert rest.losses == whole.losses[rest.resumed_from :]
+
+
+def test_an_exception_in_the_middle_of_a_step_leaves_no_checkpoint(tmp_path):
+    calls = []
+
+    def loss(model, batch):
+        calls.append(batch)
+        if len(calls) == 4:
+            raise RuntimeError("on purpose")
+        return mse(model, batch)
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        training.train(*problem(), steps=8, loss=loss, checkpoints=tmp_path, progress=False)
+    assert list(tmp_path.glob("*.pt")) == []
+
+
 def test_an_optimizer_that_cannot_leave_a_step_out_takes_no_loss_scale():
     model, _, data = problem()
     optimizer = torch.optim.Adagrad(model.parameters())
-    with pytest.raises(ConfigError, match="Adagrad cannot leave out a step"):
+    with pytest.raises(ConfigError, match="Adagrad cannot skip steps"):
         training.train(model, optimizer, data, steps=5, loss=mse, precision="fp16")
     assert training.train(model, optimizer, data, steps=5, loss=mse, progress=False).step == 5
 
@@ -409,7 +588,7 @@ def test_data_that_can_be_gone_through_once_serves_without_checkpoints(tmp_path)
         model, optimizer, once, steps=20, loss=mse, ahead=2, log_every=5, progress=False
     )
     assert result.step == 20
-    with pytest.raises(ConfigError, match="its place cannot be saved"):
+    with pytest.raises(ConfigError, match="its position cannot be saved"):
         training.train(model, optimizer, once, steps=30, loss=mse, checkpoints=tmp_path)
 
 
@@ -495,14 +674,14 @@ def test_what_a_checkpoint_cannot_hold_is_refused_before_the_first_step(tmp_path
 def test_batches_for_other_processes_are_refused():
     model, optimizer, _ = problem()
     data = training.Batches((torch.ones(8, 4), torch.ones(8, 1)), 2, rank=1, world=2)
-    with pytest.raises(ConfigError, match="for 2 processes, and 1 train"):
+    with pytest.raises(ConfigError, match="for 2 processes, but 1 train"):
         training.train(model, optimizer, data, steps=5, loss=mse)
 
 
 def test_a_schedule_that_wants_a_metric_is_refused():
     model, optimizer, data = problem()
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-    with pytest.raises(ConfigError, match="wants a metric"):
+    with pytest.raises(ConfigError, match="needs a metric"):
         training.train(model, optimizer, data, steps=5, loss=mse, schedule=schedule)
 
 
@@ -529,8 +708,8 @@ def wait_for_step(path, step, job):
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("data", ["batches", "loader"])
-@pytest.mark.parametrize("threads", [False, True])
+@pytest.mark.parametrize("data", ["batches", pytest.param("loader", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("threads", [pytest.param(False, marks=pytest.mark.extended), True])
 def test_killed_at_random_steps_the_loss_curve_is_that_of_an_uninterrupted_run(
     start, tmp_path, data, threads
 ):
@@ -550,16 +729,21 @@ def test_killed_at_random_steps_the_loss_curve_is_that_of_an_uninterrupted_run(
     assert last.report["weights"] == whole.report["weights"]
 
 
+@pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("options", [(), ("--ahead=3", "--no-dropout", "--accumulate=2")])
-def test_sigterm_makes_a_checkpoint_of_the_step_it_meets_and_ends_the_process(
-    start, tmp_path, options
+def test_a_signal_makes_a_checkpoint_of_the_step_it_meets_and_ends_the_process(
+    start, tmp_path, options, asked
 ):
     start(*options, name="whole").finish()
     checkpoints = (f"--checkpoints={tmp_path / 'checkpoints'}", "--checkpoint-every=1000")
     job = start(*options, *checkpoints, "--slow=0.01")
     wait_for_step(tmp_path / "job", 7, job)
-    os.kill(job.pid, signal.SIGTERM)
-    assert job.status() == 128 + signal.SIGTERM
+    os.kill(job.pid, asked)
+    if asked == signal.SIGTERM:
+        assert job.status() == 128 + asked
+    else:
+        assert job.status() != 0
+        assert job.errors.read_text().endswith("KeyboardInterrupt\n")
     made = max(losses_of(tmp_path / "job"))
     assert 7 <= made < STEPS
     rest = start(*options, *checkpoints).finish()
@@ -598,3 +782,21 @@ def test_two_processes_train_as_one_with_their_batches_together(start, tmp_path)
         last = checkpoints.load()
     assert last.step == 12
     assert [sorted(place) for place in last.state["data"]] == [["batch", "data", "epoch"]] * 2
+
+    alone = ("--steps=20", "--no-dropout", "--batch=8")
+    whole = start(*alone, name="whole").finish()
+    rest = start(*alone, f"--checkpoints={tmp_path / 'checkpoints'}", name="rest").finish()
+    assert rest.report["resumed_from"] == 12
+    assert rest.report["weights"] == pytest.approx(whole.report["weights"], abs=1e-5)
+
+
+def test_another_number_of_processes_needs_data_that_knows_its_position(tmp_path):
+    model, optimizer, batches = problem()
+    data = [next(batches) for _ in range(6)]
+    options = {"loss": mse, "checkpoints": tmp_path, "progress": False}
+    training.train(model, optimizer, data, steps=5, **options)
+    with training.Checkpoints(tmp_path) as checkpoints:
+        state = checkpoints.load().state
+        checkpoints.save(6, state | {name: state[name] * 2 for name in ("data", "random")}).result()
+    with pytest.raises(ConfigError, match="made by 2 processes, not by 1"):
+        training.train(model, optimizer, data, steps=9, **options)

@@ -36,6 +36,7 @@ def between(report, first, last):
     }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("traced", [False, True])
 def test_a_step_is_one_execution_and_a_boundary_one_read(whole, traced):
     report, losses = whole[traced]
@@ -46,12 +47,14 @@ def test_a_step_is_one_execution_and_a_boundary_one_read(whole, traced):
     assert counts["TransferFromDeviceTime"] == 1
 
 
+@pytest.mark.extended
 def test_a_lazy_run_compiles_one_training_graph(whole):
     report, _ = whole[False]
     first = report["counts"]["10"]["UncachedCompile"] - report["started"]["UncachedCompile"]
     assert first == 1
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("traced", [False, True])
 def test_killed_at_random_steps_the_loss_curve_is_that_of_an_uninterrupted_run(
     jobs, whole, tmp_path, traced

@@ -4,14 +4,13 @@
                caches have a place for another backend (`backend_override_cls`), made for tests and
                of the same form in 2.6 to 2.15. It needs no Redis.
     objects    g++'s results, at `CppBuilder.build`
-    bundles    the fallback, by torch's public interface, where one of those names is missing
 
 The remote caches are switched on by settings of this process, not by environment variables: a child
 without the hook would look for a Redis.
 
 Profiles for dynamic shapes (`RemoteDynamoPGOCache`) are left alone. A profile is state of one rank
 of one job, written anew whenever a shape is seen; an artifact never changes. And a profile decides
-which graphs are compiled at all: another job's would do so for reasons that nobody sees.
+which graphs are compiled at all: another job's profile would do so for reasons that no log shows.
 """
 
 import logging
@@ -26,21 +25,17 @@ from torch._functorch._aot_autograd import autograd_cache
 from torch._inductor import codecache, compile_fx, config, cpp_builder, remote_cache
 from torch.utils._triton import has_triton
 
-from graphstash._compile import CompileCache
-from graphstash.hooks.inductor.bundles import Bundles
+from graphstash._compile.cache import CompileCache
 from graphstash.hooks.inductor.entries import Entries, offering_variants
 from graphstash.hooks.inductor.fingerprint import torch_release
-from graphstash.hooks.inductor.headers import late
-from graphstash.hooks.inductor.objects import Objects
-from graphstash.hooks.inductor.patches import Patches
-from graphstash.hooks.versions import TRIED
+from graphstash.hooks.inductor.objects import Objects, late
+from graphstash.hooks.patching import Patches
+from graphstash.hooks.versions import is_supported
 from graphstash_schema import ArtifactKind
 
 __all__ = ["InductorHook", "install"]
 
 _log = logging.getLogger("graphstash")
-
-_TRIED: Final = TRIED["inductor"]
 
 _REMOTE_CACHES: Final = {
     "RemoteFxGraphCache": ArtifactKind.INDUCTOR,
@@ -61,15 +56,9 @@ def install(cache: CompileCache) -> "InductorHook | None":
     """Puts the cache into torch.compile.
 
     Returns:
-        The hook, or None when it stepped aside; a warning has said why.
+        The hook, or None when it was not installed; a warning says why.
     """
-    version = str(torch.__version__)
-    if _TRIED.is_below(version):
-        _log.warning("graphstash: torch %s has no place for a cache; use 2.6 or newer", version)
-        return None
-    if _TRIED.is_above(version):
-        _log.warning("graphstash: the hook was tried with torch %s, not with %s", _TRIED, version)
-    return InductorHook(cache)
+    return InductorHook(cache) if is_supported("inductor", str(torch.__version__)) else None
 
 
 class InductorHook:
@@ -79,9 +68,12 @@ class InductorHook:
         self._patches = Patches()
         self._objects = self._put_objects(cache)
         self._entries = Entries(cache, built_seconds=self._built_seconds)
-        self._bundles: Bundles | None = None
         if missing := _missing():
-            self._fall_back(cache, missing)
+            _log.warning(
+                "graphstash: torch %s has no %s; its graphs are not shared",
+                torch.__version__,
+                missing,
+            )
         else:
             self._put_entries()
 
@@ -89,24 +81,24 @@ class InductorHook:
         """Takes the hook out of torch and finishes what it has begun."""
         self._patches.undo()
         _forget_remote_cache()
-        if self._bundles is not None:
-            self._bundles.save()
         self._entries.close()
         if self._objects is not None:
             self._objects.close()
 
     def after_fork(self, cache: CompileCache) -> bool:
-        """A child goes on with a cache of its own; what its parent compiles is not its affair."""
+        """Continues in the child with its own cache; the parent keeps its compilations."""
         self._entries.use(cache)
         if self._objects is not None:
             self._objects.use(cache)
-        self._bundles = None
         return True
 
     def _put_objects(self, cache: CompileCache) -> Objects | None:
         builder: Any = getattr(cpp_builder, "CppBuilder", None)
         if not hasattr(builder, "build"):
-            _log.warning("graphstash: torch %s builds its C++ objects elsewhere", torch.__version__)
+            _log.warning(
+                "graphstash: torch %s has no CppBuilder.build; its C++ objects are not shared",
+                torch.__version__,
+            )
             return None
         objects = Objects(cache, builder.build, is_awaited=lambda: self._entries.is_compiling)
 
@@ -147,7 +139,7 @@ class InductorHook:
         self._patches.replace(owner, name, staticmethod(offered))
 
     def _switch_on(self) -> None:
-        """Switches torch's remote caches on, as far as nobody has switched caching off."""
+        """Switches torch's remote caches on where the user has not switched caching off."""
         if torch_release() < (2, 7) and "TORCHINDUCTOR_AUTOGRAD_CACHE" not in os.environ:
             self._patches.switch_on(functorch_config, "enable_autograd_cache", unset=False)
         if config.fx_graph_cache:
@@ -159,20 +151,6 @@ class InductorHook:
         # code, and torch's compile workers, which may have no hook, act on it.
         if torch.accelerator.is_available() and has_triton():
             self._patches.switch_on(config, "bundled_autotune_remote_cache")
-
-    def _fall_back(self, cache: CompileCache, missing: str) -> None:
-        job = cache.config.job
-        has_bundles = hasattr(torch.compiler, "load_cache_artifacts")
-        if job and has_bundles:
-            instead = f"its graphs go as one bundle named {job!r}"
-        elif has_bundles:
-            instead = "its graphs are not shared; name the job (GRAPHSTASH_JOB) to share a bundle"
-        else:
-            instead = "its graphs are not shared"
-        _log.warning("graphstash: torch %s has no %s; %s", torch.__version__, missing, instead)
-        if job and has_bundles:
-            self._bundles = Bundles(cache)
-            self._bundles.load()
 
 
 def _forget_remote_cache() -> None:

@@ -4,7 +4,7 @@ torch asks by a key of its own and hands over JSON with a pickle inside. Both go
 are. What this adds:
 
 * a lease, while an FX graph is compiled. An AOTAutograd entry gets none: it is put only after the
-  backward was compiled, and whoever waited for it would wait for steps of another job.
+  backward was compiled, and a job that waited for it would wait for training steps of another.
 * several entries under one key. Dynamic shapes make entries that differ in their guards, and torch
   asks its remote cache for one. When its guards do not fit, the next one is offered (`look_up`).
 """
@@ -21,9 +21,9 @@ from typing import Any, Final, TypeVar
 
 from torch._inductor.remote_cache import RemoteCacheBackend
 
-from graphstash._compile import CompileCache
-from graphstash._errors import CacheError, Reason
-from graphstash._exchange import Exchange
+from graphstash._compile.cache import CompileCache
+from graphstash._compile.two_call import TwoCallCache
+from graphstash.errors import CacheError, Reason
 from graphstash.hooks.inductor.fingerprint import entry_key, entry_parts, toolchain
 from graphstash.hooks.inductor.ranks import ranks
 from graphstash_schema import ArtifactKey, ArtifactKind
@@ -59,9 +59,7 @@ class _Thread(threading.local):
 class Entries:
     """Gets and puts for torch's remote caches; never raises, because a put that raises ends a job.
 
-    Args:
-        cache: finds and publishes.
-        built_seconds: the time that this process has spent on C++ objects so far.
+    `built_seconds` returns the time that this process has spent on C++ objects so far.
     """
 
     def __init__(self, cache: CompileCache, *, built_seconds: Callable[[], float]) -> None:
@@ -70,21 +68,21 @@ class Entries:
         self.use(cache)
 
     def use(self, cache: CompileCache) -> None:
-        """Goes on with another cache: a forked child has its own."""
+        """Switches to another cache: a forked child has its own."""
         self._cache = cache
-        self._exchange = Exchange(cache, toolchain=toolchain())
+        self._exchange = TwoCallCache(cache, toolchain=toolchain())
         self._thread = _Thread()
         self._lock = threading.Lock()  # guards the count below
         self._compilations = 0
         self._free: dict[str, int | None] = {}  # by torch's key: where the next put goes
 
     def close(self) -> None:
-        """Answers nothing any more: torch may keep its objects that ask here."""
+        """Finds and publishes nothing from now on: torch may keep its objects that call this."""
         self._closed = True
         self._exchange.close()
 
     def backend(self, kind: ArtifactKind) -> RemoteCacheBackend[bytes]:
-        """What one of torch's remote caches asks."""
+        """The backend of one of torch's remote caches."""
         return _Backend(self, kind)
 
     @property
@@ -135,8 +133,8 @@ class Entries:
     def _get(self, kind: ArtifactKind, name: str) -> bytes | None:
         look_up = self._thread.look_up or _LookUp()
         key = entry_key(kind, name, variant=look_up.variant)
-        # Whoever only looks an FX graph up, on behalf of an AOTAutograd entry, asks again when it
-        # compiles it.
+        # A look-up on behalf of an AOTAutograd entry takes none: torch looks again before it
+        # compiles the graph.
         lease = kind is ArtifactKind.INDUCTOR and self._thread.compiling > 0
         value = self._exchange.get(key, lease=lease, ranks=ranks())
         self._free[name] = look_up.variant if value is None else None
@@ -197,17 +195,17 @@ class Entries:
             self._exchange.reject(key, f"torch could not load {key}: {error!r}")
 
     def _guarded(self, work: Callable[[], _T]) -> _T | None:
-        """The hook's outermost frame: nothing of ours gets into a compilation."""
+        """The hook's outermost frame: none of our exceptions reaches a compilation."""
         try:
             return work()
         except Exception as error:  # noqa: BLE001 - see above
             _log.debug("a remote cache of torch failed", exc_info=True)
-            self._cache.trouble(CacheError(Reason.INTERNAL, repr(error)))
+            self._cache.record_fallback(CacheError(Reason.INTERNAL, repr(error)))
             return None
 
 
 class _Backend(RemoteCacheBackend[bytes]):
-    """The interface that torch asks for."""
+    """The interface that torch expects."""
 
     def __init__(self, entries: Entries, kind: ArtifactKind) -> None:
         super().__init__()

@@ -19,8 +19,13 @@ from torch._inductor import config
 from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 
-from graphstash.hooks.environment import read_part
-from graphstash.hooks.host import cpu_device_type, cpu_features, cpu_model, libc
+from graphstash.hooks.environment import (
+    cpu_device_type,
+    cpu_features,
+    cpu_model,
+    libc,
+    read_part,
+)
 from graphstash_schema import ArtifactKey, ArtifactKind, DeviceType, fingerprint_of
 
 __all__ = ["entry_key", "entry_parts", "host_parts", "key_of", "toolchain", "torch_release"]
@@ -32,10 +37,8 @@ def entry_key(kind: ArtifactKind, name: str, *, variant: int) -> ArtifactKey:
     Neither the name nor the value says which device a graph is for: a process that has an
     accelerator files everything under it, graphs for its CPU included.
 
-    Args:
-        kind: which of torch's caches asks.
-        name: torch's own key, e.g. `pt2:fx-graph-v1::f3a…:c1`.
-        variant: number of the entry under that name; they differ in their guards.
+    `name` is e.g. `pt2:fx-graph-v1::f3a…:c1`; entries under one name have different variant numbers
+    and differ in their guards.
     """
     parts = entry_parts(name, variant=variant)
     return key_of(kind, parts, _device_type())
@@ -60,7 +63,7 @@ def key_of(
     """The key of an artifact for `device_type`; without one, for this host's CPU."""
     return ArtifactKey(
         kind=kind,
-        device_type=device_type or _cpu_device_type(),
+        device_type=device_type or cpu_device_type(),
         fingerprint=fingerprint_of(kind, parts),
     )
 
@@ -91,11 +94,6 @@ def toolchain() -> str:
 
 
 @cache
-def _cpu_device_type() -> DeviceType:
-    return cpu_device_type()
-
-
-@cache
 def _accelerator() -> str:
     """The accelerator of this process, e.g. `cuda`; empty when there is none."""
     if not torch.accelerator.is_available():
@@ -108,7 +106,7 @@ def _accelerator() -> str:
 def _device_type() -> DeviceType:
     accelerator = _accelerator()
     if not accelerator:
-        return _cpu_device_type()
+        return cpu_device_type()
     if accelerator == "cuda" and torch.version.hip is None:
         major, minor = torch.cuda.get_device_capability()
         return DeviceType.of("cuda", f"sm_{major}{minor}")

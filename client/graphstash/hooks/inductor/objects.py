@@ -26,14 +26,13 @@ from torch._inductor.runtime.runtime_utils import (  # type: ignore[attr-defined
     default_cache_dir,
 )
 
-from graphstash._compile import CompileCache
-from graphstash._errors import CacheError, LocalTierError, Reason
-from graphstash._exchange import Exchange
+from graphstash._compile.cache import CompileCache
+from graphstash._compile.two_call import TwoCallCache
+from graphstash.errors import CacheError, LocalTierError, Reason
 from graphstash.hooks.inductor.fingerprint import host_parts, key_of, toolchain, torch_release
-from graphstash.hooks.inductor.headers import build_header_of
 from graphstash_schema import ArtifactKey, ArtifactKind
 
-__all__ = ["Objects", "object_parts"]
+__all__ = ["LateHeader", "Objects", "late", "object_parts"]
 
 _log = logging.getLogger("graphstash")
 
@@ -48,6 +47,47 @@ _READ_BY_GCC: Final = (
 Variables Affecting GCC")."""
 
 
+class LateHeader(str):
+    """Stands for the path of a header that is not prepared yet; it is empty, so torch uses none.
+
+    Since 2.8 Inductor preprocesses a header (to name it by its content), precompiles it, and only
+    then asks for the C++ objects that would use it. With the objects fetched, both were for
+    nothing, and they are the most expensive thing left in a warm process. So the header is prepared
+    when the first object is really built. The source code includes the header by itself: without
+    its precompiled form an object takes longer to build and is the same.
+
+    It travels inside the builder's options to the thread that builds.
+    """
+
+    __slots__ = ("prepare",)
+    prepare: Callable[[], str]
+
+
+def late(original: Callable[..., str]) -> Callable[..., str]:
+    """Takes the place of `codecache._precompile_header`."""
+
+    def precompile_header(*args: Any, **kwargs: Any) -> str:
+        header = LateHeader()
+        header.prepare = lambda: original(*args, **kwargs)
+        return header
+
+    return precompile_header
+
+
+def _build_header_of(builder: Any) -> None:
+    """Prepares the header that a builder was to use, and lets it use it; never raises."""
+    header = getattr(builder._build_option, "precompiled_header", None)
+    if not isinstance(header, LateHeader):
+        return
+    try:
+        path = header.prepare()
+    except Exception:  # noqa: BLE001 - the hook's outermost frame: it is built without the header
+        _log.debug("precompiling a header failed", exc_info=True)
+        return
+    # What the builder's constructor makes of the option.
+    builder._include_dirs_args = f"-include {path} {builder._include_dirs_args}"
+
+
 class Objects:
     """Takes the place of `CppBuilder.build`.
 
@@ -56,9 +96,9 @@ class Objects:
 
     Args:
         cache: finds and publishes.
-        original: what it takes the place of.
+        original: the function that it replaces.
         is_awaited: whether others may wait for a graph that this process compiles. Then it takes
-            no lease for an object: whoever wants the object waits for its graph.
+            no lease for an object: a process that needs the object waits for its graph.
     """
 
     def __init__(
@@ -70,12 +110,12 @@ class Objects:
         self.use(cache)
 
     def use(self, cache: CompileCache) -> None:
-        """Goes on with another cache: a forked child has its own."""
+        """Switches to another cache: a forked child has its own."""
         self._cache = cache
-        self._exchange = Exchange(cache, toolchain=toolchain())
+        self._exchange = TwoCallCache(cache, toolchain=toolchain())
 
     def close(self) -> None:
-        """Gives up what was begun."""
+        """Releases the leases of unfinished builds."""
         self._exchange.close()
 
     def build(self, builder: Any) -> Any:
@@ -85,7 +125,7 @@ class Objects:
         if found is True:
             # What the original returns: nothing since 2.7, before that g++'s output and the path.
             return None if torch_release() >= (2, 7) else (b"", str(target))
-        build_header_of(builder)
+        _build_header_of(builder)
         if not found:
             return self._original(builder)
         started = monotonic()
@@ -100,7 +140,7 @@ class Objects:
         return result
 
     def _find(self, builder: Any, target: Path) -> "_Wanted | bool":
-        """True when the object is in place, False when it is none of ours."""
+        """True when the object is in place, False when it is not shared, else what to publish."""
         try:
             if config.force_disable_caches or not _is_shared(builder):
                 return False
@@ -110,11 +150,11 @@ class Objects:
                 return wanted
             _write(target, payload)
         except OSError as error:
-            self._cache.trouble(LocalTierError(str(error)))
+            self._cache.record_fallback(LocalTierError(str(error)))
             return False
         except Exception as error:  # noqa: BLE001 - the hook's outermost frame: torch builds it
             _log.debug("looking for a C++ object failed", exc_info=True)
-            self._cache.trouble(CacheError(Reason.INTERNAL, repr(error)))
+            self._cache.record_fallback(CacheError(Reason.INTERNAL, repr(error)))
             return False
         return True
 
@@ -125,7 +165,7 @@ class Objects:
             )
         except OSError as error:
             self._exchange.end()
-            self._cache.trouble(LocalTierError(str(error)))
+            self._cache.record_fallback(LocalTierError(str(error)))
 
 
 class _Wanted:
@@ -135,12 +175,7 @@ class _Wanted:
 
 
 def object_parts(command: str, target: Path) -> dict[str, str]:
-    """Everything that decides what `command` makes.
-
-    Args:
-        command: g++'s command line.
-        target: what it writes.
-    """
+    """Everything that decides what `command`, a command line of g++, writes to `target`."""
     compiler, *words = shlex.split(command)
     return {
         **host_parts(),
@@ -174,14 +209,14 @@ def _places() -> list[tuple[str, str]]:
     Before 2.8 the source code includes a header from Inductor's own directory, by its absolute
     path; the header is named by its content.
     """
-    return sorted({cache_dir(): "<cache>", **_fixed_places()}.items(), key=lambda p: -len(p[0]))
+    inductor = dict.fromkeys((default_cache_dir(), cache_dir()), "<cache>")
+    return sorted({**inductor, **_fixed_places()}.items(), key=lambda place: -len(place[0]))
 
 
 @cache
 def _fixed_places() -> Mapping[str, str]:
     paths = sysconfig.get_paths()
     return {
-        default_cache_dir(): "<default-cache>",
         str(Path(torch.__file__).parent): "<torch>",
         paths["include"]: "<include>",
         paths["platlib"]: "<platlib>",

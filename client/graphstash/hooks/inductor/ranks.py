@@ -11,7 +11,7 @@ from torch._inductor import config
 __all__ = ["TorchRanks", "ranks"]
 
 _POLL_SECONDS: Final = 0.02
-_LONGEST_POLL_SECONDS: Final = 0.2
+_MAX_POLL_SECONDS: Final = 0.2
 
 
 class TorchRanks:
@@ -61,7 +61,7 @@ class TorchRanks:
             if time.monotonic() >= until:
                 return None
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_POLL_SECONDS)
+            pause = min(2 * pause, _MAX_POLL_SECONDS)
         there: bytes = self._store.get(name)
         return there
 

@@ -1,9 +1,9 @@
-"""The jax hook: JAX's persistent compilation cache, with the team's cache behind it.
+"""The jax hook: JAX's persistent compilation cache, backed by the shared cache.
 
-    key_of     JAX names a program; the name is made independent of JAX's compressor
-    compiling  what a thread compiles at the moment, and when it is done with it
-    entries    a look-up or a result of JAX: to our key, payload and lease, and back
-    seam       puts all of it into JAX, and takes it out again
+    compiling    what a thread compiles at the moment, and when it is done with it
+    fingerprint  our key, made from JAX's and from what JAX's leaves out
+    entries      a look-up or a result of JAX: to our key, payload and lease, and back
+    seam         puts all of it into JAX, and takes it out again
 
 JAX runs whatever bytes its cache returns: the entry of another program with equal shapes gives a
 wrong number without a word. So the key stands inside our envelope and is checked before JAX sees a
@@ -14,41 +14,33 @@ A program in memory costs nothing; neither does one with host callbacks, which J
 
 import logging
 from importlib import metadata
-from typing import Final
 
 import jax
 
-from graphstash._compile import CompileCache
-from graphstash._exchange import Exchange
+from graphstash._compile.cache import CompileCache
+from graphstash._compile.two_call import TwoCallCache
 from graphstash.hooks.jax.entries import Entries
 from graphstash.hooks.jax.seam import Seam, SeamUnavailableError
-from graphstash.hooks.versions import TRIED
+from graphstash.hooks.versions import is_supported
 
 __all__ = ["JaxHook", "install"]
 
 _log = logging.getLogger("graphstash")
-
-_TRIED: Final = TRIED["jax"]
 
 
 def install(cache: CompileCache) -> "JaxHook | None":
     """Puts the cache into JAX; best before the first compile, because it does not look back.
 
     Returns:
-        The hook, or None when it stepped aside; a warning has said why.
+        The hook, or None when it was not installed; a warning says why.
     """
     version = str(jax.__version__)
-    if not _TRIED.covers(version):
-        _log.warning(
-            "graphstash: the hook was tried with jax %s, not with %s; it goes by the names that "
-            "it finds",
-            _TRIED,
-            version,
-        )
+    if not is_supported("jax", version):
+        return None
     try:
         return JaxHook(cache)
     except SeamUnavailableError as error:
-        _log.warning("graphstash: jax %s is not shared: %s", version, error)
+        _log.warning("graphstash: the jax hook cannot be installed into %s: %s", version, error)
         return None
 
 
@@ -60,16 +52,16 @@ class JaxHook:
         self._seam = Seam(self._entries)
 
     def close(self) -> None:
-        """Gives JAX its cache and its settings back; what is being compiled is not shared."""
+        """Restores JAX's cache and settings; what is being compiled is not shared."""
         self._seam.close()
         self._entries.close()
 
     def after_fork(self, cache: CompileCache) -> bool:
-        """The child goes on with its own cache: nothing of the hook lives in a thread."""
+        """Continues in the child with its own cache: the hook has no threads."""
         self._entries.go_on(cache, _exchange(cache))
         return True
 
 
-def _exchange(cache: CompileCache) -> Exchange:
+def _exchange(cache: CompileCache) -> TwoCallCache:
     toolchain = f"jax {jax.__version__} jaxlib {metadata.version('jaxlib')}"
-    return Exchange(cache, toolchain=toolchain)
+    return TwoCallCache(cache, toolchain=toolchain)

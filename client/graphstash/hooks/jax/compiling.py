@@ -19,7 +19,7 @@ from typing import Any
 
 from jax._src import compilation_cache, compiler, distributed, xla_bridge
 
-from graphstash.hooks.jax.replaced import Replaced
+from graphstash.hooks.patching import Patches
 from graphstash_schema import ArtifactKey
 
 __all__ = ["Compiling", "Program"]
@@ -38,7 +38,7 @@ class Program:
         platform: `cpu`, `gpu`, `tpu`, ...
         devices: all devices of its backend.
         device: one on which it is going to run.
-        is_watched: whether somebody says when the compiler is done with it.
+        is_watched: whether the hook sees when the compiler is done with it.
         is_compile_only: there is nothing here that could run it, or load it.
         is_alone: no other process of the job compiles it at the same time.
         is_collective: it runs on devices of several processes; all of them compile it, and each of
@@ -66,29 +66,28 @@ class Compiling:
     Args:
         ended: called in the thread whose compiler has returned or failed.
         wants: whether a result of a program that spans processes is to be written by this one.
-        trouble: hears why such a result could not be written.
+        record_fallback: told why such a result could not be written.
     """
 
     def __init__(
         self,
         ended: Callable[[], None],
         wants: Callable[[str, Program], bool],
-        trouble: Callable[[Exception], None],
+        record_fallback: Callable[[Exception], None],
     ) -> None:
         self._ended = ended
         self._wants = wants
-        self._trouble = trouble
+        self._record_fallback = record_fallback
         self._local = threading.local()
-        self._replaced: list[Replaced] = []
+        self._patches = Patches()
         if hasattr(compiler, _FUNCTION):
-            self._replaced.append(Replaced(compiler, _FUNCTION, self._wrap))
+            self._patches.wrap(compiler, _FUNCTION, self._wrap)
         if hasattr(compiler, _WRITE):
-            self._replaced.append(Replaced(compiler, _WRITE, self._wrap_write))
+            self._patches.wrap(compiler, _WRITE, self._wrap_write)
 
     def close(self) -> None:
         """Takes the wrappers off."""
-        for replaced in self._replaced:
-            replaced.undo()
+        self._patches.undo()
 
     def present(self) -> Program:
         """What this thread compiles.
@@ -139,7 +138,7 @@ class Compiling:
                     int(told["compile_time_secs"]),
                 )
             except Exception as error:  # noqa: BLE001 - a hook's outermost frame: there is a result
-                self._trouble(error)
+                self._record_fallback(error)
 
         return cache_write
 
@@ -150,7 +149,7 @@ def _read(
     try:
         told = signature.bind(*arguments, **named).arguments
         return _program(told["backend"], tuple(told["devices"].flat), told["host_callbacks"])
-    except Exception as error:  # noqa: BLE001 - a hook's outermost frame: training goes on
+    except Exception as error:  # noqa: BLE001 - a hook's outermost frame: JAX compiles
         _log.debug("graphstash: a program of jax is not understood: %r", error)
         return None
 

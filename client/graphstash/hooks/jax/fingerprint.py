@@ -14,67 +14,55 @@ from typing import Any, Final
 
 import jax
 
-from graphstash.hooks import host
+from graphstash.hooks import environment
 from graphstash.hooks.environment import version_of
 from graphstash.hooks.jax.compiling import Program
 from graphstash_schema import ArtifactKey, ArtifactKind, DeviceType, fingerprint_of
 
-__all__ = ["Fingerprints"]
+__all__ = ["key_and_parts"]
 
 _GPU_LIBRARIES: Final = re.compile(r"(jax[-_](cuda|rocm)|nvidia[-_])[\w-]*", re.IGNORECASE)
 
 
-class Fingerprints:
-    """Makes our key from JAX's; one per hook, because what does not change is read once."""
+def key_and_parts(jax_key: str, program: Program) -> tuple[ArtifactKey, dict[str, str]]:
+    """The artifact's key, and the parts that its fingerprint is made of.
 
-    def __init__(self) -> None:
-        self._cpu: tuple[DeviceType, str] | None = None
+    `jax_key` is `<module>-<sha256>`, as JAX passes it to its cache.
+    """
+    parts = {
+        "jax_key": jax_key,
+        "jax": str(jax.__version__),
+        "jaxlib": version_of("jaxlib"),
+        "device_kind": str(program.device.device_kind),
+    }
+    if program.platform == "cpu" or not program.is_watched:
+        parts["cpu_features"] = " ".join(environment.cpu_features())
+    if program.platform == "tpu":
+        parts["libtpu"] = version_of("libtpu") or version_of("libtpu-nightly")
+    elif program.platform == "gpu":
+        parts["libraries"] = _gpu_libraries()
+    key = ArtifactKey(
+        kind=ArtifactKind.JAX,
+        device_type=_device_type(program),
+        fingerprint=fingerprint_of(ArtifactKind.JAX, parts),
+    )
+    return key, parts
 
-    def of(self, jax_key: str, program: Program) -> tuple[ArtifactKey, dict[str, str]]:
-        """The artifact's key, and the parts that its fingerprint is made of.
 
-        Args:
-            jax_key: `<module>-<sha256>`, as JAX hands it to its cache.
-            program: what is compiled.
-        """
-        parts = {
-            "jax_key": jax_key,
-            "jax": str(jax.__version__),
-            "jaxlib": version_of("jaxlib"),
-            "device_kind": str(program.device.device_kind),
-        }
-        if program.platform == "cpu" or not program.is_watched:
-            parts["cpu_features"] = self._of_cpu()[1]
-        if program.platform == "tpu":
-            parts["libtpu"] = version_of("libtpu") or version_of("libtpu-nightly")
-        elif program.platform == "gpu":
-            parts["libraries"] = _gpu_libraries()
-        key = ArtifactKey(
-            kind=ArtifactKind.JAX,
-            device_type=self._device_type(program),
-            fingerprint=fingerprint_of(ArtifactKind.JAX, parts),
-        )
-        return key, parts
-
-    def _device_type(self, program: Program) -> DeviceType:
-        kind = str(program.device.device_kind)
-        match program.platform:
-            case "cpu":
-                return self._of_cpu()[0]
-            case "gpu":
-                capability = str(getattr(program.device, "compute_capability", kind))
-                if capability.startswith("gfx"):
-                    return DeviceType.of("rocm", capability)
-                return DeviceType.of("cuda", "sm_" + capability.replace(".", ""))
-            case "tpu":
-                return DeviceType.of("tpu", kind.lower().removeprefix("tpu"), _bounds(program))
-            case other:
-                return DeviceType.of(other, kind)
-
-    def _of_cpu(self) -> tuple[DeviceType, str]:
-        if self._cpu is None:
-            self._cpu = host.cpu_device_type(), " ".join(host.cpu_features())
-        return self._cpu
+def _device_type(program: Program) -> DeviceType:
+    kind = str(program.device.device_kind)
+    match program.platform:
+        case "cpu":
+            return environment.cpu_device_type()
+        case "gpu":
+            capability = str(getattr(program.device, "compute_capability", kind))
+            if capability.startswith("gfx"):
+                return DeviceType.of("rocm", capability)
+            return DeviceType.of("cuda", "sm_" + capability.replace(".", ""))
+        case "tpu":
+            return DeviceType.of("tpu", kind.lower().removeprefix("tpu"), _bounds(program))
+        case other:
+            return DeviceType.of(other, kind)
 
 
 def _bounds(program: Program) -> str:

@@ -25,12 +25,12 @@ from typing import Any, Final
 import jax
 from jax.experimental import topologies
 
-from graphstash._config import ClientConfig, holder_name
-from graphstash._errors import ConfigError
-from graphstash._stash import Stash
+from graphstash._artifacts.stash import Stash
+from graphstash.config import ClientConfig, holder_name
+from graphstash.errors import ConfigError
 from graphstash.hooks.jax.compiling import Program
-from graphstash.hooks.jax.fingerprint import Fingerprints
-from graphstash.hooks.jax.payload import unpack
+from graphstash.hooks.jax.entries import unpack
+from graphstash.hooks.jax.fingerprint import key_and_parts
 from graphstash.hooks.jax.seam import Seam, SeamUnavailableError
 from graphstash_schema import ArtifactKey, ArtifactMetadata, parts_for_display
 
@@ -124,15 +124,14 @@ class _Publisher:
     platform: str
     components: dict[str, str] = field(default_factory=dict)
     started: float = 0.0
-    _fingerprints: Fingerprints = field(default_factory=Fingerprints)
     _done: Prewarmed | None = None
     _error: Exception | None = None
 
     def named(self, jax_key: str, program: Program) -> None:
         if not self._is_wanted(program):
             return
-        key, _ = self._fingerprints.of(jax_key, program)
-        if self.stash.lookup([key]).found:
+        key, _ = key_and_parts(jax_key, program)
+        if self.stash.server.lookup([key]).found:
             raise _KnownError(Prewarmed(key, jax_key, dict(self.components), is_new=False))
 
     def get(self, *_: object) -> None:
@@ -142,7 +141,7 @@ class _Publisher:
         if not self._is_wanted(program):
             return
         seconds = monotonic() - self.started
-        key, parts = self._fingerprints.of(jax_key, program)
+        key, parts = key_and_parts(jax_key, program)
         raw = unpack(entry)
         metadata = ArtifactMetadata(
             compile_seconds=seconds,
@@ -161,7 +160,7 @@ class _Publisher:
     def ended(self) -> None:
         """Nothing was begun."""
 
-    def trouble(self, error: Exception) -> None:
+    def record_fallback(self, error: Exception) -> None:
         self._error = error
 
     def result(self, target: str) -> Prewarmed:

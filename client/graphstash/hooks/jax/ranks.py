@@ -8,7 +8,7 @@ from jax._src import distributed
 
 __all__ = ["JaxRanks", "ranks"]
 
-_LONGEST_WAIT_SECONDS: Final = 60.0
+_MAX_WAIT_SECONDS: Final = 60.0
 """One call's share of a longer wait."""
 
 _SHORTEST_WAIT_SECONDS: Final = 0.1
@@ -54,7 +54,7 @@ class JaxRanks:
             return self._present(name)
         left = timeout_seconds
         while True:
-            seconds = min(left, _LONGEST_WAIT_SECONDS)
+            seconds = min(left, _MAX_WAIT_SECONDS)
             try:
                 there: bytes = self._client.blocking_key_value_get_bytes(
                     name, int(max(seconds, _SHORTEST_WAIT_SECONDS) * 1000)

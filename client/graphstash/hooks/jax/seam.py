@@ -1,25 +1,24 @@
-"""Seam: the places in JAX into which the hook is put.
+"""Seam: the places in JAX into which the hook is put, and JAX's settings meanwhile.
 
 JAX's persistent cache is an object that `jax._src.compilation_cache.get_file_cache(path)` makes
-when a program is compiled for the first time (0.4.25 to 0.12.0). Where that name is gone, the
-public way is taken: a path class for `etils.epath`, in `paths`.
+when a program is compiled for the first time (0.4.25 to 0.12.0).
 """
 
 import functools
 import inspect
 import logging
+import os
 import pathlib
 from collections.abc import Callable
 from typing import Any, Final
 
+import jax
 from jax._src import cache_key, compilation_cache
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from graphstash.hooks.jax.compiling import Compiling, Program
-from graphstash.hooks.jax.entries import Keeper
-from graphstash.hooks.jax.payload import packer
-from graphstash.hooks.jax.replaced import Replaced
-from graphstash.hooks.jax.settings import DIRECTORY, Settings
+from graphstash.hooks.jax.entries import Keeper, packer
+from graphstash.hooks.patching import Patches
 
 __all__ = ["Seam", "SeamUnavailableError"]
 
@@ -28,21 +27,47 @@ _log = logging.getLogger("graphstash")
 _COMPRESSION: Final = "graphstash"
 """Stands in JAX's key for its compressor, of which nothing is left in what is stored."""
 
-
 _ACCELERATORS: Final = "_hash_accelerator_config"
 """The part of JAX's key that describes the devices."""
 
+_DIRECTORY: Final = "/nonexistent/graphstash"
+"""A name: nothing is ever written there."""
+
+_PATH: Final = "jax_compilation_cache_dir"
+_XLA_CACHES: Final = "jax_persistent_cache_enable_xla_caches"
+
+_DEFAULTS: Final = {
+    _PATH: None,
+    _XLA_CACHES: "xla_gpu_per_fusion_autotune_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs": 1.0,
+    "jax_persistent_cache_min_entry_size_bytes": 0,
+}
+"""As JAX ships them; what differs was set by the user."""
+
+_WANTED: Final[dict[str, Any]] = {
+    # Without a directory JAX has no persistent cache. Nothing is written there; the name is the
+    # same everywhere, because it can enter the key (0.4.36 to 0.10).
+    _PATH: _DIRECTORY,
+    # XLA's autotuning files would be kept in that directory, and its name would enter the key.
+    _XLA_CACHES: "none",
+    # On a CPU a program of one operation compiles in 10 to 40 ms; a look-up takes 1 to 2 ms on this
+    # host and less than 10 on a server. And every lease that is taken has to end with an artifact:
+    # hosts that wait for one another's tiny programs would compile in turn.
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,  # no limit
+}
+
 
 class SeamUnavailableError(Exception):
-    """This JAX has no place for the hook."""
+    """This JAX lacks the internals that the hook needs."""
 
 
 class Seam:
     """Everything that was changed in JAX; `close` puts it back.
 
     Args:
-        keeper: is asked from now on.
-        named: hears every key that JAX makes; what it raises ends that compile.
+        keeper: serves JAX's look-ups.
+        named: called with every key that JAX makes; what it raises ends that compile.
 
     Raises:
         SeamUnavailableError: nothing was changed.
@@ -60,25 +85,20 @@ class Seam:
         except (AttributeError, ValueError) as error:
             raise SeamUnavailableError(f"its entries cannot be read: {error}") from error
         self._cache = _cache_object(self.get, self.put)
-        if self._cache is not None:
-            self._settings = Settings()
-        else:
-            self._settings = Settings(_public_directory(self.get, self.put), insist=True)
-        self._compiling = Compiling(keeper.ended, self._wants, keeper.trouble)
-        self._replaced: list[Replaced] = []
+        self._settings = _Settings()
+        self._compiling = Compiling(keeper.ended, self._wants, keeper.record_fallback)
+        self._patches = Patches()
         if hasattr(cache_key, _ACCELERATORS):
-            self._replaced.append(Replaced(cache_key, _ACCELERATORS, _hash_accelerators))
-        if self._cache is not None:
-            self._replaced.append(Replaced(compilation_cache, "get_file_cache", self._serve))
+            self._patches.wrap(cache_key, _ACCELERATORS, _hash_accelerators)
+        self._patches.wrap(compilation_cache, "get_file_cache", self._serve)
         if hasattr(cache_key, "get"):
-            self._replaced.append(Replaced(cache_key, "get", self._name))
-        reset_cache()  # JAX may have made up its mind already
+            self._patches.wrap(cache_key, "get", self._name)
+        reset_cache()  # JAX may have opened its own cache already
 
     def close(self) -> None:
         """Puts everything back."""
         self._is_open = False
-        for replaced in self._replaced:
-            replaced.undo()
+        self._patches.undo()
         self._compiling.close()
         self._settings.close()
         reset_cache()
@@ -87,22 +107,22 @@ class Seam:
         """A look-up of JAX."""
         try:
             return self._keeper.get(jax_key, self._compiling.present(), self._pack)
-        except Exception as error:  # noqa: BLE001 - a hook's outermost frame: training goes on
-            self._keeper.trouble(error)
+        except Exception as error:  # noqa: BLE001 - a hook's outermost frame: JAX compiles
+            self._keeper.record_fallback(error)
             return None
 
     def put(self, jax_key: str, entry: bytes) -> None:
         """A result of JAX."""
         try:
             self._keeper.put(jax_key, self._compiling.present(), entry)
-        except Exception as error:  # noqa: BLE001 - a hook's outermost frame: training goes on
-            self._keeper.trouble(error)
+        except Exception as error:  # noqa: BLE001 - a hook's outermost frame: JAX compiles
+            self._keeper.record_fallback(error)
 
     def _wants(self, jax_key: str, program: Program) -> bool:
         try:
             return self._is_open and self._keeper.wants(jax_key, program)
-        except Exception as error:  # noqa: BLE001 - a hook's outermost frame: training goes on
-            self._keeper.trouble(error)
+        except Exception as error:  # noqa: BLE001 - a hook's outermost frame: JAX compiles
+            self._keeper.record_fallback(error)
             return False
 
     def _serve(self, get_file_cache: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,11 +130,11 @@ class Seam:
         def ours(path: str) -> Any:
             if not self._is_open:
                 return get_file_cache(path)
-            if str(path) != DIRECTORY and not self._told:
+            if str(path) != _DIRECTORY and not self._told:
                 self._told = True
                 _log.warning(
-                    "graphstash: jax_compilation_cache_dir=%s gets no compiled programs while "
-                    "graphstash keeps them",
+                    "graphstash: nothing is written to jax_compilation_cache_dir=%s while "
+                    "the jax hook is installed",
                     path,
                 )
             return self._cache, path
@@ -160,19 +180,17 @@ def _hash_accelerators(hash_accelerators: Callable[..., None]) -> Callable[..., 
     return ours
 
 
-def _cache_object(
-    get: Callable[[str], bytes | None], put: Callable[[str, bytes], None]
-) -> object | None:
-    """What JAX uses as its cache; None where it does not let itself be given one."""
-    if not hasattr(compilation_cache, "get_file_cache"):
-        return None
+def _cache_object(get: Callable[[str], bytes | None], put: Callable[[str, bytes], None]) -> object:
+    """What JAX uses as its cache."""
     try:
         from jax._src.compilation_cache_interface import CacheInterface
-    except ImportError:
-        return None
+    except ImportError as error:
+        raise SeamUnavailableError(f"it has no CacheInterface: {error}") from error
+    if not hasattr(compilation_cache, "get_file_cache"):
+        raise SeamUnavailableError("it has no get_file_cache")
 
     class Cache(CacheInterface):
-        _path = pathlib.Path(DIRECTORY)  # JAX logs it
+        _path = pathlib.Path(_DIRECTORY)  # JAX logs it
 
         def get(self, key: str) -> bytes | None:
             return get(key)
@@ -183,13 +201,32 @@ def _cache_object(
     return Cache()
 
 
-def _public_directory(get: Callable[[str], bytes | None], put: Callable[[str, bytes], None]) -> str:
-    # Imported where it is needed: JAX can do without the package that it needs.
-    try:
-        from graphstash.hooks.jax import paths
+class _Settings:
+    """Sets what the user has set neither in the environment nor in `jax.config`, until `close`."""
 
-        return paths.register(get, put)
-    except ImportError as error:
-        raise SeamUnavailableError(
-            "it has no get_file_cache any more, and the public way needs `pip install etils[epath]`"
-        ) from error
+    def __init__(self) -> None:
+        keep = {name for name in _WANTED if _is_users(name)}
+        if _PATH not in keep:
+            keep.discard(_XLA_CACHES)  # without a directory of the user's it has no effect
+        self._set = {name: value for name, value in _WANTED.items() if name not in keep}
+        self._before: dict[str, Any] = {}
+        for name, value in self._set.items():
+            if hasattr(jax.config, name):  # the second one is there since 0.4.36
+                self._before[name] = getattr(jax.config, name)
+                _update(name, value)
+
+    def close(self) -> None:
+        """Puts back what has not been changed since."""
+        for name, value in self._before.items():
+            if getattr(jax.config, name) == self._set[name]:
+                _update(name, value)
+
+
+def _is_users(name: str) -> bool:
+    if not hasattr(jax.config, name):
+        return False
+    return name.upper() in os.environ or getattr(jax.config, name) != _DEFAULTS[name]
+
+
+def _update(name: str, value: object) -> None:
+    jax.config.update(name, value)  # type: ignore[no-untyped-call] # of a typed package

@@ -4,12 +4,11 @@ A plug-in (TPU, Neuron, CUDA, CPU) is a shared library with one table of functio
 framework in the process calls through. So what is put there is seen by all of them, whenever they
 got hold of the table, and no framework has to know.
 
-    from_torch_xla, from_jax   learn which plug-ins there are, or will be
+    from_torch_xla             learns which plug-ins there are, or will be
     plugins, api, abi          find one, and speak with it
-    interceptor, patch         stand in its table
-    client_call, ahead_of_time what is done about a call; call is common to both
-    fingerprint, topology, canonical   the key
-    shield                     nothing is raised into C++
+    interceptor                stands in its table, and raises nothing into C++
+    call                       what is done about a call
+    fingerprint, canonical     the key
 
 It serves torch_xla 2.8 and newer, whose own persistent cache cannot load from a plug-in
 (pytorch/xla#9094); older ones have the torch_xla hook. JAX is served only where the jax hook is
@@ -26,13 +25,17 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
-from graphstash._compile import CompileCache
-from graphstash._import_hook import when_imported
+from graphstash._compile.cache import CompileCache
+from graphstash.hooks.import_hook import when_imported
+from graphstash.hooks.patching import Patches
 from graphstash.hooks.pjrt.abi import FIRST_MINOR, POINTER_BYTES, TRIED_MINORS, Function
 from graphstash.hooks.pjrt.interceptor import Interceptor
 from graphstash.hooks.pjrt.plugins import Plugin, loaded_plugins, plugin_at
+
+if TYPE_CHECKING:
+    from graphstash.hooks.pjrt.from_torch_xla import TorchXlaSeam
 
 __all__ = ["PjrtHook", "install"]
 
@@ -54,18 +57,14 @@ _NEEDED: Final = (
 )
 
 
-class _Seam(Protocol):
-    def close(self) -> None: ...
-
-
 def install(cache: CompileCache) -> "PjrtHook | None":
     """Puts the cache into the plug-ins that are loaded and those that will be.
 
     Returns:
-        The hook, or None when it stepped aside; a warning has said why.
+        The hook, or None when it was not installed; a warning says why.
     """
     if sys.platform != "linux" or ctypes.sizeof(ctypes.c_void_p) != POINTER_BYTES:
-        _log.warning("graphstash: the pjrt hook knows 64-bit Linux only; it steps aside")
+        _log.warning("graphstash: the pjrt hook supports only 64-bit Linux; it is not installed")
         return None
     return PjrtHook(cache)
 
@@ -77,21 +76,22 @@ class PjrtHook:
         self._cache = cache
         self._owner = os.getpid()
         self._closed = False
-        self._lock = threading.Lock()  # guards the two below; never held while something compiles
+        self._lock = threading.Lock()  # guards the next; never held while something compiles
         self._interceptors: dict[int, Interceptor | None] = {}
-        self._seams: list[_Seam] = []
+        self._patches = Patches()
+        self._torch_xla: TorchXlaSeam | None = None
         self._follow("torch_xla", self._into_torch_xla)
         if "jax" not in cache.config.hooks:
             self._follow("jax", self._into_jax)
 
     def close(self) -> None:
-        """Puts everything back; a call that is under way goes on, in functions that stay."""
+        """Puts everything back; calls in flight finish in functions that are never freed."""
         self._closed = True
         with self._lock:
-            seams, self._seams = self._seams, []
             interceptors, self._interceptors = self._interceptors, {}
-        for seam in seams:
-            seam.close()
+        self._patches.undo()
+        if self._torch_xla is not None:
+            self._torch_xla.close()
         for interceptor in interceptors.values():
             if interceptor is not None:
                 interceptor.close()
@@ -123,7 +123,8 @@ class PjrtHook:
         except Exception as error:  # noqa: BLE001 - the hook's outermost frame
             version = getattr(sys.modules.get(framework), "__version__", "of an unknown version")
             _log.warning(
-                "graphstash: the pjrt hook cannot follow %s %s: %r; what it compiles is not shared",
+                "graphstash: the pjrt hook cannot be installed into %s %s: %r; what it compiles "
+                "is not shared",
                 framework,
                 version,
                 error,
@@ -135,14 +136,26 @@ class PjrtHook:
             return  # the torch_xla hook's
         from graphstash.hooks.pjrt.from_torch_xla import TorchXlaSeam
 
-        self._seams.append(TorchXlaSeam(self._attach_path))
+        self._torch_xla = TorchXlaSeam(self._attach_path)
 
     def _into_jax(self) -> None:
-        from graphstash.hooks.pjrt.from_jax import JaxSeam
+        """By its path a plug-in is loaded, and its table patched, right before JAX loads it.
 
-        self._seams.append(JaxSeam(self._attach_path))
+        The function has had this name and these arguments in JAX 0.4.31 to 0.10.2, for TPUs, GPUs
+        and all other plug-ins.
+        """
+        from jaxlib import xla_client
+
+        self._patches.wrap(xla_client, "load_pjrt_plugin_dynamically", self._attach_before)
         for plugin in loaded_plugins():
             self._attach(plugin)
+
+    def _attach_before(self, load_plugin: Callable[..., Any]) -> Callable[..., Any]:
+        def load(plugin_name: str, library_path: str) -> Any:
+            self._attach_path(str(library_path))
+            return load_plugin(plugin_name, library_path)
+
+        return load
 
     def _attach_path(self, path: str) -> None:
         """Attaches the plug-in at a path; never raises."""
@@ -174,18 +187,18 @@ class PjrtHook:
         api = plugin.api
         if api.major != 0 or api.minor < FIRST_MINOR or not api.has(*_NEEDED):
             _log.warning(
-                "graphstash: %s speaks PJRT %d.%d, in which the hook does not find what it needs "
-                "(0.%d or newer, with serialization); what it compiles is not shared",
-                plugin.path,
+                "graphstash: the pjrt hook does not support PJRT %d.%d of %s (it needs 0.%d or "
+                "newer, with serialization); what it compiles is not shared",
                 api.major,
                 api.minor,
+                plugin.path,
                 FIRST_MINOR,
             )
             return False
         if not TRIED_MINORS[0] <= api.minor <= TRIED_MINORS[1]:
             _log.warning(
-                "graphstash: the hook was tried with PJRT 0.%d to 0.%d, not with the 0.%d of %s; "
-                "it goes on, because the interface only grows",
+                "graphstash: the pjrt hook was tested with PJRT 0.%d to 0.%d, not 0.%d of %s; it "
+                "is installed, because the interface only grows",
                 *TRIED_MINORS,
                 api.minor,
                 plugin.path,

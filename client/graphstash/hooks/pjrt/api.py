@@ -159,7 +159,7 @@ class Api:
 
 
 def view_of(address: int | None, size: int) -> memoryview:
-    """Memory of somebody else's, without a copy."""
+    """A view of a plug-in's or framework's memory, without a copy."""
     if not address or not size:
         return memoryview(b"")
     return memoryview((ctypes.c_char * size).from_address(address)).cast("B")

@@ -1,4 +1,4 @@
-"""One intercepted compilation: what is common to the two functions that compile.
+"""One intercepted compilation, by one of the two functions that compile.
 
 `serve`     before the original call: True when an executable is in the arguments already
 `publish`   after it: what was compiled is copied, and uploaded in the background
@@ -14,20 +14,19 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Final
 
-from graphstash._compile import Compilation, CompileCache
-from graphstash._errors import LocalTierError
+from graphstash._compile.cache import CompileCache, InFlightCompile
+from graphstash.errors import LocalTierError
 from graphstash.hooks.pjrt.abi import UNIMPLEMENTED, Function
 from graphstash.hooks.pjrt.api import PjrtError
-from graphstash.hooks.pjrt.fingerprint import Fingerprints, toolchain
+from graphstash.hooks.pjrt.fingerprint import Fingerprints, Topology, toolchain
 from graphstash.hooks.pjrt.plugins import Plugin
-from graphstash.hooks.pjrt.topology import Topology
 from graphstash_schema import ArtifactKey, ArtifactKind, fingerprint_of
 
-__all__ = ["Call", "Experience", "Original"]
+__all__ = ["AheadOfTimeCall", "Call", "ClientCall", "Experience", "Original"]
 
 _log = logging.getLogger("graphstash")
 
-_HOPELESS_REJECTIONS: Final = 2
+_MAX_REJECTIONS: Final = 2
 
 
 @dataclass(slots=True)
@@ -37,17 +36,17 @@ class Experience:
     Attributes:
         loaded: artifacts that it has loaded; roughly, when threads count at once.
         rejected: artifacts that it could not load.
-        is_mute: it does not serialize.
+        cannot_serialize: it does not serialize its executables.
     """
 
     loaded: int = 0
     rejected: int = 0
-    is_mute: bool = False
+    cannot_serialize: bool = False
 
     @property
-    def is_hopeless(self) -> bool:
+    def should_give_up(self) -> bool:
         """Whether nothing can be shared: artifacts cannot be made, or several and none loaded."""
-        return self.is_mute or (self.rejected >= _HOPELESS_REJECTIONS and not self.loaded)
+        return self.cannot_serialize or (self.rejected >= _MAX_REJECTIONS and not self.loaded)
 
 
 class Original:
@@ -88,7 +87,7 @@ class Call(ABC):
         self.plugin = plugin
         self.cache = cache
         self.experience = experience
-        self.compilation: Compilation | None = None
+        self.compilation: InFlightCompile | None = None
         self._parts: dict[str, str] = {}
 
     @abstractmethod
@@ -100,7 +99,7 @@ class Call(ABC):
         """Publishes the executable that is in the arguments."""
 
     def end(self) -> None:
-        """Nothing more is coming: whoever waits for this compilation may try."""
+        """Gives the lease back if nothing was published, so that a waiting job may compile."""
         compilation, self.compilation = self.compilation, None
         if compilation is not None:
             compilation.abandon()
@@ -139,16 +138,16 @@ class Call(ABC):
         except PjrtError as error:
             if error.code != UNIMPLEMENTED:
                 raise
-            self.experience.is_mute = True
+            self.experience.cannot_serialize = True
             _log.warning(
-                "graphstash: %s does not serialize its executables (%s), so there is nothing to "
-                "share; they are compiled as usual",
+                "graphstash: %s does not serialize its executables (%s), so they are compiled as "
+                "usual and not shared",
                 self.plugin.path.name,
                 error,
             )
             return
         except OSError as error:
-            self.cache.trouble(LocalTierError(str(error)))
+            self.cache.record_fallback(LocalTierError(str(error)))
             if path is not None:
                 path.unlink(missing_ok=True)
             return
@@ -160,3 +159,96 @@ class Call(ABC):
             done=lambda: path.unlink(missing_ok=True),
         )
         self.compilation = None  # it ends with the upload
+
+
+class ClientCall(Call):
+    """`PJRT_Client_Compile`: compiles for the devices of a client, or loads an artifact.
+
+    The arguments are `ClientCompileArgs`.
+    """
+
+    def serve(self, fingerprints: Fingerprints) -> bool:
+        """Loads the artifact with the caller's options; without one a compilation begins."""
+        topology = Topology.of_client(self.plugin.api, self.args.client)
+        key = self.describe(fingerprints, topology) if _is_served(topology) else None
+        if key is None:
+            return False
+        try:
+            with tempfile.TemporaryDirectory(
+                prefix="graphstash-", ignore_cleanup_errors=True
+            ) as directory:
+                payload = Path(directory) / "payload"
+                self.compilation = self.cache.fetch_or_start(key, payload)
+                if self.compilation is not None:
+                    return False
+                serialized = payload.read_bytes()
+        except OSError as error:
+            self.cache.record_fallback(LocalTierError(str(error)))
+            return False
+        return self._load(key, serialized)
+
+    def publish(self, *, compile_seconds: float) -> None:
+        """Publishes it under the compilation that `serve` began."""
+        if self.compilation is not None:
+            with self.plugin.api.executable_of(self.args.executable) as executable:
+                self.publish_executable(executable, compile_seconds=compile_seconds)
+
+    def _load(self, key: ArtifactKey, serialized: bytes) -> bool:
+        try:
+            self.args.executable = self.plugin.api.load(
+                self.args.client,
+                serialized,
+                options=self.args.options,
+                options_size=self.args.options_size,
+            )
+        except PjrtError as error:
+            self.experience.rejected += 1
+            name = self.plugin.path.name
+            self.cache.reject(key, f"{name} could not load {key}; it compiles instead: {error}")
+            return False
+        self.experience.loaded += 1
+        return True
+
+
+def _is_served(topology: Topology) -> bool:
+    """Whether a process may load what the others compile, or wait while another one compiles.
+
+    On GPUs the processes of one job may share the search for the best kernels, each waiting for the
+    results of all others (`--xla_gpu_shard_autotuning`): there none may be missing, and at this
+    level they have nothing by which they could agree.
+    """
+    return topology.process_count <= 1 or topology.platform.lower() == "tpu"
+
+
+class AheadOfTimeCall(Call):
+    """`PJRT_Compile`: compiles for a description of devices, which need not be there.
+
+    The arguments are `AheadOfTimeArgs`.
+
+    What it returns has no client, and the interface has no way to read a serialized executable
+    without one (none up to 0.105, by its CHANGELOG; libtpu 0.0.42.1 says so when it is asked). So
+    nothing is saved here: the result is published, for the jobs that compile the same program with
+    a client, and is compiled again the next time. Whether a TPU takes what was compiled without one
+    is not tried; if it does not, the job counts a rejected artifact and compiles.
+    """
+
+    _key: ArtifactKey | None = None
+
+    def serve(self, fingerprints: Fingerprints) -> bool:
+        """Only reads the arguments, which are the caller's again after the call."""
+        topology = Topology.of(self.plugin.api, self.args.topology)
+        self._key = self.describe(fingerprints, topology)
+        return False
+
+    def publish(self, *, compile_seconds: float) -> None:
+        """Publishes it unless the server has it; no lease, because there is nothing to wait for.
+
+        Raises:
+            CacheError: the server cannot say.
+        """
+        if self._key is None or self.cache.stash.server.is_read_only:
+            return
+        if not self.cache.stash.server.lookup([self._key]).found:
+            self.cache.counters.add(misses=1)
+            self.compilation = self.cache.begin(self._key)
+            self.publish_executable(self.args.executable, compile_seconds=compile_seconds)

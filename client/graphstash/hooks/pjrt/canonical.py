@@ -20,7 +20,7 @@ _FIXED64: Final = 1
 _BYTES: Final = 2
 _FIXED32: Final = 5
 
-_LONGEST_VARINT: Final = 10
+_MAX_VARINT_BYTES: Final = 10
 _DEEPEST: Final = 32
 """Messages inside messages; protobuf itself stops at 100."""
 
@@ -109,7 +109,7 @@ def _parsed(message: bytes) -> list[_Field]:
 def _varint(message: bytes, at: int) -> tuple[int, int]:
     """The number that starts at `at`, and where it ends."""
     value = 0
-    for place in range(_LONGEST_VARINT):
+    for place in range(_MAX_VARINT_BYTES):
         if at + place >= len(message):
             break
         byte = message[at + place]

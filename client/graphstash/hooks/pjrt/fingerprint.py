@@ -1,4 +1,4 @@
-"""What an executable is made of: the parts of its fingerprint.
+"""What an executable is made of: the parts of its fingerprint, and what it is compiled for.
 
 PJRT has no key of its own. The parts are everything that the compiler is given (program, options,
 description of the devices), which build of the plug-in compiles, and what both read beside that:
@@ -12,17 +12,29 @@ import platform
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
-from graphstash.hooks.environment import environment_parts, version_of
-from graphstash.hooks.host import cpu_features, libc
-from graphstash.hooks.pjrt.abi import AheadOfTimeArgs, ClientCompileArgs, Program
-from graphstash.hooks.pjrt.api import view_of
+from graphstash.hooks.environment import (
+    cpu_device_type,
+    cpu_features,
+    environment_parts,
+    libc,
+    version_of,
+)
+from graphstash.hooks.pjrt.abi import (
+    POINTER_BYTES,
+    AheadOfTimeArgs,
+    ClientCompileArgs,
+    Function,
+    Program,
+)
+from graphstash.hooks.pjrt.api import Api, PjrtError, view_of
 from graphstash.hooks.pjrt.canonical import canonical
 from graphstash.hooks.pjrt.plugins import Plugin
-from graphstash.hooks.pjrt.topology import Topology
+from graphstash_schema import DeviceType
 
-__all__ = ["Fingerprints", "is_portable", "toolchain"]
+__all__ = ["TOPOLOGY_FUNCTIONS", "Fingerprints", "Topology", "is_portable", "toolchain"]
 
 _CALLBACK: Final = re.compile(rb"python_(cpu|gpu)_callback")
 """Custom calls by which JAX calls back into Python, at the address of a function."""
@@ -31,6 +43,93 @@ _WHERE_TO_LOAD: Final = frozenset(
     f"env.{name}" for name in ("PJRT_DEVICE", "PJRT_LIBRARY_PATH", "PJRT_NAMES_AND_LIBRARY_PATHS")
 )
 """They choose the plug-in, which is a part of its own, wherever it lies."""
+
+TOPOLOGY_FUNCTIONS: Final = (
+    Function.TOPOLOGY_DESCRIPTION_PLATFORM_NAME,
+    Function.TOPOLOGY_DESCRIPTION_PLATFORM_VERSION,
+    Function.TOPOLOGY_DESCRIPTION_GET_DEVICE_DESCRIPTIONS,
+    Function.TOPOLOGY_DESCRIPTION_SERIALIZE,
+    Function.DEVICE_DESCRIPTION_KIND,
+    Function.DEVICE_DESCRIPTION_PROCESS_INDEX,
+)
+"""What a plug-in needs to have so that its devices can be described."""
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """A description of devices.
+
+    Attributes:
+        platform: e.g. `cpu`, `tpu`.
+        version: of the platform, in the plug-in's words.
+        digest: SHA-256 of the serialized description; it names the CPU's features, the chips and
+            their arrangement. `none` where a plug-in has no description.
+        kinds: of its devices, each once, e.g. `TPU v5 lite`.
+        device_count: in all processes.
+        process_count: that share the devices.
+    """
+
+    platform: str
+    version: str
+    digest: str
+    kinds: tuple[str, ...]
+    device_count: int
+    process_count: int
+
+    @classmethod
+    def of_client(cls, api: Api, client: int) -> "Topology":
+        """What a client runs on.
+
+        Raises:
+            PjrtError: the plug-in does not even name its platform.
+        """
+        if api.has(Function.CLIENT_TOPOLOGY_DESCRIPTION, *TOPOLOGY_FUNCTIONS):
+            try:
+                topology = api.ask(Function.CLIENT_TOPOLOGY_DESCRIPTION, client).answer
+                return cls.of(api, topology)
+            except PjrtError:  # not implemented for this kind of device
+                pass
+        return cls(
+            platform=api.text(Function.CLIENT_PLATFORM_NAME, client),
+            version=api.text(Function.CLIENT_PLATFORM_VERSION, client),
+            digest="none",
+            kinds=(),
+            device_count=0,
+            process_count=0,
+        )
+
+    @classmethod
+    def of(cls, api: Api, topology: int) -> "Topology":
+        """Reads a `PJRT_TopologyDescription`.
+
+        Raises:
+            PjrtError: the plug-in cannot describe it.
+        """
+        with api.serialized(Function.TOPOLOGY_DESCRIPTION_SERIALIZE, topology) as serialized:
+            digest = hashlib.sha256(serialized).hexdigest()
+        listed = api.ask(Function.TOPOLOGY_DESCRIPTION_GET_DEVICE_DESCRIPTIONS, topology)
+        pointers = view_of(listed.answer, listed.size * POINTER_BYTES).cast("Q")
+        kinds = {api.text(Function.DEVICE_DESCRIPTION_KIND, device) for device in pointers}
+        processes = {
+            api.ask(Function.DEVICE_DESCRIPTION_PROCESS_INDEX, device).answer for device in pointers
+        }
+        return cls(
+            platform=api.text(Function.TOPOLOGY_DESCRIPTION_PLATFORM_NAME, topology),
+            version=api.text(Function.TOPOLOGY_DESCRIPTION_PLATFORM_VERSION, topology),
+            digest=digest,
+            kinds=tuple(sorted(kinds)),
+            device_count=len(pointers),
+            process_count=len(processes),
+        )
+
+    @property
+    def device_type(self) -> DeviceType:
+        """The word for it; hosts of one device type run each other's executables."""
+        if self.platform.lower() == "cpu":
+            return cpu_device_type()
+        kinds = "+".join(self.kinds)[:48]
+        count = str(self.device_count)
+        return DeviceType.of(self.platform[:32], kinds, count, self.digest[:16])
 
 
 def is_portable(code: memoryview) -> bool:

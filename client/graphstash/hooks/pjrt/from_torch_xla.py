@@ -15,6 +15,8 @@ import torch_xla
 import torch_xla.runtime as xr
 from torch_xla.experimental import plugins
 
+from graphstash.hooks.patching import Patches
+
 __all__ = ["TorchXlaSeam"]
 
 _LIBRARY: Final = "LIBRARY"
@@ -44,15 +46,15 @@ class TorchXlaSeam:
     def __init__(self, attach: Callable[[str], None]) -> None:
         self._attach = attach
         self._told: list[Any] = []
-        self._register = torch_xla._XLAC._register_pjrt_plugin
+        register_plugin = torch_xla._XLAC._register_pjrt_plugin
         registered = dict(plugins._plugin_registry)
 
         def register(name: str, plugin: Any) -> None:
             self._tell(plugin)
-            self._register(name, plugin)
+            register_plugin(name, plugin)
 
-        self._wrapper = register
-        torch_xla._XLAC._register_pjrt_plugin = register
+        self._patches = Patches()
+        self._patches.replace(torch_xla._XLAC, "_register_pjrt_plugin", register)
         for plugin in registered.values():
             self._tell(plugin)
         if _LIBRARY not in registered:
@@ -63,8 +65,7 @@ class TorchXlaSeam:
 
     def close(self) -> None:
         """Leaves torch_xla as it was."""
-        if torch_xla._XLAC._register_pjrt_plugin is self._wrapper:
-            torch_xla._XLAC._register_pjrt_plugin = self._register
+        self._patches.undo()
         for plugin in self._told:
             plugin.__dict__.pop("library_path", None)
 

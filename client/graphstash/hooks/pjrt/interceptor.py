@@ -1,4 +1,4 @@
-"""Stands in for the compile functions of one plug-in.
+"""Stands in for the compile functions in the table of one plug-in.
 
 Frameworks call them from any thread, JAX and torch_xla (2.9) with the interpreter lock released;
 the callback takes it like any Python code, gives it up while it waits or compiles, and holds no
@@ -10,34 +10,45 @@ Whatever happens in here, the framework gets what the plug-in's own function ret
 
 import ctypes
 import logging
+import signal
+import threading
+import time
 from collections.abc import Callable
-from typing import Final, TypeVar
+from pathlib import Path
+from typing import Any, Final, TypeVar
 
-from graphstash._compile import CompileCache
-from graphstash._errors import CacheError, Reason
+from graphstash._compile.cache import CompileCache
+from graphstash.errors import CacheError, Reason
 from graphstash.hooks.pjrt.abi import (
+    POINTER_BYTES,
     PROFILER_EXTENSION,
     AheadOfTimeArgs,
     ClientCompileArgs,
     Extension,
     Function,
 )
-from graphstash.hooks.pjrt.ahead_of_time import AheadOfTimeCall
-from graphstash.hooks.pjrt.call import Call, Experience, Original
-from graphstash.hooks.pjrt.client_call import ClientCall
-from graphstash.hooks.pjrt.fingerprint import Fingerprints
-from graphstash.hooks.pjrt.patch import Patch
-from graphstash.hooks.pjrt.plugins import Plugin
-from graphstash.hooks.pjrt.shield import Shield
-from graphstash.hooks.pjrt.topology import NEEDED
+from graphstash.hooks.pjrt.api import FUNCTION_TYPE, Api
+from graphstash.hooks.pjrt.call import AheadOfTimeCall, Call, ClientCall, Experience, Original
+from graphstash.hooks.pjrt.fingerprint import TOPOLOGY_FUNCTIONS, Fingerprints
+from graphstash.hooks.pjrt.plugins import Plugin, is_writable
 
-__all__ = ["Interceptor"]
+__all__ = ["Interceptor", "Shield"]
 
 _log = logging.getLogger("graphstash")
 
+_T = TypeVar("_T")
 _Args = TypeVar("_Args", ClientCompileArgs, AheadOfTimeArgs)
 
-_AHEAD_OF_TIME: Final = (Function.COMPILE, *NEEDED)
+_AHEAD_OF_TIME: Final = (Function.COMPILE, *TOPOLOGY_FUNCTIONS)
+
+_KEPT: Final[list[Any]] = []
+"""Every callback of this process."""
+
+_MEMORY: Final = Path("/proc/self/mem")
+
+_AWAY_SECONDS: Final = 0.01
+"""How long the callback may take to return. Should it need longer, the exception meets the shield
+once more, and waits once more."""
 
 
 class Interceptor:
@@ -58,10 +69,10 @@ class Interceptor:
         self._fingerprints = Fingerprints(plugin)
         api = plugin.api
         self._compile = api.function(Function.CLIENT_COMPILE)
-        self._patches = [Patch(api, Function.CLIENT_COMPILE, self._client_compile)]
+        self._patches = [_TablePatch(api, Function.CLIENT_COMPILE, self._client_compile)]
         if api.has(*_AHEAD_OF_TIME):
             self._compile_ahead = api.function(Function.COMPILE)
-            self._patches.append(Patch(api, Function.COMPILE, self._compile_ahead_of_time))
+            self._patches.append(_TablePatch(api, Function.COMPILE, self._compile_ahead_of_time))
 
     def close(self) -> None:
         """Puts the plug-in's own functions back.
@@ -101,9 +112,9 @@ class Interceptor:
         return error
 
     def _call(self, args: _Args, kind: type[Call]) -> Call | None:
-        """What is to be done about a call; None to let it pass."""
+        """The call to serve; None to pass it on unchanged."""
         cache = self._cache_now()
-        if cache is None or self._experience.is_hopeless:
+        if cache is None or self._experience.should_give_up:
             return None
         if args.struct_size < ctypes.sizeof(args) or not args.program or _is_extended(args):
             return None  # of a version, or with an extension, whose meaning is not known here
@@ -116,7 +127,7 @@ class Interceptor:
         _log.debug("serving a compile call failed", exc_info=error)
         if not isinstance(error, CacheError):
             error = CacheError(Reason.INTERNAL, repr(error))
-        cache.trouble(error)
+        cache.record_fallback(error)
 
 
 def _is_extended(args: _Args) -> bool:
@@ -128,3 +139,111 @@ def _is_extended(args: _Args) -> bool:
             return True
         address = extension.next
     return False
+
+
+class _TablePatch:
+    """One function of one table, replaced by Python.
+
+    A pointer is stored in one move, so a thread that reads it meanwhile sees the old or the new
+    one. What it has read it may call at any time later: callbacks are therefore never freed.
+
+    Args:
+        api: the table as it was.
+        function: which one.
+        stand_in: gets the address of the arguments, returns a `PJRT_Error *` or 0; must not raise.
+
+    Raises:
+        OSError: the kernel does not let the table be written.
+    """
+
+    def __init__(self, api: Api, function: Function, stand_in: Callable[[int], int]) -> None:
+        self._address = api.address_of(function)
+        self._original = api.pointer(function)
+        callback = FUNCTION_TYPE(stand_in)
+        _KEPT.append(callback)
+        self._ours = ctypes.cast(callback, ctypes.c_void_p).value or 0
+        _store(self._address, self._ours)
+
+    def close(self) -> None:
+        """Puts the plug-in's own function back, unless another tool has replaced ours.
+
+        Raises:
+            OSError: the kernel does not let the table be written.
+        """
+        if ctypes.c_uint64.from_address(self._address).value == self._ours:
+            _store(self._address, self._original)
+
+
+def _store(address: int, value: int) -> None:
+    if is_writable(address):
+        ctypes.c_uint64.from_address(address).value = value
+        return
+    # A table of constants may lie in pages that are read-only after relocation. The kernel writes
+    # to them for a debugger, and for the process itself, without a change of their protection.
+    with _MEMORY.open("r+b", buffering=0) as memory:
+        memory.seek(address)
+        memory.write(value.to_bytes(POINTER_BYTES, "little"))
+
+
+class Shield:
+    """Runs the steps of one callback, and keeps exceptions out of its C++ caller.
+
+    A callback of ctypes that ends in an exception returns null, which PJRT reads as success.
+    Handlers of signals run in the main thread, between any two steps of Python: someone presses
+    Ctrl-C while a graph is compiled for a minute, and KeyboardInterrupt is raised right after the
+    compiler has returned, in the middle of the callback. Without a hook it would be raised where
+    the framework comes back to Python; so that is where it goes.
+
+    Args:
+        failed: told of the errors of our own steps; must not raise.
+    """
+
+    def __init__(self, failed: Callable[[Exception], None]) -> None:
+        self._failed = failed
+        self._interrupt: BaseException | None = None
+
+    def attempt(self, step: Callable[[], _T]) -> _T | None:
+        """The step's value; None when it raised."""
+        try:
+            try:
+                return step()
+            except Exception as error:  # noqa: BLE001 - the hook's outermost frame
+                self._failed(error)
+        except BaseException as interrupt:  # noqa: BLE001 - raised again by `close`
+            self._interrupt = interrupt
+        return None
+
+    def insist(self, step: Callable[[], _T]) -> _T:
+        """The value of a step that raises nothing by itself; after a signal it is called again."""
+        while True:
+            try:
+                return step()
+            except BaseException as interrupt:  # noqa: BLE001 - raised again by `close`
+                self._interrupt = interrupt
+
+    def close(self) -> None:
+        """Has what a signal raised raised again in this thread, once it is out of the callback."""
+        if self._interrupt is not None:
+            arguments = (threading.get_ident(), self._interrupt)
+            threading.Thread(target=_raise_in, args=arguments, daemon=True).start()
+
+
+def _raise_in(thread: int, interrupt: BaseException) -> None:
+    time.sleep(_AWAY_SECONDS)
+    is_ctrl_c = isinstance(interrupt, KeyboardInterrupt)
+    if is_ctrl_c and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.pthread_kill(thread, signal.SIGINT)  # ends a wait for a lock, too
+    else:
+        # Whatever another handler has counted or closed, it must not do twice.
+        again = ctypes.py_object(_again(interrupt))
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), again)
+
+
+def _again(interrupt: BaseException) -> type[BaseException]:
+    """A class whose instances are like `interrupt`: only a class can be raised in a thread."""
+    kind = type(interrupt)
+
+    def init(self: BaseException) -> None:
+        kind.__init__(self, *interrupt.args)
+
+    return type(kind.__name__, (kind,), {"__init__": init, "__module__": kind.__module__})

@@ -1,7 +1,7 @@
 """Finds plug-ins: shared libraries with a `GetPjrtApi`, by path or among what is loaded already.
 
-A library is loaded once per process, by its real path, and its table is one object: whoever calls
-`GetPjrtApi` gets the same pointer, before or after us.
+A library is loaded once per process, by its real path, and its table is one object: every call of
+`GetPjrtApi` returns the same pointer, before or after us.
 """
 
 import ctypes

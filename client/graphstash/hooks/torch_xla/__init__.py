@@ -21,22 +21,22 @@ import shutil
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import torch_xla
 import torch_xla.runtime as xr
 
-from graphstash._compile import CompileCache
+from graphstash._compile.cache import CompileCache
+from graphstash.hooks.patching import Patches
 from graphstash.hooks.torch_xla.exact import ExactMode
 from graphstash.hooks.torch_xla.gate import GateUnavailable
 from graphstash.hooks.torch_xla.hint import HintMode
-from graphstash.hooks.versions import TRIED
+from graphstash.hooks.versions import is_supported
 
 __all__ = ["TorchXlaHook", "install"]
 
 _log = logging.getLogger("graphstash")
 
-_TRIED: Final = TRIED["torch_xla"]
 _CANNOT_LOAD: Final = ("2.8", "2.9")
 """Their runtime answers UNIMPLEMENTED when an executable is loaded (pytorch/xla#9094)."""
 
@@ -47,32 +47,22 @@ _PATH_VARIABLE: Final = "XLA_PERSISTENT_CACHE_PATH"
 _READ_ONLY_VARIABLE: Final = "XLA_PERSISTENT_CACHE_READ_ONLY"
 
 
-class _Mode(Protocol):
-    def close(self) -> None: ...
-    def after_fork(self, cache: CompileCache, directory: Path) -> None: ...
-
-
 def install(cache: CompileCache) -> "TorchXlaHook | None":
     """Puts the cache into torch_xla; must come before the first computation.
 
     Returns:
-        The hook, or None when it stepped aside; a warning has said why.
+        The hook, or None when it was not installed; a warning says why.
     """
     version = str(torch_xla.__version__)
     if version.startswith(_CANNOT_LOAD):
         _tell_what_is_shared(version, by_plugin="pjrt" in cache.config.hooks)
         return None
-    if not _TRIED.covers(version):
-        _log.warning(
-            "graphstash: the hook was tried with torch_xla %s, not with %s; it steps aside",
-            _TRIED,
-            version,
-        )
+    if not is_supported("torch_xla", version):
         return None
     if torch_xla._XLAC._xla_computation_cache_is_initialized():
         _log.warning(
-            "graphstash: torch_xla has computed already, and its cache cannot be changed any "
-            "more; call graphstash.install() before the first computation"
+            "graphstash: torch_xla has already run a computation, so its cache cannot be "
+            "replaced; call graphstash.install() before the first computation"
         )
         return None
     return TorchXlaHook(cache)
@@ -90,9 +80,9 @@ def _tell_what_is_shared(version: str, *, by_plugin: bool) -> None:
         )
     elif not by_plugin:
         _log.warning(
-            "graphstash: the own cache of torch_xla %s cannot load a compiled graph back "
-            "(pytorch/xla#9094), so it compiles as usual; the pjrt hook, which GRAPHSTASH_HOOKS "
-            "leaves out, shares what is compiled for PJRT_DEVICE=%s",
+            "graphstash: torch_xla %s cannot load a compiled graph from its own cache "
+            "(pytorch/xla#9094), so it compiles as usual; add pjrt to GRAPHSTASH_HOOKS to share "
+            "what is compiled for PJRT_DEVICE=%s",
             version,
             device,
         )
@@ -108,8 +98,8 @@ class TorchXlaHook:
         self._descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
         self._known_as = Path(f"/proc/self/fd/{self._descriptor}")
         _claim(self._known_as)
-        self._initialize_cache = xr.initialize_cache
-        xr.initialize_cache = _already_initialized
+        self._patches = Patches()
+        self._patches.replace(xr, "initialize_cache", _already_initialized)
         self._mode = self._open(cache)
 
     def close(self) -> None:
@@ -118,10 +108,10 @@ class TorchXlaHook:
         torch_xla keeps the private directory until the process ends: it cannot be given another.
         """
         self._mode.close()
-        xr.initialize_cache = self._initialize_cache
+        self._patches.undo()
 
     def after_fork(self, cache: CompileCache) -> bool:
-        """A child that can still start the runtime goes on; in others the gate lets calls pass."""
+        """Continues in a child that can still start the runtime; others compile by themselves."""
         if torch_xla._XLAC._xla_runtime_is_initialized():
             return False
         self._make_directory()
@@ -131,7 +121,7 @@ class TorchXlaHook:
         self._mode.after_fork(cache, self._directory)
         return True
 
-    def _open(self, cache: CompileCache) -> _Mode:
+    def _open(self, cache: CompileCache) -> ExactMode | HintMode:
         if cache.config.torch_xla_mode != "hint":
             try:
                 return ExactMode(
@@ -142,7 +132,7 @@ class TorchXlaHook:
                 )
             except (GateUnavailable, OSError) as error:
                 level = logging.INFO if cache.config.torch_xla_mode == "auto" else logging.WARNING
-                _log.log(level, "graphstash: torch_xla's look-ups are predicted, because %s", error)
+                _log.log(level, "graphstash: torch_xla's look-ups are predicted: %s", error)
         return HintMode(cache, self._directory)
 
     def _make_directory(self) -> None:
@@ -165,7 +155,7 @@ def _claim(directory: Path) -> None:
     before = {name: os.environ.get(name) for name in (_PATH_VARIABLE, _READ_ONLY_VARIABLE)}
     if before[_PATH_VARIABLE]:
         _log.warning(
-            "graphstash: %s=%s is not used in this process; graphstash keeps its graphs",
+            "graphstash: %s=%s is not used in this process; the torch_xla hook replaces it",
             _PATH_VARIABLE,
             before[_PATH_VARIABLE],
         )
@@ -179,6 +169,6 @@ def _claim(directory: Path) -> None:
 
 
 def _already_initialized(path: str, readonly: bool = False) -> None:  # noqa: FBT001, FBT002
-    """Takes the place of `xr.initialize_cache`, which would fail the job by an assertion."""
+    """Replaces `xr.initialize_cache`, which would fail the job with an assertion."""
     del readonly
     _log.warning("graphstash: initialize_cache(%r) is not needed and has no effect", path)

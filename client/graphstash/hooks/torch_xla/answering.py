@@ -98,7 +98,7 @@ class Answering:
     def _run(self) -> None:
         """The answering thread; ended by `stop`, which shuts the connection down."""
         try:
-            # Requests still in the queue when `stop` comes are nobody's any more.
+            # Requests that are still in the queue when `stop` is called are dropped.
             while (request := self._near.recv(_SEQUENCE.size + PATH_LIMIT)) and self._block.enabled:
                 (sequence,) = _SEQUENCE.unpack_from(request)
                 self._working = sequence
@@ -106,13 +106,13 @@ class Answering:
                 try:
                     self.answer(os.fsdecode(request[_SEQUENCE.size :]))
                 except Exception:  # noqa: BLE001 - a thread's outermost frame
-                    _log.exception("answering a cache look-up failed; the compiler goes on alone")
+                    _log.exception("answering a cache look-up failed; torch_xla compiles by itself")
                 finally:
                     self._work.clear()
                     self._working = None
                     self._reply(sequence, b"d")
         except OSError:
-            _log.exception("the gate's connection broke; the compiler goes on alone")
+            _log.exception("the gate's connection broke; torch_xla compiles by itself")
         finally:
             self._block.enabled = 0
             self._ended.set()

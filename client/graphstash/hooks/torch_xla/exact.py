@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 
-from graphstash._compile import Compilation, CompileCache
-from graphstash._errors import CacheError, Reason
+from graphstash._compile.cache import CompileCache, InFlightCompile
+from graphstash.errors import CacheError, Reason
 from graphstash.hooks.torch_xla.fingerprint import Fingerprints
 from graphstash.hooks.torch_xla.gate import StatGate
 from graphstash.hooks.torch_xla.written import WrittenFiles, publish_file
 
 __all__ = ["ExactMode"]
 
-_HOPELESS_REJECTIONS = 2
+_MAX_REJECTIONS = 2
 """After so many artifacts that the runtime could not load, and none that it could, fetching is a
 waste of time: this runtime does not load executables back."""
 
@@ -30,7 +30,7 @@ waste of time: this runtime does not load executables back."""
 class _Running:
     """A graph between its look-up and its finished file."""
 
-    compilation: Compilation
+    compilation: InFlightCompile
     announced: float
     seconds: float = 0.0
 
@@ -45,8 +45,8 @@ class ExactMode:
         library: the loaded `_XLAC` extension.
 
     Raises:
-        GateUnavailable: this host does not let a look-up be caught.
-        OSError: it does not let a directory be watched.
+        GateUnavailable: look-ups cannot be intercepted on this host.
+        OSError: the directory cannot be watched.
     """
 
     def __init__(
@@ -105,17 +105,17 @@ class ExactMode:
             rejected = self._settle_deliveries(name)
             failed = [each for each in self._running.values() if each.compilation.is_compiling]
         for each in failed:
-            # The compiler went on to another graph without having finished this one: an error that
-            # the job has caught. (With several compiling threads it may only be slow; then another
-            # host may compile it as well.)
+            # The compiler started another graph without having finished this one: the job caught
+            # an error. (With several compiling threads it may only be slow; then another host may
+            # compile it as well.)
             each.compilation.abandon()
         key = self._fingerprints.key(name)
         if rejected:
             self._cache.reject(key, f"torch_xla could not load {key}; it compiled instead")
             return
-        if self._rejected >= _HOPELESS_REJECTIONS and not self._loaded:
+        if self._rejected >= _MAX_REJECTIONS and not self._loaded:
             return
-        compilation = self._cache.find_or_begin(key, self._directory / name)
+        compilation = self._cache.fetch_or_start(key, self._directory / name)
         with self._lock:
             if compilation is None:
                 self._delivered.add(name)
@@ -144,7 +144,7 @@ class ExactMode:
             running = self._running.pop(name, None)
         self._count_give_ups()
         if running is None:
-            return  # rejected or hopeless: it is stored under its key already, or of no use
+            return  # rejected, or fetching was given up: nothing to publish
         publish_file(
             self._directory / name,
             running.compilation,
@@ -155,6 +155,6 @@ class ExactMode:
     def _count_give_ups(self) -> None:
         for _ in range(self._gate.give_ups - self._give_ups):
             self._give_ups += 1
-            self._cache.trouble(
-                CacheError(Reason.GATE_TIMEOUT, "Python was busy; torch_xla went on without")
+            self._cache.record_fallback(
+                CacheError(Reason.GATE_TIMEOUT, "Python was busy; torch_xla did not wait for it")
             )

@@ -23,8 +23,14 @@ import torch
 import torch_xla
 import torch_xla.runtime as xr
 
-from graphstash.hooks.environment import environment_parts, read_part, sample_of
-from graphstash.hooks.host import cpu_device_type, cpu_features, libc
+from graphstash.hooks.environment import (
+    cpu_device_type,
+    cpu_features,
+    environment_parts,
+    libc,
+    read_part,
+    sample_of,
+)
 from graphstash_schema import ArtifactKey, ArtifactKind, DeviceType, fingerprint_of
 
 __all__ = ["Fingerprints"]

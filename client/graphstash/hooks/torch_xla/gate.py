@@ -7,7 +7,7 @@ it calls `answer(path)` in a thread of ours, and the file may be there when `ans
     torch_xla --jump slot--> stub (native, `stub`) --socket--> threads (`answering`) --> answer
                                |  real __xstat before and after
 
-How the pieces are found: `elf`; how they are written: `memory`. Everything that can be wrong is
+How the pointer is found and replaced: `elf`. Everything that can be wrong is
 checked before the slot is changed; a gate that does not open leaves the process as it was.
 """
 
@@ -22,8 +22,13 @@ from pathlib import Path
 from typing import Final
 
 from graphstash.hooks.torch_xla.answering import Answering
-from graphstash.hooks.torch_xla.elf import find_slot, libc_function
-from graphstash.hooks.torch_xla.memory import GateUnavailable, read_pointer, replace_pointer
+from graphstash.hooks.torch_xla.elf import (
+    GateUnavailable,
+    find_slot,
+    libc_function,
+    read_pointer,
+    replace_pointer,
+)
 from graphstash.hooks.torch_xla.stub import PATH_LIMIT, Stub
 
 __all__ = ["GateUnavailable", "StatGate"]
@@ -44,7 +49,7 @@ class StatGate:
 
     The missing thread holds torch_xla's cache mutex while `answer` runs. So `answer` needs a
     deadline of its own, and must not wait for a thread that may be inside torch_xla. If Python
-    cannot run for `liveness_seconds`, the caller goes on without an answer (`give_ups`).
+    cannot run for `liveness_seconds`, the caller continues without an answer (`give_ups`).
 
     Not for use by several threads at once. Opening and closing are the owner's; `answer` runs in
     the gate's own thread, one call at a time, and what it raises is logged and goes no further.
@@ -118,7 +123,7 @@ class StatGate:
     def close(self) -> None:
         """Restores the slot and ends the threads; does nothing if the gate is not open.
 
-        A caller that is waiting goes on without an answer. The counters keep their values.
+        A caller that is waiting continues without an answer. The counters keep their values.
         """
         if self._stub is None or self._answering is None:
             return
@@ -135,7 +140,7 @@ class StatGate:
         Does nothing if the gate was not open.
 
         Raises:
-            GateUnavailable: no socket or thread to be had; the stub goes on passing calls on.
+            GateUnavailable: there is no socket or thread; the stub keeps passing calls on.
         """
         if self._stub is None or self._answering is None:
             return

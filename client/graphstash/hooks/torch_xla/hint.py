@@ -24,9 +24,10 @@ from typing import Any, Final
 
 import torch_xla
 
-from graphstash._compile import Compilation, CompileCache
-from graphstash._errors import CacheError, Reason
-from graphstash._stats import Counters
+from graphstash._compile.cache import CompileCache, InFlightCompile
+from graphstash._compile.stats import Counters
+from graphstash.errors import CacheError, Reason
+from graphstash.hooks.patching import Patches
 from graphstash.hooks.torch_xla.fingerprint import Fingerprints
 from graphstash.hooks.torch_xla.written import publish_file
 
@@ -37,7 +38,7 @@ _log = logging.getLogger("graphstash")
 _LAZY_SEAMS: Final = ("_xla_sync_multi", "_xla_step_marker")
 _DYNAMO_SEAM: Final = "_xla_warm_up_cache"
 
-_MOST_NAMES: Final = 1000
+_MAX_NAMES: Final = 1000
 """Graphs of one hint: each is a look-up, and a step has a few."""
 
 _SETTLED_STEPS: Final = 3
@@ -48,18 +49,13 @@ _SETTLED_STEPS: Final = 3
 class _Pending:
     """What is known of a call before it is made."""
 
-    compilation: Compilation | None
+    compilation: InFlightCompile | None
     name: str = ""
     changed_at: int = 0
 
 
 class HintMode:
-    """Wraps the three calls that compile; serves one private cache directory.
-
-    Args:
-        cache: finds artifacts and publishes them.
-        directory: torch_xla's persistent cache, used by this process alone.
-    """
+    """Wraps the three calls that compile; serves one private cache directory."""
 
     def __init__(self, cache: CompileCache, directory: Path) -> None:
         self._directory = directory
@@ -67,7 +63,7 @@ class HintMode:
         self._known: set[str] = set()  # graphs that were fetched or compiled
         self._asked: set[str] = set()  # hints that were looked up
         self._quiet_steps = 0
-        self._originals: dict[str, Callable[..., Any]] = {}
+        self._patches = Patches()
         self._use(cache)
         for name in _LAZY_SEAMS:
             self._wrap(name, self._before_lazy, self._after_lazy)
@@ -75,12 +71,11 @@ class HintMode:
 
     def close(self) -> None:
         """Puts the original calls back."""
-        for name, original in self._originals.items():
-            setattr(torch_xla._XLAC, name, original)
+        self._patches.undo()
         self._hints.abandon_unfinished()  # the session has yet to wait for uploads
 
     def after_fork(self, cache: CompileCache, directory: Path) -> None:
-        """Goes on in a forked child with a cache and a directory of its own."""
+        """Continues in a forked child with a cache and a directory of its own."""
         self._directory = directory
         self._use(cache)
 
@@ -98,7 +93,6 @@ class HintMode:
         after: Callable[[_Pending, float], None],
     ) -> None:
         original = getattr(torch_xla._XLAC, name)
-        self._originals[name] = original
 
         def seam(*args: Any, **kwargs: Any) -> Any:
             pending = self._guarded(before, args)
@@ -109,15 +103,15 @@ class HintMode:
                 if pending is not None:
                     self._guarded(after, pending, monotonic() - started)
 
-        setattr(torch_xla._XLAC, name, seam)
+        self._patches.replace(torch_xla._XLAC, name, seam)
 
     def _guarded(self, work: Callable[..., _Pending | None], *args: Any) -> _Pending | None:
-        """The hook's outermost frame: nothing of ours gets into a step."""
+        """The hook's outermost frame: none of our exceptions reaches a training step."""
         try:
             return work(*args)
         except Exception as error:  # noqa: BLE001 - see above
             _log.debug("predicting a graph failed", exc_info=True)
-            self._cache.trouble(CacheError(Reason.INTERNAL, repr(error)))
+            self._cache.record_fallback(CacheError(Reason.INTERNAL, repr(error)))
             return None
 
     def _before_dynamo(self, args: tuple[Any, ...]) -> _Pending | None:
@@ -131,7 +125,7 @@ class HintMode:
             return None
         self._known.add(name)
         key = self._fingerprints.key(name)
-        compilation = self._cache.find_or_begin(key, self._directory / name)
+        compilation = self._cache.fetch_or_start(key, self._directory / name)
         return None if compilation is None else _Pending(compilation, name=name)
 
     def _after_dynamo(self, pending: _Pending, seconds: float) -> None:
@@ -148,14 +142,14 @@ class HintMode:
             self._known.add(name)
             self._quiet_steps = 0
             self._cache.counters.add(misses=1)
-            self._publish(name, Compilation(self._cache, self._fingerprints.key(name)), seconds)
+            self._publish(name, self._cache.begin(self._fingerprints.key(name)), seconds)
         self._quiet_steps += 1
         if pending.compilation is not None and new:
             self._publish_hint(pending.compilation, new)
         elif pending.compilation is not None:
             pending.compilation.abandon()
 
-    def _fetch_hinted(self) -> Compilation | None:
+    def _fetch_hinted(self) -> InFlightCompile | None:
         """Fetches what the hint names, or begins to find out what it should name."""
         pending = torch_xla._XLAC._get_stablehlo([], "", [], True)
         text = pending if isinstance(pending, bytes) else str(pending).encode()
@@ -167,12 +161,12 @@ class HintMode:
             prefix="graphstash-", ignore_cleanup_errors=True
         ) as directory:
             payload = Path(directory) / "names"
-            compilation = self._hints.find_or_begin(self._fingerprints.key(hint), payload)
+            compilation = self._hints.fetch_or_start(self._fingerprints.key(hint), payload)
             if compilation is not None:
                 return compilation
             names = _read_names(payload)
         for name in names:
-            if name not in self._known and self._cache.found(
+            if name not in self._known and self._cache.try_fetch(
                 self._fingerprints.key(name), self._directory / name
             ):
                 self._known.add(name)
@@ -186,15 +180,15 @@ class HintMode:
     def _new_names(self) -> list[str]:
         return [path.name for path in self._directory.iterdir() if path.name not in self._known]
 
-    def _publish(self, name: str, compilation: Compilation, seconds: float) -> None:
+    def _publish(self, name: str, compilation: InFlightCompile, seconds: float) -> None:
         path = self._directory / name
         publish_file(path, compilation, self._fingerprints, compile_seconds=seconds)
 
-    def _publish_hint(self, hint: Compilation, names: list[str]) -> None:
+    def _publish_hint(self, hint: InFlightCompile, names: list[str]) -> None:
         with tempfile.NamedTemporaryFile(prefix="graphstash-", delete=False) as file:
             path = Path(file.name)
             file.write(json.dumps(names).encode())
-        # Uploads keep their order: whoever finds the hint finds what it names.
+        # Uploads keep their order: a job that finds the hint finds what it names.
         hint.publish(
             path,
             compile_seconds=0.0,
@@ -223,5 +217,5 @@ def _read_names(payload: Path) -> list[str]:
         names = json.loads(payload.read_bytes())
         if isinstance(names, list):
             named = [name for name in names if isinstance(name, str) and name.isdigit()]
-            return named[:_MOST_NAMES]
+            return named[:_MAX_NAMES]
     return []

@@ -28,7 +28,7 @@ import ctypes
 import mmap
 from typing import Final
 
-from graphstash.hooks.torch_xla.memory import PAGE, map_pages, protect
+from graphstash.hooks.torch_xla.elf import PAGE, map_pages, protect
 
 __all__ = ["LISTING", "PATH_LIMIT", "Block", "Stub"]
 

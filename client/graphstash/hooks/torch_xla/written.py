@@ -13,7 +13,7 @@ from typing import Final
 
 from inotify_simple import INotify, flags
 
-from graphstash._compile import Compilation
+from graphstash._compile.cache import InFlightCompile
 from graphstash.hooks.torch_xla.fingerprint import Fingerprints
 
 __all__ = ["WrittenFiles", "publish_file"]
@@ -25,7 +25,7 @@ _FULL_BYTES: Final = 1024**2
 
 
 def publish_file(
-    path: Path, compilation: Compilation, fingerprints: Fingerprints, *, compile_seconds: float
+    path: Path, compilation: InFlightCompile, fingerprints: Fingerprints, *, compile_seconds: float
 ) -> None:
     """Hands a finished file over to its compilation; the file is removed when it was uploaded."""
     if not _is_whole(path):

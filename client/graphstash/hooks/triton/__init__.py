@@ -1,13 +1,11 @@
-"""The triton hook: a kernel that anyone has compiled is put where Triton keeps its own.
+"""The triton hook: kernels that another process has compiled are put into Triton's own cache.
 
 Triton asks its cache manager for a kernel before it compiles it, and hands the result over file by
-file. The manager is replaced, in this process only:
+file. The manager is replaced, in this process only: Triton's variables would do as well, but child
+processes would inherit them, with or without a graphstash to import.
 
-    manager    Triton's directory first, then the team; whole kernels only
-    backend    the same behind Triton's own `RemoteCacheManager`
-    kernels    look-up, publication, and the lease between them
-    kernel     which files are one whole kernel that may travel
-    archive    the bytes of them
+    kernels    the managers; look-up, publication, and the lease between them
+    kernel     which files are one whole kernel that may be shared; their bytes in one artifact
     fingerprint, source    the key; the values of globals that Triton's own key leaves out
 
 Without `graphstash run` or `graphstash.install()`, Triton's variables are enough:
@@ -23,87 +21,152 @@ Stays on its host: what Triton has the host's C compiler build, and autotuning r
 (`TRITON_CACHE_AUTOTUNING`), which are measurements of one machine under the load of that moment.
 """
 
+import functools
 import logging
-from typing import Final
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Final
 
 import triton
+from triton.runtime import cache as triton_cache
 
-from graphstash._compile import CompileCache
-from graphstash.hooks.triton.backend import SharedCacheBackend
-from graphstash.hooks.triton.kernels import Kernels
-from graphstash.hooks.triton.manager import SharedCacheManager
-from graphstash.hooks.triton.seam import (
-    MANAGER_VARIABLE,
-    ManagerSeam,
-    chosen_manager,
-    is_ours,
-    manager_seam,
-    watch_compile,
-)
-from graphstash.hooks.versions import TRIED
+from graphstash._compile.cache import CompileCache
+from graphstash.hooks.patching import Patches
+from graphstash.hooks.triton.kernels import Kernels, SharedCacheBackend, SharedCacheManager
+from graphstash.hooks.versions import is_supported
 
 __all__ = ["SharedCacheBackend", "SharedCacheManager", "TritonHook", "install"]
 
 _log = logging.getLogger("graphstash")
 
-_TRIED: Final = TRIED["triton"]
+_MANAGER_VARIABLE: Final = "TRITON_CACHE_MANAGER"
+_BACKEND_VARIABLE: Final = "TRITON_REMOTE_CACHE_BACKEND"
+_OURS: Final = "graphstash.hooks.triton"
+_REMOTE: Final = "triton.runtime.cache:RemoteCacheManager"
+_GLOBAL: Final = "__cache_cls"
 
 
 def install(cache: CompileCache) -> "TritonHook | None":
     """Puts the cache into Triton.
 
     Returns:
-        The hook, or None when it stepped aside; a warning has said why.
+        The hook, or None when it was not installed; a warning says why.
     """
-    seam = manager_seam()
-    if seam is None or not _TRIED.covers(triton.__version__):
-        _log.warning(
-            "graphstash: the triton hook knows triton %s, not %s; it steps aside",
-            _TRIED,
-            triton.__version__,
-        )
+    if not is_supported("triton", triton.__version__):
         return None
-    chosen = chosen_manager(seam)
-    if chosen and not is_ours(chosen):
+    chosen = _chosen_manager()
+    if chosen and not _is_ours(chosen):
         _log.warning(
-            "graphstash: triton was given the cache manager %s, which stays; set %s to "
-            "%s:SharedCacheManager, or to nothing, to share kernels",
+            "graphstash: triton uses the cache manager %s, so kernels are not shared; set %s to "
+            "%s:SharedCacheManager, or unset it, to share them",
             chosen,
-            MANAGER_VARIABLE,
+            _MANAGER_VARIABLE,
             __name__,
         )
         return None
-    return TritonHook(cache, seam, manager=None if chosen else SharedCacheManager)
+    return TritonHook(cache, manager=None if chosen else SharedCacheManager)
 
 
 class TritonHook:
-    """Triton's cache manager, and the way around `triton.compile` that ends a lease.
+    """Sets Triton's cache manager, and wraps `triton.compile` so that its lease ends with it.
 
-    Args:
-        cache: finds and publishes.
-        seam: where Triton's manager is.
-        manager: what to put there; None when the user has named one of ours himself.
+    `manager` is None when the user has named one of ours already.
     """
 
-    def __init__(
-        self, cache: CompileCache, seam: ManagerSeam, *, manager: type[SharedCacheManager] | None
-    ) -> None:
-        self._seam = seam
+    def __init__(self, cache: CompileCache, *, manager: type[SharedCacheManager] | None) -> None:
         self._kernels = Kernels.of_this_process = Kernels(cache)
-        self._unwatch = watch_compile(self._kernels)
+        self._patches = _watch_compile(self._kernels)
         self._manager = manager
         if manager is not None:
-            seam.set(manager)
+            _set_manager(manager)
 
     def close(self) -> None:
-        """Takes the hook out; a compilation under way goes on alone."""
-        if self._manager is not None and self._seam.get() is self._manager:
-            self._seam.set(None)
-        self._unwatch()
+        """Takes the hook out; a compilation in flight continues without it."""
+        if self._manager is not None and _manager() is self._manager:
+            _set_manager(None)
+        self._patches.undo()
         Kernels.of_this_process = None
         self._kernels.close()
 
     def after_fork(self, cache: CompileCache) -> bool:
-        """A child shares as its parent does."""
+        """Continues in the child as in its parent."""
         self._kernels.go_on_with(cache)
         return True
+
+
+def _has_knob() -> bool:
+    """Whether this is Triton 3.4 or newer, where the manager is a knob."""
+    # In the class: to read the knob itself would import whatever the user has named.
+    return "manager_class" in vars(type(getattr(getattr(triton, "knobs", None), "cache", None)))
+
+
+def _manager() -> type | None:
+    """The cache manager that a program has set in this process; None for Triton's default."""
+    if _has_knob():
+        knob: type | None = vars(triton.knobs.cache).get("manager_class")
+        return knob
+    # Before 3.4: a global of Triton's module, where the variable's class is put, too.
+    value: type = vars(triton_cache)[_GLOBAL]
+    return None if value is triton_cache.FileCacheManager else value
+
+
+def _set_manager(manager: type | None) -> None:
+    """Sets the cache manager of this process; None for Triton's default.
+
+    Unlike other knobs, a class is not propagated to the environment.
+    """
+    if not _has_knob():
+        vars(triton_cache)[_GLOBAL] = manager or triton_cache.FileCacheManager
+    elif manager is None:
+        vars(triton.knobs.cache).pop("manager_class", None)
+    else:
+        triton.knobs.cache.manager_class = manager
+
+
+def _chosen_manager() -> str:
+    """The manager that the user has chosen, as `module:class`; empty for Triton's default.
+
+    For Triton's `RemoteCacheManager` it is the backend that counts. Nothing is imported for it: a
+    class that the user names may not exist yet.
+    """
+    manager = _name(_manager()) or os.environ.get(_MANAGER_VARIABLE, "")
+    if manager != _REMOTE:
+        return manager
+    cache = getattr(getattr(triton, "knobs", None), "cache", None)
+    backend = _name(getattr(cache, "__dict__", {}).get("remote_manager_class"))
+    return backend or os.environ.get(_BACKEND_VARIABLE, "") or manager
+
+
+def _is_ours(manager: str) -> bool:
+    """Whether `_chosen_manager` has named a class of this package."""
+    return manager.partition(":")[0].startswith(_OURS)
+
+
+def _watch_compile(kernels: Kernels) -> Patches:
+    """Wraps Triton's `compile`, wherever Triton has a name for it."""
+    original: Callable[..., Any] = triton.compiler.compiler.compile
+
+    @functools.wraps(original)
+    def compile_and_end(*args: Any, **kwargs: Any) -> Any:
+        with kernels.compiling():
+            return original(*args, **kwargs)
+
+    patches = Patches()
+    for module in _modules_with(original):
+        patches.replace(module, "compile", compile_and_end)
+    return patches
+
+
+def _modules_with(function: Callable[..., Any]) -> list[ModuleType]:
+    return [
+        module
+        for name, module in tuple(sys.modules.items())
+        if name.partition(".")[0] == "triton"
+        and getattr(module, "__dict__", {}).get("compile") is function
+    ]
+
+
+def _name(manager: type | None) -> str:
+    return "" if manager is None else f"{manager.__module__}:{manager.__qualname__}"

@@ -43,11 +43,11 @@ _PLUGIN: Final = re.compile(r"(?a:TRITON_\w*PLUGIN\w*)")
 
 _OFF: Final = frozenset({"", "0", "false", "off", "no", "n"})
 
-_LONGEST_NAME: Final = 60  # the name of a part has at most 64 characters
+_MAX_NAME_LENGTH: Final = 60  # the name of a part has at most 64 characters
 
 
 def is_shareable(environ: Mapping[str, str]) -> bool:
-    """Whether Triton compiles nothing but what its key says."""
+    """Whether Triton's key covers everything that it compiles."""
     return not any(
         value.lower() not in _OFF
         for name, value in environ.items()
@@ -58,16 +58,14 @@ def is_shareable(environ: Mapping[str, str]) -> bool:
 def parts_of(key: str, group: str, environ: Mapping[str, str], source: Any) -> dict[str, str]:
     """Everything that the artifact's key is made of.
 
-    Args:
-        key: Triton's key of the kernel.
-        group: the name of its group.
-        environ: the environment that Triton compiles in.
-        source: what it compiles; None when that is not known.
+    `source` is what Triton compiles; None when that is not known.
     """
     settings = {
         f"env.{name}": value
         for name, value in environ.items()
-        if len(name) <= _LONGEST_NAME and _READ.fullmatch(name) and not _SAME_KERNEL.fullmatch(name)
+        if len(name) <= _MAX_NAME_LENGTH
+        and _READ.fullmatch(name)
+        and not _SAME_KERNEL.fullmatch(name)
     }
     return {
         **settings,

@@ -1,20 +1,36 @@
-"""Which files are one whole Triton kernel that may be handed to other hosts.
+r"""Which files are one whole Triton kernel that may be handed to other hosts.
 
 Triton writes `<name>.<stage>` for every stage of its compiler, `<name>.json` about the kernel, and
 `__grp__<name>.json` last, the list of all of them. Triton believes what it finds: a truncated
 `<name>.json` ends the job with an exception, a truncated cubin is loaded. So these files travel
-together, and are looked through on both sides.
+together, and are checked on both sides. An artifact holds the files one after the other:
+
+    "graphstash-triton\1"  u32(number of files)
+    then for every file, sorted by name:  u16(len(name)) u64(len(content)) name content
+
+Numbers are big-endian, names are UTF-8. The same files always make the same bytes, and of every
+archive there is one form only: whatever is not exactly that is refused as a whole. The contents
+need no checksum here, the envelope around the payload has one.
 """
 
 import base64
 import json
 import re
+import struct
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from graphstash.hooks.triton.archive import ArchiveError, pack, unpack
-
-__all__ = ["GROUP_PREFIX", "KernelError", "group_file", "pack_kernel", "unpack_kernel"]
+__all__ = [
+    "GROUP_PREFIX",
+    "MAX_FILES",
+    "ArchiveError",
+    "KernelError",
+    "group_file",
+    "pack",
+    "pack_kernel",
+    "unpack",
+    "unpack_kernel",
+]
 
 GROUP_PREFIX: Final = "__grp__"
 """What Triton puts before a group's name to name the file that lists the group."""
@@ -28,9 +44,21 @@ _STAGE: Final = re.compile(r"(?a:[a-z]\w{0,15})")
 _HOST_CODE: Final = frozenset({"so", "o", "a", "dll", "dylib", "pyd"})
 """Stages that are built by the host's own C compiler, for the host's own C library."""
 
+MAX_FILES: Final = 64
+"""Most files in one archive; a kernel has about eight."""
+
+_MAGIC: Final = b"graphstash-triton\1"
+_COUNT: Final = struct.Struct(">I")
+_SIZES: Final = struct.Struct(">HQ")
+_MAX_NAME_BYTES: Final = 255  # NAME_MAX of <linux/limits.h>
+
 
 class KernelError(ValueError):
     """Not a whole kernel, or not one that may be shared; the message says why."""
+
+
+class ArchiveError(KernelError):
+    """Not an archive, or not one that may be unpacked; the message says why."""
 
 
 def group_file(children: Iterable[str]) -> bytes:
@@ -50,10 +78,7 @@ def pack_kernel(group: str, children: Mapping[str, bytes], *, key: str) -> bytes
         KernelError: the files are not a whole kernel, or not one that may be shared.
     """
     _check(group, children, key=key)
-    try:
-        return pack({**children, GROUP_PREFIX + group: group_file(children)})
-    except ArchiveError as error:
-        raise KernelError(str(error)) from None
+    return pack({**children, GROUP_PREFIX + group: group_file(children)})
 
 
 def unpack_kernel(group: str, payload: bytes, *, key: str) -> dict[str, bytes]:
@@ -61,10 +86,7 @@ def unpack_kernel(group: str, payload: bytes, *, key: str) -> dict[str, bytes]:
 
     Args and errors as for `pack_kernel`.
     """
-    try:
-        children = unpack(payload)
-    except ArchiveError as error:
-        raise KernelError(str(error)) from None
+    children = unpack(payload)
     listed = children.pop(GROUP_PREFIX + group, None)
     if listed is None or listed != group_file(children):
         raise KernelError(f"the list of {group} does not name the files that are there")
@@ -77,7 +99,7 @@ def _check(group: str, children: Mapping[str, bytes], *, key: str) -> None:
     for name in children:
         stage = name.removeprefix(f"{stem}.")
         if stage == name or not _STAGE.fullmatch(stage):
-            raise KernelError(f"{name!r} is no file of {group!r}")
+            raise KernelError(f"{name!r} is not a file of {group!r}")
         if stage in _HOST_CODE:
             raise KernelError(f"{name!r} is code of the host that built it")
     if group not in children:
@@ -99,7 +121,7 @@ def _metadata(content: bytes) -> dict[str, Any]:
     try:
         metadata = json.loads(content)
     except ValueError as error:
-        raise KernelError(f"the description is no JSON: {error}") from None
+        raise KernelError(f"the description is not JSON: {error}") from None
     if not isinstance(metadata, dict) or not isinstance(metadata.get("name"), str):
         raise KernelError("the description names no kernel")
     return metadata
@@ -119,7 +141,7 @@ def _text(name: str, content: bytes) -> None:
     try:
         content.decode()
     except UnicodeDecodeError:
-        raise KernelError(f"{name!r} is no text") from None
+        raise KernelError(f"{name!r} is not text") from None
 
 
 def _is_key(hexadecimal: object, key: str) -> bool:
@@ -132,3 +154,89 @@ def _is_key(hexadecimal: object, key: str) -> bool:
     except ValueError:
         return False
     return key in {raw.hex(), base64.b32encode(raw).decode().rstrip("=")}
+
+
+def pack(files: Mapping[str, bytes]) -> bytes:
+    """Makes an archive.
+
+    Args:
+        files: contents by file name; 1 to `MAX_FILES`.
+
+    Raises:
+        ArchiveError: a name is more than a file name, or there are too many files.
+    """
+    if not 1 <= len(files) <= MAX_FILES:
+        raise ArchiveError(f"{len(files)} files; expected 1 to {MAX_FILES}")
+    encoded = sorted((_encoded(name), content) for name, content in files.items())
+    pieces = [_MAGIC, _COUNT.pack(len(encoded))]
+    for name, content in encoded:
+        pieces += (_SIZES.pack(len(name), len(content)), name, content)
+    return b"".join(pieces)
+
+
+def unpack(archive: bytes) -> dict[str, bytes]:
+    """The files of an archive, by name.
+
+    Raises:
+        ArchiveError: the bytes are not what `pack` makes.
+    """
+    read = _Reader(archive)
+    if read.take(len(_MAGIC)) != _MAGIC:
+        raise ArchiveError("not an archive of Triton files")
+    (count,) = _COUNT.unpack(read.take(_COUNT.size))
+    if not 1 <= count <= MAX_FILES:
+        raise ArchiveError(f"{count} files; expected 1 to {MAX_FILES}")
+    files: dict[str, bytes] = {}
+    before = b""
+    for _ in range(count):
+        name_bytes, content_bytes = _SIZES.unpack(read.take(_SIZES.size))
+        name = read.take(name_bytes)
+        if name <= before:  # sorted, so no name comes twice
+            raise ArchiveError(f"{name!r} behind {before!r}")
+        before = name
+        files[_decoded(name)] = read.take(content_bytes)
+    if not read.is_at_end:
+        raise ArchiveError("there is more behind the last file")
+    return files
+
+
+class _Reader:
+    def __init__(self, archive: bytes) -> None:
+        self._archive = archive
+        self._at = 0
+
+    @property
+    def is_at_end(self) -> bool:
+        return self._at == len(self._archive)
+
+    def take(self, size: int) -> bytes:
+        end = self._at + size
+        if end > len(self._archive):
+            raise ArchiveError(f"{len(self._archive)} bytes; at least {end} expected")
+        taken, self._at = self._archive[self._at : end], end
+        return taken
+
+
+def _encoded(name: str) -> bytes:
+    try:
+        encoded = name.encode()
+    except UnicodeEncodeError:
+        raise ArchiveError(f"{name!r} is not UTF-8") from None
+    _check_name(encoded)
+    return encoded
+
+
+def _decoded(name: bytes) -> str:
+    _check_name(name)
+    try:
+        return name.decode()
+    except UnicodeDecodeError:
+        raise ArchiveError(f"{name!r} is not UTF-8") from None
+
+
+def _check_name(name: bytes) -> None:
+    """A name is joined to a directory later, so nothing in it may lead out of there."""
+    if not 1 <= len(name) <= _MAX_NAME_BYTES:
+        raise ArchiveError(f"a name of {len(name)} bytes")
+    if name in {b".", b".."} or any(byte < 0x20 or byte in b"/\\\x7f" for byte in name):
+        raise ArchiveError(f"{name!r} is not a file name")

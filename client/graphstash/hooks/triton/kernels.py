@@ -1,9 +1,16 @@
-"""Kernels between Triton and the team: found whole, published whole, never an exception.
+"""Cache managers that Triton calls, and what they share: kernels found and published as a whole.
 
 Triton makes a new cache manager for every kernel that it compiles, by the manager's class alone. So
-what the managers of a process have in common hangs on the class `Kernels`.
+what the managers of a process have in common is kept in the class `Kernels`.
+
+Triton's `RemoteCacheManager` asks its backend for every file, even for those that lie on the disk,
+and for files that must stay there. So `SharedCacheManager` is derived from `FileCacheManager`: a
+fetched kernel is put into Triton's directory as if it had been compiled, and everything that is not
+a kernel (launchers built by the host's C compiler, autotuning results) is left to Triton.
+`SharedCacheBackend` is for those who configure Triton with its `RemoteCacheManager`.
 """
 
+import json
 import logging
 import os
 import threading
@@ -11,19 +18,27 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache as once
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 import triton
+from triton.runtime.cache import FileCacheManager, RemoteCacheBackend
 
-from graphstash._compile import CompileCache
-from graphstash._errors import CacheError, Reason
-from graphstash._exchange import Exchange
+from graphstash._compile.cache import CompileCache
+from graphstash._compile.two_call import TwoCallCache
+from graphstash.errors import CacheError, LocalTierError, Reason
 from graphstash.hooks.triton.fingerprint import artifact_key, is_shareable, parts_of
-from graphstash.hooks.triton.kernel import KernelError, pack_kernel, unpack_kernel
+from graphstash.hooks.triton.kernel import (
+    GROUP_PREFIX,
+    KernelError,
+    group_file,
+    pack_kernel,
+    unpack_kernel,
+)
 from graphstash.hooks.triton.source import source_being_compiled
 from graphstash_schema import ArtifactKey
 
-__all__ = ["Kernels", "SharedKernel"]
+__all__ = ["Kernels", "SharedCacheBackend", "SharedCacheManager", "SharedKernel"]
 
 _log = logging.getLogger("graphstash")
 
@@ -42,10 +57,10 @@ class Kernels:
         self.go_on_with(cache)
 
     def go_on_with(self, cache: CompileCache) -> None:
-        """Uses another cache from now on, as in a forked child."""
+        """Switches to another cache: a forked child has its own."""
         self._cache = cache
         self._owner = os.getpid()
-        self.exchange = Exchange(cache, toolchain=f"triton {triton.__version__}")
+        self.exchange = TwoCallCache(cache, toolchain=f"triton {triton.__version__}")
 
     @staticmethod
     def kernel(key: str) -> "SharedKernel | None":
@@ -64,7 +79,7 @@ class Kernels:
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Around one call of Triton's `compile`: whatever becomes of it, its lease ends here."""
+        """Around one call of Triton's `compile`: its lease ends here, even if the call fails."""
         depth = getattr(self._thread, "depth", 0)
         self._thread.depth = depth + 1
         try:
@@ -83,22 +98,22 @@ class Kernels:
         """
         return getattr(self._thread, "depth", 0) > 0
 
-    def trouble(self, error: Exception) -> None:
-        """Counts what went wrong in here; the first case is logged."""
+    def record_fallback(self, error: Exception) -> None:
+        """Counts an error of the hook; the first of its kind is logged."""
         _log.debug("the triton hook failed", exc_info=error)
         if not isinstance(error, CacheError):
             error = CacheError(Reason.INTERNAL, repr(error))
-        self._cache.trouble(error)
+        self._cache.record_fallback(error)
 
     def close(self) -> None:
-        """Gives up whatever was begun."""
+        """Releases the leases of what was started."""
         self.exchange.close()
 
     def _end(self) -> None:
         try:
             self.exchange.end()
-        except Exception as error:  # noqa: BLE001 - the hook's outermost frame: Triton goes on
-            self.trouble(error)
+        except Exception as error:  # noqa: BLE001 - the hook's outermost frame: Triton compiles
+            self.record_fallback(error)
 
 
 @once
@@ -108,13 +123,13 @@ def _start() -> None:
 
     try:
         graphstash.install(hooks=("triton",))
-    except Exception:  # noqa: BLE001 - a hook's outermost frame: Triton goes on alone
+    except Exception:  # noqa: BLE001 - a hook's outermost frame: Triton compiles
         _log.warning("graphstash: the cache could not be started", exc_info=True)
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A group that nobody had when it was asked for."""
+    """A group that was looked up and not found."""
 
     group: str
     artifact: ArtifactKey
@@ -135,7 +150,7 @@ class SharedKernel:
         try:
             return self._find(group)
         except Exception as error:  # noqa: BLE001 - the hook's outermost frame: Triton compiles
-            self._kernels.trouble(error)
+            self._kernels.record_fallback(error)
             return None
 
     def add(self, name: str, content: bytes | str) -> None:
@@ -145,7 +160,7 @@ class SharedKernel:
         another process may write the same kernel at the same time.
         """
         if self._wanted is not None:
-            # What is no text after all is found out when the kernel is packed.
+            # Content that is not text is found when the kernel is packed.
             if isinstance(content, str):
                 content = content.encode("utf-8", "surrogatepass")
             self._written[name] = content
@@ -167,12 +182,12 @@ class SharedKernel:
             _log.debug("%s is not published: %s was never written", group, error)
         except KernelError as error:
             _log.debug("%s is not published: %s", group, error)
-        except Exception as error:  # noqa: BLE001 - the hook's outermost frame: Triton goes on
-            self._kernels.trouble(error)
+        except Exception as error:  # noqa: BLE001 - the hook's outermost frame: Triton compiles
+            self._kernels.record_fallback(error)
 
-    def trouble(self, error: Exception) -> None:
+    def record_fallback(self, error: Exception) -> None:
         """Counts that files could not be used here."""
-        self._kernels.trouble(error)
+        self._kernels.record_fallback(error)
 
     def _find(self, group: str) -> dict[str, bytes] | None:
         if not is_shareable(os.environ):
@@ -188,4 +203,107 @@ class SharedKernel:
             return unpack_kernel(group, payload, key=self._key)
         except KernelError as error:
             exchange.reject(artifact, f"{artifact} holds no kernel for this host: {error}")
+            return None
+
+
+class SharedCacheManager(FileCacheManager):  # type: ignore[misc] # Triton ships no types
+    """One kernel's directory, backed by the shared cache; signatures are Triton's."""
+
+    def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:  # noqa: FBT001, FBT002
+        super().__init__(key, override=override, dump=dump)
+        self._kernel = None if override or dump else Kernels.kernel(key)
+
+    def get_group(self, filename: str) -> dict[str, str] | None:
+        """The paths of a kernel's files, by name; None when Triton has to compile."""
+        if self._kernel is None:
+            found: dict[str, str] | None = super().get_group(filename)
+            return found
+        paths = self._local_group(filename)
+        if paths is None and (children := self._kernel.find(filename)) is not None:
+            paths = self._keep(filename, children)
+        return paths
+
+    def put(self, data: Any, filename: str, binary: bool = True) -> str:  # noqa: FBT001, FBT002
+        """Writes a file atomically; gives its path."""
+        content = data if isinstance(data, bytes) else str(data)
+        path: str = super().put(content, filename, binary)
+        if self._kernel is not None:
+            self._kernel.add(filename, content)
+        return path
+
+    def put_group(self, filename: str, group: Mapping[str, str]) -> str:
+        """Writes the list of a kernel's files, which completes the kernel."""
+        path: str = super().put_group(filename, group)
+        if self._kernel is not None:
+            self._kernel.publish(filename, group)
+        return path
+
+    def _local_group(self, filename: str) -> dict[str, str] | None:
+        """What lies in Triton's directory, when it is whole.
+
+        Triton's own look-up takes paths from the list, so that a directory that was moved is empty
+        for it; some of its versions hand out half a group, and fail with a broken description.
+        """
+        listed = self.get_file(GROUP_PREFIX + filename)
+        if listed is None:
+            return None
+        try:
+            names = json.loads(Path(listed).read_bytes())["child_paths"]
+            found = {name: self.get_file(name) for name in names}
+            json.loads(Path(found[filename]).read_bytes())
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return None if None in found.values() else found
+
+    def _keep(self, filename: str, children: Mapping[str, bytes]) -> dict[str, str] | None:
+        """Puts a kernel that was found where Triton keeps its own; the list of its files last."""
+        paths = {}
+        try:
+            for name, content in children.items():
+                paths[name] = str(super().put(content, name))
+            super().put_group(filename, paths)
+        except OSError as error:  # a full disk; Triton meets it again when it has compiled
+            if self._kernel is not None:
+                self._kernel.record_fallback(LocalTierError(str(error)))
+            return None
+        return paths
+
+
+class SharedCacheBackend(RemoteCacheBackend):  # type: ignore[misc] # Triton ships no types
+    """One kernel's files; signatures are Triton's.
+
+    Triton asks for the list of the files first and for the files then, and puts the list last. All
+    else it puts and asks for stays on this host, in Triton's directory, where Triton puts it too.
+    """
+
+    def __init__(self, key: str) -> None:
+        super().__init__(key)
+        self._kernel = Kernels.kernel(key)
+        self._here = FileCacheManager(key)
+        self._found: dict[str, bytes] = {}
+
+    def get(self, filenames: Iterable[str]) -> dict[str, bytes]:
+        """The contents of those files that there are, by name."""
+        contents = {name: self._get(name) for name in filenames}
+        return {name: content for name, content in contents.items() if content is not None}
+
+    def put(self, filename: str, data: bytes) -> None:
+        """Remembers a file; the list of a kernel's files publishes them."""
+        if self._kernel is None:
+            return
+        if filename.startswith(GROUP_PREFIX):
+            names = json.loads(data)["child_paths"]
+            self._kernel.publish(filename.removeprefix(GROUP_PREFIX), names)
+        else:
+            self._kernel.add(filename, data)
+
+    def _get(self, name: str) -> bytes | None:
+        if self._kernel is not None and name.startswith(GROUP_PREFIX):
+            self._found = self._kernel.find(name.removeprefix(GROUP_PREFIX)) or {}
+            return group_file(self._found) if self._found else None
+        if name in self._found:
+            return self._found[name]
+        try:
+            return Path(self._here._make_path(name)).read_bytes()
+        except OSError:
             return None

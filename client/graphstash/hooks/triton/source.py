@@ -64,7 +64,7 @@ def _value_of(node: ast.expr, scope: dict[str, Any]) -> Any:
 def _told(value: Any) -> str | None:
     """A value in words that are the same in every process; None for what no kernel is made of."""
     if isinstance(value, tl.constexpr):
-        # A value without such words has its address in them: nobody else will ask for it.
+        # A value without such words has its address in them: no other process will look it up.
         return f"constexpr {_told(value.value) or repr(value.value)}"
     if isinstance(value, tuple | list):
         return f"[{', '.join(_told(each) or repr(each) for each in value)}]"

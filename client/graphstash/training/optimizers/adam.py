@@ -1,4 +1,4 @@
-"""Adam and AdamW: steps scaled by running means of the gradient and of its square.
+"""Adam, AdamW and LAMB: steps scaled by running means of the gradient and of its square.
 
 With g the gradient (negated to maximize) and t the number of steps with this one:
 
@@ -11,23 +11,95 @@ With g the gradient (negated to maximize) and t the number of steps with this on
 
 The same as `torch.optim.Adam` and `AdamW` (Kingma and Ba, 2015, arXiv 1412.6980; Loshchilov and
 Hutter, 2019, arXiv 1711.05101; amsgrad: Reddi et al., 2018, arXiv 1904.09237).
+
+LAMB, for large batches, makes each step as long as a share of the parameter that it changes. With m
+and v as above and norms over one parameter tensor:
+
+    r <- m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * p
+    p <- p - lr * |p| / |r| * r             the ratio is 1 where |p| or |r| is 0
+
+You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2020,
+arXiv 1904.00962, algorithm 2 with phi(z) = z. There is no LAMB in torch.optim.
 """
 
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from graphstash.training.operation import Operation
+from graphstash.training.device import TracedOp
+from graphstash.training.optimizers.base import (
+    Options,
+    Split,
+    SyncFreeOptimizer,
+    TorchOptions,
+    at_least,
+    selecting,
+)
 from graphstash.training.optimizers.cohort import Cohort
-from graphstash.training.optimizers.moments import MomentOptimizer, Moments
-from graphstash.training.optimizers.update import Options, Split, selecting
+from graphstash.training.sharding import Sums
 
-__all__ = ["Adam", "AdamW"]
+__all__ = ["LAMB", "Adam", "AdamW"]
 
 
-def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], list[list[Tensor]]]:
+class Moments:
+    """The means after one more gradient, and what removes their bias towards zero.
+
+    Attributes:
+        mean, square: one tensor per parameter.
+        correction1, correction2: [], 1 - beta^t.
+    """
+
+    def __init__(self, old: Split, gradients: list[Tensor], step: Tensor) -> None:
+        _, _, beta1, beta2, rest1, rest2, log1, log2 = old.scalars
+        self.mean = list(
+            torch._foreach_add(
+                torch._foreach_mul(old.slots[0], beta1), torch._foreach_mul(gradients, rest1)
+            )
+        )
+        self.square = list(
+            torch._foreach_add(
+                torch._foreach_mul(old.slots[1], beta2),
+                torch._foreach_mul(torch._foreach_mul(gradients, gradients), rest2),
+            )
+        )
+        # 1 - beta^t in float32 would lose half of its digits at the start. On a bad first step t is
+        # 0 and so are the corrections; the quotients are not used.
+        self.correction1 = -torch.expm1(step * log1)
+        self.correction2 = -torch.expm1(step * log2)
+
+
+class MomentOptimizer(SyncFreeOptimizer):
+    """Base of the optimizers with moments: their common arguments, and their state."""
+
+    def _check(self, group: Mapping[str, Any]) -> None:
+        at_least(group, 0, "lr", "eps", "weight_decay")
+        for number, beta in enumerate(group["betas"]):
+            if not 0 <= beta < 1:
+                raise ValueError(f"betas[{number}] must be at least 0 and below 1 (got {beta})")
+
+    def _scheduled(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
+        beta1, beta2 = group["betas"]
+        return {
+            "lr": group["lr"],
+            "weight_decay": group["weight_decay"],
+            "beta1": beta1,
+            "beta2": beta2,
+            # Computed here, in the host's double precision.
+            "1 - beta1": 1 - beta1,
+            "1 - beta2": 1 - beta2,
+            "log beta1": math.log(beta1) if beta1 else -math.inf,
+            "log beta2": math.log(beta2) if beta2 else -math.inf,
+        }
+
+    def _slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group.get("amsgrad") else ()))
+
+
+def _adam(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], list[list[Tensor]]]:
     eps, amsgrad, maximize, decoupled = options
     lr, weight_decay = old.scalars[:2]
     parameters = old.parameters
@@ -50,11 +122,25 @@ def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], 
     return list(torch._foreach_sub(parameters, change)), slots
 
 
-class _AdamLike(MomentOptimizer):
-    """Adam and AdamW differ in one line of the formula."""
+class Adam(MomentOptimizer):
+    """Sync-free `torch.optim.Adam`; the formula is in the module's docstring.
 
-    _operation = Operation("adam", selecting(_formula))
-    _decoupled: bool
+    Args:
+        params: parameters or groups of them, as for torch.optim.
+        lr: learning rate, >= 0.
+        betas: decay of the running means of the gradient and of its square, in [0, 1).
+        eps: added to the denominator, >= 0; part of the graph.
+        weight_decay: L2 penalty, >= 0.
+        amsgrad: divide by the largest mean square so far.
+        maximize: go up instead of down.
+        options: see `TorchOptions`.
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+
+    _operation = TracedOp("adam", selecting(_adam))
+    _decoupled = False
 
     def __init__(  # noqa: PLR0917 - torch.optim's order
         self,
@@ -66,7 +152,7 @@ class _AdamLike(MomentOptimizer):
         amsgrad: bool = False,  # noqa: FBT001, FBT002
         *,
         maximize: bool = False,
-        fused: bool | None = None,
+        **options: Unpack[TorchOptions],
     ) -> None:
         super().__init__(
             params,
@@ -80,63 +166,32 @@ class _AdamLike(MomentOptimizer):
                 # What torch calls the difference between the two in its state dictionaries.
                 "decoupled_weight_decay": self._decoupled,
             },
-            fused=fused,
+            **options,
         )
 
     def _options(self, group: Mapping[str, Any]) -> Options:
         return (group["eps"], group["amsgrad"], group["maximize"], self._decoupled)
 
-    def _update_fused(
-        self,
-        group: Mapping[str, Any],
-        cohort: Cohort,
-        found_inf: Tensor | None,
-        grad_scale: Tensor | None,
-    ) -> bool:
-        cohort.step += 1.0 if found_inf is None else (found_inf == 0).to(cohort.step.dtype)
-        kernel = torch._fused_adamw_ if self._decoupled else torch._fused_adam_
+    def _fused_kernel(
+        self, group: Mapping[str, Any], cohort: Cohort
+    ) -> Callable[..., object] | None:
         beta1, beta2 = group["betas"]
-        kernel(
+        names = ("lr", "weight_decay", "eps", "amsgrad", "maximize")
+        return partial(
+            torch._fused_adamw_ if self._decoupled else torch._fused_adam_,
             cohort.parameters,
             cohort.gradients,
             cohort.slots[0],
             cohort.slots[1],
             cohort.slots[2] if group["amsgrad"] else [],
             [cohort.step] * len(cohort.parameters),
-            lr=group["lr"],
             beta1=beta1,
             beta2=beta2,
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=group["amsgrad"],
-            maximize=group["maximize"],
-            grad_scale=grad_scale,
-            found_inf=None if found_inf is None else (found_inf != 0).float(),
+            **{name: group[name] for name in names},
         )
-        return True
 
 
-class Adam(_AdamLike):
-    """Sync-free `torch.optim.Adam`; the formula is in the module's docstring.
-
-    Args:
-        params: parameters or groups of them, as for torch.optim.
-        lr: learning rate, >= 0.
-        betas: decay of the running means of the gradient and of its square, in [0, 1).
-        eps: added to the denominator, >= 0; part of the graph.
-        weight_decay: L2 penalty, >= 0.
-        amsgrad: divide by the largest mean square so far.
-        maximize: go up instead of down.
-        fused: False: never use torch's fused kernels on plain torch, where they are exact and fast.
-
-    Raises:
-        ValueError: an argument is out of its range.
-    """
-
-    _decoupled = False
-
-
-class AdamW(_AdamLike):
+class AdamW(Adam):
     """Sync-free `torch.optim.AdamW`: as `Adam`, with weight decay beside the gradient.
 
     Args and errors as for `Adam`; weight_decay is 0.01 when nothing else is said, as in torch.
@@ -154,8 +209,84 @@ class AdamW(_AdamLike):
         amsgrad: bool = False,  # noqa: FBT001, FBT002
         *,
         maximize: bool = False,
-        fused: bool | None = None,
+        **options: Unpack[TorchOptions],
     ) -> None:
         super().__init__(
-            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, fused=fused
+            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, **options
         )
+
+
+def _lamb(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], list[list[Tensor]]]:
+    eps, maximize = options
+    lr, weight_decay = old.scalars[:2]
+    gradients = list(torch._foreach_neg(old.gradients)) if maximize else old.gradients
+    moments = Moments(old, gradients, step)
+    unbiased = torch._foreach_div(moments.mean, moments.correction1)
+    denominator = torch._foreach_add(
+        torch._foreach_sqrt(torch._foreach_div(moments.square, moments.correction2)), eps
+    )
+    direction = torch._foreach_add(
+        torch._foreach_div(unbiased, denominator), torch._foreach_mul(old.parameters, weight_decay)
+    )
+    parameters = [
+        p - lr * torch.where((p_norm > 0) & (r_norm > 0), p_norm / r_norm, 1.0) * r
+        for p, r, p_norm, r_norm in zip(
+            old.parameters,
+            direction,
+            _norms(old.parameters, old.shards),
+            _norms(direction, old.shards),
+            strict=True,
+        )
+    ]
+    return parameters, [moments.mean, moments.square]
+
+
+def _norms(tensors: Sequence[Tensor], shards: Sums) -> list[Tensor]:
+    norms = list(torch._foreach_norm(list(tensors)))
+    if not shards:
+        return norms
+    squares = shards.sums(torch._foreach_mul(norms, norms))
+    return list(torch._foreach_sqrt(squares))
+
+
+class LAMB(MomentOptimizer):
+    """Sync-free LAMB; the formula is in the module's docstring.
+
+    Args:
+        params: parameters or groups of them, as for torch.optim. Biases and norms usually get a
+            group of their own with weight_decay 0.
+        lr: learning rate, >= 0.
+        betas: decay of the running means of the gradient and of its square, in [0, 1).
+        eps: added to the denominator, >= 0; part of the graph.
+        weight_decay: >= 0.
+        maximize: go up instead of down.
+        options: see `TorchOptions`; there is no fused kernel.
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+
+    _operation = TracedOp("lamb", selecting(_lamb))
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+        **options: Unpack[TorchOptions],
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, **options)
+
+    def _options(self, group: Mapping[str, Any]) -> Options:
+        return (group["eps"], group["maximize"])

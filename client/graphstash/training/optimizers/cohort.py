@@ -1,19 +1,30 @@
-"""Cohorts: which parameters are updated together, and the state that belongs to them.
+"""Cohorts: parameters that are updated together, and whether torch's kernels suit them.
 
 Parameters that have always been updated together share one step tensor; a parameter that had no
 gradient for a while gets a step of its own, as in `torch.optim`.
+
+A fused kernel is not trusted by its name: `torch._fused_sgd_` on CPU skips the store of every
+bfloat16 and float16 parameter of 16 elements or more (torch 2.4 to 2.13, pytorch/pytorch#191763),
+so that a model trains without an error and without changing. Before a kernel is used, it updates
+scratch tensors on this machine, which are compared with the formula's result.
 """
 
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-__all__ = ["Cohort", "Place", "States", "begin", "cohorts_of"]
+from graphstash.training.device import formula_only
+from graphstash.training.sharding import Sums, aligned, is_sharded, local
+
+__all__ = ["MASTER", "Cohort", "Place", "begin", "beginning", "cohorts_of", "computes_the_same"]
 
 Place = tuple[torch.device, torch.dtype]
+
+MASTER: Final = "master"
+"""The state tensor that a half-precision parameter is a rounded copy of."""
 
 States = MutableMapping[Tensor, dict[str, Any]]
 """By parameter: its state tensors by name; an optimizer's `state`."""
@@ -21,13 +32,45 @@ States = MutableMapping[Tensor, dict[str, Any]]
 
 @dataclass(slots=True)
 class Cohort:
-    """Parameters of one group, device and dtype that share a step, with what belongs to them."""
+    """Parameters of one group, device and dtype that share a step, with what belongs to them.
+
+    Of DTensors, all are this process's shards.
+    """
 
     step: Tensor  # [], float32
     parameters: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
     slots: list[list[Tensor]] = field(default_factory=list)
     """For each kind of state, the parameters' tensors."""
+    found_inf: Tensor | None = None  # [], float32: of the step that is being made
+    grad_scale: Tensor | None = None  # [], float32
+    sums: Sums = field(default_factory=Sums)
+    """Over the processes that share the parameters."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return self.parameters[0].device
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The type in which numbers from the host take part."""
+        return torch.float64 if self.parameters[0].dtype == torch.float64 else torch.float32
+
+    def part(self, states: States) -> None:
+        """Gives the parameters a step of their own."""
+        self.step = self.step.clone()
+        for parameter in self.parameters:
+            states[parameter]["step"] = self.step
+
+    def take_shards(self) -> None:
+        """Replaces DTensors by their shards."""
+        if any(map(is_sharded, self.parameters)):
+            self.sums = Sums(self.parameters)
+            pairs = zip(self.gradients, self.parameters, strict=True)
+            self.gradients = [local(aligned(*pair)) for pair in pairs]
+            self.parameters = list(map(local, self.parameters))
+            self.slots = [list(map(local, slot)) for slot in self.slots]
 
     def suits_fused_kernels(self) -> bool:
         """Whether torch's own fused kernels may update it.
@@ -37,10 +80,12 @@ class Cohort:
         on, as if all of a parameter's tensors were laid out alike and without gaps, and do not look
         (torch 2.7); on CUDA they refuse others.
         """
-        device = self.parameters[0].device.type
-        if device not in ("cpu", "cuda") or torch.compiler.is_compiling():
+        device = self.device.type
+        if device not in ("cpu", "cuda") or torch.compiler.is_compiling() or formula_only.get():
             return False
         if device == "cuda" and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+            return False
+        if any(slot[0].dtype != self.parameters[0].dtype for slot in self.slots):
             return False
         for tensors in zip(self.parameters, self.gradients, *self.slots, strict=True):
             if not all(tensor.is_contiguous() for tensor in tensors):
@@ -53,13 +98,9 @@ class Cohort:
 def cohorts_of(
     parameters: Iterable[Tensor], states: States, names: Sequence[str], newborn: list[Tensor]
 ) -> Iterable[Cohort]:
-    """The parameters that have a gradient, by step.
+    """The parameters of a group that have a gradient, by step; `newborn` gets new state tensors.
 
-    Args:
-        parameters: of one group.
-        states: of these and maybe others.
-        names: of the state tensors that every parameter has beside `step`.
-        newborn: gets the state tensors that are made here.
+    `names` are those of the state tensors that every parameter has beside `step`.
     """
     needed = {"step", *names}
     cohorts: dict[int, Cohort] = {}
@@ -72,6 +113,8 @@ def cohorts_of(
             if state:
                 waiting.add(id(state["step"]))
             continue
+        if gradient.layout is not torch.strided:
+            raise _unsuitable(parameter)
         if state is None or not needed <= state.keys():
             state = begin(parameter, states, names, steps, newborn)
         step = state["step"]
@@ -83,10 +126,9 @@ def cohorts_of(
         for slot, name in zip(cohort.slots, names, strict=True):
             slot.append(state[name])
     for shared in waiting & cohorts.keys():
-        cohort = cohorts[shared]
-        cohort.step = cohort.step.clone()
-        for parameter in cohort.parameters:
-            states[parameter]["step"] = cohort.step
+        cohorts[shared].part(states)
+    for cohort in cohorts.values():
+        cohort.take_shards()
     return cohorts.values()
 
 
@@ -97,28 +139,17 @@ def begin(
     steps: dict[Place, Tensor],
     newborn: list[Tensor],
 ) -> dict[str, Any]:
-    """Makes what is missing of a parameter's state: zeros.
+    """Makes what is missing of a parameter's state: zeros, which `newborn` gets too.
 
     Options may ask for another state tensor later on; it joins the others. If there are none, as
-    when SGD gets a momentum, the parameter begins anew.
-
-    Args:
-        parameter: real; its gradient is dense.
-        states: gets the state.
-        names: as for `cohorts_of`.
-        steps: of the parameters that begin together.
-        newborn: gets the tensors that are made here.
+    when SGD gets a momentum, the parameter starts again. Parameters that begin together share
+    `steps`.
 
     Raises:
-        RuntimeError: the parameter is complex or its gradient sparse.
+        RuntimeError: the parameter is complex.
     """
-    gradient = parameter.grad
-    if not parameter.is_floating_point() or (gradient is not None and gradient.is_sparse):
-        raise RuntimeError(
-            "the sync-free optimizers are for real parameters with dense gradients, not for one "
-            f"of {parameter.dtype} with a gradient of layout "
-            f"{None if gradient is None else gradient.layout}; use torch.optim for it"
-        )
+    if not parameter.is_floating_point():
+        raise _unsuitable(parameter)
     state = states.setdefault(parameter, {})
     if "step" not in state or not any(name in state for name in names):
         place = (parameter.device, parameter.dtype)
@@ -128,6 +159,84 @@ def begin(
         state["step"] = steps[place]
     for name in names:
         if name not in state:
-            state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state[name] = beginning(parameter, name, wide=MASTER in names)
             newborn.append(state[name])
     return state
+
+
+def beginning(parameter: Tensor, name: str, *, wide: bool) -> Tensor:
+    """A state tensor before the first step, in float32 if it is to be `wide`."""
+    if name == MASTER:
+        return parameter.detach().float()
+    dtype = torch.float32 if wide else None
+    return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
+
+
+def _unsuitable(parameter: Tensor) -> RuntimeError:
+    gradient = parameter.grad
+    return RuntimeError(
+        "the sync-free optimizers need real parameters with dense gradients (got "
+        f"{parameter.dtype}, gradient layout {None if gradient is None else gradient.layout}); "
+        "use torch.optim for this parameter"
+    )
+
+
+Update = Callable[[Cohort], object]
+"""Changes a cohort in place."""
+
+_SIZES: Final = (1, 15, 16, 67, 1029)
+"""Below, at and above the SIMD block of every instruction set, with and without a remainder."""
+
+_TOLERANCE: Final = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3}
+
+
+def computes_the_same(kernel: Update, formula: Update, like: Cohort) -> bool:
+    """Whether two steps with the kernel end where two steps with the formula do, but for rounding.
+
+    `like` has the device, the dtype and the number of state tensors to try. With `found_inf`, a
+    third step with a bad one must then change no bit.
+    """
+    fused, expected = _scratch(like), _scratch(like)
+    for number in (1, 2):
+        for cohort, update in ((fused, kernel), (expected, formula)):
+            cohort.gradients = [_values(each, number + 2) for each in cohort.parameters]
+            update(cohort)
+    is_same = [_is_close(a, b) for a, b in zip(_state(fused), _state(expected), strict=True)]
+    if fused.found_inf is not None:
+        before = [each.clone() for each in _state(fused)]
+        fused.found_inf = torch.ones_like(fused.found_inf)
+        kernel(fused)
+        is_same += [(a == b).all() for a, b in zip(_state(fused), before, strict=True)]
+    return all(torch.stack(is_same).tolist())
+
+
+def _scratch(like: Cohort) -> Cohort:
+    first = like.parameters[0]
+    tensors = [torch.empty(size, dtype=first.dtype, device=first.device) for size in _SIZES]
+    tensors.append(torch.empty(67, 5, dtype=first.dtype, device=first.device).t())
+    parameters = [_values(each, 1) for each in tensors]
+    slots = [[torch.zeros_like(each) for each in parameters] for _ in like.slots]
+    good = None if like.found_inf is None else torch.tensor(0.0, device=like.device)
+    scale = None if like.grad_scale is None else torch.tensor(2.0, device=like.device)
+    return Cohort(
+        torch.zeros_like(like.step), parameters, slots=slots, found_inf=good, grad_scale=scale
+    )
+
+
+def _values(like: Tensor, seed: int) -> Tensor:
+    """Numbers of both signs, none of them near zero, in the layout of another tensor."""
+    index = torch.arange(like.numel(), device=like.device).reshape(like.shape)
+    values = (0.5 + 0.125 * ((index * 5 + seed) % 7)) * (1 - 2 * ((index + seed) % 2))
+    return torch.empty_like(like).copy_(values)
+
+
+def _state(cohort: Cohort) -> Iterable[Tensor]:
+    yield cohort.step
+    yield from cohort.parameters
+    for slot in cohort.slots:
+        yield from slot
+
+
+def _is_close(a: Tensor, b: Tensor) -> Tensor:
+    tolerance = _TOLERANCE.get(a.dtype, 3e-2)
+    return torch.isclose(a, b, rtol=tolerance, atol=tolerance).all()

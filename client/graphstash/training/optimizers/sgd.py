@@ -13,16 +13,24 @@ in deep learning", 2013, as torch writes it); the buffer begins with the first s
 it the first or not.
 """
 
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from graphstash.training.operation import Operation
-from graphstash.training.optimizers.base import SyncFreeOptimizer
+from graphstash.training.device import TracedOp
+from graphstash.training.optimizers.base import (
+    Options,
+    Split,
+    SyncFreeOptimizer,
+    TorchOptions,
+    at_least,
+    selecting,
+)
 from graphstash.training.optimizers.cohort import Cohort
-from graphstash.training.optimizers.update import Options, Split, selecting
 
 __all__ = ["SGD"]
 
@@ -60,46 +68,45 @@ class SGD(SyncFreeOptimizer):
         weight_decay: L2 penalty, >= 0.
         nesterov: needs a momentum and no dampening.
         maximize: go up instead of down.
-        fused: False: never use torch's fused kernels on plain torch, where they are exact and fast.
+        options: see `TorchOptions`.
 
     Raises:
         ValueError: an argument is out of its range.
     """
 
-    _operation = Operation("sgd", selecting(_formula))
+    _operation = TracedOp("sgd", selecting(_formula))
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - torch.optim's order
         self,
         params: Any,
         lr: float | Tensor = 1e-3,
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
+        nesterov: bool = False,  # noqa: FBT001, FBT002
         *,
-        nesterov: bool = False,
         maximize: bool = False,
-        fused: bool | None = None,
+        **options: Unpack[TorchOptions],
     ) -> None:
-        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-            if not isinstance(value, Tensor) and value < 0:
-                raise ValueError(f"{name} is {value}; it must be 0 or more")
-        if nesterov and (momentum <= 0 or dampening != 0):
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, **options)
+
+    def _check(self, group: Mapping[str, Any]) -> None:
+        at_least(group, 0, "lr", "momentum", "weight_decay")
+        momentum, dampening = group["momentum"], group["dampening"]
+        if math.isnan(dampening):
+            raise ValueError("dampening must be a number (got nan)")
+        if group["nesterov"] and (momentum <= 0 or dampening != 0):
             raise ValueError(
-                f"nesterov needs a momentum above 0 and dampening 0; they are {momentum} and "
-                f"{dampening}"
+                f"nesterov needs momentum above 0 and dampening 0 (got {momentum} and {dampening})"
             )
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "momentum": momentum,
-                "dampening": dampening,
-                "weight_decay": weight_decay,
-                "nesterov": nesterov,
-                "maximize": maximize,
-            },
-            fused=fused,
-        )
 
     def _scheduled(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
         names = ("lr", "weight_decay", "momentum", "dampening")
@@ -111,32 +118,21 @@ class SGD(SyncFreeOptimizer):
     def _slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
-    def _update_fused(
-        self,
-        group: Mapping[str, Any],
-        cohort: Cohort,
-        found_inf: Tensor | None,
-        grad_scale: Tensor | None,
-    ) -> bool:
+    def _fused_kernel(
+        self, group: Mapping[str, Any], cohort: Cohort
+    ) -> Callable[..., object] | None:
         if cohort.slots and group["dampening"] != 0:
-            return False  # the kernel must be told from the host which step is the first
-        cohort.step += 1.0 if found_inf is None else (found_inf == 0).to(cohort.step.dtype)
-        torch._fused_sgd_(
+            return None  # the kernel must be told from the host which step is the first
+        names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
+        return partial(
+            torch._fused_sgd_,
             cohort.parameters,
             cohort.gradients,
             cohort.slots[0] if cohort.slots else [],
-            weight_decay=group["weight_decay"],
-            momentum=group["momentum"],
-            lr=group["lr"],
-            dampening=group["dampening"],
-            nesterov=group["nesterov"],
-            maximize=group["maximize"],
             # A buffer of zeros: momentum * 0 + g is what the first step asks for.
             is_first_step=False,
-            grad_scale=grad_scale,
-            found_inf=None if found_inf is None else (found_inf != 0).float(),
+            **{name: group[name] for name in names},
         )
-        return True
 
     def _step_of(self, state: Mapping[str, Any]) -> float:
         return 0.0 if state.get("momentum_buffer") is None else 1.0

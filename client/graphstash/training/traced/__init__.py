@@ -15,28 +15,26 @@ What that means for `train_step`:
   seed. A Python number that changes with every step is noticed, named, and refused. One that
   changes rarely is noticed if it is an option of an optimizer, `training` or `requires_grad` of a
   module, or part of the batch. Any other, and a tensor that is neither in `state` nor in the batch,
-  is taken as it was: call `retrace()`. So is every other effect of the Python code, such as a
-  counter.
+  keeps the value that it had, and other effects of the Python code, such as a counter, do not
+  happen: call `retrace()`.
 * Results come without their autograd graph. A batch is on the device, and is not changed.
 * Between steps everything may be read and changed as usual. Views of the state other than
   `detach()`, `.data` and `state_dict()` keep the value they had.
 
-What cannot be frozen runs lazily, with a warning that says why: results are right in any case.
+What cannot be frozen runs lazily, with a warning that says why: results are always correct.
 
-    step        what every form has in common
-    xla         torch_xla: when to record, to run a graph, to refuse
-    recorder    one watched step (with reads, leftovers) as a record; compare: are two the same
-    program     the frozen step
+    step        the state of a step, and what every form has in common
+    xla         torch_xla: when to record, to refuse, and to run the frozen step
+    recorder    one recorded step as a graph, and whether two are the same
     bindings    torch_xla's functions behind it
-    torch_graph plain torch: torch.compile (with snapshot), CUDA graphs
+    torch_graph plain torch: torch.compile, CUDA graphs
 """
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from graphstash.training.device import donates
-from graphstash.training.device_state import State, StateElement
-from graphstash.training.traced.step import TracedStep
+from graphstash.training.traced.step import State, StateElement, TracedStep
 
 __all__ = ["TracedStep", "traced_step"]
 
@@ -63,7 +61,7 @@ def traced_step(
     elements = State(state)
     tensors = elements.tensors()
     if not tensors:
-        raise ValueError("the state has no tensor: a training step changes a model's parameters")
+        raise ValueError("the state has no tensor; it must have at least the model's parameters")
     if tensors[0].device.type == "xla":
         from graphstash.training.traced.xla import XlaStep
 

@@ -68,12 +68,7 @@ def inner(tensor: Tensor) -> Tensor:
 
 
 def write(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Makes `targets` mean what `values` do; aliases made with detach() follow.
-
-    Args:
-        targets: as Python knows them.
-        values: below functionalization.
-    """
+    """Assigns `values`, below functionalization, to `targets`; their detach() aliases follow."""
     # One call for all; below functionalization a copy of the same shape and dtype computes nothing.
     if targets:
         torch._foreach_copy_([torch._from_functional_tensor(t) for t in targets], list(values))
@@ -118,7 +113,7 @@ class Ownership:
         self.settle()
 
     def settle(self) -> None:
-        """What was copied up to now does no harm."""
+        """Takes note that everything copied up to now has data of its own."""
         self._copies = XLA._xla_counter_value("xla::copy")
 
 
@@ -126,7 +121,7 @@ class Seeds:
     """The random seed of each step: the same numbers as the lazy step gets, in the same order.
 
     A lazy step derives its random numbers from the device's seed, and its end moves the seed on.
-    What was drawn since, outside of the step, moved the running seed; the step goes on from there.
+    What was drawn since, outside of the step, moved the running seed; the step starts from that.
     """
 
     def __init__(self, device: str) -> None:

@@ -1,28 +1,71 @@
-"""Recorder: lets one step run as usual, and makes a graph of what torch_xla recorded of it.
+"""Recorder: runs one step as usual, and makes a graph of what torch_xla recorded of it.
 
-All that the device holds is computed beforehand, so what the step leaves uncomputed is its work.
+Everything on the device is computed beforehand, so what the step leaves uncomputed is its work.
 The recorded step runs through the cache of torch_xla's dynamo bridge, as all later ones will: its
 graph is the one that they use, so recording twice compiles once.
+
+roots      what the step computed: changed state, gradients, results; the graph's outputs
+arguments  the device data below them; each is a tensor of the state, a gradient, one of the
+           batch, the random seed, or frozen: a number that Python gave to the device, or a
+           tensor that the function had from elsewhere
 """
 
+import gc
+import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 import torch_xla
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
-from graphstash.training.device_state import State
 from graphstash.training.traced import bindings
 from graphstash.training.traced.bindings import XLA, Ownership, Seeds
-from graphstash.training.traced.leftovers import executions, leftovers
-from graphstash.training.traced.reads import Reads
-from graphstash.training.traced.record import CannotFreezeError, Place, Record, show
-from graphstash.training.traced.step import detached
+from graphstash.training.traced.step import State, detached
 
-__all__ = ["Recorder"]
+__all__ = ["CannotFreezeError", "Place", "Record", "Recorder", "difference"]
+
+Place = tuple[str, Any]
+"""("state", index), ("grad", index), ("batch", index), ("seed", 0), ("output", index),
+("frozen", None), ("constant", value)"""
+
+
+class CannotFreezeError(Exception):
+    """This step did something that running its graph again would not do; says what."""
+
+
+@dataclass
+class Record:
+    """One step as a graph."""
+
+    graph: bytes  # torch_xla's hash of it
+    arguments: tuple[Place, ...]
+    targets: tuple[Place, ...]  # what the first outputs overwrite: state, then gradients
+    new_grads: tuple[tuple[int, int], ...]  # (parameter, output): a gradient born in this step
+    cleared: tuple[int, ...]  # parameters whose gradient becomes None
+    results: tuple[Place, ...]
+    nesting: Any  # of the results
+    values: list[Tensor]  # the arguments
+    roots: list[Tensor]
+
+    def release(self) -> None:
+        """Keeps of the step's data only what later steps are compared with."""
+        self.roots = []
+        for position, (kind, _) in enumerate(self.arguments):
+            if kind != "frozen":
+                self.values[position] = None  # type: ignore[call-overload]
+
+
+def show(tensor: Tensor) -> str:
+    """A number on the host as it is, anything else by its dtype and shape."""
+    if tensor.numel() == 1 and tensor.device.type == "cpu":
+        return f"{tensor.item():.9g}"
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 class Recorder:
@@ -229,3 +272,123 @@ class Recorder:
             number_of[number] = len(roots)
             roots.append(leaf)
         return ("output", number_of[number])
+
+
+def difference(old: Record, new: Record) -> str | None:
+    """Says in what two consecutive steps differ; None: in nothing that a graph depends on.
+
+    Reads the frozen values from the device: numbers, and tensors that were created again.
+    """
+    if old.graph != new.graph:
+        return (
+            "its graph differs from one step to the next; Python code of the function decides what "
+            "is computed"
+        )
+    if (old.arguments, old.targets, old.new_grads, old.cleared) != (
+        *(new.arguments, new.targets, new.new_grads, new.cleared),
+    ):
+        return "its graph is computed from, or into, other tensors from one step to the next"
+    for (kind, _), before, after in zip(old.arguments, old.values, new.values, strict=True):
+        if kind == "frozen" and (values := _different(before, after)):
+            return (
+                f"Python gives the device {values[0]} in one step and {values[1]} in the next (a "
+                "learning rate, a step count, a random number?); make it a tensor on the device in "
+                "`state` or in the batch, or use the optimizers of graphstash.training"
+            )
+    if old.nesting != new.nesting or len(old.results) != len(new.results):
+        return "the structure of the function's result differs from one step to the next"
+    for result, other in zip(old.results, new.results, strict=True):
+        if _result_differs(result, other):
+            return f"the function returns {result[1]} in one step and {other[1]} in the next"
+    return None
+
+
+def _different(before: Tensor, after: Tensor) -> tuple[str, str] | None:
+    same_data = XLA._unique_id_for_ir_and_data(before) == XLA._unique_id_for_ir_and_data(after)
+    if same_data:
+        return None
+    first, second = XLA._xla_get_cpu_tensors([before, after])
+    if first.numel() == 1 == second.numel():
+        # By their bits: NaN is the same as NaN, and 0 is not -0.
+        same = first.numpy().tobytes() == second.numpy().tobytes()
+        return None if same else (f"{first.item():.9g}", f"{second.item():.9g}")
+    if first.shape == second.shape and torch.equal(first, second):
+        return None
+    return (f"a tensor {list(first.shape)}", f"another one {list(second.shape)}")
+
+
+def _result_differs(before: tuple[str, Any], after: tuple[str, Any]) -> bool:
+    if before[0] == after[0] == "constant" and isinstance(before[1], Tensor):
+        return not isinstance(after[1], Tensor) or _different(before[1], after[1]) is not None
+    return before != after
+
+
+_READS: Final = frozenset(
+    getattr(Tensor, name)
+    for name in (
+        *("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__complex__"),
+        *("__index__", "__repr__", "__format__", "__array__", "equal"),
+    )
+) | {torch.equal, torch.allclose}
+
+
+class Reads(TorchFunctionMode):
+    """While entered, keeps the place of the first read by this thread; what runs stays the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: str | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.first is None and _reads(func, args, result):
+            self.first = f"{getattr(func, '__name__', func)} in {_caller()}"
+        return result
+
+
+def _reads(func: Any, args: tuple[Any, ...], result: Any) -> bool:
+    if not args or not isinstance(args[0], Tensor) or args[0].device.type == "cpu":
+        return False
+    moved = isinstance(result, Tensor) and result.device.type == "cpu"
+    return moved or func in _READS
+
+
+def _caller() -> str:
+    """The innermost line that is neither torch's nor ours."""
+    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith(inside):
+            return f"{frame.filename}:{frame.lineno}"
+    return "torch"
+
+
+def executions() -> int:
+    """How many graphs torch_xla has looked up in its cache, which it does to execute one."""
+    counts = (XLA._xla_counter_value(name) for name in ("CachedCompile", "UncachedCompile"))
+    return sum(count or 0 for count in counts)
+
+
+def leftovers(device: str, roots: Sequence[Tensor]) -> str | None:
+    """Describes the uncomputed tensors that are not among `roots`; None if there are none."""
+    if _count(device) == len(roots):
+        return None
+    gc.collect()
+    number = _count(device) - len(roots)
+    if number == 0:
+        return None
+    known = {XLA._xla_get_tensor_id(root) for root in roots}
+    found = {
+        show(x)
+        for x in gc.get_objects()
+        if type(x) in (Tensor, torch.nn.Parameter)
+        and x.device.type == "xla"
+        and XLA._check_tensor_need_materialization([x])[0]
+        and XLA._xla_get_tensor_id(x) not in known
+    }
+    return f"{number}: {', '.join(sorted(found)[:3]) or 'none that Python can see'}"
+
+
+def _count(device: str) -> int:
+    return sum(XLA._check_device_tensor_need_materialization(device))

@@ -1,8 +1,8 @@
 """XlaStep: the traced step on torch_xla; decides when to record, to run a graph, and to refuse.
 
-The first step makes the optimizer's state; it runs as usual. The next two are recorded, and if they
-are the same graph over the same arguments, that graph is what every later step is. That makes two
-graphs to compile in all, as without tracing.
+The first step creates the optimizer's state and runs as usual. The next two are recorded, and if
+they are the same graph over the same arguments, every later step runs that graph (`Program`). That
+makes two graphs to compile in all, as without tracing.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -11,15 +11,14 @@ from typing import Any, Final, TypeVar
 import torch
 import torch_xla
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from graphstash.training.device_state import State
-from graphstash.training.traced.bindings import Ownership, unusable
-from graphstash.training.traced.compare import difference
-from graphstash.training.traced.program import Program
-from graphstash.training.traced.record import CannotFreezeError, Record
-from graphstash.training.traced.recorder import Recorder
+from graphstash.training.traced import bindings
+from graphstash.training.traced.bindings import XLA, Ownership, Seeds, unusable
+from graphstash.training.traced.recorder import CannotFreezeError, Record, Recorder, difference
 from graphstash.training.traced.step import (
     STRUCTURES,
+    State,
     TracedStep,
     UnsupportedBatchError,
     detached,
@@ -27,6 +26,91 @@ from graphstash.training.traced.step import (
 )
 
 __all__ = ["XlaStep"]
+
+
+class Program:
+    """Runs a recorded step again: on new batches, over the state as it is then.
+
+    What a step costs the host is here, so everything that can be computed in advance is. `tensors`
+    are the state's, in the order of the record. `values` of the host's state are part of the
+    graph, and the caller compares them. Without `ownership` nothing is donated.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        *,
+        device: str,
+        state: State,
+        tensors: Sequence[Tensor],
+        values: Hashable,
+        ownership: Ownership | None,
+    ) -> None:
+        self.values = values
+        self._ownership = ownership
+        self._record = record
+        self._device = device
+        self._seeds = Seeds(device)
+        self._parameters = state.parameters
+        self._tensors = tensors
+        places = list(enumerate(record.arguments))
+        self._arguments: list[Any] = [
+            tensors[index] if kind == "state" else value
+            for (kind, index), value in zip(record.arguments, record.values, strict=True)
+        ]
+        self._from_batch = [(at, index) for at, (kind, index) in places if kind == "batch"]
+        self._from_grads = [(at, index) for at, (kind, index) in places if kind == "grad"]
+        self._seed_at = next((at for at, (kind, _) in places if kind == "seed"), None)
+        self._state_targets = [tensors[i] for kind, i in record.targets if kind == "state"]
+        self._grad_targets = [i for kind, i in record.targets if kind == "grad"]
+
+    def __call__(self, batch: Sequence[Tensor]) -> Any:
+        """Runs the step on the batch's tensors."""
+        parameters = self._parameters
+        arguments = self._arguments.copy()
+        for at, index in self._from_batch:
+            arguments[at] = batch[index]
+        for at, index in self._from_grads:
+            arguments[at] = parameters[index].grad
+        seeds = self._seeds
+        if self._seed_at is None:
+            seeds.skip()
+        else:
+            arguments[self._seed_at] = seeds.take()
+        # Changes through an alias reach a tensor when it is looked at; then all that was recorded
+        # since the last step is computed, for it may need what this step overwrites.
+        XLA._check_tensor_need_materialization(arguments)
+        XLA._xla_sync_live_tensors(self._device, [], wait=False)
+        targets = self._state_targets
+        if self._ownership is not None:
+            self._ownership.ensure(targets, self._device)
+        if self._grad_targets:
+            targets = targets + [parameters[i].grad for i in self._grad_targets]
+        with bindings.without_functionalization():
+            outputs = XLA._run_cached_graph(self._record.graph, arguments)
+            bindings.write(targets, outputs[: len(targets)])
+        seeds.advance()
+        for index in self._record.cleared:
+            parameters[index].grad = None
+        for index, number in self._record.new_grads:
+            parameters[index].grad = bindings.outer(outputs[number])
+        results = [self._result(place, batch, outputs) for place in self._record.results]
+        return pytree.tree_unflatten(results, self._record.nesting)
+
+    def _result(
+        self, place: tuple[str, Any], batch: Sequence[Tensor], outputs: list[Tensor]
+    ) -> Any:
+        kind, value = place
+        if kind == "output":
+            return bindings.outer(outputs[value])
+        if kind == "state":
+            return self._tensors[value].detach()
+        if kind == "batch":
+            return batch[value]
+        if kind == "grad":
+            return self._parameters[value].grad
+        return value
+
 
 R = TypeVar("R")
 
@@ -47,13 +131,10 @@ class XlaStep(TracedStep[R]):
 
     def retrace(self) -> None:
         """Forgets the graphs."""
-        self.mode = "recording"
-        self.reason = None
-        self._refused = False
+        self._restart()
         self._failures = 0
         self._programs: dict[Hashable, Program] = {}
         self._records: dict[Hashable, Record] = {}
-        self._state.scan()
         if (why := unusable()) is not None:
             self._refuse(why)
 
@@ -81,8 +162,8 @@ class XlaStep(TracedStep[R]):
             and len(self._programs.keys() | self._records.keys()) >= STRUCTURES
         ):
             self._be_lazy(
-                f"batches (or modes of the model) have come in more than {STRUCTURES} structures; "
-                "each shape, dtype and Python value in a batch makes one: pad, or pass tensors"
+                f"batches (or modes of the model) have more than {STRUCTURES} structures; each "
+                "shape, dtype and Python value in a batch makes one: pad batches, or pass tensors"
             )
             return self._run_lazily(batch)
         return self._record(batch, tensors, structure, values)

@@ -1,28 +1,32 @@
-"""Statements on `artifacts`."""
+"""Statements on `artifacts`; those that choose artifacts to evict are in `queries.eviction`."""
 
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, and_, delete, select, update
+from sqlalchemy import ColumnElement, and_, bindparam, delete, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from graphstash_schema import ArtifactKind, Digest, Namespace
-from graphstash_server.db.queries.keys import (
-    WHERE_KEY,
+from graphstash_schema import Digest, Namespace
+from graphstash_server.db.queries.costs import METADATA_BYTES
+from graphstash_server.db.queries.shared import (
+    KNOWN_KINDS,
     in_parts,
+    insert_into,
     is_key,
     key_parameters,
     key_values,
+    stored_key,
+    where_key,
 )
-from graphstash_server.db.queries.upsert import insert_into
 from graphstash_server.db.tables import artifacts
+from graphstash_server.eviction_order import aged, density
 from graphstash_server.keys import StoredKey
-from graphstash_server.value import aged, density
 
 __all__ = [
     "ArtifactRow",
     "FoundArtifact",
+    "NewArtifact",
     "delete_artifact",
     "find_artifact",
     "find_artifacts",
@@ -31,17 +35,17 @@ __all__ = [
     "is_blob_used",
     "list_artifacts_of",
     "list_digests",
+    "note_look_up",
+    "pin_artifacts",
+    "release_artifact",
     "replace_artifact",
+    "touch_artifacts",
+    "unpin_artifacts",
+    "withhold_artifact",
 ]
 
-_FIND_MANY = select(
-    artifacts.c.kind,
-    artifacts.c.device_type,
-    artifacts.c.fingerprint,
-    artifacts.c.sha256,
-    artifacts.c.size_bytes,
-    artifacts.c.pinned_until,
-)
+_LOOKED_UP = ("kind", "device_type", "fingerprint", "sha256", "size_bytes", "looked_up_until")
+_FIND_MANY = select(*(artifacts.c[name] for name in _LOOKED_UP))
 
 _CHOSEN = select(
     artifacts.c.namespace,
@@ -70,21 +74,31 @@ class ArtifactRow(NamedTuple):
     withheld_at: datetime | None = None
 
 
+class NewArtifact(NamedTuple):
+    """What is stored of an artifact that was just uploaded."""
+
+    key: StoredKey
+    digest: Digest
+    metadata_header: str
+    compile_seconds: float
+    toolchain: str
+
+
 class FoundArtifact(NamedTuple):
-    """What a lookup tells, and until when an earlier one pinned it."""
+    """What a lookup tells, and until when an earlier one protects it."""
 
     digest: Digest
-    pinned_until: datetime | None
+    looked_up_until: datetime | None
 
 
 async def find_artifact(connection: AsyncConnection, key: StoredKey) -> ArtifactRow | None:
-    """One artifact that may be served, or None: what is withheld is absent to whoever asks."""
+    """One artifact that may be served, or None: a withheld one counts as absent."""
     found = (await connection.execute(_FIND_ONE, key_parameters(key))).first()
     return _row(found, key) if found is not None else None
 
 
 async def find_stored(connection: AsyncConnection, key: StoredKey) -> ArtifactRow | None:
-    """One artifact, be it withheld, or None."""
+    """One artifact, withheld or not; None when it is absent."""
     found = (await connection.execute(_FIND_STORED, key_parameters(key))).first()
     return _row(found, key) if found is not None else None
 
@@ -103,23 +117,18 @@ async def find_artifacts(
             artifacts.c.fingerprint.in_(part),
             artifacts.c.withheld_at.is_(None),
         )
-        for *name, sha256, size_bytes, pinned_until in await connection.execute(statement):
+        for *name, sha256, size_bytes, until in await connection.execute(statement):
             key = wanted.get((name[0], name[1], name[2]))
             if key is not None:
-                found[key] = FoundArtifact(Digest(sha256, size_bytes), pinned_until)
+                found[key] = FoundArtifact(Digest(sha256, size_bytes), until)
     return found
 
 
 async def list_digests(
     connection: AsyncConnection, *, after_sha256: str, until_sha256: str | None, limit: int
 ) -> list[Digest]:
-    """Digests that artifacts have, whose SHA-256 is in (after, until], in its order.
-
-    Args:
-        connection: where to ask.
-        after_sha256: exclusive; empty for the first page.
-        until_sha256: inclusive; None for no end.
-        limit: most digests of a page.
+    """A page of the digests that artifacts have, in the order of their SHA-256: those after
+    `after_sha256` (empty for the first page), up to and including `until_sha256`.
     """
     wanted: ColumnElement[bool] = artifacts.c.sha256 > after_sha256
     if until_sha256 is not None:
@@ -136,73 +145,35 @@ async def list_digests(
 
 async def list_artifacts_of(connection: AsyncConnection, digest: Digest) -> list[ArtifactRow]:
     """The artifacts that have a blob."""
-    known = [kind.value for kind in ArtifactKind]  # others are left to servers of a later release
-    statement = _CHOSEN.where(artifacts.c.sha256 == digest.sha256, artifacts.c.kind.in_(known))
-    return [
-        _row(
-            found,
-            StoredKey.parse(
-                namespace=found.namespace,
-                kind=found.kind,
-                device_type=found.device_type,
-                fingerprint=found.fingerprint,
-            ),
-        )
-        for found in await connection.execute(statement)
-    ]
-
-
-async def insert_artifact(
-    connection: AsyncConnection,
-    *,
-    key: StoredKey,
-    digest: Digest,
-    metadata_header: str,
-    compile_seconds: float,
-    toolchain: str,
-    now: datetime,
-) -> bool:
-    """Adds an artifact; False when there is one under the key already."""
-    values = _new(
-        digest=digest,
-        metadata_header=metadata_header,
-        compile_seconds=compile_seconds,
-        toolchain=toolchain,
-        now=now,
+    statement = _CHOSEN.where(
+        artifacts.c.sha256 == digest.sha256, artifacts.c.kind.in_(KNOWN_KINDS)
     )
-    statement = insert_into(connection, artifacts).values(**key_values(key), **values)
+    return [_row(found, stored_key(found)) for found in await connection.execute(statement)]
+
+
+async def insert_artifact(connection: AsyncConnection, new: NewArtifact, *, now: datetime) -> bool:
+    """Adds an artifact; False when there is one under the key already."""
+    statement = insert_into(connection, artifacts).values(
+        **key_values(new.key), **_values(new, now)
+    )
     return (await connection.execute(statement.on_conflict_do_nothing())).rowcount == 1
 
 
 async def replace_artifact(
-    connection: AsyncConnection,
-    *,
-    key: StoredKey,
-    replaces: Digest,
-    digest: Digest,
-    metadata_header: str,
-    compile_seconds: float,
-    toolchain: str,
-    now: datetime,
+    connection: AsyncConnection, new: NewArtifact, *, replaces: ArtifactRow, now: datetime
 ) -> bool:
-    """Puts an artifact in the place of the one that has the blob `replaces`; False when that one
-    is gone, or withheld. A pin stays.
+    """Gives an artifact another blob in place of the one `replaces`; False when that one is gone,
+    or withheld. A pin stays.
     """
-    values = _new(
-        digest=digest,
-        metadata_header=metadata_header,
-        compile_seconds=compile_seconds,
-        toolchain=toolchain,
-        now=now,
-    )
     statement = (
         update(artifacts)
         .where(
-            is_key(artifacts, key),
-            artifacts.c.sha256 == replaces.sha256,
+            is_key(artifacts, new.key),
+            artifacts.c.sha256 == replaces.digest.sha256,
+            artifacts.c.metadata_header == replaces.metadata_header,
             artifacts.c.withheld_at.is_(None),
         )
-        .values(**values)
+        .values(**_values(new, now))
     )
     return (await connection.execute(statement)).rowcount == 1
 
@@ -213,14 +184,12 @@ async def delete_artifact(
     *,
     digest: Digest,
     created_at: datetime | None = None,
-) -> bool:
-    """Removes an artifact; False when it was absent.
+) -> int | None:
+    """Removes an artifact if it still has this blob and, when `created_at` is given, was stored
+    then.
 
-    Args:
-        connection: where to ask.
-        key: which artifact.
-        digest: remove it only if it still has this blob,
-        created_at: and was stored then; None: whenever that was.
+    Returns:
+        What its metadata counted against limits; None when there is no such artifact.
     """
     statement = delete(artifacts).where(
         is_key(artifacts, key),
@@ -229,7 +198,8 @@ async def delete_artifact(
     )
     if created_at is not None:
         statement = statement.where(artifacts.c.created_at == created_at)
-    return (await connection.execute(statement)).rowcount == 1
+    removed_bytes = await connection.scalar(statement.returning(METADATA_BYTES))
+    return None if removed_bytes is None else int(removed_bytes)
 
 
 async def is_blob_used(connection: AsyncConnection, digest: Digest) -> bool:
@@ -238,28 +208,21 @@ async def is_blob_used(connection: AsyncConnection, digest: Digest) -> bool:
     return (await connection.execute(statement)).first() is not None
 
 
-_FIND_STORED = _CHOSEN.where(WHERE_KEY)
+_FIND_STORED = _CHOSEN.where(where_key(artifacts))
 _FIND_ONE = _FIND_STORED.where(artifacts.c.withheld_at.is_(None))
 
 
-def _new(
-    *,
-    digest: Digest,
-    metadata_header: str,
-    compile_seconds: float,
-    toolchain: str,
-    now: datetime,
-) -> dict[str, Any]:
+def _values(new: NewArtifact, now: datetime) -> dict[str, Any]:
     """The columns of an artifact that was just stored, without its key."""
-    worth = density(compile_seconds=compile_seconds, size_bytes=digest.size_bytes)
+    worth = density(compile_seconds=new.compile_seconds, size_bytes=new.digest.size_bytes)
     return {
-        "sha256": digest.sha256,
-        "size_bytes": digest.size_bytes,
-        "metadata_header": metadata_header,
-        "compile_seconds": compile_seconds,
-        "toolchain": toolchain,
+        "sha256": new.digest.sha256,
+        "size_bytes": new.digest.size_bytes,
+        "metadata_header": new.metadata_header,
+        "compile_seconds": new.compile_seconds,
+        "toolchain": new.toolchain,
         "density": worth,
-        "rank": worth + aged(now),
+        "eviction_rank": worth + aged(now),
         "created_at": now,
         "last_used_at": now,
         "hits": 0,
@@ -267,7 +230,7 @@ def _new(
 
 
 def _row(result: Any, key: StoredKey) -> ArtifactRow:
-    """A row under the key that it was asked for: nothing is parsed again that was checked."""
+    """A row under the key that was requested, so that a key is not parsed twice."""
     return ArtifactRow(
         key,
         Digest(result.sha256, result.size_bytes),
@@ -277,3 +240,104 @@ def _row(result: Any, key: StoredKey) -> ArtifactRow:
         result.created_at,
         result.withheld_at,
     )
+
+
+async def pin_artifacts(
+    connection: AsyncConnection, keys: Sequence[StoredKey], *, until: datetime
+) -> None:
+    """Keeps artifacts of one namespace from eviction until a time, at least."""
+    await _protect(connection, keys, "pinned_until", until)
+
+
+async def note_look_up(
+    connection: AsyncConnection, keys: Sequence[StoredKey], *, until: datetime
+) -> None:
+    """Keeps artifacts of one namespace from eviction until a time, at least, unless an upload needs
+    their room.
+    """
+    await _protect(connection, keys, "looked_up_until", until)
+
+
+async def _protect(
+    connection: AsyncConnection, keys: Sequence[StoredKey], name: str, until: datetime
+) -> None:
+    column = artifacts.c[name]
+    for part in in_parts(sorted(key.fingerprint for key in keys)):
+        chosen = and_(
+            artifacts.c.namespace == keys[0].namespace,
+            artifacts.c.fingerprint.in_(part),
+            or_(column.is_(None), column < until),
+        )
+        await _lock_rows(connection, chosen)
+        await connection.execute(update(artifacts).where(chosen).values({name: until}))
+
+
+async def unpin_artifacts(connection: AsyncConnection, keys: Sequence[StoredKey]) -> None:
+    """Lets artifacts of one namespace be evicted again."""
+    for part in in_parts(sorted(key.fingerprint for key in keys)):
+        chosen = and_(artifacts.c.namespace == keys[0].namespace, artifacts.c.fingerprint.in_(part))
+        await _lock_rows(connection, chosen)
+        await connection.execute(update(artifacts).where(chosen).values(pinned_until=None))
+
+
+async def touch_artifacts(
+    connection: AsyncConnection, used: Sequence[tuple[StoredKey, int, datetime]]
+) -> None:
+    """Adds hits and sets the last use of many artifacts, given in the order of their keys."""
+    statement = (
+        update(artifacts)
+        .where(where_key(artifacts))
+        .values(
+            hits=artifacts.c.hits + bindparam("more_hits"),
+            last_used_at=bindparam("used_at"),
+            eviction_rank=artifacts.c.density + bindparam("aged"),
+        )
+    )
+    parameters = [
+        {**key_parameters(key), "more_hits": hits, "used_at": used_at, "aged": aged(used_at)}
+        for key, hits, used_at in used
+    ]
+    await connection.execute(statement, parameters)
+
+
+async def withhold_artifact(
+    connection: AsyncConnection, key: StoredKey, digest: Digest, *, now: datetime
+) -> bool:
+    """Withholds an artifact; False when it has another blob, or is withheld already."""
+    statement = (
+        update(artifacts)
+        .where(
+            is_key(artifacts, key),
+            artifacts.c.sha256 == digest.sha256,
+            artifacts.c.withheld_at.is_(None),
+        )
+        .values(withheld_at=now)
+    )
+    return (await connection.execute(statement)).rowcount == 1
+
+
+async def release_artifact(connection: AsyncConnection, key: StoredKey) -> Digest | None:
+    """Ends the withholding of an artifact and returns its digest; None when it was not withheld."""
+    statement = (
+        update(artifacts)
+        .where(is_key(artifacts, key), artifacts.c.withheld_at.is_not(None))
+        .values(withheld_at=None)
+        .returning(artifacts.c.sha256, artifacts.c.size_bytes)
+    )
+    found = (await connection.execute(statement)).first()
+    return Digest(found.sha256, found.size_bytes) if found is not None else None
+
+
+async def _lock_rows(connection: AsyncConnection, chosen: ColumnElement[bool]) -> None:
+    """Locks rows in the order of their keys, as every transaction does.
+
+    An UPDATE locks rows in any order, so two of them could wait for each other. A transaction of
+    SQLite has locked the whole database.
+    """
+    if connection.dialect.name == "postgresql":
+        await connection.execute(
+            select(artifacts.c.fingerprint)
+            .where(chosen)
+            .order_by(*artifacts.primary_key)
+            .with_for_update()
+        )

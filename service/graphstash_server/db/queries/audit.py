@@ -16,7 +16,7 @@ __all__ = ["AuditRecord", "add_audit", "prune_audit", "read_audit"]
 
 
 class AuditRecord(NamedTuple):
-    """One change, as it is written down.
+    """One change, as it is logged.
 
     Attributes:
         at: when.
@@ -43,7 +43,7 @@ class AuditRecord(NamedTuple):
 
 
 async def add_audit(connection: AsyncConnection, entries: Sequence[AuditRecord]) -> None:
-    """Writes changes down, in the transaction that makes them: one insert for all."""
+    """Logs changes in the transaction that makes them, with one insert for all."""
     if not entries:
         return
     await connection.execute(
@@ -57,6 +57,8 @@ async def add_audit(connection: AsyncConnection, entries: Sequence[AuditRecord])
                 "subject": entry.subject,
                 "detail": entry.detail,
                 "request_id": entry.actor.request_id,
+                "server_request_id": entry.actor.server_request_id,
+                "address": entry.actor.address,
             }
             for entry in entries
         ],
@@ -70,13 +72,8 @@ async def read_audit(
     before: int | None = None,
     namespace: str | None = None,
 ) -> list[AuditEntry]:
-    """A page of the log, newest first.
-
-    Args:
-        connection: where to ask.
-        limit: most entries.
-        before: only entries whose id is lower; None for the newest.
-        namespace: only entries of this namespace; None for all.
+    """A page of the log, newest first: entries whose id is lower than `before`, of one namespace or
+    of all.
     """
     statement = select(audit).order_by(audit.c.id.desc()).limit(limit)
     if before is not None:
@@ -90,6 +87,6 @@ async def read_audit(
 
 
 async def prune_audit(connection: AsyncConnection, *, older_than: datetime, limit: int) -> int:
-    """Forgets at most so many entries that were written before a time; says how many."""
+    """Deletes up to `limit` entries that were written before a time; returns how many."""
     oldest = select(audit.c.id).where(audit.c.at < older_than).order_by(audit.c.at).limit(limit)
     return (await connection.execute(delete(audit).where(audit.c.id.in_(oldest)))).rowcount

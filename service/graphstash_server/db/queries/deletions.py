@@ -1,13 +1,13 @@
 """Statements on `deletions`."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime
 
 from sqlalchemy import delete, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Digest
-from graphstash_server.db.queries.upsert import insert_into
+from graphstash_server.db.queries.shared import insert_into
 from graphstash_server.db.tables import deletions
 
 __all__ = [
@@ -36,19 +36,22 @@ async def add_deletions(connection: AsyncConnection, digests: Sequence[Digest]) 
 
 
 async def claim_deletions(
-    connection: AsyncConnection, *, now: datetime, until: datetime, limit: int
+    connection: AsyncConnection,
+    *,
+    now: datetime,
+    until: datetime,
+    limit: int,
+    spared: Collection[str] = (),
 ) -> list[Digest]:
-    """Takes marked blobs that no other server is at.
-
-    Args:
-        connection: where to ask.
-        now: the time.
-        until: nobody else takes them before; it also tells this claim from a later one.
-        limit: most blobs.
+    """Claims marked blobs that no other server has claimed, except those with a `spared` SHA-256.
+    No other server takes them before `until`, which also tells this claim from a later one.
     """
     free = (
         select(deletions.c.sha256)
-        .where(or_(deletions.c.claimed_until.is_(None), deletions.c.claimed_until < now))
+        .where(
+            or_(deletions.c.claimed_until.is_(None), deletions.c.claimed_until < now),
+            deletions.c.sha256.not_in(sorted(spared)),
+        )
         .order_by(deletions.c.sha256)
         .limit(limit)
         .with_for_update(skip_locked=True)
@@ -63,7 +66,7 @@ async def claim_deletions(
 
 
 async def claim_deletion(connection: AsyncConnection, digest: Digest, *, until: datetime) -> None:
-    """Takes one blob, marked or not."""
+    """Claims one blob, marked or not."""
     statement = insert_into(connection, deletions).values(
         sha256=digest.sha256, size_bytes=digest.size_bytes, claimed_until=until
     )
@@ -77,7 +80,7 @@ async def claim_deletion(connection: AsyncConnection, digest: Digest, *, until: 
 async def renew_claim(
     connection: AsyncConnection, digest: Digest, *, held_until: datetime, until: datetime
 ) -> bool:
-    """Keeps a blob for longer; False when the claim was lost meanwhile."""
+    """Extends a claim; False when it was lost meanwhile."""
     statement = (
         update(deletions)
         .where(deletions.c.sha256 == digest.sha256, deletions.c.claimed_until == held_until)
@@ -107,12 +110,8 @@ async def release_deletion(connection: AsyncConnection, digest: Digest) -> None:
 async def drop_deletion(
     connection: AsyncConnection, digest: Digest, *, held_until: datetime | None = None
 ) -> None:
-    """The blob is gone, or needed again.
-
-    Args:
-        connection: where to ask.
-        digest: which blob.
-        held_until: of the claim under which it went: a later mark stays.
+    """Removes the mark: the blob is gone, or needed again. With `held_until`, the mark goes only if
+    it still belongs to the claim with that end.
     """
     statement = delete(deletions).where(deletions.c.sha256 == digest.sha256)
     if held_until is not None:
@@ -132,6 +131,6 @@ async def count_deletions(connection: AsyncConnection) -> int:
 
 
 async def pending_bytes(connection: AsyncConnection) -> int:
-    """Of blobs that are marked and may still be there."""
+    """Total size of the marked blobs, which may still be there."""
     total = await connection.scalar(select(func.coalesce(func.sum(deletions.c.size_bytes), 0)))
     return int(total or 0)

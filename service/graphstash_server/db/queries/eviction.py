@@ -1,26 +1,46 @@
 """Statements that choose artifacts to remove, and remove them.
 
-Every choice is a page in the order of an index: a million artifacts cost no more than a thousand.
+Every choice is a page in the order of an index: its cost does not grow with the artifacts.
 """
 
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Select, and_, bindparam, delete, func, or_, select, tuple_
+from sqlalchemy import (
+    ColumnElement,
+    Select,
+    and_,
+    bindparam,
+    delete,
+    func,
+    not_,
+    or_,
+    select,
+    true,
+    tuple_,
+)
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from graphstash_schema import ArtifactKind, Digest
+from graphstash_schema import Digest, Namespace
+from graphstash_server.db.queries.costs import METADATA_BYTES
 from graphstash_server.db.queries.deletions import add_deletions
 from graphstash_server.db.queries.locks import share_blobs
+from graphstash_server.db.queries.shared import (
+    KNOWN_KINDS,
+    key_parameters,
+    stored_key,
+    where_key,
+)
 from graphstash_server.db.queries.usage import UsageChange, add_usage
-from graphstash_server.db.tables import artifacts
+from graphstash_server.db.tables import artifacts, usage
 from graphstash_server.keys import StoredKey
 
 __all__ = [
     "Candidate",
     "Toolchain",
     "evict_artifacts",
+    "kept_bytes",
     "list_least_valuable",
     "list_of_toolchain",
     "list_toolchains",
@@ -29,14 +49,15 @@ __all__ = [
 
 
 class Candidate(NamedTuple):
-    """An artifact that may go."""
+    """An artifact that may go; `cost_bytes` is what it counts against a limit."""
 
     key: StoredKey
     digest: Digest
+    cost_bytes: int
     compile_seconds: float
     toolchain: str
     last_used_at: datetime
-    rank: float
+    eviction_rank: float
 
 
 class Toolchain(NamedTuple):
@@ -53,10 +74,11 @@ _COLUMNS = (
     *_KEY,
     artifacts.c.sha256,
     artifacts.c.size_bytes,
+    (artifacts.c.size_bytes + METADATA_BYTES).label("cost_bytes"),
     artifacts.c.compile_seconds,
     artifacts.c.toolchain,
     artifacts.c.last_used_at,
-    artifacts.c.rank,
+    artifacts.c.eviction_rank,
 )
 
 
@@ -67,23 +89,21 @@ async def list_least_valuable(
     now: datetime,
     limit: int,
     after: Candidate | None = None,
+    spares_looked_up: bool = True,
 ) -> list[Candidate]:
-    """Artifacts that are neither pinned nor withheld, least value first.
-
-    Args:
-        connection: where to ask.
-        namespace: only of this one.
-        now: pins that ended before do not count.
-        limit: most artifacts of a page.
-        after: the last one of the page before.
+    """A page of artifacts that are neither pinned nor withheld, least value first; `after` is the
+    last one of the previous page. Those that a look-up found lately are left out, or, with
+    `spares_looked_up` false, are the only ones.
     """
-    statement = _unpinned(now).order_by(artifacts.c.rank, *_KEY).limit(limit)
+    statement = _evictable(now, spares_looked_up=spares_looked_up)
+    statement = statement.order_by(artifacts.c.eviction_rank, *_KEY).limit(limit)
     if namespace is not None:
         statement = statement.where(artifacts.c.namespace == namespace)
     if after is not None:
         statement = statement.where(
-            artifacts.c.rank >= after.rank,  # for the index; the next line alone is not seen by it
-            tuple_(artifacts.c.rank, *_KEY) > (after.rank, *after.key.columns),
+            # For the index: it is not used for the comparison of tuples alone.
+            artifacts.c.eviction_rank >= after.eviction_rank,
+            tuple_(artifacts.c.eviction_rank, *_KEY) > (after.eviction_rank, *after.key.columns),
         )
     return await _candidates(connection, statement)
 
@@ -97,8 +117,8 @@ async def list_unused(
     limit: int,
     after: Candidate | None = None,
 ) -> list[Candidate]:
-    """Artifacts that nobody used since a time and that are not pinned, longest unused first."""
-    statement = _unpinned(now).where(artifacts.c.last_used_at < before)
+    """A page of unpinned artifacts that were not used since a time, longest unused first."""
+    statement = _evictable(now).where(artifacts.c.last_used_at < before)
     if namespace is not None:
         statement = statement.where(artifacts.c.namespace == namespace)
     if after is not None:
@@ -132,7 +152,7 @@ async def list_of_toolchain(
     after: Candidate | None = None,
 ) -> list[Candidate]:
     """The artifacts of a toolchain that are not pinned, in the order of their keys."""
-    statement = _unpinned(now).where(
+    statement = _evictable(now).where(
         artifacts.c.namespace == wanted.namespace,
         artifacts.c.kind == wanted.kind,
         artifacts.c.toolchain == wanted.toolchain,
@@ -142,73 +162,106 @@ async def list_of_toolchain(
     return await _candidates(connection, statement.order_by(*_KEY).limit(limit))
 
 
+async def kept_bytes(connection: AsyncConnection, *, namespace: str | None, now: datetime) -> int:
+    """What counts against a limit and no upload can drive out: pinned and withheld artifacts, and
+    manifests, of one namespace or of all.
+    """
+    is_pinned = artifacts.c.pinned_until > now
+    is_withheld_only = and_(
+        artifacts.c.withheld_at.is_not(None),
+        or_(artifacts.c.pinned_until.is_(None), artifacts.c.pinned_until <= now),
+    )
+    cost = func.sum(artifacts.c.size_bytes + METADATA_BYTES)
+    total = 0
+    for table, statement in (
+        (artifacts, select(cost).where(is_pinned)),  # each along an index of its own
+        (artifacts, select(cost).where(is_withheld_only)),
+        (usage, select(func.sum(usage.c.manifest_bytes))),
+    ):
+        is_of_it = table.c.namespace == namespace if namespace is not None else true()
+        total += int(await connection.scalar(statement.where(is_of_it)) or 0)
+    return total
+
+
 async def evict_artifacts(
-    connection: AsyncConnection, chosen: Sequence[Candidate], *, now: datetime
+    connection: AsyncConnection,
+    chosen: Sequence[Candidate],
+    *,
+    now: datetime,
+    spares_looked_up: bool = True,
 ) -> list[Candidate]:
     """Removes artifacts, counts them and marks their blobs: the first of the three phases.
 
-    Whatever was deleted, or replaced, meanwhile is left as it is; so is what was used meanwhile,
-    pinned or withheld.
+    An artifact that was deleted, replaced, used, pinned or withheld since it was chosen is left
+    as it is.
 
     Returns:
         Those that were removed.
     """
-    statement = delete(artifacts).where(
-        *(column == bindparam(f"key_{column.name}") for column in _KEY),
-        artifacts.c.sha256 == bindparam("key_sha256"),
-        artifacts.c.rank == bindparam("key_rank"),
-        _is_loose(now),
+    statement = (
+        delete(artifacts)
+        .where(
+            where_key(artifacts),
+            artifacts.c.sha256 == bindparam("key_sha256"),
+            artifacts.c.eviction_rank == bindparam("key_rank"),
+            _is_evictable(now, spares_looked_up=spares_looked_up),
+        )
+        .returning(METADATA_BYTES)
     )
     await share_blobs(connection, [candidate.digest for candidate in chosen])
-    gone: dict[str, list[Candidate]] = {}
+    gone: list[Candidate] = []
+    changes: dict[Namespace, UsageChange] = {}
     for candidate in sorted(chosen, key=lambda candidate: candidate.key.columns):
-        parameters: dict[str, Any] = {
-            f"key_{column.name}": value
-            for column, value in zip(_KEY, candidate.key.columns, strict=True)
+        parameters = key_parameters(candidate.key) | {
+            "key_sha256": candidate.digest.sha256,
+            "key_rank": candidate.eviction_rank,
         }
-        parameters |= {"key_sha256": candidate.digest.sha256, "key_rank": candidate.rank}
-        if (await connection.execute(statement, parameters)).rowcount:
-            gone.setdefault(candidate.key.namespace, []).append(candidate)
-    for namespace, removed in sorted(gone.items()):
-        size_bytes = sum(candidate.digest.size_bytes for candidate in removed)
-        change = UsageChange(
-            artifacts=-len(removed),
-            size_bytes=-size_bytes,
-            evictions=len(removed),
-            evicted_bytes=size_bytes,
+        removed_bytes = await connection.scalar(statement, parameters)
+        if removed_bytes is None:
+            continue
+        gone.append(candidate)
+        namespace, size_bytes = candidate.key.namespace, candidate.digest.size_bytes
+        changes[namespace] = changes.get(namespace, UsageChange()).plus(
+            UsageChange(
+                artifacts=-1,
+                size_bytes=-size_bytes,
+                metadata_bytes=-removed_bytes,
+                evictions=1,
+                evicted_bytes=size_bytes,
+            )
         )
+    for namespace, change in sorted(changes.items()):
         await add_usage(connection, namespace, change)
-    everything = [candidate for removed in gone.values() for candidate in removed]
-    await add_deletions(connection, [candidate.digest for candidate in everything])
-    return everything
+    await add_deletions(connection, [candidate.digest for candidate in gone])
+    return gone
 
 
-def _is_loose(now: datetime) -> ColumnElement[bool]:
-    """What is withheld stays for the admin who decides about it."""
-    is_unpinned = or_(artifacts.c.pinned_until.is_(None), artifacts.c.pinned_until <= now)
-    return and_(is_unpinned, artifacts.c.withheld_at.is_(None))
+def _is_evictable(now: datetime, *, spares_looked_up: bool = True) -> ColumnElement[bool]:
+    """A withheld artifact stays for the administrator who decides about it."""
+    looked_up_until = artifacts.c.looked_up_until
+    is_looked_up = and_(looked_up_until.is_not(None), looked_up_until > now)
+    return and_(
+        or_(artifacts.c.pinned_until.is_(None), artifacts.c.pinned_until <= now),
+        artifacts.c.withheld_at.is_(None),
+        not_(is_looked_up) if spares_looked_up else is_looked_up,
+    )
 
 
-def _unpinned(now: datetime) -> Select[Any]:
-    """Artifacts of a kind that only a later release knows are left to its servers."""
-    known = [kind.value for kind in ArtifactKind]
-    return select(*_COLUMNS).where(_is_loose(now), artifacts.c.kind.in_(known))
+def _evictable(now: datetime, *, spares_looked_up: bool = True) -> Select[Any]:
+    is_evictable = _is_evictable(now, spares_looked_up=spares_looked_up)
+    return select(*_COLUMNS).where(is_evictable, artifacts.c.kind.in_(KNOWN_KINDS))
 
 
 async def _candidates(connection: AsyncConnection, statement: Select[Any]) -> list[Candidate]:
     return [
         Candidate(
-            StoredKey.parse(
-                namespace=found.namespace,
-                kind=found.kind,
-                device_type=found.device_type,
-                fingerprint=found.fingerprint,
-            ),
+            stored_key(found),
             Digest(found.sha256, found.size_bytes),
+            found.cost_bytes,
             found.compile_seconds,
             found.toolchain,
             found.last_used_at,
-            found.rank,
+            found.eviction_rank,
         )
         for found in await connection.execute(statement)
     ]

@@ -8,23 +8,29 @@ of the servers agree to a day.
 
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from sqlalchemy import (
     ColumnElement,
     CursorResult,
     and_,
-    bindparam,
     case,
     delete,
     func,
     or_,
     select,
+    tuple_,
     update,
 )
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from graphstash_server.db.queries.upsert import insert_into
+from graphstash_server.db.queries.shared import (
+    insert_into,
+    is_key,
+    key_parameters,
+    key_values,
+    where_key,
+)
 from graphstash_server.db.tables import leases
 from graphstash_server.keys import StoredKey
 
@@ -35,6 +41,7 @@ __all__ = [
     "drop_ended_leases",
     "end_leases",
     "find_lease",
+    "has_room_for_lease",
     "release_lease",
     "renew_lease",
 ]
@@ -50,7 +57,7 @@ class LeaseRow(NamedTuple):
     released_at: datetime | None
 
     def is_held(self, now: datetime) -> bool:
-        """Whether somebody has the right to compile."""
+        """Whether a process has the right to compile."""
         return self.released_at is None and self.expires_at > now
 
 
@@ -60,18 +67,20 @@ async def acquire_lease(
     *,
     token: str,
     holder: str,
+    caller: str,
     now: datetime,
     expires_at: datetime,
 ) -> int | None:
-    """Takes the lease if nobody holds it, in one statement.
+    """Takes the lease if it is free, in one statement.
 
     Returns:
-        The fencing number; None when somebody else holds the lease.
+        The fencing number; None when the lease is held.
     """
     statement = insert_into(connection, leases).values(
-        **_named(key),
+        **key_values(key),
         token=token,
         holder=holder,
+        caller=caller,
         fencing=int(now.timestamp() * 1000),
         expires_at=expires_at,
         released_at=None,
@@ -82,6 +91,7 @@ async def acquire_lease(
         set_={
             "token": new.token,
             "holder": new.holder,
+            "caller": new.caller,
             "expires_at": new.expires_at,
             "released_at": None,
             "fencing": case(
@@ -95,13 +105,7 @@ async def acquire_lease(
 
 async def find_lease(connection: AsyncConnection, key: StoredKey) -> LeaseRow | None:
     """The last grant of a key; None when there was none, or long ago."""
-    statement = select(
-        leases.c.token,
-        leases.c.fencing,
-        leases.c.holder,
-        leases.c.expires_at,
-        leases.c.released_at,
-    ).where(_is(key))
+    statement = select(*(leases.c[name] for name in LeaseRow._fields)).where(is_key(leases, key))
     found = (await connection.execute(statement)).first()
     return LeaseRow(*found) if found is not None else None
 
@@ -118,7 +122,7 @@ async def renew_lease(
     """Moves the end of a held lease; returns its fencing number, or None when it is lost."""
     statement = (
         update(leases)
-        .where(_is(key), _is_held_with(token, now))
+        .where(is_key(leases, key), _is_held_with(token, now))
         .values(expires_at=expires_at, holder=holder)
         .returning(leases.c.fencing)
     )
@@ -129,55 +133,63 @@ async def release_lease(
     connection: AsyncConnection, key: StoredKey, *, token: str, now: datetime
 ) -> bool:
     """Ends a held lease; False when the token does not hold it."""
-    statement = update(leases).where(_is(key), _is_held_with(token, now)).values(released_at=now)
+    statement = (
+        update(leases).where(is_key(leases, key), _is_held_with(token, now)).values(released_at=now)
+    )
     return (await connection.execute(statement)).rowcount == 1
 
 
 async def end_leases(
     connection: AsyncConnection, keys: Sequence[StoredKey], *, now: datetime
 ) -> None:
-    """Ends whatever leases there are on keys: their artifacts were published."""
+    """Ends all leases on some keys: their artifacts were published."""
     statement = (
         update(leases)
-        .where(
-            leases.c.namespace == bindparam("key_namespace"),
-            leases.c.fingerprint == bindparam("key_fingerprint"),
-            leases.c.kind == bindparam("key_kind"),
-            leases.c.device_type == bindparam("key_device_type"),
-            leases.c.released_at.is_(None),
-        )
+        .where(where_key(leases), leases.c.released_at.is_(None))
         .values(released_at=now)
     )
-    parameters = [{f"key_{name}": value for name, value in _named(key).items()} for key in keys]
-    await connection.execute(statement, parameters)
+    await connection.execute(statement, [key_parameters(key) for key in keys])
 
 
-async def count_held_leases(connection: AsyncConnection, *, now: datetime) -> int:
-    """How many leases are held now."""
+async def count_held_leases(
+    connection: AsyncConnection, *, now: datetime, caller: str | None = None
+) -> int:
+    """How many leases are held now, by one caller or by all."""
     statement = (
         select(func.count())
         .select_from(leases)
         .where(leases.c.released_at.is_(None), leases.c.expires_at > now)
     )
+    if caller is not None:
+        statement = statement.where(leases.c.caller == caller)
     return int(await connection.scalar(statement) or 0)
 
 
-async def drop_ended_leases(connection: AsyncConnection, *, before: datetime) -> int:
-    """Forgets grants that ended before a time; says how many."""
-    return (await connection.execute(delete(leases).where(leases.c.expires_at < before))).rowcount
+async def has_room_for_lease(
+    connection: AsyncConnection,
+    of: Literal["caller", "namespace"],
+    name: str,
+    *,
+    now: datetime,
+    most: int,
+) -> bool:
+    """Whether a caller or a namespace has fewer grants than so many. Where it has not, half of them
+    are deleted, of those that ended, the oldest first.
+    """
+    is_its = leases.c[of] == name
+    count = await connection.scalar(select(func.count()).select_from(leases).where(is_its))
+    if (count or 0) < most:
+        return True
+    has_ended = or_(leases.c.released_at.is_not(None), leases.c.expires_at <= now)
+    key = tuple(leases.primary_key)
+    ended = select(*key).where(is_its, has_ended).order_by(leases.c.expires_at).limit(most // 2)
+    statement = delete(leases).where(has_ended, tuple_(*key).in_(ended))
+    return (await connection.execute(statement)).rowcount > 0
 
 
-def _named(key: StoredKey) -> dict[str, Any]:
-    return {
-        "namespace": key.namespace,
-        "fingerprint": key.fingerprint,
-        "kind": key.kind.value,
-        "device_type": key.device_type,
-    }
-
-
-def _is(key: StoredKey) -> ColumnElement[bool]:
-    return and_(*(leases.c[name] == value for name, value in _named(key).items()))
+async def drop_ended_leases(connection: AsyncConnection, *, before: datetime) -> None:
+    """Deletes grants that ended before a time."""
+    await connection.execute(delete(leases).where(leases.c.expires_at < before))
 
 
 def _fencing(result: CursorResult[Any]) -> int | None:

@@ -1,14 +1,20 @@
-"""Locks by name, held to the end of the transaction. On SQLite every transaction has them all."""
+"""What servers that share a database agree on: locks by name, and who does a periodic chore.
+
+A lock is held to the end of the transaction. On SQLite every transaction has them all.
+"""
 
 import hashlib
 from collections.abc import Sequence
+from datetime import datetime, timedelta
 
 from sqlalchemy import ARRAY, BigInteger, bindparam, func, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Digest
+from graphstash_server.db.queries.shared import insert_into
+from graphstash_server.db.tables import chores
 
-__all__ = ["lock_blob", "lock_name", "share_blobs"]
+__all__ = ["claim_chore", "lock_blob", "lock_name", "share_blobs"]
 
 _ONE = text("SELECT pg_advisory_xact_lock(:number)").bindparams(
     bindparam("number", type_=BigInteger)
@@ -18,13 +24,13 @@ _SHARED = select(func.pg_advisory_xact_lock_shared(_NUMBERS))
 
 
 async def lock_blob(connection: AsyncConnection, digest: Digest) -> None:
-    """Keeps every other transaction from relying on a blob: it may be deleted."""
+    """Locks a blob exclusively: it may be deleted, so no other transaction may rely on it."""
     if _is_needed(connection):
         await connection.execute(_ONE, {"number": _number(digest.sha256)})
 
 
 async def share_blobs(connection: AsyncConnection, digests: Sequence[Digest]) -> None:
-    """Keeps blobs from being deleted; others may do the same."""
+    """Locks blobs, shared with other transactions, so that none is deleted."""
     if _is_needed(connection):
         # In one order for all, or two transactions could wait for each other.
         numbers = sorted({_number(digest.sha256) for digest in digests})
@@ -32,7 +38,7 @@ async def share_blobs(connection: AsyncConnection, digests: Sequence[Digest]) ->
 
 
 async def lock_name(connection: AsyncConnection, name: str) -> None:
-    """Lets one transaction at a time do something."""
+    """Locks a name: one transaction at a time has it."""
     if _is_needed(connection):
         await connection.execute(
             _ONE, {"number": _number(hashlib.sha256(name.encode()).hexdigest())}
@@ -44,5 +50,21 @@ def _is_needed(connection: AsyncConnection) -> bool:
 
 
 def _number(sha256: str) -> int:
-    """Two names that meet in one number wait for each other, no more."""
+    """Two names with the same number wait for each other, which does no harm."""
     return int.from_bytes(bytes.fromhex(sha256[:16]), "big", signed=True)
+
+
+async def claim_chore(
+    connection: AsyncConnection, name: str, *, now: datetime, every: timedelta
+) -> bool:
+    """Whether a chore is due and this caller has to do it, in one statement.
+
+    When a server dies during a chore, another one does it when it is due again.
+    """
+    statement = insert_into(connection, chores).values(name=name, next_at=now + every)
+    statement = statement.on_conflict_do_update(
+        index_elements=[chores.c.name],
+        set_={"next_at": statement.excluded.next_at},
+        where=chores.c.next_at <= now,
+    )
+    return (await connection.execute(statement)).rowcount == 1

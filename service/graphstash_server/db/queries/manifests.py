@@ -1,24 +1,18 @@
 """Statements on `manifest_entries`."""
 
+from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
 
-from sqlalchemy import ColumnElement, and_, bindparam, delete, exists, select
+from sqlalchemy import ColumnElement, and_, bindparam, case, delete, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from graphstash_schema import (
-    ArtifactKind,
-    DeviceType,
-    Fingerprint,
-    ManifestEntry,
-    ManifestName,
-    Namespace,
-)
-from graphstash_server.db.queries.upsert import insert_into
+from graphstash_schema import ManifestEntry, ManifestName, Namespace
+from graphstash_server.db.queries.shared import insert_into, key_values, stored_key
 from graphstash_server.db.tables import manifest_entries as entries
 from graphstash_server.keys import StoredKey
 
-__all__ = ["add_run", "drop_unused_entries", "has_manifest", "list_entries", "trim_entries"]
+__all__ = ["add_run", "count_entries", "drop_unused_entries", "list_entries", "trim_entries"]
 
 _ORDER = (
     entries.c.used_at.desc(),
@@ -35,27 +29,35 @@ async def add_run(
     name: ManifestName,
     keys: Sequence[StoredKey],
     *,
+    writer: str,
     now: datetime,
 ) -> None:
-    """Adds what one run used: a new key with one run, a known one with one run more."""
+    """Adds the keys that one run of a writer used, and counts the run for those that are there. An
+    entry that another writer used, too, belongs to nobody from then on.
+    """
     statement = insert_into(connection, entries)
+    new = statement.excluded
     statement = statement.on_conflict_do_update(
         index_elements=list(entries.primary_key),
-        set_={"used_at": statement.excluded.used_at, "runs": entries.c.runs + 1},
+        set_={
+            "used_at": new.used_at,
+            "runs": entries.c.runs + 1,
+            "writer": case((entries.c.writer == new.writer, new.writer), else_=""),
+        },
     )
-    parameters = [
-        {
-            "namespace": key.namespace,
-            "name": name,
-            "fingerprint": key.fingerprint,
-            "kind": key.kind.value,
-            "device_type": key.device_type,
-            "used_at": now,
-            "runs": 1,
-        }
-        for key in keys
-    ]
+    run = {"name": name, "used_at": now, "runs": 1, "writer": writer}
+    parameters = [{**key_values(key), **run} for key in keys]
     await connection.execute(statement, parameters)
+
+
+async def count_entries(
+    connection: AsyncConnection, namespace: Namespace, name: ManifestName | None = None
+) -> int:
+    """How many entries a manifest has, or all of a namespace."""
+    statement = select(func.count()).select_from(entries).where(entries.c.namespace == namespace)
+    if name is not None:
+        statement = statement.where(entries.c.name == name)
+    return int(await connection.scalar(statement) or 0)
 
 
 async def list_entries(
@@ -67,12 +69,7 @@ async def list_entries(
     )
     return [
         ManifestEntry(
-            key=StoredKey(
-                namespace,
-                ArtifactKind.parse(result.kind),
-                DeviceType(result.device_type),
-                Fingerprint(result.fingerprint),
-            ).key,
+            key=stored_key(result).key,
             used_at=result.used_at,
             runs=result.runs,
         )
@@ -80,47 +77,40 @@ async def list_entries(
     ]
 
 
-async def has_manifest(
-    connection: AsyncConnection, namespace: Namespace, name: ManifestName
-) -> bool:
-    """Whether the manifest has an entry."""
-    return bool(await connection.scalar(select(exists().where(_of(namespace, name)))))
-
-
-async def drop_unused_entries(
-    connection: AsyncConnection, namespace: Namespace, name: ManifestName, *, before: datetime
-) -> None:
-    """Forgets what no run used since a time."""
-    await connection.execute(
-        delete(entries).where(_of(namespace, name), entries.c.used_at < before)
-    )
+async def drop_unused_entries(connection: AsyncConnection, *, before: datetime) -> Counter[str]:
+    """Deletes entries that no run used since a time; returns how many of each namespace."""
+    statement = delete(entries).where(entries.c.used_at < before)
+    return Counter(await connection.scalars(statement.returning(entries.c.namespace)))
 
 
 async def trim_entries(
-    connection: AsyncConnection, namespace: Namespace, name: ManifestName, *, keep: int
+    connection: AsyncConnection,
+    namespace: Namespace,
+    name: ManifestName | None = None,
+    *,
+    keep: int,
 ) -> None:
-    """Forgets all but the most recently used entries."""
-    surplus = (
-        select(entries.c.fingerprint, entries.c.kind, entries.c.device_type)
-        .where(_of(namespace, name))
-        .order_by(*_ORDER)
-        .offset(keep)
-    )
+    """Deletes all but the most recently used entries of a manifest, or of a namespace.
+
+    It keeps as many of each writer: nobody pushes out the entries of others, or those that several
+    have used.
+    """
+    chosen = entries.c.namespace == namespace
+    if name is not None:
+        chosen = _of(namespace, name)
+    key = (entries.c.name, entries.c.fingerprint, entries.c.kind, entries.c.device_type)
+    order = (*_ORDER, entries.c.name)
+    turn = func.row_number().over(partition_by=entries.c.writer, order_by=order)
+    surplus = select(*key).where(chosen).order_by(turn, *order).offset(keep)
     parameters = [
-        {"old_fingerprint": row.fingerprint, "old_kind": row.kind, "old_device": row.device_type}
+        {f"old_{column}": value for column, value in row._asdict().items()}
         for row in await connection.execute(surplus)
     ]
-    if not parameters:
-        return
-    await connection.execute(
-        delete(entries).where(
-            _of(namespace, name),
-            entries.c.fingerprint == bindparam("old_fingerprint"),
-            entries.c.kind == bindparam("old_kind"),
-            entries.c.device_type == bindparam("old_device"),
-        ),
-        parameters,
-    )
+    if parameters:
+        is_old = and_(*(column == bindparam(f"old_{column.name}") for column in key))
+        await connection.execute(
+            delete(entries).where(entries.c.namespace == namespace, is_old), parameters
+        )
 
 
 def _of(namespace: Namespace, name: ManifestName) -> ColumnElement[bool]:

@@ -7,7 +7,7 @@ from sqlalchemy import delete, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Namespace, NamespaceInfo, NamespacePolicy, WriteMode
-from graphstash_server.db.queries.upsert import insert_into
+from graphstash_server.db.queries.shared import insert_into
 from graphstash_server.db.tables import namespaces
 
 __all__ = ["delete_policy", "find_policy", "list_policies", "put_policy"]
@@ -29,7 +29,7 @@ async def find_policy(connection: AsyncConnection, namespace: Namespace) -> Name
 async def put_policy(
     connection: AsyncConnection, namespace: Namespace, policy: NamespacePolicy, *, now: datetime
 ) -> None:
-    """Gives a namespace a policy, in place of the one that it had."""
+    """Sets the policy of a namespace, in place of the one that it had."""
     statement = insert_into(connection, namespaces).values(
         namespace=namespace, **policy.model_dump(mode="json"), updated_at=now
     )
@@ -45,13 +45,13 @@ async def put_policy(
 
 
 async def delete_policy(connection: AsyncConnection, namespace: Namespace) -> bool:
-    """Takes a namespace's policy away; False when it had none."""
+    """Removes the policy of a namespace; False when it had none."""
     statement = delete(namespaces).where(namespaces.c.namespace == namespace)
     return (await connection.execute(statement)).rowcount == 1
 
 
 def _info(found: Any) -> NamespaceInfo:
-    """A mode that only a later release knows is read as the one that changes nothing."""
+    """A mode that only a later release knows is read as read-only."""
     known = found.mode in set(WriteMode)
     policy = NamespacePolicy.model_construct(
         mode=WriteMode(found.mode) if known else WriteMode.READ_ONLY,

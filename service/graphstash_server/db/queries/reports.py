@@ -7,13 +7,25 @@ from typing import Any, NamedTuple
 from sqlalchemy import ColumnElement, and_, delete, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from graphstash_schema import ArtifactKind, Digest, Namespace, ReportReason
-from graphstash_server.db.queries.keys import is_key, key_values
-from graphstash_server.db.queries.upsert import insert_into
+from graphstash_schema import Digest, Namespace, ReportReason
+from graphstash_server.db.queries.shared import (
+    KNOWN_KINDS,
+    insert_into,
+    is_key,
+    key_values,
+    stored_key,
+)
 from graphstash_server.db.tables import artifacts, reports
 from graphstash_server.keys import StoredKey
 
-__all__ = ["ReportRow", "add_report", "count_withheld", "drop_report", "list_reports"]
+__all__ = [
+    "ReportRow",
+    "add_report",
+    "count_withheld",
+    "drop_report",
+    "find_reporter",
+    "list_reports",
+]
 
 
 class ReportRow(NamedTuple):
@@ -36,7 +48,7 @@ async def add_report(
     reported_by: str,
     now: datetime,
 ) -> None:
-    """Writes down why an artifact is withheld from now on, in place of an older report."""
+    """Stores a report on an artifact, in place of an older one."""
     statement = insert_into(connection, reports).values(
         **key_values(key),
         sha256=digest.sha256,
@@ -52,22 +64,23 @@ async def add_report(
     await connection.execute(statement)
 
 
+async def find_reporter(connection: AsyncConnection, key: StoredKey, digest: Digest) -> str | None:
+    """Who reported this blob of an artifact last; None when nobody has."""
+    reporter: str | None = await connection.scalar(
+        select(reports.c.reported_by).where(is_key(reports, key), reports.c.sha256 == digest.sha256)
+    )
+    return reporter
+
+
 async def drop_report(connection: AsyncConnection, key: StoredKey) -> None:
-    """Forgets why an artifact was withheld: somebody decided, or it is gone."""
+    """Deletes the report on an artifact: an administrator decided about it, or it is gone."""
     await connection.execute(delete(reports).where(is_key(reports, key)))
 
 
 async def list_reports(
     connection: AsyncConnection, *, namespace: Namespace | None, limit: int
 ) -> Sequence[ReportRow]:
-    """Artifacts that are withheld, the newest report first.
-
-    Args:
-        connection: where to ask.
-        namespace: only of this one; None for all.
-        limit: most of them.
-    """
-    known = [kind.value for kind in ArtifactKind]  # others are left to servers of a later release
+    """Artifacts of one namespace, or of all, that are withheld, the newest report first."""
     statement = (
         select(
             *reports.primary_key,
@@ -79,7 +92,7 @@ async def list_reports(
             reports.c.reported_at,
         )
         .join(artifacts, _is_same())
-        .where(reports.c.kind.in_(known), artifacts.c.withheld_at.is_not(None))
+        .where(reports.c.kind.in_(KNOWN_KINDS), artifacts.c.withheld_at.is_not(None))
         .order_by(reports.c.reported_at.desc(), *reports.primary_key)
         .limit(limit)
     )
@@ -91,7 +104,7 @@ async def list_reports(
 async def count_withheld(connection: AsyncConnection) -> dict[str, int]:
     """How many artifacts are withheld, by namespace; those without one are left out.
 
-    A server of the release before deletes artifacts and leaves their reports: these do not count.
+    A server of the previous release deletes artifacts and leaves their reports: these do not count.
     """
     statement = (
         select(reports.c.namespace, func.count())
@@ -113,12 +126,7 @@ def _row(found: Any) -> ReportRow:
     """A reason that only a later release knows is read as the plainest one."""
     is_known = found.reason in set(ReportReason)
     return ReportRow(
-        StoredKey.parse(
-            namespace=found.namespace,
-            kind=found.kind,
-            device_type=found.device_type,
-            fingerprint=found.fingerprint,
-        ),
+        stored_key(found),
         Digest(found.sha256, found.size_bytes),
         found.metadata_header,
         ReportReason(found.reason) if is_known else ReportReason.CORRUPT,

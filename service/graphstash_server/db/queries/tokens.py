@@ -23,6 +23,7 @@ from graphstash_server.db.tables import tokens
 
 __all__ = [
     "TokenRow",
+    "count_exchanged_tokens",
     "count_live_tokens",
     "delete_ended_tokens",
     "find_tokens",
@@ -57,12 +58,7 @@ async def insert_token(connection: AsyncConnection, row: TokenRow) -> None:
 
 
 async def find_tokens(connection: AsyncConnection, ids: Sequence[str]) -> dict[str, TokenRow]:
-    """Those of some tokens that exist, revoked ones included.
-
-    Args:
-        connection: where to ask.
-        ids: few enough for one statement.
-    """
+    """Those of some tokens that exist, revoked ones included; `ids` must fit into one statement."""
     results = await connection.execute(select(tokens).where(tokens.c.id.in_(ids)))
     return {result.id: TokenRow(_info(result), result.secret_sha256) for result in results}
 
@@ -79,6 +75,27 @@ async def count_live_tokens(connection: AsyncConnection, *, now: datetime) -> in
     return int(await connection.scalar(statement) or 0)
 
 
+async def count_exchanged_tokens(
+    connection: AsyncConnection,
+    *,
+    now: datetime,
+    since: datetime,
+    of: tuple[str, str] | None = None,
+) -> int:
+    """How many tokens that JWTs were exchanged for are live, or were made since a time.
+
+    `of` counts those of one caller only: the issuer, and the name in the audit log.
+    """
+    statement = (
+        select(func.count())
+        .select_from(tokens)
+        .where(tokens.c.issuer.is_not(None), or_(_is_live(now), tokens.c.created_at > since))
+    )
+    if of is not None:
+        statement = statement.where(tokens.c.issuer == of[0], tokens.c.created_by == of[1])
+    return int(await connection.scalar(statement) or 0)
+
+
 async def revoke_token(connection: AsyncConnection, token_id: str, *, now: datetime) -> bool:
     """Revokes a token; False when there is none that is not revoked already."""
     statement = (
@@ -89,14 +106,20 @@ async def revoke_token(connection: AsyncConnection, token_id: str, *, now: datet
     return (await connection.execute(statement)).rowcount == 1
 
 
-async def delete_ended_tokens(connection: AsyncConnection, *, before: datetime) -> int:
-    """Forgets tokens that were revoked or expired before a time; says how many."""
-    ended = or_(tokens.c.revoked_at < before, tokens.c.expires_at < before)
+async def delete_ended_tokens(
+    connection: AsyncConnection, *, before: datetime, exchanged_before: datetime
+) -> int:
+    """Deletes tokens that were revoked or expired before a time, which is another one for those
+    that JWTs were exchanged for; returns how many.
+    """
+    ended = or_(
+        _has_ended(before), and_(tokens.c.issuer.is_not(None), _has_ended(exchanged_before))
+    )
     return (await connection.execute(delete(tokens).where(ended))).rowcount
 
 
 async def touch_tokens(connection: AsyncConnection, uses: Mapping[str, datetime]) -> None:
-    """Writes down when tokens were last used; never takes a time back."""
+    """Stores when tokens were last used; a time never moves backwards."""
     await connection.execute(
         _TOUCH, [{"token_id": token_id, "at": at} for token_id, at in sorted(uses.items())]
     )
@@ -107,6 +130,10 @@ def _is_live(now: datetime) -> ColumnElement[bool]:
         tokens.c.revoked_at.is_(None),
         or_(tokens.c.expires_at.is_(None), tokens.c.expires_at > now),
     )
+
+
+def _has_ended(before: datetime) -> ColumnElement[bool]:
+    return or_(tokens.c.revoked_at < before, tokens.c.expires_at < before)
 
 
 def _info(result: Row[tuple[object, ...]]) -> TokenInfo:

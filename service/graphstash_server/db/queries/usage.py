@@ -7,8 +7,9 @@ from sqlalchemy import bindparam, func, literal, or_, select, union_all, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import NamespaceStats
-from graphstash_server.db.queries.upsert import insert_into
-from graphstash_server.db.tables import artifacts, usage
+from graphstash_server.db.queries.costs import MANIFEST_ENTRY_BYTES, METADATA_BYTES
+from graphstash_server.db.queries.shared import insert_into
+from graphstash_server.db.tables import artifacts, manifest_entries, usage
 
 __all__ = [
     "UsageChange",
@@ -33,6 +34,8 @@ class UsageChange(NamedTuple):
     saved_seconds: float = 0.0
     evictions: int = 0
     evicted_bytes: int = 0
+    metadata_bytes: int = 0
+    manifest_bytes: int = 0
 
     def plus(self, other: "UsageChange") -> "UsageChange":
         """Both changes at once."""
@@ -52,7 +55,7 @@ async def add_usage(connection: AsyncConnection, namespace: str, change: UsageCh
 async def add_counts(connection: AsyncConnection, changes: Mapping[str, UsageChange]) -> None:
     """Adds to the counters of namespaces that have a row: those that something was stored in.
 
-    Whoever asks for what is not there can name any number of namespaces, and makes no row.
+    A client can request any number of namespaces that do not exist; they get no row.
     """
     parameters = [
         {"of_namespace": namespace}
@@ -77,38 +80,51 @@ async def list_usage(connection: AsyncConnection) -> Sequence[NamespaceStats]:
 
 
 async def stored_bytes(connection: AsyncConnection, namespace: str | None = None) -> int:
-    """What the artifacts of one namespace, or of all, have together."""
-    statement = select(func.coalesce(func.sum(usage.c.size_bytes), 0))
+    """What the artifacts and manifests of one namespace, or of all, count against a limit."""
+    statement = select(func.coalesce(func.sum(_STORED), 0))
     if namespace is not None:
         statement = statement.where(usage.c.namespace == namespace)
     return int(await connection.scalar(statement) or 0)
 
 
+_STORED = usage.c.size_bytes + usage.c.metadata_bytes + usage.c.manifest_bytes
+
+
 async def recount_usage(connection: AsyncConnection, *, is_repair: bool) -> Sequence[str]:
-    """Compares what is counted as stored with the artifacts, and mends it when asked to.
+    """Compares the counters with the rows, and with `is_repair` corrects them.
 
     Returns:
         The namespaces whose counters were wrong.
     """
-    # One statement sees one state of both tables, so the differences hold whatever goes on.
+    # One statement sees all tables at one time, so concurrent changes cause no difference.
     parts = union_all(
         select(
             artifacts.c.namespace,
-            literal(1).label("more"),
-            artifacts.c.size_bytes.label("more_bytes"),
+            literal(1).label("artifacts"),
+            artifacts.c.size_bytes,
+            METADATA_BYTES.label("metadata_bytes"),
+            literal(0).label("manifest_bytes"),
         ),
-        select(usage.c.namespace, -usage.c.artifacts, -usage.c.size_bytes),
+        select(
+            manifest_entries.c.namespace,
+            *(literal(0) for _ in range(3)),
+            literal(MANIFEST_ENTRY_BYTES),
+        ),
+        select(usage.c.namespace, *(-usage.c[name] for name in _RECOUNTED)),
     ).subquery()
-    more, more_bytes = func.sum(parts.c.more), func.sum(parts.c.more_bytes)
+    differences = [func.sum(parts.c[name]) for name in _RECOUNTED]
     statement = (
-        select(parts.c.namespace, more, more_bytes)
+        select(parts.c.namespace, *differences)
         .group_by(parts.c.namespace)
-        .having(or_(more != 0, more_bytes != 0))
+        .having(or_(*(difference != 0 for difference in differences)))
         .order_by(parts.c.namespace)
     )
     wrong = (await connection.execute(statement)).all()
     if is_repair:
-        for namespace, count, size_bytes in wrong:
-            change = UsageChange(artifacts=int(count), size_bytes=int(size_bytes))
-            await add_usage(connection, namespace, change)
+        for namespace, *found in wrong:
+            change = dict(zip(_RECOUNTED, map(int, found), strict=True))
+            await add_usage(connection, namespace, UsageChange(**change))
     return [namespace for namespace, *_ in wrong]
+
+
+_RECOUNTED = ("artifacts", "size_bytes", "metadata_bytes", "manifest_bytes")

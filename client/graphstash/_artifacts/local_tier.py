@@ -1,0 +1,270 @@
+"""Local tier: this host's disk in front of the server, shared by all its processes.
+
+    <root>/v1/<namespace>/<kind>/<device type>/<first 2 hex>/<fingerprint>    envelopes
+    <root>/secret                 what this user's own artifacts are told by, see `_proof`
+    <root>/locks/<3 hex>.lock     one download per host: taken while an artifact is fetched
+    <root>/tmp/                   files that are being written
+
+Everything is in directories that only this user can use. A file appears by rename, whole or not
+at all. It is verified on every read, so that neither a torn
+write nor a disk that rots reaches a compiler; what does not verify is removed. The time of last use
+is the file's mtime, and the least recently used go when the tier is over its limit.
+"""
+
+import atexit
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import time
+from typing import IO, Final, cast
+
+from filelock import FileLock, Timeout
+
+from graphstash._trust.provenance import Provenance, append_provenance, open_ours
+from graphstash.errors import LocalTierError
+from graphstash_schema import ArtifactKey, Namespace
+from graphstash_schema.own_files import make_own_directory, open_own_directory
+
+__all__ = ["FOLDERS", "LocalTier"]
+
+_log = logging.getLogger("graphstash")
+
+FOLDERS: Final = ("v1", "locks", "tmp")
+"""What a tier consists of, beside its secret."""
+
+_NO_PROOF: Final = Provenance()
+
+_SECRET_BYTES: Final = 32
+
+_STALE_SECONDS: Final = 24 * 3600.0
+"""A temporary file of this age belongs to a process that died."""
+
+
+class LocalTier:
+    """Envelopes on disk.
+
+    Args:
+        root: made when absent; where it cannot be written, or others can, a private temporary
+            directory serves this process alone.
+        limit_bytes: soft limit over all envelopes; 0 keeps none of them between jobs.
+    """
+
+    def __init__(self, root: Path, *, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes or 1024**4
+        self._added_bytes = 0
+        self._owner = os.getpid()
+        self._is_private = limit_bytes == 0
+        if not self._is_private:
+            try:
+                _prepare(root)
+            except OSError as error:
+                _log.warning(
+                    "graphstash: the local tier cannot be used, so this process keeps nothing for "
+                    "others: %s; set GRAPHSTASH_CACHE_DIR to a directory of this user",
+                    error,
+                )
+                self._is_private = True
+        if self._is_private:
+            root = Path(tempfile.mkdtemp(prefix="graphstash-"))
+            atexit.register(self._remove_private)
+            _prepare(root)
+        self.root = root
+
+    def path(self, namespace: Namespace, key: ArtifactKey) -> Path:
+        """Where the envelope of a key is, or would be. Words are checked, so joining is safe."""
+        return (
+            self.root / "v1" / namespace / key.kind / key.device_type / key.fingerprint[:2]
+        ) / key.fingerprint
+
+    def open(self, namespace: Namespace, key: ArtifactKey) -> IO[bytes] | None:
+        """Opens an envelope for reading, or gives None; an open one survives its eviction."""
+        path = self.path(namespace, key)
+        try:
+            file = open_ours(path)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise LocalTierError(f"{path}: {error}") from error
+        with contextlib.suppress(OSError):  # the time of last use is only a hint
+            os.utime(file.fileno())
+        return file
+
+    @contextmanager
+    def temporary(self) -> Iterator[IO[bytes]]:
+        """A file to write and read, on the tier's own file system; removed unless it was adopted.
+
+        Raises:
+            LocalTierError: when the disk refuses.
+        """
+        try:
+            file = tempfile.NamedTemporaryFile(dir=self.root / "tmp", delete=False)  # noqa: SIM115 - below
+        except OSError as error:
+            raise LocalTierError(f"{self.root}: {error}") from error
+        try:
+            with file:
+                yield cast("IO[bytes]", file)
+        finally:
+            Path(file.name).unlink(missing_ok=True)
+
+    def adopt(
+        self,
+        namespace: Namespace,
+        key: ArtifactKey,
+        envelope: IO[bytes],
+        *,
+        proof: Provenance = _NO_PROOF,
+    ) -> None:
+        """Takes a whole, verified envelope over; it is visible at once and complete.
+
+        Args:
+            namespace: where it came from, or was made for.
+            key: what it is found by.
+            envelope: what `temporary` gave; its file moves, and stays open.
+            proof: is kept behind it.
+
+        Raises:
+            LocalTierError: when the disk refuses.
+        """
+        # Jobs that are killed never come to `close`, so a long one keeps to the limit by itself. It
+        # does so before the new one comes, because whoever adopts it goes on to use it.
+        if self._added_bytes > self._limit_bytes / 16:
+            self.evict()
+        path = self.path(namespace, key)
+        try:
+            append_provenance(envelope, proof)
+            size = os.fstat(envelope.fileno()).st_size
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Path(envelope.name).replace(path)
+        except OSError as error:
+            raise LocalTierError(f"{path}: {error}") from error
+        self._added_bytes += size
+
+    def discard(self, namespace: Namespace, key: ArtifactKey) -> None:
+        """Removes an envelope that turned out to be bad."""
+        with contextlib.suppress(OSError):
+            self.path(namespace, key).unlink()
+
+    def secret(self) -> bytes | None:
+        """32 random bytes that only this user can read, made when absent; None without such."""
+        path = self.root / "secret"
+        try:
+            if not _has_size(path, _SECRET_BYTES):  # absent, or what a power cut has left of it
+                path.unlink(missing_ok=True)
+                with contextlib.suppress(FileExistsError), self.temporary() as made:
+                    made.write(secrets.token_bytes(_SECRET_BYTES))
+                    made.flush()
+                    os.link(made.name, path)  # whole or not at all, and never over another one
+            with open_ours(path) as file:
+                status = os.fstat(file.fileno())
+                secret = file.read(_SECRET_BYTES + 1)
+        except (OSError, LocalTierError):  # a file system without links, a disk that is full
+            return None
+        is_ours = status.st_uid == os.geteuid() and not status.st_mode & 0o077
+        return secret if is_ours and len(secret) == _SECRET_BYTES else None
+
+    @contextmanager
+    def exclusive(self, key: ArtifactKey, *, timeout_seconds: float) -> Iterator[None]:
+        """Keeps other processes of this host from fetching the same artifact meanwhile.
+
+        When the time is over, or the file system knows no locks, it goes on without: two downloads
+        are a waste, not a fault.
+        """
+        name = f"{key.fingerprint[:3]}.lock"
+        lock = FileLock(self.root / "locks" / name, timeout=timeout_seconds)
+        try:
+            lock.acquire(poll_interval=0.02)
+        except (Timeout, OSError, NotImplementedError):
+            yield
+            return
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def size_bytes(self) -> int:
+        """Bytes of all envelopes, by looking at each."""
+        return sum(size for _, size, _ in self._envelopes())
+
+    def evict(self) -> int:
+        """Removes the least recently used envelopes until the tier is at 90 % of its limit.
+
+        Does nothing while another process of this host is at it: two that count apart would remove
+        twice as much.
+
+        Returns:
+            How many bytes were removed.
+        """
+        self._added_bytes = 0
+        try:
+            with FileLock(self.root / "locks" / "evict", timeout=0):
+                return self._evict()
+        except (Timeout, OSError, NotImplementedError):
+            return 0
+
+    def _evict(self) -> int:
+        self._remove_stale()
+        found = sorted(self._envelopes(), key=lambda entry: entry[2])
+        total = sum(size for _, size, _ in found)
+        removed = 0
+        if total > self._limit_bytes:
+            for path, size, _ in found:
+                if total - removed <= self._limit_bytes * 0.9:
+                    break
+                with contextlib.suppress(PermissionError):
+                    path.unlink(missing_ok=True)
+                    removed += size
+        return removed
+
+    def close(self) -> None:
+        """Evicts when this process added anything; removes a private tier."""
+        if self._is_private:
+            self._remove_private()
+        elif self._added_bytes:
+            self.evict()
+
+    def _remove_private(self) -> None:
+        if self._owner == os.getpid():  # a forked child leaves it to its parent
+            shutil.rmtree(self.root, ignore_errors=True)
+
+    def _envelopes(self) -> Iterator[tuple[Path, int, float]]:
+        for path in (self.root / "v1").glob("*/*/*/??/*"):
+            with contextlib.suppress(OSError):  # another process evicts at the same time
+                status = path.stat()
+                yield path, status.st_size, status.st_mtime
+
+    def _remove_stale(self) -> None:
+        oldest = time() - _STALE_SECONDS
+        for path in (self.root / "tmp").iterdir():
+            with contextlib.suppress(OSError):
+                if path.stat().st_mtime < oldest and path.is_file():
+                    path.unlink()
+
+
+def _has_size(path: Path, size_bytes: int) -> bool:
+    try:
+        return path.lstat().st_size == size_bytes
+    except FileNotFoundError:
+        return False
+
+
+def _prepare(root: Path) -> None:
+    """Makes the folders of a tier, and closes them to others.
+
+    Raises:
+        OSError: this user cannot write to all of them, or others can.
+    """
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if {each.name for each in root.iterdir()} <= {*FOLDERS, "secret"}:
+        os.close(make_own_directory(root))
+    else:  # not for us to close; nobody else may put folders there
+        os.close(open_own_directory(root, open_to_others=0o055))
+    for name in FOLDERS:
+        os.close(make_own_directory(root / name))
+        with tempfile.TemporaryFile(dir=root / name):
+            pass

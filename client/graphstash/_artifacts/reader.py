@@ -1,0 +1,234 @@
+"""Reader: where an artifact is looked for, and what has to hold before anybody gets it.
+
+    1 this host's disk, all namespaces in order      verified again on every read
+    2 the server, namespace by namespace             digest, signature, key, then the payload
+
+What does not verify is not used, is forgotten here and reported to the server; the next namespace
+may have it sound.
+"""
+
+import contextlib
+import dataclasses
+import logging
+from dataclasses import dataclass
+from typing import IO, Final, Literal, cast
+
+from graphstash._artifacts.envelope import Unsealed, unseal
+from graphstash._artifacts.local_tier import LocalTier
+from graphstash._http.client import ServerClient
+from graphstash._trust.policy import Signatures
+from graphstash._trust.provenance import (
+    BoundedReader,
+    Provenance,
+    SignedSubject,
+    digest_of,
+    read_provenance,
+)
+from graphstash.config import SignaturePolicy
+from graphstash.errors import CacheError, LocalTierError, Reason, VerificationError
+from graphstash_schema import ArtifactKey, Digest, Namespace, ReportReason
+
+__all__ = ["Fetched", "Reader"]
+
+_log = logging.getLogger("graphstash")
+
+_REPORTED: Final = frozenset(reason.value for reason in ReportReason)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """How an artifact came.
+
+    Attributes:
+        source: this host's disk, or the server.
+        size_bytes: received bytes, 0 for a local hit.
+        raw_size_bytes: the payload.
+        compile_seconds: what its compilation had taken, as its publisher said.
+        namespace: where it was; None for what this process has made itself.
+        is_unsigned: nobody vouches for it, and the policy is to count that.
+        refused: what did not verify in the namespaces that were read before.
+    """
+
+    source: Literal["local", "remote"]
+    size_bytes: int
+    raw_size_bytes: int
+    compile_seconds: float
+    namespace: Namespace | None = None
+    is_unsigned: bool = False
+    refused: tuple[VerificationError, ...] = ()
+
+
+class Reader:
+    """Finds and verifies artifacts; safe for many threads.
+
+    Args:
+        server: asked for what this host does not have.
+        tier: this host's disk.
+        signatures: what may be used.
+    """
+
+    def __init__(self, server: ServerClient, tier: LocalTier, signatures: Signatures) -> None:
+        self._server = server
+        self._config = server.config
+        self._tier = tier
+        self._signatures = signatures
+        self._reported: set[tuple[Namespace, ArtifactKey]] = set()
+        self._is_told_in_time = True
+
+    def read(self, key: ArtifactKey, into: IO[bytes]) -> Fetched | None:
+        """Writes the verified payload to `into`; None for a miss in every namespace.
+
+        Raises:
+            CacheError: the cache cannot say, or nothing that it has verifies.
+        """
+        if fetched := self._from_disk(key, into):
+            return fetched
+        # No longer than a server needs to begin its answer: behind a server that hangs, no process
+        # must wait for all others first. A download that takes longer is made twice.
+        patience = self._config.connect_seconds + self._config.first_byte_seconds
+        with self._tier.exclusive(key, timeout_seconds=patience):
+            # Another process of this host may have fetched it while this one waited.
+            return self._from_disk(key, into) or self._from_server(key, into)
+
+    def _from_disk(self, key: ArtifactKey, into: IO[bytes]) -> Fetched | None:
+        for namespace in self._config.readable:
+            if fetched := self._from_file(namespace, key, into):
+                return fetched
+        return None
+
+    def _from_file(self, namespace: Namespace, key: ArtifactKey, into: IO[bytes]) -> Fetched | None:
+        try:
+            envelope = self._tier.open(namespace, key)
+        except LocalTierError:  # another user's, or a disk that fails: the server may have it
+            return None
+        if envelope is None:
+            return None
+        with envelope:
+            try:
+                return self._unpack_file(envelope, namespace, key, into)
+            except VerificationError as error:
+                # The server may have it whole; what was written so far is taken back.
+                _log.debug("graphstash: the local tier: %s", error)
+                self._tier.discard(namespace, key)
+                _take_back(into)
+                return None
+
+    def _unpack_file(
+        self, envelope: IO[bytes], namespace: Namespace, key: ArtifactKey, into: IO[bytes]
+    ) -> Fetched:
+        is_checked = self._signatures.policy is not SignaturePolicy.OFF
+        try:
+            proof, size = read_provenance(envelope)
+            digest = digest_of(envelope, size) if is_checked else None
+        except OSError as error:
+            raise VerificationError(Reason.CORRUPT, f"{key}: {error}") from None
+        part = cast("IO[bytes]", BoundedReader(envelope, size))
+        if digest is None:
+            unsealed = unseal(part, key, into, max_bytes=self._config.max_artifact)
+            return _local(unsealed, namespace, is_unsigned=False)
+        return self._unpack_checked(part, namespace, key, into, digest=digest, proof=proof)
+
+    def _from_server(self, key: ArtifactKey, into: IO[bytes]) -> Fetched | None:
+        refused: list[VerificationError] = []
+        for namespace in self._config.readable if self._server.is_known else ():
+            try:
+                fetched = self._from_namespace(namespace, key, into)
+            except VerificationError as error:
+                refused.append(error)
+                _take_back(into)
+                continue
+            if fetched is not None:
+                return dataclasses.replace(fetched, refused=tuple(refused))
+        if refused:
+            # The artifact where this job would publish decides whether publishing is worth trying.
+            refused.sort(key=lambda error: error.namespace == self._config.namespace)
+            *earlier, last = refused
+            raise VerificationError(
+                last.reason, last.detail, namespace=last.namespace, earlier=tuple(earlier)
+            ) from last.__cause__
+        return None
+
+    def _from_namespace(
+        self, namespace: Namespace, key: ArtifactKey, into: IO[bytes]
+    ) -> Fetched | None:
+        """Downloads and verifies; a `VerificationError` of this names the namespace."""
+        try:
+            return self._download(namespace, key, into)
+        except VerificationError as error:
+            raise VerificationError(error.reason, error.detail, namespace=namespace) from error
+
+    def _download(self, namespace: Namespace, key: ArtifactKey, into: IO[bytes]) -> Fetched | None:
+        with self._tier.temporary() as envelope:
+            downloaded = self._server.download(key, envelope, namespace=namespace)
+            if downloaded is None:
+                return None
+            digest, metadata = downloaded.digest, downloaded.metadata
+            proof = Provenance(signature=metadata.signature if metadata else None)
+            try:
+                fetched = self._unpack_checked(
+                    envelope, namespace, key, into, digest=digest, proof=proof
+                )
+            except VerificationError as error:
+                self._report(namespace, key, digest, error.reason)
+                raise
+            with contextlib.suppress(LocalTierError):  # the payload is there all the same
+                self._tier.adopt(namespace, key, envelope, proof=proof)
+        return dataclasses.replace(fetched, source="remote", size_bytes=digest.size_bytes)
+
+    def _unpack_checked(
+        self,
+        envelope: IO[bytes],
+        namespace: Namespace,
+        key: ArtifactKey,
+        into: IO[bytes],
+        *,
+        digest: Digest,
+        proof: Provenance,
+    ) -> Fetched:
+        checked: list[bool] = []
+
+        def admit(raw_size_bytes: int) -> None:
+            subject = SignedSubject(namespace, key, digest, raw_size_bytes)
+            checked.append(self._signatures.check(subject, proof))
+
+        limit = self._config.max_artifact
+        unsealed = unseal(envelope, key, into, max_bytes=limit, admit=admit)
+        is_counted = self._signatures.policy is not SignaturePolicy.OFF
+        return _local(unsealed, namespace, is_unsigned=is_counted and not checked[0])
+
+    def _report(
+        self, namespace: Namespace, key: ArtifactKey, digest: Digest, reason: Reason
+    ) -> None:
+        """Tells the server, so that others are spared; once, within one call's time, or not.
+
+        A server that lets a job wait for that is told nothing more: it would be every graph's wait.
+        """
+        if reason.value not in _REPORTED or (namespace, key) in self._reported:
+            return
+        if not self._is_told_in_time:
+            return
+        self._reported.add((namespace, key))
+        try:
+            self._server.report(
+                key, digest=digest, reason=ReportReason(reason.value), namespace=namespace
+            )
+        except CacheError as error:
+            self._is_told_in_time = error.reason is not Reason.TIMEOUT
+            _log.debug("graphstash: not reported: %s", error)
+
+
+def _local(unsealed: Unsealed, namespace: Namespace, *, is_unsigned: bool) -> Fetched:
+    return Fetched(
+        source="local",
+        size_bytes=0,
+        raw_size_bytes=unsealed.raw_size_bytes,
+        compile_seconds=unsealed.compile_seconds,
+        namespace=namespace,
+        is_unsigned=is_unsigned,
+    )
+
+
+def _take_back(into: IO[bytes]) -> None:
+    if into.seekable():
+        into.seek(0)
+        into.truncate()

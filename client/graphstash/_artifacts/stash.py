@@ -1,0 +1,176 @@
+"""Stash: the cache as a program sees it: one server, with this host's disk in front.
+
+It reads from one namespace or several and writes to one; what it hands out is verified.
+
+Calls block and raise `CacheError` when the cache cannot help; a miss is None. For "give me the
+compiled graph, whatever it takes" see `CompileCache.get_or_compile`, which never fails because of
+the cache.
+"""
+
+import io
+import tempfile
+from pathlib import Path
+from typing import IO, Any, Self, cast
+
+from graphstash._artifacts.envelope import seal
+from graphstash._artifacts.local_tier import LocalTier
+from graphstash._artifacts.reader import Fetched, Reader
+from graphstash._http.client import ServerClient
+from graphstash._trust.policy import Signatures
+from graphstash._trust.provenance import SignedSubject
+from graphstash.config import ClientConfig
+from graphstash.errors import CacheError, ConflictError, LocalTierError, Reason
+from graphstash_schema import ArtifactKey, ArtifactMetadata, Digest
+
+__all__ = ["Fetched", "Stash"]
+
+
+class Stash:
+    """Gets and puts verified artifacts, through this host's disk.
+
+    Safe for many threads. Whoever makes a stash closes it.
+
+    Attributes:
+        config: the settings.
+        server: calls the server directly: look-ups, leases, manifests, statistics.
+        local: this host's disk.
+
+    Args:
+        config: URL, namespaces, keys, limits.
+
+    Raises:
+        ConfigError: on construction, when a file that it names cannot be used.
+    """
+
+    def __init__(self, config: ClientConfig) -> None:
+        self.config = config
+        self.server = ServerClient(config)
+        self.local = LocalTier(config.cache_dir, limit_bytes=config.local_limit)
+        self._signatures = Signatures(config, secret=self.local.secret)
+        self._reader = Reader(self.server, self.local, self._signatures)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the connections and keeps the local tier within its limit."""
+        self.server.close()
+        self.local.close()
+
+    def get(self, key: ArtifactKey) -> bytes | None:
+        """The payload of an artifact, verified; None for a miss.
+
+        Raises:
+            CacheError: the cache cannot say, or what it gave does not verify.
+        """
+        buffer = io.BytesIO()
+        return buffer.getvalue() if self._reader.read(key, buffer) else None
+
+    def fetch(self, key: ArtifactKey, destination: Path) -> Fetched | None:
+        """Writes the verified payload of an artifact to `destination`; None for a miss.
+
+        The file appears by rename, whole or not at all, and memory stays constant.
+
+        Raises:
+            CacheError: the cache cannot say, or what it gave does not verify.
+        """
+        try:
+            with tempfile.NamedTemporaryFile(
+                dir=destination.parent, prefix=".graphstash-", delete=False
+            ) as file:
+                partial = Path(file.name)
+                try:
+                    fetched = self._reader.read(key, file)
+                    file.close()
+                    if fetched:
+                        partial.replace(destination)
+                finally:
+                    partial.unlink(missing_ok=True)
+        except OSError as error:
+            raise LocalTierError(f"{destination}: {error}") from error
+        return fetched
+
+    def ensure_local(self, key: ArtifactKey) -> Fetched | None:
+        """Brings an artifact to this host's disk without unpacking it; None for a miss.
+
+        Raises:
+            CacheError: the cache cannot say, or what it gave does not verify.
+        """
+        return self._reader.read(key, cast("IO[bytes]", _Nowhere()))
+
+    def forget(self, key: ArtifactKey) -> None:
+        """Removes an artifact that turned out to be of no use from this host's disk."""
+        for namespace in self.config.readable:
+            self.local.discard(namespace, key)
+
+    def put(
+        self,
+        key: ArtifactKey,
+        payload: bytes | Path,
+        metadata: ArtifactMetadata,
+        *,
+        local_only: bool = False,
+    ) -> int:
+        """Publishes an artifact and keeps it on this host's disk.
+
+        It is on the disk before the upload begins: a host never waits for its own upload.
+
+        Args:
+            key: where it is found.
+            payload: what the compiler made; a file is read in constant memory.
+            metadata: what is known about it.
+            local_only: leave the server out.
+
+        Returns:
+            Bytes sent: 0 when only the local tier took it, also because the job is read-only.
+
+        Raises:
+            ConflictError: other bytes are stored under the key and stay; the local tier keeps
+                nothing then, so that all hosts run the same executable.
+            CacheError: the cache cannot take it.
+        """
+        seconds = metadata.compile_seconds
+        try:
+            with self.local.temporary() as envelope:
+                if isinstance(payload, Path):
+                    sealed = seal(key, payload, envelope, compile_seconds=seconds)
+                else:
+                    with self.local.temporary() as raw:
+                        raw.write(payload)
+                        raw.flush()
+                        sealed = seal(key, Path(raw.name), envelope, compile_seconds=seconds)
+                if max(sealed.size_bytes, sealed.raw_size_bytes) > self.config.max_artifact:
+                    raise CacheError(
+                        Reason.TOO_LARGE,
+                        f"{key} has {sealed.raw_size_bytes} bytes; "
+                        f"GRAPHSTASH_MAX_ARTIFACT allows {self.config.max_artifact}",
+                    )
+                digest = Digest(sealed.sha256, sealed.size_bytes)
+                proof = self._signatures.prove(
+                    SignedSubject(self.config.namespace, key, digest, sealed.raw_size_bytes)
+                )
+                self.local.adopt(self.config.namespace, key, envelope, proof=proof)
+                if local_only or self.server.is_read_only:
+                    return 0
+                metadata = metadata.model_copy(update={"signature": proof.signature})
+                try:
+                    self.server.upload(key, envelope, digest, metadata)
+                except ConflictError:
+                    self.local.discard(self.config.namespace, key)
+                    raise
+                return sealed.size_bytes
+        except OSError as error:
+            raise LocalTierError(str(error)) from error
+
+
+class _Nowhere(io.RawIOBase):
+    """Takes bytes and forgets them: verification without a second copy."""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        return memoryview(data).nbytes

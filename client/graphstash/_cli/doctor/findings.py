@@ -1,0 +1,90 @@
+"""Findings: what a check found, and what to do about it."""
+
+import queue
+import threading
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeVar
+
+__all__ = ["Finding", "State", "Topic", "fail", "ok", "skipped", "warn", "within"]
+
+_T = TypeVar("_T")
+
+
+class State(StrEnum):
+    """What a finding means for a job."""
+
+    OK = "ok"
+    WARN = "warn"
+    """The cache works, but not as well as it could, or not for long."""
+    FAIL = "fail"
+    """Jobs run without the cache, or without a part of it."""
+    SKIPPED = "skipped"
+    """Not checked, because an earlier check failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        name: what was checked.
+        state: what it means.
+        found: the result.
+        advice: how to fix it; empty if nothing is wrong.
+    """
+
+    name: str
+    state: State
+    found: str
+    advice: str = ""
+
+
+Topic = Generator[Finding, None, _T]
+"""Yields findings; returns what later topics need."""
+
+
+def ok(name: str, found: str) -> Finding:
+    """A check that found no problem."""
+    return Finding(name, State.OK, found)
+
+
+def warn(name: str, found: str, advice: str) -> Finding:
+    """A problem that leaves the cache working."""
+    return Finding(name, State.WARN, found, advice)
+
+
+def fail(name: str, found: str, advice: str) -> Finding:
+    """A problem that keeps the cache, or a part of it, from working."""
+    return Finding(name, State.FAIL, found, advice)
+
+
+def skipped(name: str, why: str) -> Finding:
+    """A check that was skipped."""
+    return Finding(name, State.SKIPPED, why)
+
+
+def within(seconds: float, work: Callable[[], _T]) -> _T:
+    """Runs work that may block for ever, such as reading a dead network disk, in a thread.
+
+    Raises:
+        TimeoutError: it did not finish within `seconds`; the thread is left behind.
+        OSError: as `work` raised it.
+    """
+    answers: queue.SimpleQueue[tuple[_T, None] | tuple[None, Exception]] = queue.SimpleQueue()
+
+    def answer() -> None:
+        try:
+            answers.put((work(), None))
+        except Exception as error:  # noqa: BLE001 - a thread's outermost frame: raised below
+            answers.put((None, error))
+
+    threading.Thread(target=answer, name="graphstash-doctor", daemon=True).start()
+    try:
+        result, error = answers.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"no answer within {seconds:g} s") from None
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value] # there is one where there is no error

@@ -1,0 +1,192 @@
+"""The local tier: the cache directory on this host's disk."""
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import monotonic, time
+from typing import Final
+
+from graphstash._artifacts.local_tier import FOLDERS
+from graphstash._cli.doctor.findings import Finding, fail, ok, warn, within
+from graphstash._cli.output import format_bytes, plural
+from graphstash.config import ClientConfig
+from graphstash_schema.own_files import open_own_directory
+
+__all__ = ["check_local", "file_system_of"]
+
+_LOOK_SECONDS: Final = 5.0
+"""Limit for reading the whole tier: a network file system may be dead or slow."""
+
+_STALE_SECONDS: Final = 24 * 3600.0
+"""A temporary file of this age belongs to a process that died; see `_artifacts/local_tier.py`."""
+
+_NETWORK: Final = re.compile(
+    r"nfs4?|cifs|smb3?|smbfs|lustre|gpfs|ceph|beegfs|afs|9p|glusterfs|wekafs"
+    r"|fuse\.(sshfs|s3fs|gcsfuse|goofys|rclone|glusterfs|ceph\S*|juicefs|blobfuse2?|mount-s3)"
+)
+"""Network file systems."""
+
+_MOUNTS: Final = Path("/proc/self/mountinfo")
+
+
+def check_local(config: ClientConfig) -> Iterator[Finding]:
+    """The directory of the local tier: writable, on a local disk, with free space."""
+    root = config.cache_dir
+    try:
+        yield from within(_LOOK_SECONDS * 2, partial(_look_at, root, int(config.local_limit)))
+    except TimeoutError:
+        yield fail(
+            "local tier",
+            f"{root} does not answer within {_LOOK_SECONDS * 2:g} s: probably a network file "
+            "system that hangs",
+            "set GRAPHSTASH_CACHE_DIR to a directory on a disk of this host",
+        )
+
+
+def _look_at(root: Path, limit_bytes: int) -> list[Finding]:
+    if limit_bytes == 0:
+        return [ok("local tier", "GRAPHSTASH_LOCAL_LIMIT=0: nothing is kept between jobs")]
+    if refusal := _refusal(root):
+        return [
+            fail(
+                "local tier",
+                f"{refusal}: every process uses a temporary directory instead and downloads "
+                "everything again",
+                f"set GRAPHSTASH_CACHE_DIR to a directory of {_user(os.geteuid())} that nobody "
+                "else can write to",
+            )
+        ]
+    return [*_contents(root, limit_bytes), *_place(root)]
+
+
+def _refusal(root: Path) -> str:
+    """Why no tier can be here; empty if one can. Creates nothing."""
+    for folder in (root, *(root / name for name in FOLDERS)):
+        place = next(path for path in (folder, *folder.parents) if _is_there(path))
+        try:
+            if place == folder:
+                os.close(open_own_directory(folder, open_to_others=0o777))
+            with tempfile.TemporaryFile(dir=place):
+                pass
+        except OSError as error:
+            return (
+                str(error) if not error.strerror else f"{place} cannot be written: {error.strerror}"
+            )
+    return ""
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return False
+    except OSError:  # a file where a folder should be, or a folder that is closed to this user
+        return False
+    return True
+
+
+@dataclass(slots=True)
+class _Sum:
+    count: int = 0
+    size_bytes: int = 0
+
+
+def _contents(root: Path, limit_bytes: int) -> Iterator[Finding]:
+    envelopes, stale = _Sum(), _Sum()
+    is_whole = _add_up(root, envelopes, stale)
+    place = next(path for path in (root, *root.parents) if path.is_dir())
+    free_bytes = shutil.disk_usage(place).free
+    more = "" if is_whole else "at least "
+    told = (
+        f"{root} holds {more}{format_bytes(envelopes.size_bytes)} of {format_bytes(limit_bytes)}; "
+        f"{format_bytes(free_bytes)} are free on its disk"
+    )
+    room = limit_bytes - envelopes.size_bytes
+    if free_bytes < room:
+        yield warn(
+            "local tier",
+            told,
+            "the disk will be full before the limit is reached: set GRAPHSTASH_LOCAL_LIMIT to "
+            f"{format_bytes(max(0, envelopes.size_bytes + free_bytes) * 0.9)} or less, or "
+            "GRAPHSTASH_CACHE_DIR to a larger disk",
+        )
+    else:
+        yield ok("local tier", told)
+    if stale.count:
+        yield warn(
+            "local tier",
+            f"{plural(stale.count, 'temporary file')} of processes that died "
+            f"({format_bytes(stale.size_bytes)} in {root / 'tmp'})",
+            "the next job that downloads or compiles something deletes them, or run: "
+            f"find {root / 'tmp'} -type f -mmin +1440 -delete",
+        )
+
+
+def _add_up(root: Path, envelopes: _Sum, stale: _Sum) -> bool:
+    """Counts what is there; False when time ran out before the end."""
+    oldest = time() - _STALE_SECONDS
+    deadline = monotonic() + _LOOK_SECONDS
+    for folder, _, names in os.walk(root):
+        if monotonic() > deadline:
+            return False
+        for name in names:
+            try:
+                status = os.lstat(Path(folder, name))
+            except OSError:  # another process evicts at the same time
+                continue
+            if Path(folder).name == "tmp":
+                if status.st_mtime < oldest:
+                    stale.count += 1
+                    stale.size_bytes += status.st_size
+            else:
+                envelopes.count += 1
+                envelopes.size_bytes += status.st_size
+    return True
+
+
+def _place(root: Path) -> Iterator[Finding]:
+    kind = file_system_of(root)
+    if _NETWORK.fullmatch(kind):
+        yield warn(
+            "local tier",
+            f"{root} is on a network file system ({kind}): slower than the server, and its locks "
+            "may not work between hosts",
+            "set GRAPHSTASH_CACHE_DIR to a directory on a disk of this host",
+        )
+
+
+def file_system_of(path: Path, *, mounts: Path = _MOUNTS) -> str:
+    """The type of the file system that a path is, or would be, on; empty where it is unknown.
+
+    Args:
+        path: absolute; need not exist.
+        mounts: the kernel's list, as in proc(5), section mountinfo.
+    """
+    try:
+        lines = mounts.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    found, kind = -1, ""
+    wanted = Path(os.path.realpath(path))
+    for line in lines:
+        fields, _, rest = line.partition(" - ")
+        if len(parts := fields.split()) > 4 and rest:
+            point = Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), parts[4]))
+            # Of two mounts on one place, the later one hides the earlier.
+            if wanted.is_relative_to(point) and len(point.parts) >= found:
+                found, kind = len(point.parts), rest.split()[0]
+    return kind
+
+
+def _user(uid: int) -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"

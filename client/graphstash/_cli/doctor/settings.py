@@ -1,0 +1,231 @@
+"""What the job is configured with: its settings, and the keys that sign and verify artifacts."""
+
+import difflib
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+
+from graphstash._cli.doctor.findings import Finding, Topic, fail, ok, warn
+from graphstash._cli.output import plural
+from graphstash._entry_points import AUTOLOAD
+from graphstash._http.tls import server_context
+from graphstash._trust.signing_keys import SigningKey, check_available
+from graphstash._trust.trusted_keys import TrustedKey, TrustedKeys
+from graphstash.config import (
+    ENVIRONMENT_PREFIX,
+    ClientConfig,
+    SignaturePolicy,
+    is_on_this_host,
+)
+from graphstash.errors import ConfigError
+from graphstash.hooks import HOOKS
+
+__all__ = ["check_settings", "check_signatures"]
+
+_ALIKE: Final = 0.85
+"""Similarity from which a variable is taken for a misspelled setting. The settings of the server
+share the prefix: the most similar pair of the two has 0.8."""
+
+_EXPIRES_SOON: Final = timedelta(days=14)
+
+_CODE: Final = "everyone who can write there can run code in this job"
+
+_OFF_RATHER: Final = "until then jobs run without the cache rather than with unchecked artifacts"
+
+
+def check_settings(
+    environ: Mapping[str, str], overrides: Mapping[str, Any]
+) -> Topic[ClientConfig | None]:
+    """The settings as a job would read them; None when they cannot be used.
+
+    Args:
+        environ: the environment.
+        overrides: options of the command line, by setting; None means not given.
+    """
+    yield from _unknown_variables(environ)
+    try:
+        config = ClientConfig.load(environ, **overrides)
+        if config.ca_file or config.client_cert:
+            server_context(config)
+    except ConfigError as error:
+        yield fail(
+            "settings",
+            f"{error}",
+            "correct the variable, or unset it to use the default; until then jobs run without the "
+            "cache",
+        )
+        return None
+    yield ok("settings", _told(environ, overrides))
+    yield from _what_they_mean(config)
+    return config
+
+
+def _told(environ: Mapping[str, str], overrides: Mapping[str, Any]) -> str:
+    """Which settings are not defaults, and their source; no values, which may be secrets."""
+    options = {name for name, value in overrides.items() if value is not None}
+    variables = {
+        variable
+        for name in ClientConfig.model_fields
+        if environ.get(variable := ENVIRONMENT_PREFIX + name.upper()) and name not in options
+    }
+    told = []
+    if variables:
+        told.append(f"{', '.join(sorted(variables))} from the environment")
+    if options:
+        told.append(f"{', '.join(f'--{name}' for name in sorted(options))} from the command line")
+    return "; ".join(told) or "all at their defaults"
+
+
+def _unknown_variables(environ: Mapping[str, str]) -> Iterator[Finding]:
+    settings = [ENVIRONMENT_PREFIX + name.upper() for name in ClientConfig.model_fields]
+    known = {*settings, AUTOLOAD}
+    others = []
+    for variable in sorted(environ):
+        if variable.startswith(ENVIRONMENT_PREFIX) and variable not in known:
+            if nearest := _nearest(variable, known):
+                yield warn(
+                    "settings",
+                    f"unknown setting {variable}, ignored",
+                    f"did you mean {nearest}?",
+                )
+            else:
+                others.append(variable)
+    if others:
+        yield ok("settings", f"not settings of a job, perhaps of the server: {', '.join(others)}")
+
+
+def _nearest(variable: str, known: set[str]) -> str | None:
+    bare = {name.removeprefix(ENVIRONMENT_PREFIX): name for name in known}
+    name = variable.removeprefix(ENVIRONMENT_PREFIX).upper()
+    found = difflib.get_close_matches(name, bare, n=1, cutoff=_ALIKE)
+    return bare[found[0]] if found else None
+
+
+def _what_they_mean(config: ClientConfig) -> Iterator[Finding]:
+    if not config.enabled:
+        yield warn(
+            "settings",
+            "the cache is disabled, and no hook is installed",
+            "unset GRAPHSTASH_ENABLED",
+        )
+    if config.read_only:
+        yield ok(
+            "settings", "GRAPHSTASH_READ_ONLY: this job downloads artifacts and publishes none"
+        )
+    if unknown := sorted(set(config.hooks) - set(HOOKS)):
+        near = difflib.get_close_matches(unknown[0], HOOKS, n=1)
+        yield fail(
+            "settings",
+            f"GRAPHSTASH_HOOKS: unknown hook {', '.join(unknown)}",
+            (f"did you mean {near[0]}? " if near else "")
+            + f"Use {', '.join(sorted(HOOKS))}; `graphstash run` refuses others",
+        )
+
+
+def check_signatures(config: ClientConfig) -> Iterator[Finding]:
+    """The policy, the trusted keys and this job's own key; and whom each namespace trusts."""
+    policy = config.signature_policy
+    if policy is SignaturePolicy.OFF:
+        yield from _trust_in_writers(config)
+    if policy is SignaturePolicy.OFF and config.signing_key is None:
+        yield ok("signatures", "not configured (GRAPHSTASH_TRUSTED_KEYS, GRAPHSTASH_SIGNING_KEY)")
+        return
+    try:
+        check_available()
+    except ConfigError as error:
+        yield fail("signatures", str(error), f"install it into this Python; {_OFF_RATHER}")
+        return
+    trusted = None
+    if config.trusted_keys is not None:
+        try:
+            trusted = TrustedKeys.read(config.trusted_keys)
+        except ConfigError as error:
+            yield fail(
+                "signatures",
+                str(error),
+                f"repair the file, or recreate it with `graphstash keys trust`; {_OFF_RATHER}",
+            )
+            return
+        yield from _check_trusted(config, trusted)
+    if config.signing_key is not None:
+        yield from _check_own(config, trusted)
+
+
+def _trust_in_writers(config: ClientConfig) -> Iterator[Finding]:
+    is_here = not config.url or is_on_this_host(config.url)
+    for namespace in config.readable:
+        told = f"{namespace!r}: signatures are not checked: {_CODE}"
+        advice = "set GRAPHSTASH_TRUSTED_KEYS to accept signed artifacts only"
+        yield ok("trust", told) if is_here else warn("trust", told, advice)
+
+
+def _check_trusted(config: ClientConfig, trusted: TrustedKeys) -> Iterator[Finding]:
+    policy, at = config.signature_policy, datetime.now(UTC)
+    revoked = {each.key_id for each in trusted.revoked}
+    live = [key for key in trusted.keys if key.key_id not in revoked]
+    yield ok(
+        "signatures",
+        f"policy {policy}; {config.trusted_keys} has {plural(len(live), 'trusted key')} and "
+        f"{plural(len(revoked), 'revoked key')}",
+    )
+    for namespace in config.readable:
+        names = [key.name or key.key_id for key in live if key.counts(namespace, at=at)]
+        if policy is SignaturePolicy.OFF:
+            continue
+        if names:
+            others = "" if policy is SignaturePolicy.REQUIRE else f", or unsigned: {_CODE}"
+            yield ok("trust", f"{namespace!r}: signed by {', '.join(names)}{others}")
+            continue
+        found = f"no key is trusted for namespace {namespace!r}"
+        advice = f"`graphstash keys trust <public key> --namespace {namespace}`"
+        if policy is SignaturePolicy.REQUIRE:
+            yield fail("signatures", f"{found}, so nothing from the server can be used", advice)
+        else:
+            yield warn("signatures", f"{found}, so only unsigned artifacts can be used", advice)
+    for key in live:
+        yield from _check_end(key, at)
+
+
+def _check_end(key: TrustedKey, at: datetime) -> Iterator[Finding]:
+    if key.not_after is None or key.not_after - at > _EXPIRES_SOON:
+        return
+    name = key.name or key.key_id
+    what = "expired on" if key.not_after < at else "expires on"
+    yield warn(
+        "signatures",
+        f"the trusted key {name!r} {what} {key.not_after:%Y-%m-%d %H:%M} UTC",
+        "sign with a new key and trust it beside this one (`graphstash keys generate`, `keys "
+        "trust`)",
+    )
+
+
+def _check_own(config: ClientConfig, trusted: TrustedKeys | None) -> Iterator[Finding]:
+    if config.signing_key is None:
+        return
+    try:
+        own = SigningKey.load(config.signing_key).key_id
+    except ConfigError as error:
+        yield fail("signing key", str(error), f"fix the file; {_OFF_RATHER}")
+        return
+    if trusted is None:
+        yield ok("signing key", f"{config.signing_key} signs as {own}")
+        return
+    for each in trusted.revoked:
+        if each.key_id == own:
+            yield fail(
+                "signing key",
+                f"{own} was revoked on {each.at:%Y-%m-%d}: jobs that trust the same keys reject "
+                "what it signs",
+                "run `graphstash keys generate`, and set GRAPHSTASH_SIGNING_KEY to the new key",
+            )
+            return
+    at = datetime.now(UTC)
+    if any(key.key_id == own and key.counts(config.namespace, at=at) for key in trusted.keys):
+        yield ok("signing key", f"{config.signing_key} signs as {own}, trusted here")
+    else:
+        yield warn(
+            "signing key",
+            f"{config.trusted_keys} does not trust {own} in {config.namespace!r}: jobs with the "
+            "same trusted keys reject what this job publishes",
+            f"run the line that `graphstash keys show {config.signing_key}` prints",
+        )

@@ -1,0 +1,48 @@
+"""Runs under `graphstash run` for `graphstash doctor --probe`: imports compilers, reports hooks.
+
+    python -m graphstash._cli.doctor.witness <report> <module>...
+
+The report is rewritten before every import, so that it names the import that killed Python.
+"""
+
+import importlib
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+__all__ = ["main"]
+
+
+class _Warnings(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.told.append(record.getMessage())
+
+
+def main(report: Path, modules: list[str]) -> None:
+    """Imports `modules` in their order and writes the result to `report`."""
+    heard = _Warnings()
+    logging.getLogger("graphstash").addHandler(heard)
+    told: dict[str, Any] = {"errors": [], "warnings": heard.told}
+    for module in modules:
+        told["importing"] = module
+        report.write_text(json.dumps(told))
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # noqa: BLE001 - any exception of a compiler is a result
+            told["errors"].append(f"import {module}: {type(error).__name__}: {error}"[:500])
+    # Whether the import alone has started the cache, as in a job that does not install it.
+    session = sys.modules.get("graphstash._process.session")
+    current = session.install() if session is not None else None
+    told["is_started"] = current is not None
+    told["hooks"] = current.hooks_in_place if current is not None else {}
+    report.write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,207 @@
+"""`graphstash keys`: manages signing keys and the list of trusted keys.
+
+Run `keys generate` where artifacts are compiled, and the `keys trust` line that it prints on a file
+that every job gets. To rotate, generate and trust a new key beside the old one, sign with the new
+one, then revoke the old one.
+"""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import ValidationError
+from rich.markup import escape
+from rich.table import Table
+
+from graphstash._cli.output import Json, fail, out, print_json
+from graphstash._trust.signing_keys import SigningKey
+from graphstash._trust.trusted_keys import RevokedKey, TrustedKey, TrustedKeys
+from graphstash.config import ClientConfig
+from graphstash.errors import ConfigError
+from graphstash_schema import InvalidValueError, NamespacePattern, SigningKeyId
+
+__all__ = ["keys"]
+
+keys = typer.Typer(
+    help="Manage signing keys and the list of trusted keys.",
+    no_args_is_help=True,
+)
+
+PrivateFile = Annotated[Path, typer.Argument(help="File of the private key")]
+TrustFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="Trusted-keys file [default: GRAPHSTASH_TRUSTED_KEYS]",
+    ),
+]
+
+
+@keys.command()
+def generate(path: PrivateFile, *, as_json: Json = False) -> None:
+    """Generate a signing key, and print the command that trusts it.
+
+    Then publish with GRAPHSTASH_SIGNING_KEY=PATH. Only the owner of the file may have access to it.
+    """
+    with _told():
+        _show_key(path, SigningKey.generate(path), as_json=as_json)
+
+
+@keys.command()
+def show(path: PrivateFile, *, as_json: Json = False) -> None:
+    """Print the public key and the id of a private key."""
+    with _told():
+        _show_key(path, SigningKey.load(path), as_json=as_json)
+
+
+@keys.command()
+def trust(
+    public: Annotated[str, typer.Argument(help="The public key, as `keys generate` prints it")],
+    *,
+    name: Annotated[str, typer.Option(help="Name of the key, for people")] = "",
+    namespace: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Namespaces in which to trust it, e.g. 'ci-*'; may be repeated [default: *]"
+        ),
+    ] = None,
+    not_after: Annotated[
+        datetime | None, typer.Option(help="Expiry (UTC): signatures are not accepted after it")
+    ] = None,
+    file: TrustFile = None,
+    as_json: Json = False,
+) -> None:
+    """Trust a key.
+
+    Running it again for the same key changes its name, namespaces and expiry.
+    """
+    with _told(), _changing(file) as (path, trusted):
+        key = TrustedKey(
+            public=public,
+            name=name,
+            namespaces=tuple(map(NamespacePattern, namespace or ["*"])),
+            not_after=not_after.replace(tzinfo=UTC) if not_after else None,
+        )
+        if any(revoked.key_id == key.key_id for revoked in trusted.revoked):
+            raise ConfigError(f"key {key.key_id} was revoked; see the reason in {path}")
+        others = tuple(each for each in trusted.keys if each.public != public)
+        TrustedKeys(keys=(*others, key), revoked=trusted.revoked).write(path)
+        _tell(f"trusted in {path}", {"file": str(path), **_described(key)}, as_json=as_json)
+
+
+@keys.command()
+def revoke(
+    key_id: Annotated[str, typer.Argument(help="The key's id; see `keys list`")],
+    *,
+    reason: Annotated[str, typer.Option(help="Reason, for people")],
+    file: TrustFile = None,
+    as_json: Json = False,
+) -> None:
+    """Revoke a key: nothing that it signed is used any more."""
+    with _told(), _changing(file) as (path, trusted):
+        revoked = RevokedKey(key_id=SigningKeyId(key_id), reason=reason, at=datetime.now(UTC))
+        others = tuple(each for each in trusted.revoked if each.key_id != key_id)
+        TrustedKeys(keys=trusted.keys, revoked=(*others, revoked)).write(path)
+        told = {"file": str(path), **revoked.model_dump(mode="json")}
+        _tell(f"revoked in {path}", told, as_json=as_json)
+
+
+@keys.command(name="list")
+def list_keys(*, file: TrustFile = None, as_json: Json = False) -> None:
+    """List trusted and revoked keys."""
+    with _told():
+        path = _file_of(file)
+        trusted = TrustedKeys.read(path)
+    if as_json:
+        shown = {
+            "file": str(path),
+            "keys": [_described(key) for key in trusted.keys],
+            "revoked": [key.model_dump(mode="json") for key in trusted.revoked],
+        }
+        print_json(shown)
+        return
+    revoked = {key.key_id: key for key in trusted.revoked}
+    table = Table("key", "name", "namespaces", "counts")
+    for key in trusted.keys:
+        table.add_row(
+            key.key_id, escape(key.name), ", ".join(key.namespaces), _standing(key, revoked)
+        )
+    for lost in revoked.keys() - {key.key_id for key in trusted.keys}:
+        table.add_row(lost, "", "", _revoked(revoked[lost]))
+    out.print(table)
+    out.print(escape(str(path)), soft_wrap=True)
+
+
+def _standing(key: TrustedKey, revoked: dict[SigningKeyId, RevokedKey]) -> str:
+    if key.key_id in revoked:
+        return _revoked(revoked[key.key_id])
+    if key.not_after is None:
+        return "[green]yes[/green]"
+    has_ended = key.not_after < datetime.now(UTC)
+    return f"[{'red]ended' if has_ended else 'green]until'}[/] {key.not_after:%Y-%m-%d %H:%M %Z}"
+
+
+def _revoked(key: RevokedKey) -> str:
+    return f"[red]revoked[/red] {key.at:%Y-%m-%d}: {escape(key.reason)}"
+
+
+def _show_key(path: Path, key: SigningKey, *, as_json: bool) -> None:
+    told = {"path": str(path), "key_id": key.key_id, "public": key.public_text}
+    _tell(f"graphstash keys trust {key.public_text} --name ...", told, as_json=as_json)
+
+
+def _tell(sentence: str, told: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print_json(told)
+        return
+    for name, value in told.items():
+        shown = ", ".join(value) if isinstance(value, list) else value
+        if shown:
+            out.print(f"{name:10} {escape(str(shown))}", soft_wrap=True)
+    out.print(escape(sentence), soft_wrap=True)
+
+
+def _described(key: TrustedKey) -> dict[str, Any]:
+    return {"key_id": key.key_id, **key.model_dump(mode="json")}
+
+
+def _file_of(file: Path | None) -> Path:
+    path = file or ClientConfig.load(signatures="off").trusted_keys
+    if path is None:
+        raise ConfigError(
+            "which trusted-keys file? Set GRAPHSTASH_TRUSTED_KEYS, which jobs read too, or pass "
+            "--file"
+        )
+    return path
+
+
+@contextmanager
+def _changing(file: Path | None) -> Iterator[tuple[Path, TrustedKeys]]:
+    """The file and its content, locked against other commands."""
+    path = _file_of(file)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = os.open(path.parent, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(f"trusted keys {path}: {error.strerror}") from None
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield path, TrustedKeys.read(path) if path.exists() else TrustedKeys()
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        what = ".".join(map(str, first["loc"]))
+        fail(f"{what}: {first['msg']}", status=2)
+    except (ConfigError, InvalidValueError) as error:
+        fail(str(error), status=2)

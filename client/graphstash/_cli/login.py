@@ -1,0 +1,168 @@
+"""`graphstash login --oidc`: exchanges the JWT of a CI system or a cluster for a token.
+
+A JWT may live for minutes, and nobody can revoke it. The token lives as long as the job, has its
+rights or fewer, and an administrator can revoke it.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import IO, Annotated, Final
+
+import typer
+from pydantic import SecretStr, ValidationError
+from rich.markup import escape
+
+from graphstash._cli.output import Json, Url, fail, out, print_json
+from graphstash._http.client import ServerClient
+from graphstash._http.identity import jwt_from_github, read_jwt
+from graphstash.config import ClientConfig
+from graphstash.errors import CacheError, ConfigError, Reason, RefusedError, TransportError
+from graphstash_schema import (
+    MIN_EXCHANGED_SECONDS,
+    TOKEN_FORM,
+    Grant,
+    TokenExchange,
+    TokenInfo,
+    TokenIssued,
+)
+from graphstash_schema.names import line_of
+
+__all__ = ["login"]
+
+_WAYS_OUT: Final = {
+    401: "does not accept the JWT: it has expired, or its issuer, its audience or its claims fit "
+    "no rule of the server (GRAPHSTASH_OIDC_*)",
+    404: "is older than this command: let jobs use the JWT itself as their token",
+}
+
+
+def login(
+    *,
+    oidc: Annotated[bool, typer.Option("--oidc", help="Log in with a JWT; the only way")] = False,
+    audience: Annotated[
+        str | None,
+        typer.Option(
+            help="Audience that the server requires; GitHub signs a JWT for it. The JWT in a file "
+            "has its own"
+        ),
+    ] = None,
+    jwt_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with the JWT, such as a projected service-account token of Kubernetes; - is "
+            "standard input. By default GitHub Actions is asked for one"
+        ),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(help="File that gets the token; by default GRAPHSTASH_TOKEN_FILE"),
+    ] = None,
+    grant: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A grant, as <scope>:<namespace or pattern>, that is all the token gets; may be "
+            "repeated. By default it gets all that the JWT has"
+        ),
+    ] = None,
+    hours: Annotated[
+        float | None,
+        typer.Option(
+            min=MIN_EXCHANGED_SECONDS / 3600,
+            max=24 * 365,
+            help="Lifetime of the token; by default as long as the server allows",
+        ),
+    ] = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Exchange a JWT of this job for a token that lives as long as the job, and store that.
+
+    Jobs read the token from the file that GRAPHSTASH_TOKEN_FILE names, also when a later login
+    replaces it. Example:
+
+        graphstash login --oidc --audience graphstash.internal --grant write:ci --hours 2
+    """
+    if not oidc:
+        fail("say how to log in: graphstash login --oidc", status=2)
+    try:
+        config = ClientConfig.load(url=url, token_file=token_file)
+        path = _place_of_token(config)
+        request = TokenExchange(
+            grants=tuple(map(Grant.parse, grant or ())),
+            lifetime_seconds=round(hours * 3600) if hours is not None else None,
+        )
+        with _replacing(path) as file:  # before a token exists
+            issued = _exchange(config, _jwt(jwt_file, audience), request)
+            file.write(issued.token + "\n")
+    except ValidationError as error:
+        fail(f"--grant, --hours: {error.errors(include_url=False)[0]['msg']}", status=2)
+    except (ConfigError, ValueError) as error:
+        fail(str(error), status=2)
+    except CacheError as error:
+        fail(str(error))
+    _show(issued.info, config, as_json=as_json)
+
+
+def _place_of_token(config: ClientConfig) -> Path:
+    if not config.url:
+        raise ConfigError("set GRAPHSTASH_URL to the server that is to give the token")
+    if config.token is not None:
+        raise ConfigError("GRAPHSTASH_TOKEN is set, and jobs prefer it to a file: unset it")
+    if config.token_file is None:
+        raise ConfigError("set GRAPHSTASH_TOKEN_FILE to the file from which jobs read tokens")
+    return config.token_file
+
+
+def _jwt(file: Path | None, audience: str | None) -> str:
+    if file is not None:
+        return read_jwt(file)
+    if audience is None:
+        # Not asked of the server: it could name another service's, and use the JWT there.
+        raise ConfigError("set --audience to what the server requires (GRAPHSTASH_OIDC_AUDIENCE)")
+    return jwt_from_github(audience)
+
+
+def _exchange(config: ClientConfig, jwt: str, request: TokenExchange) -> TokenIssued:
+    showing = config.model_copy(update={"token": SecretStr(jwt)})
+    with closing(ServerClient(showing)) as server:
+        try:
+            issued = server.exchange(request)
+        except RefusedError as error:
+            if error.status not in _WAYS_OUT:
+                raise
+            told = f"{config.url} {_WAYS_OUT[error.status]}"
+            raise RefusedError(told, code=error.code, status=error.status) from None
+    if TOKEN_FORM.fullmatch(issued.token) is None:
+        raise TransportError(Reason.PROTOCOL, f"{config.url} answered with something else")
+    return issued
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[IO[str]]:
+    """A file for its owner alone that takes the place of another one when it is written."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False)  # noqa: SIM115
+        try:
+            with file:
+                yield file
+            Path(file.name).replace(path)
+        except BaseException:
+            with suppress(OSError):
+                Path(file.name).unlink()
+            raise
+    except OSError as error:
+        raise ConfigError(f"GRAPHSTASH_TOKEN_FILE={path}: {error.strerror}") from None
+
+
+def _show(info: TokenInfo, config: ClientConfig, *, as_json: bool) -> None:
+    if as_json:
+        print_json(info.model_dump(mode="json") | {"file": str(config.token_file)})
+        return
+    grants = ", ".join(map(str, info.grants))
+    until = f" until {info.expires_at:%Y-%m-%d %H:%M} UTC" if info.expires_at else ""
+    who = line_of(info.description, most=200)
+    told = f"{config.url} knows this job as {who} ({grants}){until}; token {info.id}"
+    out.print(escape(f"{line_of(told, most=4096)} is in {config.token_file}"), soft_wrap=True)

@@ -1,0 +1,353 @@
+"""Fetch an artifact or compile it: the one path that every hook takes. It fails open.
+
+    local tier -> server -> lease: granted   compile here, publish in the background
+                                   ready     fetch it
+                                   held      wait, as long as `WaitBudget` allows
+    any error on the way                     compile here, counted under its reason
+
+Nothing in here raises because of the cache, and nothing waits without a bound.
+"""
+
+import logging
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Final
+
+from graphstash._artifacts.stash import Fetched, Stash
+from graphstash._compile.in_flight import HeldLease, InFlightCompile
+from graphstash._compile.stats import Counters
+from graphstash._compile.waiting import WaitBudget
+from graphstash._executor import BoundedExecutor
+from graphstash.config import ClientConfig
+from graphstash.errors import CacheError, ConflictError, LocalTierError, Reason, VerificationError
+from graphstash_schema import ArtifactKey, ArtifactMetadata, LeaseReply, LeaseState
+
+__all__ = ["CompileCache", "InFlightCompile"]
+
+_log = logging.getLogger("graphstash")
+
+_MIN_POLL_SECONDS: Final = 0.5
+
+_MAX_POLL_SECONDS: Final = 20.0
+"""One call's share of a longer wait: shorter than the idle time-outs of common proxies."""
+
+_OWN_COMPILE: Final = "this process compiles something itself, which that one may wait for"
+"""See `InFlightCompile.is_awaited`."""
+
+_DAMAGED: Final = (
+    *(Reason.DIGEST_MISMATCH, Reason.CORRUPT, Reason.WRONG_KEY, Reason.TOO_LARGE),
+    *(Reason.BAD_SIGNATURE, Reason.UNKNOWN_KEY, Reason.REVOKED_KEY, Reason.UNSIGNED),
+)
+"""Reasons for which an artifact is stored under the key, but of no use."""
+
+_GOODBYE_SECONDS: Final = 2.0
+"""How long a job that ends may take to release its leases."""
+
+_READY_WITHOUT_ARTIFACT: Final = 3
+"""How often "it is ready" may turn out to be a miss before one compiles."""
+
+
+class CompileCache:
+    """Finds artifacts or hands out compilations; one per process.
+
+    Attributes:
+        waits: how long it may still wait for compilations of others.
+
+    Args:
+        stash: closed by whoever made it.
+        counters: what happened.
+        publisher: runs uploads; drained and closed by whoever made it.
+    """
+
+    def __init__(self, stash: Stash, *, counters: Counters, publisher: BoundedExecutor) -> None:
+        self.stash = stash
+        self.counters = counters
+        self.publisher = publisher
+        self.waits = WaitBudget(stash.config.wait_seconds)
+        # Each use is one bytecode operation: safe between threads.
+        self._open: set[InFlightCompile] = set()
+        self._leases: list[HeldLease] = []
+        self._used: dict[ArtifactKey, None] = {}
+
+    @property
+    def config(self) -> ClientConfig:
+        """The settings of this job."""
+        return self.stash.config
+
+    @property
+    def used(self) -> tuple[ArtifactKey, ...]:
+        """Every artifact that this process found or stored, in order of first use."""
+        return tuple(self._used)
+
+    def get_or_compile(
+        self,
+        key: ArtifactKey,
+        compile_payload: Callable[[], bytes],
+        *,
+        parts: Mapping[str, str] | None = None,
+        toolchain: str = "",
+    ) -> bytes:
+        """The payload of an artifact: fetched if any job has compiled it, else compiled here.
+
+        Args:
+            key: what is wanted.
+            compile_payload: makes it; its exceptions pass through.
+            parts: what the fingerprint was made of; shown when a miss is explained.
+            toolchain: versions, for people and retention.
+        """
+        found = self.fetch_bytes_or_start(key)
+        if isinstance(found, bytes):
+            return found
+        started = monotonic()
+        try:
+            compiled = compile_payload()
+        except BaseException:
+            found.abandon()
+            raise
+        found.publish_bytes(
+            compiled,
+            compile_seconds=monotonic() - started,
+            parts=parts or {},
+            toolchain=toolchain,
+        )
+        return compiled
+
+    def fetch_bytes_or_start(
+        self, key: ArtifactKey, *, lease: bool = True
+    ) -> bytes | InFlightCompile:
+        """The verified payload, or its compilation: `fetch_or_start` for those that want bytes."""
+        try:
+            with tempfile.TemporaryDirectory(
+                prefix="graphstash-", ignore_cleanup_errors=True
+            ) as directory:
+                payload = Path(directory) / "payload"
+                compilation = self.fetch_or_start(key, payload, lease=lease)
+                return payload.read_bytes() if compilation is None else compilation
+        except OSError as error:
+            self.record_fallback(LocalTierError(str(error)))
+            return self._begin(key, fallback_reason=Reason.LOCAL_IO)
+
+    def fetch_or_start(
+        self, key: ArtifactKey, destination: Path, *, lease: bool = True
+    ) -> InFlightCompile | None:
+        """Writes the artifact's payload to `destination`, or hands out its compilation.
+
+        Never raises. Waits for another job's compilation as long as the job's `WaitBudget` allows.
+
+        Args:
+            key: what is wanted.
+            destination: gets the payload.
+            lease: whether to ask for the right to compile, and to wait while somebody has it.
+
+        Returns:
+            None when the verified payload is at `destination`.
+        """
+        fallback_reason: Reason | None = None
+        wanted = True
+        held: HeldLease | None = None
+        try:
+            is_found = self._found(key, destination, since=monotonic()) is not None
+            if not is_found and lease and not self.stash.server.is_read_only:
+                is_found, held = self._wait_or_start(key, destination)
+            if is_found:
+                return None
+            self.counters.add(misses=1)
+        except CacheError as error:
+            self.record_fallback(error)
+            fallback_reason = error.reason
+            # What did not verify is still stored under the key; a second upload is refused anyway,
+            # unless the server finds its bytes damaged and drops them.
+            wanted = error.reason not in _DAMAGED or self._is_healed(key, error.reason)
+        except Exception as error:  # noqa: BLE001 - the hook's outermost frame: training goes on
+            _log.debug("cache look-up failed", exc_info=True)
+            fallback_reason = Reason.INTERNAL
+            self.record_fallback(CacheError(fallback_reason, repr(error)))
+        return self._begin(key, lease=held, fallback_reason=fallback_reason, wanted=wanted)
+
+    def begin(self, key: ArtifactKey) -> InFlightCompile:
+        """Hands out a compilation without a look-up."""
+        return self._begin(key)
+
+    def reject(self, key: ArtifactKey, detail: str) -> None:
+        """Counts that the compiler could not load a verified artifact; this host forgets it."""
+        self.stash.forget(key)
+        self.record_fallback(CacheError(Reason.REJECTED, detail))
+
+    def get(self, key: ArtifactKey) -> bytes | None:
+        """The payload if it is stored; never raises or compiles."""
+        try:
+            with tempfile.TemporaryDirectory(
+                prefix="graphstash-", ignore_cleanup_errors=True
+            ) as directory:
+                payload = Path(directory) / "payload"
+                return payload.read_bytes() if self.try_fetch(key, payload) else None
+        except OSError as error:
+            self.record_fallback(LocalTierError(str(error)))
+            return None
+
+    def try_fetch(self, key: ArtifactKey, destination: Path) -> bool:
+        """Writes the payload to `destination` if it is stored; never raises or compiles."""
+        try:
+            return self._found(key, destination, since=monotonic()) is not None
+        except CacheError as error:
+            self.record_fallback(error)
+        except Exception as error:  # noqa: BLE001 - the hook's outermost frame: training goes on
+            self.record_fallback(CacheError(Reason.INTERNAL, repr(error)))
+        return False
+
+    def store(
+        self, key: ArtifactKey, payload: Path, metadata: ArtifactMetadata, *, local_only: bool
+    ) -> bool:
+        """Publishes an artifact; never raises. True when the server has it afterwards."""
+        self.waits.compiled(metadata.compile_seconds)
+        try:
+            sent = self.stash.put(key, payload, metadata, local_only=local_only)
+        except ConflictError:
+            self.counters.add(conflicts=1)
+            self._used[key] = None
+            return True
+        except CacheError as error:
+            self.record_fallback(error)
+            return False
+        except Exception as error:  # noqa: BLE001 - a background thread's outermost frame
+            _log.debug("publishing failed", exc_info=True)
+            self.record_fallback(CacheError(Reason.INTERNAL, repr(error)))
+            return False
+        if sent:
+            self.counters.add(published=1, published_bytes=sent)
+            self._used[key] = None
+        return bool(sent)
+
+    def record_fallback(self, error: CacheError) -> None:
+        """Counts a fallback; the first of each reason is logged."""
+        if self.counters.fallback(error.reason):
+            _log.warning(
+                "graphstash: %s; continuing without the cache (further %r errors are counted, not "
+                "logged)",
+                error,
+                error.reason.value,
+            )
+
+    def forget(self, compilation: InFlightCompile) -> None:
+        """A compilation has ended."""
+        self._open.discard(compilation)
+
+    def abandon_unfinished(self) -> None:
+        """Releases the leases of unfinished compilations; uploads continue."""
+        for compilation in tuple(self._open):
+            if compilation.is_compiling:
+                with suppress(Exception):
+                    compilation.abandon()
+
+    def abandon_all(self) -> None:
+        """Releases every lease, so that no other job waits for one that ends."""
+        for compilation in tuple(self._open):
+            with suppress(Exception):
+                compilation.abandon()
+        until = monotonic() + _GOODBYE_SECONDS
+        for lease in self._leases:
+            lease.join(max(0.0, until - monotonic()))
+
+    def _begin(
+        self,
+        key: ArtifactKey,
+        *,
+        lease: HeldLease | None = None,
+        fallback_reason: Reason | None = None,
+        wanted: bool = True,
+    ) -> InFlightCompile:
+        compilation = InFlightCompile(
+            self, key, lease=lease, fallback_reason=fallback_reason, wanted=wanted
+        )
+        self._open.add(compilation)
+        return compilation
+
+    def _is_healed(self, key: ArtifactKey, reason: Reason) -> bool:
+        """Tells the server that its bytes were not those it announced; True when it agrees."""
+        if reason is not Reason.DIGEST_MISMATCH or self.stash.server.is_read_only:
+            return False
+        try:
+            return self.stash.server.verify(key).healed
+        except Exception as error:  # noqa: BLE001 - on the way of the hook's outermost frame
+            _log.debug("the server cannot verify %s: %r", key, error)
+            return False
+
+    def _found(self, key: ArtifactKey, destination: Path, *, since: float) -> Fetched | None:
+        """Fetches the artifact; what was saved is its compilation less all the time `since`."""
+        started = monotonic()
+        try:
+            fetched = self._copy_unsent(key, destination) or self.stash.fetch(key, destination)
+        except VerificationError as error:
+            for refused in error.earlier:
+                self.record_fallback(refused)
+            if error.namespace in (None, self.config.namespace):
+                raise
+            # What lies elsewhere keeps nobody from publishing a sound one here.
+            self.record_fallback(error)
+            return None
+        if fetched is None:
+            return None
+        for refused in fetched.refused:
+            self.record_fallback(refused)
+        now = monotonic()
+        self._used[key] = None
+        self.counters.add(
+            **{f"hits_{fetched.source}": 1},
+            unsigned=int(fetched.is_unsigned),
+            fetched_bytes=fetched.size_bytes,
+            fetch_seconds=now - started,
+            saved_seconds=max(0.0, fetched.compile_seconds - (now - since)),
+        )
+        return fetched
+
+    def _copy_unsent(self, key: ArtifactKey, destination: Path) -> Fetched | None:
+        """What this process has compiled and not yet stored is there already."""
+        for compilation in tuple(self._open):
+            if compilation.key == key and (copied := compilation.copy_unsent(destination)):
+                return copied
+        return None
+
+    def _hold(self, key: ArtifactKey, reply: LeaseReply) -> HeldLease:
+        lease = HeldLease(
+            self.stash.server,
+            key,
+            token=reply.token or "",
+            ttl_seconds=reply.ttl_seconds or self.config.lease_seconds,
+            budget_seconds=max(self.config.wait_seconds, self.config.lease_seconds),
+        )
+        self._leases = [*(held for held in self._leases if not held.is_over), lease]
+        return lease
+
+    def _wait_or_start(self, key: ArtifactKey, destination: Path) -> tuple[bool, HeldLease | None]:
+        """Waits until the artifact is at `destination` (True) or somebody has to compile it."""
+        is_awaited = any(each.is_awaited for each in tuple(self._open))
+        started = monotonic()
+        false_promises = 0
+        with self.waits.wait() as wait:
+            while True:
+                asked, seconds = monotonic(), min(_MAX_POLL_SECONDS, wait.left)
+                reply = self.stash.server.acquire(key, wait_seconds=seconds)
+                match reply.state:
+                    case LeaseState.GRANTED:
+                        return False, self._hold(key, reply)
+                    case LeaseState.READY:
+                        if (found := self._found(key, destination, since=started)) is not None:
+                            wait.saved_seconds = found.compile_seconds
+                            if wait.has_begun:
+                                self.counters.add(waits=1, wait_seconds=monotonic() - started)
+                            return True, None
+                        false_promises += 1
+                        if false_promises >= _READY_WITHOUT_ARTIFACT:
+                            return False, None
+                    case LeaseState.HELD:
+                        holder = reply.holder or "another job"
+                        why_not = _OWN_COMPILE if is_awaited else wait.why_not(holder)
+                        if why_not is not None:
+                            detail = f"{holder} still compiles {key}: {why_not}"
+                            raise CacheError(Reason.WAIT_BUDGET, detail)
+                        # A server that answers at once, as it is closing, is not asked at once.
+                        if seconds:
+                            sleep(max(0.0, min(asked + _MIN_POLL_SECONDS - monotonic(), wait.left)))

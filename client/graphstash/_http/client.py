@@ -1,0 +1,310 @@
+"""ServerClient: the calls of one server.
+
+It stores and interprets nothing: blobs are files that are checked against the digest that the
+server announced. `_artifacts` knows what is inside them.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import IO, Final, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from graphstash._http.download import Downloaded, download
+from graphstash._http.transport import Answer, Transport
+from graphstash._trust.provenance import BoundedReader
+from graphstash.config import ClientConfig, holder_name
+from graphstash.errors import (
+    ConflictError,
+    LeaseLostError,
+    Reason,
+    RefusedError,
+    TransportError,
+)
+from graphstash_schema import (
+    ArtifactInfo,
+    ArtifactKey,
+    ArtifactMetadata,
+    Digest,
+    LeaseOutcome,
+    LeaseReply,
+    LeaseRequest,
+    LookupRequest,
+    LookupResponse,
+    Manifest,
+    ManifestName,
+    ManifestUpdate,
+    Namespace,
+    ReportReason,
+    ReportRequest,
+    ReportResponse,
+    ServerStats,
+    TokenExchange,
+    TokenIssued,
+    VerifyResponse,
+)
+from graphstash_schema.protocol import (
+    ADMIN_PREFIX,
+    API_PREFIX,
+    HEADER_LEASE,
+    HEADER_METADATA,
+    MAX_LOOKUP_KEYS,
+    MAX_MANIFEST_ENTRIES,
+)
+
+__all__ = ["ServerClient"]
+
+_CHUNK_BYTES: Final = 1024**2
+
+_VERIFY_SECONDS: Final = 5.0
+"""A server reads some gigabytes in that time; if it needs longer, the next client retries."""
+
+_EXCHANGE_SECONDS: Final = 10.0
+"""The server may have to fetch the identity provider's keys, which takes up to 5 seconds."""
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+class ServerClient:
+    """Calls one server; safe for many threads.
+
+    Methods without a `namespace` argument use the one that the job writes to.
+
+    Args:
+        config: URL, namespaces, limits.
+
+    Raises:
+        ConfigError: on construction, when a file that it names cannot be used.
+    """
+
+    def __init__(self, config: ClientConfig) -> None:
+        self.config = config
+        self._transport = Transport(config)
+        self._may_write = True
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is a server; without one, every call raises `CacheError`."""
+        return bool(self.config.url)
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether this job publishes nothing: by its settings, without a server, or refused."""
+        return self.config.read_only or not self._may_write or not self.is_known
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._transport.close()
+
+    def download(
+        self, key: ArtifactKey, target: IO[bytes], *, namespace: Namespace | None = None
+    ) -> Downloaded | None:
+        """Writes an artifact's blob to the file `target` and checks its digest.
+
+        Returns:
+            What came, None for a miss.
+
+        Raises:
+            CacheError: the server does not answer, or its bytes are not what it announced.
+        """
+        path = key.artifact_path(namespace or self.config.namespace)
+        return download(self._transport, path, target, config=self.config)
+
+    def upload(
+        self, key: ArtifactKey, blob: IO[bytes], digest: Digest, metadata: ArtifactMetadata
+    ) -> None:
+        """Publishes a blob: the bytes at the beginning of a file that have the digest.
+
+        Raises:
+            ConflictError: other bytes are stored under the key and stay.
+            CacheError: the server does not accept it.
+        """
+        with self._writing():
+            self._transport.upload(
+                key.artifact_path(self.config.namespace),
+                headers={"Repr-Digest": digest.repr_digest, HEADER_METADATA: metadata.to_header()},
+                chunks=_read_chunks(blob, digest.size_bytes),
+                size_bytes=digest.size_bytes,
+            )
+
+    def lookup(self, keys: Iterable[ArtifactKey]) -> LookupResponse:
+        """Asks which of many artifacts the server has; more than 1,000 take several calls.
+
+        Raises:
+            CacheError: the server does not answer.
+        """
+        wanted = tuple(keys)
+        found: list[ArtifactInfo] = []
+        missing: list[ArtifactKey] = []
+        for start in range(0, len(wanted), MAX_LOOKUP_KEYS):
+            request = LookupRequest(keys=wanted[start : start + MAX_LOOKUP_KEYS])
+            answer = self._transport.call(
+                "POST",
+                f"{API_PREFIX}/{self.config.namespace}/artifacts:lookup",
+                json=request.model_dump_json().encode(),
+            )
+            reply = _parsed(LookupResponse, answer)
+            found += reply.found
+            missing += reply.missing
+        return LookupResponse(found=tuple(found), missing=tuple(missing))
+
+    def verify(self, key: ArtifactKey) -> VerifyResponse:
+        """Asks the server to read an artifact's blob again, and to drop it if it is damaged.
+
+        Raises:
+            CacheError: the server does not answer.
+        """
+        answer = self._transport.call(
+            "POST",
+            f"{API_PREFIX}/{self.config.namespace}/artifacts:verify",
+            json=key.model_dump_json().encode(),
+            patience_seconds=_VERIFY_SECONDS,
+        )
+        return _parsed(VerifyResponse, answer)
+
+    def report(
+        self,
+        key: ArtifactKey,
+        *,
+        digest: Digest,
+        reason: ReportReason,
+        namespace: Namespace | None = None,
+    ) -> ReportResponse:
+        """Reports an artifact as wrong, so that an administrator reviews it.
+
+        Raises:
+            CacheError: the server does not accept it.
+        """
+        request = ReportRequest(key=key, digest=str(digest), reason=reason)
+        answer = self._transport.call(
+            "POST",
+            f"{API_PREFIX}/{namespace or self.config.namespace}/artifacts:report",
+            json=request.model_dump_json().encode(),
+        )
+        return _parsed(ReportResponse, answer)
+
+    def acquire(self, key: ArtifactKey, *, wait_seconds: float = 0.0) -> LeaseReply:
+        """Acquires the right to compile; waits on the server while another job holds it.
+
+        Raises:
+            CacheError: the server does not answer.
+        """
+        request = LeaseRequest(holder=holder_name(), ttl_seconds=self.config.lease_seconds)
+        with self._writing():
+            answer = self._transport.call(
+                "POST",
+                key.lease_path(self.config.namespace),
+                headers={"Prefer": f"wait={math.ceil(wait_seconds)}"},
+                json=request.model_dump_json().encode(),
+                patience_seconds=wait_seconds,
+            )
+        return _parsed(LeaseReply, answer)
+
+    def renew(self, key: ArtifactKey, token: str) -> None:
+        """Keeps a lease alive.
+
+        Raises:
+            LeaseLostError: it expired.
+            CacheError: the server does not answer.
+        """
+        request = LeaseRequest(holder=holder_name(), ttl_seconds=self.config.lease_seconds)
+        self._transport.call(
+            "PUT",
+            key.lease_path(self.config.namespace),
+            headers={HEADER_LEASE: token},
+            json=request.model_dump_json().encode(),
+        )
+
+    def release(self, key: ArtifactKey, token: str, outcome: LeaseOutcome) -> None:
+        """Ends a lease; waiters fetch the artifact, or the next of them compiles.
+
+        Raises:
+            LeaseLostError: it had expired.
+            CacheError: the server does not answer.
+        """
+        self._transport.call(
+            "DELETE",
+            f"{key.lease_path(self.config.namespace)}?outcome={outcome}",
+            headers={HEADER_LEASE: token},
+        )
+
+    def manifest(self, name: ManifestName) -> Manifest | None:
+        """The artifacts that earlier runs of a job used; None when there were none.
+
+        Raises:
+            CacheError: the server does not answer.
+        """
+        answer = self._transport.call("GET", self._manifest_path(name))
+        return None if answer.status == 404 else _parsed(Manifest, answer)
+
+    def update_manifest(self, name: ManifestName, keys: Iterable[ArtifactKey]) -> None:
+        """Adds what this run used.
+
+        Raises:
+            CacheError: the server does not accept it.
+        """
+        newest = tuple(keys)[-MAX_MANIFEST_ENTRIES:]
+        body = ManifestUpdate(keys=newest).model_dump_json().encode()
+        with self._writing():
+            self._transport.call("PUT", self._manifest_path(name), json=body)
+
+    def server_stats(self) -> ServerStats:
+        """The server's statistics.
+
+        Raises:
+            CacheError: the server does not answer.
+        """
+        return _parsed(ServerStats, self._transport.call("GET", f"{API_PREFIX}/stats"))
+
+    def exchange(self, request: TokenExchange) -> TokenIssued:
+        """Exchanges the JWT that the configuration has as its token for a token of the server.
+
+        Raises:
+            CacheError: the server does not accept it.
+        """
+        answer = self._transport.call(
+            "POST",
+            f"{ADMIN_PREFIX}/tokens:exchange",
+            json=request.model_dump_json(exclude_none=True).encode(),
+            patience_seconds=_EXCHANGE_SECONDS,
+        )
+        return _parsed(TokenIssued, answer)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """After a write without the right to, this job only reads."""
+        try:
+            yield
+        except (ConflictError, LeaseLostError):
+            raise
+        except RefusedError as error:
+            # A namespace that a token cannot even read answers 404. Without a token, 401 says the
+            # same, and reading may still work.
+            is_right_missing = error.status in (403, 404)
+            if not is_right_missing and not (error.status == 401 and self._transport.is_anonymous):
+                raise
+            self._may_write = False
+            told = f"{error.detail}; this job only reads from now on"
+            raise RefusedError(told, code=error.code, status=error.status) from None
+
+    def _manifest_path(self, name: ManifestName) -> str:
+        return f"{API_PREFIX}/{self.config.namespace}/manifests/{name}"
+
+
+def _read_chunks(file: IO[bytes], size_bytes: int) -> Iterator[bytes]:
+    file.seek(0)
+    envelope = BoundedReader(file, size_bytes)  # its provenance follows it in the file
+    while chunk := envelope.read(_CHUNK_BYTES):
+        yield chunk
+
+
+def _parsed(model: type[_Model], answer: Answer) -> _Model:
+    try:
+        return model.model_validate_json(answer.body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the answer"
+        raise TransportError(
+            Reason.PROTOCOL, f"not a {model.__name__}: {where}: {first['msg']}"
+        ) from None

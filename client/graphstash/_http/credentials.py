@@ -1,0 +1,149 @@
+"""Credentials: the bearer token for the server.
+
+    GRAPHSTASH_TOKEN         or
+    GRAPHSTASH_TOKEN_FILE    read again whenever the file changes: those of Kubernetes rotate; or
+    netrc                    the password that `$NETRC` or `~/.netrc` has for the server's host
+
+A refused token is not sent again for a minute, unless another one has replaced it. Without a token
+there is no such pause: anonymous readers may be refused one call and get the next.
+"""
+
+import logging
+import netrc
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic
+from typing import Final
+from urllib.parse import urlsplit
+
+from graphstash._trust.trusted_keys import file_stamp
+from graphstash.config import TOKEN, ClientConfig, is_on_this_host, netrc_path
+from graphstash.errors import CacheError, Reason
+
+__all__ = ["Credentials"]
+
+_log = logging.getLogger("graphstash")
+
+_REFUSED_SECONDS: Final = 60.0
+"""How long a refused token is not sent."""
+
+_MAX_TOKEN_FILE_BYTES: Final = 16 * 1024
+
+
+class Credentials:
+    """Finds the token; safe for many threads.
+
+    Args:
+        config: where the token is, and the server's URL.
+        clock: seconds that never run backwards.
+    """
+
+    def __init__(self, config: ClientConfig, *, clock: Callable[[], float] = monotonic) -> None:
+        self._config = config
+        self._clock = clock
+        self._lock = threading.Lock()  # guards the fields below
+        self._stamp: tuple[int, ...] = ()
+        self._from_file = ""
+        self._from_netrc: str | None = None  # not looked for yet
+        self._refused: tuple[str, float] | None = None
+        self._is_warned = False
+
+    def token(self) -> str:
+        """The bearer token; empty without one.
+
+        Raises:
+            CacheError: the token's file cannot be read, or the token was refused lately.
+        """
+        with self._lock:
+            token = self._find()
+            if self._refused is not None:
+                refused, until = self._refused
+                if refused == token and self._clock() < until:
+                    raise CacheError(Reason.UNAUTHENTICATED, f"{self._config.url}: {self._advice}")
+            if token and not self._is_warned:
+                self._is_warned = True
+                self._warn_where_others_read_along()
+            return token
+
+    @property
+    def is_anonymous(self) -> bool:
+        """Whether there is no token; known after the first call of `token`."""
+        config = self._config
+        return config.token is None and config.token_file is None and not self._from_netrc
+
+    def refused(self, token: str) -> str:
+        """Records that the server refused a token, and returns what to do about it."""
+        with self._lock:
+            if token:
+                self._refused = (token, self._clock() + _REFUSED_SECONDS)
+            return self._advice
+
+    @property
+    def _advice(self) -> str:
+        if self._config.token is not None:
+            return "the server rejected GRAPHSTASH_TOKEN; it may be revoked or expired"
+        if self._config.token_file is not None:
+            return f"the server rejected the token in {self._config.token_file}"
+        if self._from_netrc:
+            return f"the server rejected the token from {netrc_path()}"
+        told = "the server requires a token: set GRAPHSTASH_TOKEN (an administrator creates one)"
+        if is_on_this_host(self._config.url):
+            told += ", or unset GRAPHSTASH_URL to use your own server on this host"
+        return told
+
+    def _find(self) -> str:
+        if self._config.token is not None:
+            return self._config.token.get_secret_value()
+        if self._config.token_file is not None:
+            return self._read(self._config.token_file)
+        if self._from_netrc is None:
+            self._from_netrc = _from_netrc(urlsplit(self._config.url).hostname or "")
+        return self._from_netrc
+
+    def _read(self, path: Path) -> str:
+        try:
+            stamp = file_stamp(path)
+            if not stamp or stamp != self._stamp:
+                with path.open("rb") as file:
+                    token = file.read(_MAX_TOKEN_FILE_BYTES).decode("ascii", "replace").strip()
+                if TOKEN.fullmatch(token) is None:
+                    raise CacheError(
+                        Reason.UNAUTHENTICATED,
+                        f"GRAPHSTASH_TOKEN_FILE={path} does not hold a valid token",
+                    )
+                self._stamp, self._from_file = stamp, token
+        except OSError as error:
+            raise CacheError(
+                Reason.UNAUTHENTICATED, f"GRAPHSTASH_TOKEN_FILE={path}: {error.strerror}"
+            ) from None
+        return self._from_file
+
+    def _warn_where_others_read_along(self) -> None:
+        # Teams on private networks may do without TLS, so this is only a warning.
+        if self._config.url.startswith("http:") and not is_on_this_host(self._config.url):
+            _log.warning(
+                "graphstash: the token is sent to %s unencrypted; use https://",
+                self._config.url,
+            )
+
+
+def _from_netrc(host: str) -> str:
+    path = netrc_path()
+    if path is None:
+        return ""
+    try:
+        # Only an entry of this host: netrc's `default` would be sent to any server.
+        entry = netrc.netrc(str(path)).hosts.get(host)
+    except OSError:  # most users have none
+        return ""
+    except (netrc.NetrcParseError, UnicodeDecodeError) as error:
+        # Its message may hold a part of a password.
+        line = getattr(error, "lineno", None)
+        _log.warning("graphstash: cannot parse %s (line %s); ignoring it", path, line)
+        return ""
+    token = (entry[2] or "") if entry else ""
+    if token and TOKEN.fullmatch(token) is None:
+        _log.warning("graphstash: the password for %s in %s is not a valid token", host, path)
+        return ""
+    return token

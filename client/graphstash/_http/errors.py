@@ -1,0 +1,143 @@
+"""Errors of the wire: what httpx raises, and what a refusal says, as the classes of `errors.py`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import httpx
+from pydantic import ValidationError
+
+from graphstash._http.tls import tls_failure
+from graphstash.errors import (
+    BusyError,
+    ConflictError,
+    LeaseLostError,
+    Reason,
+    RefusedError,
+    TransportError,
+)
+from graphstash_schema import ErrorCode, Problem
+from graphstash_schema.protocol import HEADER_ACCEPT_REDIRECT, HEADER_PROTOCOL, PROTOCOL_VERSION
+
+__all__ = ["named_failures", "problem_of", "read_small", "refuse_errors", "retry_after"]
+
+_SMALL_BODY_BYTES: Final = 4 * 1024**2
+"""Limit for an answer that is read into memory: a lookup of 1,000 keys takes about 1 MiB."""
+
+_MAX_SMALL_VALUES: Final = 100_000
+"""Limit for the values in such an answer: parsed, each takes a hundred times its bytes."""
+
+_MAX_PROBLEM_BYTES: Final = 64 * 1024
+
+_CLASS_OF_CODE: Final[dict[ErrorCode, type[RefusedError]]] = {
+    ErrorCode.CONFLICT: ConflictError,
+    ErrorCode.LEASE_LOST: LeaseLostError,
+}
+
+# Python's own servers end a connection without a certificate of the client without an alert.
+_NO_CERTIFICATE: Final = (
+    " A server that requires a client certificate can also end a connection like this: see "
+    "GRAPHSTASH_CLIENT_CERT and GRAPHSTASH_CLIENT_KEY"
+)
+
+
+@contextmanager
+def named_failures(url: str) -> Iterator[None]:
+    """Turns httpx's exceptions into ours, most specific first (a test checks that none is left)."""
+    try:
+        with _tls_first(url):
+            yield
+    except httpx.ConnectTimeout as error:
+        raise TransportError(Reason.CONNECT, f"{url}: the connection timed out") from error
+    except httpx.TimeoutException as error:
+        raise TransportError(Reason.TIMEOUT, f"{url}: {type(error).__name__}") from error
+    except (httpx.ConnectError, httpx.ProxyError, httpx.UnsupportedProtocol) as error:
+        raise TransportError(Reason.CONNECT, f"{url}: {error}") from error
+    except httpx.RemoteProtocolError as error:
+        reason = _reason_of(error)
+        advice = _NO_CERTIFICATE if reason is Reason.RESET and url.startswith("https:") else ""
+        raise TransportError(reason, f"{url}: {error}{advice}") from error
+    except httpx.NetworkError as error:
+        raise TransportError(Reason.RESET, f"{url}: {error}") from error
+    except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
+        raise TransportError(Reason.PROTOCOL, f"{url}: {error}") from error
+
+
+@contextmanager
+def _tls_first(url: str) -> Iterator[None]:
+    """With TLS 1.3, a server refuses a client certificate at the first read, not on connect."""
+    try:
+        yield
+    except httpx.NetworkError as error:
+        if told := tls_failure(error):
+            raise TransportError(Reason.TLS, f"{url}: {told}") from error
+        raise
+
+
+def _reason_of(error: httpx.RemoteProtocolError) -> Reason:
+    # httpx has one class for three cases and tells them apart in the text only.
+    text = str(error)
+    if "peer closed connection without sending complete message body" in text:
+        return Reason.TRUNCATED
+    return Reason.RESET if "disconnected without sending" in text else Reason.PROTOCOL
+
+
+def refuse_errors(response: httpx.Response, *, url: str) -> None:
+    """Raises unless the caller can use the answer; the 404 of a GET is a miss, not an error.
+
+    Raises:
+        CacheError: the server refused, is busy or is not a graphstash server.
+    """
+    status = response.status_code
+    if response.headers.get(HEADER_PROTOCOL) != str(PROTOCOL_VERSION) and status < 500:
+        raise TransportError(
+            Reason.PROTOCOL,
+            f"{url} answered {status} without {HEADER_PROTOCOL}: "
+            f"{PROTOCOL_VERSION}; is it a graphstash server?",
+        )
+    if status < 300 or (status == 404 and response.request.method == "GET"):
+        return
+    if status == 307 and HEADER_ACCEPT_REDIRECT in response.request.headers:
+        return
+    if status < 400:
+        raise TransportError(Reason.PROTOCOL, f"unexpected redirect ({status})")
+    problem = problem_of(read_small(response, most=_MAX_PROBLEM_BYTES))
+    detail = problem.detail if problem else f"{url} answered {status}"
+    if status in (429, 503):
+        raise BusyError(detail, retry_after_seconds=retry_after(response))
+    code = problem.code if problem else None
+    kind = _CLASS_OF_CODE.get(code, RefusedError) if code else RefusedError
+    raise kind(detail, code=code, status=status)
+
+
+def read_small(response: httpx.Response, *, most: int = _SMALL_BODY_BYTES) -> bytes:
+    """The body of an answer, which is at most so large and has at most so many values.
+
+    Raises:
+        TransportError: it is larger than any small answer.
+    """
+    body = bytearray()
+    for chunk in response.iter_raw():
+        body += chunk
+        if len(body) > most:
+            raise TransportError(Reason.PROTOCOL, f"the answer exceeds the limit of {most} bytes")
+    if sum(map(body.count, (b"{", b"[", b","))) > _MAX_SMALL_VALUES:
+        raise TransportError(
+            Reason.PROTOCOL, f"the answer exceeds the limit of {_MAX_SMALL_VALUES} values"
+        )
+    return bytes(body)
+
+
+def problem_of(body: bytes) -> Problem | None:
+    """The problem document in a body; None when it is something else."""
+    try:
+        return Problem.model_validate_json(body)
+    except ValidationError:
+        return None
+
+
+def retry_after(response: httpx.Response) -> float:
+    """The pause in seconds that a server asks for."""
+    # The HTTP-date form of Retry-After is not worth a parser here: our server sends seconds.
+    value = response.headers.get("Retry-After", "")
+    return float(value) if value.isascii() and value.isdigit() else 1.0

@@ -1,0 +1,77 @@
+"""JWTs of the identity provider of this job: CI systems and Kubernetes sign them for their jobs.
+
+`graphstash login --oidc` exchanges one for a token of the server.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Final
+
+import httpx
+
+from graphstash._http.errors import named_failures, read_small
+from graphstash.config import TOKEN, github_token_request
+from graphstash.errors import CacheError, ConfigError, Reason
+
+__all__ = ["jwt_from_github", "read_jwt"]
+
+_MAX_BYTES: Final = 16 * 1024
+_SECONDS: Final = 10.0
+
+
+def read_jwt(path: Path) -> str:
+    """The JWT in a file, such as a projected service-account token; `-` is standard input.
+
+    Raises:
+        ConfigError: when it cannot be read, or holds something else.
+    """
+    try:
+        if str(path) == "-":
+            raw = sys.stdin.buffer.read(_MAX_BYTES)
+        else:
+            with path.open("rb") as file:
+                raw = file.read(_MAX_BYTES)
+    except OSError as error:
+        raise ConfigError(f"--jwt-file {path}: {error.strerror}") from None
+    return _checked(raw.decode("ascii", "replace").strip(), f"--jwt-file {path}")
+
+
+def jwt_from_github(audience: str) -> str:
+    """A new JWT for this job of GitHub Actions.
+
+    Raises:
+        ConfigError: when this is no such job, or it may not have one.
+        CacheError: when GitHub does not answer.
+    """
+    request = github_token_request()
+    if request is None:
+        raise ConfigError(
+            "there is no JWT to log in with: give its file with --jwt-file (- for standard input); "
+            "a job of GitHub Actions needs `permissions: id-token: write`"
+        )
+    with named_failures("ACTIONS_ID_TOKEN_REQUEST_URL"):
+        url = httpx.URL(request[0]).copy_merge_params({"audience": audience})
+    place = f"{url.scheme}://{url.host}"
+    with (
+        named_failures(place),
+        # Unlike calls of the cache, this one goes through the proxy of the CI system.
+        httpx.Client(timeout=_SECONDS) as client,
+        client.stream("GET", url, headers={"Authorization": f"Bearer {request[1]}"}) as response,
+    ):
+        body = read_small(response)
+        if response.status_code != 200:
+            raise CacheError(
+                Reason.REFUSED, f"{place} gives no JWT: it answered {response.status_code}"
+            )
+    try:
+        value = json.loads(body)["value"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        value = None
+    return _checked(value if isinstance(value, str) else "", place)
+
+
+def _checked(jwt: str, source: str) -> str:
+    if jwt.count(".") != 2 or TOKEN.fullmatch(jwt) is None:
+        raise ConfigError(f"{source} holds no JWT of at most 8192 characters")
+    return jwt

@@ -1,0 +1,288 @@
+"""Transport: makes one call, which ends with an answer or a `CacheError`.
+
+Time is bounded everywhere: for the connection, for every byte waited for, and for the whole call.
+Failures feed the circuit breaker; a pause that the server asks for is kept.
+"""
+
+import ssl
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import httpx
+
+from graphstash._http.circuit_breaker import CircuitBreaker
+from graphstash._http.credentials import Credentials
+from graphstash._http.deadline import Deadline, ProcessClient
+from graphstash._http.errors import named_failures, read_small, refuse_errors
+from graphstash._http.tls import server_context, storage_context
+from graphstash.config import ClientConfig
+from graphstash.errors import BusyError, CacheError, Reason, RefusedError, TransportError
+from graphstash_schema.protocol import (
+    HEADER_ACCEPT_REDIRECT,
+    HEADER_PROTOCOL,
+    PROTOCOL_VERSION,
+)
+
+__all__ = ["Answer", "Transport"]
+
+_SLOWEST_UPLOAD_BYTES_PER_SECOND: Final = 256 * 1024
+"""Uploads run in the background; below this rate they are given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer below 400, or the 404 of a GET.
+
+    Attributes:
+        status: the HTTP status.
+        headers: by name, in any case.
+        body: empty for a streamed call.
+        is_redirected: whether the bytes come from another place than the server.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes = b""
+    is_redirected: bool = False
+
+
+class Transport:
+    """Talks to one server; safe for many threads, and for a forked child.
+
+    Args:
+        config: URL, credentials and time limits.
+        breaker: shared by all calls of this transport.
+
+    Raises:
+        ConfigError: on construction, when a certificate's file cannot be used.
+
+    Attributes:
+        takes_redirects: whether downloads may come from where the server says. The first that
+            fails there ends this for the process, and says nothing against the server.
+    """
+
+    def __init__(self, config: ClientConfig, *, breaker: CircuitBreaker | None = None) -> None:
+        self._config = config
+        self._breaker = breaker or CircuitBreaker()
+        self._credentials = Credentials(config)
+        # Loading the system's certificate authorities takes some 20 ms: it is delayed until needed.
+        self._context = server_context(config) if config.ca_file or config.client_cert else None
+        headers = {HEADER_PROTOCOL: str(PROTOCOL_VERSION), "User-Agent": "graphstash"}
+        self._client = ProcessClient(config.url, context=self._tls, headers=headers)
+        self._storage = ProcessClient(context=lambda: storage_context(config))
+        self.takes_redirects = True
+
+    @property
+    def is_anonymous(self) -> bool:
+        """Whether the server is shown no token; known after the first call."""
+        return self._credentials.is_anonymous
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        json: bytes | None = None,
+        patience_seconds: float = 0.0,
+    ) -> Answer:
+        """Makes a call whose answer is small.
+
+        Args:
+            method: HTTP method.
+            path: begins with a slash.
+            headers: beside the protocol header.
+            json: body, already serialized.
+            patience_seconds: how much longer than usual the first byte may take (long poll).
+
+        Returns:
+            The answer; a GET's 404 is one too, because a miss is not an error.
+
+        Raises:
+            CacheError: of the class and reason that fit.
+        """
+        sent = dict(headers or {})
+        if json is not None:
+            sent["Content-Type"] = "application/json"
+        deadline = Deadline(
+            self._config.connect_seconds + 2 * self._config.first_byte_seconds + patience_seconds
+        )
+        with self._stream(
+            method,
+            path,
+            headers=sent,
+            content=json,
+            patience_seconds=patience_seconds,
+            deadline=deadline,
+        ) as response:
+            return Answer(response.status_code, response.headers, read_small(response))
+
+    @contextmanager
+    def download(
+        self, path: str, *, deadline: Deadline
+    ) -> Iterator[tuple[Answer, Iterator[bytes]]]:
+        """Streams an answer's body; at the end its length has been checked.
+
+        Raises:
+            CacheError: of the class and reason that fit, also while the body is iterated.
+        """
+        headers = {"Accept-Encoding": "identity"}  # a proxy must not touch the bytes
+        if self.takes_redirects:
+            headers[HEADER_ACCEPT_REDIRECT] = "1"
+        with self._stream("GET", path, headers=headers, deadline=deadline) as response:
+            answer = Answer(response.status_code, response.headers)
+            if answer.status != 307:
+                yield answer, response.iter_raw(1024**2)
+                return
+            read_small(response)
+        try:
+            with self._followed(answer, deadline) as followed:
+                yield followed
+        except TransportError:
+            self.takes_redirects = False
+            raise
+
+    @contextmanager
+    def _followed(
+        self, answer: Answer, deadline: Deadline
+    ) -> Iterator[tuple[Answer, Iterator[bytes]]]:
+        """What the server announced, and the bytes from the storage that it redirects to.
+
+        The storage gets no token, no certificate and no header of ours but the one that keeps the
+        bytes as they are. The digest that the server announced proves what comes back.
+        """
+        location = answer.headers.get("Location", "")
+        place = _place_of(location)
+        with named_failures(place):
+            url = httpx.URL(location)
+            if url.scheme not in ("http", "https") or not url.host:
+                raise httpx.UnsupportedProtocol(f"a redirect to {place}")
+            _, transport = self._storage.connected()
+            # Past the client: it would add headers, and log the URL, which is a key to the blob.
+            request = httpx.Request(
+                "GET",
+                url,
+                headers={"Accept-Encoding": "identity"},
+                extensions={"timeout": self._timeout().as_dict()},
+            )
+            with transport.within(deadline), closing(transport.handle_request(request)) as response:
+                response.request = request
+                if response.status_code != 200:
+                    raise TransportError(
+                        Reason.PROTOCOL, f"{place} answered {response.status_code}"
+                    )
+                headers = httpx.Headers(dict(answer.headers))
+                headers["Content-Length"] = response.headers.get("Content-Length", "")
+                yield Answer(200, headers, is_redirected=True), response.iter_raw(1024**2)
+
+    def upload(
+        self, path: str, *, headers: Mapping[str, str], chunks: Iterable[bytes], size_bytes: int
+    ) -> Answer:
+        """Streams a body of known length out.
+
+        Raises:
+            CacheError: of the class and reason that fit.
+        """
+        sent = dict(headers) | {
+            "Content-Length": str(size_bytes),
+            "Content-Type": "application/octet-stream",
+        }
+        # The server answers after its fsync, and a disk under load may take seconds for that.
+        patience = 10.0
+        deadline = Deadline(patience + size_bytes / _SLOWEST_UPLOAD_BYTES_PER_SECOND)
+        with self._stream(
+            "PUT", path, headers=sent, content=chunks, patience_seconds=patience, deadline=deadline
+        ) as response:
+            return Answer(response.status_code, response.headers, read_small(response))
+
+    def close(self) -> None:
+        """Closes the connections of this process."""
+        self._client.close()
+        self._storage.close()
+
+    def _timeout(self, patience_seconds: float = 0.0) -> httpx.Timeout:
+        return httpx.Timeout(
+            self._config.first_byte_seconds + patience_seconds,
+            connect=self._config.connect_seconds,
+            pool=self._config.first_byte_seconds,
+        )
+
+    def _tls(self) -> ssl.SSLContext | None:
+        if self._context is None and self._config.url.startswith("https:"):
+            self._context = server_context(self._config)
+        return self._context
+
+    @contextmanager
+    def _stream(
+        self,
+        method: str,
+        path: str,
+        *,
+        deadline: Deadline,
+        headers: Mapping[str, str],
+        content: bytes | Iterable[bytes] | None = None,
+        patience_seconds: float = 0.0,
+    ) -> Iterator[httpx.Response]:
+        if not self._config.url:
+            raise CacheError(
+                Reason.NO_SERVER,
+                "set GRAPHSTASH_URL, or start a server on this host with `graphstash serve`",
+            )
+        token = self._credentials.token()
+        if not self._breaker.allows():
+            raise TransportError(Reason.CIRCUIT_OPEN, "earlier calls failed; the client pauses")
+        timeout = self._timeout(patience_seconds)
+        try:
+            with named_failures(self._config.url):
+                client, transport = self._client.connected()
+                with (
+                    transport.within(deadline),
+                    client.stream(
+                        method,
+                        path,
+                        headers=headers,
+                        content=content,
+                        timeout=timeout,
+                        auth=_Bearer(token) if token else None,
+                    ) as response,
+                ):
+                    refuse_errors(response, url=self._config.url)
+                    yield response
+        except BusyError as error:
+            self._breaker.pause(error.retry_after_seconds)
+            raise
+        except TransportError:
+            self._breaker.failed()
+            raise
+        except RefusedError as error:
+            if error.reason is Reason.SERVER_ERROR:
+                self._breaker.failed()
+            else:
+                self._breaker.succeeded()
+            if error.status == 401:
+                advice = self._credentials.refused(token)
+                told = f"{error.detail} ({self._config.url}: {advice})"
+                raise RefusedError(told, code=error.code, status=401) from None
+            raise
+        else:
+            self._breaker.succeeded()
+
+
+class _Bearer(httpx.Auth):
+    """Sends a token. As an object, the token appears in no log and in no traceback."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        """Called by httpx, which hides this header whenever it prints a request."""
+        request.headers["Authorization"] = f"Bearer {self._token}"
+        yield request
+
+
+def _place_of(location: str) -> str:
+    """The part of a link that may be logged: its path and query are a key to the blob."""
+    scheme, separator, rest = location.partition("://")
+    return f"{scheme[:8]}{separator}{rest.partition('/')[0][:255]}"

@@ -1,0 +1,3 @@
+"""One training process, from install to exit."""
+
+__all__: list[str] = []

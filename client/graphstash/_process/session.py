@@ -1,0 +1,323 @@
+"""Session: everything the cache has running in one training process, from install to exit.
+
+There is one session per process, because there is one compiler per process to put it into: this
+module's `_current` is the package's only mutable global.
+"""
+
+import atexit
+import json
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from graphstash import hooks
+from graphstash._artifacts.stash import Stash
+from graphstash._compile.cache import CompileCache
+from graphstash._compile.stats import Counters, Stats
+from graphstash._executor import BoundedExecutor
+from graphstash.config import TOLD, ClientConfig
+from graphstash.errors import CacheError, ConfigError, VerificationError
+from graphstash_schema import ArtifactKey, ManifestName
+
+__all__ = ["Session", "add_hook", "get_or_compile", "install", "stats", "uninstall"]
+
+_log = logging.getLogger("graphstash")
+
+_MANIFEST_SECONDS = 5.0
+"""Longest prefetch that may still run when the job ends."""
+
+
+class Session:
+    """Owns the stash, the publisher and the installed hooks of this process."""
+
+    def __init__(self, config: ClientConfig) -> None:
+        self.config = config
+        self._pid = os.getpid()
+        self._closed = False
+        self._counters = Counters()
+        self._stash = Stash(config)  # first, because it may refuse its settings
+        self._publisher = BoundedExecutor(
+            "graphstash-publish", workers=1, capacity=config.publish_queue
+        )
+        self._prefetcher = BoundedExecutor("graphstash-prefetch", workers=1, capacity=1)
+        self._cache = CompileCache(self._stash, counters=self._counters, publisher=self._publisher)
+        self._hooks: dict[str, hooks.Hook | None] = {}
+
+    @property
+    def cache(self) -> CompileCache:
+        """What hooks use, and programs that compile something of their own."""
+        return self._cache
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has ended; the compilers of this process continue without it."""
+        return self._closed
+
+    @property
+    def hooks_in_place(self) -> Mapping[str, bool]:
+        """For every hook whose compiler was imported, whether it could be installed."""
+        return {name: hook is not None for name, hook in self._hooks.items()}
+
+    def stats(self) -> Stats:
+        """What the cache did so far."""
+        return self._counters.snapshot()
+
+    def add_hook(self, name: str) -> None:
+        """Installs a hook once; a hook that cannot be installed is logged and left out."""
+        if name in self._hooks or self._closed:
+            return
+        self._hooks[name] = None
+        try:
+            self._hooks[name] = hooks.install(name, self._cache)
+        except Exception as error:  # noqa: BLE001 - a hook's outermost frame: training goes on
+            _log.warning("graphstash: cannot install the %s hook: %s", name, error)
+            _log.debug("hook installation failed", exc_info=True)
+        # Exit handlers run last in, first out: uploads come before what compilers and hooks undo.
+        atexit.unregister(self.close)
+        atexit.register(self.close)
+
+    def end_in_child(self) -> None:
+        """Stops publishing in a forked child that has no session: its threads stayed behind."""
+        publisher = BoundedExecutor("graphstash-publish", workers=1, capacity=1)
+        publisher.close()
+        self._cache.publisher = publisher  # what is compiled gives its lease back at once
+
+    def take_over(self, parent: "Session") -> None:
+        """Takes over a parent's hooks in its forked child."""
+        for name, hook in parent._hooks.items():  # noqa: SLF001 - the same class
+            self._hooks[name] = None
+            with suppress(Exception):
+                if hook is not None and hook.after_fork(self._cache):
+                    self._hooks[name] = hook
+
+    def close(self) -> None:
+        """Removes the hooks, waits for uploads within the limit, and prints the summary."""
+        if self._closed or self._pid != os.getpid():  # a forked child does not own the session
+            return
+        self._closed = True
+        for hook in self._hooks.values():
+            if hook is not None:
+                with suppress(Exception):
+                    hook.close()
+        if not self._publisher.drain(self.config.drain_seconds):
+            _log.warning(
+                "graphstash: uploads did not finish within %g s (GRAPHSTASH_DRAIN_SECONDS)",
+                self.config.drain_seconds,
+            )
+        self._publisher.close()
+        self._cache.abandon_all()
+        self._remember()
+        self._prefetcher.drain(_MANIFEST_SECONDS)
+        self._prefetcher.close()
+        stats = self.stats()
+        with suppress(OSError):
+            self._stash.close()
+        self._tell(stats)
+
+    def name_job(self, job: str) -> None:
+        """Remembers this job's artifacts under a name from now on, and starts the prefetch.
+
+        Changes nothing if the job has a name already.
+
+        Raises:
+            InvalidValueError: the name is malformed.
+        """
+        if self.config.job is None:
+            self.config = self.config.model_copy(update={"job": ManifestName(job)})
+            self.start_prefetch()
+
+    def start_prefetch(self) -> None:
+        """Starts to download this job's artifacts to the local tier, if the job has a name."""
+        if self.config.job is not None and self._stash.server.is_known:
+            self._prefetcher.submit(self._prefetch)
+
+    def _prefetch(self) -> None:
+        """Downloads what earlier runs of this job used, most recent first."""
+        if self.config.job is None:
+            return
+        try:
+            manifest = self._stash.server.manifest(self.config.job)
+            for entry in manifest.entries if manifest else ():
+                if self._closed:
+                    return
+                with suppress(VerificationError):  # met, and counted, if the job wants it
+                    self._stash.ensure_local(entry.key)
+        except CacheError as error:
+            self._cache.record_fallback(error)
+
+    def _remember(self) -> None:
+        if self.config.job is None or self._stash.server.is_read_only or not self._cache.used:
+            return
+        with suppress(CacheError, OSError):
+            self._stash.server.update_manifest(self.config.job, self._cache.used)
+
+    def _tell(self, stats: Stats) -> None:
+        if not (stats.hits or stats.misses or stats.published or stats.fallbacks):
+            return
+        if self.config.summary:
+            print(f"graphstash: {stats.summary()}", file=sys.stderr, flush=True)  # noqa: T201
+        if self.config.stats_file is not None:
+            record = {"pid": os.getpid(), "argv": sys.argv, **asdict(stats)}
+            # One write of one line: several processes may append to the same file.
+            line = (json.dumps(record) + "\n").encode()
+            try:
+                with self.config.stats_file.open("ab", buffering=0) as file:
+                    file.write(line)
+            except OSError as error:
+                _log.warning("graphstash: %s: %s", self.config.stats_file, error)
+
+
+_lock = threading.RLock()  # guards `_current`; re-entrant because a hook's import may install
+_current: Session | None = None
+
+
+def install(**settings: Any) -> Session | None:
+    """Starts the cache in this process and puts a hook into every compiler that it knows.
+
+    Compilers that are not imported yet get their hook on import. A second call changes nothing, and
+    says so where it wants other settings; where it asks for more checks of signatures than the
+    first one, the cache ends instead.
+
+    Args:
+        settings: fields of `ClientConfig`; they win over `GRAPHSTASH_*` variables.
+
+    Returns:
+        The session, or None when a setting cannot be used or the cache is switched off; the job
+        then runs without the cache, and a warning says why.
+    """
+    session = _session(settings)
+    if session is not None:
+        hooks.install_when_needed(session.config.hooks, session.add_hook)
+    return session
+
+
+def add_hook(name: str) -> None:
+    """Starts the cache if need be and installs one hook; called when a compiler was imported."""
+    session = _session({})
+    if session is not None and name in session.config.hooks:
+        session.add_hook(name)
+
+
+def uninstall() -> None:
+    """Removes all hooks and ends the session, as at the end of the process."""
+    global _current  # noqa: PLW0603 - see the module's docstring
+    with _lock:
+        if _current is not None:
+            atexit.unregister(_current.close)
+            _current.close()
+            _current = None
+
+
+def stats() -> Stats:
+    """What the cache did for this process so far; all zeros when it is not installed."""
+    with _lock:
+        return _current.stats() if _current is not None else Stats()
+
+
+def get_or_compile(
+    key: ArtifactKey,
+    compile_payload: Callable[[], bytes],
+    *,
+    parts: Mapping[str, str] | None = None,
+    toolchain: str = "",
+) -> bytes:
+    """Returns an artifact that any job has compiled, or compiles it now.
+
+    Starts the cache in this process if need be. Args as in `CompileCache.get_or_compile`.
+    """
+    session = _session({})
+    if session is None:
+        return compile_payload()
+    return session.cache.get_or_compile(key, compile_payload, parts=parts, toolchain=toolchain)
+
+
+def _after_fork() -> None:
+    """A child owns neither its parent's threads nor its sockets: it gets a session of its own."""
+    global _current, _lock  # noqa: PLW0603 - see the module's docstring
+    parent = _current
+    _lock = threading.RLock()  # another thread of the parent may have held it
+    if parent is None or parent.is_closed:
+        return
+    try:
+        _current = Session(parent.config)
+    except (ConfigError, OSError):
+        _current = None
+        parent.end_in_child()
+        return
+    _current.take_over(parent)
+    atexit.register(_current.close)
+    # Children of `multiprocessing` leave without exit handlers, but with handlers of its own, which
+    # it forgets once more after the fork, before it calls what is registered here.
+    if (util := sys.modules.get("multiprocessing.util")) is not None:
+        util.register_after_fork(_current, _close_with_multiprocessing)
+
+
+def _close_with_multiprocessing(session: Session) -> None:
+    from multiprocessing.util import Finalize
+
+    Finalize(None, session.close, exitpriority=100)
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _session(settings: dict[str, Any]) -> Session | None:
+    global _current  # noqa: PLW0603 - see the module's docstring
+    with _lock:
+        if _current is None:
+            try:
+                config = ClientConfig.load(**settings)
+                if not config.enabled:
+                    return None
+                _current = Session(config)
+            except (ConfigError, OSError) as error:
+                _log.warning("graphstash: disabled: %s", error)
+                return None
+            _tell_once(config)
+            _current.start_prefetch()
+            atexit.register(_current.close)
+        elif settings and not _current.is_closed and not _keeps_to(_current, settings):
+            return None
+        return None if _current.is_closed else _current
+
+
+def _tell_once(config: ClientConfig) -> None:
+    """Says what whoever starts the job should know; not again in processes that this one starts."""
+    if not os.environ.get(TOLD):
+        for notice in config.notices:
+            _log.warning("graphstash: %s", notice)
+        os.environ[TOLD] = "1"
+
+
+def _keeps_to(session: Session, settings: dict[str, Any]) -> bool:
+    """Whether a running session may continue although `install` was called with these settings."""
+    try:
+        wanted = ClientConfig.load(**settings)
+    except ConfigError as error:
+        _log.warning("graphstash: %s; keeping the current settings", error)
+        return True
+    others = sorted(
+        name for name in settings if getattr(wanted, name) != getattr(session.config, name)
+    )
+    if not others:
+        return True
+    if wanted.signature_policy.is_stricter_than(session.config.signature_policy):
+        session.close()
+        _log.warning(
+            "graphstash: disabled: already running without the signature check that install() "
+            "requested (%s); set GRAPHSTASH_TRUSTED_KEYS, or call install() before any compiler is "
+            "imported",
+            ", ".join(others),
+        )
+        return False
+    _log.warning(
+        "graphstash: already running with a different %s; set GRAPHSTASH_*, or call install() "
+        "before any compiler is imported",
+        ", ".join(others),
+    )
+    return True

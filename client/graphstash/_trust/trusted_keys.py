@@ -1,0 +1,202 @@
+"""Trusted keys: the keys whose signatures are accepted, in which namespaces and until when.
+
+A JSON file, written by `graphstash keys` or by hand, and read again when it changes:
+
+    {"version": 1,
+     "keys": [{"public": "<base64url of 32 bytes>", "name": "ci 2026",
+               "namespaces": ["trusted", "ci-*"], "not_after": null}],
+     "revoked": [{"key_id": "<32 hex digits>", "reason": "stolen", "at": "2026-05-01T00:00Z"}]}
+
+Rotation: trust the new key beside the old, sign with the new one, then revoke the old one. What a
+revoked key has signed is no longer used, whenever it was signed.
+"""
+
+import base64
+import os
+import tempfile
+import threading
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final, Literal, Self
+
+from pydantic import (
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+)
+
+from graphstash._trust.signing_keys import is_safe
+from graphstash.errors import ConfigError, LocalTierError
+from graphstash_schema import Namespace, NamespacePattern, SigningKeyId, key_id_of
+
+__all__ = ["MAX_KEYS", "RevokedKey", "TrustStore", "TrustedKey", "TrustedKeys", "file_stamp"]
+
+MAX_KEYS: Final = 1000
+"""Limit of trusted, and of revoked keys."""
+
+_MAX_FILE_BYTES: Final = 1024**2
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class TrustedKey(_Record):
+    """A key whose signatures are accepted in some namespaces."""
+
+    public: str = Field(
+        pattern=r"^[A-Za-z0-9_-]{43}$", description="32 bytes, base64url without padding"
+    )
+    name: str = Field(default="", max_length=200, description="name of the key, for people")
+    namespaces: tuple[NamespacePattern, ...] = Field(
+        default=(NamespacePattern("*"),), min_length=1, max_length=64
+    )
+    not_after: AwareDatetime | None = Field(
+        default=None, description="expiry, by this host's clock"
+    )
+
+    @field_validator("public")
+    @classmethod
+    def _check_public(cls, value: str) -> str:
+        if not is_safe(base64.urlsafe_b64decode(value + "=")):
+            raise ValueError(
+                "this is no Ed25519 public key, or one of small order, for which anybody can make "
+                "signatures"
+            )
+        return value
+
+    @property
+    def raw(self) -> bytes:
+        """The 32 bytes."""
+        return base64.urlsafe_b64decode(self.public + "=")
+
+    @property
+    def key_id(self) -> SigningKeyId:
+        """The id of the key in signatures."""
+        return key_id_of(self.raw)
+
+    def counts(self, namespace: Namespace, *, at: datetime) -> bool:
+        """Whether its signatures are accepted in a namespace."""
+        is_current = self.not_after is None or at <= self.not_after
+        return is_current and any(pattern.matches(namespace) for pattern in self.namespaces)
+
+
+class RevokedKey(_Record):
+    """A key whose signatures are never accepted."""
+
+    key_id: SigningKeyId
+    reason: str = Field(default="", max_length=1000)
+    at: AwareDatetime
+
+
+class TrustedKeys(_Record):
+    """The content of the file."""
+
+    version: Literal[1] = 1
+    keys: tuple[TrustedKey, ...] = Field(default=(), max_length=MAX_KEYS)
+    revoked: tuple[RevokedKey, ...] = Field(default=(), max_length=MAX_KEYS)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Reads a file.
+
+        Raises:
+            ConfigError: it cannot be read or parsed; names the field.
+        """
+        try:
+            with path.open("rb") as file:
+                raw = file.read(_MAX_FILE_BYTES + 1)
+        except OSError as error:
+            raise ConfigError(f"trusted keys {path}: {error.strerror}") from None
+        if len(raw) > _MAX_FILE_BYTES:
+            raise ConfigError(f"trusted keys {path}: more than {_MAX_FILE_BYTES} bytes")
+        try:
+            return cls.model_validate_json(raw)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"])) or "the file"
+            raise ConfigError(
+                f"trusted keys {path}: {where}: {first['msg']}; see `graphstash keys --help`"
+            ) from None
+
+    def write(self, path: Path) -> None:
+        """Replaces a file atomically.
+
+        Raises:
+            ConfigError: the disk refuses.
+        """
+        text = self.model_dump_json(indent=2) + "\n"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+                file.write(text)
+            # It holds no secret, and every job of the host may read it.
+            Path(file.name).chmod(0o644)
+            Path(file.name).replace(path)
+        except OSError as error:
+            raise ConfigError(f"trusted keys {path}: {error.strerror}") from None
+
+
+class TrustStore:
+    """The file as it is now; safe for many threads.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        ConfigError: on construction, when it cannot be used.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()  # guards the fields below
+        self._stamp = file_stamp(path)
+        self._keys = TrustedKeys.read(path)
+
+    def now(self) -> TrustedKeys:
+        """What it holds.
+
+        Raises:
+            LocalTierError: it has changed and cannot be used: nothing is trusted meanwhile.
+        """
+        with self._lock:
+            stamp = file_stamp(self._path)
+            if stamp != self._stamp:
+                try:
+                    self._keys = TrustedKeys.read(self._path)
+                except ConfigError as error:
+                    raise LocalTierError(str(error)) from None
+                self._stamp = stamp
+            return self._keys
+
+    def revoked(self, key_id: SigningKeyId) -> RevokedKey | None:
+        """Whether a key was revoked, and why.
+
+        Raises:
+            LocalTierError: see `now`.
+        """
+        return next((each for each in self.now().revoked if each.key_id == key_id), None)
+
+    def public_key(self, key_id: SigningKeyId, namespace: Namespace) -> bytes | None:
+        """The key, when its signatures count in the namespace.
+
+        Raises:
+            LocalTierError: see `now`.
+        """
+        at = datetime.now(UTC)
+        for key in self.now().keys:
+            if key.key_id == key_id and key.counts(namespace, at=at):
+                return key.raw
+        return None
+
+
+def file_stamp(path: Path) -> tuple[int, ...]:
+    """What changes when a file is replaced or written; empty if it cannot be read."""
+    try:
+        status = os.stat(path)  # noqa: PTH116 - on the way of every hit
+    except OSError:
+        return ()
+    return status.st_mtime_ns, status.st_ino, status.st_size

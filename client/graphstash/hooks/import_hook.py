@@ -1,0 +1,122 @@
+"""Calls a function right after a module has been imported for the first time.
+
+Standard library only, and cheap: every Python process under `graphstash run` passes through it.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+__all__ = ["is_imported", "when_imported"]
+
+
+def is_imported(module: str) -> bool:
+    """Whether a module has been executed to its end."""
+    return module in sys.modules and not _is_being_imported(module)
+
+
+def when_imported(module: str, action: Callable[[], None]) -> None:
+    """Calls `action` once, when `module` has been executed; its exceptions are logged, not raised.
+
+    Args:
+        module: top-level name of a module that is not imported yet, or is being imported.
+        action: called without arguments.
+    """
+    if not _is_being_imported(module):
+        sys.meta_path.insert(0, _Finder(module, action))
+    elif type(spec := sys.modules[module].__spec__) in (ModuleSpec, _Ending):
+        spec.__class__ = _Ending
+        spec.__dict__.setdefault("_actions", []).append(action)
+
+
+def _is_being_imported(module: str) -> bool:
+    spec = getattr(sys.modules.get(module), "__spec__", None)
+    return bool(getattr(spec, "_initializing", False))
+
+
+def _carry_out(action: Callable[[], None]) -> None:
+    try:
+        action()
+    except Exception:  # a hook's outermost frame: the import must succeed
+        import logging  # here, because most processes never come here
+
+        logging.getLogger("graphstash").warning(
+            "graphstash: cannot install the hook; continuing without it", exc_info=True
+        )
+
+
+class _Ending(ModuleSpec):
+    """The spec of a module that is being executed: Python notes there when it has finished."""
+
+    @property
+    def _initializing(self) -> bool:
+        return True
+
+    @_initializing.setter
+    def _initializing(self, value: bool) -> None:
+        self.__class__ = ModuleSpec  # type: ignore[assignment] # as it was
+        self._initializing = value
+        for action in self.__dict__.pop("_actions"):
+            if self.name in sys.modules:  # else it has failed
+                _carry_out(action)
+
+
+class _Finder:
+    """Finds one module by asking all other finders, and wraps its loader.
+
+    It stays until the module has been executed: libraries ask `importlib.util.find_spec` whether a
+    compiler is there before they import it.
+    """
+
+    def __init__(self, module: str, action: Callable[[], None]) -> None:
+        self._module = module
+        self._action = action
+        self._asking = False
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,  # noqa: ARG002 - the interface of a finder
+        target: ModuleType | None = None,  # noqa: ARG002 - likewise
+    ) -> ModuleSpec | None:
+        if fullname != self._module or self._asking:
+            return None
+        self._asking = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._asking = False
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self._executed)  # type: ignore[assignment] # a stand-in
+        return spec
+
+    def _executed(self) -> None:
+        with suppress(ValueError):
+            sys.meta_path.remove(self)
+        _carry_out(self._action)
+
+
+class _Loader:
+    """Stands in for the real loader until the module has been executed."""
+
+    def __init__(self, loader: Any, executed: Callable[[], None]) -> None:
+        self._loader = loader
+        self._executed = executed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._executed()

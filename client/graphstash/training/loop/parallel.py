@@ -1,0 +1,193 @@
+"""Parallel: one training made by several processes, each with its share of every batch.
+
+    parallel = Parallel.current(device)
+    model = parallel.wrap(model)
+    for number, batch in enumerate(batches, 1):
+        with parallel.reducing(model, last=number == len(batches)):
+            loss_of(model, batch).backward()
+    parallel.reduce_gradients(model.parameters())
+
+From here on every process has the mean of all gradients, the same bits, and so the same found_inf:
+a gradient that is infinite or NaN in one process is so in the mean. Every process leaves out the
+same steps and has the same loss scale, without a word about it.
+
+    Parallel            one process
+    DistributedTorch    torch.distributed (torchrun): DDP reduces while backward runs
+    DistributedXla      torch_xla (torch_xla.launch, xmp.spawn): one operation in the step's graph
+
+torch_xla cannot reduce on its CPU device, version 2.7 at least: each of several virtual devices
+(CPU_NUM_DEVICES) runs its graph by itself and waits for the others for ever. It can on TPU.
+"""
+
+import io
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from graphstash.errors import ConfigError
+from graphstash.training.sharding import is_sharded
+
+__all__ = ["DistributedTorch", "DistributedXla", "Parallel"]
+
+
+class Parallel:
+    """How the processes of a job work together; this one is for a job of one process.
+
+    Attributes:
+        rank: number of this process, from 0.
+        world: number of processes.
+    """
+
+    rank = 0
+    world = 1
+
+    @staticmethod
+    def current(device: torch.device) -> "Parallel":
+        """The processes of the job that this process was started in, by the model's device.
+
+        Raises:
+            ConfigError: several processes were started without a process group.
+        """
+        world = distributed.get_world_size() if _initialized() else 1
+        if device.type == "xla":
+            import torch_xla.runtime as xr
+
+            on_xla = xr.world_size()
+            if world > on_xla:
+                raise ConfigError(
+                    f"{world} processes run in torch.distributed, but torch_xla has {on_xla}; "
+                    "start them with torch_xla.launch, or initialize the process group with "
+                    "backend 'xla' and init_method 'xla://'"
+                )
+            return DistributedXla(xr.global_ordinal(), on_xla) if on_xla > 1 else Parallel()
+        if world > 1:
+            return DistributedTorch(device)
+        if not _initialized() and _started_by_torchrun():
+            raise ConfigError(
+                "torchrun started this process, but there is no process group; call "
+                "torch.distributed.init_process_group() before the training"
+            )
+        return Parallel()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process shows progress and writes checkpoints."""
+        return self.rank == 0
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model to compute losses with. All processes then have the first one's parameters."""
+        return model
+
+    def reducing(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of a micro-batch; `last` before the gradients are used."""
+        del model, last
+        return nullcontext()
+
+    def reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Makes every gradient the mean over all processes, if backward has not; reads nothing."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes, by rank. Waits for them, and may use the device."""
+        return [value]
+
+    def barrier(self) -> None:
+        """Waits until all processes are here."""
+        self.gather(None)
+
+    def require_same(self, name: str, value: Any) -> None:
+        """Waits for all processes, and makes sure that they agree.
+
+        Raises:
+            ConfigError: in every process, if a value is not the same in all.
+        """
+        values = self.gather(value)
+        if any(other != values[0] for other in values):
+            raise ConfigError(
+                f"{name} differs between processes (by rank: {values}); start them with the same "
+                "arguments, and let them read the same directories"
+            )
+
+
+class DistributedTorch(Parallel):
+    """Processes of torch.distributed, whose process group the script has initialized."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.rank = distributed.get_rank()
+        self.world = distributed.get_world_size()
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model in DDP, unless it is already, or FSDP2 or tensor parallelism has sharded it."""
+        if isinstance(model, DistributedDataParallel) or any(map(is_sharded, model.parameters())):
+            return model
+        return DistributedDataParallel(
+            model, device_ids=[self._device] if self._device.type == "cuda" else None
+        )
+
+    def reducing(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
+        """DDP and FSDP2 reduce in the last backward of a step."""
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(last)
+        if last or not isinstance(model, DistributedDataParallel):
+            return nullcontext()
+        unreduced: AbstractContextManager[None] = model.no_sync()
+        return unreduced
+
+    def gather(self, value: Any) -> list[Any]:
+        """By torch.distributed."""
+        payloads: list[Any] = [None] * self.world
+        distributed.all_gather_object(payloads, _packed(value))
+        return [_unpacked(payload) for payload in payloads]
+
+
+class DistributedXla(Parallel):
+    """Processes, or threads, of torch_xla with a device each."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank = rank
+        self.world = world
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model itself, with the first process's parameters."""
+        import torch_xla.core.xla_model as xm
+
+        xm.broadcast_master_param(model)
+        return model
+
+    def reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Records one operation for all gradients."""
+        import torch_xla.core.xla_model as xm
+
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if gradients:
+            xm.all_reduce(xm.REDUCE_SUM, gradients, scale=1 / self.world)
+
+    def gather(self, value: Any) -> list[Any]:
+        """By torch_xla's rendezvous, which runs graphs of its own."""
+        import torch_xla.core.xla_model as xm
+
+        return [_unpacked(payload) for payload in xm.rendezvous("graphstash", _packed(value))]
+
+
+def _packed(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)  # plain pickle loses tensors of unsigned integers
+    return buffer.getvalue()
+
+
+def _unpacked(payload: bytes) -> Any:
+    # Of our own processes.
+    return torch.load(io.BytesIO(payload), weights_only=False)
+
+
+def _initialized() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def _started_by_torchrun() -> bool:
+    return distributed.is_available() and distributed.is_torchelastic_launched()

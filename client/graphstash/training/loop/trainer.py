@@ -1,0 +1,526 @@
+"""train: a training loop that keeps the device busy and can be stopped at any time.
+
+Between logging boundaries the host only queues work: batches are loaded and uploaded ahead, each
+step is recorded, or run from its graph, and nothing is read. At a boundary the numbers of all steps
+since the last one come in one read. There `train` detects divergence, updates the progress bar and
+takes checkpoints, which a thread writes while training continues.
+
+A checkpoint has everything that decides what comes next: model, optimizer, schedule, loss scale,
+the position in the data, and the random generators. A job that was killed and started again with
+the same command makes the same steps.
+"""
+
+import inspect
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from copy import deepcopy
+from functools import wraps
+from typing import Any, Literal, ParamSpec, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from graphstash.errors import ConfigError
+from graphstash.training.checkpoints import Checkpoint, Checkpoints, to_host, whole
+from graphstash.training.data.batches import Batches
+from graphstash.training.data.device_loader import DeviceLoader, InlineLoader, to_device
+from graphstash.training.data.position import (
+    DataPosition,
+    host_random_state,
+    random_state,
+    set_random_state,
+)
+from graphstash.training.device import settle
+from graphstash.training.loop.events import (
+    Callback,
+    DivergedError,
+    Divergence,
+    LogEntry,
+    Progress,
+    StopTraining,
+    TrainingResult,
+)
+from graphstash.training.loop.parallel import Parallel
+from graphstash.training.loop.training_step import Options, Stateful, TrainingStep
+from graphstash.training.sharding import distributed_like
+from graphstash.training.traced import traced_step
+from graphstash.training.traced.step import State, StateElement
+
+__all__ = ["train"]
+
+
+class _Run:
+    """One call of `train`."""
+
+    def __init__(self, options: Options, parallel: Parallel, callbacks: Sequence[Callback]) -> None:
+        self.options = options
+        self.parallel = parallel
+        self.device = options.device
+        self.callbacks = callbacks
+        self.step = TrainingStep(options, parallel)
+        self.position = DataPosition(options.data)
+        self.checkpoints: Checkpoints | None = None
+        self.done = 0
+        """Steps that are made."""
+        self.logged = 0
+        """Steps whose numbers the host has."""
+        self.saved = 0
+        """The step of the newest checkpoint."""
+        self.in_step = False
+        """What was trained may be changed in part."""
+        self.stop_requested = False
+        """A callback has raised `StopTraining`."""
+        self.losses: list[float] = []
+        self.divergence = Divergence()
+        self.positions: dict[int, dict[str, Any]] = {}
+        """The position in the data when the batch of a boundary's step had been loaded."""
+        self.interval_began = 0.0
+        self.loaded = 0
+        """Steps of which at least one batch was loaded."""
+        self.drawing = threading.Lock()
+        """Held by each thread that draws from the host's random generators beside the training."""
+        elements = (options.model, options.optimizer, options.loss_scale)
+        self.elements: list[StateElement] = [part for part in elements if part is not None]
+
+    def resume(self) -> None:
+        """Resumes from the newest checkpoint, if there is one."""
+        found = self.checkpoints.load() if self.checkpoints is not None else None
+        if found is None:
+            to_host(self._state())  # refuses now what a checkpoint cannot hold
+            return
+        state = found.state
+        self._require_same_arguments(found)
+        self._load_weights(state["model"], state["optimizer"])
+        for name in ("schedule", "loss_scale"):
+            if (part := getattr(self.options, name)) is not None:
+                part.load_state_dict(state[name])
+        for name, part in self.options.stateful.items():
+            part.load_state_dict(state["stateful"][name])
+        self._load_position(found)
+        for element in (*self.elements, self.step.log):
+            settle(State([element]).tensors())
+        self.done = self.logged = self.saved = found.step
+
+    def _load_position(self, found: Checkpoint) -> None:
+        """Continues with this process's data, of as many processes as there were, or of others."""
+        data, random = found.state["data"], found.state["random"]
+        rank, processes = self.parallel.rank, len(data)
+        if processes != self.parallel.world and not isinstance(self.options.data, Batches):
+            raise ConfigError(
+                f"{found.path} was made by {processes} processes, not by {self.parallel.world}; "
+                "resume with as many, or give another directory (the position of `Batches` can "
+                "be resumed with any number of processes)"
+            )
+        self.position.load_state_dict(
+            data[rank % processes]
+        )  # that of `Batches` is the same in all
+        set_random_state(random[rank % processes], self.device)
+        if rank >= processes:
+            torch.manual_seed(torch.initial_seed() + rank)
+
+    def _load_weights(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
+        """Loads whole tensors, into shards where the model is sharded."""
+        here = self.options.model.state_dict()
+        for name, value in model.items():
+            if isinstance(value, Tensor):
+                model[name] = distributed_like(value, here.get(name))
+        groups = self.options.optimizer.param_groups
+        for number, parameter in enumerate(p for group in groups for p in group["params"]):
+            state = optimizer["state"].get(number, {})
+            for name, value in state.items():
+                if isinstance(value, Tensor) and name != "step":
+                    state[name] = distributed_like(value, parameter)
+        self.options.model.load_state_dict(model)
+        self.options.optimizer.load_state_dict(optimizer)
+
+    def _arguments(self) -> dict[str, Any]:
+        """Those that a run which resumes this one must have, too."""
+        options = self.options
+        return {
+            "optimizer": type(options.optimizer).__name__,
+            "accumulate": options.accumulate,
+            "schedule": options.schedule and type(options.schedule).__name__,
+            "loss_scale": options.loss_scale and type(options.loss_scale).__name__,
+            "stateful": sorted(options.stateful),
+        }
+
+    def _require_same_arguments(self, found: Checkpoint) -> None:
+        state, here = found.state, self._arguments()
+        there = state.get("arguments")
+        if there is None:  # an earlier version made it
+            there = here | {"stateful": []}
+            for name in ("schedule", "loss_scale"):
+                there[name] = state[name] and (here[name] or "one")
+        for name, value in here.items():
+            if there[name] != value:
+                raise ConfigError(
+                    f"{found.path} was made with {name}={there[name]!r}, but this run has "
+                    f"{value!r}; resume with the arguments of the run that made it, or give "
+                    "another directory"
+                )
+
+    def loop(self) -> TrainingResult:
+        """Makes the steps that are missing."""
+        began = self.interval_began = time.perf_counter()
+        resumed_from = self.done
+        stopped_by: Literal["steps", "callback"] = "steps"
+        with _Signals(interrupt=self.checkpoints is not None) as signals:
+            self._tell(lambda callback: callback.on_start(self.done, self.options.steps))
+            with self._loader() as loader:
+                try:
+                    self._make_steps(loader, self._one_step(), signals)
+                except BaseException as error:
+                    self._save_after(error)
+                    raise
+            if self.stop_requested:
+                stopped_by = "callback"
+            self._finish()
+            signals.end_process()
+        result = TrainingResult(
+            step=self.done,
+            losses=tuple(self.losses),
+            seconds=time.perf_counter() - began,
+            stopped_by=stopped_by,
+            resumed_from=resumed_from,
+        )
+        self._tell(lambda callback: callback.on_end(result))
+        return result
+
+    def _make_steps(
+        self, loader: "_Loader", one_step: Callable[..., object], signals: "_Signals"
+    ) -> None:
+        while self.done < self.options.steps and not self.stop_requested:
+            if signals.received and self.parallel.world == 1:
+                loader.stop_loading()  # trains on what is loaded: data can stop only there
+            batches = next(loader, None)
+            if batches is None:
+                return
+            self.in_step = True
+            one_step(*batches)
+            if self.options.schedule is not None:
+                self.options.schedule.step()
+            self.done += 1
+            self.in_step = False
+            self._tell(lambda callback: callback.on_step(self.done))
+            if self._is_boundary(self.done):
+                self._boundary()
+                if self.parallel.world > 1:  # processes stop after the same step
+                    asked = self.parallel.gather((self.stop_requested, signals.received))
+                    self.stop_requested = any(stop for stop, _ in asked)
+                    signals.received = max(number for _, number in asked)
+                    if signals.received:
+                        return
+
+    def _save_after(self, error: BaseException) -> None:
+        """Keeps what was trained before an exception, where a run that resumes can go on there."""
+        if (
+            self.checkpoints is None
+            or self.done <= self.saved
+            or self.in_step
+            or self.parallel.world > 1  # the others may wait for something else
+            or isinstance(error, DivergedError)
+        ):
+            return
+        with self.drawing:  # a thread that loads does not change the position now
+            if self.done not in self.positions and self.loaded != self.done:
+                return
+            try:
+                self._save()
+                self.checkpoints.wait()
+            except Exception as failure:  # noqa: BLE001 - the first exception matters
+                error.add_note(f"a checkpoint of step {self.done} could not be written: {failure}")
+
+    def _finish(self) -> None:
+        """Nothing that was trained is lost."""
+        if self.done > self.logged:
+            self._read_log()
+        if self.checkpoints is not None:
+            if self.done > self.saved:
+                self._save()
+            self.checkpoints.wait()
+
+    def _one_step(self) -> Callable[..., object]:
+        if self.options.traced:
+            return traced_step(self.step, [*self.elements, self.step.log])
+        if self.device.type != "xla":
+            return self.step
+        import torch_xla
+
+        def lazy_step(*batches: Any) -> None:
+            self.step(*batches)
+            torch_xla.sync()
+
+        return lazy_step
+
+    def _loader(self) -> "_Loader":
+        self.loaded = self.done
+
+        def upload(batches: tuple[Any, ...]) -> tuple[Any, ...]:
+            return to_device(batches, self.device)
+
+        ahead = self.options.ahead
+        if ahead is None:
+            ahead = 0 if self.device.type == "cpu" else 2
+        if ahead == 0:
+            # A step may draw from the same generators: the position is known when it is made.
+            return InlineLoader(self._grouped(remember=False), upload=upload)
+        steps = self._grouped(remember=self.checkpoints is not None)
+        return DeviceLoader(steps, ahead=ahead, upload=upload)
+
+    def _grouped(self, *, remember: bool) -> Iterator[tuple[Any, ...]]:
+        """The batches of one step after the other; remembers the position at each boundary."""
+        try:
+            while True:
+                with self.drawing:
+                    first = next(self.position)
+                    self.loaded += 1
+                    rest = [next(self.position) for _ in range(1, self.options.accumulate)]
+                    if remember and self._is_boundary(self.loaded):
+                        self.positions[self.loaded] = self._position()
+                yield (first, *rest)
+        finally:
+            self.position.close()
+
+    def _position(self) -> dict[str, Any]:
+        """What the next batch depends on."""
+        return {"data": deepcopy(self.position.state_dict()), "random": host_random_state()}
+
+    def _is_boundary(self, step: int) -> bool:
+        return step % self.options.log_every == 0 or self._evaluates(step) or self._saves(step)
+
+    def _evaluates(self, step: int) -> bool:
+        options = self.options
+        if options.evaluate is None or step == options.steps:
+            return options.evaluate is not None
+        return options.evaluate_every is not None and step % options.evaluate_every == 0
+
+    def _saves(self, step: int) -> bool:
+        last = step == self.options.steps
+        return self.checkpoints is not None and (step % self.options.checkpoint_every == 0 or last)
+
+    def _boundary(self) -> None:
+        self._read_log()
+        if self._evaluates(self.done):
+            self._evaluate()
+        if self._saves(self.done):
+            self._save()
+        self.interval_began = time.perf_counter()
+
+    def _read_log(self) -> None:
+        """Reads the log of the steps since the last boundary, and tells the callbacks."""
+        rows = self.step.log.read(self.done - self.logged)
+        seconds = time.perf_counter() - self.interval_began
+        self.divergence.look(self.logged + 1, rows)
+        self.logged = self.done
+        entry = LogEntry(
+            step=self.done,
+            losses=tuple(row["loss"] for row in rows),
+            learning_rates=tuple(
+                float(group["lr"]) for group in self.options.optimizer.param_groups
+            ),
+            steps_per_second=len(rows) / seconds,
+            loss_scale=rows[-1].get("loss_scale"),
+            skipped=sum(row.get("found_inf", 0.0) != 0 for row in rows),
+            gradient_norm=rows[-1].get("gradient_norm"),
+            metrics={name: tuple(row[name] for row in rows) for name in self.options.metrics},
+        )
+        self.losses += entry.losses
+        self._tell(lambda callback: callback.on_log(entry))
+
+    def _evaluate(self) -> None:
+        evaluate = self.options.evaluate
+        if evaluate is None:
+            return
+        modes = [(module, module.training) for module in self.options.model.modules()]
+        # What an evaluation draws is not part of the training, nor may it come between two draws
+        # of the thread that loads.
+        with self.drawing:
+            generators = host_random_state()
+            self.options.model.eval()
+            try:
+                with torch.no_grad():
+                    metrics = dict(evaluate(self.options.model) or {})
+            finally:
+                set_random_state(generators)
+                for module, mode in modes:
+                    module.training = mode
+        self._tell(lambda callback: callback.on_evaluation(self.done, metrics))
+
+    def _save(self) -> None:
+        if self.checkpoints is None:
+            return
+        state = self._state()
+        for step in [step for step in list(self.positions) if step <= self.done]:
+            del self.positions[step]
+        if self.parallel.is_first:
+            self.checkpoints.save(self.done, state)
+        self.saved = self.done
+        directory = self.checkpoints.directory
+        self._tell(lambda callback: callback.on_checkpoint(self.done, directory))
+
+    def _state(self) -> dict[str, Any]:
+        """Everything that decides what comes after this step."""
+        # Without threads that load ahead, data and generators are where the step has left them.
+        place = self.positions.get(self.done) or self._position()
+        return {
+            "arguments": self._arguments(),
+            "model": whole(self.options.model.state_dict()),
+            "optimizer": whole(self.options.optimizer.state_dict()),
+            "schedule": _state_of(self.options.schedule),
+            "loss_scale": _state_of(self.options.loss_scale),
+            "stateful": {name: _state_of(part) for name, part in self.options.stateful.items()},
+            # Of every process.
+            "random": self.parallel.gather(random_state(self.device) | place["random"]),
+            "data": self.parallel.gather(place["data"]),
+        }
+
+    def _tell(self, event: Callable[[Callback], None]) -> None:
+        """Tells every callback, also where one of them asks to stop."""
+        for callback in self.callbacks:
+            try:
+                event(callback)
+            except StopTraining:
+                self.stop_requested = True
+
+
+_Loader = DeviceLoader[tuple[Any, ...]] | InlineLoader[tuple[Any, ...]]
+
+
+def _state_of(part: Stateful | None) -> dict[str, Any] | None:
+    return None if part is None else dict(part.state_dict())
+
+
+class _Signals:
+    """SIGTERM, and SIGINT where wanted, as a request to end the process after this step.
+
+    A second Ctrl-C interrupts at once. Nothing changes where no handler can be installed, that is
+    outside the main thread, and where somebody else handles SIGINT.
+
+    Attributes:
+        received: the number of the signal that came; 0 while none has.
+    """
+
+    def __init__(self, *, interrupt: bool) -> None:
+        self.received = 0
+        self._interrupt = interrupt
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._receive)
+            if self._interrupt and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def end_process(self) -> None:
+        """Raises what ends the process, if it was asked to end."""
+        if self.received == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.received:
+            raise SystemExit(128 + self.received)
+
+    def _receive(self, number: int, _: object) -> None:
+        if self.received == number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = number
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _taking(make: Callable[_P, Options]) -> Callable[[Callable[[Options], _R]], Callable[_P, _R]]:
+    """Gives a function of options their signature, so that their names are listed once."""
+
+    def decorate(function: Callable[[Options], _R]) -> Callable[_P, _R]:
+        @wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            return function(make(*args, **kwargs))
+
+        vars(call)["__signature__"] = inspect.signature(make).replace(
+            return_annotation=function.__annotations__["return"]
+        )
+        return call
+
+    return decorate
+
+
+@_taking(Options)
+def train(options: Options) -> TrainingResult:  # noqa: D417 - its fields, as callers give them
+    """Trains a model for `steps` steps, or resumes a run that has made some of them.
+
+    Args:
+        model: on its device. In a job of several processes every process has the same one.
+        optimizer: of the model's parameters. Those of this package never read the device; with
+            others it depends on them, and they cannot be used with a loss scale.
+        data: batches: a DataLoader, `Batches`, or anything else that can be iterated over once per
+            epoch; it is iterated over until the steps are made.
+        steps: how many in all, including those of the run that is resumed.
+        loss: `loss(model, batch)` gives the mean loss of a batch, or a mapping or an object with it
+            as `loss`; by default the model does, `model(*batch)` or `model(**batch)`.
+        precision: "bf16" and "fp16" compute in torch.autocast; "fp16" with a dynamic loss scale.
+        loss_scale: used instead of `LossScale()`; with other precisions too, to skip steps with
+            non-finite gradients.
+        clip_norm: limit of the gradients' global norm.
+        clip_value: limit of every element of the gradients.
+        accumulate: micro-batches of `data` that make up the batch of one step; all in one graph.
+        schedule: stepped after every step.
+        traced: run the whole step as one graph; see `traced_step` for its requirements.
+        ahead: batches that are loaded and uploaded beforehand by threads. None: 2, but 0 where the
+            model draws its random numbers from the generator that the data draws from, that is on
+            a CPU without torch_xla.
+        log_every: steps between two logging boundaries.
+        metrics: names of further numbers in what `loss` gives, which are logged with it.
+        evaluate: `evaluate(model)` gives metrics, in `eval()` mode and without gradients.
+        evaluate_every: steps between two evaluations; there is one after the last step.
+        checkpoints: directory of the checkpoints. If there are any, training resumes from the
+            newest. SIGTERM and Ctrl-C write one more after the step and end the process with status
+            143 and KeyboardInterrupt; a second Ctrl-C interrupts at once.
+        checkpoint_every: steps between two of them; there is one after the last step.
+        keep: number of checkpoints to keep.
+        stateful: by name, what else belongs into checkpoints, such as averaged parameters.
+        callbacks: see `Callback`.
+        progress: show it on standard error.
+        job: name of the job, whose artifacts of earlier runs are downloaded in advance if there is
+            a graphstash server; the same as `graphstash run --job`.
+
+    Returns:
+        Where and how training ended.
+
+    Raises:
+        ConfigError: an argument is out of its range, or two do not go together.
+        DivergedError: the loss or the gradients stay infinite or NaN.
+    """
+    if options.job is not None:
+        from graphstash._process.session import install
+
+        if (session := install()) is not None:
+            session.name_job(options.job)
+    parallel = Parallel.current(options.device)
+    if isinstance(options.data, Batches) and options.data.world != parallel.world:
+        raise ConfigError(
+            f"the batches are for {options.data.world} processes, but {parallel.world} train; give "
+            "Batches their rank and world"
+        )
+    options.optimizer.zero_grad(set_to_none=True)
+    with ExitStack() as stack:
+        shown: list[Callback] = []
+        if options.progress and parallel.is_first:
+            bar = Progress()
+            stack.callback(bar.close)
+            shown.append(bar)
+        run = _Run(options, parallel, (*shown, *options.callbacks))
+        if options.checkpoints is not None:
+            run.checkpoints = stack.enter_context(
+                Checkpoints(options.checkpoints, keep=options.keep)
+            )
+            run.resume()
+        parallel.require_same("the first step", run.done)
+        return run.loop()

@@ -1,0 +1,423 @@
+"""Gradients between backward and update: loss scaling and clipping, without reading the device.
+
+`LossScale` keeps small half-precision gradients from vanishing. A scaled loss gives scaled
+gradients. If one of them overflows, the step is skipped and the scale shrinks; after enough good
+steps in a row it grows. All of it is decided on the device:
+
+    found_inf   1 if any gradient is infinite or NaN
+    scale       <- scale * backoff_factor                          if found_inf
+                   scale * growth_factor                           after growth_interval good steps
+                   scale                                           otherwise
+
+Dynamic loss scaling as in Micikevicius et al., "Mixed Precision Training", 2018, arXiv 1710.03740,
+with the rule and the names of `torch.amp.GradScaler`, which reads found_inf on the host before each
+step of an optimizer that does not take it.
+
+Clipping is torch's own `clip_grad_norm_` and `clip_grad_value_`, which read nothing either, and on
+torch_xla the same as one recorded operation.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.nn import utils
+from torch.optim import Optimizer
+
+from graphstash.training.device import Shapes, TracedOp, assign, shapes_of, upload
+from graphstash.training.optimizers.base import SyncFreeOptimizer
+from graphstash.training.sharding import Sums, full, local
+
+__all__ = ["LossScale", "clip_grad_norm_", "clip_grad_value_"]
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scales all gradients down together if their global 2-norm is above `max_norm`.
+
+    With a loss scale, call it after `unscale_`. A gradient that is not finite makes the norm and
+    with it every gradient so; such a step does not count anyway.
+
+    Args:
+        parameters: those without a gradient are passed over.
+        max_norm: > 0; on torch_xla a constant of the graph.
+
+    Returns:
+        The norm before clipping, [], on the device; 0 without gradients.
+
+    Raises:
+        ValueError: max_norm is not above 0.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm must be above 0 (got {max_norm})")
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients or gradients[0].device.type != "xla":
+        return full(utils.clip_grad_norm_(parameters, max_norm))
+    norm, *clipped = _clip_norm(gradients, (max_norm, shapes_of(gradients)))
+    assign(gradients, clipped)
+    return norm
+
+
+@torch.no_grad()
+def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+    """Limits every element of every gradient to [-clip_value, clip_value]; NaN stays NaN.
+
+    Args:
+        parameters: those without a gradient are passed over.
+        clip_value: > 0; on torch_xla a constant of the graph.
+
+    Raises:
+        ValueError: clip_value is not above 0.
+    """
+    if not clip_value > 0:
+        raise ValueError(f"clip_value must be above 0 (got {clip_value})")
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if gradients and gradients[0].device.type == "xla":
+        assign(gradients, _clip_value(gradients, (clip_value, shapes_of(gradients))))
+    elif gradients:
+        torch._foreach_clamp_min_(gradients, -clip_value)
+        torch._foreach_clamp_max_(gradients, clip_value)
+
+
+_Key = tuple[float, Shapes]
+
+
+def _scaled_to_norm(gradients: list[Tensor], key: _Key) -> list[Tensor]:
+    max_norm, _ = key
+    norm = torch.linalg.vector_norm(torch.stack([g.norm().float() for g in gradients]))
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # 1e-6: as torch.nn.utils has it
+    return [norm, *(g * factor for g in gradients)]
+
+
+def _limited(gradients: list[Tensor], key: _Key) -> list[Tensor]:
+    clip_value, _ = key
+    return [g.clamp(-clip_value, clip_value) for g in gradients]
+
+
+_clip_norm = TracedOp("clip_norm", _scaled_to_norm)
+_clip_value = TracedOp("clip_value", _limited)
+
+
+class LossScale:
+    """Has the interface of `torch.amp.GradScaler`; never reads the device.
+
+        scale.scale(loss).backward()
+        scale.unscale_(optimizer)            # if gradients are clipped or looked at
+        scale.step(optimizer)                # a sync-free optimizer
+        scale.update()
+
+    Args:
+        initial: first scale, > 0.
+        growth_factor: > 1.
+        backoff_factor: in (0, 1).
+        growth_interval: good steps in a row before the scale grows, >= 1.
+        enabled: False: nothing is scaled and every step is made, as without a loss scale.
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        initial: float = 2.0**16,
+        *,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        if not 0 < initial < math.inf:
+            raise ValueError(f"initial must be above 0 and finite (got {initial})")
+        if not growth_factor > 1:
+            raise ValueError(f"growth_factor must be above 1 (got {growth_factor})")
+        if not 0 < backoff_factor < 1:
+            raise ValueError(f"backoff_factor must be between 0 and 1 (got {backoff_factor})")
+        if growth_interval < 1:
+            raise ValueError(f"growth_interval must be at least 1 (got {growth_interval})")
+        self.growth_factor = growth_factor
+        self.backoff_factor = backoff_factor
+        self.growth_interval = growth_interval
+        self._is_enabled = enabled
+        self._start = (float(initial), 0)
+        self._scale: Tensor | None = None  # [], float32
+        self._good_steps: Tensor | None = None  # [], int32: since the scale last changed
+        self._found_inf: dict[int, Tensor] = {}  # by optimizer, between unscale_ and update
+        self._stepped: set[int] = set()  # optimizers, between step and update
+
+    def is_enabled(self) -> bool:
+        """Whether it scales anything."""
+        return self._is_enabled
+
+    def to(self, device: torch.device | str) -> "LossScale":
+        """Puts the scale on a device; `scale` does so with the loss's device by itself."""
+        if self._scale is None or self._good_steps is None:
+            self._scale, self._good_steps = upload(self._first_values(), torch.device(device))
+        return self
+
+    @property
+    def value(self) -> Tensor:
+        """The scale, [], float32, on the device.
+
+        Raises:
+            RuntimeError: it is on no device yet.
+        """
+        if self._scale is None:
+            raise RuntimeError(
+                "the loss scale is on no device yet; call scale(loss) or to(device) first"
+            )
+        return self._scale
+
+    @overload
+    def scale(self, loss: Tensor) -> Tensor: ...
+    @overload
+    def scale(self, loss: Iterable[Any]) -> Any: ...
+    def scale(self, loss: Tensor | Iterable[Any]) -> Any:
+        """The loss times the scale, in at least float32; its backward gives scaled gradients.
+
+        A list or a tuple of losses, or of such lists, gives the same of scaled ones.
+
+        Raises:
+            TypeError: what is to be scaled is neither a tensor nor an iterable of tensors.
+        """
+        if not self._is_enabled:
+            return loss
+        if isinstance(loss, list | tuple):
+            return type(loss)(map(self.scale, loss))
+        if not isinstance(loss, Tensor):
+            if isinstance(loss, Iterable):
+                return map(self.scale, loss)
+            raise TypeError(f"a loss scale scales tensors and lists of them (got {loss!r})")
+        self.to(loss.device)
+        wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+        return wide * self.value
+
+    def unscale_(self, optimizer: Optimizer) -> Tensor:
+        """Divides the optimizer's gradients by the scale.
+
+        Returns:
+            found_inf: [], float32, on the device: 1 if any of them is infinite or NaN, else 0;
+                on the host where the loss scale is not enabled.
+
+        Raises:
+            RuntimeError: they have been unscaled since the last update, or there are none.
+            ValueError: they are float16: unscaled, they would vanish after all.
+        """
+        if not self._is_enabled:
+            return torch.zeros(())
+        if id(optimizer) in self._found_inf:
+            raise RuntimeError(
+                "unscale_() was called after unscale_() or step(); call update() after each step"
+            )
+        gradients, shards = _gradients(optimizer)
+        with torch.no_grad():
+            if self.value.device.type == "xla":
+                found_inf, *unscaled = _unscale([*gradients, self.value], shapes_of(gradients))
+                assign(gradients, unscaled)
+            else:
+                found_inf = shards.maximum(_check_here(gradients, self.value.reciprocal()))
+        self._found_inf[id(optimizer)] = found_inf
+        return found_inf
+
+    def step(self, optimizer: Optimizer) -> Tensor:
+        """Unscales unless `unscale_` did, and steps unless a gradient is infinite or NaN.
+
+        Args:
+            optimizer: one of this package, or another whose `step` takes `found_inf`.
+
+        Returns:
+            found_inf: [], float32, on the device: 1 if the step was skipped, else 0; on
+                the host where the loss scale is not enabled.
+
+        Raises:
+            RuntimeError: it was stepped since the last update, or has no gradients.
+            ValueError: gradients are float16.
+        """
+        if not self._is_enabled:
+            optimizer.step()
+            return torch.zeros(())
+        if id(optimizer) in self._stepped:
+            raise RuntimeError("step() was called twice for one optimizer; call update() after it")
+        found_inf = self._found_inf.get(id(optimizer))
+        if found_inf is not None or not isinstance(optimizer, SyncFreeOptimizer):
+            if found_inf is None:
+                found_inf = self.unscale_(optimizer)
+            optimizer.step(found_inf=found_inf)  # type: ignore[call-overload]
+        else:
+            # The optimizer divides by the scale on its way; the gradients are read once less.
+            found_inf = self._check(optimizer)
+            optimizer.step(found_inf=found_inf, grad_scale=self.value)
+            self._found_inf[id(optimizer)] = found_inf
+        self._stepped.add(id(optimizer))
+        return found_inf
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Adjusts the scale after the step of every optimizer.
+
+        Args:
+            new_scale: the next scale, > 0 and finite, instead of the rule; counting the good steps
+                goes on. A tensor with one element stays where it is.
+
+        Raises:
+            RuntimeError: nothing was unscaled since the last update, and there is no new scale.
+            ValueError: the new scale is out of its range, or has more than one element.
+        """
+        if not self._is_enabled:
+            return
+        if new_scale is not None:
+            self._replace(new_scale)
+            self.refresh()
+            return
+        if not self._found_inf or self._good_steps is None:
+            raise RuntimeError("update() without a step; call unscale_() or step() first")
+        found_inf, *others = self._found_inf.values()
+        with torch.no_grad():
+            for other in others:
+                found_inf = torch.maximum(found_inf, other)
+            rule = (self.growth_factor, self.backoff_factor, self.growth_interval)
+            if self.value.device.type == "xla":
+                old = [self.value, self._good_steps]
+                assign(old, _adjust([*old, found_inf], rule))
+            else:
+                torch._amp_update_scale_(self.value, self._good_steps, found_inf, *rule)
+        self.refresh()
+
+    def _replace(self, new_scale: float | Tensor) -> None:
+        if not isinstance(new_scale, Tensor):
+            if not 0 < new_scale < math.inf:
+                raise ValueError(f"new_scale must be above 0 and finite (got {new_scale})")
+            new_scale = torch.tensor(float(new_scale))
+        if new_scale.numel() != 1:
+            raise ValueError(f"new_scale must be a single number (got {list(new_scale.shape)})")
+        new_scale = new_scale.detach().float().reshape(())
+        if new_scale.device != self.value.device:
+            (new_scale,) = upload([new_scale.cpu()], self.value.device)
+        with torch.no_grad():
+            assign([self.value], [new_scale])
+
+    def _check(self, optimizer: Optimizer) -> Tensor:
+        gradients, shards = _gradients(optimizer)
+        with torch.no_grad():
+            if self.value.device.type == "xla":
+                return _find_inf(gradients, shapes_of(gradients))[0]
+            return shards.maximum(_check_here(gradients, torch.ones_like(self.value)))
+
+    def get_scale(self) -> float:
+        """The scale as a number; 1 if it is not enabled. Reads the device."""
+        if not self._is_enabled:
+            return 1.0
+        return self._start[0] if self._scale is None else float(self._scale)
+
+    def device_tensors(self) -> Iterator[Tensor]:
+        """What a step reads and changes."""
+        return (tensor for tensor in (self._scale, self._good_steps) if tensor is not None)
+
+    def refresh(self) -> None:
+        """Forgets a step that was interrupted before `update`."""
+        self._found_inf.clear()
+        self._stepped.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As that of `torch.amp.GradScaler`: empty if it is not enabled. Reads the device."""
+        if not self._is_enabled:
+            return {}
+        good_steps = self._start[1] if self._good_steps is None else int(self._good_steps)
+        return {
+            "scale": self.get_scale(),
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
+            "_growth_tracker": good_steps,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads a state dictionary of this class or of `torch.amp.GradScaler`.
+
+        Raises:
+            RuntimeError: it is that of a loss scale that was not enabled.
+        """
+        if not self._is_enabled:
+            return
+        if not state_dict:
+            raise RuntimeError("the state is that of a loss scale that was not enabled")
+        self.growth_factor = state_dict["growth_factor"]
+        self.backoff_factor = state_dict["backoff_factor"]
+        self.growth_interval = state_dict["growth_interval"]
+        self._start = (float(state_dict["scale"]), int(state_dict["_growth_tracker"]))
+        if self._scale is None or self._good_steps is None:
+            return
+        # The tensors stay the same objects: a traced step knows them.
+        with torch.no_grad():
+            assign(
+                [self._scale, self._good_steps], upload(self._first_values(), self._scale.device)
+            )
+
+    def _first_values(self) -> list[Tensor]:
+        scale, good_steps = self._start
+        return [torch.tensor(scale), torch.tensor(good_steps, dtype=torch.int32)]
+
+
+def _gradients(optimizer: Optimizer) -> tuple[list[Tensor], Sums]:
+    whole = [
+        parameter.grad
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    ]
+    gradients = [local(gradient) for gradient in whole]
+    if not gradients:
+        raise RuntimeError("the optimizer has no gradients; call backward() on the scaled loss")
+    if any(gradient.dtype == torch.float16 for gradient in gradients):
+        raise ValueError(
+            "gradients are float16; keep the parameters in float32 and let torch.autocast compute "
+            "in float16"
+        )
+    return gradients, Sums(whole)
+
+
+def _check_here(gradients: list[Tensor], factor: Tensor) -> Tensor:
+    """Multiplies gradients by `factor` and tells whether one was not finite; torch's kernel."""
+    if torch.compiler.is_compiling():  # torch.compile does not know the kernel
+        found_inf = _any_nonfinite(gradients, None)[0]
+        torch._foreach_mul_(gradients, factor)
+        return found_inf
+    found_inf = torch.zeros((), device=factor.device)
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for of_dtype in by_dtype.values():
+        torch._amp_foreach_non_finite_check_and_unscale_(of_dtype, found_inf, factor)
+    return found_inf
+
+
+def _any_nonfinite(gradients: list[Tensor], key: object) -> list[Tensor]:
+    del key
+    return [torch.stack([~torch.isfinite(g).all() for g in gradients]).any().float()]
+
+
+def _checked_and_unscaled(inputs: list[Tensor], key: object) -> list[Tensor]:
+    *gradients, scale = inputs
+    inverse = scale.reciprocal()
+    return [*_any_nonfinite(gradients, key), *(g * inverse for g in gradients)]
+
+
+def _adjusted(inputs: list[Tensor], key: tuple[float, float, int]) -> list[Tensor]:
+    """The scale's rule, as torch's kernel has it; it stops before infinity."""
+    growth_factor, backoff_factor, growth_interval = key
+    scale, good_steps, found_inf = inputs
+    bad = found_inf != 0
+    enough = good_steps + 1 >= growth_interval
+    grown = scale * growth_factor
+    grown = torch.where(enough & torch.isfinite(grown), grown, scale)
+    return [
+        torch.where(bad, scale * backoff_factor, grown),
+        torch.where(bad | enough, 0, good_steps + 1),
+    ]
+
+
+_adjust = TracedOp("adjust_scale", _adjusted)
+_find_inf = TracedOp("find_inf", _any_nonfinite)
+_unscale = TracedOp("unscale", _checked_and_unscaled)

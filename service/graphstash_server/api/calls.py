@@ -1,0 +1,416 @@
+"""Calls: how a call is declared, and who may make it.
+
+A declaration says the path, who may make the call, and what comes back. From it follow the check of
+the caller, which comes before everything else, and the call's OpenAPI description. What a caller
+may not read is answered as if it did not exist, so that asking reveals nothing.
+
+A handler gets a `Call` and reads path, headers and body itself: the words check their own form, and
+FastAPI's parameters and dependencies would cost a third of a small hit. A body may take hours to
+arrive, and a lease a minute to be granted. A token that was revoked meanwhile must not count, so a
+handler calls `Call.reauthorize` at the end of either, or passes the call to `bodies.read_model`,
+which does.
+"""
+
+import ipaddress
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel
+
+from graphstash_schema import (
+    AccessKind,
+    ArtifactKind,
+    DeviceType,
+    ErrorCode,
+    Fingerprint,
+    ManifestName,
+    Namespace,
+    NamespacePolicy,
+    Scope,
+    Word,
+)
+from graphstash_schema.protocol import API_PREFIX
+from graphstash_server.actor import Actor
+from graphstash_server.api.problems import refusals
+from graphstash_server.context import ProcessContext
+from graphstash_server.errors import ServerError
+from graphstash_server.keys import StoredKey
+from graphstash_server.services.identity.principals import ANONYMOUS, OPEN_ACCESS, OWNER, Principal
+
+__all__ = [
+    "ADMINISTRATOR",
+    "ANYBODY",
+    "BYTES",
+    "KEY",
+    "KNOWN",
+    "NO_STORE",
+    "OPEN_PATHS",
+    "SECURITY_SCHEMES",
+    "Call",
+    "Calls",
+    "NamespaceCall",
+    "Right",
+    "in_namespace",
+    "json_answer",
+    "key_of",
+    "manifest_of",
+    "until_gone",
+]
+
+KEY: Final = "{kind}/{device_type}/{fingerprint}"
+"""The path segments of an artifact key."""
+
+NO_STORE: Final = {"Cache-Control": "no-store"}
+
+OPEN_PATHS: Final = frozenset({"/", "/healthz", "/readyz", "/openapi.json"})
+"""Paths that need no token, because they reveal nothing of what is stored."""
+
+SECURITY_SCHEMES: Final[dict[str, Any]] = {
+    "token": {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "A token of `graphstash token create`, a JWT of an identity provider that "
+        "the server trusts, or the token that such a JWT was exchanged for.",
+    }
+}
+"""OpenAPI: how a caller authenticates."""
+
+_WAYS: Final = {Scope.READ: "read", Scope.WRITE: "write to", Scope.ADMIN: "administer"}
+
+
+@dataclass(slots=True)
+class Call:
+    """What a handler is given: a request whose caller may make it."""
+
+    request: Request
+    context: ProcessContext
+    principal: Principal
+    _check: Callable[[Request], Awaitable["Call"]]
+
+    @property
+    def actor(self) -> Actor:
+        """The caller, as the audit log names them."""
+        state = self.request.scope["state"]
+        return Actor(
+            self.principal.name,
+            state["request_id"],
+            state["server_request_id"],
+            _address(self.request),
+        )
+
+    async def reauthorize(self) -> None:
+        """Raises unless the caller may still make the call.
+
+        Await it at the end of a body or of a wait. It does not count against the namespace's rate.
+
+        Raises:
+            ServerError: as when the call began, but for 429.
+        """
+        await self._check(self.request)
+
+
+@dataclass(slots=True)
+class NamespaceCall(Call):
+    """A call in a namespace, with the namespace's policy when the call began."""
+
+    namespace: Namespace
+    policy: NamespacePolicy
+
+
+C = TypeVar("C", bound=Call)
+C_co = TypeVar("C_co", bound=Call, covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Right(Generic[C_co]):
+    """What a caller needs to make a call.
+
+    Attributes:
+        admit: returns the call; raises when its caller may not make it.
+        refusals: the codes of the errors that it raises.
+    """
+
+    admit: Callable[[Request], Awaitable[C_co]]
+    refusals: tuple[ErrorCode, ...]
+
+
+def in_namespace(
+    scope: Scope,
+    *,
+    absent: Callable[[Request], ServerError] | None = None,
+    named: Callable[[Request], str] = lambda request: str(request.path_params["namespace"]),
+) -> Right[NamespaceCall]:
+    """The right to do something in a namespace; a call counts against the namespace's rate.
+
+    Args:
+        scope: what the call needs.
+        absent: the answer to a caller who may not even read there, which is exactly what the call
+            answers when nothing exists. By default a sentence for calls without such an answer.
+        named: reads the namespace of a request; it is not checked before the caller is known.
+    """
+
+    async def check(request: Request) -> NamespaceCall:
+        context: ProcessContext = request.app.state.context
+        principal = await _principal(request, context)
+        is_anonymous = principal.kind is AccessKind.ANONYMOUS
+        name = named(request)
+        if is_anonymous and Namespace.form.fullmatch(name) is None:
+            raise _unauthenticated()
+        where = Namespace(name)
+        policy = await context.policies.of(where)
+        if principal is not OPEN_ACCESS and not principal.may(scope, where, policy):
+            if is_anonymous:
+                raise _unauthenticated()
+            if not principal.may_read(where, policy):
+                raise absent(request) if absent is not None else _nothing_there()
+            raise _forbidden(principal, scope, where, policy)
+        return NamespaceCall(request, context, principal, check, where, policy)
+
+    async def admit(request: Request) -> NamespaceCall:
+        call = await check(request)
+        call.context.policies.admit(call.namespace, call.policy)
+        return call
+
+    return Right(
+        admit,
+        (
+            ErrorCode.INVALID_NAMESPACE,
+            ErrorCode.UNAUTHENTICATED,
+            ErrorCode.FORBIDDEN,
+            ErrorCode.NOT_FOUND,
+            ErrorCode.RATE_LIMITED,
+            ErrorCode.UNAVAILABLE,
+        ),
+    )
+
+
+async def _anybody(request: Request) -> Call:
+    return Call(request, request.app.state.context, ANONYMOUS, _anybody)
+
+
+async def _known(request: Request) -> Call:
+    context: ProcessContext = request.app.state.context
+    principal = await _principal(request, context)
+    if principal.kind is AccessKind.ANONYMOUS:
+        raise _unauthenticated()
+    return Call(request, context, principal, _known)
+
+
+async def _administrator(request: Request) -> Call:
+    call = await _known(request)
+    if not call.principal.is_administrator:
+        raise ServerError(
+            ErrorCode.FORBIDDEN,
+            f"{call.principal.name} does not administer this server: use a token with the grant "
+            "admin:*",
+        )
+    return Call(request, call.context, call.principal, _administrator)
+
+
+ANYBODY: Final = Right(_anybody, ())
+"""No authentication is needed."""
+
+KNOWN: Final = Right(_known, (ErrorCode.UNAUTHENTICATED, ErrorCode.UNAVAILABLE))
+"""The caller must be authenticated; any grant will do."""
+
+ADMINISTRATOR: Final = Right(_administrator, (*KNOWN.refusals, ErrorCode.FORBIDDEN))
+"""The caller must administer the server."""
+
+
+async def _principal(request: Request, context: ProcessContext) -> Principal:
+    if context.access.is_open:
+        return OPEN_ACCESS
+    headers = request.scope["headers"]
+    shown = [value.decode("latin-1") for name, value in headers if name == b"authorization"]
+    if len(shown) > 1:  # a proxy in between might go by the other one
+        raise ServerError(
+            ErrorCode.UNAUTHENTICATED, "the request has two Authorization headers: send one"
+        )
+    if not shown and request.scope["state"].get("is_owner"):
+        return OWNER
+    return await context.access.principal_of(shown[0] if shown else None)
+
+
+def _address(request: Request) -> str:
+    """Where a request came from, for the audit log.
+
+    A proxy such as docker/nginx names its client in X-Forwarded-For. Anybody can send that header:
+    the address of who did stands beside it.
+    """
+    peer = request.client.host if request.client else "own socket"
+    named = request.headers.get("x-forwarded-for", "").rpartition(",")[2].strip()
+    try:  # without an IPv6 zone, which may be any text
+        return f"{ipaddress.ip_address(named.partition('%')[0])} via {peer}"
+    except ValueError:
+        return peer
+
+
+def _unauthenticated() -> ServerError:
+    return ServerError(
+        ErrorCode.UNAUTHENTICATED,
+        "authentication required: set GRAPHSTASH_TOKEN; an administrator creates tokens with "
+        "`graphstash token create`",
+    )
+
+
+def _nothing_there() -> ServerError:
+    return ServerError(
+        ErrorCode.NOT_FOUND,
+        "the namespace does not exist, or the caller may not read it: an administrator of the "
+        "server can create a token that may",
+    )
+
+
+def _forbidden(
+    principal: Principal, scope: Scope, namespace: Namespace, policy: NamespacePolicy
+) -> ServerError:
+    way_out = f"use a token with a grant such as {scope}:{namespace}"
+    if policy.trusted and principal.allows(scope, namespace):
+        way_out = (
+            "it is a trusted namespace; use a token with a grant that names it without `*`, "
+            f"{scope}:{namespace}"
+        )
+    return ServerError(
+        ErrorCode.FORBIDDEN,
+        f"{principal.name} may not {_WAYS[scope]} namespace {namespace}: {way_out}",
+    )
+
+
+BYTES: Final[dict[str, Any]] = {"content": {"application/octet-stream": {}}}
+"""OpenAPI: a body that is an artifact."""
+
+_OF_A_BODY: Final = (ErrorCode.LENGTH_MISMATCH, ErrorCode.UPLOAD_TIMEOUT, ErrorCode.TOO_LARGE)
+
+
+def _formed(word: type[Word]) -> dict[str, Any]:
+    return {"type": "string", "pattern": f"^{word.form.pattern}$"}
+
+
+_IN_PATH: Final[dict[str, tuple[dict[str, Any], ErrorCode | None]]] = {
+    "namespace": (_formed(Namespace), ErrorCode.INVALID_NAMESPACE),
+    "kind": (
+        {"type": "string", "enum": [kind.value for kind in ArtifactKind]},
+        ErrorCode.INVALID_KIND,
+    ),
+    "device_type": (_formed(DeviceType), ErrorCode.INVALID_DEVICE_TYPE),
+    "fingerprint": (_formed(Fingerprint), ErrorCode.INVALID_FINGERPRINT),
+    "name": (_formed(ManifestName), ErrorCode.INVALID_NAME),
+    "id": ({"type": "string"}, None),
+}
+"""Schema of every word of a path, and the error code of a malformed one."""
+
+
+class Calls(APIRouter):
+    """The calls of one resource."""
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        needs: Right[C],
+        answers: dict[int | str, dict[str, Any]],
+        refuses: Sequence[ErrorCode] = (),
+        body: type[BaseModel] | None = None,
+        takes_bytes: bool = False,
+        query: Sequence[dict[str, Any]] = (),
+        tags: Sequence[str] = (),
+    ) -> Callable[[Callable[[C], Awaitable[Response]]], Callable[[C], Awaitable[Response]]]:
+        """Declares a call; its handler is decorated.
+
+        Args:
+            method: of HTTP.
+            path: after the prefix of these calls.
+            needs: the right that the caller needs.
+            answers: OpenAPI's description of the answers.
+            refuses: the error codes of the call itself. Those of `needs`, of the words of the path
+                and of reading a body are added.
+            body: the model of a JSON body, which the handler reads with `read_model`.
+            takes_bytes: whether the body is an artifact.
+            query: OpenAPI's description of the query's parameters.
+            tags: in addition to those of these calls.
+        """
+        words = re.findall(r"{(\w+)}", path)
+        codes = {*refuses, *needs.refusals}
+        codes.update(code for word in words if (code := _IN_PATH[word][1]) is not None)
+        parameters = [
+            {"name": word, "in": "path", "required": True, "schema": _IN_PATH[word][0]}
+            for word in words
+        ]
+        extra: dict[str, Any] = {"parameters": [*parameters, *query]} if words or query else {}
+        if body is not None or takes_bytes:
+            codes.update(_OF_A_BODY)
+        if takes_bytes:
+            extra["requestBody"] = {"required": True, **BYTES}
+        if body is not None:
+            codes.add(ErrorCode.INVALID_REQUEST)
+            schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
+            schema.pop("$defs", None)
+            extra["requestBody"] = {"content": {"application/json": {"schema": schema}}}
+        if (self.prefix + path).startswith(API_PREFIX):
+            codes.add(ErrorCode.UNSUPPORTED_PROTOCOL)
+
+        def declare(
+            handler: Callable[[C], Awaitable[Response]],
+        ) -> Callable[[C], Awaitable[Response]]:
+            async def endpoint(request: Request) -> Response:
+                return await handler(await needs.admit(request))
+
+            endpoint.__doc__ = handler.__doc__
+            self.add_api_route(
+                path,
+                endpoint,
+                methods=[method],
+                name=getattr(handler, "__name__", None),
+                tags=list(tags),
+                response_class=Response,
+                status_code=min(int(status) for status in answers),
+                responses={**answers, **refusals(*sorted(codes, key=list(ErrorCode).index))},
+                openapi_extra=extra,
+            )
+            return handler
+
+        return declare
+
+
+def key_of(request: Request) -> StoredKey:
+    """The whole key of the path.
+
+    Raises:
+        InvalidValueError: for the first segment that is malformed.
+    """
+    return StoredKey.parse(**request.path_params)
+
+
+def manifest_of(request: Request) -> ManifestName:
+    """The name of the manifest in the path.
+
+    Raises:
+        InvalidValueError: when it is malformed.
+    """
+    return ManifestName(request.path_params["name"])
+
+
+def json_answer(
+    model: BaseModel,
+    status_code: int = 200,
+    *,
+    headers: Mapping[str, str] = NO_STORE,
+    exclude_none: bool = False,
+) -> Response:
+    """A model as the body of an answer that no cache may keep."""
+    return Response(
+        model.model_dump_json(exclude_none=exclude_none),
+        status_code=status_code,
+        headers=headers,
+        media_type="application/json",
+    )
+
+
+async def until_gone(receive: Callable[[], Awaitable[Any]]) -> None:
+    """Returns when the caller has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,238 @@
+"""BlobCollector: deletes a blob exactly when no artifact needs it, under any concurrency.
+
+Two artifacts may share a blob, an upload may bring a blob while the last artifact that had it is
+deleted, and another server may do any of this at the same time. The rules:
+
+- An artifact is removed in three phases: its row goes and its blob is marked (`deletions`), in one
+  transaction; the blob is deleted; the mark goes. A server may die between any two of them: the
+  mark stays, and any server continues.
+- A blob is deleted only by a server that has claimed it: in a transaction that had the blob's lock
+  for itself and saw that no row has the blob. The claim is a row too, so it stands when the lock is
+  lost with its connection, and it lasts longer than any request to the store.
+- A row is committed only in a transaction that shares the blob's lock, saw no claim, and saw the
+  blob (`services.artifacts.uploads`).
+- An upload takes the mark off its blob first, and waits for the end of a claim. A blob that this
+  process is uploading is never claimed by it: an upload may drive out an artifact that has it.
+
+So a committed row always has its blob. The one thing that can go wrong is that an upload finds the
+blob it stored deleted by another process; it is refused with 503 then: nothing was acknowledged.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from graphstash_schema import Digest, DigestHasher, ErrorCode
+from graphstash_server.clock import Clock
+from graphstash_server.db.engine import Database
+from graphstash_server.db.queries.artifacts import is_blob_used
+from graphstash_server.db.queries.deletions import (
+    claim_deletion,
+    claim_deletions,
+    claimed_digests,
+    count_deletions,
+    drop_deletion,
+    has_deletion,
+    pending_bytes,
+    release_deletion,
+    renew_claim,
+)
+from graphstash_server.db.queries.locks import lock_blob
+from graphstash_server.errors import ServerError, ShortBlobError
+from graphstash_server.storage import BlobStore
+
+__all__ = ["BlobCollector"]
+
+_CLAIM = timedelta(seconds=90)
+"""Longer than a request to a store can take, all its attempts (40 s) and `_DELETE_SECONDS` before
+it included. When a server dies with a claim, its blob waits this long."""
+
+_DELETE_SECONDS = 15.0
+
+_CLAIMED = 50
+_SETTLE_SECONDS = 0.1
+_SETTLE_TIMES = 50
+
+
+class BlobCollector:
+    """Deletes blobs that no artifact needs."""
+
+    def __init__(self, *, database: Database, blobs: BlobStore, clock: Clock) -> None:
+        self._database = database
+        self._blobs = blobs
+        self._clock = clock
+        self._uploading: Counter[str] = Counter()
+
+    @contextmanager
+    def uploading(self, digest: Digest) -> Iterator[None]:
+        """Keeps a blob from being collected while it is uploaded."""
+        self._uploading[digest.sha256] += 1
+        try:
+            yield
+        finally:
+            self._uploading[digest.sha256] -= 1
+            if not self._uploading[digest.sha256]:
+                del self._uploading[digest.sha256]
+
+    async def is_whole(self, digest: Digest) -> bool | None:
+        """Whether the stored bytes are those of a digest; None when there are none. Reads them all,
+        from where they are durable.
+
+        Raises:
+            ServerError: 503, also when the blob cannot be read completely: it may be whole.
+        """
+        await self._blobs.forget_copy(digest)
+        reader = await self._blobs.open(digest)
+        if reader is None:
+            return None
+        hasher = DigestHasher()
+        try:
+            if reader.size_bytes != digest.size_bytes:
+                return False
+            async for chunk in reader.chunks(0, digest.size_bytes):
+                await asyncio.to_thread(hasher.update, chunk)
+        except ShortBlobError as error:
+            raise ServerError(
+                ErrorCode.UNAVAILABLE, f"blob {digest} could not be read completely: retry later"
+            ) from error
+        finally:
+            await reader.close()
+        return hasher.digest() == digest
+
+    async def settle(self, digest: Digest) -> bool:
+        """Before an upload: takes the mark off a blob, so that what is about to be stored is not
+        deleted for an artifact that had it before. Waits for a deletion that is under way.
+
+        Returns:
+            Whether there was a mark: when the upload fails, `collect` is due.
+
+        Raises:
+            ServerError: 503, when that takes too long, for example because its server died.
+        """
+        for _ in range(_SETTLE_TIMES):
+            async with self._database.reading() as connection:
+                if not await has_deletion(connection, digest):
+                    return False
+            async with self._database.writing() as connection:
+                await lock_blob(connection, digest)
+                if not await claimed_digests(connection, [digest], now=self._clock()):
+                    await drop_deletion(connection, digest)
+                    return True
+            await asyncio.sleep(_SETTLE_SECONDS)
+        raise ServerError(
+            ErrorCode.UNAVAILABLE, "the same bytes are being deleted: retry the upload"
+        )
+
+    async def collect(self, digest: Digest, *, only_marked: bool = False) -> bool:
+        """Deletes a blob if no artifact has it, no upload of this process brings it, and no other
+        server has claimed it; with `only_marked`, if it is marked, too. Returns whether it did.
+        """
+        async with self._database.writing() as connection:
+            await lock_blob(connection, digest)
+            if only_marked and not await has_deletion(connection, digest):
+                return False
+            now = self._clock()
+            if await claimed_digests(connection, [digest], now=now):
+                return False
+            if await self._is_kept(connection, digest):
+                return False
+            until = now + _CLAIM
+            await claim_deletion(connection, digest, until=until)
+        await self._delete(digest, held_until=until)
+        return True
+
+    async def collect_marked(self) -> int:
+        """Deletes every marked blob that no other server has claimed; returns how many.
+
+        Raises:
+            ServerError: 503; what is left stays marked.
+        """
+        deleted = 0
+        failure: ServerError | None = None
+        while True:
+            now = self._clock()
+            until = now + _CLAIM
+            async with self._database.writing() as connection:
+                claimed = await claim_deletions(
+                    connection, now=now, until=until, limit=_CLAIMED, spared=self._uploading
+                )
+            for digest in claimed:
+                try:
+                    deleted += await self._collect_claimed(digest, held_until=until)
+                except ServerError as error:
+                    failure = error  # the others are deleted all the same
+            if len(claimed) == _CLAIMED:
+                continue
+            if failure is not None:
+                raise failure
+            return deleted
+
+    async def collect_abandoned(self) -> int:
+        """Deletes what is left when every claim has ended, and waits for that: up to ninety seconds
+        when a server died with a claim. Returns how many blobs.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + 2 * _CLAIM.total_seconds()
+        deleted = 0
+        while loop.time() < deadline:
+            async with self._database.reading() as connection:
+                if not await count_deletions(connection):
+                    break
+            deleted += await self.collect_marked()
+            await asyncio.sleep(_SETTLE_SECONDS)
+        return deleted
+
+    async def pending_bytes(self, *, patience_seconds: float = 0.0) -> int:
+        """Total size of the marked blobs; waits a little for other servers that delete them."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + patience_seconds
+        while True:
+            async with self._database.reading() as connection:
+                pending = await pending_bytes(connection)
+            if not pending or loop.time() >= deadline:
+                return pending
+            await asyncio.sleep(_SETTLE_SECONDS)
+
+    async def _is_kept(self, connection: AsyncConnection, digest: Digest) -> bool:
+        """Whether a blob has to stay; the transaction has its lock."""
+        if digest.sha256 in self._uploading:
+            await release_deletion(connection, digest)  # the upload takes the mark off
+            return True
+        if await is_blob_used(connection, digest):
+            await drop_deletion(connection, digest)
+            return True
+        return False
+
+    async def _collect_claimed(self, digest: Digest, *, held_until: datetime) -> bool:
+        """Deletes one blob of a page that was claimed together. Others of the page may have taken
+        long, so the claim is renewed first; it may have been lost.
+        """
+        async with self._database.writing() as connection:
+            await lock_blob(connection, digest)
+            until = self._clock() + _CLAIM
+            if not await renew_claim(connection, digest, held_until=held_until, until=until):
+                return False
+            if await self._is_kept(connection, digest):
+                return False
+        await self._delete(digest, held_until=until)
+        return True
+
+    async def _delete(self, digest: Digest, *, held_until: datetime) -> None:
+        """Deletes a blob that this server has just claimed, and takes the mark off.
+
+        When that fails the claim stays: the store may still delete the blob. The timeout makes sure
+        that a call that waits for a thread of the store ends before its claim.
+        """
+        try:
+            async with asyncio.timeout(_DELETE_SECONDS):
+                await self._blobs.delete(digest)
+        except TimeoutError:
+            raise ServerError(
+                ErrorCode.UNAVAILABLE, f"blob {digest} was not deleted within {_DELETE_SECONDS:g} s"
+            ) from None
+        async with self._database.writing() as connection:
+            await drop_deletion(connection, digest, held_until=held_until)

@@ -1,0 +1,169 @@
+"""Evictor: keeps the store and the namespaces within their budgets, least value first.
+
+One eviction runs at a time, whatever the number of servers: each page is chosen, counted and
+removed in one transaction under one lock, so that two servers never evict for the same excess. The
+blobs go afterwards (`BlobCollector.collect_marked`), on all servers side by side.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+from graphstash_server.clock import Clock
+from graphstash_server.db.engine import Database
+from graphstash_server.db.queries.eviction import (
+    Candidate,
+    evict_artifacts,
+    list_least_valuable,
+)
+from graphstash_server.db.queries.locks import lock_name
+from graphstash_server.db.queries.usage import list_usage, stored_bytes
+from graphstash_server.services.namespaces import Budgets, PolicyService
+
+__all__ = ["Evictor"]
+
+_LOGGER = logging.getLogger(__name__)
+
+_PAGE = 200
+"""Artifacts of one transaction: a few milliseconds in which SQLite takes no other writer."""
+
+
+class Evictor:
+    """Evicts artifacts.
+
+    Attributes:
+        is_needed: set when an upload passed a soft limit.
+    """
+
+    def __init__(
+        self,
+        *,
+        database: Database,
+        budgets: Budgets,
+        policies: PolicyService,
+        clock: Clock,
+    ) -> None:
+        self.is_needed = asyncio.Event()
+        self._database = database
+        self._budgets = budgets
+        self._policies = policies
+        self._clock = clock
+
+    async def run(self) -> int:
+        """Evicts until no soft limit is exceeded; returns how many artifacts."""
+        self.is_needed.clear()
+        evicted = 0
+        for namespace, goal_bytes in await self._passed():
+            evicted += await self.shrink(namespace, goal_bytes=goal_bytes)
+        if evicted:
+            _LOGGER.info("evicted %d artifacts", evicted)
+        return evicted
+
+    async def plan(self) -> AsyncIterator[Candidate]:
+        """What `run` would evict now, the namespaces' before the store's."""
+        freed_bytes = 0
+        last: dict[str, Candidate] = {}
+        for namespace, goal_bytes in await self._passed():
+            async with self._database.reading() as connection:
+                excess = await stored_bytes(connection, namespace) - goal_bytes
+            if namespace is None:
+                excess -= freed_bytes
+            after = None
+            while excess > 0:
+                async with self._database.reading() as connection:
+                    page = await list_least_valuable(
+                        connection, namespace=namespace, now=self._clock(), limit=_PAGE, after=after
+                    )
+                fresh = [each for each in page if not _is_planned(each, last)]
+                for candidate in _enough(fresh, excess):
+                    excess -= candidate.cost_bytes
+                    if namespace is not None:
+                        freed_bytes += candidate.cost_bytes
+                        last[namespace] = candidate
+                    yield candidate
+                if len(page) < _PAGE:
+                    break
+                after = page[-1]
+
+    async def evict(self, chosen: Sequence[Candidate]) -> int:
+        """Evicts artifacts that were chosen for another reason than space; returns how many."""
+        async with self._database.writing() as connection:
+            return len(await evict_artifacts(connection, chosen, now=self._clock()))
+
+    async def _passed(self) -> list[tuple[str | None, int]]:
+        """Namespaces, or None for the whole store, above their soft limit, and how far to go."""
+        limits = await self._policies.limits()
+        async with self._database.reading() as connection:
+            usage = await list_usage(connection)
+        sizes: dict[str | None, int] = {
+            each.namespace: each.size_bytes + each.metadata_bytes + each.manifest_bytes
+            for each in usage
+        }
+        budgets = {name: self._budgets.of(name or "", limits) for name in sizes}
+        budgets[None] = self._budgets.store  # last: what the namespaces free counts for it
+        sizes[None] = sum(sizes.values())
+        return [
+            (name, budget.goal_bytes or 0)
+            for name, budget in budgets.items()
+            if budget.is_passed_softly(sizes[name])
+        ]
+
+    async def shrink(
+        self,
+        measured: str | None,
+        *,
+        goal_bytes: int,
+        evicted_from: str | None = None,
+        spares_looked_up: bool = True,
+    ) -> int:
+        """Evicts, a page at a time, until a namespace, or the store, has no more than the goal;
+        returns how many.
+
+        Args:
+            measured: the namespace that is to shrink; None for the store.
+            goal_bytes: where to stop.
+            evicted_from: only of this namespace; by default of what is measured.
+            spares_looked_up: whether those that a look-up found lately stay; otherwise they are the
+                only ones that go.
+        """
+        evicted = 0
+        while True:
+            async with self._database.writing() as connection:
+                await lock_name(connection, "eviction")
+                excess = await stored_bytes(connection, measured) - goal_bytes
+                if excess <= 0:
+                    return evicted
+                now = self._clock()
+                page = await list_least_valuable(
+                    connection,
+                    namespace=evicted_from or measured,
+                    now=now,
+                    limit=_PAGE,
+                    spares_looked_up=spares_looked_up,
+                )
+                gone = await evict_artifacts(
+                    connection, _enough(page, excess), now=now, spares_looked_up=spares_looked_up
+                )
+            evicted += len(gone)
+            if not gone:
+                return evicted
+
+
+def _enough(page: Sequence[Candidate], excess_bytes: int) -> list[Candidate]:
+    """The first of them that have so many bytes together."""
+    chosen = []
+    for candidate in page:
+        if excess_bytes <= 0:
+            break
+        chosen.append(candidate)
+        excess_bytes -= candidate.cost_bytes
+    return chosen
+
+
+def _is_planned(candidate: Candidate, last: Mapping[str, Candidate]) -> bool:
+    """Whether its namespace has to evict it already: all up to the last one there."""
+    end = last.get(candidate.key.namespace)
+    return end is not None and (candidate.eviction_rank, candidate.key.columns) <= (
+        end.eviction_rank,
+        end.key.columns,
+    )

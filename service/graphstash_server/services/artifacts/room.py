@@ -1,0 +1,244 @@
+"""RoomKeeper: decides whether what is about to be stored fits, and makes room for it.
+
+Nobody is driven out by an announcement. Before the first byte it is only checked that the whole
+would fit if everything went that may go, so what is refused there evicts nothing. Room is taken for
+bytes that have arrived: in the writer's own namespace first and, for the limit of the store or for
+a full disk, in the others after it. What a look-up found lately goes last in each of them; pinned
+and withheld artifacts stay.
+
+The uploads of other processes are seen when they are committed: a limit may be passed by those
+under way.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from graphstash_schema import Namespace
+from graphstash_server.clock import Clock
+from graphstash_server.db.engine import Database
+from graphstash_server.db.queries.deletions import pending_bytes
+from graphstash_server.db.queries.eviction import kept_bytes
+from graphstash_server.db.queries.usage import stored_bytes
+from graphstash_server.errors import NoSpaceError
+from graphstash_server.services.artifacts.blobs import BlobCollector
+from graphstash_server.services.artifacts.eviction import Evictor
+from graphstash_server.services.namespaces import Budgets, PolicyService
+from graphstash_server.storage.base import CHUNK_BYTES, BlobStore
+
+__all__ = ["Room", "RoomKeeper"]
+
+_LOGGER = logging.getLogger(__name__)
+
+_ATTEMPTS = 4
+"""Tries to make room, while others come and go, and the database on the same disk grows."""
+
+_PATIENCE_SECONDS = 1.0
+
+_MAX_STEP_BYTES = 16 * CHUNK_BYTES
+
+
+@dataclass(slots=True)
+class Room:
+    """What one upload, or one manifest, needs and has taken so far.
+
+    Attributes:
+        namespace: where it is stored.
+        blob_bytes: of the blob, which arrive one after the other.
+        row_bytes: what its rows count.
+        taken_bytes: of both.
+        step_bytes: what of that was taken last, and may not be on the disk yet.
+    """
+
+    namespace: Namespace
+    blob_bytes: int
+    row_bytes: int
+    taken_bytes: int = 0
+    step_bytes: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """What it counts against the limits."""
+        return self.blob_bytes + self.row_bytes
+
+
+class _Excess(NamedTuple):
+    """A limit that is passed: of the namespace `where`, or None for the store and its disk.
+
+    What is being deleted already is left out of `size_bytes`, which may be negative then.
+    """
+
+    where: Namespace | None
+    size_bytes: int
+    refusal: NoSpaceError
+
+
+class RoomKeeper:
+    """Knows what the uploads of this process have taken."""
+
+    def __init__(
+        self,
+        *,
+        database: Database,
+        blobs: BlobStore,
+        collector: BlobCollector,
+        evictor: Evictor,
+        budgets: Budgets,
+        policies: PolicyService,
+        clock: Clock,
+    ) -> None:
+        self._database = database
+        self._blobs = blobs
+        self._collector = collector
+        self._evictor = evictor
+        self._budgets = budgets
+        self._policies = policies
+        self._clock = clock
+        self._taken: Counter[Namespace] = Counter()
+        self._unwritten_bytes = 0
+
+    async def check(self, room: Room) -> None:
+        """Refuses what could not be stored even if everything went that may go; evicts nothing.
+
+        Raises:
+            NoSpaceError: too much is pinned, withheld or being uploaded, or it is too large.
+        """
+        for excess in await self._excesses(room, ahead_bytes=room.size_bytes - room.taken_bytes):
+            async with self._database.reading() as connection:
+                stored = await stored_bytes(connection, excess.where)
+                kept = await kept_bytes(connection, namespace=excess.where, now=self._clock())
+            if excess.size_bytes > stored - kept:
+                raise excess.refusal
+
+    @contextmanager
+    def opened(self, room: Room) -> Iterator[None]:
+        """Gives back what was taken, when it is stored and counted there, or when it failed."""
+        try:
+            yield
+        finally:
+            self._taken[room.namespace] -= room.taken_bytes
+            if not self._taken[room.namespace]:
+                del self._taken[room.namespace]
+            self._unwritten_bytes -= room.step_bytes
+
+    async def passed(self, room: Room, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """Passes the bytes of a blob on once there is room for them.
+
+        It is taken for a mebibyte at least, when that has arrived, and then for twice of what has:
+        a query for each chunk would cost more than its bytes.
+
+        Raises:
+            NoSpaceError: see `check`; what may have been evicted stays so.
+        """
+        waiting: list[bytes] = []
+        arrived = passable = 0
+        async for chunk in chunks:
+            arrived += len(chunk)
+            waiting.append(chunk)
+            if passable < arrived <= passable + CHUNK_BYTES:
+                continue
+            if arrived > passable:
+                ahead = min(arrived, _MAX_STEP_BYTES)
+                passable = min(arrived + ahead, max(room.blob_bytes, arrived))
+                await self.take(room, room.row_bytes + passable)
+            for each in waiting:
+                yield each
+            waiting = []
+        await self.take(room, room.row_bytes + arrived)
+        for each in waiting:
+            yield each
+
+    async def take(self, room: Room, size_bytes: int) -> None:
+        """Takes so much altogether, and evicts what has to go for it.
+
+        Raises:
+            NoSpaceError: see `check`.
+        """
+        more_bytes = size_bytes - room.taken_bytes
+        if more_bytes <= 0:
+            return
+        self._taken[room.namespace] += more_bytes
+        self._unwritten_bytes += more_bytes - room.step_bytes
+        room.taken_bytes, room.step_bytes = size_bytes, more_bytes
+        excesses = await self._excesses(room)
+        for _ in range(_ATTEMPTS):
+            if not excesses:
+                return
+            await self.check(room)
+            for excess in excesses:
+                await self._make_room(room.namespace, excess)
+            excesses = await self._excesses(room)
+        if excesses:
+            raise excesses[0].refusal
+
+    async def _excesses(self, room: Room, *, ahead_bytes: int = 0) -> list[_Excess]:
+        """The limits that would be passed by what is taken and so many bytes more. Sets `is_needed`
+        when what is taken passes a soft limit.
+        """
+        where, store = room.namespace, self._budgets.store
+        budget = self._budgets.of(where, await self._policies.limits())
+        full = await self._blobs.full(self._unwritten_bytes + ahead_bytes)
+        if budget.is_none and store.is_none and full is None:
+            return []
+        # Before the database is asked: what is committed meanwhile is counted twice, and nothing is
+        # missed. Whoever takes more from here on sees that this was taken.
+        taken, own_taken = self._taken.total(), self._taken[where]
+        async with self._database.reading() as connection:
+            stored = await stored_bytes(connection) + taken
+            own = await stored_bytes(connection, where) + own_taken
+            pending = await pending_bytes(connection)
+        if store.is_passed_softly(stored) or budget.is_passed_softly(own):
+            self._evictor.is_needed.set()
+        found = []
+        if budget.hard_bytes is not None and own + ahead_bytes > budget.hard_bytes:
+            refusal = _refusal(room, f"the namespace {where}", own, budget.hard_bytes)
+            found.append(_Excess(where, own + ahead_bytes - budget.hard_bytes, refusal))
+        if store.hard_bytes is not None and stored + pending + ahead_bytes > store.hard_bytes:
+            refusal = _refusal(room, "the store", stored, store.hard_bytes)
+            found.append(_Excess(None, stored + ahead_bytes - store.hard_bytes, refusal))
+        if full is not None and full.missing_bytes is not None:
+            found.append(_Excess(None, full.missing_bytes - pending, full))
+        return found
+
+    async def _make_room(self, writer: Namespace, excess: _Excess) -> None:
+        """Evicts for one limit that is passed."""
+        async with self._database.reading() as connection:
+            goal_bytes = max(await stored_bytes(connection, excess.where) - excess.size_bytes, 0)
+        evicted = await self._evict(writer, excess, goal_bytes)
+        if excess.where is not None:
+            return
+        await self._collector.collect_marked()
+        # Blobs that other servers are deleting count until they are gone. If they stay, because
+        # such a server died, other artifacts are evicted.
+        pending = await self._collector.pending_bytes(patience_seconds=_PATIENCE_SECONDS)
+        if pending:
+            evicted += await self._evict(writer, excess, max(goal_bytes - pending, 0))
+            await self._collector.collect_marked()
+        if evicted:
+            _LOGGER.info("the store is full: evicted %d artifacts for an upload", evicted)
+
+    async def _evict(self, writer: Namespace, excess: _Excess, goal_bytes: int) -> int:
+        evicted = 0
+        for evicted_from in (writer,) if excess.where is not None else (writer, None):
+            for spares_looked_up in (True, False):
+                evicted += await self._evictor.shrink(
+                    excess.where,
+                    goal_bytes=goal_bytes,
+                    evicted_from=evicted_from,
+                    spares_looked_up=spares_looked_up,
+                )
+        return evicted
+
+
+def _refusal(room: Room, where: str, used_bytes: int, limit_bytes: int) -> NoSpaceError:
+    used_bytes -= room.taken_bytes
+    return NoSpaceError(
+        f"{room.size_bytes} bytes are to be stored, {where} has {used_bytes} of at most "
+        f"{limit_bytes}, and not enough can be evicted: unpin or delete artifacts, or raise the "
+        "limit (GRAPHSTASH_STORE_LIMIT_BYTES, GRAPHSTASH_NAMESPACE_LIMIT_BYTES, graphstash "
+        "namespace set --limit)",
+        limit=limit_bytes,
+    )

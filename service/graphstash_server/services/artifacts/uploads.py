@@ -1,0 +1,378 @@
+"""UploadService: accepts an artifact; what it acknowledged survives a crash, byte for byte.
+
+`CommitBatcher` makes stored blobs visible as artifacts, many in one transaction: a commit waits for
+the disk, so uploads that end while one is under way share the next one. Alone, an upload waits for
+no other.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Collection, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import NamedTuple, TypeAlias
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from graphstash_schema import AuditAction, Digest, ErrorCode, Namespace, NamespacePolicy, WriteMode
+from graphstash_server.actor import Actor
+from graphstash_server.clock import Clock
+from graphstash_server.db.engine import Database
+from graphstash_server.db.notifications import notify
+from graphstash_server.db.queries.artifacts import (
+    ArtifactRow,
+    NewArtifact,
+    find_stored,
+    insert_artifact,
+    replace_artifact,
+)
+from graphstash_server.db.queries.audit import AuditRecord, add_audit
+from graphstash_server.db.queries.costs import metadata_bytes
+from graphstash_server.db.queries.deletions import add_deletions, claimed_digests
+from graphstash_server.db.queries.leases import end_leases
+from graphstash_server.db.queries.locks import share_blobs
+from graphstash_server.db.queries.usage import UsageChange, add_usage
+from graphstash_server.errors import ServerError
+from graphstash_server.keys import StoredKey
+from graphstash_server.services.accounting import Accounting
+from graphstash_server.services.artifacts.blobs import BlobCollector
+from graphstash_server.services.artifacts.room import Room, RoomKeeper
+from graphstash_server.services.artifacts.service import ArtifactService
+from graphstash_server.services.namespaces import check_writable
+from graphstash_server.services.wait_queue import Notification, WaitQueue
+from graphstash_server.storage import BlobStore
+
+__all__ = ["Commit", "CommitBatcher", "Upload", "UploadService", "withheld"]
+
+_MOST = 64
+"""Uploads of one transaction: a few milliseconds of work beside one wait for the disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """What a publisher announces before the first byte.
+
+    Attributes:
+        metadata_header: stored as it came, and returned with every hit.
+        compile_seconds: what a hit will save.
+        toolchain: what compiled it; empty when it is not known.
+        only_if_absent: refuse even the same bytes when the key has some (`If-None-Match: *`).
+        policy: of the namespace.
+    """
+
+    key: StoredKey
+    digest: Digest
+    metadata_header: str
+    compile_seconds: float
+    toolchain: str
+    only_if_absent: bool
+    actor: Actor
+    policy: NamespacePolicy
+
+    @property
+    def replaces(self) -> bool:
+        """Whether it takes the place of an artifact with other bytes."""
+        return self.policy.mode is WriteMode.OVERWRITE and not self.only_if_absent
+
+
+class Commit(NamedTuple):
+    """The result of an upload.
+
+    Attributes:
+        stays: digest of the artifact that was faster and stays; None when this one was stored.
+        replaced: the artifact that this one replaced.
+    """
+
+    stays: Digest | None = None
+    replaced: ArtifactRow | None = None
+
+
+_Outcome: TypeAlias = Commit | Exception | None
+"""None: another artifact is in the way than was seen before its blob was locked; try again."""
+
+_Waiting: TypeAlias = "tuple[Upload, asyncio.Future[Commit]]"
+
+
+class CommitBatcher:
+    """Makes stored blobs visible as artifacts, many in one transaction."""
+
+    def __init__(self, *, database: Database, blobs: BlobStore, clock: Clock) -> None:
+        self._database = database
+        self._blobs = blobs
+        self._clock = clock
+        self._waiting: list[_Waiting] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def commit(self, upload: Upload) -> Commit:
+        """Makes an artifact visible, counts it and ends its lease, all at once.
+
+        Raises:
+            ServerError: 503, 507 or 409; nothing was stored.
+        """
+        future: asyncio.Future[Commit] = asyncio.get_running_loop().create_future()
+        self._waiting.append((upload, future))
+        if self._task is None:
+            self._task = asyncio.create_task(self._commit_waiting())
+        return await future
+
+    async def _commit_waiting(self) -> None:
+        """Runs until no upload waits; an outermost frame, so every failure goes to its upload."""
+        try:
+            while self._waiting:
+                batch, self._waiting = self._waiting[:_MOST], self._waiting[_MOST:]
+                batch.sort(key=lambda waiting: waiting[0].key.columns)
+                await self._answer(batch)
+        finally:
+            self._task = None
+
+    async def _answer(self, batch: "Sequence[_Waiting]") -> None:
+        try:
+            outcomes = await self._commit_all([upload for upload, _ in batch])
+        except Exception as error:  # noqa: BLE001 - see above
+            outcomes = [error] * len(batch)
+        for (upload, future), outcome in zip(batch, outcomes, strict=True):
+            if future.done():
+                continue  # its caller was cancelled
+            if outcome is None:
+                self._waiting.append((upload, future))
+            elif isinstance(outcome, Exception):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
+
+    async def _commit_all(self, uploads: Sequence[Upload]) -> list[_Outcome]:
+        """One transaction; an error of a single upload is its own outcome."""
+        now = self._clock()
+        changes: dict[str, UsageChange] = {}
+        stored: list[tuple[Upload, ArtifactRow | None]] = []
+        outcomes: list[_Outcome] = []
+        digests = [upload.digest for upload in uploads]
+        async with self._database.writing() as connection:
+            # All locks at once: two transactions that take them in two steps could wait for each
+            # other.
+            locked = {*digests, *await _in_the_way(connection, uploads)}
+            await share_blobs(connection, list(locked))
+            claimed = await claimed_digests(connection, digests, now=now)
+            sizes = await asyncio.gather(*(self._blobs.stat(digest) for digest in digests))
+            for upload, size_bytes in zip(uploads, sizes, strict=True):
+                outcome: _Outcome = _deleted_meanwhile()
+                is_there = size_bytes == upload.digest.size_bytes
+                if is_there and upload.digest.sha256 not in claimed:
+                    outcome = await _store(connection, upload, now, locked=locked)
+                if isinstance(outcome, Commit) and outcome.stays is None:
+                    stored.append((upload, outcome.replaced))
+                    before = changes.get(upload.key.namespace, UsageChange())
+                    changes[upload.key.namespace] = before.plus(_change(upload, outcome.replaced))
+                outcomes.append(outcome)
+            for namespace, change in sorted(changes.items()):
+                await add_usage(connection, namespace, change)
+            if stored:
+                await end_leases(connection, [upload.key for upload, _ in stored], now=now)
+                news = [
+                    Notification.ready(upload.key, upload.digest).payload for upload, _ in stored
+                ]
+                await notify(connection, news)
+                gone = [row.digest for _, row in stored if row is not None]
+                await add_deletions(connection, gone)
+                await add_audit(connection, [_record(*each, now) for each in stored])
+        return outcomes
+
+
+async def _in_the_way(connection: AsyncConnection, uploads: Sequence[Upload]) -> list[Digest]:
+    """Blobs of artifacts that uploads will replace, as far as that can be seen yet."""
+    rows = [await find_stored(connection, upload.key) for upload in uploads if upload.replaces]
+    return [row.digest for row in rows if row is not None]
+
+
+async def _store(
+    connection: AsyncConnection, upload: Upload, now: datetime, *, locked: Collection[Digest]
+) -> _Outcome:
+    """Tries again when the artifact that was in the way is gone at the second look.
+
+    The blob of a replaced artifact is marked for deletion, which needs its lock, as everywhere.
+    """
+    new = NewArtifact(
+        key=upload.key,
+        digest=upload.digest,
+        metadata_header=upload.metadata_header,
+        compile_seconds=upload.compile_seconds,
+        toolchain=upload.toolchain,
+    )
+    while True:
+        if await insert_artifact(connection, new, now=now):
+            return Commit()
+        existing = await find_stored(connection, upload.key)
+        if existing is None:
+            continue
+        if existing.withheld_at is not None:
+            return withheld(upload, existing.digest)
+        if existing.digest == upload.digest or not upload.replaces:
+            return Commit(stays=existing.digest)
+        if existing.digest not in locked:
+            return None
+        if await replace_artifact(connection, new, replaces=existing, now=now):
+            return Commit(replaced=existing)
+
+
+def _change(upload: Upload, replaced: ArtifactRow | None) -> UsageChange:
+    size_bytes = upload.digest.size_bytes
+    change = UsageChange(
+        artifacts=1,
+        puts=1,
+        size_bytes=size_bytes,
+        metadata_bytes=metadata_bytes(size_bytes, upload.metadata_header),
+    )
+    if replaced is None:
+        return change
+    old_bytes = replaced.digest.size_bytes
+    old_metadata_bytes = metadata_bytes(old_bytes, replaced.metadata_header)
+    return change.plus(
+        UsageChange(artifacts=-1, size_bytes=-old_bytes, metadata_bytes=-old_metadata_bytes)
+    )
+
+
+def _record(upload: Upload, replaced: ArtifactRow | None, now: datetime) -> AuditRecord:
+    action = AuditAction.PUT if replaced is None else AuditAction.OVERWRITE
+    return AuditRecord.of_artifact(now, upload.actor, action, upload.key, upload.digest)
+
+
+def withheld(upload: Upload, stays: Digest) -> ServerError:
+    """Refuses an upload to a key whose artifact is withheld."""
+    return ServerError(
+        ErrorCode.WITHHELD,
+        f"{upload.key.key} is withheld: the artifact with the digest {stays} was reported as "
+        "wrong; an administrator must release or delete it first (graphstash quarantine)",
+        digest=stays,
+        given_digest=upload.digest,
+    )
+
+
+def _deleted_meanwhile() -> ServerError:
+    return ServerError(
+        ErrorCode.UNAVAILABLE,
+        "the same bytes were deleted while they were uploaded: nothing was stored; retry the "
+        "upload",
+    )
+
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class UploadService:
+    """Keeps the first upload of a key: compilers are not reproducible, and the processes of one job
+    must all load one executable. A namespace's policy may keep the last one instead, or refuse all.
+    """
+
+    def __init__(
+        self,
+        *,
+        blobs: BlobStore,
+        collector: BlobCollector,
+        artifacts: ArtifactService,
+        accounting: Accounting,
+        committer: CommitBatcher,
+        rooms: RoomKeeper,
+        wait_queue: WaitQueue,
+        max_artifact_bytes: int,
+    ) -> None:
+        self._blobs = blobs
+        self._collector = collector
+        self._artifacts = artifacts
+        self._accounting = accounting
+        self._committer = committer
+        self._rooms = rooms
+        self._wait_queue = wait_queue
+        self._max_artifact_bytes = max_artifact_bytes
+
+    async def publish(self, upload: Upload, chunks: AsyncIterator[bytes]) -> bool:
+        """Stores an artifact. Everything else is checked before `chunks` are read.
+
+        Returns:
+            False when the same bytes were under the key already; the chunks are not read then.
+
+        Raises:
+            ServerError: 400, 403, 409, 412, 413, 503 or 507; nothing is stored then.
+        """
+        self.check(upload.key.namespace, upload.digest.size_bytes, policy=upload.policy)
+        existing = await self._artifacts.find_stored(upload.key)
+        if existing is not None and existing.withheld_at is not None:
+            raise withheld(upload, existing.digest)
+        if existing is not None and (existing.digest == upload.digest or not upload.replaces):
+            return self._refuse_other(upload, existing.digest)
+        size_bytes = upload.digest.size_bytes
+        rows_bytes = metadata_bytes(size_bytes, upload.metadata_header)
+        room = Room(upload.key.namespace, blob_bytes=size_bytes, row_bytes=rows_bytes)
+        await self._rooms.check(room)
+        is_due = False
+        try:
+            with self._collector.uploading(upload.digest), self._rooms.opened(room):
+                is_due = await self._collector.settle(upload.digest)
+                await self._blobs.put(upload.digest, self._rooms.passed(room, chunks))
+                is_due = True
+                commit = await self._committer.commit(upload)
+        except BaseException:
+            if is_due:
+                await asyncio.shield(self._drop_blob(upload.digest))
+            raise
+        self._wait_queue.wake(Notification.ready(upload.key, commit.stays or upload.digest))
+        if commit.replaced is not None:
+            self._artifacts.forget(upload.key)
+            await self._drop_blob(commit.replaced.digest)
+        if commit.stays is None:
+            return True
+        await self._drop_blob(upload.digest)
+        return self._refuse_other(upload, commit.stays)
+
+    async def _drop_blob(self, digest: Digest) -> None:
+        """Removes a blob whose row was not stored, or belongs to another artifact now. When that
+        fails, the blob is marked, or the next start removes it.
+        """
+        try:
+            await self._collector.collect(digest)
+        except ServerError as error:
+            _LOGGER.warning("could not delete the unused blob %s, will retry: %s", digest, error)
+
+    def check(self, namespace: Namespace, size_bytes: int, *, policy: NamespacePolicy) -> None:
+        """Applies the policy and the size limits, before any query.
+
+        Raises:
+            ServerError: 403 or 413.
+        """
+        check_writable(namespace, policy)
+        limit = policy.max_artifact_bytes
+        if limit is not None and size_bytes > limit:
+            raise ServerError(
+                ErrorCode.TOO_LARGE,
+                f"the artifact has {size_bytes} bytes and the limit of the namespace {namespace} "
+                f"is {limit}: an administrator can raise it (graphstash namespace set {namespace} "
+                "--max-artifact)",
+                limit=limit,
+            )
+        if size_bytes > self._max_artifact_bytes:
+            raise ServerError(
+                ErrorCode.TOO_LARGE,
+                f"the artifact has {size_bytes} bytes and the limit of this server is "
+                f"{self._max_artifact_bytes}: raise GRAPHSTASH_MAX_ARTIFACT_BYTES there",
+                limit=self._max_artifact_bytes,
+            )
+
+    def _refuse_other(self, upload: Upload, stays: Digest) -> bool:
+        """Returns False when the same bytes are there; raises for others, or with If-None-Match."""
+        if upload.only_if_absent:
+            raise ServerError(
+                ErrorCode.PRECONDITION_FAILED,
+                f"{upload.key.key} exists with the digest {stays} and If-None-Match: * was given",
+                digest=stays,
+                given_digest=upload.digest,
+            )
+        if stays != upload.digest:
+            self._accounting.count_conflict(upload.key)
+            raise ServerError(
+                ErrorCode.CONFLICT,
+                f"{upload.key.key} exists with the digest {stays}, {upload.digest} was given: the "
+                "first upload is kept, because one job must load one executable; use the stored "
+                "artifact",
+                digest=stays,
+                given_digest=upload.digest,
+            )
+        return False

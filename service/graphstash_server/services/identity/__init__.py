@@ -1,0 +1,3 @@
+"""Authentication, grants and the audit log."""
+
+__all__: list[str] = []

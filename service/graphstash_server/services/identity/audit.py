@@ -1,0 +1,50 @@
+"""AuditService: reads the audit log, and deletes old entries.
+
+Every change is logged in its own transaction (`queries.audit.add_audit`).
+"""
+
+from datetime import datetime
+from typing import Final
+
+from graphstash_schema import AuditLog, Namespace
+from graphstash_server.db.engine import Database
+from graphstash_server.db.queries.audit import prune_audit, read_audit
+
+__all__ = ["MAX_AUDIT_ENTRIES", "AuditService"]
+
+MAX_AUDIT_ENTRIES: Final = 1000
+"""Most entries of a page."""
+
+_PRUNED_AT_ONCE = 1000
+"""A transaction over a year's log would stop every writer of an SQLite database."""
+
+
+class AuditService:
+    """Safe for concurrent calls."""
+
+    def __init__(self, *, database: Database) -> None:
+        self._database = database
+
+    async def read(
+        self, *, limit: int, before: int | None = None, namespace: Namespace | None = None
+    ) -> AuditLog:
+        """A page of the log, newest first, of one namespace or of all.
+
+        `limit` is from 1 to `MAX_AUDIT_ENTRIES`; `before` is `next_before` of the previous page.
+        """
+        async with self._database.reading() as connection:
+            entries = await read_audit(
+                connection, limit=limit + 1, before=before, namespace=namespace
+            )
+        page = tuple(entries[:limit])
+        return AuditLog(entries=page, next_before=page[-1].id if len(entries) > limit else None)
+
+    async def prune(self, *, older_than: datetime) -> int:
+        """Deletes the entries that were written before a time; returns how many."""
+        pruned = 0
+        while True:
+            async with self._database.writing() as connection:
+                count = await prune_audit(connection, older_than=older_than, limit=_PRUNED_AT_ONCE)
+            pruned += count
+            if count < _PRUNED_AT_ONCE:
+                return pruned

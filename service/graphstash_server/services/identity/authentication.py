@@ -1,0 +1,250 @@
+"""AccessService: authenticates a caller by the Authorization header.
+
+No token is kept: tokens are known by their id, which is not a secret, and JWTs by their SHA-256.
+What is known about one is used for two seconds (`MAX_DECISION_AGE`), so a hit does not query its
+token, and every server refuses a revoked token within two seconds (on PostgreSQL at once, by
+notification). A JWT cannot be revoked, only the token that it was exchanged for. Whether either has
+expired is checked on every use.
+"""
+
+import asyncio
+import hashlib
+import hmac
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from itertools import islice
+from typing import Final, NamedTuple
+
+from graphstash_schema import TOKEN_FORM, AccessKind, ErrorCode
+from graphstash_server.clock import Clock
+from graphstash_server.db.engine import Database
+from graphstash_server.db.queries.tokens import TokenRow, find_tokens
+from graphstash_server.errors import ServerError
+from graphstash_server.services.accounting import Accounting
+from graphstash_server.services.identity.oidc import OidcVerifier
+from graphstash_server.services.identity.principals import ANONYMOUS, OPEN_ACCESS, Principal
+from graphstash_server.services.identity.tokens import sha256_of_secret
+
+__all__ = ["MAX_DECISION_AGE", "AccessService", "KnownToken", "KnownTokens"]
+
+MAX_DECISION_AGE: Final = timedelta(seconds=2)
+"""How long what is known about a caller is used."""
+
+_MAX_KNOWN = 10_000
+_MAX_UNKNOWN = 10_000
+"""Ids of 16 characters: about 2 MB."""
+
+_AT_ONCE = 500
+"""Below every database's limit on parameters."""
+
+
+class KnownToken(NamedTuple):
+    """A token that is not revoked: whose it is, and the SHA-256 of its secret in hex."""
+
+    principal: Principal
+    secret_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What the database said at a time."""
+
+    read_at: datetime
+    token: KnownToken | None
+
+    def is_fresh(self, now: datetime) -> bool:
+        """Whether it still counts; not when the clock was turned back."""
+        return timedelta(0) <= now - self.read_at < MAX_DECISION_AGE
+
+
+class KnownTokens:
+    """What the database says about tokens, remembered for two seconds.
+
+    Unknown ids are remembered, too, apart from the others, and all look-ups of a process share one
+    statement at a time: guessing tokens costs the database next to nothing and evicts no known one.
+    """
+
+    def __init__(self, *, database: Database, clock: Clock) -> None:
+        self._database = database
+        self._clock = clock
+        self._known: OrderedDict[str, _Seen] = OrderedDict()
+        self._unknown: OrderedDict[str, _Seen] = OrderedDict()
+        self._wanted: dict[str, asyncio.Future[KnownToken | None]] = {}
+        self._reading: set[str] = set()  # what is queried now, without what was forgotten since
+        self._reader: asyncio.Task[None] | None = None
+
+    async def find(self, token_id: str) -> KnownToken | None:
+        """A token as it was at most two seconds ago; None when there is none, or it was revoked."""
+        seen = self._known.get(token_id) or self._unknown.get(token_id)
+        if seen is not None and seen.is_fresh(self._clock()):
+            return seen.token
+        found = self._wanted.get(token_id)
+        if found is None:
+            found = self._wanted[token_id] = asyncio.get_running_loop().create_future()
+        if self._reader is None:
+            self._reader = asyncio.create_task(self._read())
+        return await asyncio.shield(found)
+
+    def forget(self, token_id: str) -> None:
+        """Makes the next use of a token query the database. A query that is under way may have been
+        too early: its waiters wait for another one.
+        """
+        self._reading.discard(token_id)
+        self._known.pop(token_id, None)
+        self._unknown.pop(token_id, None)
+
+    async def _read(self) -> None:
+        """Reads what is wanted, until nothing is."""
+        try:
+            while self._wanted:
+                batch = dict(islice(self._wanted.items(), _AT_ONCE))
+                read_at = self._clock()
+                self._reading = set(batch)
+                try:
+                    async with self._database.reading() as connection:
+                        rows = await find_tokens(connection, list(batch))
+                except Exception as error:  # noqa: BLE001 - it belongs to those who wait
+                    self._settle(batch, error)
+                else:
+                    batch = {name: found for name, found in batch.items() if name in self._reading}
+                    known = {token_id: _known(rows.get(token_id)) for token_id in batch}
+                    for token_id, token in known.items():
+                        self._remember(token_id, _Seen(read_at, token))
+                    self._settle(batch, known)
+        finally:
+            self._reader = None
+            for found in self._wanted.values():
+                found.cancel()
+            self._wanted.clear()
+
+    def _settle(
+        self,
+        batch: Mapping[str, asyncio.Future[KnownToken | None]],
+        answer: Mapping[str, KnownToken | None] | Exception,
+    ) -> None:
+        for token_id, found in batch.items():
+            del self._wanted[token_id]
+            if isinstance(answer, Exception):
+                found.set_exception(answer)
+                found.exception()  # its waiters may be gone
+            else:
+                found.set_result(answer[token_id])
+
+    def _remember(self, token_id: str, seen: _Seen) -> None:
+        self.forget(token_id)
+        kept, most = (
+            (self._unknown, _MAX_UNKNOWN) if seen.token is None else (self._known, _MAX_KNOWN)
+        )
+        kept[token_id] = seen
+        if len(kept) > most:
+            kept.popitem(last=False)
+
+
+def _known(row: TokenRow | None) -> KnownToken | None:
+    if row is None or row.info.revoked_at is not None:
+        return None
+    principal = Principal.of(
+        kind=AccessKind.TOKEN,
+        name=f"token:{row.info.id} {row.info.description}",
+        grants=row.info.grants,
+        expires_at=row.info.expires_at,
+        issuer=row.info.issuer,
+    )
+    return KnownToken(principal, row.secret_sha256)
+
+
+_MAX_VERIFIED = 1024
+"""JWTs that are remembered; a CI job has one."""
+
+
+class _Verified(NamedTuple):
+    """A JWT that was found good at a time."""
+
+    at: datetime
+    principal: Principal
+
+
+class AccessService:
+    """Authenticates callers; `is_open` is set on a server without authentication, `oidc` is None
+    when the server accepts no JWTs.
+    """
+
+    def __init__(
+        self,
+        *,
+        is_open: bool,
+        tokens: KnownTokens,
+        oidc: OidcVerifier | None,
+        accounting: Accounting,
+        clock: Clock,
+    ) -> None:
+        self.is_open = is_open
+        self._tokens = tokens
+        self._oidc = oidc
+        self._accounting = accounting
+        self._clock = clock
+        self._verified: OrderedDict[bytes, _Verified] = OrderedDict()
+
+    async def principal_of(self, authorization: str | None) -> Principal:
+        """The caller, from the Authorization header, or None when there is none.
+
+        Raises:
+            ServerError: 401, the same for every token that is not valid now.
+        """
+        if self.is_open:
+            return OPEN_ACCESS
+        if authorization is None:
+            return ANONYMOUS
+        scheme, _, credentials = authorization.partition(" ")
+        principal = None
+        if scheme.lower() == "bearer":
+            principal = await self._of_bearer(credentials.strip(" "))
+        if principal is None or self._is_expired(principal):
+            raise ServerError(
+                ErrorCode.UNAUTHENTICATED,
+                "the bearer token is malformed, unknown, expired or revoked: set GRAPHSTASH_TOKEN "
+                "to a valid one; an administrator creates it with `graphstash token create`",
+            )
+        return principal
+
+    def forget_token(self, token_id: str) -> None:
+        """A token was revoked: its next use queries the database."""
+        self._tokens.forget(token_id)
+
+    def _is_expired(self, principal: Principal) -> bool:
+        return principal.expires_at is not None and principal.expires_at <= self._clock()
+
+    async def _of_bearer(self, credentials: str) -> Principal | None:
+        token = TOKEN_FORM.fullmatch(credentials)
+        if token is not None:
+            return await self._of_token(token["id"], token["secret"])
+        return await self._of_jwt(credentials, self._oidc) if self._oidc is not None else None
+
+    async def _of_token(self, token_id: str, secret: str) -> Principal | None:
+        token = await self._tokens.find(token_id)
+        if token is None:
+            return None
+        if not hmac.compare_digest(sha256_of_secret(secret), token.secret_sha256):
+            return None
+        issuer = token.principal.issuer
+        if issuer is not None and (self._oidc is None or not self._oidc.trusts(issuer)):
+            return None  # it was exchanged for a JWT of a provider that counts no more
+        if not self._is_expired(token.principal):
+            self._accounting.count_token_use(token_id)
+        return token.principal
+
+    async def _of_jwt(self, token: str, oidc: OidcVerifier) -> Principal | None:
+        name = hashlib.sha256(token.encode()).digest()
+        now = self._clock()
+        verified = self._verified.get(name)
+        if verified is not None and timedelta(0) <= now - verified.at < MAX_DECISION_AGE:
+            return verified.principal
+        self._verified.pop(name, None)
+        principal = await oidc.verify(token)
+        if principal is not None:
+            self._verified[name] = _Verified(now, principal)
+            if len(self._verified) > _MAX_VERIFIED:
+                self._verified.popitem(last=False)
+        return principal

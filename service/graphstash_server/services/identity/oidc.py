@@ -1,0 +1,291 @@
+"""OidcVerifier: callers that an identity provider vouches for, such as the jobs of a CI system.
+
+A job presents a JWT that its provider signed for this server. The provider's public keys
+(`IssuerKeys`) verify it, and rules over the claims say what the job may do. The key decides about
+the algorithm, never the token. What a JWT says about its issuer only chooses which provider's keys,
+audience and rules count; a key of one provider never verifies a JWT of another.
+
+Keys are fetched again after five minutes, and for an unknown key id: providers rotate keys. They
+are fetched at most every fifteen seconds, so that tokens with made-up key ids do not turn into
+requests to the provider. While the provider does not answer, its known keys stay valid for an hour.
+"""
+
+import asyncio
+import ipaddress
+import json
+import logging
+import ssl
+import time
+from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import httpx
+import jwt
+from jwt import PyJWK
+from jwt.exceptions import PyJWTError
+
+from graphstash_schema import AccessKind, ErrorCode, Grant
+from graphstash_server import __version__
+from graphstash_server.claims import TrustedIssuer
+from graphstash_server.errors import ServerError
+from graphstash_server.services.identity.principals import Principal
+
+__all__ = ["ALGORITHMS", "IssuerKeys", "OidcVerifier"]
+
+_LOGGER = logging.getLogger(__name__)
+
+ALGORITHMS: Final = frozenset(
+    ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
+)
+"""Signatures that only the owner of a private key can make. Never `none`, never HS256, whose secret
+would be our copy of a public key."""
+
+_FRESH_SECONDS = 300.0
+_KEPT_SECONDS = 3600.0
+_PAUSE_SECONDS = 15.0
+"""Between two tries, successful or not."""
+
+_FETCH_SECONDS = 5.0
+_MAX_BYTES = 1024**2
+_MAX_KEYS = 100
+
+
+class IssuerKeys:
+    """The public keys of an identity provider, fetched when they are needed."""
+
+    def __init__(
+        self,
+        issuer: str,
+        *,
+        jwks_url: str | None,
+        ca_file: Path | None = None,
+        seconds: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Fetches nothing yet. By default the issuer's discovery document has the `jwks_url`."""
+        self._issuer = issuer
+        self._jwks_url = jwks_url
+        self._ca_file = ca_file
+        self._seconds = seconds
+        self._keys: dict[str | None, PyJWK] = {}
+        self._read_at: float | None = None
+        self._tried_at: float | None = None
+        self._has_failed = False
+        self._fetching = asyncio.Lock()
+
+    async def find(self, key_id: str | None) -> PyJWK | None:
+        """A key by its id; None when the provider has none of that id.
+
+        Raises:
+            ServerError: 503 when the provider does not answer and the key is not known.
+        """
+        is_being_tried = self._has_failed and self._fetching.locked()
+        if not self._is_settled(key_id) and not (is_being_tried and self._is_known(key_id)):
+            async with self._fetching:
+                if not self._is_settled(key_id) and not self._is_younger(
+                    self._tried_at, _PAUSE_SECONDS
+                ):
+                    await self._refresh()
+        key = self._keys.get(key_id) if self._is_known(key_id) else None
+        if key is None and self._has_failed:
+            raise ServerError(
+                ErrorCode.UNAVAILABLE,
+                f"the identity provider {self._issuer} does not answer, so its tokens cannot be "
+                "verified now; retry later",
+                retry_after_seconds=_PAUSE_SECONDS,
+            )
+        return key
+
+    def _is_known(self, key_id: str | None) -> bool:
+        return key_id in self._keys and self._is_younger(self._read_at, _KEPT_SECONDS)
+
+    def _is_settled(self, key_id: str | None) -> bool:
+        return key_id in self._keys and self._is_younger(self._read_at, _FRESH_SECONDS)
+
+    def _is_younger(self, at: float | None, seconds: float) -> bool:
+        return at is not None and self._seconds() - at < seconds
+
+    async def _refresh(self) -> None:
+        asked_at = self._seconds()
+        try:
+            async with asyncio.timeout(_FETCH_SECONDS):
+                self._keys = await self._fetch()
+            self._read_at = asked_at
+            self._has_failed = False
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, OSError, ValueError) as error:
+            _LOGGER.warning("could not fetch the keys of %s: %r", self._issuer, error)
+            self._has_failed = True
+        finally:
+            self._tried_at = self._seconds()
+
+    async def _fetch(self) -> dict[str | None, PyJWK]:
+        headers = {"User-Agent": f"graphstash/{__version__}", "Accept": "application/json"}
+        async with httpx.AsyncClient(
+            timeout=_FETCH_SECONDS, headers=headers, verify=_tls(self._ca_file)
+        ) as http:
+            jwks_url = self._jwks_url or await self._discover(http)
+            listed = (await _json(http, jwks_url)).get("keys")
+        if not isinstance(listed, list):
+            raise ValueError(f"{jwks_url} has no list of keys")  # noqa: TRY004 - of the provider
+        keys: dict[str | None, PyJWK] = {}
+        for described in listed[:_MAX_KEYS]:
+            key = _usable(described)
+            if key is not None:
+                keys.setdefault(key.key_id, key)
+        return keys
+
+    async def _discover(self, http: httpx.AsyncClient) -> str:
+        url = self._issuer.rstrip("/") + "/.well-known/openid-configuration"
+        document = await _json(http, url)
+        if document.get("issuer") != self._issuer:
+            raise ValueError(f"{url} is about {document.get('issuer')!r}, not {self._issuer}")
+        jwks_url = document.get("jwks_uri")
+        if not isinstance(jwks_url, str):
+            raise ValueError(f"{url} names no jwks_uri")  # noqa: TRY004 - of the provider
+        return jwks_url
+
+
+def _tls(ca_file: Path | None) -> ssl.SSLContext | bool:
+    if ca_file is None:
+        return True
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as error:  # an SSLError is one, and neither names the file
+        raise ValueError(f"the CAs in {ca_file} cannot be used: {error}") from None
+
+
+async def _json(http: httpx.AsyncClient, url: str) -> dict[str, Any]:
+    """A JSON object of bounded size.
+
+    Raises:
+        httpx.HTTPError: when it cannot be fetched.
+        ValueError: when it is not a JSON object, too long, or would come unencrypted.
+    """
+    if not _is_private(url):
+        raise ValueError(f"{url}: keys are fetched by https only")
+    raw = bytearray()
+    async with http.stream("GET", url) as answer:
+        answer.raise_for_status()
+        async for chunk in answer.aiter_bytes():
+            raw += chunk
+            if len(raw) > _MAX_BYTES:
+                raise ValueError(f"{url} has more than {_MAX_BYTES} bytes")
+    try:
+        document = json.loads(bytes(raw))
+    except RecursionError:
+        raise ValueError(f"{url} is nested too deep") from None
+    if not isinstance(document, dict):
+        raise ValueError(f"{url} is not a JSON object")  # noqa: TRY004 - of the provider
+    return document
+
+
+def _is_private(url: str) -> bool:
+    """Whether the response cannot be changed on the way: https, or this host."""
+    parts = urlsplit(url)
+    if parts.scheme == "https":
+        return True
+    host = parts.hostname or ""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _usable(described: Any) -> PyJWK | None:
+    """A key with an accepted algorithm; None for other ones."""
+    if not isinstance(described, dict) or described.get("use", "sig") != "sig":
+        return None
+    if "d" in described:  # a private key that the whole world has
+        return None
+    key_id = described.get("kid")
+    if key_id is not None and not isinstance(key_id, str):
+        return None
+    try:
+        key = PyJWK.from_dict(described)
+    except (PyJWTError, ValueError, TypeError, AttributeError):
+        return None
+    return key if key.algorithm_name in ALGORITHMS else None
+
+
+_LEEWAY: Final = timedelta(seconds=30)
+"""How much the provider's clock may differ from ours."""
+
+_MAX_CHARACTERS = 16 * 1024
+"""Longest JWT that is read; those of CI systems have about 2,000."""
+
+_REQUIRED: Final = ["iss", "aud", "sub", "iat", "exp"]
+
+
+_BAD: Final = (
+    *(jwt.PyJWTError, LookupError, ValueError, TypeError),
+    *(OverflowError, OSError, RecursionError),
+)
+"""What a malformed token raises; thousands of brackets are a RecursionError."""
+
+
+class OidcVerifier:
+    """Verifies JWTs of some issuers; the grants of all matching rules of an issuer add up."""
+
+    def __init__(
+        self, issuers: Iterable[TrustedIssuer], *, seconds: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Fetches nothing yet."""
+        self._issuers = {each.issuer: each for each in issuers}
+        self._keys = {
+            each.issuer: IssuerKeys(
+                each.issuer, jwks_url=each.jwks_url, ca_file=each.ca_file, seconds=seconds
+            )
+            for each in self._issuers.values()
+        }
+
+    def trusts(self, issuer: str) -> bool:
+        """Whether the JWTs of an issuer count."""
+        return issuer in self._issuers
+
+    async def verify(self, token: str) -> Principal | None:
+        """The caller that a JWT names; None when this server does not accept it now.
+
+        Raises:
+            ServerError: 503 when the provider does not answer and the key is not known.
+        """
+        if len(token) > _MAX_CHARACTERS or not token.isascii():
+            return None
+        try:
+            unverified = jwt.decode_complete(token, options={"verify_signature": False})
+            header, issuer = unverified["header"], self._issuers.get(unverified["payload"]["iss"])
+            if issuer is None or header.get("alg") is None or "crit" in header:
+                return None
+            key = await self._keys[issuer.issuer].find(header.get("kid"))
+            if key is None:
+                return None
+            claims = jwt.decode(
+                token,
+                key,
+                algorithms=[key.algorithm_name],
+                audience=issuer.audience,
+                issuer=issuer.issuer,
+                leeway=_LEEWAY,
+                options={"require": _REQUIRED, "enforce_minimum_key_length": True},
+            )
+            expires_at = datetime.fromtimestamp(int(claims["exp"]), UTC) + _LEEWAY
+        except _BAD as error:
+            _LOGGER.debug("refused a JWT: %s", type(error).__name__)
+            return None
+        grants = _grants(issuer, claims)
+        if not grants:  # the provider signs for others, too, and anyone can ask it for our audience
+            _LOGGER.debug("no rule matches a token of %s", issuer.issuer)
+            return None
+        return Principal.of(
+            kind=AccessKind.OIDC,
+            name=f"oidc{'/' if issuer.name else ''}{issuer.name}:{claims['sub']}",
+            grants=grants,
+            expires_at=expires_at,
+            issuer=issuer.issuer,
+        )
+
+
+def _grants(issuer: TrustedIssuer, claims: Mapping[str, Any]) -> list[Grant]:
+    fitting = [rule for rule in issuer.rules if rule.fits(claims)]
+    return list(dict.fromkeys(grant for rule in fitting for grant in rule.grants))

@@ -1,0 +1,254 @@
+"""TokenService: creates, exchanges, lists and revokes tokens.
+
+Of a token, its id and the SHA-256 of its secret are stored. The secret has 256 random bits, so a
+plain hash does not reveal it, however fast hashing is.
+"""
+
+import hashlib
+import re
+import secrets
+from datetime import UTC, datetime, timedelta
+from typing import Final
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from graphstash_schema import (
+    AccessKind,
+    AuditAction,
+    ErrorCode,
+    Grant,
+    TokenExchange,
+    TokenInfo,
+    TokenIssued,
+    TokenList,
+    TokenRequest,
+)
+from graphstash_server.actor import Actor
+from graphstash_server.clock import Clock
+from graphstash_server.db.engine import Database
+from graphstash_server.db.notifications import notify
+from graphstash_server.db.queries.audit import AuditRecord, add_audit
+from graphstash_server.db.queries.locks import lock_name
+from graphstash_server.db.queries.tokens import (
+    TokenRow,
+    count_exchanged_tokens,
+    count_live_tokens,
+    delete_ended_tokens,
+    find_tokens,
+    insert_token,
+    list_tokens,
+    revoke_token,
+)
+from graphstash_server.errors import ServerError
+from graphstash_server.services.identity.principals import Principal
+
+__all__ = [
+    "MAX_EXCHANGED_OF_ONE",
+    "MAX_EXCHANGED_TOKENS",
+    "MAX_LIVE_TOKENS",
+    "TokenService",
+    "revoked_in",
+    "sha256_of_secret",
+]
+
+MAX_LIVE_TOKENS: Final = 10_000
+"""Maximum of tokens that are neither revoked nor expired: they are listed in one response."""
+
+MAX_EXCHANGED_TOKENS: Final = 5_000
+"""How many of them may be in exchange for JWTs: jobs leave room for administrators."""
+
+MAX_EXCHANGED_OF_ONE: Final = 1_000
+"""How many of these one subject may have: all hosts of a large job may be one subject."""
+
+_EXCHANGED_COUNTS_FOR = timedelta(hours=1)
+"""How long a token that a JWT was exchanged for counts at least, and is listed after its end: short
+lives are no way to fill the table and the audit log."""
+
+_ID_ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"
+_ID_CHARACTERS = 16
+_ID = re.compile(rf"[{_ID_ALPHABET}]{{{_ID_CHARACTERS}}}")
+_SECRET_BYTES = 32
+
+_LATEST = datetime(9999, 1, 1, tzinfo=UTC)
+"""A later time does not exist in some time zones."""
+
+_REVOKED = "revoked"
+"""First word of the notification of a revocation; the id follows."""
+
+
+class TokenService:
+    """Safe for concurrent calls; every change is in the audit log, in the same transaction."""
+
+    def __init__(self, *, database: Database, clock: Clock) -> None:
+        self._database = database
+        self._clock = clock
+
+    async def create(self, request: TokenRequest, *, actor: Actor) -> TokenIssued:
+        """Creates a token.
+
+        Returns:
+            The only response that ever has the secret.
+
+        Raises:
+            ServerError: 400 when it would be expired, 409 when there are too many, 503.
+        """
+        now = self._clock()
+        info = TokenInfo(
+            id=_new_id(),
+            description=request.description,
+            grants=request.grants,
+            created_at=now,
+            created_by=actor.name,
+            expires_at=_checked_expiry(request.expires_at, now=now),
+        )
+        return await self._issue(info, actor=actor)
+
+    async def exchange(
+        self,
+        request: TokenExchange,
+        *,
+        caller: Principal,
+        max_lifetime_seconds: int,
+        actor: Actor,
+    ) -> TokenIssued:
+        """Creates a token with the rights of a caller's JWT, or fewer of them, that outlives it.
+
+        Raises:
+            ServerError: 403 when the caller has no JWT or not these rights, 400 for too long a
+                life, 409 when there are too many, 503.
+        """
+        if caller.kind is not AccessKind.OIDC or caller.issuer is None:
+            raise ServerError(
+                ErrorCode.FORBIDDEN,
+                f"{caller.name} has no JWT of an identity provider, and nothing else can be "
+                "exchanged: send a JWT in the Authorization header",
+            )
+        lifetime = request.lifetime_seconds or max_lifetime_seconds
+        if lifetime > max_lifetime_seconds:
+            raise ServerError(
+                ErrorCode.INVALID_REQUEST,
+                f"lifetime_seconds: {lifetime} is above this server's limit of "
+                f"{max_lifetime_seconds}: ask for less, and exchange a new JWT before the end",
+                limit=max_lifetime_seconds,
+            )
+        for grant in request.grants:
+            _check_included(grant, caller)
+        now = self._clock()
+        info = TokenInfo(
+            id=_new_id(),
+            description=caller.name,
+            grants=request.grants or caller.grants,
+            created_at=now,
+            created_by=caller.name,
+            expires_at=now + timedelta(seconds=lifetime),
+            issuer=caller.issuer,
+        )
+        return await self._issue(info, actor=actor)
+
+    async def _issue(self, info: TokenInfo, *, actor: Actor) -> TokenIssued:
+        secret = secrets.token_urlsafe(_SECRET_BYTES)
+        now = info.created_at
+        async with self._database.writing() as connection:
+            await lock_name(connection, "tokens")  # so that two cannot both be the last one
+            if info.issuer is not None:
+                await _check_room(connection, (info.issuer, info.created_by), now=now)
+            if await count_live_tokens(connection, now=now) >= MAX_LIVE_TOKENS:
+                raise ServerError(
+                    ErrorCode.CONFLICT,
+                    f"there are {MAX_LIVE_TOKENS} live tokens already: revoke some unused ones "
+                    "(`graphstash token list`), or give new ones an expiry",
+                    limit=MAX_LIVE_TOKENS,
+                )
+            await insert_token(connection, TokenRow(info, sha256_of_secret(secret)))
+            detail = " ".join(map(str, info.grants))
+            await add_audit(
+                connection,
+                [AuditRecord(now, actor, AuditAction.TOKEN_CREATE, None, info.id, detail)],
+            )
+        return TokenIssued(token=f"gst_{info.id}_{secret}", info=info)
+
+    async def list_all(self) -> TokenList:
+        """All tokens, newest first, revoked and expired ones included."""
+        async with self._database.reading() as connection:
+            return TokenList(tokens=tuple(await list_tokens(connection)))
+
+    async def revoke(self, token_id: str, *, actor: Actor) -> TokenInfo | None:
+        """Revokes a token for good; None when there is none. A second time changes nothing."""
+        if _ID.fullmatch(token_id) is None:
+            return None  # PostgreSQL does not even compare with a NUL
+        now = self._clock()
+        async with self._database.writing() as connection:
+            if await revoke_token(connection, token_id, now=now):
+                await add_audit(
+                    connection, [AuditRecord(now, actor, AuditAction.TOKEN_REVOKE, None, token_id)]
+                )
+                await notify(connection, [f"{_REVOKED} {token_id}"])
+            row = (await find_tokens(connection, [token_id])).get(token_id)
+        return row.info if row is not None else None
+
+    async def forget_ended(self, *, before: datetime) -> int:
+        """Deletes tokens that were revoked or expired before a time; returns how many. Those that
+        JWTs were exchanged for go an hour after their end.
+        """
+        soon = max(before, self._clock() - _EXCHANGED_COUNTS_FOR)
+        async with self._database.writing() as connection:
+            return await delete_ended_tokens(connection, before=before, exchanged_before=soon)
+
+
+def sha256_of_secret(secret: str) -> str:
+    """What is stored of a secret, in hex."""
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def revoked_in(payload: str) -> str | None:
+    """The id of a revoked token, from a notification; None for other notifications."""
+    word, _, token_id = payload.partition(" ")
+    return token_id if word == _REVOKED else None
+
+
+def _new_id() -> str:
+    return "".join(secrets.choice(_ID_ALPHABET) for _ in range(_ID_CHARACTERS))
+
+
+def _check_included(grant: Grant, caller: Principal) -> None:
+    if any(own.includes(grant) for own in caller.grants):
+        return
+    told = f"{caller.name} has no grant that includes {grant}"
+    if any(own.allows(grant.scope, grant.namespaces) for own in caller.grants):
+        told += (
+            ", which says more than the pattern of its own (a name counts in a trusted namespace, "
+            "and * for the whole server): ask for a pattern, or let a rule of the server name it"
+        )
+    has = ", ".join(map(str, caller.grants))
+    raise ServerError(ErrorCode.FORBIDDEN, f"{told}; it has {has}")
+
+
+async def _check_room(
+    connection: AsyncConnection, caller: tuple[str, str], *, now: datetime
+) -> None:
+    for of, limit, whose in (
+        (caller, MAX_EXCHANGED_OF_ONE, f"{caller[1]} has"),
+        (None, MAX_EXCHANGED_TOKENS, "all callers together have"),
+    ):
+        count = await count_exchanged_tokens(
+            connection, now=now, since=now - _EXCHANGED_COUNTS_FOR, of=of
+        )
+        if count >= limit:
+            raise ServerError(
+                ErrorCode.CONFLICT,
+                f"{whose} {limit} tokens in exchange for JWTs that are live or not yet an hour "
+                "old: use one token for all processes of a job, or ask for shorter lives",
+                limit=limit,
+            )
+
+
+def _checked_expiry(expires_at: datetime | None, *, now: datetime) -> datetime | None:
+    if expires_at is None:
+        return None
+    if not now < expires_at < _LATEST:
+        raise ServerError(
+            ErrorCode.INVALID_REQUEST,
+            f"expires_at: {expires_at.isoformat()} is not between now and the year 9999: leave it "
+            "out for a token that does not expire",
+        )
+    return expires_at.astimezone(UTC)

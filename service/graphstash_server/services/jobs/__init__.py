@@ -1,0 +1,3 @@
+"""What jobs use beside artifacts: leases, manifests, pins."""
+
+__all__: list[str] = []

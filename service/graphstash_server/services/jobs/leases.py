@@ -1,0 +1,264 @@
+"""LeaseService: one process of a team compiles a graph, the others wait for it.
+
+Leases are advisory: an upload needs none, and an expired one only lets the next waiter compile.
+"""
+
+import asyncio
+import random
+import secrets
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from typing import NamedTuple
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from graphstash_schema import Digest, ErrorCode, LeaseReply, LeaseRequest, LeaseState
+from graphstash_server.clock import Clock
+from graphstash_server.db.engine import Database
+from graphstash_server.db.notifications import notify
+from graphstash_server.db.queries.artifacts import find_artifact
+from graphstash_server.db.queries.leases import (
+    LeaseRow,
+    acquire_lease,
+    count_held_leases,
+    find_lease,
+    has_room_for_lease,
+    release_lease,
+    renew_lease,
+)
+from graphstash_server.errors import ServerError
+from graphstash_server.keys import StoredKey
+from graphstash_server.services.artifacts.service import ArtifactService
+from graphstash_server.services.wait_queue import Notification, Ticket, WaitQueue
+
+__all__ = ["Acquisition", "LeaseService"]
+
+_LOOK_SECONDS = 0.4
+_LOOK_SECONDS_INFORMED = 5.0
+"""Mean time between two looks of a poller; the jitter is half of it, so that the servers of a fleet
+do not poll in step. Waiters are served within half a second of a commit, whether they poll or are
+notified."""
+
+
+_MAX_HELD = 1024
+"""Leases of one caller: each is a graph that compiles now, and a token may be that of a team."""
+
+_MAX_ROWS = 8192
+"""Leases of one caller, or of one namespace, that are held or remembered: a row is 500 bytes, and
+counting them takes a millisecond."""
+
+
+class Acquisition(NamedTuple):
+    """A request for a lease, how long it waits, and who makes it."""
+
+    key: StoredKey
+    request: LeaseRequest
+    wait_seconds: float
+    caller: str
+
+
+class LeaseService:
+    """Grants, renews and releases leases."""
+
+    def __init__(
+        self,
+        *,
+        database: Database,
+        artifacts: ArtifactService,
+        wait_queue: WaitQueue,
+        clock: Clock,
+        new_token: Callable[[], str] = lambda: secrets.token_hex(16),
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self._database = database
+        self._artifacts = artifacts
+        self._wait_queue = wait_queue
+        self._clock = clock
+        self._new_token = new_token
+        self._jitter = jitter
+
+    async def acquire(self, wanted: Acquisition, *, gone: "asyncio.Future[None]") -> LeaseReply:
+        """Takes the lease, or waits until it can be taken or the artifact is there.
+
+        `gone` is done when the caller hung up; a lease that it gets then is released again.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wanted.wait_seconds
+        with self._wait_queue.joined(wanted.key) as ticket:
+
+            def wake(_: object) -> None:
+                ticket.set()
+
+            gone.add_done_callback(wake)
+            try:
+                while True:
+                    ticket.clear()
+                    if ticket.digest is not None:
+                        return _ready(ticket.digest)
+                    reply, digest = await self._try(wanted)
+                    if digest is not None:
+                        self._wait_queue.wake(Notification.ready(wanted.key, digest))
+                    if gone.done() and reply.token is not None:
+                        await self.release(wanted.key, token=reply.token)
+                    rest = deadline - loop.time()
+                    is_over = rest <= 0 or gone.done() or self._wait_queue.is_closed
+                    if reply.state is not LeaseState.HELD or is_over:
+                        return reply
+                    await self._pause(wanted.key, ticket, reply=reply, rest_seconds=rest)
+            finally:
+                gone.remove_done_callback(wake)
+
+    async def renew(self, key: StoredKey, *, token: str, request: LeaseRequest) -> LeaseReply:
+        """Moves the end of a lease.
+
+        Raises:
+            ServerError: 410 when the token no longer holds the lease.
+        """
+        now = self._clock()
+        async with self._database.writing() as connection:
+            fencing = await renew_lease(
+                connection,
+                key,
+                token=token,
+                holder=request.holder,
+                now=now,
+                expires_at=now + timedelta(seconds=request.ttl_seconds),
+            )
+        if fencing is None:
+            raise _lost(key)
+        return _granted(token=token, fencing=fencing, ttl_seconds=request.ttl_seconds)
+
+    async def release(self, key: StoredKey, *, token: str) -> None:
+        """Ends a lease, and wakes one waiter; if there is an artifact, that one wakes the others.
+
+        Ending it again, or after publishing ended it, changes nothing.
+
+        Raises:
+            ServerError: 410 when the token never held the lease, or lost it.
+        """
+        now = self._clock()
+        async with self._database.writing() as connection:
+            is_ended = await release_lease(connection, key, token=token, now=now)
+            if is_ended:
+                await notify(connection, [Notification.free(key).payload])
+            else:
+                last = await find_lease(connection, key)
+                is_ended = last is not None and last.token == token and last.released_at is not None
+        if not is_ended:
+            raise _lost(key)
+        self._wait_queue.wake(Notification.free(key))
+
+    async def count_held(self) -> int:
+        """How many leases are held now, of all servers."""
+        async with self._database.reading() as connection:
+            return await count_held_leases(connection, now=self._clock())
+
+    async def _try(self, wanted: Acquisition) -> tuple[LeaseReply, Digest | None]:
+        """Looks once; tries again when another process was faster between two statements.
+
+        Returns:
+            What to answer, and the digest of the artifact if it is there.
+        """
+        while True:
+            row = await self._artifacts.find(wanted.key)
+            if row is not None:
+                return _ready(row.digest), row.digest
+            async with self._database.reading() as connection:
+                lease = await find_lease(connection, wanted.key)
+            if lease is not None and lease.is_held(self._clock()):
+                return self._held(lease), None
+            reply = await self._take(wanted)
+            if reply is not None:
+                return reply, None
+
+    async def _take(self, wanted: Acquisition) -> LeaseReply | None:
+        """Takes a free lease; None when it is no longer free, or no longer needed.
+
+        The lease is taken before the artifact is looked for: an upload that commits meanwhile has
+        either ended before, and is seen, or ends this lease.
+        """
+        now = self._clock()
+        token = self._new_token()
+        async with self._database.writing() as connection:
+            await _check_number(connection, wanted, now)
+            fencing = await acquire_lease(
+                connection,
+                wanted.key,
+                token=token,
+                holder=wanted.request.holder,
+                caller=wanted.caller,
+                now=now,
+                expires_at=now + timedelta(seconds=wanted.request.ttl_seconds),
+            )
+            if fencing is None:
+                return None
+            if await find_artifact(connection, wanted.key) is not None:
+                await release_lease(connection, wanted.key, token=token, now=now)
+                return None
+        return _granted(token=token, fencing=fencing, ttl_seconds=wanted.request.ttl_seconds)
+
+    async def _pause(
+        self, key: StoredKey, ticket: Ticket, *, reply: LeaseReply, rest_seconds: float
+    ) -> None:
+        """Sleeps until it is worth looking again."""
+        seconds = rest_seconds
+        if self._wait_queue.is_poller(key, ticket):
+            mean = _LOOK_SECONDS_INFORMED if self._wait_queue.are_informed else _LOOK_SECONDS
+            look = mean * (0.5 + self._jitter())
+            seconds = min(seconds, look, reply.expires_in_seconds or 0.0)
+        try:
+            async with asyncio.timeout(seconds):
+                await ticket.wait()
+        except TimeoutError:
+            return
+
+    def _held(self, lease: LeaseRow) -> LeaseReply:
+        rest = lease.expires_at - self._clock()
+        return LeaseReply(
+            state=LeaseState.HELD,
+            holder=lease.holder,
+            expires_in_seconds=max(rest.total_seconds(), 0.0),
+        )
+
+
+async def _check_number(connection: AsyncConnection, wanted: Acquisition, now: datetime) -> None:
+    """Bounds what leases cost the database, and how many others one caller can make wait.
+
+    Raises:
+        ServerError: 409.
+    """
+    caller, namespace = wanted.caller, wanted.key.namespace
+    held = await count_held_leases(connection, now=now, caller=caller)
+    if held >= _MAX_HELD:
+        raise _too_many(f"{caller} holds", _MAX_HELD)
+    if not await has_room_for_lease(connection, "caller", caller, now=now, most=_MAX_ROWS):
+        raise _too_many(f"{caller} has", _MAX_ROWS)
+    if not await has_room_for_lease(connection, "namespace", namespace, now=now, most=_MAX_ROWS):
+        raise _too_many(f"the namespace {namespace} has", _MAX_ROWS)
+
+
+def _too_many(who: str, most: int) -> ServerError:
+    return ServerError(
+        ErrorCode.TOO_MANY_LEASES,
+        f"{who} {most} leases, which is the limit: compile without one, or retry when some have "
+        "ended",
+        limit=most,
+    )
+
+
+def _ready(digest: Digest) -> LeaseReply:
+    return LeaseReply(state=LeaseState.READY, digest=str(digest), size_bytes=digest.size_bytes)
+
+
+def _granted(*, token: str, fencing: int, ttl_seconds: float) -> LeaseReply:
+    return LeaseReply(
+        state=LeaseState.GRANTED, token=token, fencing=fencing, ttl_seconds=ttl_seconds
+    )
+
+
+def _lost(key: StoredKey) -> ServerError:
+    return ServerError(
+        ErrorCode.LEASE_LOST,
+        f"this token does not hold the lease on {key.key}: it expired, was released, or was never "
+        "granted; continue without it, or acquire it again",
+    )

@@ -1,0 +1,126 @@
+"""ManifestService remembers the artifacts of a job; PinService keeps them from eviction."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import datetime, timedelta
+from functools import partial
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from graphstash_schema import Manifest, ManifestName, Namespace
+from graphstash_schema.protocol import MAX_MANIFEST_ENTRIES
+from graphstash_server.clock import Clock
+from graphstash_server.db.engine import Database
+from graphstash_server.db.queries.artifacts import pin_artifacts, unpin_artifacts
+from graphstash_server.db.queries.costs import MANIFEST_ENTRY_BYTES
+from graphstash_server.db.queries.locks import lock_name
+from graphstash_server.db.queries.manifests import (
+    add_run,
+    count_entries,
+    drop_unused_entries,
+    list_entries,
+    trim_entries,
+)
+from graphstash_server.db.queries.usage import UsageChange, add_usage
+from graphstash_server.keys import StoredKey
+from graphstash_server.services.artifacts.room import Room, RoomKeeper
+
+__all__ = ["ManifestService", "PinService"]
+
+_UNUSED = timedelta(days=90)
+"""An entry that no run used for this long belongs to a model that is gone."""
+
+_MAX_ENTRIES = 16 * MAX_MANIFEST_ENTRIES
+"""Of one namespace: sixteen of the largest manifests, or hundreds of usual ones."""
+
+
+class ManifestService:
+    """Safe for concurrent calls: a merge is one transaction.
+
+    Entries count against the limits, and their number is bounded in every namespace: beyond it,
+    those that were not used for the longest time go, of whatever manifest.
+    """
+
+    def __init__(self, *, database: Database, rooms: RoomKeeper, clock: Clock) -> None:
+        self._database = database
+        self._rooms = rooms
+        self._clock = clock
+
+    async def get(self, namespace: Namespace, name: ManifestName) -> Manifest | None:
+        """The manifest; None when there is none."""
+        async with self._database.reading() as connection:
+            entries = await list_entries(connection, namespace, name)
+        return Manifest(name=name, entries=tuple(entries)) if entries else None
+
+    async def merge(
+        self, namespace: Namespace, name: ManifestName, keys: Sequence[StoredKey], *, writer: str
+    ) -> tuple[Manifest, bool]:
+        """Adds what one run of a writer used; a key that is named twice counts once.
+
+        Returns:
+            The manifest, and whether it is a new one.
+
+        Raises:
+            NoSpaceError: the namespace or the store has no room for so many more entries.
+        """
+        now = self._clock()
+        wanted = list(dict.fromkeys(keys))
+        async with self._database.reading() as connection:
+            known = {entry.key for entry in await list_entries(connection, namespace, name)}
+        more = sum(key.key not in known for key in wanted)
+        room = Room(namespace, blob_bytes=0, row_bytes=more * MANIFEST_ENTRY_BYTES)
+        await self._rooms.check(room)
+        with self._rooms.opened(room):
+            await self._rooms.take(room, room.row_bytes)
+            async with self._database.writing() as connection:
+                await lock_name(connection, f"manifests {namespace}")
+                before = await count_entries(connection, namespace)
+                is_new = not await count_entries(connection, namespace, name)
+                await add_run(connection, name, wanted, writer=writer, now=now)
+                await trim_entries(connection, namespace, name, keep=MAX_MANIFEST_ENTRIES)
+                await trim_entries(connection, namespace, keep=_MAX_ENTRIES)
+                added = await count_entries(connection, namespace) - before
+                await _count(connection, namespace, added)
+                entries = await list_entries(connection, namespace, name)
+        return Manifest(name=name, entries=tuple(entries)), is_new
+
+    async def drop_unused(self) -> None:
+        """Deletes what no run used for `_UNUSED`, of all namespaces."""
+        async with self._database.writing() as connection:
+            dropped = await drop_unused_entries(connection, before=self._clock() - _UNUSED)
+            for namespace, count in sorted(dropped.items()):
+                await _count(connection, namespace, -count)
+
+
+async def _count(connection: AsyncConnection, namespace: str, more: int) -> None:
+    if more:
+        change = UsageChange(manifest_bytes=more * MANIFEST_ENTRY_BYTES)
+        await add_usage(connection, namespace, change)
+
+
+class PinService:
+    """Keeps artifacts of a job from eviction. Only `unpin` makes a pin shorter."""
+
+    def __init__(self, *, database: Database) -> None:
+        self._database = database
+
+    async def pin(self, namespace: Namespace, job: ManifestName, *, until: datetime) -> int:
+        """Pins the artifacts that a job used; returns how many its manifest names."""
+        return await self._change(namespace, job, partial(pin_artifacts, until=until))
+
+    async def unpin(self, namespace: Namespace, job: ManifestName) -> int:
+        """Ends the pins of the artifacts that a job used; returns how many its manifest names."""
+        return await self._change(namespace, job, unpin_artifacts)
+
+    async def _change(
+        self,
+        namespace: Namespace,
+        job: ManifestName,
+        change: Callable[[AsyncConnection, Sequence[StoredKey]], Awaitable[None]],
+    ) -> int:
+        async with self._database.reading() as connection:
+            entries = await list_entries(connection, namespace, job)
+        keys = [StoredKey.of(namespace, entry.key) for entry in entries]
+        async with self._database.writing() as connection:
+            if keys:
+                await change(connection, keys)
+        return len(keys)

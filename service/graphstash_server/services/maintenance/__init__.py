@@ -1,0 +1,3 @@
+"""What a server does by itself, and the checks that an administrator starts."""
+
+__all__: list[str] = []

@@ -1,0 +1,109 @@
+"""Garbage collection on demand: one run of everything that maintenance does, or a plan of it."""
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import NamedTuple
+
+from graphstash_server.services.artifacts.blobs import BlobCollector
+from graphstash_server.services.artifacts.eviction import Evictor
+from graphstash_server.services.artifacts.service import ArtifactService
+from graphstash_server.services.maintenance.reconciler import Lost, Orphan, Reconciler
+from graphstash_server.services.maintenance.schedule import Candidate, Maintenance, RetentionService
+
+__all__ = ["Chosen", "GarbageTotals", "GarbageWanted", "collect_garbage"]
+
+
+class GarbageWanted(NamedTuple):
+    """What to collect beside that which is over a limit or outlived its retention."""
+
+    is_dry_run: bool
+    unused_for: timedelta | None
+    toolchain: str | None
+    namespace: str | None
+    blobs_before: datetime
+
+
+class Chosen(NamedTuple):
+    """An artifact to evict, and why."""
+
+    reason: str
+    candidate: Candidate
+
+
+@dataclass(slots=True)
+class GarbageTotals:
+    """What was removed, or would be."""
+
+    evicted: int = 0
+    chosen_bytes: int = 0
+    deleted: int = 0
+    orphans: int = 0
+    orphan_bytes: int = 0
+    lost: int = 0
+
+
+async def collect_garbage(
+    wanted: GarbageWanted,
+    *,
+    evictor: Evictor,
+    collector: BlobCollector,
+    artifacts: ArtifactService,
+    retention: RetentionService,
+    reconciler: Reconciler,
+    maintenance: Maintenance,
+    found: Callable[[Chosen | Orphan | Lost], None],
+) -> GarbageTotals:
+    """Collects, and tells `found` of each piece: there may be a million.
+
+    Raises:
+        ServerError: 503.
+    """
+    totals = GarbageTotals()
+
+    async for reason, page in _chosen(wanted, retention, maintenance, evictor):
+        for candidate in page:
+            totals.evicted += 1
+            totals.chosen_bytes += candidate.digest.size_bytes
+            found(Chosen(reason, candidate))
+        if not wanted.is_dry_run:
+            await evictor.evict(page)
+    if not wanted.is_dry_run:
+        totals.evicted += await evictor.run()
+        totals.deleted += await collector.collect_marked()
+    async for each in reconciler.compare(blobs_before=wanted.blobs_before):
+        if isinstance(each, Lost):
+            totals.lost += 1
+            found(each)
+            if not wanted.is_dry_run:
+                await artifacts.heal(each.artifact)
+        elif wanted.is_dry_run or await collector.collect(each.digest):
+            totals.orphans += 1
+            totals.orphan_bytes += each.digest.size_bytes
+            found(each)
+    if not wanted.is_dry_run:
+        totals.deleted += await collector.collect_abandoned()
+        await reconciler.drop_old_leases()
+    return totals
+
+
+async def _chosen(
+    wanted: GarbageWanted,
+    retention: RetentionService,
+    maintenance: Maintenance,
+    evictor: Evictor,
+) -> AsyncIterator[tuple[str, list[Candidate]]]:
+    """What goes even if there is room, by option and by the retention of the settings; of a dry run
+    also what would be evicted for lack of room.
+    """
+    if wanted.unused_for is not None:
+        async for page in retention.unused(wanted.unused_for, namespace=wanted.namespace):
+            yield "unused", page
+    if wanted.toolchain is not None:
+        async for page in retention.of_toolchains(wanted.toolchain, namespace=wanted.namespace):
+            yield "toolchain", page
+    async for page in maintenance.outlived():
+        yield "retention", page
+    if wanted.is_dry_run:
+        async for candidate in evictor.plan():
+            yield "over the soft limit", [candidate]

@@ -1,0 +1,201 @@
+"""Maintenance: what a server does periodically, beside serving.
+
+Every server does it, and no two do the same work: evictions queue for one lock, marked blobs are
+claimed, and a chore is done by the server that claims it when it is due.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import datetime, timedelta
+from fnmatch import fnmatchcase
+from functools import partial
+from itertools import groupby
+
+from graphstash_server.clock import Clock
+from graphstash_server.db.engine import Database
+from graphstash_server.db.queries.eviction import (
+    Candidate,
+    list_of_toolchain,
+    list_toolchains,
+    list_unused,
+)
+from graphstash_server.db.queries.locks import claim_chore
+from graphstash_server.errors import ServerError
+from graphstash_server.services.artifacts.blobs import BlobCollector
+from graphstash_server.services.artifacts.eviction import Evictor
+from graphstash_server.services.identity.audit import AuditService
+from graphstash_server.services.identity.tokens import TokenService
+from graphstash_server.services.jobs.manifests import ManifestService
+from graphstash_server.services.maintenance.reconciler import Reconciler
+
+__all__ = ["Candidate", "Maintenance", "RetentionService"]
+
+_LOGGER = logging.getLogger(__name__)
+
+_PAGE = 200
+
+_ORPHAN_AGE = timedelta(hours=1)
+"""An older blob without a row belongs to no upload of another server: the commit follows the rename
+much sooner."""
+
+_HOURLY = timedelta(hours=1)
+_DAILY = timedelta(days=1)
+
+
+class RetentionService:
+    """Chooses artifacts by age or toolchain, not for space; the caller evicts them. Pinned ones are
+    never chosen.
+    """
+
+    def __init__(self, *, database: Database, clock: Clock) -> None:
+        self._database = database
+        self._clock = clock
+
+    async def unused(
+        self, longer_than: timedelta, *, namespace: str | None = None
+    ) -> AsyncIterator[list[Candidate]]:
+        """Artifacts that were not used for longer than a time, longest unused first, by page."""
+        find = partial(list_unused, before=self._clock() - longer_than, namespace=namespace)
+        async for page in self._pages(find):
+            yield page
+
+    async def outdated(self, keep: int) -> AsyncIterator[list[Candidate]]:
+        """Artifacts of all but the most recently used toolchains of their namespace and kind; those
+        without a known toolchain stay.
+        """
+        async with self._database.reading() as connection:
+            toolchains = await list_toolchains(connection)
+        for _, group in groupby(toolchains, key=lambda each: (each.namespace, each.kind)):
+            known = [toolchain for toolchain in group if toolchain.toolchain]
+            for toolchain in known[keep:]:
+                async for page in self._pages(partial(list_of_toolchain, wanted=toolchain)):
+                    yield page
+
+    async def of_toolchains(
+        self, pattern: str, *, namespace: str | None = None
+    ) -> AsyncIterator[list[Candidate]]:
+        """Artifacts of the toolchains that match a pattern (`*torch 2.6*`)."""
+        async with self._database.reading() as connection:
+            toolchains = await list_toolchains(connection)
+        for toolchain in toolchains:
+            is_wanted = namespace is None or toolchain.namespace == namespace
+            if is_wanted and fnmatchcase(toolchain.toolchain, pattern):
+                async for page in self._pages(partial(list_of_toolchain, wanted=toolchain)):
+                    yield page
+
+    async def _pages(
+        self, find: "Callable[..., Awaitable[list[Candidate]]]"
+    ) -> AsyncIterator[list[Candidate]]:
+        after = None
+        while True:
+            async with self._database.reading() as connection:
+                page = await find(connection, now=self._clock(), limit=_PAGE, after=after)
+            if page:
+                yield page
+            if len(page) < _PAGE:
+                return
+            after = page[-1]
+
+
+class Maintenance:
+    """Runs in the background; cancelling it loses nothing."""
+
+    def __init__(
+        self,
+        *,
+        database: Database,
+        collector: BlobCollector,
+        evictor: Evictor,
+        retention: RetentionService,
+        reconciler: Reconciler,
+        manifests: ManifestService,
+        audit: AuditService,
+        tokens: TokenService,
+        clock: Clock,
+        unused_longer_than: timedelta | None,
+        toolchains_kept: int | None,
+        audit_kept_for: timedelta,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self._database = database
+        self._collector = collector
+        self._evictor = evictor
+        self._retention = retention
+        self._reconciler = reconciler
+        self._manifests = manifests
+        self._audit = audit
+        self._tokens = tokens
+        self._clock = clock
+        self._unused_longer_than = unused_longer_than
+        self._toolchains_kept = toolchains_kept
+        self._audit_kept_for = audit_kept_for
+        self._jitter = jitter
+
+    async def run(self, *, every_seconds: float, started_at: datetime, was_alone: bool) -> None:
+        """Runs until it is cancelled; a failed round is retried by the next one. A round starts
+        early when an upload passed a soft limit.
+
+        With `was_alone`, no other server used the data directory at `started_at`: an older blob
+        without an artifact was left by a crash.
+        """
+        if was_alone:
+            await self._try("cleaning up", self._reconciler.reconcile(blobs_before=started_at))
+        while True:
+            await self._try("maintenance", self.run_once())
+            pause = every_seconds * (0.5 + self._jitter())
+            try:
+                async with asyncio.timeout(pause):
+                    await self._evictor.is_needed.wait()
+            except TimeoutError:
+                continue
+
+    async def run_once(self) -> None:
+        """One round."""
+        await self._evictor.run()
+        await self._collector.collect_marked()
+        if await self._is_due("drop old leases", _HOURLY):
+            await self._reconciler.drop_old_leases()
+        if await self._is_due("drop unused manifests", _HOURLY):
+            await self._manifests.drop_unused()
+        if await self._is_due("retention", _HOURLY):
+            await self.retain()
+        if await self._is_due("prune the audit log", _HOURLY):
+            oldest = self._clock() - self._audit_kept_for
+            await self._audit.prune(older_than=oldest)
+            await self._tokens.forget_ended(before=oldest)
+        if await self._is_due("compare rows and blobs", _DAILY):
+            await self._reconciler.reconcile(blobs_before=self._clock() - _ORPHAN_AGE)
+
+    async def retain(self) -> int:
+        """Evicts what retention chooses; returns how many artifacts."""
+        evicted = 0
+        async for page in self.outlived():
+            evicted += await self._evictor.evict(page)
+        if evicted:
+            _LOGGER.info("evicted %d artifacts by age or toolchain", evicted)
+            await self._collector.collect_marked()
+        return evicted
+
+    async def outlived(self) -> AsyncIterator[list[Candidate]]:
+        """What retention chooses, by page."""
+        if self._unused_longer_than is not None:
+            async for page in self._retention.unused(self._unused_longer_than):
+                yield page
+        if self._toolchains_kept is not None:
+            async for page in self._retention.outdated(self._toolchains_kept):
+                yield page
+
+    async def _is_due(self, chore: str, every: timedelta) -> bool:
+        async with self._database.writing() as connection:
+            return await claim_chore(connection, chore, now=self._clock(), every=every)
+
+    async def _try(self, what: str, work: Awaitable[object]) -> None:
+        """The outermost frame: a server whose maintenance fails can still serve."""
+        try:
+            await work
+        except ServerError as error:
+            _LOGGER.warning("%s stopped and will be retried: %s", what, error)
+        except Exception:
+            _LOGGER.exception("%s failed and will be retried", what)

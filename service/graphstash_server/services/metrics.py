@@ -1,0 +1,149 @@
+"""What a server reports about itself: whether it is ready, and the counters of `GET /v1/stats`."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import NamedTuple
+
+from graphstash_schema import Digest, ServerStats
+from graphstash_server import __version__
+from graphstash_server.clock import Clock
+from graphstash_server.db.engine import Database
+from graphstash_server.db.queries.reports import count_withheld
+from graphstash_server.db.queries.usage import list_usage, stored_bytes
+from graphstash_server.errors import NoSpaceError, ServerError
+from graphstash_server.services.accounting import Accounting
+from graphstash_server.services.jobs.leases import LeaseService
+from graphstash_server.services.wait_queue import WaitQueue
+from graphstash_server.storage import BlobStore
+
+__all__ = ["HealthService", "Readiness", "StatisticsService"]
+
+_LOGGER = logging.getLogger(__name__)
+
+_DATABASE_SECONDS = 2.0
+_STORE_SECONDS = 5.0
+"""A probe that takes longer has failed: requests would wait as long."""
+
+_OK = "ok"
+_READ_ONLY = "read only: no space left"
+
+
+class Readiness(NamedTuple):
+    """The state of each part: `ok`, or what is wrong with it."""
+
+    database: str
+    blob_store: str
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests can be served; a full store still serves hits."""
+        return self.database == _OK and self.blob_store in (_OK, _READ_ONLY)
+
+
+class HealthService:
+    """Safe for concurrent calls."""
+
+    def __init__(
+        self,
+        *,
+        database: Database,
+        blobs: BlobStore,
+        new_probe: Callable[[], bytes] = lambda: b"graphstash probe " + secrets.token_bytes(16),
+    ) -> None:
+        self._database = database
+        self._blobs = blobs
+        self._new_probe = new_probe
+
+    async def check(self) -> Readiness:
+        """Asks both parts at the same time."""
+        database, blob_store = await asyncio.gather(
+            _verdict("database", self._ask_database(), _DATABASE_SECONDS),
+            _verdict("blob store", self._use_store(), _STORE_SECONDS),
+        )
+        return Readiness(database, blob_store)
+
+    async def _ask_database(self) -> str:
+        async with self._database.reading() as connection:
+            await stored_bytes(connection)  # unlike SELECT 1, it needs the file and the tables
+        return _OK
+
+    async def _use_store(self) -> str:
+        """Writes, reads and deletes a blob of its own."""
+        probe = self._new_probe()
+        digest = Digest.of(probe)
+        try:
+            await self._blobs.put(digest, _one(probe))
+        except NoSpaceError:
+            return _READ_ONLY
+        try:
+            reader = await self._blobs.open(digest)
+            if reader is None:
+                return "failed: what was written is not there"
+            try:
+                read = b"".join([chunk async for chunk in reader.chunks(0, len(probe))])
+            finally:
+                await reader.close()
+        finally:
+            await self._blobs.delete(digest)
+        return _OK if read == probe else "failed: other bytes were read than written"
+
+
+async def _one(chunk: bytes) -> AsyncIterator[bytes]:
+    yield chunk
+
+
+async def _verdict(what: str, probe: Awaitable[str], seconds: float) -> str:
+    """What a probe found; a probe is an outermost frame, so that one part never hides the other."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await probe
+    except TimeoutError:
+        return f"failed: no answer within {seconds:g} seconds"
+    except ServerError as error:
+        return f"failed: {error.detail}"
+    except Exception as error:
+        _LOGGER.exception("the %s failed its probe", what)
+        return f"failed: {type(error).__name__}"
+
+
+class StatisticsService:
+    """Safe for concurrent calls."""
+
+    def __init__(
+        self,
+        *,
+        database: Database,
+        accounting: Accounting,
+        leases: LeaseService,
+        wait_queue: WaitQueue,
+        clock: Clock,
+    ) -> None:
+        self._database = database
+        self._accounting = accounting
+        self._leases = leases
+        self._wait_queue = wait_queue
+        self._clock = clock
+        self._started_at = clock()
+
+    async def read(self) -> ServerStats:
+        """The counters of the database and of this process."""
+        async with self._database.reading() as connection:
+            namespaces = await list_usage(connection)
+            withheld = await count_withheld(connection)
+        return ServerStats(
+            version=__version__,
+            uptime_seconds=max((self._clock() - self._started_at).total_seconds(), 0.0),
+            leases_held=await self._leases.count_held(),
+            waiters=self._wait_queue.count,
+            healed=self._accounting.healed,
+            reported=self._accounting.reported,
+            refused=dict(sorted(self._accounting.refused.items())),
+            namespaces=tuple(
+                each.model_copy(update={"withheld": withheld[each.namespace]})
+                if each.namespace in withheld
+                else each
+                for each in namespaces
+            ),
+        )

@@ -1,0 +1,281 @@
+"""Policies, request rates and byte budgets of namespaces."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Final, NamedTuple
+
+from graphstash_schema import (
+    AuditAction,
+    ErrorCode,
+    Namespace,
+    NamespaceInfo,
+    NamespacePolicy,
+    WriteMode,
+)
+from graphstash_server.actor import Actor
+from graphstash_server.clock import Clock
+from graphstash_server.db.engine import Database
+from graphstash_server.db.queries.audit import AuditRecord, add_audit
+from graphstash_server.db.queries.policies import (
+    delete_policy,
+    find_policy,
+    list_policies,
+    put_policy,
+)
+from graphstash_server.errors import ServerError
+from graphstash_server.services.buckets import Buckets
+
+__all__ = ["Budget", "Budgets", "PolicyService", "Rates", "check_writable"]
+
+_SOFT_SHARE = 0.9
+_ROOM_SHARE = 0.95
+
+
+class Budget(NamedTuple):
+    """A hard limit, which no upload passes, and a soft one, above which eviction begins; None is no
+    limit.
+    """
+
+    hard_bytes: int | None
+    soft_bytes: int | None
+
+    @classmethod
+    def of(cls, hard_bytes: int | None, soft_bytes: int | None = None) -> "Budget":
+        """By default the soft limit is nine tenths of the hard one."""
+        if soft_bytes is None and hard_bytes is not None:
+            soft_bytes = int(hard_bytes * _SOFT_SHARE)
+        return cls(hard_bytes, soft_bytes)
+
+    @property
+    def is_none(self) -> bool:
+        """Whether there is no limit at all."""
+        return self.hard_bytes is None and self.soft_bytes is None
+
+    @property
+    def goal_bytes(self) -> int | None:
+        """Where eviction ends: a little below where it begins, so that not every upload evicts."""
+        return None if self.soft_bytes is None else int(self.soft_bytes * _ROOM_SHARE)
+
+    def is_passed_softly(self, used_bytes: int) -> bool:
+        """Whether it is time to evict."""
+        return self.soft_bytes is not None and used_bytes > self.soft_bytes
+
+    def is_passed(self, used_bytes: int) -> bool:
+        """Whether an upload that leads there is refused."""
+        return self.hard_bytes is not None and used_bytes > self.hard_bytes
+
+
+class Budgets:
+    """Of a store and its namespaces: `namespace_bytes` is the hard limit of every namespace, and
+    `exceptions` has hard limits by pattern (`ci-*`), of which the first match counts.
+    """
+
+    def __init__(
+        self,
+        store: Budget,
+        *,
+        namespace_bytes: int | None = None,
+        exceptions: Mapping[str, int] | None = None,
+    ) -> None:
+        self.store = store
+        self._default = Budget.of(namespace_bytes)
+        self._exceptions = [
+            (pattern, Budget.of(limit)) for pattern, limit in (exceptions or {}).items()
+        ]
+
+    def of(self, namespace: str, limits: Mapping[str, int]) -> Budget:
+        """Of one namespace; a limit in its policy, as in `limits`, has precedence."""
+        if namespace in limits:
+            return Budget.of(limits[namespace])
+        for pattern, budget in self._exceptions:
+            if fnmatchcase(namespace, pattern):
+                return budget
+        return self._default
+
+
+class Rates:
+    """How many requests a second a namespace may make of this process.
+
+    A bucket per namespace holds the requests of one second, at least one, and fills at the rate of
+    the namespace's policy. A request takes one out; the refusal at an empty bucket says when the
+    next one is in it.
+    """
+
+    def __init__(self, *, seconds: Callable[[], float] = time.monotonic) -> None:
+        self._buckets = Buckets(seconds=seconds)
+
+    def take(self, namespace: Namespace, *, per_second: float) -> None:
+        """Counts one request.
+
+        Raises:
+            ServerError: 429; `retry_after_seconds` says when a request would be accepted.
+        """
+        most = max(per_second, 1.0)
+        taken, rest = self._buckets.take(namespace, 1, most=most, per_second=per_second)
+        if not taken:
+            wait_seconds = (1.0 - rest) / per_second
+            raise ServerError(
+                ErrorCode.RATE_LIMITED,
+                f"the namespace {namespace} makes more than {per_second:g} requests a second of "
+                f"this server: retry in {wait_seconds:.3g} s; an administrator can raise the rate "
+                f"(graphstash namespace set {namespace} --requests-per-second)",
+                limit=per_second,
+                retry_after_seconds=wait_seconds,
+            )
+
+
+_LOGGER = logging.getLogger(__name__)
+
+_FRESH_SECONDS = 2.0
+"""How old the policies in memory may be; also the time between two tries of a failing database."""
+
+_KEPT_SECONDS = 60.0
+"""How long they hold while the database does not answer."""
+
+_DEFAULT: Final = NamespacePolicy()
+
+
+def check_writable(namespace: Namespace, policy: NamespacePolicy) -> None:
+    """Refuses a write into a read-only namespace.
+
+    Raises:
+        ServerError: 403.
+    """
+    if policy.mode is WriteMode.READ_ONLY:
+        raise ServerError(
+            ErrorCode.READ_ONLY,
+            f"the namespace {namespace} is read-only: write to another one, or ask an "
+            f"administrator to open it (graphstash namespace set {namespace} --mode write_once)",
+        )
+
+
+class PolicyService:
+    """The policy of each namespace, known to every request without a query.
+
+    The whole table is read at most every two seconds and kept in memory: it has a row only for each
+    namespace with a policy. So a change applies on this server at once and on every other one
+    within two seconds.
+
+    While the database does not answer, the last policies stay in force, for a minute at most. A
+    server that never read the table, or not for so long, refuses requests: it must not apply the
+    defaults to a namespace with a policy.
+    """
+
+    def __init__(
+        self, *, database: Database, clock: Clock, seconds: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._database = database
+        self._clock = clock
+        self._seconds = seconds
+        self._rates = Rates(seconds=seconds)
+        self._known: Mapping[Namespace, NamespacePolicy] = {}
+        self._limits: Mapping[str, int] = {}
+        self._read_at: float | None = None
+        self._tried_at: float | None = None
+        self._failure: ServerError | None = None
+        self._tries = 0
+        self._reading = asyncio.Lock()
+
+    async def of(self, namespace: Namespace) -> NamespacePolicy:
+        """The rules of a namespace: its own, or the default ones."""
+        if not self._is_younger(self._tried_at, _FRESH_SECONDS):
+            await self._refresh()
+        return self._known.get(namespace, _DEFAULT)
+
+    async def limits(self) -> Mapping[str, int]:
+        """Limits in bytes of the namespaces whose policy has one."""
+        if not self._is_younger(self._tried_at, _FRESH_SECONDS):
+            await self._refresh()
+        return self._limits
+
+    def admit(self, namespace: Namespace, policy: NamespacePolicy) -> None:
+        """Counts a request against the rate of its namespace, in this process.
+
+        Raises:
+            ServerError: 429, with the seconds after which a request is accepted.
+        """
+        if policy.requests_per_second is not None:
+            self._rates.take(namespace, per_second=policy.requests_per_second)
+
+    async def list_all(self) -> list[NamespaceInfo]:
+        """Every namespace that has a policy of its own, by name, as it is now."""
+        async with self._database.reading() as connection:
+            return await list_policies(connection)
+
+    async def find(self, namespace: Namespace) -> NamespaceInfo | None:
+        """One namespace, as it is now; None when it has no policy of its own."""
+        async with self._database.reading() as connection:
+            return await find_policy(connection, namespace)
+
+    async def put(
+        self, namespace: Namespace, policy: NamespacePolicy, actor: Actor
+    ) -> NamespaceInfo:
+        """Sets the policy of a namespace, in place of the one that it had."""
+        now = self._clock()
+        async with self._database.writing() as connection:
+            await put_policy(connection, namespace, policy, now=now)
+            rules = policy.model_dump_json(exclude_defaults=True)
+            record = AuditRecord(
+                now, actor, AuditAction.POLICY_SET, namespace, subject=namespace, detail=rules
+            )
+            await add_audit(connection, [record])
+        await self._forget()
+        return NamespaceInfo(namespace=namespace, policy=policy, updated_at=now)
+
+    async def remove(self, namespace: Namespace, actor: Actor) -> bool:
+        """Removes the policy of a namespace, so that the defaults apply; False when it had none."""
+        async with self._database.writing() as connection:
+            is_gone = await delete_policy(connection, namespace)
+            if is_gone:
+                record = AuditRecord(
+                    self._clock(), actor, AuditAction.POLICY_REMOVE, namespace, subject=namespace
+                )
+                await add_audit(connection, [record])
+        await self._forget()
+        return is_gone
+
+    async def _forget(self) -> None:
+        """Makes the next request read again; a read that is under way may have been too early."""
+        async with self._reading:
+            self._tried_at = None
+
+    async def _refresh(self) -> None:
+        """Reads the table once for all callers that wait: a failure is one of all, or each would
+        wait for a try of its own, one after the other.
+
+        Raises:
+            ServerError: 503, when that fails and what was read last is too old.
+        """
+        tries = self._tries
+        async with self._reading:
+            if self._is_younger(self._tried_at, _FRESH_SECONDS):
+                return
+            if self._failure is not None and self._tries != tries:
+                raise ServerError(self._failure.code, self._failure.detail) from self._failure
+            asked_at = self._seconds()
+            self._failure = None
+            try:
+                known = {info.namespace: info.policy for info in await self.list_all()}
+            except ServerError as error:
+                self._tries += 1
+                if not self._is_younger(self._read_at, _KEPT_SECONDS):
+                    self._failure = error
+                    raise
+                _LOGGER.warning(
+                    "could not read the policies, the last ones stay in force: %s", error
+                )
+            else:
+                self._known = known
+                self._limits = {
+                    namespace: policy.limit_bytes
+                    for namespace, policy in known.items()
+                    if policy.limit_bytes is not None
+                }
+                self._read_at = asked_at
+            self._tried_at = self._seconds()
+
+    def _is_younger(self, at: float | None, seconds: float) -> bool:
+        return at is not None and self._seconds() - at < seconds

@@ -1,0 +1,130 @@
+"""WaitQueue: the requests of this process that wait until a key's artifact or lease is theirs.
+
+They are woken by what this process commits and, over the database's notifications, by what others
+commit. A wake-up is only a hint. So the first waiter of a key is its poller: it queries the
+database from time to time, because notifications can be missed and a lease can expire. The others
+sleep until they are woken.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, Self
+
+from graphstash_schema import Digest, InvalidValueError
+from graphstash_server.keys import StoredKey
+
+__all__ = ["Notification", "Ticket", "WaitQueue"]
+
+
+class Notification(NamedTuple):
+    """News about a key: the digest of its artifact, or None when the lease is free."""
+
+    key: StoredKey
+    digest: Digest | None
+
+    @classmethod
+    def ready(cls, key: StoredKey, digest: Digest) -> Self:
+        """The artifact is there."""
+        return cls(key, digest)
+
+    @classmethod
+    def free(cls, key: StoredKey) -> Self:
+        """The lease is free."""
+        return cls(key, None)
+
+    @property
+    def payload(self) -> str:
+        """As it travels between processes."""
+        digest = f"{self.digest.sha256} {self.digest.size_bytes}" if self.digest else "-"
+        return f"{' '.join(self.key.columns)} {digest}"
+
+    @classmethod
+    def parse(cls, payload: str) -> Self | None:
+        """None for a payload that only a later release knows."""
+        words = payload.split(" ")
+        try:
+            namespace, fingerprint, kind, device_type = words[:4]
+            key = StoredKey.parse(
+                namespace=namespace, kind=kind, device_type=device_type, fingerprint=fingerprint
+            )
+            if words[4:] == ["-"]:
+                return cls.free(key)
+            sha256, size_bytes = words[4:]
+            return cls.ready(key, Digest(sha256, int(size_bytes)))
+        except (ValueError, InvalidValueError):
+            return None
+
+
+class Ticket(asyncio.Event):
+    """One waiter's place in the queue; set when the waiter should look again. `digest` is that of
+    the artifact, when a notification told it.
+    """
+
+    digest: Digest | None = None
+
+
+class WaitQueue:
+    """A waiter that leaves passes on the wake-up that it got to the next one.
+
+    Attributes:
+        are_informed: whether notifications of other processes arrive, so that polling can be rare.
+        is_closed: whether the server is stopping, so that no request should wait any longer.
+    """
+
+    def __init__(self) -> None:
+        self.are_informed = False
+        self._waiting: dict[StoredKey, list[Ticket]] = {}
+        self.is_closed = False
+
+    @property
+    def count(self) -> int:
+        """How many requests wait now."""
+        return sum(len(tickets) for tickets in self._waiting.values())
+
+    @contextmanager
+    def joined(self, key: StoredKey) -> Iterator[Ticket]:
+        """Queues for a key. Join before the first look, so that no change is missed in between."""
+        ticket = Ticket()
+        self._waiting.setdefault(key, []).append(ticket)
+        try:
+            yield ticket
+        finally:
+            line = self._waiting[key]
+            was_needed = line[0] is ticket or ticket.is_set()
+            line.remove(ticket)
+            if not line:
+                del self._waiting[key]
+            elif was_needed:
+                self._wake_next(key)
+
+    def is_poller(self, key: StoredKey, ticket: Ticket) -> bool:
+        """Whether this waiter polls the database for all others of its key."""
+        return self._waiting[key][0] is ticket
+
+    def wake(self, news: Notification) -> None:
+        """Wakes all waiters when the artifact is there, one when the lease is free."""
+        if news.digest is None:
+            self._wake_next(news.key)
+            return
+        for ticket in self._waiting.get(news.key, ()):
+            ticket.digest = news.digest
+            ticket.set()
+
+    def look_again(self) -> None:
+        """Wakes every poller: a notification may have been missed."""
+        for line in self._waiting.values():
+            line[0].set()
+
+    def close(self) -> None:
+        """Wakes all waiters because the server is stopping; they answer at once."""
+        self.is_closed = True
+        for line in self._waiting.values():
+            for ticket in line:
+                ticket.set()
+
+    def _wake_next(self, key: StoredKey) -> None:
+        for ticket in self._waiting.get(key, ()):
+            if not ticket.is_set():
+                ticket.set()
+                return

@@ -1,0 +1,348 @@
+"""ReadThroughFill: one blob on its way from the back into the tier, and everybody who reads it.
+
+The blob is requested from the back once. Readers follow the growing file; they get its last bytes
+only after all of it was compared with its digest, so a damaged blob never looks whole. A fill that
+has no reader left is cancelled.
+"""
+
+import asyncio
+import fcntl
+import os
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from graphstash_schema import Digest, DigestHasher
+from graphstash_server.errors import NoSpaceError, ServerError, ShortBlobError
+from graphstash_server.storage.base import CHUNK_BYTES, BlobReader, BlobStore
+from graphstash_server.storage.upload import SpaceGuard
+
+__all__ = ["Place", "ReadThroughFill", "TailableFile", "TierError"]
+
+
+class TailableFile:
+    """A temporary file that is read while it is written. Every method blocks.
+
+    It is locked (flock) while it is open, so `remove_abandoned` leaves it alone. Writing, keeping
+    and closing exclude each other: a cancelled call may still run in a thread.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Prepares it; nothing is made before `open`."""
+        self._directory = directory
+        self._path: Path | None = None
+        self._fd = -1
+        self._size_bytes = 0
+        self._hasher = DigestHasher()
+        self._is_over = False
+        self._lock = threading.Lock()  # guards the descriptor and the name
+
+    def open(self) -> None:
+        """Makes the file. When a starting server removes it before it is locked, its bytes stay
+        readable, and `keep` raises.
+        """
+        with self._lock:
+            if self._is_over:
+                return
+            self._fd, name = tempfile.mkstemp(dir=self._directory)
+            self._path = Path(name)
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+
+    def write(self, chunk: bytes) -> None:
+        """Appends bytes."""
+        with self._lock:
+            view = memoryview(chunk)
+            while view and self._fd >= 0:
+                written = os.pwrite(self._fd, view, self._size_bytes)
+                self._hasher.update(view[:written])
+                self._size_bytes += written
+                view = view[written:]
+
+    def digest(self) -> Digest:
+        """Of everything that was written."""
+        return self._hasher.digest()
+
+    def read(self, start: int, length: int) -> bytes:
+        """Bytes that were written before."""
+        return os.pread(self._fd, length, start)
+
+    def keep(self, destination: Path) -> None:
+        """Gives the whole file its name.
+
+        It is synced first: a hit is sent without a check, so a power cut must not leave the name of
+        a file whose bytes are missing. The name itself may be lost, which costs a fill.
+        """
+        with self._lock:
+            if self._path is None:
+                return
+            os.fsync(self._fd)
+            destination.parent.mkdir(exist_ok=True)
+            self._path.rename(destination)
+            self._path = None
+
+    def discard(self) -> None:
+        """Removes the name unless the file was kept; its bytes can be read until `close`."""
+        with self._lock:
+            self._is_over = True
+            if self._path is not None:
+                self._path.unlink(missing_ok=True)
+                self._path = None
+
+    def close(self) -> None:
+        """Closes the file."""
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+
+
+T = TypeVar("T")
+
+
+class TierError(Exception):
+    """The tier cannot hold the blob; the back has it all the same."""
+
+
+class Place(NamedTuple):
+    """Where a fill puts its blob: first in the directory `temporary`, then at `destination`."""
+
+    temporary: Path
+    destination: Path
+    space: SpaceGuard
+    threads: ThreadPoolExecutor
+
+
+class ReadThroughFill:
+    """Used from the event loop only.
+
+    Attributes:
+        digest: of the blob.
+        back: who has it.
+        is_wanted: whether the blob is kept at the end; a deletion meanwhile says no.
+        is_given_up: whether the fill ends because it has no reader left.
+        is_damaged: whether the back's bytes were not those of the digest.
+        failure: why it did not come to its end, if it did not.
+    """
+
+    def __init__(
+        self,
+        digest: Digest,
+        *,
+        back: BlobStore,
+        place: Place,
+        ended: "Callable[[ReadThroughFill], None]",
+    ) -> None:
+        """Starts copying; `ended` is called when no further reader can follow."""
+        self.digest = digest
+        self.back = back
+        self.is_wanted = True
+        self.is_given_up = False
+        self.is_damaged = False
+        self.failure: Exception | None = None
+        self._place = place
+        self._file = TailableFile(place.temporary)
+        self._ended = ended
+        self._changed = asyncio.Condition()
+        self._follower_count = 0
+        self._is_found: bool | None = None
+        self._readable_bytes = 0
+        self._task = asyncio.create_task(self._run())
+
+    async def follow(self) -> BlobReader | None:
+        """A reader of the growing file; None when the back has no such blob.
+
+        Raises:
+            TierError: when the tier cannot hold it.
+            ServerError: when the back does not answer.
+        """
+        self._follower_count += 1
+        try:
+            is_found = await self._look()
+        except BaseException:
+            self.leave()
+            raise
+        if is_found:
+            return _Follower(self)
+        self.leave()
+        return None
+
+    def leave(self) -> None:
+        """Removes a follower; the last one ends the fill."""
+        self._follower_count -= 1
+        if self._follower_count:
+            return
+        if self._task.done():
+            self._file.close()
+        elif self._readable_bytes < self.digest.size_bytes and self.failure is None:
+            self.is_given_up = True
+            self._task.cancel()
+
+    async def read(self, start: int, stop: int) -> bytes:
+        """Some bytes from `start` on, at most to `stop`; waits until there are any.
+
+        Raises:
+            TierError: when the tier gave up; the back may have the rest.
+            ShortBlobError: when the back broke off, or its bytes are damaged.
+        """
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: self._readable_bytes > start or self.failure is not None
+            )
+        if self._readable_bytes > start:
+            wanted = min(CHUNK_BYTES, stop - start, self._readable_bytes - start)
+            chunk = await self._in_tier(partial(self._file.read, start, wanted))
+            if not chunk:
+                raise TierError(f"the file of {self.digest} was cut at {start}")
+            return chunk
+        if isinstance(self.failure, TierError):
+            raise self.failure
+        raise ShortBlobError(f"{self.digest} ends at {start}, not {stop}: {self.failure}")
+
+    async def cancel(self) -> None:
+        """Ends the fill, even if it has followers."""
+        if not self._task.done():
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def _look(self) -> bool:
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: self._is_found is not None or self.failure is not None
+            )
+        if self._is_found is None and self.failure is not None:
+            raise self.failure
+        return bool(self._is_found)
+
+    async def _run(self) -> None:
+        """The outermost frame of its task: a failure goes to those who follow."""
+        try:
+            await self._copy()
+        except asyncio.CancelledError:
+            self.failure = ShortBlobError(f"{self.digest} was given up")
+            raise
+        except Exception as error:  # noqa: BLE001 - see above
+            self.failure = error
+        finally:
+            self._ended(self)
+            try:
+                await asyncio.shield(self._on_thread(self._file.discard))
+            finally:
+                if not self._follower_count:
+                    self._file.close()
+            await self._tell()
+
+    async def _copy(self) -> None:
+        size_bytes = self.digest.size_bytes
+        await self._reserve(size_bytes)
+        try:
+            await self._in_tier(self._file.open)
+            reader = await self.back.open(self.digest)
+            if reader is None:
+                self._is_found = False
+                return
+            try:
+                if reader.size_bytes != size_bytes:
+                    raise TierError(
+                        f"{self.digest} has {reader.size_bytes} bytes in the store behind the tier"
+                    )
+                self._is_found = True
+                await self._tell()
+                await self._copy_from(reader)
+            finally:
+                await reader.close()
+        finally:
+            self._place.space.release(size_bytes)
+        if self.is_wanted:
+            await self._in_tier(partial(self._file.keep, self._place.destination))
+        if not self.is_wanted:
+            await self._in_tier(partial(self._place.destination.unlink, missing_ok=True))
+
+    async def _reserve(self, size_bytes: int) -> None:
+        """Reserves the space; when the fill is cancelled meanwhile, releases it again."""
+        space = self._place.space
+        taking = asyncio.ensure_future(self._in_tier(partial(space.reserve, size_bytes)))
+
+        def give_back(taken: "asyncio.Future[None]") -> None:
+            if not taken.cancelled() and taken.exception() is None:
+                space.release(size_bytes)
+
+        try:
+            await asyncio.shield(taking)
+        except asyncio.CancelledError:
+            taking.add_done_callback(give_back)
+            raise
+
+    async def _copy_from(self, reader: BlobReader) -> None:
+        position = 0
+        async for chunk in reader.chunks(0, self.digest.size_bytes):
+            await self._in_tier(partial(self._file.write, chunk))
+            position += len(chunk)
+            if position < self.digest.size_bytes:
+                self._readable_bytes = position
+                await self._tell()
+        received = self._file.digest()
+        if received != self.digest:
+            self.is_damaged = True
+            raise ShortBlobError(f"the bytes of {self.digest} are those of {received}")
+        self._readable_bytes = position
+        await self._tell()
+
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _in_tier(self, call: Callable[[], T]) -> T:
+        try:
+            return await self._on_thread(call)
+        except (OSError, NoSpaceError) as error:
+            raise TierError(str(error)) from error
+
+    def _on_thread(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._place.threads, call)
+
+
+class _Follower:
+    """A `BlobReader` of a growing file; continues in the back when the tier fails."""
+
+    path: Path | None = None
+
+    def __init__(self, fill: ReadThroughFill) -> None:
+        self._fill = fill
+        self._is_open = True
+        self.size_bytes = fill.digest.size_bytes
+
+    async def chunks(self, start: int, stop: int) -> AsyncIterator[bytes]:
+        if stop > self.size_bytes:
+            raise ShortBlobError(f"{self._fill.digest} ends at {self.size_bytes}, not {stop}")
+        while start < stop:
+            try:
+                chunk = await self._fill.read(start, stop)
+            except TierError:
+                break
+            start += len(chunk)
+            yield chunk
+        if start < stop:
+            async for chunk in self._rest(start, stop):
+                yield chunk
+
+    async def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._fill.leave()
+
+    async def _rest(self, start: int, stop: int) -> AsyncIterator[bytes]:
+        try:
+            reader = await self._fill.back.open(self._fill.digest)
+        except ServerError as error:
+            raise ShortBlobError(f"{self._fill.digest} ends at {start}: {error}") from error
+        if reader is None:
+            raise ShortBlobError(f"{self._fill.digest} is gone at {start} of {stop}")
+        try:
+            async for chunk in reader.chunks(start, stop):
+                yield chunk
+        finally:
+            await reader.close()

@@ -1,0 +1,136 @@
+"""A caller who writes into the log what never happened, or makes others read secrets in it."""
+
+import json
+import logging
+
+import pytest
+
+from graphstash_server.logs import EscapingFormatter
+from support.guarded_server import GuardedServer, artifact_path
+from support.nginx import Nginx, free_port, in_front_of
+from support.waiting import until
+from support.wire import Wire
+
+_FORGED = "2026-01-01 00:00:00 CRITICAL graphstash: all is lost"
+_NASTY = f"x\n{_FORGED}\r\x1b[2J\x9b2J\u202e\x00\x7f"
+
+
+@pytest.fixture(scope="module")
+def talkative(tmp_path_factory):
+    """A server that logs everything."""
+    with GuardedServer(
+        tmp_path_factory.mktemp("talkative"), access_log=True, log_level="debug"
+    ) as fort:
+        yield fort
+
+
+def entry_of(record):
+    return EscapingFormatter("%(levelname)s %(message)s").format(record)
+
+
+def record_of(message, *args, error=None):
+    info = (type(error), error, error.__traceback__) if error else None
+    return logging.LogRecord("name", logging.ERROR, "", 1, message, args, info)
+
+
+def test_a_path_ends_its_line_and_begins_another():
+    text = entry_of(record_of("%s failed", _NASTY))
+
+    assert text.isprintable()
+    assert text.startswith("ERROR x\\n2026")
+    assert "\\x1b[2J\\x9b2J\\u202e\\x00\\x7f failed" in text
+
+
+def test_an_exception_quotes_its_input_into_the_traceback():
+    with pytest.raises(ValueError, match="CRITICAL") as caught:
+        int(_NASTY)
+    text = entry_of(record_of("a request failed", error=caught.value))
+
+    first, *rest = text.split("\n")
+    assert first == "ERROR a request failed"
+    assert all(line.startswith("    ") and line.isprintable() for line in rest)
+    assert "ValueError" in text
+
+
+def test_a_path_with_line_ends_is_asked_for(talkative):
+    path = "/v1/x%0A2026-01-01%20CRITICAL%1B%5B2J%C2%9B/stats"
+    assert talkative.http().get(path).status_code == 404
+
+    until(lambda: "CRITICAL" in talkative.log)
+    lines = [line for line in talkative.log.split("\n") if "CRITICAL" in line]
+    assert lines
+    assert all(line.isprintable() and not line.startswith("2026-01-01") for line in lines)
+
+
+def test_a_secret_in_a_query_is_read_in_the_access_log(talkative, space):
+    answer = talkative.http(talkative.admin).get(artifact_path(space), params={"t": "s3cret"})
+    assert answer.status_code == 404
+
+    until(lambda: f'"GET {artifact_path(space)} HTTP/1.1" 404' in talkative.log)
+    assert "s3cret" not in talkative.log
+
+
+def test_a_caller_takes_the_request_id_of_another(talkative, space):
+    """Both entries have it, and an id of the server's own that differs, and the addresses."""
+    headers = {"X-Request-Id": "the-same", "X-Forwarded-For": "10.1.2.3, 192.0.2.7"}
+    talkative.put(artifact_path(space), b"x", **headers)
+    path, admin = artifact_path(space), talkative.http(talkative.admin)
+    forged = {"X-Request-Id": "the-same", "X-Forwarded-For": b"192.0.2.7\x9b<script>"}
+    assert admin.delete(path, headers=forged).status_code == 204
+
+    zoned = {"X-Forwarded-For": b"fe80::1%\x9b2J"}
+    talkative.put(path, b"x", **{"X-Request-Id": "the-same"})
+    assert admin.delete(path, headers=zoned).status_code == 204
+
+    log = admin.get("/v1/-/audit", params={"namespace": space}).json()
+    again, _, deleted, put = log["entries"]
+    assert again["address"] == "fe80::1 via 127.0.0.1"
+    assert put["request_id"] == deleted["request_id"] == "the-same"
+    assert len({put["server_request_id"], deleted["server_request_id"], "the-same"}) == 3
+    assert put["address"] == "192.0.2.7 via 127.0.0.1"
+    assert deleted["address"] == "127.0.0.1"
+
+
+def test_a_path_of_raw_bytes_gets_into_the_log_of_nginx(talkative, tmp_path):
+    with in_front_of(talkative, tmp_path / "nginx") as nginx:
+        for path in (b"/v1/\xc2\x9b2J/x", b"/v1/\xff\xfe/x", b"/v1/ok?secret=\xc2\x9b"):
+            with Wire(nginx.url) as wire:
+                wire.send(b"GET " + path + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert wire.answer().status in {400, 401, 404}
+        nginx.close()
+        entries = [json.loads(line) for line in nginx.log.splitlines() if line.startswith("{")]
+
+    assert sorted(entry["path"] for entry in entries) == ["-", "-", "/v1/ok"]
+    assert all(line.isprintable() for line in nginx.log.splitlines())
+
+
+def test_a_secret_in_a_query_is_read_in_the_error_log_of_nginx(tmp_path):
+    nobody = f"127.0.0.1:{free_port()}"
+    variables = {"GRAPHSTASH_SERVER_1": nobody, "GRAPHSTASH_SERVER_2": nobody}
+    variables["GRAPHSTASH_BLOB_DIR"] = str(tmp_path)
+    with Nginx(tmp_path / "nginx", variables=variables) as nginx:
+        with Wire(nginx.url) as wire:
+            wire.send(b"GET /v1/stats?t=s3cret\xc2\x9b HTTP/1.1\r\nHost: s3cret\r\n\r\n")
+            assert wire.answer().problem["code"] == "unavailable"
+        nginx.close()
+
+        (entry,) = (json.loads(line) for line in nginx.log.splitlines() if line.startswith("{"))
+        assert (entry["path"], entry["server_status"]) == ("/v1/stats", "502, 502")
+        assert "s3cret" not in nginx.log
+
+
+def test_the_client_of_nginx_is_in_the_audit_log(talkative, space, tmp_path):
+    """nginx replaces what a client says about its address."""
+    with in_front_of(talkative, tmp_path / "nginx") as nginx:
+        answer = talkative.http(talkative.admin).put(
+            nginx.url + artifact_path(space),
+            content=b"x",
+            headers={
+                "X-Forwarded-For": "192.0.2.7",
+                "Repr-Digest": "sha-256=:LXEWQrcmsEQBYnyp+6wy9chTD7GQPMTbAiWHF5IaSIE=:",
+            },
+        )
+        assert answer.status_code == 201, answer.text
+
+    log = talkative.http(talkative.admin).get("/v1/-/audit", params={"namespace": space}).json()
+    assert [each["address"] for each in log["entries"]] == ["127.0.0.1 via 127.0.0.1"]

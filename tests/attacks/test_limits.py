@@ -1,0 +1,280 @@
+"""Whoever may write one namespace takes no more than its limit, and nothing from the others.
+
+The limits are in bytes of what is stored: blobs, metadata and manifests. Leases are bounded in
+number.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+
+from graphstash_schema import ArtifactMetadata, Digest
+from graphstash_server.keys import StoredKey
+from support.guarded_server import DEVICE, GuardedServer, artifact_path, fingerprint
+from support.pins import pin
+from support.waiting import until
+from support.wire import Wire
+
+_MIB = 1024**2
+_STORE_BYTES = 20 * _MIB
+_BLOB_BYTES = 2 * _MIB
+_VICTIMS = range(7)
+
+
+class _LimitedServer(GuardedServer):
+    """A store with room for ten artifacts of the victim, who has seven."""
+
+    def __init__(self, directory, **settings):
+        limits = dict.fromkeys(("store_limit_bytes", "soft_limit_bytes"), _STORE_BYTES)
+        super().__init__(directory, **limits, **settings)
+
+    def blob(self, namespace, number, size=_BLOB_BYTES):
+        return f"{namespace} {number} ".encode().ljust(size, b".")
+
+    def fill(self, namespace, *numbers, size=_BLOB_BYTES, seconds=60.0):
+        metadata = ArtifactMetadata(compile_seconds=seconds, raw_size_bytes=size)
+        return [
+            self.put(
+                artifact_path(namespace, number),
+                self.blob(namespace, number, size),
+                metadata=metadata,
+            ).status_code
+            for number in numbers
+        ]
+
+    def kept(self, namespace, numbers):
+        admin = self.http(self.admin)
+        answers = {number: admin.head(artifact_path(namespace, number)) for number in numbers}
+        return [number for number, answer in answers.items() if answer.status_code == 200]
+
+    def used(self, namespace):
+        (found,) = (each for each in self.stats()["namespaces"] if each["namespace"] == namespace)
+        return found["size_bytes"] + found["metadata_bytes"] + found["manifest_bytes"]
+
+    def pin(self, namespace, numbers):
+        keys = [
+            StoredKey.parse(
+                namespace=namespace, kind="jax", device_type=DEVICE, fingerprint=fingerprint(number)
+            )
+            for number in numbers
+        ]
+        pin(self.database_url, keys)
+
+    def rows(self, table, namespace):
+        return sum(row.namespace == namespace for row in self.picture().rows[table])
+
+
+@pytest.fixture
+def limited(start_once):
+    """Empty again after each test."""
+    server = start_once(_LimitedServer)
+    yield server
+    admin = server.http(server.admin)
+    for row in server.picture().rows["artifacts"]:
+        path = f"/v1/{row.namespace}/artifacts/{row.kind}/{row.device_type}/{row.fingerprint}"
+        assert admin.delete(path).status_code == 204
+
+
+def _announced(fort, space, size_bytes, *, number=0, token=None):
+    """A head that asks whether its body may come."""
+    lines = [
+        f"PUT {artifact_path(space, number)} HTTP/1.1",
+        "Host: a",
+        f"Authorization: Bearer {token or fort.admin}",
+        f"Content-Length: {size_bytes}",
+        f"Repr-Digest: {Digest.of(bytes(size_bytes)).repr_digest}",
+        "Expect: 100-continue",
+    ]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n"
+
+
+def test_a_head_without_a_body_is_sent(limited, space):
+    """Seventeen mebibytes are announced: they were accepted and nobody has gone."""
+    limited.set_policy(space, limit_bytes=_STORE_BYTES)
+    assert limited.fill(space, *_VICTIMS) == [201] * 7
+    token = limited.token(f"write:{space}-rogue")
+
+    before = limited.picture()
+
+    with ExitStack() as stack:
+        for number in range(20):
+            wire = stack.enter_context(Wire(limited.url))
+            wire.send(_announced(limited, f"{space}-rogue", 17 * _MIB, number=number, token=token))
+            assert wire.begin() == 100  # it was let in, and its body is awaited
+        assert limited.picture().rows == before.rows
+    until(lambda: limited.picture() == before)
+
+
+def test_heads_without_bodies_keep_nobody_out(limited, space):
+    """The room that they announce is nobody's."""
+    with ExitStack() as stack:
+        for number in range(20):
+            wire = stack.enter_context(Wire(limited.url))
+            wire.send(_announced(limited, f"{space}-rogue", 17 * _MIB, number=number))
+            assert wire.begin() == 100
+        assert limited.fill(space, *range(9)) == [201] * 9
+        assert limited.kept(space, range(9)) == list(range(9))
+
+
+def test_a_head_without_a_body_is_sent_to_a_store_of_pinned_artifacts(limited, space):
+    assert limited.fill(space, *_VICTIMS) == [201] * 7
+    limited.pin(space, _VICTIMS)
+
+    with limited.withstands() as refused, Wire(limited.url) as wire:
+        answer = wire.ask(_announced(limited, f"{space}-rogue", 17 * _MIB))
+        assert (answer.status, answer.problem["code"]) == (507, "insufficient_storage")
+    assert refused == {"insufficient_storage": 1}
+
+
+def test_an_upload_that_cannot_fit_drives_nobody_out(limited, space):
+    """Into its own namespace neither, whether it is too large or too much is pinned."""
+    limited.set_policy(space, limit_bytes=8 * _MIB)
+    limited.fill(space, *range(3))
+    limited.pin(space, [0])
+
+    with limited.withstands() as refused:
+        assert limited.fill(space, 9, size=9 * _MIB) == [507]
+        assert limited.fill(space, 9, size=7 * _MIB) == [507]
+    assert refused == {"insufficient_storage": 2}
+
+
+def test_an_upload_takes_the_room_of_its_own_namespace_first(limited, space):
+    """Though what it drives out is worth more than what others have."""
+    rogue = f"{space}-rogue"
+    limited.fill(space, *_VICTIMS, seconds=1.0)
+    limited.fill(rogue, 0, 1, seconds=500_000.0)
+
+    assert limited.fill(rogue, 2, size=5 * _MIB, seconds=500_000.0) == [201]
+
+    assert limited.kept(space, _VICTIMS) == list(_VICTIMS)
+    assert limited.kept(rogue, range(3)) == [2]
+
+
+def test_an_upload_breaks_off_after_half_of_it(limited, space):
+    """What had come drove out the writer's own, and nobody else's."""
+    rogue = f"{space}-rogue"
+    limited.fill(space, *_VICTIMS)
+    limited.fill(rogue, 0, 1)
+
+    with Wire(limited.url) as wire:
+        wire.send(_announced(limited, rogue, 6 * _MIB, number=7))
+        assert wire.begin() == 100
+        wire.send(bytes(5 * _MIB))
+        until(lambda: limited.kept(rogue, range(2)) == [])
+    assert limited.kept(space, _VICTIMS) == list(_VICTIMS)
+    assert limited.fill(rogue, 0, 1) == [201] * 2
+
+
+@pytest.mark.parametrize("seconds", [0.0, 600_000.0])
+def test_one_of_several_namespaces_is_flooded(limited, space, seconds):
+    """Each has a limit, and they fit into the store together: nobody loses anything, whatever the
+    flood claims to be worth."""
+    spaces = [f"{space}-{number}" for number in range(3)]
+    for each in spaces:
+        limited.set_policy(each, limit_bytes=6 * _MIB)
+    for each in spaces[1:]:
+        assert limited.fill(each, 0, 1, seconds=1.0) == [201, 201]
+
+    flooded = [limited.fill(spaces[0], n, size=_MIB, seconds=seconds) for n in range(20)]
+
+    assert flooded == [[201]] * 20
+    assert limited.used(spaces[0]) <= 6 * _MIB
+    for each in spaces[1:]:
+        assert limited.kept(each, range(2)) == [0, 1]
+    assert sum(map(limited.used, spaces)) <= _STORE_BYTES
+
+
+@pytest.mark.parametrize("caller", ["nobody", "a reader"])
+def test_a_reader_looks_up_everything_to_keep_it(limited, space, caller):
+    """A look-up protects what it finds, but not from an upload that needs the room."""
+    limited.set_policy(space, limit_bytes=8 * _MIB, anonymous_read=caller == "nobody")
+    assert limited.fill(space, 0, 1, 2) == [201] * 3
+    token = None if caller == "nobody" else limited.token(f"read:{space}")
+    keys = [
+        {"kind": "jax", "device_type": DEVICE, "fingerprint": fingerprint(number)}
+        for number in range(1000)
+    ]
+    for _ in range(10):
+        found = limited.http(token).post(f"/v1/{space}/artifacts:lookup", json={"keys": keys})
+        assert len(found.json()["found"]) == 3
+
+    for number in range(10, 20):
+        assert limited.fill(space, number) == [201]
+    assert limited.used(space) <= 8 * _MIB
+
+
+def test_manifests_of_made_up_keys_are_stored(limited, space):
+    limited.set_policy(space, limit_bytes=1024)
+    writer = limited.http(limited.token(f"write:{space}"))
+    keys = [
+        {"kind": "jax", "device_type": DEVICE, "fingerprint": fingerprint(number)}
+        for number in range(4096)
+    ]
+
+    with limited.withstands() as refused:
+        for count in (3, 4096):
+            answer = writer.put(f"/v1/{space}/manifests/job", json={"keys": keys[:count]})
+            assert (answer.status_code, answer.json()["code"]) == (507, "insufficient_storage")
+    assert refused == {"insufficient_storage": 2}
+
+
+def test_manifests_fill_a_namespace(limited, space):
+    """They count: with the artifacts they are never more than the limit."""
+    limited.set_policy(space, limit_bytes=_MIB)
+    writer = limited.http(limited.token(f"write:{space}"))
+    codes = set()
+    for job in range(12):
+        keys = [
+            {"kind": "jax", "device_type": DEVICE, "fingerprint": fingerprint(job * 1000 + number)}
+            for number in range(300)
+        ]
+        answer = writer.put(f"/v1/{space}/manifests/job-{job}", json={"keys": keys})
+        codes.add(answer.status_code)
+
+    assert codes == {201, 507}
+    assert limited.used(space) <= _MIB
+    assert limited.rows("manifest_entries", space) == 6 * 300
+
+
+def test_empty_artifacts_have_much_metadata(limited, space):
+    limited.set_policy(space, limit_bytes=_MIB)
+    parts = {f"part {number}": "x" * 100 for number in range(90)}
+    metadata = ArtifactMetadata(compile_seconds=1.0, raw_size_bytes=0, parts=parts)
+    assert len(metadata.to_header()) > 13_000
+
+    for number in range(100):
+        answer = limited.put(artifact_path(space, number), b"", metadata=metadata)
+        assert answer.status_code == 201, answer.text
+
+    assert limited.used(space) <= _MIB
+    assert limited.rows("artifacts", space) <= _MIB // 13_000
+
+
+def test_empty_artifacts_have_no_metadata(limited, space):
+    limited.set_policy(space, limit_bytes=100 * 1024)
+
+    for number in range(60):
+        assert limited.put(artifact_path(space, number), b"").status_code == 201
+
+    assert limited.rows("artifacts", space) <= 25
+
+
+@pytest.mark.extended
+def test_leases_are_taken_without_number(limited, space):
+    """A caller holds 1,024 at a time; the others go on."""
+    clients = [limited.http(limited.token(f"write:{space}")) for _ in range(2)]
+
+    def acquire(number, client=clients[0]):
+        path = artifact_path(space, number).replace("artifacts", "leases")
+        return client.post(path, json={"ttl_seconds": 600})
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(acquire, range(1100)))
+
+    codes = [answer.status_code for answer in answers]
+    assert (codes.count(201), codes.count(409)) == (1024, 76)
+    refused = next(answer for answer in answers if answer.status_code == 409)
+    assert refused.json()["code"] == "too_many_leases"
+    assert refused.json()["limit"] == 1024
+    assert acquire(5000, clients[1]).status_code == 201

@@ -1,0 +1,78 @@
+"""Another user of the server's host, who reads what the server leaves lying about."""
+
+import os
+import stat
+
+import pytest
+
+from graphstash_server.testing import ServerProcess
+from support.guarded_server import GuardedServer
+
+_OF_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+@pytest.fixture(autouse=True)
+def _usual_umask():
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def open_to_others(directory):
+    """What a user without rights can reach, from the directory on."""
+    found = []
+    if directory.stat().st_mode & _OF_OTHERS:
+        found = [directory]
+        for path in directory.iterdir():
+            if path.is_dir():
+                found += open_to_others(path)
+            elif path.stat().st_mode & _OF_OTHERS:
+                found.append(path)
+    return found
+
+
+def test_the_database_and_the_blobs_of_a_new_server_are_read(tmp_path, space):
+    with GuardedServer(tmp_path / "server") as fort:
+        fort.fill(space, 0, 1)
+        files = [path for path in fort.data_dir.rglob("*") if path.is_file()]
+        assert open_to_others(fort.data_dir) == []
+    assert {"graphstash.sqlite3", "graphstash.sqlite3-wal"} <= {path.name for path in files}
+    for path in [fort.data_dir, *files]:
+        if path.exists():
+            assert path.stat().st_mode & _OF_OTHERS == 0, path
+
+
+def test_what_the_release_before_left_readable_is_read(tmp_path, space):
+    with GuardedServer(tmp_path / "server") as fort:
+        fort.fill(space)
+    data_dir = fort.data_dir
+    paths = [data_dir, *data_dir.rglob("*")]
+    for path in paths:
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    assert set(open_to_others(data_dir)) == {each for each in paths if each.exists()}
+
+    with ServerProcess(data_dir):
+        assert open_to_others(data_dir) == []
+        own = [path for path in data_dir.iterdir() if path.stat().st_mode & _OF_OTHERS]
+        assert own == []
+
+
+def test_a_data_directory_with_files_of_others_is_not_closed_to_them(tmp_path):
+    """Only what the server made is the server's."""
+    data_dir = tmp_path / "shared"
+    data_dir.mkdir()
+    (data_dir / "of somebody else").write_text("x")
+
+    with ServerProcess(data_dir):
+        theirs = open_to_others(data_dir)
+    assert theirs == [data_dir, data_dir / "of somebody else"]
+
+
+def test_others_who_may_replace_the_database_are_told_of(tmp_path):
+    data_dir = tmp_path / "writable"
+    data_dir.mkdir()
+    (data_dir / "of somebody else").write_text("x")
+    data_dir.chmod(0o777)
+
+    with ServerProcess(data_dir) as server:
+        assert "chmod go-w" in server.log

@@ -1,0 +1,380 @@
+"""Another user of the training host: on the port of the server, and in the cache directories.
+
+Nothing of theirs is loaded, nothing waits for them, and they learn no token.
+"""
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from graphstash._http.client import ServerClient
+from graphstash_schema.own_files import own_socket_path
+from graphstash_server.testing import ServerProcess
+from support.reader_job import OWN, ReaderJob
+from support.signing import sealed
+from support.strangers import STRANGER, Stranger
+
+POISON = b"what the other user wants to run " * 100
+TOKEN = "gst_" + "a" * 16 + "_" + "b" * 43
+
+_TAKES_A_PORT = textwrap.dedent("""
+    listener = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+    heard = []
+    def listen():
+        while True:
+            connection, _ = listener.accept()
+            connection.settimeout(5)
+            heard.append(connection.recv(65536))
+            connection.close()
+    threading.Thread(target=listen, daemon=True).start()
+    print("listening", flush=True)
+    sys.stdin.read()
+    print(heard)
+""")
+_TRIES = textwrap.dedent("""
+    told = []
+    for name in sys.argv[1:]:
+        for attempt in (
+            lambda: os.listdir(name),
+            lambda: open(os.path.join(name, "planted"), "w"),
+            lambda: socket.socket(socket.AF_UNIX).connect(os.path.join(name, "socket")),
+            lambda: socket.socket(socket.AF_UNIX).bind(os.path.join(name, "other")),
+            lambda: os.rename(os.path.join(name, "socket"), os.path.join(name, "gone")),
+        ):
+            try:
+                attempt()
+                told.append("done")
+            except OSError as error:
+                told.append(type(error).__name__)
+    print(*sorted(set(told)), flush=True)
+""")
+
+
+@pytest.fixture
+def public(tmp_path):
+    """A directory that others reach: only what is in it keeps them out."""
+    for each in (tmp_path, *tmp_path.parents):
+        if stat.S_IMODE(each.stat().st_mode) & 0o077 == 0:
+            each.chmod(0o711)
+    return tmp_path
+
+
+@pytest.fixture
+def state(public, monkeypatch):
+    """Where the servers of this user say that they are."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(public / "state"))
+    return own_socket_path(os.environ)
+
+
+@pytest.fixture
+def serve(tmp_path, state):
+    """Starts `graphstash serve` as its manual says."""
+    started = []
+
+    def start(*options):
+        variables = {"GRAPHSTASH_INSECURE": "", "XDG_STATE_HOME": str(tmp_path / "state")}
+        started.append(
+            ServerProcess(tmp_path / f"data-{len(started)}", *options, environment=variables)
+        )
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.__exit__()
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Starts jobs on hosts of their own, which are told of no server."""
+    started = []
+
+    def start(**settings):
+        directory = settings.pop("cache_dir", tmp_path / f"host-{len(started)}")
+        started.append(ReaderJob(cache_dir=directory, **settings))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.__exit__()
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.extended)])
+def test_the_quick_start_of_one_user_needs_no_setting_and_no_token(serve, state, job, key, workers):
+    server = serve("--workers", str(workers))
+    assert "jobs of this user on this host find it by themselves" in server.log
+
+    first, second = job(), job()
+    assert first.build(key(1)) == OWN
+    assert first.stats.published == 1
+    assert second.build(key(1)) == OWN
+    assert (second.compiles, second.stats.hits) == (0, 1)
+
+    assert stat.S_IMODE(state.parent.stat().st_mode) == 0o700
+    assert server.stop() == 0
+    assert not state.exists()
+
+
+def test_whoever_knocks_at_the_port_of_a_quick_start_needs_a_token(serve, job, key):
+    server = serve()
+    stranger = job(url=server.url)
+    assert stranger.build(key(1)) == OWN
+    assert set(stranger.fallbacks) == {"unauthenticated"}
+
+
+def test_another_user_takes_the_port_where_a_server_was_and_gets_no_byte(serve, state, job, key):
+    server = serve()
+    server.kill()
+    assert state.is_socket()  # it is found, and answers nobody
+    with Stranger(_TAKES_A_PORT, server.port) as stranger:
+        victim = job(token=TOKEN)
+        assert victim.build(key(1)) == OWN
+        assert victim.fallbacks.keys() == {"connect"}
+        assert stranger.finish().strip() == "[]"
+
+
+def test_another_user_listens_on_the_old_default_port(job, key, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    try:
+        socket.create_server(("127.0.0.1", 8077)).close()
+        port = 8077
+    except OSError:  # a developer's server, perhaps
+        pass
+    with Stranger(_TAKES_A_PORT, port) as stranger:
+        victim = job(token=TOKEN)
+        assert victim.build(key(1)) == OWN
+        assert victim.fallbacks == {}
+        assert stranger.finish().strip() == "[]"
+
+
+def test_another_user_cannot_reach_or_replace_the_socket(serve, state):
+    serve()
+    with Stranger(_TRIES, state.parent) as stranger:
+        assert stranger.said == "PermissionError"
+
+
+@pytest.mark.parametrize("theirs", ["owner", "mode", "link"])
+def test_a_socket_where_others_could_have_put_it_is_not_used(
+    state, job, key, theirs, tmp_path_factory
+):
+    state.parent.mkdir(parents=True, mode=0o700)
+    listener = socket.socket(socket.AF_UNIX)
+    place = tmp_path_factory.mktemp("s")
+    listener.bind(str(place / "socket"))
+    listener.listen()
+    if theirs == "link":
+        state.parent.rmdir()
+        state.parent.symlink_to(place)
+    else:
+        (place / "socket").rename(state)
+    if theirs == "owner":
+        os.chown(state.parent, STRANGER, STRANGER)
+    if theirs == "mode":
+        state.parent.chmod(0o777)
+
+    victim = job(token=TOKEN)
+    assert victim.build(key(1)) == OWN
+    assert victim.fallbacks.keys() == {"connect"}
+    listener.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        listener.accept()
+    listener.close()
+
+
+def test_a_second_server_leaves_the_place_to_the_first(serve, job, key):
+    serve()
+    second = serve()
+    assert "another server of this user listens on" in second.log
+    assert job().build(key(1)) == OWN
+    second.stop()
+    late = job()
+    assert late.build(key(1)) == OWN
+    assert late.stats.hits == 1
+
+
+def test_a_killed_server_leaves_its_place_to_the_next(serve, job, key):
+    serve().kill()
+    serve()
+    first = job()
+    first.build(key(1))
+    assert first.stats.published == 1
+
+
+def test_a_job_without_a_server_says_once_what_to_set(tmp_path, state):
+    program = tmp_path / "job.py"
+    program.write_text(
+        "import graphstash, subprocess, sys\n"
+        "assert graphstash.install() is not None\n"
+        "if len(sys.argv) == 1:\n"
+        "    subprocess.run([sys.executable, __file__, 'child'], check=True)\n"
+    )
+    environment = os.environ | {"GRAPHSTASH_CACHE_DIR": str(tmp_path / "cache")}
+    for command in (
+        [sys.executable, str(program)],
+        [sys.executable, "-m", "graphstash", "run", "--", sys.executable, str(program)],
+    ):
+        done = subprocess.run(
+            command, check=True, env=environment, capture_output=True, text=True, timeout=60
+        )
+        assert done.stderr.count("no server: set GRAPHSTASH_URL") == 1
+        quiet = environment | {"GRAPHSTASH_URL": "none"}
+        done = subprocess.run(
+            command, check=True, env=quiet, capture_output=True, text=True, timeout=60
+        )
+        assert done.stderr == ""
+
+
+# The directories of the cache.
+
+
+@pytest.fixture
+def shared(public):
+    """A directory in which everybody may do everything, as a scratch disk may be."""
+    place = public / "scratch"
+    place.mkdir()
+    place.chmod(0o777)
+    return place
+
+
+@pytest.fixture
+def signed(publish, key, team, space, fort):
+    """What the team has published, and the settings of a job that accepts nothing else."""
+    publish(key(1), OWN, signing_key=team.trust("ci"))
+    return {
+        "url": fort.url,
+        "namespace": space,
+        "token": fort.token(f"read:{space}"),
+        "read_only": True,
+        "trusted_keys": team.file,
+        "signatures": "require",
+    }
+
+
+@pytest.mark.parametrize("trade", ["a pipe", "another file", "a link"])
+def test_the_downloaded_file_is_swapped_between_check_and_use(
+    signed, job, key, monkeypatch, tmp_path, trade
+):
+    poison = sealed(tmp_path, key(1), POISON, name="poison").path
+    download = ServerClient.download
+
+    def swapping(self, wanted, target, **keywords):
+        done = download(self, wanted, target, **keywords)
+        name = Path(getattr(target, "name", target))
+        name.unlink()
+        if trade == "a pipe":
+            os.mkfifo(name)
+        elif trade == "a link":
+            name.symlink_to(poison)
+        else:
+            name.write_bytes(poison.read_bytes())
+        return done
+
+    monkeypatch.setattr(ServerClient, "download", swapping)
+    victim = job(**signed)
+    victim.result = b"compiled"
+    assert victim.build(key(1)) == OWN
+    assert victim.build(key(1)) == OWN  # what was adopted under the name is not used either
+
+
+@pytest.mark.parametrize("policy", ["require", pytest.param("off", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("planted", ["pipe", "link", "device", "folder", "theirs", "writable"])
+def test_something_else_lies_where_an_artifact_was_kept(
+    signed, job, key, tmp_path, planted, policy
+):
+    settings = signed | {"signatures": policy, "cache_dir": tmp_path / "cache"}
+    first = job(**settings)
+    assert first.build(key(1)) == OWN
+    path = first.stash.local.path(first.stash.config.namespace, key(1))
+    poison = sealed(tmp_path, key(1), POISON, name="poison").path
+    path.unlink()
+    match planted:
+        case "pipe":
+            os.mkfifo(path)
+        case "link":
+            path.symlink_to(poison)
+        case "device":
+            path.symlink_to("/dev/zero")
+        case "folder":
+            path.mkdir()
+        case "theirs":
+            path.write_bytes(poison.read_bytes())
+            os.chown(path, STRANGER, STRANGER)
+        case "writable":
+            path.write_bytes(poison.read_bytes())
+            path.chmod(0o666)
+
+    second = job(**settings)
+    assert second.build(key(1)) == OWN
+    assert second.stats.hits_remote == 1
+
+
+def test_a_pipe_in_the_place_of_the_hosts_secret_is_replaced(job, key, team, tmp_path):
+    settings = {"trusted_keys": team.file, "url": "none", "cache_dir": tmp_path / "cache"}
+    first = job(**settings)
+    os.mkfifo(tmp_path / "cache" / "secret")
+    assert first.build(key(1)) == OWN
+    assert first.stats.compile_seconds >= 0  # it was stored
+    assert job(**settings).build(key(1)) == OWN
+    assert (tmp_path / "cache" / "secret").stat().st_size == 32
+
+
+_MAKES_A_CACHE = textwrap.dedent("""
+    os.umask(0)
+    for name in ("v1", "locks", "tmp"):
+        os.makedirs(os.path.join(sys.argv[1], name), mode=0o777)
+    print("made", flush=True)
+""")
+
+
+def test_another_user_has_made_the_directory_of_the_cache(signed, job, key, shared, caplog):
+    with Stranger(_MAKES_A_CACHE, shared / "cache"):
+        victim = job(**signed, cache_dir=shared / "cache")
+        assert victim.build(key(1)) == OWN
+    assert [path for path in (shared / "cache").rglob("*") if not path.is_dir()] == []
+    assert "belongs to another user" in caplog.text
+    assert stat.S_IMODE(victim.stash.local.root.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("part", ["v1", "locks", "tmp"])
+def test_another_user_has_made_a_part_of_the_cache(job, key, shared, part, caplog):
+    (shared / "cache").mkdir(mode=0o755)
+    (shared / "cache" / part).mkdir()
+    os.chown(shared / "cache" / part, STRANGER, STRANGER)
+    victim = job(url="none", cache_dir=shared / "cache")
+    assert victim.build(key(1)) == OWN
+    assert list((shared / "cache" / part).iterdir()) == []
+    assert "belongs to another user" in caplog.text
+
+
+def test_a_link_leads_the_cache_elsewhere(job, key, shared, tmp_path, caplog):
+    (tmp_path / "elsewhere").mkdir()
+    (shared / "cache").symlink_to(tmp_path / "elsewhere")
+    victim = job(url="none", cache_dir=shared / "cache")
+    assert victim.build(key(1)) == OWN
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert "is a symbolic link" in caplog.text
+
+
+def test_a_cache_that_an_older_release_left_open_is_closed(job, key, shared):
+    for name in ("v1", "locks", "tmp"):
+        (shared / "cache" / name).mkdir(parents=True)
+        (shared / "cache" / name).chmod(0o777)
+    (shared / "cache").chmod(0o777)
+    victim = job(url="none", cache_dir=shared / "cache")
+    assert victim.build(key(1)) == OWN
+    with Stranger(_TRIES, *(shared / "cache" / name for name in ("", "v1", "tmp"))) as stranger:
+        assert stranger.said == "PermissionError"
+
+
+def test_a_directory_with_other_things_is_not_closed_and_not_used_while_open(job, key, shared):
+    (shared / "notes").touch()
+    victim = job(url="none", cache_dir=shared)
+    assert victim.build(key(1)) == OWN
+    assert stat.S_IMODE(shared.stat().st_mode) == 0o777
+    assert not (shared / "v1").exists()

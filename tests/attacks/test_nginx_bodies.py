@@ -1,0 +1,102 @@
+"""Whoever has no token and fills the disk, or the memory, of the nginx in front."""
+
+import socket
+
+import pytest
+
+from support.guarded_server import artifact_path
+from support.nginx import in_front_of
+from support.wire import Wire
+
+_MIB = 1024**2
+_PART = bytes(_MIB)
+_PATHS = {
+    "artifact": artifact_path("team"),
+    "lookup": "/v1/team/artifacts:lookup",
+    "manifest": "/v1/team/manifests/train",
+    "lease": artifact_path("team").replace("artifacts", "leases"),
+    "token": "/v1/-/tokens",
+    "nothing": "/nowhere",
+    "health": "/healthz",
+}
+
+
+@pytest.fixture(scope="module")
+def nginx(fort, tmp_path_factory):
+    with in_front_of(fort, tmp_path_factory.mktemp("nginx")) as nginx:
+        yield nginx
+
+
+def head(method, path, *headers):
+    lines = [f"{method} {path} HTTP/1.1", "Host: x", *headers]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+def kept(nginx):
+    """What nginx has written down of bodies."""
+    return [path for path in (nginx.configuration.parent / "body").rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "PATCH"])
+@pytest.mark.parametrize("path", _PATHS)
+def test_a_body_without_a_token_fills_the_temporary_directory(nginx, method, path):
+    """The answer is there before the body is: nobody has waited for it, or kept it."""
+    with Wire(nginx.url) as wire:
+        wire.send(head(method, _PATHS[path], f"Content-Length: {8 * _MIB}") + _PART)
+        answer = wire.answer()
+        assert answer is not None
+        assert kept(nginx) == []
+    expected = {401} | ({404, 405} if path in {"nothing", "health"} else {405})
+    assert answer.status in expected | ({200} if (path, method) == ("health", "GET") else set())
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE", "PATCH"])
+@pytest.mark.parametrize("path", ["artifact", "lookup", "health"])
+def test_a_body_of_a_hundred_gigabytes_is_announced(nginx, method, path):
+    with Wire(nginx.url) as wire:
+        wire.send(head(method, _PATHS[path], f"Content-Length: {100 * 1024**3}"))
+        answer = wire.answer()
+        assert (answer.status, answer.problem["code"]) == (413, "too_large")
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE"])
+@pytest.mark.parametrize("path", ["artifact", "lookup"])
+def test_a_body_in_chunks_without_end_fills_the_temporary_directory(nginx, method, path):
+    with Wire(nginx.url) as wire:
+        wire.send(head(method, _PATHS[path], "Transfer-Encoding: chunked"))
+        wire.send(b"%x\r\n" % _MIB + _PART + b"\r\n")
+        answer = wire.answer()
+        assert (answer.status, answer.problem["code"]) == (411, "length_required")
+        assert kept(nginx) == []
+
+
+def test_bodies_of_one_address_take_every_connection(fort, tmp_path):
+    """Each has a share, and nginx says what it is."""
+    with in_front_of(fort, tmp_path / "nginx", GRAPHSTASH_CONNECTIONS_PER_ADDRESS="2") as nginx:
+        begun = head("POST", "/v1/team/artifacts:lookup", f"Authorization: Bearer {fort.admin}")
+        begun = begun.replace(b"\r\n\r\n", b"\r\nContent-Length: 1000\r\n\r\n{")
+        wires = [Wire(nginx.url) for _ in range(3)]
+        try:
+            for wire in wires:
+                wire.send(begun)
+            refused = wires[2].answer()
+            assert refused.problem["code"] == "unavailable"
+            with socket.create_connection(
+                ("127.0.0.1", nginx.port), timeout=20, source_address=("127.0.0.2", 0)
+            ) as other:
+                other.sendall(head("GET", "/healthz", "Connection: close"))
+                assert other.recv(100).startswith(b"HTTP/1.1 200 ")
+        finally:
+            for wire in wires:
+                wire.__exit__()
+
+
+@pytest.mark.extended  # it takes the ten seconds that nginx waits for a head
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_head_comes_byte_by_byte_through_nginx(nginx, is_kept):
+    with Wire(nginx.url) as wire:
+        if is_kept:
+            assert wire.ask(head("GET", "/healthz")).status == 200
+        wire.send(b"GET /healthz HTTP/1.1\r\nHost: x\r\n")
+        answer = wire.drip(b"X", every=0.5)
+        assert answer is None or answer.status == 408

@@ -1,0 +1,134 @@
+"""A writer who wants others to lose what they have stored, without a right to delete."""
+
+import pytest
+
+from graphstash_schema import Digest
+from support.guarded_server import DEVICE, artifact_path, fingerprint
+
+pytestmark = pytest.mark.sql
+
+PAYLOAD = b"an executable"
+
+
+@pytest.fixture
+def writer(any_fort, space):
+    def make():
+        return any_fort.http(any_fort.token(f"write:{space}"))
+
+    return make
+
+
+@pytest.fixture
+def report(any_fort, space, key):
+    """Reports the only artifact there is."""
+
+    def send(caller, reason="corrupt", number=0):
+        answer = caller.post(
+            f"/v1/{space}/artifacts:report",
+            json={
+                "key": key(number).model_dump(mode="json"),
+                "digest": any_fort.digest_of(space),
+                "reason": reason,
+            },
+        )
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    return send
+
+
+@pytest.mark.parametrize(
+    "reason", ["corrupt", "wrong_key", "bad_signature", "revoked_key", "unsigned"]
+)
+def test_a_writer_alone_reports_a_sound_artifact_away(
+    any_fort, space, key, publish, writer, report, reason
+):
+    publish(key(), PAYLOAD, server=any_fort)
+    attacker = writer()
+
+    first = report(attacker, reason)
+    with any_fort.withstands():  # nothing but that one report is stored
+        again = [report(attacker, reason) for _ in range(3)]
+
+    assert [first, *again] == [{"found": True, "withheld": False}] * 4
+    assert attacker.get(artifact_path(space)).status_code == 200
+    listed = any_fort.http(any_fort.admin).get("/v1/-/quarantine", params={"namespace": space})
+    assert listed.json()["artifacts"] == []
+
+
+def test_two_writers_report_a_sound_artifact(any_fort, space, key, publish, writer, report):
+    """This is what two independent reporters are for; an administrator puts it back."""
+    publish(key(), PAYLOAD, server=any_fort)
+
+    assert report(writer())["withheld"] is False
+    assert report(writer())["withheld"] is True
+
+    admin = any_fort.http(any_fort.admin)
+    released = admin.post(f"/v1/{space}/artifacts:release", json=key().model_dump(mode="json"))
+    assert released.status_code == 204
+    assert report(writer())["withheld"] is False
+
+
+def test_a_writer_stores_what_is_no_envelope(any_fort, space, writer, report):
+    any_fort.fill(space)
+
+    assert report(writer())["withheld"] is True
+
+
+def test_a_writer_stores_the_envelope_of_another_key(any_fort, space, key, publish, writer, report):
+    envelope = publish(key(1), PAYLOAD, server=any_fort, namespace=f"{space}-other")
+    assert any_fort.put(artifact_path(space), envelope.path.read_bytes()).status_code == 201
+
+    assert report(writer(), "wrong_key")["withheld"] is True
+
+
+def test_an_administrator_reports_what_the_server_finds_sound(
+    any_fort, space, key, publish, report
+):
+    publish(key(), PAYLOAD, server=any_fort)
+
+    assert report(any_fort.http(any_fort.token(f"admin:{space}")))["withheld"] is True
+
+
+def test_a_report_of_a_blob_that_was_damaged_on_disk_drops_it(fort, space, key, publish, tmp_path):
+    envelope = publish(key(), PAYLOAD)
+    digest = Digest.of(envelope.path.read_bytes())
+    (blob,) = (path for path in fort.data_dir.rglob(digest.sha256) if path.is_file())
+    blob.write_bytes(bytes(digest.size_bytes))
+    caller = fort.http(fort.token(f"write:{space}"))
+
+    answer = caller.post(
+        f"/v1/{space}/artifacts:report",
+        json={"key": key().model_dump(mode="json"), "digest": str(digest), "reason": "corrupt"},
+    )
+
+    assert answer.json() == {"found": True, "withheld": False}
+    assert caller.get(artifact_path(space)).status_code == 404
+    publish(key(), PAYLOAD)
+
+
+def test_junk_of_one_writer_pushes_the_entries_of_others_out_of_a_manifest(any_fort, space, writer):
+    """Not even when the attacker names them first, or names them, too."""
+    path = f"/v1/{space}/manifests/train"
+
+    def put(caller, numbers):
+        keys = [
+            {"kind": "jax", "device_type": DEVICE, "fingerprint": fingerprint(number)}
+            for number in numbers
+        ]
+        answer = caller.put(path, json={"keys": keys})
+        assert answer.status_code in {200, 201}, answer.text
+
+    honest, attacker = writer(), writer()
+    own, taken, claimed = range(300), range(300, 400), range(400, 500)
+    put(attacker, claimed)
+    put(honest, [*own, *taken, *claimed])
+    put(attacker, taken)
+
+    put(attacker, range(10_000, 14_096))
+    put(attacker, range(20_000, 24_096))
+
+    entries = honest.get(path).json()["entries"]
+    kept = {entry["key"]["fingerprint"] for entry in entries}
+    assert len(kept) == 4096
+    assert kept >= {fingerprint(number) for number in (*own, *taken, *claimed)}

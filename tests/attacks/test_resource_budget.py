@@ -1,0 +1,152 @@
+"""Whatever is refused costs little, whoever asks for it: every call, every caller, every bad body.
+
+The budget of one refused request: 50 ms of the event loop, 50 MiB of memory, no row, no byte on the
+disk, no connection that stays.
+"""
+
+import base64
+import json
+
+import pytest
+
+from graphstash_schema import Digest
+from support.guarded_server import DEVICE, fingerprint
+from support.meter import Meter
+from support.wire import Wire
+
+_LOOP_MS = 50
+_MEMORY_MIB = 50
+_BODY_BYTES = 2 * 1024**2
+
+_KEY = {"kind": "jax", "device_type": DEVICE, "fingerprint": fingerprint()}
+_CALLERS = ("nobody", "a reader", "a writer", "an admin of another namespace", "an admin")
+
+
+def _filled(text, *, begin='{"keys":[', end="]}", size=_BODY_BYTES):
+    """As many of something as a body of a size holds."""
+    count = (size - len(begin) - len(end) + 1) // (len(text) + 1)
+    return (begin + ",".join([text] * count) + end).encode()
+
+
+def _keys(count, last):
+    keys = [_KEY | {"fingerprint": fingerprint(number)} for number in range(count)]
+    return json.dumps({"keys": [*keys, last]}).encode()
+
+
+_BODIES = {
+    "690,000 empty objects": _filled("{}"),
+    "a million numbers": _filled("1"),
+    "empty arrays": _filled("[]"),
+    "arrays in arrays": _filled("[" * 90 + "]" * 90),
+    "null": _filled("null"),
+    "one long text": _filled("a" * (_BODY_BYTES - 20), begin='{"keys":["', end='"]}'),
+    "escaped text": _filled("\\u00e9" * 300_000, begin='{"keys":["', end='"]}'),
+    "one long number": b"1" * _BODY_BYTES,
+    "spaces": b" " * _BODY_BYTES,
+    "no UTF-8": b'{"keys":["' + b"\xff" * (_BODY_BYTES - 20) + b'"]}',
+    "unknown fields": _filled('"a":1', begin="{", end="}"),
+    "unknown fields, fewer": ("{" + ",".join(f'"{n}":1' for n in range(3_900)) + "}").encode(),
+    "unknown fields, few": ("{" + ",".join(f'"{n}":1' for n in range(2_500)) + "}").encode(),
+    "fields of one key": (
+        '{"keys":[{' + ",".join(f'"{n}":1' for n in range(3_900)) + "}]}"
+    ).encode(),
+    "999 keys and a wrong one": _keys(999, {"kind": "jax"}),
+    "4,095 keys and a wrong one": _keys(4095, {"kind": "jax"}),
+    "8,000 keys": _keys(8000, _KEY),
+    "grants": _filled('{"scope":"read"}', begin='{"description":"a","grants":[', size=32_000),
+}
+
+
+def _metadata(raw):
+    return "Graphstash-Metadata: " + base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
+
+
+_HEADERS = {
+    "a long token": f"Authorization: Bearer gst_{'a' * 60_000}",
+    "a long JWT": f"Authorization: Bearer eyJhbGciOiJSUzI1NiJ9.{'e30' * 20_000}.AAAA",
+    "dots": f"Authorization: Bearer {'.' * 60_000}",
+    "many ranges": "Range: bytes=" + ",".join(f"{n}-{n}" for n in range(5_000)),
+    "many tags": "If-None-Match: " + ",".join(f'"{n:064x}"' for n in range(800)),
+    "many preferences": "Prefer: " + "wait=1," * 8_000,
+    "parts without number": _metadata(b'{"parts":{' + b'"":1,' * 2_400 + b'"":1}}'),
+    "unknown metadata": _metadata(b"{" + b'"":1,' * 2_400 + b'"":1}'),
+    "metadata in arrays": _metadata(b"[" * 12_000),
+    "a long lease": f"Graphstash-Lease: {'a' * 60_000}",
+    "a long id": f"X-Request-Id: {'a' * 60_000}",
+    "many headers": "\r\n".join(f"X-{number}: a" for number in range(5_000)),
+}
+
+
+@pytest.fixture(scope="module")
+def calls(fort):
+    """Every call, as the server describes them; the words of a path are filled in by a test."""
+    described = fort.http().get("/openapi.json").json()
+    return [
+        (method.upper(), path)
+        for path, methods in described["paths"].items()
+        for method in methods
+        if path not in {"/", "/healthz", "/readyz", "/openapi.json"} and method != "head"
+    ]
+
+
+def _token(fort, space, caller):
+    grants = {
+        "a reader": f"read:{space}",
+        "a writer": f"write:{space}",
+        "an admin of another namespace": f"admin:{space}-other",
+    }
+    if caller in grants:
+        return fort.token(grants[caller])
+    return fort.admin if caller == "an admin" else None
+
+
+def _request(method, path, space, token, body, *headers):
+    words = _KEY | {"namespace": space, "name": "job", "id": "a" * 16}
+    lines = [f"{method} {path.format(**words)} HTTP/1.1", "Host: a"]
+    lines += [f"Content-Length: {len(body)}", f"Repr-Digest: {Digest.of(b'x').repr_digest}"]
+    lines += headers
+    if token is not None:
+        lines.append(f"Authorization: Bearer {token}")
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+def _cost_of(meter, fort, request):
+    """The status, and the cost of the cheapest of three: other work of the process is not its."""
+    costs = []
+    for _ in range(3):
+        with Wire(fort.url) as wire, meter.measured() as cost:
+            answer = wire.ask(request)
+        costs.append(cost)
+        if cost.loop_ms <= _LOOP_MS and cost.memory_mib <= _MEMORY_MIB:
+            break
+    return answer.status, costs
+
+
+def _dear(fort, requests):
+    """Makes every request; those that cost more than they may, and what."""
+    meter = Meter(fort)
+    found = []
+    with fort.withstands(), meter.leaves_no_connection():
+        for name, request in requests.items():
+            status, costs = _cost_of(meter, fort, request)
+            if costs[-1].loop_ms > _LOOP_MS or costs[-1].memory_mib > _MEMORY_MIB:
+                found.append((name, status, costs))
+    return found
+
+
+@pytest.mark.parametrize("caller", _CALLERS)
+@pytest.mark.parametrize("body", _BODIES)
+def test_a_body_makes_the_server_work(fort, space, calls, caller, body):
+    """Calls that read no body are sent one all the same."""
+    token = _token(fort, space, caller)
+    requests = {call: _request(*call, space, token, _BODIES[body]) for call in calls}
+    assert _dear(fort, requests) == []
+
+
+@pytest.mark.parametrize("caller", ["nobody", "a writer"])
+@pytest.mark.parametrize("header", _HEADERS)
+def test_a_header_makes_the_server_work(fort, space, calls, caller, header):
+    """The body is not what is announced, so that nothing is ever stored."""
+    token = None if "Authorization" in _HEADERS[header] else _token(fort, space, caller)
+    requests = {call: _request(*call, space, token, b"not x", _HEADERS[header]) for call in calls}
+    assert _dear(fort, requests) == []

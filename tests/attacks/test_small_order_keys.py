@@ -1,0 +1,67 @@
+"""A public key for which everybody can sign, offered as one to trust."""
+
+import base64
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from graphstash import ClientConfig, ConfigError, Stash
+from graphstash._trust.signing_keys import is_safe
+from support.processes import graphstash
+from support.signing import trust_json
+
+_P = 2**255 - 19
+_Y_OF_ORDER_8 = 2707385501144840649318225287225658788936804267575313519463743609750303402022
+_YS = (0, 1, _P - 1, _Y_OF_ORDER_8, _P - _Y_OF_ORDER_8)
+SMALL = {
+    f"{y}-{sign}": (y | sign << 255).to_bytes(32, "little")
+    for y in (*_YS, _P, _P + 1)  # the last two are other spellings of the first two
+    for sign in (0, 1)
+}
+_FORGED = (bytes(64), b"\x01" + bytes(63))
+
+
+def text_of(raw):
+    return base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
+
+
+def _verifies(raw, signature, message):
+    try:
+        Ed25519PublicKey.from_public_bytes(raw).verify(signature, message)
+    except Exception:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_key_of_small_order_is_offered_to_be_trusted(name, tmp_path):
+    raw = SMALL[name]
+    file = tmp_path / "trusted.json"
+    told = graphstash("keys", "trust", text_of(raw), "--file", str(file))
+    assert told.returncode == 2
+    assert "small order" in told.stderr
+    assert not file.exists()
+
+
+def test_such_keys_verify_what_nobody_signed():
+    """Why: a few messages are enough for the library that checks signatures."""
+    messages = [str(number).encode() for number in range(64)]
+    weak = [
+        name
+        for name, raw in SMALL.items()
+        if any(_verifies(raw, forged, message) for forged in _FORGED for message in messages)
+    ]
+    assert len(weak) >= 4
+
+
+def test_a_key_of_small_order_stands_in_the_file_of_trusted_keys(fort, space, tmp_path):
+    file = tmp_path / "trusted.json"
+    file.write_text(trust_json(keys=[{"public": text_of(SMALL["1-0"])}]))
+    with pytest.raises(ConfigError, match="small order"):
+        Stash(ClientConfig.load({}, url=fort.url, namespace=space, trusted_keys=file))
+
+
+def test_what_is_no_point_of_the_curve_is_no_key():
+    assert not is_safe((2).to_bytes(32, "little"))
+    for _ in range(50):
+        assert is_safe(Ed25519PrivateKey.generate().public_key().public_bytes_raw())

@@ -1,0 +1,267 @@
+"""`graphstash login --oidc`: with GitHub's way to a JWT, a cluster's, and a file."""
+
+import json
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from graphstash._artifacts.stash import Stash
+from graphstash._cli.doctor.findings import State
+from graphstash._http.credentials import Credentials
+from graphstash.config import ClientConfig
+from graphstash.errors import RefusedError
+from graphstash_schema import TOKEN_FORM, ArtifactKey, ArtifactMetadata
+from support import processes
+from support.doctor import diagnose, line
+from support.hostile import Answer, Middlebox
+from support.issuer import Cluster, Issuer
+from support.services import FakeClock
+from support.tokens import Guarded
+
+RULES = [{"claims": {"repository": "team/model"}, "grants": ["write:ci-*", "read:trusted"]}]
+ACCOUNT = {"namespace": "ci", "serviceaccount": {"name": "trainer"}}
+CLUSTER = [{"claims": {"kubernetes.io": ACCOUNT}, "grants": ["read:trusted"]}]
+
+
+GITHUB = ("--audience", "graphstash")
+
+
+@pytest.fixture(scope="module")
+def github():
+    with Issuer() as issuer:
+        issuer.add_key("first")
+        yield issuer
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with Cluster() as issuer:
+        issuer.add_key("first")
+        yield issuer
+
+
+@pytest.fixture(scope="module")
+def guarded(github, cluster, tmp_path_factory):
+    issuers = [
+        {"name": name, "issuer": each.url, "audience": "graphstash", "rules": rules}
+        for name, each, rules in (("github", github, RULES), ("k8s", cluster, CLUSTER))
+    ]
+    with Guarded(tmp_path_factory.mktemp("server"), oidc_issuers=issuers) as guarded:
+        yield guarded
+
+
+@pytest.fixture
+def place(tmp_path):
+    return tmp_path / "secrets" / "token"
+
+
+@pytest.fixture
+def login(guarded, place):
+    def login(*arguments, status=0, **variables):
+        given = {"GRAPHSTASH_URL": guarded.url, "GRAPHSTASH_TOKEN_FILE": place, "COLUMNS": 200}
+        done = processes.graphstash("login", "--oidc", *arguments, **given | variables)
+        assert done.returncode == status, done.stderr
+        assert "Traceback" not in done.stderr
+        return done
+
+    return login
+
+
+@pytest.fixture
+def access(guarded, place):
+    """What the server says to a job that reads the token's file."""
+
+    def access():
+        token = Credentials(ClientConfig(url=guarded.url, token_file=place)).token()
+        answer = guarded.http(token).get("/v1/-/access")
+        return answer.json() if answer.status_code == 200 else answer.status_code
+
+    return access
+
+
+def test_a_job_of_github_logs_in(login, github, place, access):
+    told = login(*GITHUB, **github.job).stdout
+
+    assert "oidc/github:repo:team/model (write:ci-*, read:trusted) until" in told
+    assert str(place) in told
+    assert place.read_text().strip() not in told
+    assert place.stat().st_mode & 0o777 == 0o600
+    assert place.parent.stat().st_mode & 0o777 == 0o700
+    assert access()["grants"] == [
+        {"scope": "write", "namespaces": "ci-*"},
+        {"scope": "read", "namespaces": "trusted"},
+    ]
+
+
+def test_a_pod_logs_in_with_the_token_of_its_service_account(login, cluster, tmp_path, access):
+    (tmp_path / "projected").write_text(cluster.token("first"))
+
+    login("--jwt-file", tmp_path / "projected")
+
+    assert access()["name"].endswith(" oidc/k8s:system:serviceaccount:ci:trainer")
+    assert access()["issuer"] == cluster.url
+
+
+def test_a_job_logs_in_with_a_jwt_from_standard_input(guarded, github, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "graphstash", "login", "--oidc", "--jwt-file", "-", "--json"],
+        input=github.token("first") + "\n",
+        env=os.environ | {"GRAPHSTASH_URL": guarded.url, "GRAPHSTASH_TOKEN_FILE": "token"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    told = json.loads(done.stdout)
+    token = (tmp_path / "token").read_text().strip()
+    assert told["file"] == str(tmp_path / "token")
+    assert told["id"] == TOKEN_FORM.fullmatch(token)["id"]
+    assert TOKEN_FORM.fullmatch(token)["secret"] not in done.stdout + done.stderr
+
+
+def test_a_job_of_two_hours_publishes_to_its_end_by_a_login_and_not_by_the_jwt(
+    login, github, guarded, place, tmp_path
+):
+    login(*GITHUB, "--hours", "2.1", **github.job)
+    (tmp_path / "jwt").write_text(github.token("first"))
+    context = guarded.server._server.config.app.state.context
+    clock = FakeClock()
+    metadata = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=1)
+
+    def publishes(token_file, number):
+        key = ArtifactKey.parse("jax", "cpu", f"{number:064x}")
+        config = ClientConfig(
+            url=guarded.url,
+            token_file=token_file,
+            namespace="ci-1",
+            cache_dir=tmp_path / str(number),
+        )
+        with Stash(config) as stash:
+            try:
+                stash.put(key, b"x", metadata)
+            except RefusedError as error:
+                return error.status
+            return 201
+
+    with pytest.MonkeyPatch.context() as turned:
+        for service in (context.access, context.access._tokens):
+            turned.setattr(service, "_clock", clock)
+        clock.now = datetime.now(UTC)
+        assert [publishes(tmp_path / "jwt", 1), publishes(place, 2)] == [201, 201]
+        clock.turn(2 * 3600)
+        assert [publishes(tmp_path / "jwt", 3), publishes(place, 4)] == [401, 201]
+        clock.turn(360)
+        assert publishes(place, 5) == 401
+
+
+def test_a_login_takes_less_than_the_jwt_gives(login, github, access):
+    login(
+        *(*GITHUB, "--grant", "read:ci-1", "--grant", "read:trusted"),
+        *("--hours", "0.5"),
+        **github.job,
+    )
+
+    left = datetime.fromisoformat(access()["expires_at"]) - datetime.now(UTC)
+    assert timedelta(minutes=20) < left <= timedelta(minutes=30)
+    assert [each["scope"] for each in access()["grants"]] == ["read", "read"]
+
+
+def test_a_second_login_replaces_the_token_for_jobs_that_run(login, github, guarded, place):
+    login(*GITHUB, **github.job)
+    place.chmod(0o644)
+    credentials = Credentials(ClientConfig(url=guarded.url, token_file=place))
+    first = credentials.token()
+
+    login(*GITHUB, **github.job)
+
+    assert first != credentials.token() == place.read_text().strip()
+    assert place.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_link_at_the_place_of_the_token_is_replaced_not_followed(login, github, place, tmp_path):
+    (tmp_path / "other").write_text("mine")
+    place.parent.mkdir()
+    place.symlink_to(tmp_path / "other")
+
+    login(*GITHUB, **github.job)
+
+    assert (tmp_path / "other").read_text() == "mine"
+    assert not place.is_symlink()
+
+
+def test_the_doctor_finds_the_short_life_of_such_a_token_in_order(login, github, guarded, place):
+    login(*GITHUB, **github.job)
+
+    told = line(diagnose(guarded.url, token_file=place, namespace="ci-1"), "token")
+
+    assert (told.state, "expires in 6.0 hours" in told.found) == (State.OK, True)
+
+
+def test_a_login_in_no_way_says_which_there_is():
+    done = processes.graphstash("login")
+
+    assert (done.returncode, "login --oidc" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "status", "told"),
+    [
+        ((), {}, 2, "--audience"),
+        (GITHUB, {"ACTIONS_ID_TOKEN_REQUEST_URL": ""}, 2, "id-token: write"),
+        (GITHUB, {"ACTIONS_ID_TOKEN_REQUEST_TOKEN": "of-another"}, 1, "answered 401"),
+        (GITHUB, {"ACTIONS_ID_TOKEN_REQUEST_URL": "http://a:port"}, 1, "REQUEST_URL"),
+        (GITHUB, {"ACTIONS_ID_TOKEN_REQUEST_URL": "x"}, 1, "connect"),
+        (("--audience", "another"), {}, 1, "its audience"),
+        ((*GITHUB, "--grant", "own:x"), {}, 2, "own"),
+        ((*GITHUB, *(["--grant", "read:trusted"] * 65)), {}, 2, "64"),
+        ((*GITHUB, "--grant", "admin:*"), {}, 1, "admin:*"),
+        ((*GITHUB, "--grant", "write:ci-1"), {}, 1, "trusted"),
+        ((*GITHUB, "--hours", "7"), {}, 1, "21600"),
+        (GITHUB, {"GRAPHSTASH_TOKEN": "gst_x"}, 2, "unset it"),
+        (GITHUB, {"GRAPHSTASH_TOKEN_FILE": ""}, 2, "GRAPHSTASH_TOKEN_FILE"),
+        (GITHUB, {"GRAPHSTASH_TOKEN_FILE": "/dev/null/x"}, 2, "/dev/null/x"),
+        (GITHUB, {"GRAPHSTASH_URL": "http://127.0.0.1:1"}, 1, "connect"),
+        (("--jwt-file", "/nowhere"), {}, 2, "/nowhere"),
+        (("--jwt-file", "/etc/passwd"), {}, 2, "holds no JWT"),
+    ],
+)
+def test_a_login_that_fails_says_why_and_keeps_the_old_token(
+    login, github, place, arguments, variables, status, told
+):
+    place.parent.mkdir()
+    place.write_text("old")
+
+    done = login(*arguments, status=status, **github.job | variables)
+
+    assert told in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert place.read_text() == "old"
+    assert [each.name for each in place.parent.iterdir()] == ["token"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "told"),
+    [
+        (b"{}", 201, "TokenIssued"),
+        (b"gst_", 201, "TokenIssued"),
+        (lambda body: body.replace(b'"gst_', b'"gst_x\\nmachine evil'), 201, "something else"),
+        (b"{}", 404, "older than this command"),
+    ],
+)
+def test_a_server_that_answers_something_else_leaves_no_token(
+    login, github, guarded, place, body, status, told
+):
+    def change(_, answer):
+        sent = body(answer.body) if callable(body) else body
+        headers = {name: value for name, value in answer.headers.items() if name[:7] != "content"}
+        return Answer(status, headers, sent)
+
+    with Middlebox(guarded.url, change) as box:
+        done = login(*GITHUB, status=1, **github.job, GRAPHSTASH_URL=box.url)
+
+    assert told in done.stderr
+    assert list(place.parent.iterdir()) == []

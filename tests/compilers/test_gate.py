@@ -1,0 +1,315 @@
+import ctypes
+import logging
+import os
+import platform
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import zstandard.backend_c
+
+from graphstash.hooks.torch_xla import gate as gate_module
+from graphstash.hooks.torch_xla import stub as stub_module
+from graphstash.hooks.torch_xla.elf import find_slot, libc_function, read_pointer
+from graphstash.hooks.torch_xla.gate import GateUnavailable, StatGate
+from graphstash.hooks.torch_xla.stub import PATH_LIMIT
+
+FUNCTION = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, use_errno=True
+)
+A_LIBRARY = Path(zstandard.backend_c.__file__)
+
+
+def call(address, path):
+    buffer = ctypes.create_string_buffer(256)
+    return FUNCTION(address)(1, os.fsencode(str(path)), ctypes.addressof(buffer))
+
+
+def open_descriptors():
+    return sorted(entry.name for entry in Path("/proc/self/fd").iterdir())
+
+
+class Slot:
+    """Stands in for a library's jump slot: eight bytes which hold the address of `__xstat`."""
+
+    def __init__(self):
+        self.real = libc_function("__xstat", "GLIBC_2.2.5")
+        self.cell = ctypes.c_uint64(self.real)
+
+    def call(self, path):
+        return call(self.cell.value, path)
+
+
+@pytest.fixture
+def slot(monkeypatch):
+    slot = Slot()
+    monkeypatch.setattr(gate_module, "find_slot", lambda *_: ctypes.addressof(slot.cell))
+    return slot
+
+
+@pytest.fixture
+def open_gate(slot, tmp_path):
+    gates = []
+
+    def make(answer, *, liveness_seconds=5.0):
+        gate = StatGate(A_LIBRARY, f"{tmp_path}/", answer, liveness_seconds=liveness_seconds)
+        gates.append(gate)
+        gate.open()
+        return gate
+
+    yield make
+    for gate in gates:
+        gate.close()
+
+
+# --- finding the slot --------------------------------------------------------------------------
+
+
+def test_slot_of_a_loaded_library_holds_the_imported_function():
+    assert read_pointer(find_slot(A_LIBRARY, "clock")) == libc_function("clock", "GLIBC_2.2.5")
+
+
+def test_library_without_the_import_has_no_slot():
+    with pytest.raises(GateUnavailable, match="no jump slot for __xstat"):
+        StatGate(A_LIBRARY, "/x/", print).open()
+
+
+def test_library_that_is_not_loaded_has_no_slot(tmp_path):
+    with pytest.raises(GateUnavailable, match="not loaded"):
+        StatGate(tmp_path / "lib.so", "/x/", print).open()
+
+
+def test_unknown_function_is_not_in_the_c_library():
+    with pytest.raises(GateUnavailable, match="has no no_such_function"):
+        libc_function("no_such_function", "GLIBC_2.2.5")
+
+
+# --- the gate ----------------------------------------------------------------------------------
+
+
+def test_file_made_by_the_answer_is_found(slot, open_gate, tmp_path):
+    gate = open_gate(lambda path: Path(path).touch())
+    assert slot.call(tmp_path / "x") == 0
+    assert slot.call(tmp_path / "x") == 0
+    assert (gate.requests, gate.give_ups) == (1, 0)
+
+
+def test_opening_leaves_no_file_and_counts_no_request(open_gate, tmp_path):
+    gate = open_gate(print)
+    assert gate.requests == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_answer_sees_only_missing_files_below_the_prefix(slot, open_gate, tmp_path):
+    seen: list[str] = []
+    open_gate(seen.append)
+    (tmp_path / "there").touch()
+    strange = tmp_path / os.fsdecode(b"\xff\n")
+    for path in (tmp_path / "there", tmp_path.parent / "missing", strange):
+        slot.call(path)
+    assert seen == [str(strange)]
+
+
+def test_answer_longer_than_the_liveness_time_is_waited_for(slot, open_gate, tmp_path):
+    def answer(path):
+        time.sleep(2.5)
+        Path(path).touch()
+
+    gate = open_gate(answer, liveness_seconds=0.8)
+    assert slot.call(tmp_path / "x") == 0
+    assert gate.give_ups == 0
+
+
+def test_caller_goes_on_when_python_cannot_run(slot, open_gate, tmp_path):
+    seen: list[str] = []
+
+    def answer(path):
+        seen.append(Path(path).name)
+        if len(seen) == 1:
+            ctypes.PyDLL(None).usleep(900_000)  # keeps the interpreter's lock
+
+    gate = open_gate(answer, liveness_seconds=0.3)
+    assert slot.call(tmp_path / "one") == -1
+    assert gate.give_ups == 1
+    assert slot.call(tmp_path / "two") == -1
+    assert (gate.requests, gate.give_ups) == (2, 1)
+    assert seen == ["one", "two"]
+
+
+def test_request_given_up_is_still_answered_in_order(slot, open_gate, tmp_path, monkeypatch):
+    monkeypatch.setattr(gate_module, "_HEARTBEATS_PER_LIVENESS", 0.01)
+    finished: list[str] = []
+
+    def answer(path):
+        time.sleep(0.5)
+        finished.append(Path(path).name)
+
+    gate = open_gate(answer, liveness_seconds=0.3)
+    for name in ("one", "two"):
+        slot.call(tmp_path / name)
+    assert gate.give_ups == 2
+    while len(finished) < 2:
+        time.sleep(0.01)
+    assert finished == ["one", "two"]
+
+
+def test_failing_answer_is_logged_and_the_next_one_comes(slot, open_gate, tmp_path, caplog):
+    def answer(path):
+        if path.endswith("bad"):
+            raise ValueError(path)
+        Path(path).touch()
+
+    gate = open_gate(answer)
+    with caplog.at_level(logging.ERROR, "graphstash"):
+        assert slot.call(tmp_path / "bad") == -1
+    assert [record.name for record in caplog.records] == ["graphstash"]
+    assert slot.call(tmp_path / "good") == 0
+    assert gate.give_ups == 0
+
+
+def test_closing_restores_the_slot_and_ends_the_threads(slot, open_gate, tmp_path):
+    before = threading.active_count()
+    seen: list[str] = []
+    gate = open_gate(seen.append)
+    stub = slot.cell.value
+    assert stub != slot.real
+    gate.close()
+    gate.close()
+    assert slot.cell.value == slot.real
+    assert threading.active_count() == before
+    assert call(stub, tmp_path / "x") == -1  # a thread that had loaded the pointer before
+    assert seen == []
+
+
+def test_gate_opens_again_after_closing(slot, open_gate, tmp_path):
+    gate = open_gate(lambda path: Path(path).touch())
+    gate.open()
+    gate.close()
+    gate.open()
+    assert slot.call(tmp_path / "x") == 0
+    assert gate.requests == 1
+
+
+def test_opening_and_closing_keeps_no_descriptor(open_gate):
+    gate = open_gate(print)
+    gate.close()
+    before = open_descriptors()
+    gate.open()
+    gate.close()
+    assert open_descriptors() == before
+
+
+def test_closing_lets_a_waiting_caller_go(slot, open_gate, tmp_path):
+    asked, may_end = threading.Event(), threading.Event()
+
+    def answer(path):
+        asked.set()
+        may_end.wait(60)
+
+    gate = open_gate(answer)
+    results: list[int] = []
+    caller = threading.Thread(target=lambda: results.append(slot.call(tmp_path / "x")))
+    caller.start()
+    assert asked.wait(60)
+    gate.close()
+    caller.join(60)
+    may_end.set()
+    assert results == [-1]
+
+
+def test_closing_leaves_the_slot_to_whoever_changed_it_since(slot, open_gate):
+    gate = open_gate(print)
+    slot.cell.value = 1234
+    gate.close()
+    assert slot.cell.value == 1234
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_forked_child_asks_nobody_until_it_has_threads_of_its_own(slot, open_gate, tmp_path):
+    seen: list[str] = []
+
+    def answer(path):
+        seen.append(Path(path).name)
+        Path(path).touch()
+
+    gate = open_gate(answer)
+    slot.call(tmp_path / "parent")
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            assert slot.call(tmp_path / "early") == -1
+            gate.reopen_in_child()
+            assert slot.call(tmp_path / "child") == 0
+            assert (gate.requests, gate.give_ups) == (1, 0)
+            gate.close()
+            assert slot.cell.value == slot.real
+            assert seen == ["parent", "child"]
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0) == (child, 0)
+    assert slot.call(tmp_path / "after") == 0
+    assert seen == ["parent", "after"]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_child_that_closes_the_inherited_gate_leaves_the_parents_alone(slot, open_gate, tmp_path):
+    gate = open_gate(lambda path: Path(path).touch())
+    child = os.fork()
+    if child == 0:
+        gate.close()
+        os._exit(0)
+    assert os.waitpid(child, 0) == (child, 0)
+    assert slot.call(tmp_path / "after") == 0
+
+
+# --- reasons not to open -----------------------------------------------------------------------
+
+
+def assert_refused(slot, prefix, reason):
+    before, threads = slot.cell.value, threading.active_count()
+    with pytest.raises(GateUnavailable, match=reason):
+        StatGate(A_LIBRARY, prefix, print).open()
+    assert slot.cell.value == before
+    assert threading.active_count() == threads
+
+
+def test_other_machine_is_refused(slot, tmp_path, monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert_refused(slot, f"{tmp_path}/", "64-bit x86")
+
+
+def test_slot_changed_by_somebody_else_is_refused(slot, tmp_path):
+    slot.cell.value += 16
+    assert_refused(slot, f"{tmp_path}/", "another tool")
+
+
+def test_kernel_that_forbids_new_code_is_refused(slot, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise GateUnavailable("mprotect failed: Permission denied")
+
+    monkeypatch.setattr(stub_module, "protect", refuse)
+    assert_refused(slot, f"{tmp_path}/", "mprotect failed")
+
+
+def test_stub_that_does_not_work_is_refused(slot, tmp_path, monkeypatch):
+    silent = (("b8 ff ff ff ff", "mov eax, -1"), ("c3", "ret"))
+    monkeypatch.setattr(stub_module, "LISTING", silent)
+    assert_refused(slot, f"{tmp_path}/", "self-test: an existing file")
+
+
+def test_directory_in_which_no_file_can_be_made_is_refused(slot, tmp_path):
+    assert_refused(slot, f"{tmp_path}/no-such-directory/", "self-test: a file made by the answer")
+
+
+@pytest.mark.parametrize("prefix", ["", "/a\0b", "/" * PATH_LIMIT])
+def test_prefix_that_no_path_begins_with_is_refused(prefix):
+    with pytest.raises(ValueError, match="prefix"):
+        StatGate(A_LIBRARY, prefix, print)
+
+
+def test_liveness_of_no_time_is_refused():
+    with pytest.raises(ValueError, match="liveness_seconds"):
+        StatGate(A_LIBRARY, "/x/", print, liveness_seconds=0)

@@ -1,0 +1,166 @@
+import contextlib
+import ctypes
+import errno
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from graphstash.hooks.torch_xla.elf import PAGE, libc_function
+from graphstash.hooks.torch_xla.stub import LISTING, PATH_LIMIT, Block, Stub
+
+FUNCTION = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, use_errno=True
+)
+REPLY = struct.Struct("=Ic")
+
+
+def call(address, path):
+    buffer = ctypes.create_string_buffer(256)
+    return FUNCTION(address)(1, os.fsencode(str(path)), ctypes.addressof(buffer))
+
+
+class Wired:
+    """A stub whose other end is in the test's hands instead of a gate's."""
+
+    def __init__(self, prefix, *, real=None, patience=5.0):
+        self.stub = Stub(
+            real=real or libc_function("__xstat", "GLIBC_2.2.5"),
+            prefix=os.fsencode(str(prefix)),
+            patience_seconds=patience,
+        )
+        self.near, self.far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.near.setblocking(False)
+        block = self.stub.block
+        block.socket, block.owner, block.enabled = self.far.fileno(), os.getpid(), 1
+
+    def call(self, path):
+        return call(self.stub.address, path)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.near.close()
+        self.far.close()
+
+
+def test_machine_code_is_what_the_assembler_makes_of_the_listing(tmp_path):
+    names = {name.upper(): getattr(Block, name).offset for name, _ in Block._fields_}
+    names |= {"PAGE": PAGE, "PATH_LIMIT": PATH_LIMIT}
+    lines = [".intel_syntax noprefix", *(f".equ {name}, {value}" for name, value in names.items())]
+    lines += [text for _, text in LISTING]
+    source, linked, raw = (tmp_path / name for name in ("gate.s", "gate.o", "gate.bin"))
+    source.write_text("\n".join(lines) + "\n")
+    subprocess.run(["as", "-o", linked, source], check=True)
+    subprocess.run(["objcopy", "-O", "binary", "-j", ".text", linked, raw], check=True)
+    assert bytes.fromhex("".join(code for code, _ in LISTING)) == raw.read_bytes()
+
+
+def test_code_page_cannot_be_written(tmp_path):
+    stub = Stub(real=1, prefix=bytes(tmp_path), patience_seconds=1)
+    (flags,) = re.findall(
+        rf"^{stub.address:x}-\S+ (\S+)", Path("/proc/self/maps").read_text(), re.MULTILINE
+    )
+    assert flags == "r-xp"
+
+
+def test_arguments_reach_the_real_function_unchanged_both_times():
+    seen = []
+
+    @FUNCTION
+    def real(version, path, buffer):
+        seen.append((version, path, buffer))
+        return -7 if len(seen) == 1 else 5
+
+    with Wired("/p/", real=ctypes.cast(real, ctypes.c_void_p).value) as wired:
+        wired.near.send(REPLY.pack(1, b"d"))
+        assert FUNCTION(wired.stub.address)(41, b"/p/x", 0x1234) == 5
+        assert wired.near.recv(PATH_LIMIT) == struct.pack("=I", 1) + b"/p/x"
+    assert seen == [(41, b"/p/x", 0x1234)] * 2
+
+
+def test_replies_to_earlier_requests_and_heartbeats_do_not_end_the_wait(tmp_path):
+    with Wired(tmp_path, patience=0.2) as wired:
+        for reply in ((99, b"d"), (1, b"w"), (0, b"d")):
+            wired.near.send(REPLY.pack(*reply))
+        assert wired.call(tmp_path / "x") == -1
+        assert wired.stub.block.give_ups == 1
+        wired.near.send(REPLY.pack(1, b"d"))
+        wired.near.send(REPLY.pack(2, b"d"))
+        assert wired.call(tmp_path / "x") == -1
+        assert wired.stub.block.give_ups == 1
+
+
+def test_silence_ends_the_wait_and_leaves_errno(tmp_path):
+    with Wired(tmp_path, patience=0.3) as wired:
+        started = time.monotonic()
+        assert wired.call(tmp_path / "x") == -1
+        assert ctypes.get_errno() == errno.ENOENT
+        assert 0.29 < time.monotonic() - started < 30
+        assert (wired.stub.block.give_ups, wired.stub.block.busy) == (1, 0)
+
+
+def test_signals_neither_end_nor_lengthen_the_wait(tmp_path):
+    ticks = []
+    before = signal.signal(signal.SIGALRM, lambda *_: ticks.append(1))
+    with Wired(tmp_path, patience=0.5) as wired:
+        signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+        try:
+            started = time.monotonic()
+            assert wired.call(tmp_path / "x") == -1
+            assert 0.49 < time.monotonic() - started < 30
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+    assert ticks
+
+
+def test_closed_connection_ends_the_wait_at_once(tmp_path):
+    with Wired(tmp_path, patience=60) as wired:
+        wired.near.close()
+        assert wired.call(tmp_path / "x") == -1
+        assert wired.stub.block.give_ups == 1
+
+
+def test_full_socket_ends_the_wait_at_once(tmp_path):
+    with Wired(tmp_path, patience=60) as wired:
+        wired.far.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                wired.far.send(b"x")
+        assert wired.call(tmp_path / "x") == -1
+        assert wired.stub.block.give_ups == 1
+
+
+def test_second_caller_at_the_same_time_is_passed_on(tmp_path):
+    with Wired(tmp_path, patience=60) as wired:
+        wired.stub.block.busy = 1
+        assert wired.call(tmp_path / "x") == -1
+        assert (wired.stub.block.sequence, wired.stub.block.give_ups) == (0, 1)
+
+
+@pytest.mark.parametrize("length", [PATH_LIMIT - 1, PATH_LIMIT, PATH_LIMIT + 1000])
+def test_path_is_sent_whole_or_not_at_all(length):
+    path = b"/".ljust(length, b"x")
+    with Wired("/", patience=0.01) as wired:
+        assert wired.call(os.fsdecode(path)) == -1
+        if length < PATH_LIMIT:
+            assert wired.near.recv(2 * PATH_LIMIT)[4:] == path
+        else:
+            with pytest.raises(BlockingIOError):
+                wired.near.recv(1)
+
+
+@pytest.mark.parametrize("path", [b"", b"/pre", b"/prefiX", b"/other/file", None])
+def test_path_outside_the_prefix_is_not_asked_for(path):
+    with Wired("/prefix/") as wired:
+        buffer = ctypes.create_string_buffer(256)
+        assert FUNCTION(wired.stub.address)(1, path, ctypes.addressof(buffer)) == -1
+        assert wired.stub.block.sequence == 0

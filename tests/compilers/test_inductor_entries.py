@@ -1,0 +1,260 @@
+"""torch's remote caches in this process: whatever the cache does, a function computes the same."""
+
+import base64
+import json
+
+import httpx
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
+from torch._inductor import codecache, compile_fx, config, cpp_builder, remote_cache
+
+from graphstash import CompileCache
+from graphstash._compile.stats import Counters
+from graphstash.hooks.inductor import fingerprint
+from graphstash_schema import ArtifactKind, ArtifactMetadata
+from support.fault_proxy import Fault, FaultProxy
+from support.inductor_host import inductor_host
+from support.server import Server
+
+# What is counted under each fault; others may follow from the first.
+REASONS = {
+    "absent": "connect",
+    Fault.DRIP: "timeout",
+    Fault.FAILING: "server_error",
+    Fault.FLIP: "digest_mismatch",
+    Fault.TRUNCATE: "truncated",
+    Fault.SWAP: "wrong_key",
+}
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.fixture
+def host(server, namespace, tmp_path):
+    """Makes hosts that share a namespace; one at a time."""
+
+    def make(name, **settings):
+        settings = {"url": server.url, "namespace": namespace} | settings
+        return inductor_host(tmp_path / name, **settings)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory):
+    """A server whose leases are those of one test."""
+    with Server(tmp_path_factory.mktemp("quiet")) as server:
+        yield server
+
+
+def multiply(x, y):
+    return x @ y
+
+
+def compute():
+    """Compiles and runs a graph without kernels of its own: no C++ compiler is needed."""
+    x, y = torch.arange(12.0).reshape(3, 4), torch.ones(4, 5)
+    with torch.no_grad():
+        result = torch.compile(multiply)(x, y)
+    assert torch.equal(result, x @ y)
+
+
+def leases_held(server):
+    return httpx.get(f"{server.url}/v1/stats", timeout=10).json()["leases_held"]
+
+
+def test_a_graph_is_compiled_once(host):
+    with host("a") as a:
+        compute()
+        assert a.stats.published == a.stats.misses == 2  # the graph, and AOTAutograd's entry
+    with host("b") as b:
+        compute()
+        assert (b.stats.hits_remote, b.stats.misses) == (2, 0)
+        assert counters["inductor"]["fxgraph_cache_hit"] == 1
+        assert counters["aot_autograd"]["autograd_cache_hit"] == 1
+
+
+def test_the_parts_tell_what_torch_leaves_out(host):
+    with host("a"):
+        parts = fingerprint.entry_parts("name", variant=0)
+    assert parts["torch"] == torch.__version__
+    assert parts["vec_isa"].startswith(str(codecache.pick_vec_isa()))
+    assert parts["threads"] == str(torch.get_num_threads())
+    assert not [name for name, value in parts.items() if value.startswith("none")]
+
+
+@pytest.mark.parametrize("fault", REASONS)
+def test_a_fault_is_counted_and_the_function_computes_the_same(host, server, fault):
+    with host("sound") as sound:
+        compute()
+        assert sound.stats.published == 2
+        key = next(key for key in sound.cache.used if key.kind is ArtifactKind.AOT_AUTOGRAD)
+    with FaultProxy(server.port) as proxy:
+        proxy.fault = fault if fault != "absent" else Fault.NONE
+        proxy.swap_to = f"{key.kind}/{key.device_type}/{key.fingerprint}"
+        url = "http://127.0.0.1:9" if fault == "absent" else proxy.url
+        with host(f"under-{fault}", url=url, fetch_seconds=2) as under:
+            compute()
+            fallbacks = under.stats.fallbacks
+    assert fallbacks.get(REASONS[fault], 0) >= 1, fallbacks
+
+
+@pytest.mark.parametrize("kind", [ArtifactKind.INDUCTOR, ArtifactKind.AOT_AUTOGRAD])
+@pytest.mark.parametrize("garbage", [b"no JSON", base64.b64encode(b"no pickle")])
+def test_an_entry_that_torch_cannot_load_is_passed_over_and_replaced(host, tmp_path, kind, garbage):
+    with host("sound", namespace="elsewhere") as sound:
+        compute()
+        assert sound.stats.fallbacks == {}
+        key = next(key for key in sound.cache.used if key.kind is kind)
+    value = json.dumps({"data": garbage.decode(), "time_taken_ms": 1}).encode()
+    payload = tmp_path / "garbage"
+    payload.write_bytes(garbage if garbage == b"no JSON" else value)
+    metadata = ArtifactMetadata(compile_seconds=1, raw_size_bytes=payload.stat().st_size)
+    with host("met") as met:
+        met.cache.stash.put(key, payload, metadata, local_only=False)
+        compute()
+        assert met.stats.fallbacks == {"rejected": 1}
+        assert met.stats.published == 2
+    with host("after") as after:
+        compute()
+        assert after.stats.misses == 0
+        assert counters["inductor"]["fxgraph_cache_hit"] == 1
+        assert counters["aot_autograd"]["autograd_cache_hit"] == 1
+
+
+def test_a_put_that_fails_does_not_end_the_compilation(host, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("no put")
+
+    with host("a") as a:
+        monkeypatch.setattr(a.hook._entries._exchange, "put", fail)
+        compute()
+        assert a.stats.fallbacks == {"internal": 2}
+
+
+def test_a_lease_is_held_while_a_graph_is_compiled_and_not_when_that_fails(
+    host, quiet, monkeypatch
+):
+    held = []
+
+    def fail(*args, **kwargs):
+        held.append(leases_held(quiet))
+        raise RuntimeError("no code")
+
+    with host("a", url=quiet.url) as a:
+        monkeypatch.setattr(compile_fx, "fx_codegen_and_compile", fail)
+        with pytest.raises(Exception, match="no code"):
+            compute()
+        for lease in a.cache._leases:
+            lease.join(20)
+        assert held == [1]
+        assert leases_held(quiet) == 0
+        monkeypatch.undo()
+        compute()
+        assert a.stats.published == 2
+
+
+def test_a_graph_that_torch_does_not_cache_leaves_no_lease(host, quiet):
+    with host("a", url=quiet.url) as a, config.patch(post_grad_custom_pre_pass=lambda graph: None):
+        compute()
+        assert counters["inductor"]["fxgraph_cache_bypass"] == 1
+        assert a.stats.published == 0
+        assert leases_held(quiet) == 0
+
+
+def test_every_kind_comes_back_byte_for_byte(host):
+    caches = {
+        remote_cache.RemoteFxGraphCache: {"data": "AAAA", "time_taken_ms": 7},
+        remote_cache.RemoteAOTAutogradCache: {"data": "BBBB", "time_taken_ms": 7},
+        remote_cache.RemoteAutotuneCache: {"num_warps": 4, "time_taken_ms": 7},
+        remote_cache.RemoteBundledAutotuneCache: {"kernel.best_config": {"num_warps": 4}},
+    }
+    with host("a") as a:
+        for cache, value in caches.items():
+            assert cache(cache.__name__).get("key") is None
+            cache(cache.__name__).put("key", value)
+        assert a.stats.published == len(caches)
+    with host("b") as b:
+        for cache, value in caches.items():
+            assert cache(cache.__name__).get("key") == value
+        assert b.stats.hits_remote == len(caches)
+        assert {key.kind for key in b.cache.used} == {
+            ArtifactKind.INDUCTOR,
+            ArtifactKind.AOT_AUTOGRAD,
+            ArtifactKind.AUTOTUNE,
+        }
+
+
+def seams():
+    """Everything that the hook may touch, as it is now."""
+    return [
+        cpp_builder.CppBuilder.__dict__["build"],
+        codecache.FxGraphCache.__dict__["_lookup_graph"],
+        AOTAutogradCache.__dict__["_lookup"],
+        compile_fx._compile_fx_inner,
+        config.fx_graph_remote_cache,
+        config.autotune_remote_cache,
+        config.bundled_autotune_remote_cache,
+        functorch_config.enable_remote_autograd_cache,
+        *(
+            vars(getattr(remote_cache, name)).get("backend_override_cls")
+            for name in dir(remote_cache)
+            if name.endswith("Cache")
+        ),
+    ]
+
+
+def test_taking_the_hook_out_leaves_torch_as_it_was(host):
+    before = seams()
+    with host("a") as a:
+        assert seams() != before
+        compute()
+    assert seams() == before
+    torch._dynamo.reset()
+    compute()
+    assert a.stats.misses == 2
+
+
+def test_a_forked_child_goes_on_with_a_cache_of_its_own(host):
+    counted = Counters()
+    with host("a") as a:
+        own = CompileCache(a.cache.stash, counters=counted, publisher=a.cache.publisher)
+        assert a.hook.after_fork(own)
+        compute()
+        assert a.stats.misses == 0
+        assert counted.snapshot().published == 2
+
+
+def test_profiles_autotuning_without_a_gpu_and_local_caches_are_left_alone(host):
+    with host("a"):
+        assert remote_cache.RemoteDynamoPGOCache.backend_override_cls is None
+        assert remote_cache.RemoteCache.backend_override_cls is None
+        assert config.bundled_autotune_remote_cache is None
+        assert config.autotune_remote_cache is None
+        assert torch._dynamo.config.automatic_dynamic_remote_pgo is None
+
+
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
+def test_what_a_user_switched_off_stays_off(host):
+    with config.patch(fx_graph_remote_cache=False), host("a") as a:
+        compute()
+        assert config.fx_graph_remote_cache is False
+        assert {key.kind for key in a.cache.used} <= {ArtifactKind.AOT_AUTOGRAD}
+    with functorch_config.patch(enable_autograd_cache=False), host("b"):
+        assert functorch_config.enable_remote_autograd_cache is None
+    with config.patch(force_disable_caches=True), host("c") as c:
+        compute()
+        assert c.stats.misses == 0
+
+
+def test_where_a_name_is_missing_the_hook_says_so_once(host, monkeypatch, caplog):
+    monkeypatch.delattr(remote_cache, "RemoteFxGraphCache")
+    with host("a") as a:
+        compute()
+        assert a.stats.misses == 0
+    warnings = [record.message for record in caplog.records if record.name == "graphstash"]
+    assert len(warnings) == 1
+    assert "RemoteFxGraphCache.backend_override_cls" in warnings[0]
+    assert "graphs are not shared" in warnings[0]

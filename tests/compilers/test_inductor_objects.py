@@ -1,0 +1,197 @@
+"""C++ objects in this process, by real compilations that take a tenth of a second."""
+
+import ctypes
+import tempfile
+from pathlib import Path
+
+import httpx
+import pytest
+from torch._inductor import cpp_builder
+from torch._inductor.codecache import cache_dir
+from torch._inductor.cpp_builder import BuildOptionsBase, CppBuilder
+from torch._inductor.exc import CppCompileError
+
+from graphstash.hooks.inductor.objects import LateHeader, late, object_parts
+from support.fault_proxy import Fault, FaultProxy
+from support.inductor_host import inductor_host
+from support.server import Server
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.fixture
+def host(server, namespace, tmp_path):
+    """Makes hosts that share a namespace; one at a time."""
+
+    def make(name, **settings):
+        settings = {"url": server.url, "namespace": namespace} | settings
+        return inductor_host(tmp_path / name, **settings)
+
+    return make
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    """The commands that were run for `builder`, and not for torch's own probes of the processor."""
+    run = cpp_builder.run_compile_cmd
+    commands = []
+
+    def record(command, *args, **kwargs):
+        if "/ab/" in command:
+            commands.append(command)
+        return run(command, *args, **kwargs)
+
+    monkeypatch.setattr(cpp_builder, "run_compile_cmd", record)
+    return commands
+
+
+def builder(source, *, name="kernel", cflags=("shared", "fPIC", "O1"), **options):
+    """A builder of a file in torch's own directory, which is another one on every host."""
+    path = Path(cache_dir()) / "ab" / f"{name}.cpp"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(source)
+    return CppBuilder(
+        name=name,
+        sources=str(path),
+        BuildOption=BuildOptionsBase(compiler="g++", cflags=list(cflags), **options),
+        output_dir=str(path.parent),
+    )
+
+
+def answer(built):
+    return ctypes.CDLL(built.get_target_file_path()).answer()
+
+
+def build(source, **options):
+    built = builder(source, **options)
+    assert built.build() is None
+    return built
+
+
+SOURCE = 'extern "C" int answer() { return 42; }\n'
+
+
+def test_an_object_is_built_once(host, commands):
+    with host("a") as a:
+        assert answer(build(SOURCE)) == 42
+        assert a.stats.published == 1
+        assert next(iter(a.cache.used)).device_type.platform == "cpu"
+    with host("b") as b:
+        assert answer(build(SOURCE)) == 42
+        assert (b.stats.hits_remote, b.stats.misses) == (1, 0)
+    assert len(commands) == 1
+
+
+def including(content):
+    """Source code that includes a header from torch's own directory, as Inductor's does."""
+    path = Path(cache_dir()) / "cd" / "header.h"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+    return f'#include "{path}"\nextern "C" int answer() {{ return ANSWER; }}\n'
+
+
+def test_the_place_of_files_does_not_matter_and_their_content_does(host, commands):
+    header = "#pragma once\n#define ANSWER 42\n"
+
+    with host("a"):
+        assert answer(build(including(header), name="here")) == 42
+    with host("b") as b:
+        assert answer(build(including(header), name="there")) == 42
+        assert b.stats.hits_remote == 1
+        assert answer(build(SOURCE.replace("42", "43"), name="other")) == 43
+        assert answer(build(SOURCE, name="flags", cflags=("shared", "fPIC", "O2"))) == 42
+        assert b.stats.misses == 2
+    assert len(commands) == 3
+
+
+def test_a_host_with_the_default_directory_shares_with_one_that_sets_it(
+    host, commands, monkeypatch, tmp_path
+):
+    header = "#pragma once\n#define ANSWER 42\n"
+    with host("a"):
+        assert answer(build(including(header))) == 42
+    with host("b") as b:
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "shared"))
+        assert Path(cache_dir()).parent == tmp_path / "shared"
+        assert answer(build(including(header))) == 42
+        assert b.stats.hits_remote == 1
+    assert len(commands) == 1
+
+
+def test_the_parts_name_compiler_and_processor(host):
+    with host("a"):
+        built = builder(SOURCE)
+        parts = object_parts(built.get_command_line(), Path(built.get_target_file_path()))
+        assert cache_dir() not in parts["command"]
+    assert "gcc" in parts["compiler"]
+    assert parts["cpu_features"]
+    assert parts["libc"].startswith("glibc")
+
+
+def test_a_search_path_that_is_written_into_the_object_stays_in_the_key(host):
+    with host("a"):
+        built = builder(SOURCE, ldflags=[f"Wl,-rpath,{cache_dir()}"])
+        parts = object_parts(built.get_command_line(), Path(built.get_target_file_path()))
+        assert f"-rpath,{cache_dir()}" in parts["command"]
+
+
+def test_a_build_that_fails_is_told_and_leaves_no_lease(host, tmp_path):
+    with Server(tmp_path / "server") as quiet, host("a", url=quiet.url) as a:
+        with pytest.raises(CppCompileError):
+            build("no C++")
+        assert len(a.cache._leases) == 1
+        a.cache._leases[0].join(20)
+        assert httpx.get(f"{quiet.url}/v1/stats", timeout=10).json()["leases_held"] == 0
+
+
+@pytest.mark.parametrize("fault", [Fault.FLIP, Fault.TRUNCATE, Fault.GARBAGE])
+def test_a_damaged_object_is_built_here(host, server, commands, fault):
+    with host("a") as a:
+        build(SOURCE)
+        assert a.stats.published == 1
+    with FaultProxy(server.port) as proxy:
+        proxy.fault = fault
+        with host("b", url=proxy.url) as b:
+            assert answer(build(SOURCE)) == 42
+            assert b.stats.hits_remote == 0
+    assert len(commands) == 2
+
+
+def test_what_is_exported_is_not_kept(host):
+    with host("a") as a:
+        build(SOURCE, aot_mode=True)
+        assert a.stats.misses == 0
+
+
+def test_a_header_is_prepared_when_the_first_object_is_built(host, tmp_path, commands):
+    header = tmp_path / "prepared.h"
+    prepared = []
+
+    def prepare(name):
+        header.write_text("#define ANSWER 42\n")
+        prepared.append(name)
+        return str(header)
+
+    def with_header():
+        built = builder(SOURCE.replace("42", "ANSWER"))
+        built._build_option.precompiled_header = late(prepare)("header.h")
+        return built
+
+    with host("a") as a:
+        built = with_header()
+        assert built._build_option.precompiled_header == ""
+        assert isinstance(built._build_option.precompiled_header, LateHeader)
+        built.build()
+        assert prepared == ["header.h"]
+        assert answer(built) == 42
+        assert a.stats.published == 1
+    with host("b"):
+        assert answer_of(with_header()) == 42
+    assert prepared == ["header.h"]
+    assert len(commands) == 1
+
+
+def answer_of(built):
+    built.build()
+    return answer(built)

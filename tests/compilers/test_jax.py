@@ -1,0 +1,219 @@
+"""Real jobs of JAX, each a process and a host of its own, against a real server."""
+
+import json
+
+import pytest
+
+from support.compiler_jobs import JaxJobs
+
+PROGRAMS = 3  # the step, and the norms of two parameters
+
+
+@pytest.fixture
+def jobs(server, namespace, tmp_path):
+    with JaxJobs(tmp_path, url=server.url, namespace=namespace) as jobs:
+        yield jobs
+
+
+@pytest.fixture(scope="module")
+def cold(server, tmp_path_factory):
+    """What the newest JAX has compiled and published: the namespace `jax-warm`."""
+    directory = tmp_path_factory.mktemp("cold")
+    with JaxJobs(directory, url=server.url, namespace="jax-warm") as jobs:
+        outcome = jobs.run("cold", "--stats-url", server.url)
+    assert len(outcome.report["compiled"]) == PROGRAMS
+    assert outcome.stats["misses"] == outcome.stats["published"] == PROGRAMS
+    assert outcome.stats["fallbacks"] == {}
+    assert outcome.report["leases_held"] == 0
+    return outcome
+
+
+@pytest.fixture
+def warm(cold, server, tmp_path):
+    """Starts jobs where `cold` has published."""
+    with JaxJobs(tmp_path, url=server.url, namespace="jax-warm") as jobs:
+        yield jobs
+
+
+def assert_is_warm(outcome, cold):
+    assert outcome.report["compiled"] == []
+    assert outcome.hits == PROGRAMS
+    assert outcome.stats["misses"] == 0
+    assert outcome.stats["fallbacks"] == {}
+    assert outcome.report["losses"] == cold.report["losses"]
+
+
+def assert_is_cold(outcome):
+    assert len(outcome.report["compiled"]) == PROGRAMS
+    assert outcome.hits == 0
+
+
+def test_what_one_host_compiled_another_does_not(warm, cold):
+    assert_is_warm(warm.run("b"), cold)
+
+
+@pytest.mark.extended
+def test_the_entry_point_alone_is_enough(warm, cold):
+    assert_is_warm(warm.run("b", under="python -I"), cold)
+
+
+@pytest.mark.extended
+def test_the_oldest_jax_shares_too(jobs):
+    cold = jobs.run("a", environment="jax-oldest")
+    assert_is_cold(cold)
+    assert cold.stats["published"] == PROGRAMS
+    assert_is_warm(jobs.run("b", environment="jax-oldest"), cold)
+    assert_is_warm(jobs.run("c", environment="jax-oldest", under="python -I"), cold)
+
+
+@pytest.mark.extended
+def test_install_by_hand_after_the_first_compiles_is_in_time_for_the_next(warm, cold):
+    assert_is_warm(warm.run("b", "--install", "--late", under="python"), cold)
+
+
+@pytest.mark.extended
+def test_the_same_host_needs_the_server_only_once(warm, cold):
+    warm.run("b")
+    again = warm.run("b", url="http://127.0.0.1:9")
+    assert_is_warm(again, cold)
+    assert again.stats["hits_local"] == PROGRAMS
+
+
+@pytest.mark.extended
+def test_another_program_of_equal_shapes_is_another_key(warm):
+    outcome = warm.run("b", "--scale", "2")
+    assert outcome.report["compiled"] == ['"jit_step"']
+    assert outcome.hits == PROGRAMS - 1
+
+
+@pytest.mark.extended
+def test_other_flags_of_xla_miss(warm):
+    flags = {"XLA_FLAGS": "--xla_cpu_enable_fast_math=true"}
+    assert_is_cold(warm.run("b", variables=flags))
+
+
+@pytest.mark.extended
+def test_a_host_with_other_cpu_features_misses(warm):
+    assert_is_cold(warm.run("b", "--pretend-features", "sse2 avx2"))
+
+
+@pytest.mark.extended
+def test_whether_jax_finds_a_zstandard_makes_no_difference(warm, cold):
+    assert_is_warm(warm.run("b", "--without-zstandard", "--install", under="python"), cold)
+
+
+@pytest.mark.extended
+def test_what_a_jax_without_zstandard_published_all_others_find(jobs):
+    cold = jobs.run("a", "--without-zstandard", "--install", under="python")
+    assert cold.stats["published"] == PROGRAMS
+    assert_is_warm(jobs.run("b"), cold)
+
+
+@pytest.mark.extended
+def test_a_cache_directory_of_the_users_own_gets_nothing_and_changes_no_key(warm, cold, tmp_path):
+    outcome = warm.run("b", "--cache-dir", tmp_path / "own")
+    assert_is_warm(outcome, cold)
+    assert outcome.errors.count("nothing is written to jax_compilation_cache_dir") == 1
+    assert not (tmp_path / "own").exists()
+
+
+@pytest.mark.extended
+def test_settings_of_the_user_win_and_what_is_not_written_holds_no_lease(jobs, server, tmp_path):
+    outcome = jobs.run(
+        "a",
+        *("--stats-url", server.url),
+        variables={
+            "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "own"),
+            "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "all",
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "60",
+        },
+    )
+    assert outcome.stats["misses"] == PROGRAMS
+    assert outcome.stats["published"] == 0
+    assert outcome.report["leases_held"] == 0
+    state = outcome.report["state"]
+    assert state["jax_compilation_cache_dir"] == str(tmp_path / "own")
+    assert state["jax_persistent_cache_enable_xla_caches"] == "all"
+    assert state["jax_persistent_cache_min_compile_time_secs"] == 60
+
+
+@pytest.mark.extended
+def test_a_process_that_jax_does_not_let_write_holds_no_lease(jobs, server):
+    outcome = jobs.run("a", "--rank", "1", "--stats-url", server.url)
+    assert outcome.stats["misses"] == PROGRAMS
+    assert outcome.stats["published"] == 0
+    assert outcome.stats["fallbacks"] == {}
+    assert outcome.report["leases_held"] == 0
+
+
+@pytest.mark.extended
+def test_a_compile_that_fails_gives_its_lease_back_and_its_error_to_the_user(jobs, server):
+    outcome = jobs.run("a", "--break-compiler", "--stats-url", server.url)
+    assert outcome.report["error"] == "the compiler fails"
+    assert outcome.stats["misses"] == PROGRAMS + 1
+    assert outcome.stats["published"] == PROGRAMS
+    assert outcome.stats["fallbacks"] == {}
+    assert outcome.report["leases_held"] == 0
+
+
+@pytest.mark.extended
+def test_a_program_that_calls_back_is_not_asked_for(warm):
+    outcome = warm.run("b", "--callback")
+    assert outcome.report["callback"] == 6
+    assert outcome.report["compiled"] == ['"jit_calls"']
+    assert outcome.hits == PROGRAMS
+    assert outcome.stats["misses"] == 0
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("environment", ["jax-oldest", ""])
+def test_uninstall_puts_everything_back(jobs, environment):
+    report = jobs.run(
+        "a", "--install", "--uninstall", under="python", environment=environment
+    ).report
+    assert report["state_inside"] != report["state_before"]
+    assert all("graphstash" in owner for owner in report["state_inside"]["owners"])
+    assert report["state"] == report["state_before"]
+    # without the hook, and without any cache
+    assert len(report["compiled"]) == 2 * report["compiled_inside"]
+    assert report["losses_after"] == report["losses"]
+
+
+@pytest.mark.extended
+def test_forked_children_share_with_all_others_and_with_each_other(jobs):
+    forked = jobs.start("a", "--fork", "2")
+    reports = forked.finish_children(2)
+    children = [json.loads(line) for line in forked.stats.read_text().splitlines()]
+    assert sum(len(report["compiled"]) for report in reports) == PROGRAMS
+    assert sum(child["published"] for child in children) == PROGRAMS
+    assert sum(child["hits_local"] + child["hits_remote"] for child in children) == PROGRAMS
+    assert all(child["fallbacks"] == {} for child in children)
+    assert jobs.run("b").report["compiled"] == []
+
+
+def test_three_processes_at_once_compile_each_program_once(jobs):
+    herd = [jobs.start(f"host{n}") for n in range(3)]
+    outcomes = [running.finish() for running in herd]
+    assert sum(len(o.report["compiled"]) for o in outcomes) == PROGRAMS
+    assert sum(o.stats["published"] for o in outcomes) == PROGRAMS
+    assert all(len(o.report["compiled"]) + o.hits == PROGRAMS for o in outcomes)
+    assert all(o.stats["fallbacks"] == {} for o in outcomes)
+    assert all(o.report["losses"] == outcomes[0].report["losses"] for o in outcomes)
+
+
+@pytest.mark.extended
+def test_with_another_version_the_hook_says_so_once_and_goes_on(jobs):
+    outcome = jobs.run("a", "--pretend-version", "0.99.1", "--install", under="python")
+    assert outcome.errors.count("tested with jax 0.4.31 to 0.10.2, not 0.99.1") == 1
+    assert outcome.stats["published"] == PROGRAMS
+
+
+@pytest.mark.extended
+def test_where_the_private_name_is_missing_the_hook_says_so_once_and_is_not_installed(jobs):
+    gone = ("--rename", "get_file_cache", "--install")
+    outcome = jobs.run("a", *gone, under="python", environment="jax-oldest")
+    assert outcome.errors.count("get_file_cache") == 1
+    assert len(outcome.errors.splitlines()) == 1
+    assert len(outcome.report["compiled"]) == PROGRAMS
+    assert outcome.stats == {}
+    assert outcome.report["state"]["jax_compilation_cache_dir"] is None

@@ -1,0 +1,94 @@
+"""What the hook knows of a compile of JAX, and what becomes of it; each in a process of its own."""
+
+from support.processes import python
+
+
+def run(program):
+    ended = python(program, JAX_PLATFORMS="cpu")
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.splitlines()
+
+
+def test_a_compile_within_a_compile_does_not_end_the_outer_one():
+    told = run(
+        """
+        import jax
+        from jax._src import compiler
+        from graphstash.hooks.jax.compiling import Compiling
+
+        def compile_program(backend, module, *arguments, **named):
+            name = str(module.operation.attributes["sym_name"]).strip('"')
+            print("begins", name)
+            if "outer" in name:  # as a custom partitioning does that computes something
+                jax.jit(inner)(1.0)
+            return original(backend, module, *arguments, **named)
+
+        def inner(x):
+            return x + 1
+
+        def outer(x):
+            return x * 2
+
+        original = compiler.backend_compile_and_load
+        compiler.backend_compile_and_load = compile_program
+        Compiling(lambda: print("ended"), lambda *_: True, print)
+        jax.jit(outer)(1.0)
+        """
+    )
+    assert told == ["begins jit_outer", "begins jit_inner", "ended"]
+
+
+def test_a_collective_program_that_cannot_be_written_is_told_to_the_hook_only():
+    told = run(
+        """
+        from jax._src import compilation_cache, compiler
+        from graphstash.hooks.jax.compiling import Compiling
+
+        def fail(*_):
+            raise RuntimeError("UNIMPLEMENTED: it cannot be serialized")
+
+        compilation_cache.put_executable_and_time = fail
+        compiling = Compiling(lambda: None, lambda *_: True, print)
+        program = compiling.present()
+        program.is_collective = True
+        compiling._local.program = program
+        compiler._cache_write("key", 1.0, "program", None, None, [])
+        """
+    )
+    assert told == ["UNIMPLEMENTED: it cannot be serialized"]
+
+
+def test_what_processes_share_is_seen_at_once():
+    told = run(
+        """
+        import socket
+        import jax
+        from jax._src import distributed
+        from graphstash.hooks.jax.ranks import JaxRanks
+
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+        jax.distributed.initialize(f"127.0.0.1:{port}", 1, 0)
+        ranks = JaxRanks(distributed.global_state.client, rank=0, size=2)
+        print(ranks.wait("name", timeout_seconds=0))
+        print(ranks.claim("name", b"first"), ranks.claim("name", b"second"))
+        print(ranks.wait("name", timeout_seconds=0))
+        print({ranks.wait("name", timeout_seconds=0) for _ in range(1000)})
+        """
+    )
+    assert told == ["None", "b'first' b'first'", "b'first'", "{b'first'}"]
+
+
+def test_where_jax_itself_shares_among_processes_no_process_waits_for_another():
+    told = run(
+        """
+        import jax
+        from graphstash.hooks.jax.ranks import JaxRanks
+
+        ranks = JaxRanks(None, rank=0, size=2)
+        print(ranks.compiles_together)
+        jax.config.update("jax_share_binary_between_hosts", True)
+        print(ranks.compiles_together)
+        """
+    )
+    assert told == ["False", "True"]

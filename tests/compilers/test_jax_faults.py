@@ -1,0 +1,115 @@
+"""Whatever the cache does, JAX computes the same numbers, and the reason is counted."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from graphstash._artifacts.stash import Stash
+from graphstash.config import ClientConfig
+from graphstash_schema import ArtifactKey, ArtifactMetadata
+from support.compiler_jobs import JaxJobs
+from support.fault_proxy import Fault, FaultProxy
+from support.tiers import most_extended
+
+QUICK = [Fault.FLIP]
+REASONS = {
+    "absent": "connect",
+    Fault.SILENT: "timeout",
+    Fault.FLIP: "digest_mismatch",
+    Fault.TRUNCATE: "truncated",
+    Fault.SWAP: "wrong_key",
+}
+
+
+@pytest.fixture(scope="module")
+def jobs(server, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("jax-faults")
+    with JaxJobs(directory, url=server.url, namespace="jax-faults") as jobs:
+        yield jobs
+
+
+@pytest.fixture(scope="module")
+def sound(jobs):
+    """A cold run; every key that it asked for, as device type and fingerprint."""
+    running = jobs.start("sound")
+    outcome = running.finish()
+    tier = running.report.parent / "tier" / "v1" / "jax-faults" / "jax"
+    keys = [(path.parts[-3], path.name) for path in sorted(tier.glob("*/??/*"))]
+    assert len(keys) == outcome.stats["published"] == 3
+    return outcome, keys
+
+
+@pytest.mark.parametrize("fault", most_extended(REASONS, quick=QUICK))
+def test_the_job_ends_with_the_same_losses_and_the_reason_is_counted(server, jobs, sound, fault):
+    outcome, keys = sound
+    if fault == "absent":
+        faulty = jobs.run(fault, url="http://127.0.0.1:9")
+    else:
+        with FaultProxy(server.port) as proxy:
+            proxy.fault, proxy.swap_to = fault, "jax/" + "/".join(keys[0])
+            faulty = jobs.run(fault, url=proxy.url)
+    assert faulty.report["losses"] == outcome.report["losses"]
+    assert faulty.stats["fallbacks"].get(REASONS[fault], 0) >= 1, faulty.stats["fallbacks"]
+    # of three swapped artifacts one is the right one
+    assert len(faulty.report["compiled"]) == (2 if fault == Fault.SWAP else 3)
+
+
+@pytest.mark.extended
+def test_an_entry_of_another_program_runs_in_a_bare_jax_and_never_reaches_it_here(
+    server, jobs, tmp_path
+):
+    bare = {
+        "under": "python",
+        "variables": {
+            "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        },
+    }
+    jobs.run("bare", "--scale", "1", **bare)
+    (one,) = tmp_path.glob("jit_step-*-cache")
+    right = jobs.run("bare", "--scale", "2", **bare).report["losses"]
+    (two,) = set(tmp_path.glob("jit_step-*-cache")) - {one}
+    shutil.copy(one, two)
+    assert jobs.run("bare", "--scale", "2", **bare).report["losses"] != right  # without a word
+
+    running = jobs.start("one", "--scale", "1", namespace="jax-foreign")
+    running.finish()
+    tier = running.report.parent / "tier" / "v1" / "jax-foreign" / "jax"
+    # of the step's size there is nothing else
+    step = max(tier.glob("*/??/*"), key=lambda path: path.stat().st_size)
+    with FaultProxy(server.port) as proxy:
+        proxy.fault = Fault.SWAP
+        proxy.swap_to = f"jax/{step.parts[-3]}/{step.name}"
+        two = jobs.run("two", "--scale", "2", namespace="jax-foreign", url=proxy.url)
+    assert two.report["losses"] == right
+    assert two.stats["fallbacks"]["wrong_key"] == 3
+
+
+@pytest.mark.extended
+def test_noise_in_a_sound_envelope_is_told_by_jax_and_counted(server, jobs, sound, tmp_path):
+    outcome, keys = sound
+    noise = b"\0\0\0\1" + np.random.default_rng(0).bytes(5000)
+    config = ClientConfig(url=server.url, namespace="jax-noise", cache_dir=tmp_path)
+    with Stash(config) as stash:
+        for key in keys:
+            metadata = ArtifactMetadata(compile_seconds=1, raw_size_bytes=len(noise))
+            stash.put(ArtifactKey.parse("jax", *key), noise, metadata)
+    noisy = jobs.run("noisy", namespace="jax-noise")
+    assert noisy.report["losses"] == outcome.report["losses"]
+    assert len(noisy.report["compiled"]) == 3
+    for name in ("jit_step", "jit_norm"):  # Python shows the same warning once
+        told = f"Error reading persistent compilation cache entry for '{name}'"
+        assert noisy.errors.count(told) == 1
+    assert noisy.stats["fallbacks"] == {"rejected": 3}
+    assert noisy.stats["conflicts"] == 3  # what was published first stays
+
+
+@pytest.mark.extended
+def test_a_fault_of_the_hook_itself_is_counted_and_jax_compiles(jobs, sound):
+    outcome, _ = sound
+    sabotaged = jobs.run("sabotaged", "--sabotage")
+    assert sabotaged.report["losses"] == outcome.report["losses"]
+    assert len(sabotaged.report["compiled"]) == 3
+    assert sabotaged.stats["fallbacks"] == {"internal": 6}
+    assert "persistent compilation cache" not in sabotaged.errors

@@ -1,0 +1,129 @@
+"""`graphstash prewarm` with the real libtpu, on a host without a TPU."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+
+from support.compiler_jobs import JaxJobs
+from support.environments import python_of
+
+pytestmark = pytest.mark.extended
+
+SUPPORT = Path(__file__).parents[1] / "support"
+STEP = f"{SUPPORT / 'jax_prewarm_job.py'}:abstract_step"
+
+
+def prewarm(*words, environment="jax-newest", **variables):
+    return subprocess.run(
+        [python_of(environment), "-m", "graphstash", "prewarm", *words],
+        env=os.environ | {"COLUMNS": "300"} | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+@pytest.fixture(scope="module")
+def options(server, tmp_path_factory):
+    """Of a command, and the variables that keep it off this user's own disk."""
+    words = ("--topology", "v5e:2x2", "--url", server.url, "--namespace", "jax-prewarm")
+    return words, {"GRAPHSTASH_CACHE_DIR": str(tmp_path_factory.mktemp("tier"))}
+
+
+@pytest.fixture(scope="module")
+def first(options, server):
+    """The first of all runs."""
+    words, variables = options
+    result = prewarm(*words, "--json", STEP, **variables)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_a_train_step_is_compiled_for_a_tpu_and_published(first, server):
+    assert first["is_new"]
+    assert first["compile_seconds"] > 0
+    assert first["raw_size_bytes"] > first["size_bytes"] > 0
+    assert first["key"].startswith("jax/tpu-v5_lite-2x2x1/")
+    answer = httpx.get(f"{server.url}/v1/jax-prewarm/artifacts/{first['key']}", timeout=10)
+    assert answer.status_code == 200
+    assert len(answer.content) == first["size_bytes"]
+
+
+def test_a_second_run_finds_it_and_compiles_nothing(first, options, server, tmp_path):
+    words, _ = options
+    puts = server.stats("jax-prewarm")["puts"]
+    result = prewarm(*words, STEP, GRAPHSTASH_CACHE_DIR=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert "nothing was compiled" in result.stdout
+    assert first["key"] in result.stdout
+    assert all(f"{name} " in result.stdout for name in first["components"])
+    assert all(digest in result.stdout for digest in first["components"].values())
+    assert server.stats("jax-prewarm")["puts"] == puts
+
+
+def test_its_key_is_the_one_that_jax_logs_in_a_job_and_the_job_publishes_the_same(
+    first, server, tmp_path
+):
+    with JaxJobs(tmp_path, url=server.url, namespace="jax-prewarm") as jobs:
+        job = jobs.run("job", script=SUPPORT / "jax_aot_job.py", environment="jax-newest")
+    assert job.report["components"] == first["components"]
+    assert first["jax_key"] == f"jit_step-{job.report['whole']}"
+    # A client that can only compile is handed nothing; what it compiles has the same name.
+    assert job.stats == {}
+    assert server.stats("jax-prewarm")["artifacts"] == 1
+    assert "persistent compilation cache" not in job.errors
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [("jax-oldest", "pip install libtpu"), ("torch-newest", "pip install jax libtpu")],
+)
+def test_what_is_missing_in_the_environment_is_named(options, environment, told):
+    words, variables = options
+    result = prewarm(*words, STEP, environment=environment, **variables)
+    assert result.returncode == 2
+    assert told in result.stderr
+
+
+def test_what_cannot_be_used_is_named(options, server, tmp_path):
+    words, _ = options
+    cases = {
+        "step": "expected module:function or script.py:function",
+        "no_such_module:step": "no module 'no_such_module' here",
+        "no_such_script.py:step": "no_such_script.py: no such file",
+        STEP.replace("abstract_step", "gone"): "has no function 'gone'",
+        STEP.replace("abstract_step", "a_string"): "gave str; expected (jitted function",
+        STEP.replace("abstract_step", "nothing"): "nothing was compiled for the topology",
+    }
+    commands = [["prewarm", *words, target] for target in cases]
+    others = [
+        (["--topology", "v5e:3x5", STEP], 2, "--topology v5e:3x5: INVALID_ARGUMENT"),
+        (["--topology", "nonsense", STEP], 2, "does not match regex"),
+        (["--topology", "v5e:2x2", "--platform", "abacus", STEP], 2, "not implemented for abacus"),
+        (["--topology", "v5e:2x2", "--url", "http://127.0.0.1:9", STEP], 1, "Connection refused"),
+    ]
+    commands += [["prewarm", "--url", server.url, *more] for more, _, _ in others]
+    with JaxJobs(tmp_path, url=server.url, namespace="jax-prewarm") as jobs:
+        job = jobs.start(
+            "a",
+            json.dumps(commands),
+            script=SUPPORT / "jax_cli_job.py",
+            under="python",
+            environment="jax-newest",
+        )
+        results = job.finish().report
+    expected = [(2, told) for told in cases.values()] + [(code, told) for _, code, told in others]
+    for (status, _, errors), (expected_status, told) in zip(results, expected, strict=True):
+        assert told in errors
+        assert status == expected_status
+
+
+def test_the_command_line_imports_no_jax_otherwise():
+    code = "import sys; import graphstash._cli.main; print('jax' in sys.modules)"
+    python = python_of("jax-newest")
+    assert subprocess.check_output([python, "-c", code], text=True) == "False\n"

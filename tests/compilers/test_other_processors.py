@@ -1,0 +1,40 @@
+"""The inductor hook's tests, played again as on other x86-64 processors than this one.
+
+ATEN_CPU_CAPABILITY is what torch computes with, PRETEND_ISA what Inductor believes that there is: a
+processor with AMX makes Inductor build one more object, before anything else.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(900)]
+
+HERE = Path(__file__).parent
+TESTS = ("test_inductor_entries.py", "test_inductor_objects.py", "test_inductor.py")
+
+
+@pytest.mark.parametrize(
+    ("capability", "seen"),
+    [("default", "avx2"), ("avx2", "avx2 avx512 amx_tile")],
+    ids=["without vectors or AMX", "AMX"],
+)
+def test_what_is_promised_holds_there_too(capability, seen):
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            *(HERE / name for name in TESTS),
+        ],
+        env=os.environ | {"ATEN_CPU_CAPABILITY": capability, "PRETEND_ISA": seen},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,134 @@
+"""What the hook knows of the interface, held against the header that a plug-in ships."""
+
+import ctypes
+import re
+
+import pytest
+
+from graphstash.hooks.pjrt import abi
+from graphstash.hooks.pjrt.api import view_of
+from graphstash.hooks.pjrt.fingerprint import is_portable
+from graphstash.hooks.pjrt.plugins import is_writable, loaded_plugins, plugin_at
+from support.pjrt_plugin import LIBRARY
+
+FUNCTIONS = {
+    abi.Function.COMPILE: "PJRT_Compile",
+    **{
+        function: "PJRT_" + "".join(word.capitalize() for word in function.name.split("_"))
+        for function in abi.Function
+        if function is not abi.Function.COMPILE
+    },
+}
+ASKED = {
+    "PJRT_Error_Message_Args": ("error", "message", "message_size"),
+    "PJRT_Error_GetCode_Args": ("error", "code"),
+    "PJRT_Error_Destroy_Args": ("error",),
+    "PJRT_Client_PlatformName_Args": ("client", "platform_name", "platform_name_size"),
+    "PJRT_Client_TopologyDescription_Args": ("client", "topology"),
+    "PJRT_DeviceDescription_Kind_Args": (
+        "device_description",
+        "device_kind",
+        "device_kind_size",
+    ),
+    "PJRT_DeviceDescription_ProcessIndex_Args": ("device_description", "process_index"),
+    "PJRT_TopologyDescription_GetDeviceDescriptions_Args": (
+        "topology",
+        "descriptions",
+        "num_descriptions",
+    ),
+    "PJRT_LoadedExecutable_GetExecutable_Args": ("loaded_executable", "executable"),
+    "PJRT_Executable_Destroy_Args": ("executable",),
+    "PJRT_Executable_Serialize_Args": (
+        "executable",
+        "serialized_bytes",
+        "serialized_bytes_size",
+        "serialized_executable",
+        "serialized_executable_deleter",
+    ),
+    "PJRT_TopologyDescription_Serialize_Args": (
+        "topology",
+        "serialized_bytes",
+        "serialized_bytes_size",
+        "serialized_topology",
+        "serialized_topology_deleter",
+    ),
+}
+FILLED = {
+    "PJRT_Client_Compile_Args": abi.ClientCompileArgs,
+    "PJRT_Compile_Args": abi.AheadOfTimeArgs,
+    "PJRT_Program": abi.Program,
+    "PJRT_Executable_DeserializeAndLoad_Args": abi.LoadArgs,
+}
+
+
+@pytest.fixture(scope="module")
+def package():
+    """The package of the plug-in."""
+    return LIBRARY.parent
+
+
+@pytest.fixture(scope="module")
+def header(package):
+    text = (package / "include" / "pjrt_c_api.h").read_text()
+    return re.sub(r"//[^\n]*", "", text)
+
+
+def fields_of(header, name):
+    """Names of the fields behind size and extensions; each takes 8 bytes, or is the last."""
+    (body,) = re.findall(rf"struct {name} \{{(.*?)\n\}}", header, re.DOTALL)
+    declared = [
+        re.sub(r"\(\*(\w+)\)\(.*\)", r"\1", line, flags=re.DOTALL) for line in body.split(";")
+    ]
+    names = [re.split(r"[\s*]+", line.strip())[-1] for line in declared if line.strip()]
+    assert names[:2] == ["struct_size", "extension_start"]
+    return tuple(names[2:])
+
+
+def test_every_function_is_where_the_header_has_it(header):
+    table = header[header.index("typedef struct PJRT_Api {") :]
+    listed = re.findall(r"_PJRT_API_STRUCT_FIELD\((\w+)\)", table)
+    lower = [name.replace("_", "").lower() for name in listed]
+    for function, name in FUNCTIONS.items():
+        assert lower[function] == name.replace("_", "").lower()
+
+
+def test_what_is_asked_about_an_object_has_one_layout(header):
+    for name, fields in ASKED.items():
+        assert fields_of(header, name) == fields
+    offsets = [getattr(abi.AskArgs, name).offset for name, _ in abi.AskArgs._fields_]
+    assert offsets == [0, 8, 16, 24, 32, 40, 48, 56]
+
+
+def test_the_other_structures_have_the_fields_of_the_header_in_their_order(header):
+    for name, structure in FILLED.items():
+        ours = [field for field, _ in structure._fields_[2:] if field != "later"]
+        assert len(ours) == len(fields_of(header, name)), name
+        assert [getattr(structure, field).offset for field in ours] == [
+            16 + 8 * n for n in range(len(ours))
+        ]
+
+
+def test_codes_and_extensions_are_those_of_the_header(header):
+    assert f"PJRT_Error_Code_UNIMPLEMENTED = {abi.UNIMPLEMENTED}" in header
+    listed = re.findall(r"PJRT_Extension_Type_(\w+)", header)
+    assert listed[abi.PROFILER_EXTENSION] == "Profiler"
+
+
+def test_a_plug_in_is_found_by_its_path_and_then_among_what_is_loaded(package):
+    path = package / "xla_cpu_pjrt.so"
+    plugin = plugin_at(str(path))
+    assert (plugin.path, plugin.api.major, plugin.api.minor) == (path, 0, 81)
+    assert plugin.api.table in [found.api.table for found in loaded_plugins()]
+    assert is_writable(plugin.api.table)
+    assert plugin.identity.startswith(f"xla_cpu_pjrt.so {path.stat().st_size} ")
+
+
+def test_a_library_that_is_no_plug_in_is_none():
+    assert plugin_at("libc.so.6") is None
+
+
+def test_a_program_that_calls_back_into_its_process_is_not_shared():
+    code = ctypes.create_string_buffer(b"...xla_ffi_python_cpu_callback...")
+    assert not is_portable(view_of(ctypes.addressof(code), len(code)))
+    assert is_portable(view_of(ctypes.addressof(code), 10))
+    assert is_portable(view_of(None, 0))

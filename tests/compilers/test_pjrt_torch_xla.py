@@ -1,0 +1,58 @@
+"""torch_xla 2.9 on a real plug-in, started as users start it."""
+
+from pathlib import Path
+
+import pytest
+
+from support.compiler_jobs import CompilerJobs
+
+pytestmark = pytest.mark.extended
+
+JOB = Path(__file__).parents[1] / "support" / "pjrt_torch_job.py"
+
+
+@pytest.fixture(scope="module")
+def outcomes(server, tmp_path_factory):
+    """A cold run; the same step from other lines on another host; a third one, installed late."""
+    directory = tmp_path_factory.mktemp("pjrt-torch-xla")
+    settings = {"url": server.url, "namespace": "pjrt-torch-xla", "environment": "xla-newest"}
+    run = CompilerJobs(directory, script=JOB, **settings).run
+    own = ("--own-cache", directory / "own")
+    return {
+        "cold": run("cold", *own),
+        "warm": run("warm", *own, "--shifted", "--path-after-import"),
+        "late": run("late", "--late", hooks="torch_xla"),
+    }
+
+
+def test_what_one_process_compiles_all_others_load(outcomes):
+    cold, warm = outcomes["cold"], outcomes["warm"]
+    assert cold.hits == 0
+    assert cold.stats["published"] == cold.report["compiles"] >= 1
+    assert warm.stats["hits_remote"] == warm.report["compiles"] == cold.report["compiles"]
+    assert warm.stats["misses"] == 0
+    assert not warm.stats["fallbacks"]
+
+
+def test_losses_are_equal_to_the_bit(outcomes):
+    assert outcomes["warm"].report["losses"] == outcomes["cold"].report["losses"]
+    assert outcomes["late"].report["losses"] == outcomes["cold"].report["losses"]
+
+
+def test_the_own_cache_of_torch_xla_cannot_load_what_it_stored_for_a_plug_in(outcomes):
+    assert outcomes["cold"].report["own_cache_failures"] == 0
+    assert outcomes["warm"].report["own_cache_failures"] >= 1
+
+
+def test_a_hook_that_comes_when_the_plug_in_has_computed_serves_what_follows(outcomes):
+    late = outcomes["late"]
+    assert late.report["before"] == 3.0
+    assert late.hits == outcomes["cold"].report["compiles"]
+    assert late.report["compiles"] == late.hits + 1  # one before the hook
+
+
+def test_nobody_is_told_that_nothing_can_be_shared_unless_the_hook_is_left_out(outcomes):
+    assert "9094" not in outcomes["warm"].errors
+    told = outcomes["late"].errors
+    assert "add pjrt to GRAPHSTASH_HOOKS" in told.replace("\n", " ")
+    assert told.count("9094") == 1

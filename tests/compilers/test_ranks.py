@@ -1,0 +1,185 @@
+"""Real ranks that talk over gloo, each on a host of its own: all load one artifact."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from support.environments import python_of
+from support.tiers import each_of
+
+SUPPORT = Path(__file__).parents[1] / "support"
+TORCH_JOB, JAX_JOB = SUPPORT / "ranks_torch_job.py", SUPPORT / "ranks_jax_job.py"
+SIZE = 4
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@pytest.fixture(params=each_of({"": "", "torch-newest": "torch-newest"}))
+def ranks(request, server, namespace, tmp_path):
+    """Runs all ranks of a job; the cache is out of reach for the `broken` ones."""
+    python = python_of(request.param)
+
+    def run(name, *, broken=()):
+        directory = tmp_path / name
+        directory.mkdir()
+        options = {
+            "--size": SIZE,
+            "--port": free_port(),
+            "--url": server.url,
+            "--namespace": namespace,
+            "--broken": ",".join(map(str, broken)),
+        }
+        arguments = (str(part) for option in options.items() for part in option)
+        ended = subprocess.run(
+            [python, TORCH_JOB, directory, *arguments],
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=240,
+        )
+        assert ended.returncode == 0, ended.stderr
+        return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(SIZE)]
+
+    return run
+
+
+@pytest.fixture
+def programs():
+    """Runs the two ranks of a program at once; gives what each has printed."""
+    port = free_port()
+
+    def run(program):
+        running = [
+            subprocess.Popen(
+                [sys.executable, "-c", textwrap.dedent(program)],
+                env=os.environ
+                | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+                | {"RANK": str(rank), "WORLD_SIZE": "2"},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            return [process.communicate(timeout=120)[0].splitlines() for process in running]
+        finally:
+            for process in running:
+                process.kill()
+
+    return run
+
+
+@pytest.mark.extended
+def test_a_process_group_leaves_nothing_for_the_next_one_at_its_address(programs):
+    told = programs(
+        """
+        import torch.distributed as dist
+        from graphstash.hooks.inductor.ranks import ranks
+
+        for number in range(3):
+            dist.init_process_group("gloo")
+            said = ranks().claim("name", str(number).encode())
+            assert ranks() is ranks()
+            print(said.decode())
+            dist.monitored_barrier()
+            dist.destroy_process_group()
+        print(ranks())
+        """
+    )
+    assert told == 2 * [["0", "1", "2", "None"]]
+
+
+@pytest.mark.extended
+def test_a_forked_child_stays_out_of_its_parents_talk(programs):
+    told = programs(
+        """
+        import os
+        import torch.distributed as dist
+        from graphstash.hooks.inductor.ranks import ranks
+
+        dist.init_process_group("gloo")
+        known = ranks()
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if ranks() is None else 1)
+        print(os.waitpid(child, 0)[1], ranks() is known)
+        dist.monitored_barrier()
+        """
+    )
+    assert told == 2 * [["0 True"]]
+
+
+def graphs(reports, what):
+    return [report["found"].get(f"fxgraph_cache_{what}", 0) for report in reports]
+
+
+def losses(reports):
+    return [report["losses"] for report in reports]
+
+
+def test_ranks_load_one_artifact_also_those_that_cannot_reach_the_cache(ranks):
+    cold = ranks("cold")
+    assert sum(graphs(cold, "miss")) == 2  # forward and backward, each by one rank
+    assert sum(graphs(cold, "hit")) == 2 * (SIZE - 1)
+
+    warm = ranks("warm", broken=(2,))
+    assert graphs(warm, "miss") == [0] * SIZE
+    assert warm[2]["stats"]["hits_ranks"] >= 2
+    assert all(report["stats"]["fallbacks"] == {} for report in (*warm[:2], warm[3]))
+    assert losses(warm) == losses(cold)
+
+
+@pytest.mark.extended
+def test_when_no_rank_reaches_the_cache_they_still_share(ranks):
+    lone = ranks("lone", broken=range(SIZE))
+    assert sum(graphs(lone, "miss")) == 2
+    assert sum(report["stats"]["hits_ranks"] for report in lone) == 2 * (SIZE - 1)
+
+
+@pytest.fixture(params=each_of({"": "", "jax-oldest": "jax-oldest"}))
+def processes(request, jobs, server, namespace, tmp_path):
+    """Runs all processes of a job on JAX; the cache is out of reach for the `broken` ones."""
+
+    def run(name, *, broken=()):
+        options = ("--size", 2, "--port", free_port(), "--broken", ",".join(map(str, broken)))
+        running = [
+            jobs.start(
+                tmp_path / name / str(rank),
+                *("--rank", rank, *options),
+                script=JAX_JOB,
+                under="graphstash run",
+                environment=request.param,
+                url=server.url,
+                namespace=namespace,
+            )
+            for rank in range(2)
+        ]
+        return [process.finish().report for process in running]
+
+    return run
+
+
+@pytest.mark.extended
+def test_processes_of_jax_load_one_executable_also_those_that_cannot_reach_the_cache(processes):
+    cold = processes("cold")
+    assert sum(report["compiled"] for report in cold) == 1  # whoever asked first
+    assert len({report["total"] for report in cold}) == 1
+
+    warm = processes("warm", broken=(1,))
+    assert [report["compiled"] for report in warm] == [0, 0]
+    assert warm[0]["stats"]["fallbacks"] == {}
+    assert warm[1]["stats"]["hits_ranks"] == 1
+    assert warm[0]["total"] == warm[1]["total"] == cold[0]["total"]
+
+    lone = processes("lone", broken=(0, 1))
+    assert sum(report["compiled"] for report in lone) == 1
+    assert lone[0]["total"] == lone[1]["total"] == cold[0]["total"]

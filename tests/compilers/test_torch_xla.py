@@ -1,0 +1,256 @@
+"""Real torch_xla jobs, each a process and a host of its own, against a real server."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+
+from support.compiler_jobs import CompilerJobs
+from support.server import Server
+
+
+@pytest.fixture
+def job(jobs, server, namespace, tmp_path):
+    """Starts a job on a host that is named by its directory."""
+    settings = {"url": server.url, "namespace": namespace}
+    with CompilerJobs(tmp_path, jobs=jobs, under="fork", **settings) as made:
+        yield made.start
+
+
+@pytest.mark.parametrize(
+    ("mode", "look_up"),
+    [
+        ("lazy", "exact"),
+        pytest.param("compile", "exact", marks=pytest.mark.extended),
+        pytest.param("dynamo", "exact", marks=pytest.mark.extended),
+        pytest.param("item", "exact", marks=pytest.mark.extended),
+        pytest.param("lazy", "hint", marks=pytest.mark.extended),
+        pytest.param("dynamo", "hint", marks=pytest.mark.extended),
+    ],
+)
+def test_what_one_host_compiled_another_does_not(job, server, namespace, mode, look_up):
+    cold = job("a", "--mode", mode, torch_xla_mode=look_up).finish()
+    warm = job("b", "--mode", mode, torch_xla_mode=look_up).finish()
+
+    assert cold.report["compiles"] >= 2
+    assert cold.stats["misses"] == cold.stats["published"] == cold.report["compiles"]
+    assert cold.stats["fallbacks"] == warm.stats["fallbacks"] == {}
+    assert warm.report["compiles"] == 0
+    assert warm.hits == cold.report["compiles"]
+    assert warm.stats["published"] == 0
+    assert warm.stats["saved_seconds"] > 0
+    assert warm.report["losses"] == cold.report["losses"]
+    assert f"{warm.hits} hits" in warm.errors
+
+
+@pytest.mark.extended
+def test_an_unmodified_script_shares_under_graphstash_run(job):
+    cold = job("a", under="graphstash run").finish()
+    warm = job("b", under="graphstash run").finish()
+    assert cold.stats["published"] == 2
+    assert warm.report["compiles"] == 0
+    assert warm.report["losses"] == cold.report["losses"]
+
+
+@pytest.mark.extended
+def test_where_look_ups_cannot_be_caught_they_are_predicted(job):
+    options = ("--no-gate", "--install")
+    cold = job("a", *options, under="").finish()
+    warm = job("b", *options, under="").finish()
+    assert cold.stats["published"] == cold.report["compiles"] == 2
+    assert warm.report["compiles"] == 0
+    assert warm.report["losses"] == cold.report["losses"]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("look_up", ["exact", "hint"])
+def test_a_hook_that_loses_what_it_relies_on_does_not_get_into_a_step(job, look_up):
+    sound = job("a").finish()
+    outcome = job("b", "--sabotage", torch_xla_mode=look_up).finish()
+    assert outcome.report["losses"] == sound.report["losses"]
+    assert outcome.report["compiles"] == 2
+    assert sum(outcome.stats["fallbacks"].values()) >= 1
+
+
+@pytest.mark.extended
+def test_another_precision_is_another_executable_under_the_same_name(job):
+    default = job("a").finish()
+    highest = job("b", "--precision", "highest").finish()
+    again = job("c", "--precision", "highest").finish()
+    assert default.report["compiles"] == highest.report["compiles"] == 2
+    assert again.report["compiles"] == 0
+
+
+@pytest.mark.extended
+def test_a_host_with_other_instruction_sets_gets_nothing_of_this_one(job):
+    job("a").finish()
+    other = job("b", "--pretend-features", "sse2 avx2").finish()
+    assert other.report["compiles"] == 2
+    assert other.hits == 0
+    again = job("c", "--pretend-features", "sse2 avx2").finish()
+    assert again.report["compiles"] == 0
+
+
+@pytest.mark.extended
+def test_a_job_with_a_name_finds_its_artifacts_on_its_disk_beforehand(job, server, namespace):
+    job("a", job="train").finish()
+    prefetched = job("b", job="train")  # makes the host's directory, and runs once
+    assert prefetched.finish().report["compiles"] == 0
+    tier = prefetched.report.parent / "elsewhere"
+    told = subprocess.run(
+        [
+            *(sys.executable, "-m", "graphstash", "prefetch", "train"),
+            *("--url", server.url, "--namespace", namespace),
+        ],
+        env=os.environ | {"GRAPHSTASH_CACHE_DIR": str(tier)},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert told.stdout.startswith("2 fetched")
+    offline = job("b", url="http://127.0.0.1:9", cache_dir=tier).finish()
+    assert offline.report["compiles"] == 0
+    assert offline.stats["hits_local"] == 2
+
+
+@pytest.mark.extended
+def test_a_server_killed_while_a_job_compiles_costs_the_upload_and_nothing_else(job, tmp_path):
+    options = ("--width", "2048", "--steps", "2")
+    with Server(tmp_path / "mortal") as mortal:
+        running = job("a", *options, url=mortal.url, lease_seconds=3)
+        deadline = time.monotonic() + 120
+        while httpx.get(f"{mortal.url}/v1/stats", timeout=10).json()["leases_held"] == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        mortal.kill()
+        outcome = running.finish()
+    assert outcome.report["compiles"] == 2
+    assert outcome.stats["published"] == 0
+    assert outcome.stats["fallbacks"]["connect"] + outcome.stats["fallbacks"].get("reset", 0) >= 1
+    with Server(tmp_path / "mortal") as restarted:
+        again = job("b", *options, url=restarted.url, lease_seconds=2, wait_seconds=60).finish()
+        assert again.stats["published"] == 2
+        assert again.report["losses"] == outcome.report["losses"]
+
+
+def test_the_same_host_needs_the_server_only_once(job):
+    cold = job("a").finish()
+    again = job("a", url="http://127.0.0.1:9").finish()
+    assert again.report["compiles"] == 0
+    assert again.stats["hits_local"] == cold.report["compiles"]
+    assert again.stats["fallbacks"] == {}
+    assert again.report["losses"] == cold.report["losses"]
+
+
+def test_once_nothing_new_compiles_a_step_never_meets_the_cache(job):
+    cold = job("a", "--steps", "12").finish()
+    warm = job("b", "--steps", "12").finish()
+    bare = job("c", "--steps", "12", under="").finish()
+    for outcome in (cold, warm):
+        # hits, misses and fallbacks stand still after the two steps that were new
+        assert len({tuple(counts) for counts in outcome.report["counts"][2:]}) == 1
+        # torch_xla's own entry point is called, not a wrapper of ours
+        assert outcome.report["step_marker"] == bare.report["step_marker"]
+        assert outcome.report["executions"] == bare.report["executions"]
+        assert outcome.report["device_reads"] == bare.report["device_reads"]
+        assert outcome.report["losses"] == bare.report["losses"]
+    assert bare.stats == {}
+
+
+def test_eight_processes_at_once_compile_each_graph_once(job):
+    herd = [job(f"host{n}", "--width", "48", "--steps", "3") for n in range(8)]
+    outcomes = [running.finish() for running in herd]
+    graphs = {o.report["compiles"] + o.hits for o in outcomes}
+    assert graphs == {2}
+    assert sum(o.report["compiles"] for o in outcomes) == 2
+    assert sum(o.stats["published"] for o in outcomes) == 2
+    assert all(o.stats["fallbacks"] == {} for o in outcomes)
+    assert all(o.report["losses"] == outcomes[0].report["losses"] for o in outcomes)
+
+
+@pytest.mark.extended
+def test_torchrun_and_shells_in_between_are_fine(job, tmp_path):
+    torchrun = (
+        *("sh", "-c", '"$@"', "sh", sys.executable, "-m", "torch.distributed.run"),
+        *("--standalone", "--nproc-per-node", "2"),
+    )
+    running = job("a", under="graphstash run", launcher=torchrun)
+    outcome = running.finish()
+    lines = [json.loads(line) for line in running.stats.read_text().splitlines()]
+    assert len(lines) == 2
+    assert sum(line["misses"] for line in lines) == 2
+    assert sum(line["hits_local"] + line["hits_remote"] for line in lines) == 2
+    assert outcome.report["losses"]
+
+
+@pytest.mark.extended
+def test_install_by_hand_is_enough(job):
+    job("a", "--install", under="").finish()
+    warm = job("b", "--install", under="").finish()
+    assert warm.report["compiles"] == 0
+    assert warm.hits == 2
+
+
+@pytest.mark.extended
+def test_a_script_that_sets_a_cache_of_its_own_still_runs(job, tmp_path):
+    outcome = job("a", "--initialize-cache", tmp_path / "own").finish()
+    assert outcome.stats["published"] == 2
+    assert "has no effect" in outcome.errors
+    assert not (tmp_path / "own").exists()
+
+
+def test_children_do_not_inherit_the_private_directory(job):
+    assert job("a").finish().report["environment"] is None
+
+
+@pytest.mark.extended
+def test_forked_children_share_with_all_others_and_with_each_other(job):
+    forked = job("a", "--fork", "3")
+    forked.finish_children(3)
+    children = [json.loads(line) for line in forked.stats.read_text().splitlines()]
+    assert len(children) == 3
+    assert sum(child["misses"] for child in children) == 2
+    assert sum(child["published"] for child in children) == 2
+    assert sum(child["hits_local"] + child["hits_remote"] for child in children) == 4
+    assert all(child["fallbacks"] == {} for child in children)
+    elsewhere = job("b").finish()
+    assert elsewhere.report["compiles"] == 0
+
+
+@pytest.mark.parametrize(
+    ("version", "told"), [("2.9.0", "pytorch/xla#9094"), ("3.0.1", "supports torch_xla 2.7")]
+)
+def test_on_other_versions_the_hook_says_so_once_and_steps_aside(job, version, told):
+    outcome = job("a", "--pretend-version", version, "--install", under="").finish()
+    assert outcome.errors.count(told) == 1
+    assert len(outcome.errors.splitlines()) == 1
+    assert outcome.report["losses"]
+    assert outcome.stats == {}
+
+
+@pytest.mark.extended
+def test_a_miss_beside_a_running_cached_graph_does_not_deadlock(job):
+    outcome = job("a", "--thread").finish()
+    assert outcome.report["beside"] >= 10
+    assert outcome.stats["misses"] + sum(outcome.stats["fallbacks"].values()) >= 2
+
+
+@pytest.mark.extended
+def test_a_killed_holder_is_replaced_within_the_lease_time(job, server, namespace):
+    # Wide enough that its compilation can be interrupted.
+    options = ("--width", "4096", "--steps", "2")
+    holder = job("a", *options, lease_seconds=3)
+    deadline = time.monotonic() + 120
+    while httpx.get(f"{server.url}/v1/stats", timeout=10).json()["leases_held"] == 0:
+        assert not holder.ended()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    holder.kill()
+    waiter = job("b", *options, lease_seconds=3).finish()
+    assert waiter.stats["misses"] == 2
+    assert waiter.report["compiles"] == 2
+    assert waiter.stats["published"] == 2

@@ -1,0 +1,211 @@
+"""Real Triton compilations for a GPU that is not there, in both ends of the versions tried."""
+
+import itertools
+import json
+import signal
+
+import httpx
+import pytest
+
+from support.compiler_jobs import TRITON_VERSIONS, TritonJobs
+from support.tiers import each_of
+from support.waiting import until
+
+KERNELS = 3
+MANAGER = {"TRITON_CACHE_MANAGER": "graphstash.hooks.triton:SharedCacheManager"}
+BACKEND = {
+    "TRITON_CACHE_MANAGER": "triton.runtime.cache:RemoteCacheManager",
+    "TRITON_REMOTE_CACHE_BACKEND": "graphstash.hooks.triton:SharedCacheBackend",
+}
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module", params=each_of(TRITON_VERSIONS))
+def triton(request, server, tmp_path_factory):
+    """Starts jobs of one version; all of them share."""
+    directory = tmp_path_factory.mktemp("triton")
+    namespace = f"triton-{request.param}"
+    with TritonJobs(directory, request.param, url=server.url, namespace=namespace) as jobs:
+        yield jobs
+
+
+@pytest.fixture
+def fresh():
+    """A namespace in which nothing is."""
+    return f"triton-fresh-{next(_numbers)}"
+
+
+@pytest.fixture(scope="module")
+def cold(triton):
+    """The first job of all: it has compiled its kernels."""
+    return triton.run("cold", "--kernels", KERNELS)
+
+
+def leases_held(server):
+    return httpx.get(f"{server.url}/v1/stats", timeout=10).json()["leases_held"]
+
+
+@pytest.fixture(scope="module")
+def warm(triton, cold):
+    """The same job on another host."""
+    return triton.run("warm", "--kernels", KERNELS)
+
+
+def test_what_one_host_compiled_another_does_not(triton, cold, warm):
+    assert cold.report["version"] == triton.version
+    assert cold.report["ptxas"] == cold.stats["misses"] == cold.stats["published"] == KERNELS
+    assert cold.stats["fallbacks"] == warm.stats["fallbacks"] == {}
+    assert warm.report["ptxas"] == 0
+    assert warm.hits == KERNELS
+    assert warm.stats["published"] == 0
+    assert warm.stats["saved_seconds"] > 0
+    assert warm.report["kernels"] == cold.report["kernels"]
+    assert len({kernel["cubin"] for kernel in cold.report["kernels"]}) == KERNELS
+
+
+@pytest.mark.usefixtures("cold", "warm")
+def test_the_files_that_arrive_are_those_that_a_compilation_leaves(triton):
+    def files(host):
+        found = {}
+        for path in (triton.directory / host / "triton").glob("*/*"):
+            content = path.read_bytes()
+            if path.name.startswith("__grp__"):
+                listed = json.loads(content)["child_paths"]
+                assert listed == {name: str(path.with_name(name)) for name in listed}
+                content = sorted(listed)
+            found[path.parent.name, path.name] = content
+        return found
+
+    compiled = files("cold")
+    assert sum(name.startswith("__grp__") for _, name in compiled) == KERNELS
+    assert files("warm") == compiled
+
+
+@pytest.mark.extended
+def test_a_directory_that_was_moved_and_one_half_written_are_no_trouble(triton, cold):
+    here = triton.directory / "moved"
+    here.mkdir()
+    (triton.directory / "cold" / "triton").rename(here / "triton")
+    moved = triton.run("moved", "--kernels", KERNELS, url="http://127.0.0.1:9")
+    assert moved.report["ptxas"] == 0
+    assert moved.report["kernels"] == cold.report["kernels"]
+    (here / "triton").rename(triton.directory / "cold" / "triton")
+
+    half = triton.directory / "half"
+    for number, path in enumerate(sorted((triton.directory / "cold" / "triton").iterdir())):
+        target = half / "triton" / path.name
+        target.mkdir(parents=True)
+        for file in path.iterdir():
+            content = file.read_bytes()
+            if number == 0 and file.suffix == ".cubin":
+                continue
+            if number == 1 and file.name == "scaled_add.json":
+                content = content[: len(content) // 2]
+            if number == 2 and file.name.startswith("__grp__"):
+                content = content[: len(content) // 2]
+            (target / file.name).write_bytes(content)
+    healed = triton.run("half", "--kernels", KERNELS)
+    assert healed.report["ptxas"] == 0
+    assert healed.hits == 3
+    assert healed.report["kernels"] == cold.report["kernels"]
+
+
+@pytest.mark.extended
+def test_tritons_variables_are_enough_and_a_line_more_is_another_kernel(triton, cold):
+    assert cold.report["environment"] is None  # nothing that children could inherit
+    manager = triton.run("manager", "--shift", variables=MANAGER, under="python")
+    assert manager.report["manager"] == "SharedCacheManager"
+    assert manager.report["ptxas"] == manager.stats["misses"] == manager.stats["published"] == 1
+    backend = triton.run("backend", "--shift", "--kernels", 2, variables=BACKEND, under="python")
+    assert backend.report["manager"] == "RemoteCacheManager"
+    assert backend.hits == backend.stats["published"] == backend.report["ptxas"] == 1
+    both = triton.run("both", "--shift", "--kernels", 2, variables=BACKEND)
+    assert both.report["ptxas"] == 0
+    assert both.hits == 2
+    assert both.report["kernels"] == backend.report["kernels"]
+    for outcome in (manager, backend, both):
+        assert outcome.stats["fallbacks"] == {}
+
+
+@pytest.mark.extended
+def test_a_global_that_tritons_key_leaves_out_makes_another_artifact(triton, fresh):
+    def run(host, kind):
+        return triton.run(host, namespace=fresh, variables={"KERNEL_TYPE": kind})
+
+    half, whole, again = (
+        run("type-a", "float16"),
+        run("type-b", "float32"),
+        run("type-c", "float16"),
+    )
+    (one,), (other,) = half.report["kernels"], whole.report["kernels"]
+    assert one["hash"] == other["hash"]  # of Triton
+    assert one["cubin"] != other["cubin"]
+    assert [outcome.report["ptxas"] for outcome in (half, whole, again)] == [1, 1, 0]
+    assert again.report["kernels"] == half.report["kernels"]
+
+
+@pytest.mark.extended
+def test_a_managers_files_are_published_when_they_are_a_whole_kernel_for_a_gpu(
+    triton, server, fresh
+):
+    first = triton.run("by-hand-a", "--by-hand", namespace=fresh)
+    assert server.stats(fresh)["artifacts"] == first.stats["published"] == 1
+    assert set(first.report["by_hand"]["found"].values()) == {None}
+    assert set(first.report["by_hand"]["alone"].values()) == {True}
+    second = triton.run("by-hand-b", "--by-hand", namespace=fresh, variables=BACKEND)
+    found = second.report["by_hand"]["found"]
+    assert set(found.pop("whole")) == {"k.ttir", "k.cubin", "k.json"}
+    assert set(found.values()) == {None}
+    assert set(second.report["by_hand"]["alone"].values()) == {True}
+    assert server.stats(fresh)["artifacts"] == 1
+    assert leases_held(server) == 0
+
+
+def test_a_job_killed_in_the_middle_of_a_kernel_publishes_nothing(triton, server, fresh):
+    killed = triton.start("killed", "--kill", namespace=fresh, lease_seconds=2)
+    assert killed.status() == -signal.SIGKILL
+    written = {path.suffix for path in (triton.directory / "killed").glob("triton/*/scaled_add.*")}
+    assert ".ptx" in written
+    assert ".cubin" not in written
+    assert server.stats(fresh)["artifacts"] == 0
+    after = triton.run("killed", namespace=fresh, lease_seconds=2)
+    assert after.stats["misses"] == after.stats["published"] == 1
+    assert after.stats["fallbacks"] == {}
+
+
+@pytest.mark.extended
+def test_a_compilation_that_fails_holds_no_lease_while_the_job_goes_on(triton, server, fresh):
+    go = triton.directory / "go"
+    running = triton.start("failing", "--fail", go, namespace=fresh)
+    until(lambda: go.with_suffix(".failed").exists() or running.ended())
+    until(lambda: leases_held(server) == 0)
+    assert not running.ended()
+    assert go.with_suffix(".compiling").read_text() == "1"
+    go.touch()
+    outcome = running.finish()
+    assert outcome.report["error"] == "this kernel cannot be compiled"
+    assert outcome.stats["published"] == 1
+
+
+@pytest.mark.extended
+def test_what_is_uninstalled_leaves_triton_as_it_was(triton, server, fresh):
+    outcome = triton.run("uninstalled", "--uninstall", namespace=fresh)
+    assert outcome.report["manager"] == "SharedCacheManager"
+    assert outcome.report["compile"] == ["triton"]  # the hook's folder
+    assert outcome.report["uninstalled"] == {
+        "manager": "FileCacheManager",
+        "compile": ["compiler"],
+    }
+    assert outcome.report["ptxas"] == 2
+    assert server.stats(fresh)["artifacts"] == 1
+
+
+@pytest.mark.extended
+def test_a_users_own_manager_stays(triton, server, fresh):
+    own = {"TRITON_CACHE_MANAGER": "triton_manager:OwnManager"}
+    outcome = triton.run("own", namespace=fresh, variables=own)
+    assert outcome.errors.count("triton_manager:OwnManager, so kernels are not shared") == 1
+    assert outcome.report["manager"] == "OwnManager"
+    assert outcome.report["ptxas"] == 1
+    assert outcome.stats == {}
+    assert server.stats(fresh)["puts"] == 0

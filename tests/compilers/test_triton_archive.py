@@ -1,0 +1,203 @@
+"""The bytes of a kernel: exactly what was packed comes out, or nothing."""
+
+import base64
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphstash.hooks.triton import install
+from graphstash.hooks.triton.fingerprint import artifact_key, is_shareable, parts_of
+from graphstash.hooks.triton.kernel import (
+    MAX_FILES,
+    ArchiveError,
+    KernelError,
+    group_file,
+    pack,
+    pack_kernel,
+    unpack,
+    unpack_kernel,
+)
+from graphstash.hooks.triton.kernels import Kernels
+
+KEY = base64.b32encode(bytes(range(32))).decode().rstrip("=")
+TARGET = {"backend": "cuda", "arch": 90, "warp_size": 32}
+DESCRIPTION = {"name": "k", "target": TARGET, "hash": bytes(range(32)).hex()}
+
+names = st.text(
+    st.characters(exclude_characters="/\\\x7f", min_codepoint=0x20, exclude_categories=["Cs"]),
+    min_size=1,
+    max_size=60,
+).filter(lambda name: name not in {".", ".."})
+archives = st.dictionaries(names, st.binary(max_size=200), min_size=1, max_size=8)
+
+
+def kernel(**description):
+    """The files of a kernel; fields of its description may be replaced."""
+    return {
+        "k.ttir": b"module {}",
+        "k.ptx": b".version 8.4",
+        "k.cubin": b"\x7fELF\xff",
+        "k.json": json.dumps(DESCRIPTION | description).encode(),
+    }
+
+
+def structure_of(packed):
+    """Where an archive holds anything but contents."""
+    places = list(range(len(b"graphstash-triton\1") + 4))
+    at = len(places)
+    while at < len(packed):
+        name_bytes = int.from_bytes(packed[at : at + 2])
+        content_bytes = int.from_bytes(packed[at + 2 : at + 10])
+        places += range(at, at + 10 + name_bytes)
+        at += 10 + name_bytes + content_bytes
+    return places
+
+
+@given(archives)
+def test_what_was_packed_comes_out(files):
+    packed = pack(files)
+    assert unpack(packed) == files
+    assert pack(dict(reversed(files.items()))) == packed
+
+
+@given(archives, st.data())
+def test_a_cut_archive_is_refused(files, data):
+    packed = pack(files)
+    length = data.draw(st.integers(0, len(packed) - 1))
+    with pytest.raises(ArchiveError):
+        unpack(packed[:length])
+    with pytest.raises(ArchiveError):
+        unpack(packed + packed[length:])
+
+
+@given(st.binary(max_size=300))
+def test_of_the_same_files_there_is_one_archive(noise):
+    for candidate in (noise, b"graphstash-triton\1" + noise):
+        try:
+            files = unpack(candidate)
+        except ArchiveError:
+            continue
+        assert pack(files) == candidate
+
+
+@given(st.data())
+def test_every_flipped_bit_of_a_kernels_structure_is_noticed(data):
+    packed = pack_kernel("k.json", kernel(), key=KEY)
+    damaged = bytearray(packed)
+    damaged[data.draw(st.sampled_from(structure_of(packed)))] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(KernelError):
+        unpack_kernel("k.json", bytes(damaged), key=KEY)
+
+
+def test_a_kernel_survives_the_way():
+    packed = pack_kernel("k.json", kernel(), key=KEY)
+    assert unpack_kernel("k.json", packed, key=KEY) == kernel()
+    for length in range(len(packed)):
+        with pytest.raises(KernelError):
+            unpack_kernel("k.json", packed[:length], key=KEY)
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "a/b", "/a", "../a", "a\\b", "a\0", "a\n", "a" * 256, "\udc80"]
+)
+def test_a_name_that_is_more_than_a_file_name_is_refused(name):
+    with pytest.raises(ArchiveError):
+        pack({name: b""})
+
+
+def test_an_archive_has_a_number_of_files():
+    with pytest.raises(ArchiveError):
+        pack({})
+    with pytest.raises(ArchiveError):
+        pack({f"file-{number}": b"" for number in range(MAX_FILES + 1)})
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        ({"k.so": b"\x7fELF"}, "code of the host"),
+        ({"cuda_utils.so": b"\x7fELF"}, "not a file of"),
+        ({"k.cpython-311-x86_64-linux-gnu.so": b"\x7fELF"}, "not a file of"),
+        ({"k.cubin": b""}, "missing"),
+        ({"k.ptx": b"\xff"}, "not text"),
+        ({"k.json": b"{"}, "not JSON"),
+        ({"k.json": b"[]"}, "names no kernel"),
+        ({"k.json": b'{"name": "k"}'}, "names no target"),
+        (kernel(target={**TARGET, "backend": "cpu"}), "not shared"),
+        (kernel(target={**TARGET, "backend": "hip"}), "'k.hsaco' is missing"),
+        (kernel(ir_override="/home/me/k.ttir"), "file of the user"),
+        (kernel(hash="00" * 32), "another kernel"),
+        (kernel(hash="?"), "another kernel"),
+    ],
+)
+def test_what_may_not_travel_is_neither_packed_nor_unpacked(files, told):
+    children = kernel() | files
+    with pytest.raises(KernelError, match=told):
+        pack_kernel("k.json", children, key=KEY)
+    packed = pack({**children, "__grp__k.json": group_file(children)})
+    with pytest.raises(KernelError, match=told):
+        unpack_kernel("k.json", packed, key=KEY)
+
+
+def test_a_kernel_has_a_description_of_its_own_name():
+    with pytest.raises(KernelError, match="missing"):
+        pack_kernel("k.json", {"k.cubin": b"\x7fELF"}, key=KEY)
+    with pytest.raises(KernelError, match="not a file of"):
+        pack_kernel("other.json", kernel(), key=KEY)
+    with pytest.raises(KernelError, match="'k' is missing"):
+        pack_kernel("k", kernel(), key=KEY)
+
+
+def test_the_key_up_to_3_1_is_the_hash_itself():
+    packed = pack_kernel("k.json", kernel(), key=DESCRIPTION["hash"])
+    assert unpack_kernel("k.json", packed, key=DESCRIPTION["hash"]) == kernel()
+
+
+def test_where_files_lie_makes_no_other_artifact_and_what_the_compiler_does_makes_one():
+    def key(**environ):
+        return artifact_key(parts_of(KEY, "k.json", environ, None))
+
+    plain = key()
+    assert plain.device_type == "gpu"
+    assert key(TRITON_CACHE_DIR="/a", TRITON_PTXAS_PATH="/b", TRITON_HOME="/c", HOME="/d") == plain
+    others = [
+        key(TRITON_HIP_USE_BLOCK_PINGPONG="1"),
+        key(TRITON_ENABLE_ASAN="1"),
+        key(AMDGCN_USE_BUFFER_OPS="1"),
+        key(TRITON_STORE_BINARY_ONLY="1"),
+        artifact_key(parts_of(KEY, "other.json", {}, None)),
+        artifact_key(parts_of(KEY[::-1], "k.json", {}, None)),
+    ]
+    assert len({plain, *others}) == 1 + len(others)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shareable"),
+    [
+        ("TRITON_KERNEL_OVERRIDE", "1", False),
+        ("TRITON_KERNEL_OVERRIDE", "0", True),
+        ("TRITON_SWAP_MIR", "/home/me", False),
+        ("TRITON_PLUGIN_PATHS", "/home/me/plugin.so", False),
+        ("LLVM_PASS_PLUGIN_PATH", "/home/me/plugin.so", False),
+        ("TRITON_KERNEL_DUMP", "1", True),
+    ],
+)
+def test_a_kernel_with_code_of_the_user_in_it_is_not_shared(name, value, shareable):
+    assert is_shareable({name: value}) is shareable
+
+
+def test_a_forked_child_without_a_session_does_not_use_its_parents(monkeypatch):
+    monkeypatch.setattr(Kernels, "of_this_process", Kernels(None))
+    assert Kernels.kernel(KEY) is not None
+    monkeypatch.setattr("os.getpid", lambda: 0)
+    assert Kernels.kernel(KEY) is None
+
+
+@pytest.mark.parametrize("version", ["2.3.1", "3.10.0", "4.0.0"])
+def test_on_other_versions_the_hook_says_so_once_and_steps_aside(monkeypatch, caplog, version):
+    monkeypatch.setattr("triton.__version__", version)
+    assert install(None) is None
+    assert len(caplog.messages) == 1
+    assert f"supports triton 3.0 to 3.9, not {version}" in caplog.messages[0]

@@ -1,0 +1,252 @@
+"""Whatever the cache does, Triton's kernels come out the same, and the reason is counted."""
+
+import functools
+import itertools
+import json
+import struct
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+
+from graphstash import ClientConfig, Stash
+from graphstash_schema import ArtifactKey, ArtifactKind, ArtifactMetadata, DeviceType, Fingerprint
+from support.compiler_jobs import TRITON_VERSIONS, TritonJobs
+from support.fault_proxy import Fault, FaultProxy
+from support.tiers import each_of, most_extended
+
+QUICK = [Fault.FLIP]
+REASONS = {
+    "absent": "connect",
+    Fault.SILENT: "timeout",
+    Fault.FAILING: "server_error",
+    Fault.FLIP: "digest_mismatch",
+    Fault.TRUNCATE: "truncated",
+}
+_numbers = itertools.count()
+
+
+def archive(files):
+    """An archive of whatever names, in the form of `graphstash.hooks.triton.kernel`."""
+    packed = b"graphstash-triton\1" + struct.pack(">I", len(files))
+    for name, content in sorted(files.items()):
+        packed += struct.pack(">HQ", len(name), len(content)) + name.encode() + content
+    return packed
+
+
+def listing(*names):
+    return {"__grp__scaled_add.json": json.dumps({"child_paths": sorted(names)}).encode()}
+
+
+def files_of(packed):
+    files, at = {}, len(b"graphstash-triton\1") + 4
+    while at < len(packed):
+        name_bytes, content_bytes = struct.unpack_from(">HQ", packed, at)
+        at += 10
+        name = packed[at : at + name_bytes].decode()
+        files[name] = packed[at + name_bytes : at + name_bytes + content_bytes]
+        at += name_bytes + content_bytes
+    return files
+
+
+def with_path(files):
+    name = "../scaled_add.ptx"
+    return archive({**files, name: b"", **listing(*children(files), name)})
+
+
+def with_absolute_path(files):
+    name = "/tmp/scaled_add.ptx"
+    return archive({**files, name: b"", **listing(*children(files), name)})
+
+
+def with_library(files):
+    name = "scaled_add.so"
+    return archive({**files, name: b"\x7fELF", **listing(*children(files), name)})
+
+
+def without_listed_child(files):
+    return archive({name: files[name] for name in files if name != "scaled_add.cubin"})
+
+
+def without_binary(files):
+    rest = {name: files[name] for name in children(files) if name != "scaled_add.cubin"}
+    return archive({**rest, **listing(*rest)})
+
+
+def with_cut_description(files):
+    description = files["scaled_add.json"]
+    return archive({**files, "scaled_add.json": description[: len(description) // 2]})
+
+
+def cut(files):
+    return archive(files)[:-1]
+
+
+def of_another_kernel(files):
+    description = json.loads(files["scaled_add.json"])
+    description["hash"] = "0" * 64
+    return archive({**files, "scaled_add.json": json.dumps(description).encode()})
+
+
+def children(files):
+    return [name for name in files if not name.startswith("__grp__")]
+
+
+DAMAGES = (
+    with_path,
+    with_absolute_path,
+    with_library,
+    without_listed_child,
+    without_binary,
+    with_cut_description,
+    cut,
+    of_another_kernel,
+)
+
+
+@pytest.fixture(scope="module")
+def start(server, tmp_path_factory):
+    """Starts jobs of a version, by default in a namespace that all of its jobs share."""
+    directory = tmp_path_factory.mktemp("triton-faults")
+    with ExitStack() as stack:
+
+        @functools.cache
+        def start(version):
+            namespace = f"triton-faults-{version}"
+            settings = {"url": server.url, "namespace": namespace}
+            return stack.enter_context(TritonJobs(directory / version, version, **settings))
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def cold(start):
+    """By version: a job that has compiled a kernel for every damage."""
+    return functools.cache(lambda version: start(version).run("cold", "--kernels", len(DAMAGES)))
+
+
+def stored_by(jobs, host):
+    """The keys of all artifacts on a host's disk."""
+    for path in sorted((jobs.directory / host / "tier").glob("v1/*/triton/*/??/*")):
+        yield ArtifactKey(
+            kind=ArtifactKind.TRITON,
+            device_type=DeviceType(path.parts[-3]),
+            fingerprint=Fingerprint(path.name),
+        )
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("version", each_of(TRITON_VERSIONS))
+def test_a_damaged_kernel_in_a_sound_envelope_is_compiled_instead(
+    start, cold, server, tmp_path, version
+):
+    jobs, sound_job = start(version), cold(version)
+    namespace = f"triton-damaged-{version}"
+    source = ClientConfig(
+        url=server.url, namespace=f"triton-faults-{version}", cache_dir=tmp_path / "source"
+    )
+    target = source.model_copy(update={"namespace": namespace, "cache_dir": tmp_path / "target"})
+    keys = list(stored_by(jobs, "cold"))
+    assert len(keys) == len(DAMAGES)
+    with Stash(source) as sound, Stash(target) as damaged:
+        for key, damage in zip(keys, DAMAGES, strict=True):
+            payload = sound.get(key)
+            assert archive(files_of(payload)) == payload
+            metadata = ArtifactMetadata(
+                compile_seconds=1, raw_size_bytes=1, toolchain="", producer="", parts={}
+            )
+            assert damaged.put(key, damage(files_of(payload)), metadata)
+    outcome = jobs.run("damaged", "--kernels", len(DAMAGES), namespace=namespace)
+    assert outcome.report["ptxas"] == len(DAMAGES)
+    assert outcome.report["kernels"] == sound_job.report["kernels"]
+    assert outcome.stats["fallbacks"] == {"rejected": len(DAMAGES)}
+    assert outcome.stats["published"] == outcome.stats["conflicts"] == 0
+    assert "holds no kernel for this host" in outcome.errors
+    assert list(stored_by(jobs, "damaged")) == []
+    strays = {path.name for path in (jobs.directory / "damaged").glob("**/*scaled_add.so")}
+    assert strays == set()
+
+
+@pytest.fixture(scope="module")
+def outcomes(start, cold, server, is_extended):
+    """One job under each fault, two at a time."""
+    jobs = start("3.3.0")
+    cold("3.3.0")
+
+    def under(fault):
+        if fault == "absent":
+            return jobs.run(fault, url="http://127.0.0.1:9")
+        with FaultProxy(server.port) as proxy:
+            proxy.fault = fault
+            return jobs.run(fault, url=proxy.url)
+
+    with ThreadPoolExecutor(2) as pool:
+        faults = list(REASONS) if is_extended else QUICK
+        return dict(zip(faults, pool.map(under, faults), strict=True))
+
+
+@pytest.mark.parametrize("fault", most_extended(REASONS, quick=QUICK))
+def test_the_kernel_is_compiled_and_the_reason_is_counted(outcomes, cold, fault):
+    outcome = outcomes[fault]
+    assert outcome.report["ptxas"] == 1
+    assert outcome.report["kernels"] == cold("3.3.0").report["kernels"][:1]
+    assert outcome.stats["fallbacks"].get(REASONS[fault], 0) >= 1
+    assert outcome.errors.count(f"graphstash: {REASONS[fault]}:") == 1
+
+
+@pytest.fixture
+def triton(start):
+    """Jobs of one version, for what does not depend on it."""
+    return start("3.3.0")
+
+
+@pytest.fixture
+def fresh():
+    """A namespace in which nothing is."""
+    return f"triton-faults-fresh-{next(_numbers)}"
+
+
+def test_hosts_that_start_at_once_compile_each_kernel_once(triton, fresh):
+    herd = [triton.start(f"herd-{number}", "--kernels", 4, namespace=fresh) for number in range(3)]
+    outcomes = [running.finish() for running in herd]
+    assert sum(outcome.report["ptxas"] for outcome in outcomes) == 4
+    assert sum(outcome.stats["published"] for outcome in outcomes) == 4
+    assert all(outcome.stats["fallbacks"] == {} for outcome in outcomes)
+    assert all(outcome.report["kernels"] == outcomes[0].report["kernels"] for outcome in outcomes)
+
+
+@pytest.mark.extended
+def test_binaries_alone_are_other_artifacts_than_kernels_with_all_stages(triton, cold):
+    alone = [
+        triton.run(host, variables={"TRITON_STORE_BINARY_ONLY": "1"})
+        for host in ("binary-a", "binary-b")
+    ]
+    assert [outcome.report["ptxas"] for outcome in alone] == [1, 0]
+    for outcome in alone:
+        assert set(outcome.report["kernels"][0]["stages"]) <= {"cubin", "source"}
+        assert outcome.report["kernels"][0]["cubin"] == cold("3.3.0").report["kernels"][0]["cubin"]
+    assert alone[0].stats["published_bytes"] < cold("3.3.0").stats["published_bytes"] / len(DAMAGES)
+
+
+@pytest.mark.extended
+def test_with_kernels_of_the_users_own_nothing_is_shared(triton, server, fresh):
+    outcome = triton.run("override", namespace=fresh, variables={"TRITON_KERNEL_OVERRIDE": "1"})
+    assert outcome.report["ptxas"] == 1
+    assert outcome.stats == {}
+    assert server.stats(fresh)["artifacts"] == 0
+
+
+@pytest.mark.extended
+def test_a_forked_child_shares_as_its_parent_does(triton, cold):
+    outcome = triton.run("elsewhere/forked", "--fork", "--kernels", len(DAMAGES))
+    assert outcome.report["ptxas"] == 0
+    assert outcome.hits == len(DAMAGES)  # although the source lies somewhere else
+    assert outcome.report["kernels"] == cold("3.3.0").report["kernels"]
+
+
+def test_a_fault_of_the_cache_does_not_get_into_triton(triton, cold):
+    outcome = triton.run("raising", "--raise", "--kernels", len(DAMAGES))
+    assert outcome.report["ptxas"] == len(DAMAGES)
+    assert outcome.report["kernels"] == cold("3.3.0").report["kernels"]
+    assert outcome.stats["fallbacks"] == {"internal": len(DAMAGES)}
+    assert outcome.errors.count("a fault of the cache") == 1

@@ -1,0 +1,273 @@
+"""The services of compose.yaml by hand: their commands, environments and checks.
+
+`Deployment` says what is replaced because there is no container: addresses, ports and directories.
+Everything else is taken from the compose files and the Dockerfile as it stands there.
+"""
+
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from graphstash._artifacts.stash import Stash
+from graphstash.config import ClientConfig
+from graphstash_schema import ArtifactKey, ArtifactMetadata
+from support.compose import Image, load
+from support.nginx import Nginx, free_port
+from support.postgres import Postgres
+
+PASSWORD = "secret"  # of support.postgres
+_START_SECONDS = 90
+
+
+class Deployment:
+    """A deployment on loopback; a context manager.
+
+    Attributes:
+        postgres, nginx: running.
+        processes: service -> its running process.
+        url: where clients go.
+    """
+
+    def __init__(self, directory, *files, postgres, pycache, **variables):
+        self.directory = directory
+        self.postgres = postgres
+        self.image = Image()
+        self.services = load(
+            *files, variables={"GRAPHSTASH_DATABASE_PASSWORD": PASSWORD, **variables}
+        )["services"]
+        self.ports = {"server-1": free_port(), "server-2": free_port()}
+        self.processes = {}
+        self.nginx = None
+        self.scripts = sysconfig.get_path("scripts")
+        self.prefix = []  # in front of every server's command
+        # The image is compiled; here, compiled modules are kept between the servers of a run.
+        self.more = {"PYTHONPYCACHEPREFIX": str(pycache), "PYTHONDONTWRITEBYTECODE": ""}
+        self.database = postgres.new_database().rpartition("/")[2]
+        self.payload = os.urandom(500_000)
+        self.token = None  # of the jobs
+        self._keys = itertools.count()
+        (directory / "tmp").mkdir(parents=True)
+
+    @property
+    def url(self):
+        return self.nginx.url
+
+    def substitutes(self, service):
+        """What stands for addresses, ports and directories inside the containers."""
+        subnet = self.services["server-1"]["networks"]["back"]["ipv4_address"].rpartition(".")[0]
+        volumes = self.services[service].get("volumes", ())
+        data = next((each.split(":")[0] for each in volumes if "/var/lib/graphstash" in each), "")
+        return {
+            "@postgres:5432/graphstash": f"@127.0.0.1:{self.postgres.port}/{self.database}",
+            f"{subnet}.11:8077": f"127.0.0.1:{self.ports['server-1']}",
+            f"{subnet}.12:8077": f"127.0.0.1:{self.ports['server-2']}",
+            "/var/lib/graphstash": str(self.directory / (data or "none")),
+            "0.0.0.0": "127.0.0.1",
+            "8077": str(self.ports.get(service, 0)),
+            "8080": str(self.nginx.port) if self.nginx else "8080",
+        }
+
+    def substituted(self, service, text):
+        for name, value in self.substitutes(service).items():
+            text = text.replace(name, value)
+        return text
+
+    def environment(self, service):
+        """Of a container of our image: the image's, then the service's."""
+        given = {**self.image.environment, **self.services[service]["environment"]}
+        replaced = {name: self.substituted(service, str(value)) for name, value in given.items()}
+        path = f"{self.scripts}:{replaced['PATH']}:/usr/sbin:/sbin"
+        return {**replaced, "PATH": path, "HOME": str(self.directory / "tmp"), **self.more}
+
+    def command(self, service):
+        described = self.services[service]
+        entrypoint = described.get("entrypoint", self.image.entrypoint)
+        return [*entrypoint, *described.get("command", self.image.command)]
+
+    def run(self, service):
+        """Runs a service that ends by itself."""
+        return self.exec(service, *self.command(service))
+
+    def exec(self, service, *command):
+        """As `docker compose exec -T`."""
+        return subprocess.run(
+            command,
+            check=False,
+            capture_output=True,
+            text=True,
+            env=self.environment(service),
+            cwd=self.directory / "tmp",
+            timeout=120,
+        )
+
+    def start(self, *services):
+        """Starts services and waits for their own health checks."""
+        for service in services:
+            self._start(service)
+        for service in services:
+            self._wait(service)
+
+    def _start(self, service):
+        with (self.directory / f"{service}.log").open("ab") as log:
+            self.processes[service] = subprocess.Popen(
+                [*self.prefix, *self.command(service)],
+                stdout=log,
+                stderr=log,
+                env=self.environment(service),
+                cwd=self.directory / "tmp",
+            )
+
+    def _wait(self, service):
+        deadline = time.monotonic() + _START_SECONDS
+        while self.check(service) != 0:
+            log = (self.directory / f"{service}.log").read_text()
+            assert self.processes[service].poll() is None, log
+            assert time.monotonic() < deadline, log
+            time.sleep(0.3)
+
+    def check(self, service):
+        """The exit code of a service's health check."""
+        test = self.services[service]["healthcheck"]["test"]
+        assert test[0] == "CMD"
+        command = [self.substituted(service, part) for part in test[1:]]
+        environment = os.environ | {"PGPORT": str(self.postgres.port)}
+        directories = [sysconfig.get_path("scripts"), *postgres_directories(), os.environ["PATH"]]
+        environment["PATH"] = ":".join(directories)
+        command[0] = shutil.which(command[0], path=environment["PATH"])
+        return subprocess.run(
+            command, check=False, capture_output=True, env=environment, timeout=60
+        ).returncode
+
+    def stop(self, service):
+        """As `docker compose stop`: the exit code, within the grace period."""
+        process = self.processes.pop(service)
+        process.terminate()
+        return process.wait(int(self.services[service]["stop_grace_period"].rstrip("s")))
+
+    def kill(self, service):
+        process = self.processes.pop(service)
+        process.send_signal(signal.SIGKILL)
+        process.wait(30)
+
+    def start_nginx(self, **variables):
+        self.nginx = None
+        environment = self.services["nginx"]["environment"]
+        given = {
+            name: self.substituted("nginx", str(value))
+            for name, value in environment.items()
+            if name.startswith("GRAPHSTASH_")
+        }
+        tls = "ssl" in environment["GRAPHSTASH_NGINX_LISTEN"]
+        self.nginx = Nginx(self.directory / "nginx", variables={**given, **variables}, tls=tls)
+
+    def up(self):
+        """Everything in the order of depends_on."""
+        migrated = self.run("migrate")
+        assert migrated.returncode == 0, migrated.stderr
+        self.start("server-1", "server-2")
+        self.start_nginx()
+        self.make_token()
+        return self
+
+    def make_token(self, grant="admin:*"):
+        """As README.md of docker/ says; jobs and `headers` show the last one that was made."""
+        options = ("--grant", grant, "--description", "these tests")
+        made = self.exec("server-1", "graphstash", "token", "create", *options)
+        assert made.returncode == 0, made.stderr
+        self.token = made.stdout.strip()
+        return self.token
+
+    @property
+    def headers(self):
+        return {"Authorization": f"Bearer {self.token}"}
+
+    def new_key(self):
+        return ArtifactKey.parse("jax", "cpu", f"{next(self._keys):064x}")
+
+    def put(self, key):
+        """As a training job on one host; `get` is on another with an empty disk."""
+        metadata = ArtifactMetadata(compile_seconds=60, raw_size_bytes=len(self.payload))
+        with self._stash(tempfile.mkdtemp(dir=self.directory)) as stash:
+            stash.put(key, self.payload, metadata)
+
+    def get(self, key):
+        with self._stash(tempfile.mkdtemp(dir=self.directory)) as stash:
+            return stash.get(key)
+
+    def _stash(self, disk):
+        return Stash(ClientConfig(url=self.url, cache_dir=disk, token=self.token))
+
+    def close(self):
+        if self.nginx is not None:
+            self.nginx.close()
+        for service in list(self.processes):
+            self.stop(service)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+def postgres_directories():
+    return [str(path) for path in sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)]
+
+
+def settings_of(command):
+    """`postgres -c name=value ...` as a dictionary."""
+    assert command[0] == "postgres"
+    assert set(command[1::2]) == {"-c"}
+    return dict(setting.split("=", 1) for setting in command[2::2])
+
+
+@pytest.fixture(scope="session")
+def compose_postgres():
+    """PostgreSQL with the settings of compose.yaml."""
+    services = load("compose.yaml", variables={"GRAPHSTASH_DATABASE_PASSWORD": PASSWORD})[
+        "services"
+    ]
+    with Postgres(**settings_of(services["postgres"]["command"])) as postgres:
+        yield postgres
+
+
+@pytest.fixture(scope="session")
+def pycache(tmp_path_factory):
+    return tmp_path_factory.mktemp("pycache")
+
+
+@pytest.fixture
+def deploy(tmp_path, compose_postgres, pycache):
+    """Makes a deployment of these files with an empty database, and ends it."""
+    with contextlib.ExitStack() as stack:
+        yield lambda *files, **variables: stack.enter_context(
+            Deployment(tmp_path, *files, postgres=compose_postgres, pycache=pycache, **variables)
+        )
+
+
+@pytest.fixture(scope="module")
+def standing_deployment(tmp_path_factory, compose_postgres, pycache):
+    """One for the tests that leave everything running as they found it."""
+    with Deployment(
+        tmp_path_factory.mktemp("deployment"),
+        "compose.yaml",
+        postgres=compose_postgres,
+        pycache=pycache,
+    ) as deployment:
+        yield deployment.up()
+
+
+@pytest.fixture
+def http():
+    with httpx.Client(timeout=60, trust_env=False) as client:
+        yield client

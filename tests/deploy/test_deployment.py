@@ -1,0 +1,244 @@
+"""compose.yaml by hand: real PostgreSQL, `graphstash migrate`, two servers, nginx, a client."""
+
+import itertools
+import re
+import shlex
+import subprocess
+import threading
+import time
+
+import httpx
+import pytest
+
+from graphstash_schema import Digest
+from support.compose import DOCKER
+from support.waiting import until
+
+pytestmark = pytest.mark.extended
+
+
+class Load:
+    """Threads that put, get and ask for leases until told to stop; what failed is kept."""
+
+    def __init__(self, deployment, *, puts):
+        self.url = deployment.url
+        self.headers = deployment.headers
+        self.answered = 0
+        self.failures = []
+        self._puts = puts
+        self._end = threading.Event()
+        self._threads = [threading.Thread(target=self._work, args=(n,)) for n in range(4)]
+
+    def __enter__(self):
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._end.set()
+        for thread in self._threads:
+            thread.join(60)
+
+    def wait_for(self, count):
+        goal = self.answered + count
+        until(lambda: self.answered >= goal)
+
+    def _work(self, worker):
+        with httpx.Client(
+            base_url=self.url, headers=self.headers, timeout=60, trust_env=False
+        ) as client:
+            for number in itertools.count():
+                if self._end.is_set():
+                    return
+                name = f"{worker:032x}{number:032x}"
+                try:
+                    self._round(client, name)
+                except (httpx.HTTPError, AssertionError) as error:
+                    self.failures.append(repr(error))
+
+    def _round(self, client, name):
+        path = f"/v1/load/artifacts/jax/cpu/{name}"
+        blob = name.encode() * 500
+        if self._puts:
+            sent = client.put(
+                path, content=blob, headers={"Repr-Digest": Digest.of(blob).repr_digest}
+            )
+            assert sent.status_code == 201, f"PUT {sent.status_code} {sent.text}"
+            got = client.get(path)
+            assert (got.status_code, got.content) == (200, blob), f"GET {got.status_code}"
+        else:
+            got = client.get(path)
+            assert got.status_code == 404, f"GET {got.status_code}"
+        lease = client.post(f"/v1/load/leases/jax/cpu/{name[::-1]}", json={"ttl_seconds": 1})
+        assert lease.status_code in {200, 201, 202}, f"POST {lease.status_code} {lease.text}"
+        self.answered += 1
+
+
+@pytest.fixture
+def deployment(standing_deployment):
+    return standing_deployment
+
+
+def test_what_one_host_puts_another_gets_and_nginx_sends_the_bytes(deployment, http):
+    key = deployment.new_key()
+    deployment.put(key)
+
+    assert deployment.get(key) == deployment.payload
+    answer = http.get(
+        deployment.url + str(key.artifact_path("default")), headers=deployment.headers
+    )
+    assert answer.status_code == 200
+    assert deployment.nginx.has_sent(answer.headers["x-request-id"])
+
+
+def test_both_servers_answer_for_each_others_artifacts(deployment, http):
+    key = deployment.new_key()
+    deployment.put(key)
+    path = str(key.artifact_path("default"))
+    for port in deployment.ports.values():
+        answer = http.get(f"http://127.0.0.1:{port}{path}", headers=deployment.headers)
+        assert (answer.status_code, Digest.of(answer.content).etag) == (
+            200,
+            answer.headers["etag"],
+        )
+    for _ in range(6):
+        assert http.get(deployment.url + "/readyz").status_code == 200
+    for port in deployment.ports.values():
+        assert f'"server":"127.0.0.1:{port}"' in deployment.nginx.log, "nginx asks both"
+
+
+def test_every_address_refuses_requests_without_a_token(deployment, http):
+    path = str(deployment.new_key().artifact_path("default"))
+    blob = deployment.payload
+    digest = {"Repr-Digest": Digest.of(blob).repr_digest}
+
+    ports = [deployment.nginx.port, *deployment.ports.values()]
+    for url in (f"http://127.0.0.1:{port}" for port in ports):
+        for headers in ({}, {"Authorization": "Bearer gst_" + "a" * 16 + "_" + "A" * 43}):
+            put = http.put(url + path, content=blob, headers=headers | digest)
+            got = [http.get(url + each, headers=headers) for each in (path, "/v1/stats")]
+            assert [answer.status_code for answer in (put, *got)] == [401] * 3
+    assert http.get(deployment.url + path, headers=deployment.headers).status_code == 404
+
+
+def test_a_token_revoked_in_one_server_is_refused_behind_nginx(deployment, http):
+    kept = deployment.token
+    token = deployment.make_token("read:default")
+    deployment.token = kept
+    headers = {"Authorization": f"Bearer {token}"}
+    assert http.get(deployment.url + "/v1/-/access", headers=headers).status_code == 200
+
+    revoked = deployment.exec("server-2", "graphstash", "token", "revoke", token)
+    assert revoked.returncode == 0, revoked.stderr
+    for port in deployment.ports.values():
+        url = f"http://127.0.0.1:{port}/v1/-/access"
+        until(lambda url=url: http.get(url, headers=headers).status_code == 401)
+    listed = deployment.exec("server-1", "graphstash", "audit", "--json")
+    assert token.split("_")[1] in listed.stdout
+    assert token.split("_", 2)[2] not in listed.stdout
+
+
+def test_by_the_first_commands_of_the_guide_ci_writes_and_developers_read(deployment, http):
+    guide = (DOCKER / "README.md").read_text()
+    form = re.compile(r"^dc exec -T server-1 (graphstash (?:namespace|token) .*)", re.MULTILINE)
+    commands = form.findall(guide)
+    done = [deployment.exec("server-1", *shlex.split(each)) for each in commands]
+    assert [each.returncode for each in done] == [0] * 4, [each.stderr for each in done]
+    callers = [{"Authorization": f"Bearer {each.stdout.strip()}"} for each in done[1:]]
+    path = str(deployment.new_key().artifact_path("trusted"))
+    blob = deployment.payload
+    digest = {"Repr-Digest": Digest.of(blob).repr_digest}
+
+    _, ci, developers = callers
+    put = [
+        http.put(deployment.url + path, content=blob, headers=each | digest).status_code
+        for each in (developers, ci)
+    ]
+    got = [http.get(deployment.url + path, headers=each).status_code for each in callers]
+    ends = [
+        http.get(deployment.url + "/v1/-/access", headers=each).json()["expires_at"]
+        for each in callers
+    ]
+    assert (put, got) == ([403, 201], [200] * 3)
+    assert all(ends)
+
+
+def test_one_server_killed_and_requests_go_on(deployment):
+    keys = [deployment.new_key() for _ in range(4)]
+    for key in keys:
+        deployment.put(key)
+    with Load(deployment, puts=False) as load:
+        load.wait_for(20)
+        deployment.kill("server-1")
+        load.wait_for(100)
+    after = [deployment.get(key) for key in keys]
+    key = deployment.new_key()
+    deployment.put(key)
+    after.append(deployment.get(key))
+    deployment.start("server-1")
+
+    assert load.failures == []
+    assert after == [deployment.payload] * 5
+
+
+def test_a_rolling_restart_under_load_fails_no_request(deployment):
+    with Load(deployment, puts=True) as load:
+        for service in ("server-1", "server-2"):
+            load.wait_for(20)
+            assert deployment.stop(service) == 0
+            load.wait_for(20)
+            deployment.start(service)
+            time.sleep(2.1)  # nginx looks again after fail_timeout
+        load.wait_for(20)
+    assert load.failures == []
+
+
+def test_the_health_checks_tell_good_from_bad(deployment):
+    for service in ("postgres", "server-1", "server-2", "nginx"):
+        assert deployment.check(service) == 0, service
+
+    deployment.postgres.kill()
+    assert deployment.check("postgres") != 0
+    assert deployment.check("server-1") != 0, "a server without its database is not ready"
+    assert deployment.check("nginx") == 0, "nginx is not to blame"
+    deployment.postgres.start()
+    until(lambda: deployment.check("server-1") == 0)
+
+    deployment.kill("server-1")
+    assert deployment.check("server-1") != 0
+    deployment.start("server-1")
+    deployment.nginx.close()
+    assert deployment.check("nginx") != 0
+    deployment.start_nginx()
+
+
+def test_the_images_own_health_check_asks_the_process_only(deployment):
+    command = [deployment.substituted("server-1", part) for part in deployment.image.healthcheck]
+    environment = deployment.environment("server-1")
+
+    def check():
+        return subprocess.run(command, check=False, env=environment, capture_output=True).returncode
+
+    assert check() == 0
+    deployment.postgres.kill()
+    assert check() == 0
+    deployment.postgres.start()
+    deployment.stop("server-1")
+    assert check() != 0
+    deployment.start("server-1")
+
+
+def test_a_server_does_not_start_before_the_database_is_migrated(deploy):
+    deployment = deploy("compose.yaml")
+
+    refused = deployment.run("server-1")
+
+    assert refused.returncode != 0
+    assert "migrate" in refused.stderr
+
+
+def test_migrating_again_changes_nothing(deployment):
+    again = deployment.run("migrate")
+
+    assert again.returncode == 0, again.stderr
+    assert deployment.check("server-1") == 0

@@ -1,0 +1,281 @@
+"""The files of docker/: well-formed, pinned, locked down, and in agreement with each other."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import yaml
+from compose_spec import PyCompose
+
+from graphstash_server.settings import Settings
+from support.compose import DOCKER, Image, example_variables, load, variables_of
+
+COMBINATIONS = {
+    "disk": ("compose.yaml",),
+    "s3": ("compose.yaml", "compose.s3.yaml"),
+    "tls": ("compose.yaml", "compose.tls.yaml"),
+    "both": ("compose.yaml", "compose.s3.yaml", "compose.tls.yaml"),
+}
+ALL = ("compose.yaml", "compose.s3.yaml", "compose.tls.yaml")
+NEEDED = {
+    "GRAPHSTASH_DATABASE_PASSWORD": "secret",
+    "AWS_ACCESS_KEY_ID": "key",
+    "AWS_SECRET_ACCESS_KEY": "secret",
+    "GRAPHSTASH_TLS_CERTIFICATE": "/tls/crt",
+    "GRAPHSTASH_TLS_KEY": "/tls/key",
+}
+OURS = ("migrate", "server-1", "server-2", "nginx", "bucket")
+
+
+@pytest.fixture(scope="module")
+def image():
+    return Image()
+
+
+@pytest.fixture(params=COMBINATIONS)
+def composed(request):
+    return load(*COMBINATIONS[request.param], variables=NEEDED)
+
+
+def without_extensions(composed):
+    return {name: value for name, value in composed.items() if not name.startswith("x-")}
+
+
+def test_compose_files_keep_to_the_specification(composed):
+    parsed = PyCompose.from_yaml(yaml.safe_dump(without_extensions(composed)))
+
+    assert sorted(parsed.service_names()) == sorted(composed["services"])
+
+
+def test_the_specification_refuses_what_is_not_in_it():
+    composed = without_extensions(load("compose.yaml", variables=NEEDED))
+    composed["services"]["nginx"]["memory_limit"] = "1g"
+
+    with pytest.raises(ValueError, match="memory_limit"):
+        PyCompose.from_yaml(yaml.safe_dump(composed))
+
+
+def test_what_services_name_is_there(composed):
+    services = composed["services"]
+    for name, service in services.items():
+        assert set(service.get("depends_on", ())) <= set(services), name
+        assert set(service.get("networks", ())) <= set(composed["networks"]), name
+        assert set(service.get("secrets", ())) <= set(composed.get("secrets", ())), name
+        for volume in service.get("volumes", ()):
+            source = volume.split(":")[0]
+            known = (DOCKER / source).is_file() if source.startswith(".") else True
+            assert known, volume
+            assert source.startswith(".") or source in composed["volumes"], volume
+        for target, how in service.get("depends_on", {}).items():
+            if how["condition"] == "service_healthy":
+                assert "test" in services[target]["healthcheck"], f"{name} waits for {target}"
+            if how["condition"] == "service_completed_successfully":
+                assert services[target].get("restart", "no") == "no", target
+
+
+def test_every_variable_is_explained_and_every_explained_one_is_read():
+    assert set(example_variables()) == variables_of(*ALL)
+
+
+def test_the_example_shows_the_defaults():
+    """A commented line that is activated as it stands changes nothing."""
+    needed = dict.fromkeys(NEEDED, "x")
+
+    shown = load(*ALL, variables={**example_variables(), **needed})
+
+    assert shown == load(*ALL, variables=needed)
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_what_has_no_default_is_asked_for(name):
+    given = {**NEEDED, name: ""}
+
+    with pytest.raises(KeyError, match=name):
+        load(*ALL, variables=given)
+
+
+def test_servers_get_settings_that_exist(composed):
+    services = composed["services"]
+    known = {f"GRAPHSTASH_{field.upper()}" for field in Settings.model_fields}
+    for name in ("server-1", "server-2", "migrate"):
+        given = {each for each in services[name]["environment"] if each.startswith("GRAPHSTASH_")}
+        assert given <= known, name
+
+
+def test_images_are_pinned_by_version(composed):
+    for name, service in composed["services"].items():
+        assert re.fullmatch(r"[a-z/]+:\d+\.\d+[\w.-]*", service["image"]), name
+        if service["image"].startswith("graphstash:"):
+            assert service["pull_policy"] == "never", "a stranger may own the name in a registry"
+
+
+def test_containers_are_locked_down(composed):
+    for name, service in composed["services"].items():
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert "privileged" not in service, name
+        if name != "s3":  # not our image, and not tried with a read-only root
+            assert service["read_only"] is True, name
+            assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", service["user"]), name
+
+
+def test_only_nginx_is_published_and_only_on_loopback(composed):
+    published = {
+        name: each["ports"] for name, each in composed["services"].items() if "ports" in each
+    }
+
+    assert published == {"nginx": ["127.0.0.1:8077:8080"]}
+    assert composed["networks"]["back"]["internal"] is True
+    others = {"nginx": {"front"}, "server-1": {"out"}, "server-2": {"out"}}
+    for name, service in composed["services"].items():
+        assert set(service["networks"]) == {"back"} | others.get(name, set()), name
+
+
+def test_the_servers_reach_their_identity_providers(composed):
+    """By a network of their own, with a route that `back` does not have."""
+    assert not (composed["networks"]["out"] or {}).get("internal", False)
+    for name in ("server-1", "server-2"):
+        service = composed["services"][name]
+        assert "out" in service["networks"], name
+        settings = {each for each in Settings.model_fields if each.startswith("oidc_")}
+        assert {f"GRAPHSTASH_{each.upper()}" for each in settings} <= set(service["environment"])
+
+
+def test_the_guide_makes_no_token_that_lasts_for_ever():
+    text = (DOCKER / "README.md").read_text()
+    made = re.findall(r"graphstash token create .*", text)
+
+    assert len(made) == 3
+    assert all("--expires" in each for each in made)
+
+
+def test_every_lasting_service_is_watched_bounded_and_given_time_to_end(composed):
+    for name, service in composed["services"].items():
+        if name in {"migrate", "bucket"}:
+            continue
+        assert service["restart"] == "unless-stopped", name
+        assert "test" in service["healthcheck"], name
+        assert "mem_limit" in service, name
+        assert "max-size" in service["logging"]["options"], name
+        assert int(service["stop_grace_period"].rstrip("s")) > 30, name
+        shutdown = service["environment"].get("GRAPHSTASH_SHUTDOWN_SECONDS", 0)
+        assert int(service["stop_grace_period"].rstrip("s")) > int(shutdown) + 10, name
+
+
+def test_the_two_servers_differ_in_their_address_only():
+    services = load("compose.yaml", variables=NEEDED)["services"]
+    one, two = services["server-1"], services["server-2"]
+
+    assert {name for name in one if one[name] != two[name]} == {"networks"}
+    for number, server in (("1", one), ("2", two)):
+        address = server["networks"]["back"]["ipv4_address"]
+        port = server["environment"]["GRAPHSTASH_PORT"]
+        assert (
+            services["nginx"]["environment"][f"GRAPHSTASH_SERVER_{number}"] == f"{address}:{port}"
+        )
+
+
+def test_nginx_reads_the_volume_that_the_servers_write_and_no_more():
+    services = load("compose.yaml", variables=NEEDED)["services"]
+    server, nginx = services["server-1"], services["nginx"]
+
+    assert server["volumes"] == ["data:/var/lib/graphstash"]
+    assert "data:/var/lib/graphstash:ro" in nginx["volumes"]
+    data_dir = server["environment"]["GRAPHSTASH_DATA_DIR"]
+    assert nginx["environment"]["GRAPHSTASH_BLOB_DIR"] == f"{data_dir}/blobs"
+    assert nginx["user"] == server["user"]
+
+
+def test_with_s3_each_server_has_a_tier_of_its_own_and_nginx_reads_none():
+    services = load("compose.yaml", "compose.s3.yaml", variables=NEEDED)["services"]
+
+    assert services["server-1"]["volumes"] == ["tier-1:/var/lib/graphstash"]
+    assert services["server-2"]["volumes"] == ["tier-2:/var/lib/graphstash"]
+    assert services["nginx"]["environment"]["GRAPHSTASH_ACCEL"] == ""
+
+
+def test_nginx_is_told_every_variable_of_its_templates():
+    services = load("compose.yaml", "compose.tls.yaml", variables=NEEDED)["services"]
+    given = services["nginx"]["environment"]
+    pattern = re.compile(given["NGINX_ENVSUBST_FILTER"])
+    for template in (DOCKER / "nginx").glob("*.template"):
+        for name in re.findall(r"\$\{(\w+)\}", template.read_text()):
+            assert name in given, name
+            assert pattern.search(name), name
+
+
+def test_the_dockerfile_passes_hadolint():
+    hadolint = Path(sysconfig.get_path("scripts")) / "hadolint"
+    done = subprocess.run(
+        [hadolint, "--no-color", DOCKER / "Dockerfile"],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_base_images_are_pinned_and_nothing_comes_from_elsewhere(image):
+    arguments = dict(each.split("=", 1) for name, each in image.instructions if name == "ARG")
+    assert re.fullmatch(r"python:3\.11\.\d+-slim-\w+", arguments["PYTHON_IMAGE"])
+    bases = {rest.split()[0] for name, rest in image.instructions if name == "FROM"}
+    assert bases == {"${PYTHON_IMAGE}"}
+    assert not [name for name, _ in image.instructions if name == "ADD"]
+    text = (DOCKER / "Dockerfile").read_text()
+    assert "apt-get" not in text
+    assert not re.search(r"(?i)password|secret|token|database_url", text)
+
+
+def test_the_image_runs_as_the_user_of_compose_without_a_shell(image):
+    services = load("compose.yaml", variables=NEEDED)["services"]
+    for name in ("server-1", "server-2", "migrate"):
+        assert services[name]["user"] == image.user
+    assert image.entrypoint == ["graphstash"]
+    assert image.command == ["serve"] == services["server-1"]["command"]
+    assert image.healthcheck[:2] == ["python", "-I"]
+
+
+def test_the_image_asks_for_tokens_and_takes_two_words_to_do_without(image):
+    environment = {"PATH": os.environ["PATH"], **image.environment, "GRAPHSTASH_AUTH": "none"}
+    assert not {"GRAPHSTASH_AUTH", "GRAPHSTASH_INSECURE"} & set(image.environment)
+    environment["PATH"] = f"{sysconfig.get_path('scripts')}:{environment['PATH']}"
+
+    refused = subprocess.run(
+        [*image.entrypoint, *image.command], check=False, capture_output=True, text=True,
+        env=environment,
+    )  # fmt: skip
+
+    assert refused.returncode != 0
+    assert "--insecure" in refused.stderr
+
+
+def test_the_build_sees_what_the_wheel_is_made_of_and_nothing_else():
+    lines = (DOCKER.parent / ".dockerignore").read_text().splitlines()
+    kept = {line[1:] for line in lines if line.startswith("!")}
+
+    assert "*" in lines
+    assert kept == {
+        *("constraints.txt", "pyproject.toml", "LICENSE", "README.md", "migrations"),
+        *("client/graphstash", "service/graphstash_server", "schema/graphstash_schema"),
+        "docker/install.sh",
+    }
+    assert all((DOCKER.parent / name).exists() for name in kept)
+
+
+def test_the_folders_of_the_tests_hide_no_package():
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import docker, packaging, json;"
+        "print(json.dumps([*docker.__path__, *packaging.__path__]))"
+    )
+    tests = str(Path(__file__).parents[1])
+    found = subprocess.run(
+        [sys.executable, "-I", "-c", program, tests], check=True, capture_output=True, text=True
+    ).stdout
+
+    assert tests not in "".join(json.loads(found))

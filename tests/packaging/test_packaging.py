@@ -1,0 +1,189 @@
+"""What a newcomer installs: sdist and wheel, the light client, the server, the public names."""
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import httpx
+import pytest
+
+from graphstash_server.settings import Settings
+from graphstash_server.testing import ServerProcess
+
+ROOT = Path(__file__).parents[2]
+# What the issue tracker calls the default install, and nothing of the server or of a compiler.
+HEAVY = ("torch", "torch_xla", "jax", "triton", "fastapi", "starlette", "sqlalchemy", "uvicorn")
+
+
+def run(*command, **options):
+    return subprocess.run(
+        [str(part) for part in command], check=True, capture_output=True, text=True, **options
+    ).stdout
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory):
+    """What `make dist` builds: an sdist, and a wheel of what is in the sdist."""
+    directory = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "uv", "build", "--quiet", "--out-dir", directory, ROOT)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def wheel(dist):
+    (wheel,) = dist.glob("*.whl")
+    return wheel
+
+
+def install(requirement, directory):
+    """Makes an environment with nothing but one package and what it needs; its commands."""
+    uv = (sys.executable, "-m", "uv")
+    run(*uv, "venv", "--quiet", "--python", sys.executable, directory)
+    commands = directory / "bin"
+    run(
+        *(*uv, "pip", "install", "--quiet", "--python", commands / "python"),
+        *("--constraint", ROOT / "constraints.txt", requirement),
+    )
+    return commands
+
+
+@pytest.fixture(scope="module")
+def light(wheel, tmp_path_factory):
+    """The default install."""
+    return install(wheel, tmp_path_factory.mktemp("light") / "venv")
+
+
+def test_the_sdist_holds_tracked_files_only_and_all_that_the_tests_read(dist):
+    (sdist,) = dist.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()} - {"PKG-INFO"}
+    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
+    assert names <= set(listed.splitlines())
+    needed = {"README.md", "LICENSE", "CHANGELOG.md", "Makefile", "constraints.txt", ".ci/packages"}
+    assert needed | {"migrations/env.py", "tests/conftest.py", "docker/Dockerfile"} <= names
+    if (ROOT / "docs").exists():
+        assert "mkdocs.yml" in names
+        assert any(name.startswith("docs/") for name in names)
+
+
+def test_the_installed_server_makes_its_database_and_answers(wheel, tmp_path):
+    commands = install(f"graphstash[server] @ {wheel.as_uri()}", tmp_path / "venv")
+    assert "serve" in run(commands / "graphstash", "--help")
+
+    with ServerProcess(
+        tmp_path / "data", command=(str(commands / "graphstash"), "serve")
+    ) as server:
+        assert httpx.get(f"{server.url}/healthz").status_code == 200
+        assert httpx.get(f"{server.url}/v1/stats").json()["namespaces"] == []
+
+
+def test_the_wheel_holds_three_packages_and_the_migrations(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names if ".dist-info" not in name}
+    assert tops == {"graphstash", "graphstash_server", "graphstash_schema"}
+    for needed in (
+        "graphstash/_process/autoload/sitecustomize.py",
+        "graphstash/py.typed",
+        "graphstash_server/py.typed",
+        "graphstash_schema/py.typed",
+        "graphstash_server/_migrations/env.py",
+    ):
+        assert needed in names
+    assert any(name.startswith("graphstash_server/_migrations/versions/2") for name in names)
+
+
+@pytest.mark.extended
+def test_the_default_install_is_the_light_client(light):
+    program = (
+        "import sys, graphstash, graphstash.hooks, graphstash.testing, graphstash._cli.main\n"
+        "graphstash.Stash, graphstash.install, graphstash.stats()\n"
+        f"print(sorted(set({HEAVY}) & set(sys.modules)))\n"
+        "from importlib.util import find_spec\n"
+        f"print(sorted(name for name in {HEAVY} if find_spec(name)))\n"
+    )
+    assert run(light / "python", "-I", "-c", program).split() == ["[]", "[]"]
+
+
+def test_importing_graphstash_imports_nothing_else():
+    program = (
+        "import sys, graphstash; print([n for n in sys.modules if n.startswith('graphstash')])"
+    )
+    assert run(sys.executable, "-I", "-c", program).strip() == "['graphstash']"
+
+
+def test_every_public_name_exists_and_nothing_else_is_listed():
+    program = (
+        "import graphstash; print([n for n in graphstash.__all__ if not hasattr(graphstash, n)])"
+    )
+    assert run(sys.executable, "-I", "-c", program).strip() == "[]"
+
+
+@pytest.mark.extended
+def test_the_light_client_runs_commands_and_says_what_serve_needs(light):
+    assert run(light / "graphstash", "--version").startswith("graphstash ")
+    assert run(light / "graphstash", "run", "--", "echo", "hello") == "hello\n"
+    refused = subprocess.run(
+        [light / "graphstash", "serve", "--port", "1"], check=False, capture_output=True, text=True
+    )
+    assert refused.returncode != 0
+    assert "graphstash[server]" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_the_folders_are_no_packages():
+    for folder in ("client", "service", "schema", "migrations", "docker", "tests"):
+        assert not (ROOT / folder / "__init__.py").exists()
+
+
+def test_nothing_but_the_agreed_names_is_in_the_root():
+    listed = run("git", "ls-files", cwd=ROOT).splitlines()
+    assert {name.split("/")[0] for name in listed} <= {
+        *("service", "client", "schema", "migrations", "docker", "tests", "pyproject.toml"),
+        *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Makefile", ".gitignore"),
+        *("SECURITY.md", "constraints.txt", ".ci", ".dockerignore", "docs", "mkdocs.yml"),
+        *(".github", ".pre-commit-config.yaml"),
+    }
+
+
+def test_the_lock_names_no_index():
+    locks = [ROOT / "constraints.txt", *(ROOT / "tests" / "environments").glob("*.txt")]
+    assert len(locks) > 5
+    for lock in locks:
+        assert "://" not in lock.read_text()
+        assert "--index" not in lock.read_text()
+    assert "torch==2.7.0" in (ROOT / "constraints.txt").read_text()
+
+
+@pytest.mark.parametrize("group", ["jax_plugins", "torch.backends"])
+@pytest.mark.parametrize("autoload", ["0", "1"])
+def test_what_compilers_load_by_themselves_does_nothing_unless_it_is_told_to(group, autoload):
+    program = (
+        "import sys; from importlib.metadata import entry_points\n"
+        f"(point,) = entry_points(group={group!r}, name='graphstash')\n"
+        "loaded = point.load()\n"
+        "getattr(loaded, 'initialize', loaded)()\n"
+        "print(len(sys.meta_path))"
+    )
+    plain = int(run(sys.executable, "-I", "-c", "import sys; print(len(sys.meta_path))"))
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("GRAPHSTASH_AUTOLOAD", autoload)
+        finders = int(run(sys.executable, "-I", "-c", program))
+    assert (finders > plain) == (autoload == "1")
+
+
+def test_no_shell_variable_is_needed_to_import_what_is_installed():
+    environment = {"PATH": os.environ["PATH"]}
+    program = "import graphstash_server, graphstash, graphstash_schema"
+    run(sys.executable, "-I", "-c", program, env=environment)
+
+
+def test_the_reference_names_every_setting_of_the_server():
+    page = "docs/reference/server-settings.md"
+    assert f"({page})" in (ROOT / "README.md").read_text()
+    text = (ROOT / page).read_text()
+
+    for name in Settings.model_fields:
+        assert f"`GRAPHSTASH_{name.upper()}`" in text, name

@@ -1,0 +1,391 @@
+"""What the release before has stored works unchanged, and either release talks to the other.
+
+The release before is started from its commit, with its own environment and real processes, and
+filled; this release goes on with its data. See `support.release_before`.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+
+import httpx
+import pytest
+
+from graphstash_server.testing import ServerProcess
+from support.postgres import Postgres
+from support.release_before import python_of_release_before, sources_of_release_before
+
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[2]
+CLIENT = ROOT / "tests" / "support" / "release_job.py"
+TRAIN = ROOT / "tests" / "support" / "train_job.py"
+COMPILE = ROOT / "tests" / "support" / "inductor_job.py"
+WITHHELD, LEASED = 5, 6
+STORED = (1, 2, 3, 4)
+
+
+class Release:
+    """One release, by its Python."""
+
+    def __init__(self, python):
+        self.python = str(python)
+
+    def serve(self, directory, **settings):
+        """`graphstash serve`, in a process of its own."""
+        return ServerProcess(
+            directory,
+            command=(self.python, "-m", "graphstash", "serve"),
+            environment={"GRAPHSTASH_MIN_FREE_BYTES": "0"} | variables(settings),
+        )
+
+    def command(self, *arguments, **settings):
+        """What a command prints."""
+        return subprocess.run(
+            [self.python, "-m", "graphstash", *map(str, arguments)],
+            check=True,
+            capture_output=True,
+            text=True,
+            env=os.environ | variables(settings),
+            timeout=120,
+        ).stdout
+
+    def client(self, *steps, **settings):
+        """What a client gets, step by step; see `release_job.py`."""
+        outcome = subprocess.run(
+            [self.python, "-P", str(CLIENT)],
+            input=json.dumps(steps),
+            check=True,
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONPATH": ""} | variables(settings),
+            timeout=120,
+        )
+        return json.loads(outcome.stdout)
+
+
+def variables(settings):
+    return {f"GRAPHSTASH_{name.upper()}": str(value) for name, value in settings.items()}
+
+
+def everything(url, token):
+    """All that an administrator and a reader get from a server, but for its clock and counters."""
+    with httpx.Client(
+        base_url=f"{url}/v1", headers={"Authorization": f"Bearer {token}"}, timeout=30
+    ) as http:
+        seen = {}
+        for number in (*STORED, WITHHELD, LEASED):
+            answer = http.get(f"/team/artifacts/jax/cpu-x86_64-0123456789abcdef/{number:064x}")
+            headers = dict(answer.headers)
+            for free in ("date", "x-request-id"):
+                headers.pop(free)
+            body = answer.content if answer.status_code == 200 else answer.json()["code"]
+            if answer.status_code != 200:
+                headers.pop("content-length")
+            seen[number] = (answer.status_code, headers, body)
+        paths = ("-/tokens", "-/namespaces", "-/quarantine", "-/access", "team/manifests/train")
+        for path in paths:
+            answer = http.get(f"/{path}")
+            assert answer.status_code == 200, answer.text
+            seen[path] = answer.json()
+        for listed in seen["-/tokens"]["tokens"]:
+            listed.pop("last_used_at")
+        for known in (seen["-/access"], *seen["-/tokens"]["tokens"]):
+            assert known.pop("issuer", None) is None  # a field that this release adds
+        return seen
+
+
+@pytest.fixture(scope="module")
+def before():
+    return Release(python_of_release_before())
+
+
+@pytest.fixture(scope="module")
+def now():
+    return Release(sys.executable)
+
+
+@pytest.fixture(scope="module")
+def postgres():
+    with Postgres() as postgres:
+        yield postgres
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database(request):
+    """Settings of a server on each kind of database."""
+    if request.param == "sqlite":
+        return {}
+    return {"database_url": request.getfixturevalue("postgres").new_database()}
+
+
+def test_this_release_goes_on_with_everything_that_the_one_before_stored(
+    before, now, database, tmp_path
+):
+    data, host = tmp_path / "data", tmp_path / "host"
+    signing, trusted = tmp_path / "key.pem", tmp_path / "trusted.json"
+    admins = {"data_dir": data, **database}
+    public = json.loads(before.command("keys", "generate", signing, "--json"))["public"]
+    before.command("keys", "trust", public, "--name", "ci", "--file", trusted)
+
+    def token(*grants):
+        options = [part for grant in grants for part in ("--grant", grant)]
+        told = before.command("token", "create", *options, "--description", "a test", **admins)
+        return told.split()[-1]
+
+    with before.serve(data, auth="tokens", **database) as server:
+        tokens = {
+            name: token(grant)
+            for name, grant in {
+                "admin": "admin:*",
+                "writer": "write:team",
+                "reader": "read:team",
+                "revoked": "read:team",
+            }.items()
+        }
+        before.command("token", "revoke", tokens["revoked"], **admins)
+        before.command("namespace", "set", "frozen", "--mode", "read_only", **admins)
+        before.command("namespace", "set", "team", "--max-artifact", "1MiB", **admins)
+        job = {"namespace": "team", "cache_dir": host, "token": tokens["writer"]}
+        signed = job | {"signing_key": signing}
+        strict = {"trusted_keys": trusted, "signatures": "require"}
+        url = {"url": server.url}
+        puts = [("put", number, f"payload {number}" * 1000) for number in (1, 2, 3)]
+        assert before.client(*puts, **signed, **url) == [True] * 3
+        before.client(("put", 4, "payload 4"), **job, **url, **strict)
+        _, ((_, digest),) = before.client(
+            ("put", WITHHELD, "wrong"), ("lookup", WITHHELD), **job, **url
+        )
+        report, lease, *_ = before.client(
+            ("report", WITHHELD, digest),
+            ("acquire", LEASED),
+            ("remember", "train", 1, 2),
+            ("remember", "train", 2, 4),
+            **job,
+            **url,
+            lease_seconds=600,
+        )
+        assert report == [True, True]
+        assert lease[0] == "granted"
+        stored = everything(server.url, tokens["admin"])
+        server.stop()
+
+    with now.serve(data, auth="tokens", **database) as server:
+        assert everything(server.url, tokens["admin"]) == stored
+        url = {"url": server.url}
+        steps = [("source", number) for number in STORED]
+        # Of the local tier, one is not signed: there is a proof that this user compiled it here.
+        assert now.client(*steps, **job, **url, **strict) == ["local"] * 4
+        fresh = job | {"cache_dir": tmp_path / "another host"}
+        assert now.client(*steps[:3], **fresh, **url, **strict) == ["remote"] * 3
+        assert now.client(("source", 4), **fresh, **url, **strict) == ["error: unsigned"]
+        got = now.client(*[("get", number) for number in STORED], **fresh, **url)
+        assert got == [f"payload {number}" * 1000 for number in (1, 2, 3)] + ["payload 4"]
+        (_, _, held, renewed, _, again), stats = (
+            now.client(
+                ("verify", 1),
+                ("get", WITHHELD),
+                ("acquire", LEASED),
+                ("renew", LEASED, lease[1]),
+                ("release", LEASED, lease[1]),
+                ("acquire", LEASED),
+                **job,
+                **url,
+            ),
+            now.client(("stats",), **job, **url),
+        )
+        assert (held[0], renewed, again[0]) == ("held", "renewed", "granted")
+        assert stats == [[5, 1]]
+        reader = fresh | {"token": tokens["reader"]}
+        assert now.client(("get", 1), ("put", 7, "x"), **reader, **url)[1] == "error: forbidden 403"
+        revoked = fresh | {"token": tokens["revoked"]}
+        assert now.client(("lookup", 1), **revoked, **url) == ["error: unauthenticated 401"]
+        frozen = fresh | {"namespace": "frozen", "token": tokens["admin"]}
+        assert now.client(("put", 1, "x"), **frozen, **url) == ["error: forbidden 403"]
+        (listed,) = stored["-/quarantine"]["artifacts"]
+        name = "/".join([listed["namespace"], *listed["key"].values()])
+        now.command("quarantine", "release", name, **admins)
+        # A publisher of this release finds its own bytes there already: they are the same ones.
+        assert now.client(("put", WITHHELD, "wrong"), ("put", 2, "else"), **fresh, **url) == [
+            True,
+            "error: refused 409",
+        ]
+        # And the clients of the release before, which are upgraded later, go on with this server.
+        later = job | {"cache_dir": tmp_path / "a third host"}
+        assert before.client(*steps, ("get", WITHHELD), **later, **url) == ["remote"] * 4 + [
+            "wrong"
+        ]
+
+
+@pytest.mark.parametrize("upgraded", ["server", "client"])
+def test_a_client_of_one_release_works_with_a_server_of_the_other(before, now, upgraded, tmp_path):
+    here, there = (before, now) if upgraded == "server" else (now, before)
+    with there.serve(tmp_path / "data") as server:
+        job = {"url": server.url, "namespace": "team"}
+        # A colleague has the release of the server.
+        colleague = job | {"cache_dir": tmp_path / "colleague"}
+        mine = job | {"cache_dir": tmp_path / "mine"}
+        there.client(("put", 1, "theirs"), ("remember", "train", 1), **colleague)
+        answers = here.client(
+            ("get", 1),
+            ("get", 2),
+            ("acquire", 2),
+            ("renew", 2),
+            ("put", 2, "mine"),
+            ("acquire", 2),
+            ("acquire", 3),
+            ("release", 3),
+            ("verify", 2),
+            ("remember", "train", 1, 2),
+            ("stats",),
+            **mine,
+        )
+        granted, ready, freed = answers[2], answers[5], answers[6]
+        assert answers[:2] == ["theirs", None]
+        assert (granted[0], ready[0], freed[0]) == ("granted", "ready", "granted")
+        assert answers[3:5] == ["renewed", True]
+        assert answers[7:] == [None, [True, False], None, [2, 0]]
+        found, missing, mine_of_them, manifest = there.client(
+            ("lookup", 1, 2), ("lookup", 9), ("get", 2), ("manifest", "train"), **colleague
+        )
+        assert [number for number, _ in found] == [1, 2]
+        assert (missing, mine_of_them) == ([], "mine")
+        assert {number: runs for number, (runs, _) in manifest.items()} == {"1": 2, "2": 1}
+        assert here.client(("lookup", 1, 2), ("manifest", "train"), **mine) == [found, manifest]
+        assert here.client(("put", 1, "else"), **mine) == ["error: refused 409"]
+        assert here.client(("report", 1, found[0][1]), **mine) == [[True, True]]
+        assert there.client(("lookup", 1), **colleague) == [[]]
+
+
+def test_servers_of_both_releases_serve_one_store_during_a_rolling_upgrade(
+    before, now, postgres, tmp_path
+):
+    shared = {"database_url": postgres.new_database()}
+    with (
+        before.serve(tmp_path / "data", **shared) as old,
+        now.serve(tmp_path / "data", **shared) as new,
+    ):
+
+        def client(release, server, host, *steps):
+            settings = {"cache_dir": tmp_path / host, "namespace": "team", "lease_seconds": 600}
+            return release.client(*steps, url=server.url, **settings)
+
+        client(before, old, "a", ("put", 1, "old"), ("remember", "train", 1))
+        client(now, new, "b", ("put", 2, "new"), ("remember", "train", 2))
+        for number, (release, server) in enumerate(
+            [(before, old), (before, new), (now, old), (now, new)]
+        ):
+            got = client(
+                release, server, f"c{number}", ("get", 1), ("get", 2), ("manifest", "train")
+            )
+            assert got[:2] == ["old", "new"]
+            assert sorted(got[2]) == ["1", "2"]
+        ((state, token),) = client(before, old, "a", ("acquire", 3))
+        assert state == "granted"
+        held, renewed = client(now, new, "b", ("acquire", 3), ("renew", 3, token))
+        assert (held[0], renewed) == ("held", "renewed")
+        client(now, new, "b", ("put", 3, "made"))
+        assert client(before, old, "a", ("acquire", 3), ("get", 3))[1] == "made"
+        digests = client(now, old, "d", ("lookup", 1))
+        ((_, digest),) = digests[0]
+        assert client(now, old, "d", ("report", 1, digest)) == [[True, True]]
+        assert client(before, new, "e", ("lookup", 1)) == [[]]
+
+
+def run_in(sources, *command, **settings):
+    """Runs something in the environment of the tests, on another release's sources where given."""
+    paths = [] if sources is None else [sources / "client", sources / "schema"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+    return subprocess.run(
+        [sys.executable, "-P", *map(str, command)],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=environment | variables(settings),
+        timeout=300,
+    ).stdout
+
+
+def test_a_training_goes_on_from_a_checkpoint_of_the_release_before(tmp_path):
+    sources = sources_of_release_before()
+    where = run_in(sources, "-c", "import graphstash; print(graphstash.__file__)")
+    assert Path(where.strip()).is_relative_to(sources)
+    steps = ("--steps", 24, "--accumulate", 2, "--precision", "fp16")
+
+    def train(release, name, *options):
+        report, losses = tmp_path / f"{name}.json", tmp_path / f"{name}.txt"
+        run_in(release, TRAIN, report, losses, *steps, *options)
+        return json.loads(report.read_text()), losses.read_text().splitlines()
+
+    whole, losses = train(None, "whole")
+    stored = ("--checkpoints", tmp_path / "checkpoints")
+    _, first = train(sources, "first", *stored, "--stop-after", 12)
+    resumed, rest = train(None, "rest", *stored)
+
+    assert resumed["resumed_from"] == 12
+    assert resumed["weights"] == whole["weights"]
+    assert first + rest == losses
+
+
+def test_a_graph_that_the_release_before_published_is_not_compiled_again(server, tmp_path):
+    """The key, the envelope and what a hook puts into it are those of the release before."""
+    settings = {
+        "url": server.url,
+        "namespace": "release-before",
+        "hooks": "inductor",
+        "drain_seconds": 60,
+    }
+
+    def job(release, host):
+        directory = tmp_path / host
+        directory.mkdir()
+        report, stats = directory / "report.json", directory / "stats.jsonl"
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("TORCHINDUCTOR_CACHE_DIR", str(directory / "inductor"))
+            environment.setenv("TMPDIR", str(directory))
+            run_in(
+                release,
+                COMPILE,
+                report,
+                "--install",
+                "--matmul",  # nothing for a C++ compiler, which takes its time
+                cache_dir=directory / "tier",
+                stats_file=stats,
+                **settings,
+            )
+        counts = [json.loads(line) for line in stats.read_text().splitlines()]
+        losses = json.loads(report.read_text())["losses"]
+        return losses, {
+            name: sum(count[name] for count in counts)
+            for name in ("hits_remote", "misses", "published")
+        }
+
+    losses, first = job(sources_of_release_before(), "before")
+    again, second = job(None, "now")
+    assert first["published"] == first["misses"] > 0
+    assert again == losses
+    assert second == {"hits_remote": first["published"], "misses": 0, "published": 0}
+
+
+def test_entry_points_and_dotted_names_of_the_release_before_are_there():
+    """They stand in files and variables of users, and in environments that are updated in place."""
+    project = tomllib.loads((sources_of_release_before() / "pyproject.toml").read_text())["project"]
+    for group, named in project["entry-points"].items():
+        for name in named:
+            (point,) = entry_points(group=group, name=name)
+            assert point.load()
+    for group in ("jax_plugins", "torch.backends"):
+        assert callable(
+            _function(EntryPoint("x", project["entry-points"][group]["graphstash"], group))
+        )
+    for value in ("SharedCacheManager", "SharedCacheBackend"):
+        assert EntryPoint("x", f"graphstash.hooks.triton:{value}", "x").load().__name__ == value
+
+
+def _function(point):
+    loaded = point.load()
+    return getattr(loaded, "initialize", loaded)

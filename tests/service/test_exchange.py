@@ -1,0 +1,300 @@
+"""JWTs of two providers, exchanged for tokens that live as long as a job."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from graphstash_schema import (
+    TOKEN_FORM,
+    AccessKind,
+    Digest,
+    Grant,
+    TokenExchange,
+    TokenRequest,
+)
+from graphstash_server.services.identity import tokens as tokens_module
+from graphstash_server.services.identity.principals import Principal
+from support.guarded_server import artifact_path
+from support.issuer import Cluster, Issuer
+from support.processes import graphstash
+from support.services import ACTOR, FakeClock
+from support.tokens import Guarded
+
+pytestmark = pytest.mark.sql
+
+GITHUB = [
+    {
+        "claims": {"repository": "team/*", "ref": "refs/heads/main", "event_name": "push"},
+        "grants": ["write:ci", "write:scratch-*", "read:trusted"],
+    }
+]
+CLUSTER = [
+    {
+        "claims": {"kubernetes.io": {"namespace": "ci", "serviceaccount": {"name": "trainer"}}},
+        "grants": ["read:ci"],
+    }
+]
+
+
+@pytest.fixture(scope="module")
+def github():
+    with Issuer() as issuer:
+        issuer.add_key("first")
+        yield issuer
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with Cluster() as issuer:
+        issuer.add_key("first", "RS256")
+        yield issuer
+
+
+@pytest.fixture
+def settings(github, cluster, database_url):
+    """One provider by the settings for one, the other beside it."""
+    return {
+        "database_url": database_url,
+        "oidc_issuer": github.url,
+        "oidc_audience": "graphstash",
+        "oidc_rules": GITHUB,
+        "oidc_issuers": [
+            {"name": "k8s", "issuer": cluster.url, "audience": "graphstash", "rules": CLUSTER}
+        ],
+        "oidc_token_seconds": 3 * 3600,
+    }
+
+
+@pytest.fixture
+def guarded(tmp_path, settings):
+    with Guarded(tmp_path, **settings) as guarded:
+        yield guarded
+
+
+@pytest.fixture
+def clock(guarded):
+    """A clock that decides about callers; a test turns it."""
+    clock = FakeClock()
+    clock.now = datetime.now(UTC)
+    context = guarded.server._server.config.app.state.context
+    for service in (context.access, context.access._tokens, context.tokens):
+        service._clock = clock
+    return clock
+
+
+@pytest.fixture
+def exchange(guarded):
+    def exchange(jwt, **wanted):
+        return guarded.http(jwt).post("/v1/-/tokens:exchange", json=wanted)
+
+    return exchange
+
+
+def put(caller, namespace, number=0):
+    headers = {"Repr-Digest": Digest.of(b"x").repr_digest}
+    return caller.put(artifact_path(namespace, number), content=b"x", headers=headers).status_code
+
+
+def test_jobs_of_two_providers_keep_their_rights_for_two_hours(
+    guarded, exchange, clock, github, cluster
+):
+    jwts = [github.token("first"), cluster.token("first")]
+    writer_jwt, reader_jwt = map(guarded.http, jwts)
+    issued = [exchange(jwt, lifetime_seconds=2 * 3600 + 60).json() for jwt in jwts]
+    writer, reader = (guarded.http(each["token"]) for each in issued)
+    assert put(writer, "ci") == put(writer_jwt, "ci", 1) == 201
+    assert reader.get(artifact_path("ci")).status_code == 200
+
+    clock.turn(5 * 60 + 31)
+    assert put(writer_jwt, "ci", 2) == 401
+    assert reader_jwt.get(artifact_path("ci")).status_code == 401
+    assert put(writer, "ci", 2) == 201
+
+    clock.turn(2 * 3600 - 331)
+    assert put(writer, "ci", 3) == 201
+    assert reader.get(artifact_path("ci", 3)).status_code == 200
+    assert put(reader, "ci", 4) == 403
+
+    clock.turn(61)
+    assert put(writer, "ci", 4) == 401
+    assert reader.get(artifact_path("ci")).status_code == 401
+
+
+def test_a_token_has_all_rights_of_its_jwt_for_as_long_as_the_server_allows(
+    exchange, guarded, github, clock
+):
+    answer = exchange(github.token("first"))
+    token, info = answer.json()["token"], answer.json()["info"]
+
+    assert answer.status_code == 201
+    assert answer.headers["Cache-Control"] == "no-store"
+    assert TOKEN_FORM.fullmatch(token)["id"] == info["id"]
+    access = guarded.http(token).get("/v1/-/access").json()
+    assert access["kind"] == "token"
+    assert access["name"] == f"token:{info['id']} oidc:repo:team/model"
+    assert access["grants"] == info["grants"]
+    assert [str(Grant.model_validate(each)) for each in info["grants"]] == GITHUB[0]["grants"]
+    assert datetime.fromisoformat(info["expires_at"]) == clock.now + timedelta(hours=3)
+
+
+@pytest.mark.parametrize(
+    "grant",
+    [
+        "write:ci",
+        "read:ci",
+        "read:scratch-1",
+        "write:scratch-1*",
+        "write:scratch-*",
+        "read:trusted",
+    ],
+)
+def test_a_token_can_have_fewer_rights_than_its_jwt(exchange, guarded, github, grant):
+    wanted = [Grant.parse(grant).model_dump(mode="json")]
+    issued = exchange(github.token("first"), grants=wanted).json()
+
+    access = guarded.http(issued["token"]).get("/v1/-/access").json()
+    assert access["grants"] == wanted
+
+
+@pytest.mark.parametrize(
+    ("changed", "code", "names"),
+    [
+        ({"lifetime_seconds": 3 * 3600 + 1}, "invalid_request", "10800"),
+        ({"lifetime_seconds": 59}, "invalid_request", "60"),
+        ({"lifetime_seconds": 10**30}, "invalid_request", "lifetime_seconds"),
+        ({"lifetime_seconds": "long"}, "invalid_request", "lifetime_seconds"),
+        ({"grants": [{"scope": "read", "namespaces": "A"}]}, "invalid_pattern", "A"),
+        ({"grants": [{"scope": "read", "namespaces": "ci"}] * 65}, "invalid_request", "grants"),
+        ({"expires_at": "2030-01-01T00:00:00Z"}, "invalid_request", "expires_at"),
+        ({"description": "mine"}, "invalid_request", "description"),
+    ],
+)
+def test_an_exchange_out_of_form_is_refused(exchange, github, problem, changed, code, names):
+    problem(exchange(github.token("first"), **changed), 400, code, names)
+
+
+def test_a_token_is_listed_with_its_subject_and_logged(exchange, guarded, cluster):
+    info = exchange(cluster.token("first")).json()["info"]
+    admin = guarded.http(guarded.admin)
+
+    assert info["issuer"] == cluster.url
+    assert admin.get("/v1/-/tokens").json()["tokens"][0] == info
+    entry = admin.get("/v1/-/audit").json()["entries"][0]
+    assert (entry["action"], entry["subject"]) == ("token_create", info["id"])
+    assert entry["actor"] == "oidc/k8s:system:serviceaccount:ci:trainer"
+    listed = graphstash(
+        *("token", "list"),
+        GRAPHSTASH_DATA_DIR=guarded.server.data_dir,
+        GRAPHSTASH_DATABASE_URL=guarded.database_url,
+        COLUMNS=250,
+        check=True,
+    )
+    assert "oidc/k8s:system:serviceaccount:ci:trainer" in listed.stdout
+
+
+def test_a_revoked_token_is_refused_by_every_server_within_two_seconds(
+    exchange, guarded, clock, github, settings, tmp_path
+):
+    with Guarded(tmp_path / "second", **settings) as second:
+        context = second.server._server.config.app.state.context
+        for service in (context.access, context.access._tokens):
+            service._clock = clock
+        issued = exchange(github.token("first")).json()
+        here, there = (each.http(issued["token"]) for each in (guarded, second))
+        assert here.get("/v1/-/access").status_code == there.get("/v1/-/access").status_code == 200
+
+        revoked = guarded.http(guarded.admin).delete(f"/v1/-/tokens/{issued['info']['id']}")
+
+        assert revoked.status_code == 204
+        assert here.get("/v1/-/access").status_code == 401
+        clock.turn(2)
+        assert there.get("/v1/-/access").status_code == 401
+
+
+def test_a_jwt_stays_good_until_half_a_minute_after_its_end(guarded, clock, github):
+    """Nobody can revoke it: what the documentation says."""
+    job = guarded.http(github.token("first", exp=int(time.time()) + 300))
+    clock.turn(300 + 28)
+    assert job.get("/v1/-/access").status_code == 200
+    clock.turn(3)
+    assert job.get("/v1/-/access").status_code == 401
+
+
+def test_tokens_of_a_provider_end_when_the_server_trusts_it_no_more(
+    exchange, guarded, github, cluster, settings, tmp_path
+):
+    issued = [exchange(each.token("first")).json()["token"] for each in (github, cluster)]
+    left = settings | {"oidc_issuers": []}
+    with Guarded(tmp_path / "later", **left) as later:
+        answers = [later.http(token).get("/v1/-/access").status_code for token in issued]
+        own = later.http(later.token("read:*")).get("/v1/-/access").status_code
+
+    assert [*answers, own] == [200, 401, 200]
+
+
+def test_one_subject_has_a_limit_of_tokens(exchange, guarded, github, problem, clock, monkeypatch):
+    monkeypatch.setattr(tokens_module, "MAX_EXCHANGED_OF_ONE", 2)
+    jwt = github.token("first")
+    made = [exchange(jwt, lifetime_seconds=60).json() for _ in range(2)]
+
+    problem(exchange(jwt), 409, "conflict", "oidc:repo:team/model has 2 tokens")
+    assert exchange(github.token("first", sub="repo:team/other")).status_code == 201
+    guarded.http(guarded.admin).delete(f"/v1/-/tokens/{made[0]['info']['id']}")
+    clock.turn(120)
+    problem(exchange(jwt), 409, "conflict", "not yet an hour old")
+    clock.turn(3600)
+    late = {"exp": int(time.time()) + 7200}
+    assert exchange(github.token("first", **late)).status_code == 201
+
+
+def test_many_exchanges_at_once_keep_to_the_limit(exchange, github, monkeypatch):
+    monkeypatch.setattr(tokens_module, "MAX_EXCHANGED_OF_ONE", 3)
+    jwt = github.token("first")
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(lambda _: exchange(jwt).status_code, range(24)))
+
+    assert sorted(answers) == [201] * 3 + [409] * 21
+
+
+def test_all_subjects_together_leave_room_for_administrators(
+    exchange, guarded, github, cluster, problem, monkeypatch
+):
+    monkeypatch.setattr(tokens_module, "MAX_EXCHANGED_TOKENS", 2)
+    assert exchange(github.token("first")).status_code == 201
+    assert exchange(cluster.token("first")).status_code == 201
+
+    problem(exchange(github.token("first", sub="another")), 409, "conflict", "all callers")
+    assert guarded.token("read:*")
+
+
+@pytest.mark.anyio
+async def test_tokens_of_jobs_are_forgotten_an_hour_after_their_end(opened):
+    job = Principal(AccessKind.OIDC, "oidc:job", (Grant.parse("read:ci"),), None, "https://ci")
+    async with opened() as server:
+        tokens = server.context.tokens
+        own = await tokens.create(
+            TokenRequest(
+                description="x",
+                grants=job.grants,
+                expires_at=opened.clock.now + timedelta(seconds=60),
+            ),
+            actor=ACTOR,
+        )
+        await tokens.exchange(
+            TokenExchange(lifetime_seconds=60), caller=job, max_lifetime_seconds=60, actor=ACTOR
+        )
+        before = opened.clock.now
+        opened.clock.turn(3600)
+        assert await tokens.forget_ended(before=before) == 0
+        opened.clock.turn(61)
+        assert await tokens.forget_ended(before=before) == 1
+        assert [each.id for each in (await tokens.list_all()).tokens] == [own.info.id]
+
+
+def test_a_server_without_authentication_exchanges_nothing(tmp_path, problem):
+    with Guarded(tmp_path, auth="none") as everybody:
+        answer = everybody.http().post("/v1/-/tokens:exchange", json={})
+
+    problem(answer, 403, "forbidden", "no JWT")

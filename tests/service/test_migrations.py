@@ -1,0 +1,265 @@
+"""The revisions of the database, on SQLite and PostgreSQL: up from nothing, like the tables, down
+again, and up from a filled database of every older revision."""
+
+import asyncio
+import logging
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from alembic import command
+from alembic.script import ScriptDirectory
+
+from graphstash_schema import ArtifactMetadata
+from graphstash_server.context import prepare_database
+from graphstash_server.db.engine import make_engine
+from graphstash_server.db.migrate import alembic_config, find_revision, migrate, newest_revision
+from graphstash_server.db.tables import metadata
+from graphstash_server.errors import StartError
+from graphstash_server.eviction_order import aged, density
+from graphstash_server.settings import load_settings
+from graphstash_server.testing import LiveServer
+
+pytestmark = pytest.mark.sql
+
+NOW = datetime(2026, 3, 4, 5, 6, 7, tzinfo=UTC)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request, tmp_path):
+    if request.param == "postgresql":
+        return request.getfixturevalue("postgres").new_database()
+    directory = tmp_path / "a directory"
+    directory.mkdir()
+    return f"sqlite+aiosqlite:///{directory / '100% of it.sqlite3'}"
+
+
+@pytest.fixture
+def config(url):
+    return alembic_config(url)
+
+
+def on(url, work):
+    """Runs synchronous work in one transaction."""
+
+    async def run():
+        engine = make_engine(sa.make_url(url))
+        try:
+            async with engine.begin() as connection:
+                return await connection.run_sync(work)
+        finally:
+            await engine.dispose()
+
+    return asyncio.run(run())
+
+
+def tables(url):
+    return set(on(url, lambda connection: sa.inspect(connection).get_table_names()))
+
+
+def test_an_empty_database_gets_every_table_and_loses_them_again(config, url):
+    command.upgrade(config, "head")
+    assert tables(url) == {*metadata.tables, "alembic_version"}
+
+    command.downgrade(config, "base")
+    assert tables(url) == {"alembic_version"}
+
+    command.upgrade(config, "head")
+    assert tables(url) == {*metadata.tables, "alembic_version"}
+
+
+def test_the_revisions_and_the_tables_say_the_same(config):
+    command.upgrade(config, "head")
+
+    command.check(config)
+
+
+def test_migrating_twice_changes_nothing(url, tmp_path):
+    migrate(url, lock_path=tmp_path / "lock")
+    migrate(url, lock_path=tmp_path / "lock")
+
+    assert tables(url) == {*metadata.tables, "alembic_version"}
+
+
+def test_servers_that_migrate_at_the_same_time_take_turns(url, tmp_path):
+    """With lock files of their own, as on hosts of their own."""
+    program = (
+        "import sys; from pathlib import Path; from graphstash_server.db.migrate import migrate;"
+        "migrate(sys.argv[1], lock_path=Path(sys.argv[2]))"
+    )
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program, url, str(tmp_path / f"lock-{number}")])
+        for number in range(3)
+    ]
+
+    assert [process.wait(120) for process in processes] == [0, 0, 0]
+    assert asyncio.run(find_revision(url)) == newest_revision()
+
+
+def artifacts_of_revision_1(count):
+    for number in range(count):
+        header = ArtifactMetadata(
+            compile_seconds=1.5 + number, raw_size_bytes=10, toolchain=f"jax 0.{number % 3}"
+        ).to_header()
+        yield {
+            "namespace": "team",
+            "fingerprint": f"{number:064x}",
+            "kind": "jax",
+            "device_type": "cpu",
+            "sha256": f"{number // 2:064x}",
+            "size_bytes": 5000 + number,
+            "metadata_header": "" if number == 0 else header,
+            "compile_seconds": 1.5 + number,
+            "created_at": NOW,
+            "last_used_at": NOW,
+            "hits": number,
+            "pinned_until": None,
+        }
+
+
+def fill(connection, count):
+    artifacts = sa.Table("artifacts", sa.MetaData(), autoload_with=connection)
+    usage = sa.Table("usage", sa.MetaData(), autoload_with=connection)
+    naive = connection.dialect.name == "sqlite"
+    rows = [
+        {
+            name: value.replace(tzinfo=None) if naive and isinstance(value, datetime) else value
+            for name, value in row.items()
+        }
+        for row in artifacts_of_revision_1(count)
+    ]
+    connection.execute(artifacts.insert(), rows)
+    counters = dict.fromkeys(usage.columns.keys(), 0)
+    counters |= {"namespace": "team", "artifacts": count, "size_bytes": 7, "saved_seconds": 2.5}
+    connection.execute(usage.insert(), counters)
+
+
+def test_a_filled_database_of_the_first_revision_is_ranked(config, url):
+    command.upgrade(config, "0001")
+    on(url, lambda connection: fill(connection, 2500))
+
+    command.upgrade(config, "head")
+
+    rows = on(
+        url,
+        lambda connection: connection.execute(
+            sa.select(metadata.tables["artifacts"]).order_by(sa.column("fingerprint"))
+        ).all(),
+    )
+    assert len(rows) == 2500
+    for number, row in enumerate(rows):
+        worth = density(compile_seconds=1.5 + number, size_bytes=5000 + number)
+        assert row.toolchain == ("" if number == 0 else f"jax 0.{number % 3}")
+        assert row.density == pytest.approx(worth)
+        assert row.rank == pytest.approx(worth + aged(NOW))
+        assert (row.hits, row.last_used_at, row.pinned_until) == (number, NOW, None)
+    command.check(config)
+
+
+def test_a_filled_database_goes_down_and_up_again_and_keeps_what_both_know(config, url):
+    command.upgrade(config, "0001")
+    on(url, lambda connection: fill(connection, 100))
+
+    command.upgrade(config, "head")
+    command.downgrade(config, "0001")
+    command.upgrade(config, "head")
+
+    def read(connection):
+        artifacts, usage = metadata.tables["artifacts"], metadata.tables["usage"]
+        count = connection.scalar(sa.select(sa.func.count()).select_from(artifacts))
+        return count, connection.execute(sa.select(usage)).one()
+
+    count, usage = on(url, read)
+    assert count == 100
+    assert (usage.artifacts, usage.size_bytes, usage.saved_seconds) == (100, 7, 2.5)
+    assert (usage.evictions, usage.evicted_bytes) == (0, 0)
+
+
+def test_a_server_of_the_release_before_goes_on_storing(config, url):
+    command.upgrade(config, "head")
+
+    on(url, lambda connection: fill(connection, 10))
+
+
+def settings_for(url, tmp_path, **more):
+    return load_settings(database_url=url, data_dir=tmp_path, **more)
+
+
+def test_a_server_that_must_not_migrate_says_what_to_do(config, url, tmp_path):
+    settings = settings_for(url, tmp_path)
+    with pytest.raises(StartError, match="revision none and this release needs"):
+        asyncio.run(prepare_database(settings, is_migrating=False))
+
+    command.upgrade(config, "0001")
+    with pytest.raises(StartError, match="graphstash migrate"):
+        asyncio.run(prepare_database(settings, is_migrating=False))
+
+    command.upgrade(config, "head")
+    asyncio.run(prepare_database(settings, is_migrating=False))
+
+
+def test_a_server_goes_on_with_a_database_of_a_later_release(config, url, tmp_path, caplog):
+    command.upgrade(config, "head")
+    on(
+        url,
+        lambda connection: connection.execute(
+            sa.text("UPDATE alembic_version SET version_num='9999'")
+        ),
+    )
+
+    with caplog.at_level(logging.WARNING):
+        for is_migrating in (False, True):
+            asyncio.run(prepare_database(settings_for(url, tmp_path), is_migrating=is_migrating))
+
+    assert "9999" in caplog.text
+    assert asyncio.run(find_revision(url)) == "9999"
+
+
+def test_a_server_of_the_filled_older_database_serves(config, url, tmp_path):
+    command.upgrade(config, "0001")
+    on(url, lambda connection: fill(connection, 10))
+    blob = tmp_path / "data" / "blobs" / "sha256" / "00" / f"{0:064x}"
+    blob.parent.mkdir(parents=True)
+    blob.write_bytes(bytes(5000))
+
+    with LiveServer(tmp_path / "data", database_url=url, log_level="error"):
+        pass
+
+    assert asyncio.run(find_revision(url)) == newest_revision()
+
+
+def test_a_database_that_cannot_be_reached_is_named_without_its_password(tmp_path):
+    settings = settings_for("postgresql://someone:hunter2@127.0.0.1:1/x", tmp_path)
+
+    with pytest.raises(StartError) as failure:
+        asyncio.run(prepare_database(settings, is_migrating=True))
+
+    assert "127.0.0.1:1" in str(failure.value)
+    assert "hunter2" not in str(failure.value)
+
+
+def test_a_wrong_password_is_a_clear_error(postgres, tmp_path):
+    url = postgres.url.replace(":secret@", ":hunter2@")
+
+    with pytest.raises(StartError, match="password authentication failed") as failure:
+        asyncio.run(prepare_database(settings_for(url, tmp_path), is_migrating=True))
+
+    assert "hunter2" not in str(failure.value)
+
+
+def test_revisions_do_not_import_the_product():
+    versions = Path(__file__).parents[2] / "migrations" / "versions"
+
+    for revision in versions.glob("*.py"):
+        assert "graphstash" not in revision.read_text()
+
+
+def test_revisions_after_the_first_release_only_add(config):
+    """A rolling upgrade migrates first, while servers of the release before go on."""
+    revisions = ScriptDirectory.from_config(config).walk_revisions()
+    for revision in revisions:
+        upgrade = Path(revision.path).read_text().split("def downgrade")[0]
+        assert "drop_" not in upgrade

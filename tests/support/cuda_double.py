@@ -1,0 +1,109 @@
+"""Stands in for CUDA graphs on a CPU, and keeps their rules.
+
+While a graph is captured nothing is executed: the operations are kept, with the memory that they
+read and write, and a replay does them again. Whoever reads a value then, or lets other threads
+spoil the capture, gets an error as from CUDA.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["CudaDouble"]
+
+_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
+
+
+class CudaDouble:
+    """What tests look at.
+
+    Attributes:
+        captures: how many graphs were captured, failed ones left out.
+        pools: the memory pools that captures were given.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.captures = 0
+        self.pools: list[object] = []
+        double = self
+
+        class Graph:
+            recorded: _Recording
+
+            def replay(self) -> None:
+                self.recorded.replay()
+
+        @contextlib.contextmanager
+        def graph(into: Any, *, pool: object, capture_error_mode: str) -> Iterator[None]:
+            if capture_error_mode != "thread_local":
+                raise RuntimeError("another thread used CUDA: the capture is invalid")
+            double.pools.append(pool)
+            into.recorded = _Recording()
+            try:
+                with into.recorded:
+                    yield
+                double.captures += 1
+            finally:
+                into.recorded.undo()
+
+        class Stream:
+            def __init__(self, device: object) -> None:
+                pass
+
+            def wait_stream(self, other: object) -> None:
+                pass
+
+        monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+        monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+        monkeypatch.setattr(torch.cuda, "graph", graph)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+
+
+class _Recording(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._operations: list[tuple[Any, Any, Any, Any]] = []
+        self._made: set[int] = set()
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in _READS:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        if "_fused_" in str(function):
+            raise RuntimeError("a kernel would keep numbers of the host as they are now")
+        for tensor in pytree.tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor) and id(tensor) not in self._made:
+                self._before.setdefault(id(tensor), (tensor, tensor.detach().clone()))
+        results = function(*args, **kwargs)
+        for tensor in pytree.tree_leaves(results):
+            if isinstance(tensor, Tensor):
+                self._made.add(id(tensor))
+        self._operations.append((function, args, kwargs, results))
+        return results
+
+    def undo(self) -> None:
+        """Nothing was executed: what was there before has its values again."""
+        with torch.no_grad():
+            for tensor, value in self._before.values():
+                tensor.copy_(value)
+
+    def replay(self) -> None:
+        """Does the operations again, into the memory that they had."""
+        with torch.no_grad():
+            for function, args, kwargs, results in self._operations:
+                again = function(*args, **kwargs)
+                pairs = zip(pytree.tree_leaves(results), pytree.tree_leaves(again), strict=True)
+                for old, new in pairs:
+                    if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                        old.copy_(new)

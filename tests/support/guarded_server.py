@@ -1,0 +1,177 @@
+"""A server process that asks for tokens, and a picture of everything that it keeps."""
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+from sqlalchemy import Row, select
+
+from graphstash_schema import ArtifactMetadata, Digest
+from graphstash_server.db import tables
+from graphstash_server.db.engine import Database
+from graphstash_server.settings import load_settings
+from graphstash_server.testing import ServerProcess
+from support.tokens import issue
+
+__all__ = ["DEVICE", "GuardedServer", "Picture", "artifact_path", "fingerprint"]
+
+DEVICE = "cpu-x86_64-0123456789abcdef"
+
+_VOLATILE = {
+    # They count what was read and refused, and change with every honest look.
+    "artifacts": {"hits", "last_used_at", "rank", "looked_up_until"},
+    "tokens": {"last_used_at"},
+    "usage": {"hits", "misses", "served_bytes", "conflicts", "saved_seconds"},
+}
+_WATCHED = (
+    *("artifacts", "audit", "deletions", "leases", "manifest_entries", "namespaces", "reports"),
+    *("tokens", "usage"),
+)
+
+
+class Picture(NamedTuple):
+    """What is kept: the digest of every file, and every row of every table that matters."""
+
+    files: dict[str, str]
+    rows: dict[str, list[Row[Any]]]
+
+
+def fingerprint(number: int = 0) -> str:
+    return hashlib.sha256(str(number).encode()).hexdigest()
+
+
+def artifact_path(namespace: str, number: int = 0, *, kind: str = "jax") -> str:
+    return f"/v1/{namespace}/artifacts/{kind}/{DEVICE}/{fingerprint(number)}"
+
+
+class GuardedServer(ServerProcess):
+    """A context manager.
+
+    Attributes:
+        directory: holds its data, and beside them a file that is none of its business.
+        database_url: where its tokens are.
+        admin: the administrator's token.
+        canary: what stands in that file.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *options: str,
+        database_url: str = "",
+        environment: dict[str, str] | None = None,
+        **settings: object,
+    ) -> None:
+        self.directory = directory
+        data_dir = directory / "data"
+        url = {"database_url": database_url} if database_url else {}
+        self.database_url = load_settings(data_dir=data_dir, **url).database_url
+        self.canary = "a canary that must not sing"
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "canary").write_text(self.canary)
+        settings = {"auth": "tokens", "min_free_bytes": 0, "flush_seconds": 0.05} | settings | url
+        variables = {f"GRAPHSTASH_{name.upper()}": str(settings[name]) for name in settings}
+        self._clients: dict[tuple[tuple[str, str], ...], httpx.Client] = {}
+        super().__init__(data_dir, *options, environment=(environment or {}) | variables)
+        self.admin = self.token("admin:*", description="admin")
+
+    def __exit__(self, *_: object) -> None:
+        for client in self._clients.values():
+            client.close()
+        super().__exit__(None, None, None)
+
+    def token(self, *grants: str, **terms: Any) -> str:
+        """A new token that grants all that; its text."""
+        return issue(self.database_url, *grants, **terms).token
+
+    def http(self, token: str | None = None, **headers: str) -> httpx.Client:
+        """A client that shows a token, or none."""
+        if token is not None:
+            headers["Authorization"] = f"Bearer {token}"
+        name = tuple(headers.items())
+        if name not in self._clients:
+            # Without TLS there is nothing to verify, and its authorities take long to load.
+            self._clients[name] = httpx.Client(
+                base_url=self.url, headers=headers, timeout=30, trust_env=False, verify=False
+            )
+        return self._clients[name]
+
+    def put(
+        self,
+        path: str,
+        blob: bytes,
+        *,
+        token: str | None = None,
+        metadata: ArtifactMetadata | str | None = None,
+        **headers: str,
+    ) -> httpx.Response:
+        """Uploads a blob as an attacker would, who keeps to no envelope."""
+        headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        headers["Repr-Digest"] = Digest.of(blob).repr_digest
+        if metadata is not None:
+            text = metadata if isinstance(metadata, str) else metadata.to_header()
+            headers["Graphstash-Metadata"] = text
+        return self.http(token or self.admin).put(path, content=blob, headers=headers)
+
+    def fill(self, namespace: str, *numbers: int) -> None:
+        """Artifacts that an attack may not touch."""
+        for number in numbers or (0,):
+            metadata = ArtifactMetadata(compile_seconds=1.0, raw_size_bytes=1)
+            path = artifact_path(namespace, number)
+            answer = self.put(path, f"{namespace} {number}".encode(), metadata=metadata)
+            assert answer.status_code == 201, answer.text
+
+    def digest_of(self, namespace: str) -> str:
+        """Of the only artifact there, as reports name it."""
+        (digest,) = (
+            f"sha256:{row.sha256}"
+            for row in self.picture().rows["artifacts"]
+            if row.namespace == namespace
+        )
+        return digest
+
+    def set_policy(self, namespace: str, **policy: object) -> None:
+        answer = self.http(self.admin).put(f"/v1/-/namespaces/{namespace}", json=policy)
+        assert answer.status_code == 200, answer.text
+
+    def stats(self) -> Any:
+        return self.http(self.admin).get("/v1/stats").json()
+
+    def picture(self) -> Picture:
+        files = {
+            str(path.relative_to(self.directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in self.directory.rglob("*")
+            if path.is_file()
+            and not path.name.startswith("graphstash.sqlite3")
+            and path.suffix != ".log"
+        }
+        return Picture(files, asyncio.run(_rows(self.database_url)))
+
+    @contextmanager
+    def withstands(self) -> Iterator[Counter[str]]:
+        """Whatever is done in here changes nothing; gives what was refused, by error code."""
+        refused: Counter[str] = Counter()
+        before, counted = self.picture(), Counter(self.stats()["refused"])
+        yield refused
+        refused.update(Counter(self.stats()["refused"]) - counted)
+        assert self.picture() == before
+
+
+async def _rows(url: str) -> dict[str, list[Row[Any]]]:
+    database = Database(url)
+    found = {}
+    try:
+        async with database.reading() as connection:
+            for name in _WATCHED:
+                table = getattr(tables, name)
+                kept = [each for each in table.c if each.name not in _VOLATILE.get(name, ())]
+                rows = await connection.execute(select(*kept).order_by(*table.primary_key))
+                found[name] = list(rows)
+    finally:
+        await database.close()
+    return found

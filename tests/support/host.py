@@ -1,0 +1,74 @@
+"""A job of a team inside this process, with a host, a disk and counters of its own."""
+
+import resource
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Self
+
+from graphstash import ClientConfig, CompileCache, Stash, Stats
+from graphstash._compile.stats import Counters
+from graphstash._executor import BoundedExecutor
+from graphstash_schema import ArtifactKey
+
+__all__ = ["Host", "file_size_limit", "key"]
+
+
+def key(number: int = 1, kind: str = "torch_xla") -> ArtifactKey:
+    return ArtifactKey.parse(kind, "cpu-x86_64-0123456789abcdef", f"{number:064x}")
+
+
+@contextmanager
+def file_size_limit(size_bytes: int) -> Iterator[None]:
+    """This process's disk is full as soon as a file is that large."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class Host:
+    """Compiles what its cache does not have; a context manager.
+
+    Attributes:
+        compiles: how often it had to compile.
+        result: what it compiles.
+    """
+
+    def __init__(self, stash: Stash | ClientConfig, *, capacity: int = 8) -> None:
+        self.compiles = 0
+        self.result = b"graph"
+        self.stash = stash if isinstance(stash, Stash) else Stash(stash)
+        self.counters = Counters()
+        self.publisher = BoundedExecutor("test-publish", workers=1, capacity=capacity)
+        self.cache = CompileCache(self.stash, counters=self.counters, publisher=self.publisher)
+
+    def build(self, wanted: ArtifactKey, **options: Any) -> bytes:
+        return self.cache.get_or_compile(wanted, self.compile, **options)
+
+    def compile(self) -> bytes:
+        self.compiles += 1
+        return self.result
+
+    @property
+    def stats(self) -> Stats:
+        """Counts, when everything has been published."""
+        assert self.publisher.drain(20)
+        return self.counters.snapshot()
+
+    @property
+    def fallbacks(self) -> Mapping[str, int]:
+        return self.stats.fallbacks
+
+    def close(self) -> None:
+        self.publisher.drain(20)
+        self.publisher.close()
+        self.cache.abandon_all()
+        self.stash.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,59 @@
+"""What a request costs a server process: time of its event loop, memory, files, rows and disk."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from graphstash_server.testing import ServerProcess
+from support.waiting import until
+
+__all__ = ["Cost", "Meter"]
+
+
+@dataclass
+class Cost:
+    """Of everything that was done in between.
+
+    Attributes:
+        loop_ms: CPU time of the thread that runs the event loop.
+        memory_mib: how far the process grew, at its largest.
+    """
+
+    loop_ms: float = 0.0
+    memory_mib: float = 0.0
+
+
+class Meter:
+    """Reads what Linux knows about a process."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self._process = Path(f"/proc/{server.process.pid}")
+
+    @contextmanager
+    def measured(self) -> Iterator[Cost]:
+        cost = Cost()
+        (self._process / "clear_refs").write_text("5")  # forgets the largest size
+        began, before = self._loop_ms(), self._kib("VmRSS")
+        yield cost
+        cost.loop_ms = self._loop_ms() - began
+        cost.memory_mib = (self._kib("VmHWM") - before) / 1024
+
+    @contextmanager
+    def leaves_no_connection(self) -> Iterator[None]:
+        """Waits until the process has no more files open than before."""
+        before = self._files()
+        yield
+        until(lambda: self._files() <= before)
+
+    def _loop_ms(self) -> float:
+        thread = self._process / "task" / self._process.name / "schedstat"
+        return int(thread.read_text().split()[0]) / 1e6
+
+    def _kib(self, name: str) -> int:
+        lines = (self._process / "status").read_text().splitlines()
+        (found,) = (line for line in lines if line.startswith(f"{name}:"))
+        return int(found.split()[1])
+
+    def _files(self) -> int:
+        return sum(1 for _ in (self._process / "fd").iterdir())

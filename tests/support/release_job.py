@@ -1,0 +1,115 @@
+"""A client of either release: does what its standard input says, and prints what it got, as JSON.
+
+The release before runs it as well: only public names, and none that is younger than that release.
+Each line of the input is a list: a method below, then its arguments.
+"""
+
+import json
+import sys
+
+from graphstash import CacheError, ClientConfig, LeaseLostError, Stash
+from graphstash_schema import (
+    ArtifactKey,
+    ArtifactMetadata,
+    Digest,
+    LeaseOutcome,
+    ManifestName,
+    ReportReason,
+)
+
+
+def key_of(number):
+    return ArtifactKey.parse("jax", "cpu-x86_64-0123456789abcdef", f"{number:064x}")
+
+
+class Client:
+    """One stash, with the settings of the environment."""
+
+    def __init__(self):
+        self.stash = Stash(ClientConfig.load())
+        # The release before has these calls on the stash itself.
+        self.server = getattr(self.stash, "server", self.stash)
+        self.tokens = {}
+
+    def put(self, number, payload):
+        metadata = ArtifactMetadata(
+            compile_seconds=30.0,
+            raw_size_bytes=len(payload),
+            toolchain="jax 0.6",
+            parts={"number": str(number)},
+        )
+        return self.stash.put(key_of(number), payload.encode(), metadata) > 0
+
+    def get(self, number):
+        payload = self.stash.get(key_of(number))
+        return None if payload is None else payload.decode()
+
+    def source(self, number):
+        fetched = self.stash.ensure_local(key_of(number))
+        return None if fetched is None else fetched.source
+
+    def lookup(self, *numbers):
+        reply = self.server.lookup(map(key_of, numbers))
+        return [[int(info.key.fingerprint, 16), info.digest] for info in reply.found]
+
+    def verify(self, number):
+        reply = self.server.verify(key_of(number))
+        return [reply.found, reply.healed]
+
+    def report(self, number, digest):
+        reply = self.server.report(
+            key_of(number),
+            digest=Digest.parse(digest, size_bytes=0),
+            reason=ReportReason.CORRUPT,
+        )
+        return [reply.found, reply.withheld]
+
+    def acquire(self, number):
+        reply = self.server.acquire(key_of(number))
+        self.tokens[number] = reply.token
+        return [reply.state, reply.token]
+
+    def renew(self, number, token=None):
+        try:
+            self.server.renew(key_of(number), token or self.tokens[number])
+        except LeaseLostError:
+            return "lost"
+        return "renewed"
+
+    def release(self, number, token=None):
+        self.server.release(key_of(number), token or self.tokens[number], LeaseOutcome.FAILED)
+
+    def remember(self, name, *numbers):
+        self.server.update_manifest(ManifestName(name), map(key_of, numbers))
+
+    def manifest(self, name):
+        manifest = self.server.manifest(ManifestName(name))
+        return manifest and {
+            int(entry.key.fingerprint, 16): [entry.runs, entry.used_at.isoformat()]
+            for entry in manifest.entries
+        }
+
+    def stats(self):
+        (usage,) = (
+            each
+            for each in self.server.server_stats().namespaces
+            if each.namespace == self.stash.config.namespace
+        )
+        return [usage.artifacts, usage.withheld]
+
+
+def main():
+    client = Client()
+    answers = []
+    for method, *arguments in json.load(sys.stdin):
+        try:
+            answers.append(getattr(client, method)(*arguments))
+        except CacheError as error:
+            status = getattr(error, "status", None)
+            answers.append(f"error: {error.reason}{f' {status}' if status else ''}")
+    client.stash.close()
+    print(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""Waits for what a test has caused and can observe."""
+
+import time
+from collections.abc import Callable
+
+import httpx
+
+__all__ = ["until", "until_waiting"]
+
+
+def until(holds: Callable[[], object], *, seconds: float = 60) -> None:
+    """Returns when `holds()` is true; the bound is for what never becomes true."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it never became true"
+        time.sleep(0.01)
+
+
+def until_waiting(url: str, count: int = 1) -> None:
+    """Returns when a server, which no other test uses at this time, has callers that wait."""
+    until(lambda: httpx.get(f"{url}/v1/stats", timeout=10).json()["waiters"] >= count)

@@ -1,0 +1,63 @@
+"""What outsiders meet before a reviewer does: git's hooks and the forms of the issue tracker."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+
+
+def accepts(message, directory):
+    """Whether the hook takes a commit message."""
+    file = directory / "COMMIT_EDITMSG"
+    file.write_text(message)
+    command = [sys.executable, "-m", "pre_commit", "run", "--hook-stage", "commit-msg"]
+    done = subprocess.run(
+        [*command, "--commit-msg-filename", file],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+    )
+    assert done.returncode in {0, 1}, done.stdout + done.stderr
+    return done.returncode == 0
+
+
+@pytest.fixture(autouse=True)
+def _no_hooks_of_the_developer(tmp_path, monkeypatch):
+    monkeypatch.setenv("PRE_COMMIT_HOME", str(tmp_path / "pre-commit"))
+
+
+@pytest.mark.parametrize(
+    "message", ["Add a hook", "Add a hook\n\nA body. With periods.\n", "x" * 72]
+)
+def test_a_short_subject_without_a_period_is_accepted(message, tmp_path):
+    assert accepts(message, tmp_path)
+
+
+@pytest.mark.parametrize("message", ["Add a hook.", "Add a hook.\n\nA body\n", "x" * 73])
+def test_a_long_subject_or_one_with_a_period_is_refused(message, tmp_path):
+    assert not accepts(message, tmp_path)
+
+
+def test_a_hook_downloads_nothing():
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    hooks = [hook for repo in config["repos"] for hook in repo["hooks"]]
+    assert {repo["repo"] for repo in config["repos"]} == {"local"}
+    assert {hook["language"] for hook in hooks} <= {"unsupported", "pygrep"}
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.stem)
+def test_the_forms_of_the_issue_tracker_are_whole(form):
+    read = yaml.safe_load(form.read_text())
+    assert read.keys() >= {"name", "description", "body"}
+    for field in read["body"]:
+        assert field["type"] in {"markdown", "textarea", "dropdown", "input", "checkboxes"}
+        assert field["attributes"].get("value" if field["type"] == "markdown" else "label")
+    asked = [field["id"] for field in read["body"] if field["type"] != "markdown"]
+    assert len(asked) == len(set(asked))

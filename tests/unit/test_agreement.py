@@ -1,0 +1,324 @@
+"""Ranks of one job, each with a cache of its own, over a store that all of them see."""
+
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+
+from graphstash import ClientConfig
+from graphstash._compile import ranks as _agreement
+from graphstash._compile.two_call import TwoCallCache
+from support.host import Host
+from support.host import key as key_of
+
+NOBODY = "http://127.0.0.1:9"
+key = partial(key_of, kind="inductor")
+
+
+class Values:
+    """What all ranks see."""
+
+    def __init__(self):
+        self.changed = threading.Condition()
+        self.values = {}
+
+
+class MemoryRanks:
+    def __init__(self, values, rank, size, *, compiles_together=False):
+        self._values = values
+        self.rank = rank
+        self.size = size
+        self.compiles_together = compiles_together
+
+    def claim(self, name, value):
+        with self._values.changed:
+            self._values.changed.notify_all()
+            return self._values.values.setdefault(name, value)
+
+    def set(self, name, value):
+        assert len(value) <= 1024**2
+        with self._values.changed:
+            assert name not in self._values.values
+            self._values.values[name] = value
+            self._values.changed.notify_all()
+
+    def wait(self, name, *, timeout_seconds):
+        with self._values.changed:
+            self._values.changed.wait_for(lambda: name in self._values.values, timeout_seconds)
+            return self._values.values.get(name)
+
+    def delete(self, name):
+        with self._values.changed:
+            del self._values.values[name]
+
+
+class Rank(Host):
+    """One process of a job: it compiles what it does not find, its own way."""
+
+    def __init__(self, config, store):
+        super().__init__(config)
+        self.exchange = TwoCallCache(self.cache, toolchain="test")
+        self.store = store
+
+    def ask(self, number, **options):
+        return self.exchange.get(key(number), ranks=self.store, **options)
+
+    def load(self, number, *, lease=True, fails=False):
+        """What this rank runs."""
+        found = self.ask(number, lease=lease)
+        if found is not None:
+            return found
+        self.compiles += 1
+        time.sleep(0.1)
+        if fails:
+            self.exchange.end()
+            return None
+        compiled = f"graph {number} as rank {self.store.rank} compiles it".encode()
+        self.exchange.put(key(number), compiled, parts={})
+        return compiled
+
+    def close(self):
+        self.exchange.close()
+        super().close()
+
+
+class Job:
+    def __init__(self, ranks):
+        self.ranks = ranks
+
+    def load(self, number, **options):
+        """What each rank runs, when all of them ask at once."""
+        with ThreadPoolExecutor(len(self.ranks)) as pool:
+            return list(pool.map(lambda rank: rank.load(number, **options), self.ranks))
+
+    @property
+    def compiles(self):
+        return sum(rank.compiles for rank in self.ranks)
+
+
+@pytest.fixture
+def job(server, namespace, tmp_path):
+    made = []
+
+    def make(name, *, broken=(), size=4, compiles_together=False, **settings):
+        values = Values()
+        ranks = []
+        for rank in range(size):
+            config = ClientConfig.load(
+                {},
+                cache_dir=tmp_path / name / str(rank),  # each rank on a host of its own
+                url=NOBODY if rank in broken else server.url,
+                namespace=namespace,
+                **settings,
+            )
+            store = MemoryRanks(values, rank, size, compiles_together=compiles_together)
+            ranks.append(Rank(config, store))
+        made.extend(ranks)
+        return Job(ranks)
+
+    yield make
+    for rank in made:
+        rank.close()
+
+
+def test_of_all_ranks_one_compiles_and_all_run_its_result(job):
+    cold = job("cold")
+    ran = cold.load(1)
+    assert len(set(ran)) == 1
+    assert cold.compiles == 1
+    assert sum(rank.stats.published for rank in cold.ranks) == 1
+
+    warm = job("warm")
+    assert warm.load(1) == ran
+    assert warm.compiles == 0
+    assert all(rank.stats.hits == 1 for rank in warm.ranks)
+
+
+@pytest.mark.parametrize("broken", [(0,), (1, 3), (0, 1, 2)])
+def test_ranks_without_a_cache_run_what_the_others_found(job, broken):
+    ran = job("cold").load(1)
+    warm = job("warm", broken=broken)
+    assert warm.load(1) == ran
+    assert warm.compiles == 0
+    for number, rank in enumerate(warm.ranks):
+        assert rank.stats.hits == 1
+        assert (rank.stats.hits_ranks == 1) == (number in broken)
+
+
+def test_when_no_rank_reaches_the_cache_one_compiles_for_all(job):
+    lone = job("lone", broken=range(4))
+    assert len(set(lone.load(1))) == 1
+    assert lone.compiles == 1
+
+
+def test_a_large_result_reaches_a_rank_without_a_cache(job, monkeypatch):
+    monkeypatch.setattr(_agreement, "_CHUNK_BYTES", 7)
+    assert len(set(job("a", broken=(0, 1, 2, 3)).load(1))) == 1
+
+
+def test_what_is_left_for_other_ranks_is_bounded(job, monkeypatch):
+    monkeypatch.setattr(_agreement, "_RELAY_BYTES", 200)
+    one = job("one", size=1)
+    for number in range(20):
+        one.load(number)
+    values = one.ranks[0].store._values.values
+    relayed = [value for name, value in values.items() if "/chunk/" in name]
+    assert 0 < sum(map(len, relayed)) <= 200
+
+
+def test_a_graph_of_one_rank_alone_waits_for_nobody(job):
+    ranks = job("a").ranks
+    assert ranks[2].load(1) == b"graph 1 as rank 2 compiles it"
+    assert job("b", broken=(1,)).ranks[1].load(2) == b"graph 2 as rank 1 compiles it"
+
+
+def test_when_the_leaders_compiler_fails_everybody_compiles(job):
+    failing = job("a")
+    assert failing.load(1, fails=True) == [None] * 4
+    assert failing.compiles == 4
+
+
+def test_a_compiler_that_needs_all_ranks_gets_them_and_one_publishes(job):
+    together = job("a", compiles_together=True)
+    together.load(1)
+    assert together.compiles == 4
+    assert sum(rank.stats.published for rank in together.ranks) == 1
+    warm = job("b", compiles_together=True)
+    assert len(set(warm.load(1))) == 1
+    assert warm.compiles == 0
+
+
+def test_what_is_put_late_is_not_waited_for(job):
+    late = job("a")
+    assert [rank.ask(1, lease=False) for rank in late.ranks] == [None] * 4
+    for rank in late.ranks:
+        rank.exchange.put(key(1), b"from everybody", parts={})
+    assert [rank.stats.published for rank in late.ranks] == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("lease", [True, False])
+def test_what_was_said_once_holds_when_a_key_is_asked_for_again(job, lease):
+    ranks = job("a", size=2).ranks
+    ran = [rank.load(1, lease=lease) for rank in ranks]
+    again = [rank.load(1, lease=lease) for rank in ranks]
+    assert again == ran
+    assert [rank.compiles for rank in ranks] == ([1, 0] if lease else [2, 2])
+    assert all(rank.stats.fallbacks == {} for rank in ranks)
+
+
+def fail(*_, **__):
+    raise ConnectionError("the store is gone")
+
+
+def test_a_store_that_fails_leaves_each_rank_to_itself(job, monkeypatch):
+    ranks = job("a", size=2).ranks
+    monkeypatch.setattr(MemoryRanks, "claim", fail)
+    assert ranks[0].load(1) is not None
+    assert ranks[0].stats.fallbacks == {"ranks": 1}
+
+
+def test_a_store_that_fails_when_the_leader_speaks_leaves_no_lease_behind(job, monkeypatch):
+    rank = job("a", size=2, compiles_together=True).ranks[0]
+    monkeypatch.setattr(MemoryRanks, "set", fail)
+    assert rank.load(1) is not None
+    assert rank.stats.fallbacks == {"ranks": 1}  # and not that of a lease that nobody ends
+    assert rank.stats.published == 1
+
+
+def test_a_leader_that_is_interrupted_hands_the_lead_on(job, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    first, second = job("a", size=2).ranks
+    monkeypatch.setattr(first.cache, "fetch_bytes_or_start", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        first.ask(1)
+    assert second.load(1) == b"graph 1 as rank 1 compiles it"
+    assert second.stats.fallbacks == {}
+    monkeypatch.undo()
+    assert first.load(1) == b"graph 1 as rank 1 compiles it"
+
+
+def test_ranks_that_wait_for_nobody_load_one_artifact_or_all_compile(job):
+    cold = job("cold", wait_seconds=0)
+    cold.load(1)
+    assert cold.compiles == 4
+    assert sum(rank.stats.published for rank in cold.ranks) == 1
+    warm = job("warm", wait_seconds=0)
+    assert len(set(warm.load(1))) == 1
+    assert warm.compiles == 0
+
+
+def test_of_many_ranks_a_few_try_whether_the_cache_is_there(job):
+    many = job("a", size=8, broken=range(8))
+    assert len(set(many.load(1))) == 1
+    words = [name for name in many.ranks[0].store._values.values if name.endswith("/word")]
+    assert len(words) == 4
+
+
+def test_what_a_leader_has_removed_is_not_waited_for_piece_by_piece(job, monkeypatch):
+    monkeypatch.setattr(_agreement, "_CHUNK_BYTES", 7)
+    leader, broken = job("a", size=2, broken=(1,)).ranks
+    leader.load(1)
+    values = leader.store._values.values
+    for name in [name for name in values if "/chunk/" in name]:
+        del values[name]
+    asked = []
+    wait = broken.store.wait
+    monkeypatch.setattr(
+        broken.store, "wait", lambda name, **options: asked.append(name) or wait(name, **options)
+    )
+    assert broken.load(1) == b"graph 1 as rank 1 compiles it"
+    assert len([name for name in asked if "/chunk/" in name]) == 1
+
+
+def test_a_result_that_is_too_large_to_be_left_removes_nothing(job, monkeypatch):
+    rank = job("a", size=1).ranks[0]
+    rank.load(1)
+    values = rank.store._values.values
+    left = [name for name in values if "/chunk/" in name]
+    monkeypatch.setattr(_agreement, "_RELAY_BYTES", len(values[left[0]]))
+    assert rank.ask(2) is None
+    rank.exchange.put(key(2), random.Random(0).randbytes(1000), parts={})
+    assert [name for name in values if "/chunk/" in name] == left
+
+
+def test_a_second_thread_of_the_leader_runs_what_the_first_one_compiles(job):
+    leader, follower = job("a", size=2).ranks
+    assert leader.ask(1) is None
+    with ThreadPoolExecutor(2) as pool:
+        second = pool.submit(leader.ask, 1)
+        third = pool.submit(follower.ask, 1)
+        leader.exchange.put(key(1), b"by the first", parts={})
+        assert second.result(20) == third.result(20) == b"by the first"
+    assert leader.stats.fallbacks == {}
+
+
+def test_a_second_thread_that_asks_does_not_end_the_lease_of_the_first(job):
+    rank = job("a", size=1).ranks[0]
+    assert rank.exchange.get(key(1)) is None
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(rank.exchange.get, key(1)).result(20) is None
+        pool.submit(rank.exchange.end).result(20)
+    other = job("b", size=1, wait_seconds=0).ranks[0]
+    assert other.exchange.get(key(1)) is None
+    assert other.stats.fallbacks == {"wait_budget": 1}
+
+
+def test_a_leader_that_says_nothing_is_waited_for_as_long_as_it_may_take(job):
+    ranks = job("a", size=2, fetch_seconds=0.1, wait_seconds=0.1).ranks
+    assert ranks[0].ask(1) is None  # and it never ends
+    assert ranks[1].load(1) == b"graph 1 as rank 1 compiles it"
+    assert ranks[1].stats.fallbacks == {"ranks": 1}
+    assert ranks[1].stats.published == 0
+
+
+def test_all_ranks_together_wait_no_longer_than_one_job_may(job):
+    first, second = job("a", size=2, wait_seconds=3).ranks
+    assert first.stash.server.acquire(key(1)).token is not None  # nobody releases it
+    assert first.load(1) is not None
+    assert second.load(1) is not None
+    assert second.cache.waits.left <= first.cache.waits.left < 3

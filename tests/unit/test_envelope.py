@@ -1,0 +1,140 @@
+import hashlib
+import io
+import json
+import struct
+
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphstash._artifacts.envelope import seal, unseal
+from graphstash.errors import Reason, VerificationError
+from graphstash_schema import ArtifactKey
+
+KEY = ArtifactKey.parse("torch_xla", "cpu-x86_64-0123456789abcdef", "a" * 64)
+OTHER = ArtifactKey.parse("torch_xla", "cpu-x86_64-0123456789abcdef", "b" * 64)
+LIMIT = 1024**3
+
+
+def sealed(tmp_path, payload, *, key=KEY):
+    source, target = tmp_path / "payload", io.BytesIO()
+    source.write_bytes(payload)
+    return seal(key, source, target, compile_seconds=12.5), target.getvalue()
+
+
+def opened(blob, *, key=KEY, limit=LIMIT):
+    into = io.BytesIO()
+    told = unseal(io.BytesIO(blob), key, into, max_bytes=limit)
+    return told, into.getvalue()
+
+
+@pytest.mark.parametrize("payload", [b"", b"x", b"graph" * 100_000], ids=["empty", "one", "large"])
+def test_a_payload_comes_out_as_it_went_in(tmp_path, payload):
+    envelope, blob = sealed(tmp_path, payload)
+    assert envelope.sha256 == hashlib.sha256(blob).hexdigest()
+    assert envelope.size_bytes == len(blob)
+
+    told, out = opened(blob)
+
+    assert out == payload
+    assert told.raw_size_bytes == len(payload)
+    assert told.compile_seconds == 12.5
+
+
+def test_a_sound_envelope_of_another_key_is_refused(tmp_path):
+    _, blob = sealed(tmp_path, b"graph", key=OTHER)
+    with pytest.raises(VerificationError) as caught:
+        opened(blob)
+    assert caught.value.reason is Reason.WRONG_KEY
+
+
+def test_every_cut_is_refused(tmp_path):
+    _, blob = sealed(tmp_path, bytes(range(256)) * 8)
+    for length in range(len(blob)):
+        with pytest.raises(VerificationError):
+            opened(blob[:length])
+
+
+def test_every_flipped_bit_is_refused_or_changes_nothing(tmp_path):
+    payload = bytes(range(256)) * 4
+    _, blob = sealed(tmp_path, payload)
+    for position in range(len(blob)):
+        damaged = bytearray(blob)
+        damaged[position] ^= 1
+        try:
+            _, out = opened(bytes(damaged))
+        except VerificationError:
+            continue
+        assert out == payload
+
+
+def forged(payload, **changes):
+    header = {
+        "kind": KEY.kind,
+        "device_type": KEY.device_type,
+        "fingerprint": KEY.fingerprint,
+        "raw_size": len(payload),
+        "raw_sha256": hashlib.sha256(payload).hexdigest(),
+        "compile_seconds": 1.0,
+    } | changes
+    raw = json.dumps({name: value for name, value in header.items() if value is not None}).encode()
+    return b"GSTASH\x01\n" + struct.pack(">I", len(raw)) + raw + zstandard.compress(payload)
+
+
+def test_a_zip_bomb_stops_at_the_size_that_it_declares():
+    bomb = forged(bytes(50_000_000), raw_size=1000)
+    into = io.BytesIO()
+    with pytest.raises(VerificationError) as caught:
+        unseal(io.BytesIO(bomb), KEY, into, max_bytes=LIMIT)
+    assert caught.value.reason is Reason.CORRUPT
+    assert len(into.getvalue()) <= 1000
+
+
+def test_a_payload_over_the_limit_is_refused_before_it_is_unpacked():
+    with pytest.raises(VerificationError) as caught:
+        opened(forged(bytes(2000)), limit=1999)
+    assert caught.value.reason is Reason.TOO_LARGE
+    assert "1999" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"raw_size": None},
+        {"raw_size": "many"},
+        {"raw_sha256": "0" * 64},
+        {"kind": None},
+        {"compile_seconds": "long"},
+    ],
+)
+def test_a_header_that_lies_or_lacks_a_field_is_refused(changes):
+    with pytest.raises(VerificationError):
+        opened(forged(b"graph", **changes))
+
+
+@given(st.binary(max_size=300))
+def test_no_bytes_at_all_can_do_more_than_be_refused(noise):
+    for blob in (noise, b"GSTASH\x01\n" + noise):
+        with pytest.raises(VerificationError):
+            opened(blob)
+
+
+def test_a_payload_that_changes_while_it_is_sealed_is_not_sealed(tmp_path, monkeypatch):
+    payload = tmp_path / "payload"
+    payload.write_bytes(b"a" * 3_000_000)
+    compressor = zstandard.ZstdCompressor
+
+    def changing(*args, **kwargs):
+        payload.write_bytes(b"b" * 3_000_000)
+        return compressor(*args, **kwargs)
+
+    monkeypatch.setattr(zstandard, "ZstdCompressor", changing)
+    with pytest.raises(OSError, match="changed while it was read"):
+        seal(KEY, payload, io.BytesIO(), compile_seconds=1.0)
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), float("nan"), -5.0, 1e300])
+def test_whatever_a_publisher_says_of_its_time_is_brought_into_range(seconds):
+    told, _ = opened(forged(b"graph", compile_seconds=seconds))
+    assert 0 <= told.compile_seconds <= 7 * 24 * 3600

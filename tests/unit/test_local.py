@@ -1,0 +1,211 @@
+import os
+import stat
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from graphstash._artifacts.local_tier import LocalTier
+from graphstash_schema import ArtifactKey, Namespace
+from support.processes import python
+
+NAMESPACE = Namespace("team")
+
+
+def key(number):
+    return ArtifactKey.parse("torch_xla", "cpu-x86_64", f"{number:064x}")
+
+
+def add(tier, number, content):
+    with tier.temporary() as file:
+        file.write(content)
+        tier.adopt(NAMESPACE, key(number), file)
+
+
+def read(tier, number):
+    file = tier.open(NAMESPACE, key(number))
+    if file is None:
+        return None
+    with file:
+        return file.read()
+
+
+def test_what_was_adopted_is_read_by_another_process_and_nothing_else(tmp_path):
+    add(LocalTier(tmp_path, limit_bytes=10_000), 1, b"one")
+    tier = LocalTier(tmp_path, limit_bytes=10_000)
+    assert read(tier, 1) == b"one"
+    assert read(tier, 2) is None
+    assert tier.open(Namespace("other"), key(1)) is None
+
+
+def test_a_temporary_file_that_was_not_adopted_leaves_nothing(tmp_path):
+    tier = LocalTier(tmp_path, limit_bytes=10_000)
+    with tier.temporary() as file:
+        file.write(b"half")
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert tier.size_bytes() == 0
+
+
+def test_over_the_limit_the_least_recently_used_go(tmp_path):
+    for number in range(5):
+        add(LocalTier(tmp_path, limit_bytes=1000), number, bytes(300))
+    tier = LocalTier(tmp_path, limit_bytes=1000)
+    for number in range(5):
+        os.utime(tier.path(NAMESPACE, key(number)), (1000 + number, 1000 + number))
+    assert read(tier, 0) is not None  # used now: no longer the oldest
+
+    removed = tier.evict()
+
+    assert removed == 600
+    assert [n for n in range(5) if tier.path(NAMESPACE, key(n)).exists()] == [0, 3, 4]
+
+
+def test_an_open_artifact_survives_its_eviction(tmp_path):
+    tier = LocalTier(tmp_path, limit_bytes=10)
+    add(tier, 1, b"x" * 100)
+    with tier.open(NAMESPACE, key(1)) as file:
+        tier.evict()
+        assert read(tier, 1) is None
+        assert file.read() == b"x" * 100
+
+
+def test_closing_evicts_what_this_process_added_too_much(tmp_path):
+    tier = LocalTier(tmp_path, limit_bytes=100)
+    add(tier, 1, bytes(90))
+    add(tier, 2, bytes(90))
+    tier.close()
+    assert LocalTier(tmp_path, limit_bytes=100).size_bytes() == 90
+
+
+def test_a_long_job_keeps_to_the_limit_without_ever_closing(tmp_path):
+    tier = LocalTier(tmp_path, limit_bytes=1000)
+    for number in range(50):
+        add(tier, number, bytes(100))
+        assert read(tier, number) == bytes(100)
+        assert tier.size_bytes() <= 1100
+
+
+def test_processes_that_evict_at_once_do_not_empty_the_tier(tmp_path):
+    for number in range(40):
+        add(LocalTier(tmp_path, limit_bytes=10**6), number, bytes(100))
+    tiers = [LocalTier(tmp_path, limit_bytes=3900) for _ in range(8)]
+    threads = [threading.Thread(target=tier.evict) for tier in tiers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert 3400 <= tiers[0].size_bytes() <= 3900
+
+
+def test_a_forked_child_leaves_the_private_tier_to_its_parent(tmp_path):
+    program = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from graphstash._artifacts.local_tier import LocalTier\n"
+        "tier = LocalTier(Path('/nowhere'), limit_bytes=0)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    tier.close()\n"
+        "    sys.exit(0)\n"
+        "os.waitpid(child, 0)\n"
+        "print(tier.root.exists(), tier.root)\n"
+    )
+    told = python(program, check=True).stdout.split()
+    assert told[0] == "True"
+    assert not os.path.exists(told[1])  # noqa: PTH110 - a string from elsewhere
+
+
+def test_a_limit_of_zero_keeps_nothing_between_jobs(tmp_path):
+    tier = LocalTier(tmp_path / "never", limit_bytes=0)
+    add(tier, 1, b"one")
+    assert read(tier, 1) == b"one"
+    tier.close()
+    assert not tier.root.exists()
+    assert not (tmp_path / "never").exists()
+
+
+def test_where_the_directory_cannot_be_written_a_private_one_serves(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a directory")
+    tier = LocalTier(blocked / "tier", limit_bytes=1000)
+    add(tier, 1, b"one")
+    assert read(tier, 1) == b"one"
+    private = tier.root
+    assert stat.S_IMODE(private.stat().st_mode) == 0o700
+    tier.close()
+    assert not private.exists()
+
+
+def test_temporary_files_of_dead_processes_go_and_fresh_ones_stay(tmp_path):
+    tier = LocalTier(tmp_path, limit_bytes=1000)
+    old, fresh = tmp_path / "tmp" / "old", tmp_path / "tmp" / "fresh"
+    old.touch()
+    fresh.touch()
+    os.utime(old, (0, 0))
+    tier.evict()
+    assert not old.exists()
+    assert fresh.exists()
+
+
+def test_the_lock_of_an_artifact_keeps_a_second_process_waiting_only_so_long(tmp_path):
+    tier = LocalTier(tmp_path, limit_bytes=1000)
+    program = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from graphstash._artifacts.local_tier import LocalTier\n"
+        "from graphstash_schema import ArtifactKey\n"
+        "tier = LocalTier(Path(sys.argv[1]), limit_bytes=1000)\n"
+        "key = ArtifactKey.parse('torch_xla', 'cpu-x86_64', f'{1:064x}')\n"
+        "with tier.exclusive(key, timeout_seconds=5):\n"
+        "    print('held', flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", program, tmp_path], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout.readline() == b"held\n"
+        started = time.monotonic()
+        with tier.exclusive(key(1), timeout_seconds=0.3):
+            assert time.monotonic() - started >= 0.3  # goes on without the lock
+
+        threading.Timer(0.5, holder.kill).start()
+        started = time.monotonic()
+        with tier.exclusive(key(1), timeout_seconds=60):
+            assert 0.3 < time.monotonic() - started < 30  # a killed holder's lock is free at once
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()
+
+
+def test_sixteen_threads_see_whole_files_only(tmp_path):
+    tier = LocalTier(tmp_path, limit_bytes=10**9)
+    contents = {bytes([n]) * 200_000 for n in range(4)}
+    wrong = []
+    stop = threading.Event()
+
+    def reading():
+        while not stop.is_set():
+            content = read(tier, 1)
+            if content is not None and content not in contents:
+                wrong.append(len(content))
+
+    readers = [threading.Thread(target=reading) for _ in range(12)]
+    for reader in readers:
+        reader.start()
+    for _ in range(50):
+        for content in contents:
+            add(tier, 1, content)
+    stop.set()
+    for reader in readers:
+        reader.join()
+    assert wrong == []
+
+
+@pytest.mark.parametrize("part", ["..", "a/b", ".hidden", ""])
+def test_a_key_cannot_leave_the_directory(part):
+    with pytest.raises(ValueError, match="is not valid"):
+        ArtifactKey.parse("torch_xla", part, "a" * 64)
+    with pytest.raises(ValueError, match="is not valid"):
+        Namespace(part)

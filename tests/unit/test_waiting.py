@@ -1,0 +1,118 @@
+"""How long a job waits for others, on a clock that the test turns."""
+
+import pytest
+
+from graphstash._compile.waiting import WaitBudget
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def budget(clock):
+    return WaitBudget(100.0, clock=clock)
+
+
+@pytest.fixture
+def wait(clock, budget):
+    """Waits until it is over, or as long as the budget allows; gives how long that was."""
+
+    def run(holder, seconds=float("inf"), *, saved=None):
+        started = clock.now
+        with budget.wait() as one:
+            if one.why_not(holder) is None:
+                clock.now += min(seconds, one.left)
+                one.saved_seconds = saved
+                assert seconds < float("inf") or one.why_not(holder) is not None
+        return clock.now - started
+
+    return run
+
+
+def test_one_holder_gets_half_of_the_budget(wait, budget):
+    assert wait("a") == 50.0
+    assert wait("a") == 0.0
+    assert "waited long enough, 50 s" in budget.why_not("a")
+    assert wait("b") == 50.0
+    assert wait("c") == 0.0
+
+
+def test_waits_in_vain_cost_one_budget_whatever_the_holders_are_called(wait, clock):
+    waited = 0.0
+    for number in range(10_000):
+        waited += wait(f"holder {number}", 0.1)
+        clock.now += 400.0  # beyond every pause
+    assert waited == pytest.approx(100.0)
+
+
+def test_after_three_waits_in_vain_comes_a_pause_and_then_one_try(wait, budget, clock):
+    assert [wait("a", 1) for _ in range(4)] == [1, 1, 1, 0]
+    assert "last 3 waits" in budget.why_not("a")
+    clock.now += 300.0
+    assert [wait("a", 1), wait("a", 1)] == [1, 0]
+
+
+def test_a_wait_that_paid_ends_the_count_and_gives_its_time_back(wait, budget):
+    wait("a", 1)
+    wait("a", 1)
+    assert [wait("a", 10, saved=20.0) for _ in range(5)] == [10] * 5
+    assert budget.left == 98.0
+    assert wait("a", 1) == 1
+
+
+def test_a_wait_for_a_compilation_of_no_time_is_not_in_vain(wait, budget):
+    assert [wait("a", 1, saved=0.0) for _ in range(10)] == [1] * 10
+    assert budget.left == 90.0
+
+
+def test_a_wait_gives_back_no_more_than_it_saved(wait, budget):
+    wait("a", 30, saved=10.0)
+    assert budget.left == 80.0
+
+
+def test_waits_that_paid_cost_three_budgets_at_most(wait):
+    """However long a server says that the compilations took."""
+    waited = sum(wait("a", 20, saved=1e6) for _ in range(1000))
+    waited += sum(wait("b", 20, saved=1e6) for _ in range(1000))
+    assert 200 < waited <= 300
+
+
+def test_a_wait_that_would_end_before_a_compilation_does_not_begin(wait, budget):
+    for seconds in (30.0, 50.0):
+        budget.compiled(seconds)
+    assert wait("a", 20) == 20
+    assert wait("a", 20) == 0.0
+    assert "compiling takes 40 s here on average" in budget.why_not("a")
+    assert wait("b", 20) == 20
+
+
+def test_the_holder_may_change_during_a_wait(budget, clock):
+    with budget.wait() as one:
+        assert one.why_not("a") is None
+        clock.now += 30.0
+        assert one.why_not("b") is None
+        assert one.left == 50.0
+        clock.now += 30.0
+    assert (budget.left, budget.left_for("a"), budget.left_for("b")) == (40.0, 20.0, 20.0)
+
+
+def test_ranks_share_one_budget(budget, clock):
+    other = WaitBudget(100.0, clock=clock)
+    other.spend("a", 70.0)
+    budget.share(other.left)
+    other.share(budget.left)
+    assert budget.left == other.left == 30.0
+
+
+def test_a_budget_of_zero_never_waits(clock):
+    assert WaitBudget(0.0, clock=clock).why_not("a") is not None

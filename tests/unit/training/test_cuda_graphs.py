@@ -1,0 +1,114 @@
+"""The traced step as a CUDA graph, with a double that keeps CUDA's rules: no GPU was here."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from graphstash.training.optimizers import SGD, AdamW
+from graphstash.training.optimizers.gradients import LossScale
+from graphstash.training.traced.step import State
+from graphstash.training.traced.torch_graph import CudaGraphStep
+from support.cuda_double import CudaDouble
+
+STEPS = 9
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    return CudaDouble(monkeypatch)
+
+
+class Training:
+    """A small model with a loss scale; `step` trains it by one batch."""
+
+    def __init__(self, *, traced, optimizer=AdamW, reads_at=()):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.optimizer = optimizer(self.model.parameters(), lr=0.01)
+        self.scale = LossScale(8.0, growth_interval=2).to("cpu")
+        self.reads_at, self.calls = reads_at, 0
+        self.step = self.function
+        if traced:
+            state = State([self.model, self.optimizer, self.scale])
+            self.step = CudaGraphStep(self.function, state, device=CPU)
+
+    def function(self, x, y):
+        self.calls += 1
+        loss = functional.mse_loss(self.model(x), y)
+        self.scale.scale(loss).backward()
+        self.scale.step(self.optimizer)
+        if self.calls in self.reads_at:
+            loss.item()
+        self.scale.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    def train(self, numbers, size=8):
+        return [float(self.step(*batch(number, size))) for number in numbers]
+
+    def state(self):
+        tensors = [*self.model.parameters(), *self.optimizer.device_tensors()]
+        return [tensor.tolist() for tensor in (*tensors, *self.scale.device_tensors())]
+
+
+def batch(number, size=8):
+    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(number))
+    return x, x.sum(1, keepdim=True)
+
+
+def close(ours, theirs):
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", [SGD, AdamW])
+def test_a_captured_step_trains_as_the_function_does(cuda, optimizer):
+    traced, plain = (Training(traced=traced, optimizer=optimizer) for traced in (True, False))
+    close(traced.train(range(STEPS)), plain.train(range(STEPS)))
+    for pair in zip(traced.state(), plain.state(), strict=True):
+        close(*pair)
+    assert (traced.step.mode, cuda.captures) == ("traced", 1)
+    assert traced.calls == 3 + 1
+
+
+def test_steps_before_and_after_the_capture_are_computed_in_one_way(cuda):
+    """Or a run that resumes, and warms up again, would not make the same bits."""
+    long, short = Training(traced=True), Training(traced=True)
+    losses = long.train(range(STEPS))
+    assert short.train(range(5)) == losses[:5]
+    short.step.retrace()
+    assert short.train(range(5, STEPS)) == losses[5:]
+    assert short.state() == long.state()
+
+
+def test_after_a_capture_that_fails_the_same_step_is_made(cuda):
+    traced, plain = Training(traced=True, reads_at=range(4, 99)), Training(traced=False)
+    close(traced.train(range(STEPS)), plain.train(range(STEPS)))
+    for pair in zip(traced.state(), plain.state(), strict=True):
+        close(*pair)
+    assert all(parameter.grad is None for parameter in traced.model.parameters())
+    assert traced.step.reason == (
+        "CUDA graph capture failed: RuntimeError: operation not permitted when stream is capturing"
+    )
+    assert (traced.step.mode, cuda.captures) == ("lazy", 0)
+
+
+def test_what_the_function_raises_is_raised_and_not_only_in_a_capture(cuda):
+    traced = Training(traced=True)
+    traced.train(range(3))
+
+    def fails(x, y):
+        raise ValueError("a bad batch")
+
+    traced.step._function = fails
+    with pytest.raises(ValueError, match="a bad batch"):
+        traced.train([3])
+
+
+def test_all_captures_have_their_memory_in_one_pool(cuda):
+    traced = Training(traced=True)
+    for size in (8, 6):
+        traced.train(range(4), size)
+    assert cuda.captures == 2
+    assert len(set(cuda.pools)) == 1

@@ -1,0 +1,383 @@
+# ruff: noqa: NPY002 - users draw from the global generator of NumPy
+import itertools
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils import data
+
+from graphstash import GraphstashError
+from graphstash.training.data.batches import Batches
+from graphstash.training.data.position import DataPosition, host_random_state, set_random_state
+
+shapes = st.fixed_dictionaries(
+    {
+        "samples": st.integers(1, 30),
+        "batch_size": st.integers(1, 9),
+        "world": st.integers(1, 4),
+        "seed": st.integers(0, 2**40),
+        "shuffle": st.booleans(),
+        "drop_last": st.booleans(),
+    }
+).filter(lambda s: not s["drop_last"] or s["samples"] >= s["batch_size"] * s["world"])
+
+
+def batches_of(samples, **options):
+    return Batches(torch.arange(samples), **options)
+
+
+def some(batches, count):
+    return [batch.tolist() for batch in itertools.islice(batches, count)]
+
+
+@given(shapes, st.integers(0, 40), st.integers(0, 3))
+def test_batches_go_on_where_they_stood(shape, stop, rank):
+    rank %= shape["world"]
+    batches = batches_of(**shape, rank=rank)
+    some(batches, stop)
+    state = batches.state_dict()
+    again = batches_of(**shape | {"seed": 0}, rank=rank)
+    some(again, 3)
+    again.load_state_dict(state)
+    assert again.state_dict() == state
+    assert some(again, 20) == some(batches, 20)
+
+
+@given(shapes)
+def test_an_epoch_has_every_sample_but_those_dropped_at_its_end(shape):
+    ranks = [batches_of(**shape, rank=rank) for rank in range(shape["world"])]
+    for _ in range(3):
+        epoch = [some(batches, len(batches)) for batches in ranks]
+        sizes = [[len(batch) for batch in batches] for batches in epoch]
+        assert sizes.count(sizes[0]) == len(sizes)
+        seen = Counter(itertools.chain(*itertools.chain(*epoch)))
+        if shape["drop_last"]:
+            assert set(seen.values()) == {1}
+            assert len(seen) == len(ranks[0]) * shape["batch_size"] * shape["world"]
+        else:
+            assert set(seen) == set(range(shape["samples"]))
+            assert seen.total() - shape["samples"] < shape["world"]
+
+
+@given(shapes.filter(lambda shape: shape["drop_last"]))
+def test_the_processes_share_the_batches_of_one(shape):
+    world = shape.pop("world")
+    ranks = [batches_of(**shape, rank=rank, world=world) for rank in range(world)]
+    one = batches_of(**shape | {"batch_size": shape["batch_size"] * world})
+    parts = [some(batches, 12) for batches in ranks]
+    assert [list(itertools.chain(*batch)) for batch in zip(*parts, strict=True)] == some(one, 12)
+
+
+def test_the_order_is_another_one_in_each_epoch_and_for_each_seed():
+    orders = [
+        tuple(some(batches, 1)[0])
+        for seed in range(10)
+        for batches in itertools.repeat(batches_of(100, batch_size=100, seed=seed), 10)
+    ]
+    assert len(set(orders)) == 100
+
+
+def test_without_shuffling_the_order_is_the_datasets():
+    batches = batches_of(5, batch_size=2, shuffle=False, drop_last=False)
+    assert some(batches, 6) == [[0, 1], [2, 3], [4]] * 2
+    assert batches.epoch == 1
+
+
+def test_the_global_generators_stay_as_they_are():
+    torch.manual_seed(0)
+    first = torch.rand(1)
+    torch.manual_seed(0)
+    some(batches_of(10, batch_size=3), 20)
+    assert torch.equal(torch.rand(1), first)
+
+
+class Squares(data.Dataset):
+    fail = False
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        if self.fail:
+            raise OSError("the disk is away")
+        return {"x": index, "y": float(index**2)}
+
+
+class Many(Squares):
+    def __getitems__(self, indices):
+        return [super(Many, self).__getitem__(index) for index in indices[::-1]]
+
+
+def test_samples_of_a_dataset_are_collated_as_a_data_loader_does():
+    batch = next(Batches(Squares(), 3, shuffle=False))
+    assert torch.equal(batch["x"], torch.tensor([0, 1, 2]))
+    assert torch.equal(batch["y"], torch.tensor([0.0, 1.0, 4.0], dtype=torch.float64))
+    assert torch.equal(next(Batches(Many(), 3, shuffle=False))["x"], torch.tensor([2, 1, 0]))
+    assert next(Batches(Squares(), 2, shuffle=False, collate=len)) == 2
+
+
+def test_tensors_are_cut_in_the_same_way():
+    images, labels = torch.randn(10, 2), torch.arange(10)
+    x, y = next(Batches((images, labels), 4))
+    assert torch.equal(x, images[y])
+
+
+def test_a_batch_that_could_not_be_had_does_not_count():
+    dataset = Squares()
+    batches = Batches(dataset, 5, shuffle=False)
+    next(batches)
+    state = batches.state_dict()
+    dataset.fail = True
+    with pytest.raises(OSError, match="away"):
+        next(batches)
+    assert batches.state_dict() == state
+    dataset.fail = False
+    assert next(batches)["x"].tolist() == [5, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 0}, r"batch_size must be at least 1 \(got 0\)"),
+        ({"batch_size": 11}, "10 samples do not fill a batch of 11; .* drop_last=False"),
+        ({"batch_size": 5, "world": 3}, "10 samples do not fill a batch of 15"),
+        ({"batch_size": 1, "rank": 2, "world": 2}, r"rank must be from 0 to 1 \(got 2\)"),
+        ({"data": [], "batch_size": 1, "drop_last": False}, "0 samples do not fill a batch of 1"),
+        ({"data": iter([]), "batch_size": 1}, "has no length or no items; give tensors or"),
+        ({"data": (torch.zeros(2), torch.zeros(3)), "batch_size": 1}, r"have \[2, 3\] samples"),
+    ],
+)
+def test_arguments_that_make_no_batches_are_refused(arguments, message):
+    with pytest.raises(GraphstashError, match=message):
+        Batches(**{"data": torch.arange(10)} | arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [("samples", 11), ("batch_size", 3), ("shuffle", False), ("drop_last", False)],
+)
+def test_the_place_in_other_batches_is_refused(name, other):
+    shape = {"samples": 10, "batch_size": 2, "shuffle": True, "drop_last": True}
+    state = batches_of(**shape).state_dict()
+    with pytest.raises(GraphstashError, match=r"was .* saved and is .* now"):
+        batches_of(**shape | {name: other}).load_state_dict(state)
+
+
+def test_as_many_samples_on_another_number_of_processes_are_the_same_batches():
+    one = batches_of(12, batch_size=4)
+    some(one, 4)
+    two = [batches_of(12, batch_size=2, rank=rank, world=2) for rank in range(2)]
+    for batches in two:
+        batches.load_state_dict(one.state_dict())
+    parts = [some(batches, 1)[0] for batches in two]
+    assert parts[0] + parts[1] == some(one, 1)[0]
+
+
+class Noisy(data.Dataset):
+    """Draws from every global generator."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return index + torch.rand(1).item() / 4 + random.random() / 4 + np.random.rand() / 4
+
+
+class Stream(data.IterableDataset):
+    def __iter__(self):
+        return (i + torch.rand(1).item() for i in range(10))
+
+
+class Crops:
+    """Draws each batch when it is asked for, without end."""
+
+    def __iter__(self):
+        while True:
+            yield torch.randint(1000, (4,))
+
+
+class OwnState:
+    """Keeps its state itself; as torchdata's StatefulDataLoader does, draws where it begins, ends
+    an epoch only when asked for more, and may have been at an epoch's end.
+    """
+
+    def __init__(self):
+        self.given = 0
+        self.start = 0
+
+    def state_dict(self):
+        return {"given": self.given}
+
+    def load_state_dict(self, state_dict):
+        self.start = state_dict["given"]
+
+    def __iter__(self):
+        torch.rand(1)
+        start, self.start = self.start, 0
+        return self.batches(start)
+
+    def batches(self, start):
+        for self.given in range(start + 1, 5):
+            yield torch.rand(1) + self.given
+
+
+def seeded():
+    return torch.Generator().manual_seed(5)
+
+
+LOADERS = {
+    "in order": lambda: data.DataLoader(Noisy(), 3),
+    "shuffled": lambda: data.DataLoader(Noisy(), 3, shuffle=True, drop_last=True),
+    "own generator": lambda: data.DataLoader(Noisy(), 3, shuffle=True, generator=seeded()),
+    "with replacement": lambda: data.DataLoader(
+        Noisy(), 3, sampler=data.RandomSampler(Noisy(), replacement=True, num_samples=70)
+    ),
+    "weighted": lambda: data.DataLoader(
+        Noisy(), 3, sampler=data.WeightedRandomSampler([1.0] * 10, 10, generator=seeded())
+    ),
+    "subset": lambda: data.DataLoader(Noisy(), 3, sampler=data.SubsetRandomSampler([1, 3, 5, 9])),
+    "batch sampler": lambda: data.DataLoader(
+        Noisy(),
+        batch_sampler=data.BatchSampler(
+            data.RandomSampler(Noisy(), generator=seeded()), 3, drop_last=False
+        ),
+    ),
+    "distributed": lambda: data.DataLoader(
+        Noisy(), 3, sampler=data.DistributedSampler(Noisy(), num_replicas=2, rank=1)
+    ),
+    "stream": lambda: data.DataLoader(Stream(), 3),
+    "endless": Crops,
+    "list": lambda: [torch.tensor([i]) for i in range(4)],
+    "own state": OwnState,
+    "batches": lambda: Batches(Noisy(), 3),
+}
+WITH_WORKERS = {
+    "workers": lambda: data.DataLoader(Noisy(), 3, shuffle=True, num_workers=2),
+    "persistent workers": lambda: data.DataLoader(
+        torch.arange(10), 3, shuffle=True, num_workers=2, persistent_workers=True
+    ),
+}
+
+
+def run(position, count, between):
+    """Batches, with a model between them that draws random numbers as dropout does."""
+    batches = []
+    for batch in itertools.islice(position, count):
+        batches.append(batch.tolist())
+        torch.rand(between)
+    return batches
+
+
+def seed(number):
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+
+
+def check_going_on(make, directory, stop, between):
+    seed(1)
+    position = DataPosition(make())
+    run(position, stop, between)
+    path = directory / "state.pt"
+    torch.save({"data": position.state_dict(), "random": host_random_state()}, path)
+    expected = run(position, 9, between)
+    position.close()
+    seed(2)
+    state = torch.load(path, weights_only=True)
+    position = DataPosition(make())
+    position.load_state_dict(state["data"])
+    set_random_state(state["random"])
+    assert position.state_dict()["batch"] == state["data"]["batch"]
+    assert run(position, 9, between) == expected
+    position.close()
+
+
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+@settings(max_examples=30)
+@given(stop=st.integers(0, 13), between=st.integers(0, 2))
+def test_any_data_goes_on_where_it_stood(make, tmp_path_factory, stop, between):
+    check_going_on(make, tmp_path_factory.getbasetemp(), stop, between)
+
+
+@pytest.mark.parametrize("stop", [0, 2, 4, 6])
+@pytest.mark.parametrize("make", WITH_WORKERS.values(), ids=WITH_WORKERS)
+def test_data_of_worker_processes_goes_on_where_it_stood(make, tmp_path, stop):
+    check_going_on(make, tmp_path, stop, 1)
+
+
+@pytest.mark.parametrize("name", ["shuffled", "own generator", "batch sampler", "stream"])
+def test_the_batches_are_those_of_a_plain_loop(name):
+    seed(3)
+    loader = LOADERS[name]()
+    plain = [batch.tolist() for _ in range(3) for batch in loader]
+    seed(3)
+    assert run(DataPosition(LOADERS[name]()), len(plain), 0) == plain
+
+
+def test_samplers_are_told_the_epoch():
+    told = []
+
+    class Sampler(data.SequentialSampler):
+        def set_epoch(self, epoch):
+            told.append(epoch)
+
+    def loader():
+        return data.DataLoader(range(4), 2, sampler=Sampler(range(4)))
+
+    position = DataPosition(loader())
+    run(position, 5, 0)
+    assert told == [0, 1, 2]
+    again = DataPosition(loader())
+    again.load_state_dict(position.state_dict())
+    assert told[3:] == [2]
+    run(again, 2, 0)
+    assert told[3:] == [2, 3]
+
+
+def test_an_epoch_without_a_batch_is_an_error():
+    with pytest.raises(GraphstashError, match="epoch 0 of the data, a list, has no batch"):
+        next(DataPosition([]))
+
+
+def test_one_shot_data_serves_once_and_says_when_it_ends():
+    position = DataPosition(iter([torch.tensor(1), torch.tensor(2)]))
+    assert [next(position).item() for _ in range(2)] == [1, 2]
+    with pytest.raises(
+        GraphstashError, match=r"a list_iterator, ended before the training.* fewer"
+    ):
+        next(position)
+
+
+def test_one_shot_data_has_no_place_to_save():
+    with pytest.raises(GraphstashError, match=r"a generator, .* only once.* without checkpoints"):
+        DataPosition(i for i in range(9)).state_dict()
+
+
+def test_the_place_in_other_data_is_refused():
+    position = DataPosition([1, 2, 3])
+    for _ in range(3):
+        next(position)
+    with pytest.raises(GraphstashError, match=r"had 3 batches or more .* and has 2 now"):
+        DataPosition([1, 2]).load_state_dict(position.state_dict())
+    with pytest.raises(GraphstashError, match="does not fit Batches: give the data"):
+        DataPosition(Batches([1, 2], 1)).load_state_dict(position.state_dict())
+
+
+def test_closing_ends_a_generator():
+    ended = []
+
+    class Source:
+        def __iter__(self):
+            try:
+                yield from range(9)
+            finally:
+                ended.append(True)
+
+    position = DataPosition(Source())
+    next(position)
+    position.close()
+    assert ended

@@ -1,0 +1,294 @@
+import random
+import signal
+import threading
+import weakref
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from graphstash import GraphstashError
+from graphstash.training.data.device_loader import DeviceLoader, InlineLoader, to_device
+
+SECONDS = 60
+
+
+class Thing:
+    """Something that weak references can watch."""
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("batch-")]
+
+
+def test_batches_come_in_order_and_no_thread_is_left():
+    assert list(DeviceLoader(range(100))) == list(range(100))
+    assert not threads()
+
+
+def test_each_batch_is_uploaded_in_order():
+    with DeviceLoader(range(100), upload=lambda batch: batch * 2) as loader:
+        assert list(loader) == list(range(0, 200, 2))
+
+
+def test_an_empty_source_gives_nothing():
+    assert list(DeviceLoader([])) == []
+
+
+def test_a_loader_without_room_is_refused():
+    with pytest.raises(GraphstashError, match=r"ahead must be at least 1 \(got 0\)"):
+        DeviceLoader([], ahead=0)
+
+
+def test_nothing_is_loaded_before_the_first_batch_is_asked_for():
+    with DeviceLoader(iter([1, 2])) as loader:
+        assert loader.loaded_count == 0
+        assert not threads()
+
+
+def test_batches_are_loaded_while_the_consumer_works():
+    loaded = threading.Semaphore(0)
+    with DeviceLoader(range(9), ahead=3, on_loaded=lambda _: loaded.release()) as loader:
+        next(loader)
+        for _ in range(1 + 3):  # the consumer is busy with the first
+            assert loaded.acquire(timeout=SECONDS)
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 5])
+@pytest.mark.parametrize("upload", [None, lambda batch: batch])
+def test_no_more_than_ahead_are_loaded_beyond_the_one_in_use(ahead, upload):
+    consumed, most = 0, 0
+
+    def look(number):
+        nonlocal most
+        most = max(most, number - consumed)
+
+    with DeviceLoader(range(200), ahead=ahead, upload=upload, on_loaded=look) as loader:
+        for _ in loader:
+            consumed += 1
+    # The consumer counts a batch after the loader has handed it out.
+    assert most <= ahead + 1
+
+
+def test_no_more_than_that_are_alive():
+    alive, most = weakref.WeakSet(), 0
+
+    def source():
+        nonlocal most
+        for _ in range(200):
+            thing = Thing()
+            alive.add(thing)
+            most = max(most, len(alive))
+            yield thing
+            del thing
+
+    with DeviceLoader(source(), ahead=2) as loader:
+        assert sum(1 for _ in loader) == 200
+    assert most <= 2 + 2  # in use, loaded ahead, and the one that the source makes
+    assert len(alive) == 0
+
+
+def test_a_batch_is_loaded_while_the_one_before_is_uploaded():
+    meet = threading.Barrier(2)  # each waits for the other: in series neither would go on
+
+    def source():
+        yield 0
+        for number in range(1, 5):
+            meet.wait(SECONDS)
+            yield number
+
+    def upload(batch):
+        if batch < 4:
+            meet.wait(SECONDS)
+        return batch
+
+    with DeviceLoader(source(), upload=upload) as loader:
+        assert list(loader) == [0, 1, 2, 3, 4]
+
+
+def test_an_exception_of_the_source_comes_after_the_batches_before_it():
+    def source():
+        yield 1
+        yield 2
+        raise ValueError("third")
+
+    loader = DeviceLoader(source(), ahead=5)
+    assert [next(loader), next(loader)] == [1, 2]
+    with pytest.raises(ValueError, match="third"):
+        next(loader)
+    assert not threads()
+    assert list(loader) == []
+
+
+def test_a_source_that_cannot_be_iterated_is_told_at_the_first_batch():
+    with pytest.raises(TypeError, match="not iterable"):
+        next(DeviceLoader(7))
+
+
+def test_an_exception_of_the_upload_comes_where_its_batch_would_have():
+    loader = DeviceLoader([2, 1, 0, 3], upload=lambda batch: 6 // batch)
+    assert [next(loader), next(loader)] == [3, 6]
+    with pytest.raises(ZeroDivisionError):
+        next(loader)
+    assert not threads()
+
+
+def test_an_exception_of_the_body_ends_the_threads():
+    def body():
+        with DeviceLoader(range(100)) as loader:
+            for _ in loader:
+                raise KeyError("body")
+
+    with pytest.raises(KeyError, match="body"):
+        body()
+    assert not threads()
+
+
+def test_on_loaded_runs_after_each_batch_and_before_the_next():
+    log = []
+
+    def source():
+        for number in (1, 2, 3):
+            log.append(f"make {number}")
+            yield number
+
+    list(DeviceLoader(source(), on_loaded=lambda number: log.append(f"loaded {number}")))
+    assert log == ["make 1", "loaded 1", "make 2", "loaded 2", "make 3", "loaded 3"]
+
+
+def test_on_loaded_sees_the_random_state_of_a_plain_loop():
+    def source():
+        for _ in range(20):
+            yield random.random()
+
+    random.seed(0)
+    plain = [(batch, random.getstate()) for batch in source()]
+    random.seed(0)
+    states = []
+    batches = list(DeviceLoader(source(), on_loaded=lambda _: states.append(random.getstate())))
+    assert list(zip(batches, states, strict=True)) == plain
+
+
+def test_after_stop_loading_what_is_loaded_comes_and_then_the_end():
+    source = iter(range(100))
+    with DeviceLoader(source, ahead=3, upload=lambda batch: batch) as loader:
+        batches = [next(loader), next(loader)]
+        loader.stop_loading()
+        batches += loader
+        assert batches == list(range(loader.loaded_count))
+        assert 2 <= loader.loaded_count <= 2 + 3
+    assert next(source) == loader.loaded_count
+    assert not threads()
+
+
+def test_a_signal_handler_may_stop_loading():
+    loader = DeviceLoader(range(100))
+    before = signal.signal(signal.SIGUSR1, lambda *_: loader.stop_loading())
+    try:
+        batches = []
+        for batch in loader:
+            batches.append(batch)
+            if batch == 10:
+                signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert batches == list(range(loader.loaded_count))
+    assert len(batches) < 20
+
+
+def test_close_closes_a_generator_in_the_thread_that_has_used_it():
+    log = []
+
+    def source():
+        try:
+            while True:
+                log.append(threading.current_thread())
+                yield 1
+        finally:
+            log.append(threading.current_thread())
+            log.append("closed")
+
+    with DeviceLoader(source()) as loader:
+        next(loader)
+    loader.close()
+    assert log.pop() == "closed"
+    assert len(set(log)) == 1
+    assert list(loader) == []
+
+
+def test_close_does_not_upload_what_is_loaded():
+    held, uploaded, uploading = threading.Event(), [], threading.Event()
+
+    def upload(batch):
+        uploaded.append(batch)
+        if batch == 1:
+            uploading.set()
+            held.wait(SECONDS)
+        return batch
+
+    loader = DeviceLoader(range(100), ahead=4, upload=upload)
+    next(loader)
+    assert uploading.wait(SECONDS)
+    loader._queue[-1]._future.add_done_callback(lambda _: held.set())
+    loader.close()
+    assert uploaded == [0, 1]
+    assert not threads()
+
+
+def test_a_failure_at_the_end_of_the_source_is_raised():
+    def source():
+        yield 1
+        raise ValueError("at the end")
+
+    loader = DeviceLoader(source())
+    next(loader)
+    with pytest.raises(ValueError, match="at the end"):
+        list(loader)
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+@dataclass(frozen=True)
+class Example:
+    image: torch.Tensor
+    name: str
+
+
+def test_to_device_moves_the_tensors_in_containers():
+    x = torch.ones(2)
+    batch = {"list": [x, 1], "pair": Pair(x, "text"), "example": Example(x, "seven")}
+    batch["mapping"] = OrderedDict(z=(x, None))
+    moved = to_device(batch, "meta")
+    assert [type(part) for part in moved.values()] == [list, Pair, Example, OrderedDict]
+    tensors = [moved["list"][0], moved["pair"].a, moved["example"].image, moved["mapping"]["z"][0]]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert len({id(tensor) for tensor in tensors}) == 1  # one tensor is moved once
+    assert [moved["list"][1], moved["pair"].b, moved["example"].name] == [1, "text", "seven"]
+    assert batch["example"].image is x
+
+
+def test_to_device_leaves_what_is_there_already():
+    x = torch.ones(2)
+    assert to_device((x, 5), "cpu")[0] is x
+
+
+def test_an_inline_loader_loads_each_batch_when_it_is_asked_for():
+    loaded = []
+
+    def source():
+        for number in range(5):
+            loaded.append(number)
+            yield number
+
+    with InlineLoader(source(), upload=lambda batch: batch * 10) as loader:
+        assert next(loader) == 0
+        assert loaded == [0]
+        assert next(loader) == 10
+        loader.stop_loading()
+        assert list(loader) == []
+        assert loaded == [0, 1]

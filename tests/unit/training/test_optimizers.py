@@ -1,0 +1,778 @@
+import copy
+import inspect
+import math
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphstash.training.optimizers import LAMB, SGD, Adam, AdamW
+from graphstash.training.optimizers.gradients import LossScale, clip_grad_norm_
+from support.optimizer_cases import (
+    BY_HAND,
+    CASES,
+    SCHEDULES,
+    SHAPES,
+    gradients,
+    loss_of,
+    new_parameters,
+    train_scheduled,
+)
+
+OPTIMIZERS = [SGD, Adam, AdamW, LAMB]
+BAD = {0: math.inf, 5: math.inf, 7: math.nan}
+FUSED = [None, False]
+EXCHANGED = [name for name, case in CASES.items() if case.name != "LAMB"]
+
+
+def make(name, parameters, fused=None):
+    """An optimizer of ours; LAMB has no kernel to choose."""
+    case = CASES[name]
+    return case.ours(parameters, **({} if case.name == "LAMB" else {"fused": fused}))
+
+
+def assert_close(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+def state_of(optimizer, parameters):
+    return [value for p in parameters for value in optimizer.state[p].values()]
+
+
+def snapshot(optimizer, parameters):
+    return [t.detach().clone() for t in (*parameters, *state_of(optimizer, parameters))]
+
+
+def train(parameters, optimizer, scaler, *, steps=range(12), bad=BAD, missing=(), after=None):
+    """Trains with a loss scale; gives the scale after every step."""
+    history = []
+    for step in steps:
+        lacking = missing[step] if step < len(missing) else ()
+        optimizer.zero_grad()
+        factors = gradients(step, bad=bad.get(step), missing=lacking)
+        scaler.scale(loss_of(parameters, factors)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        history.append(scaler.get_scale())
+        if after:
+            after(step)
+    return history
+
+
+def plain_steps(parameters, optimizer, steps):
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(parameters, gradients(step)).backward()
+        optimizer.step()
+
+
+def torchs_scaler(growth_interval):
+    return torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=growth_interval)
+
+
+# The semantics of a bad step.
+
+
+@pytest.mark.parametrize("growth_interval", [3, 2000])
+@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize("name", CASES)
+def test_the_trajectory_is_that_of_torch_with_its_scaler(name, fused, growth_interval):
+    ours, theirs = new_parameters(), new_parameters()
+    history = train(ours, make(name, ours, fused), LossScale(8.0, growth_interval=growth_interval))
+    expected = train(theirs, CASES[name].reference(theirs), torchs_scaler(growth_interval))
+    assert_close(ours, theirs)
+    assert history == expected
+    assert all(torch.isfinite(p).all() for p in ours)
+
+
+@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize("name", CASES)
+def test_a_bad_step_changes_no_bit(name, fused):
+    parameters = new_parameters()
+    optimizer = make(name, parameters, fused)
+    plain_steps(parameters, optimizer, [100])
+    held = [snapshot(optimizer, parameters)]
+
+    def look(step):
+        now = snapshot(optimizer, parameters)
+        equal = [torch.equal(*pair) for pair in zip(held[0], now, strict=True)]
+        assert all(equal) if step in BAD else not any(equal[: len(parameters)])
+        held[0] = now
+
+    train(parameters, optimizer, LossScale(8.0), after=look)
+
+
+@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize("name", CASES)
+def test_a_bad_first_step_leaves_parameters_alone_and_state_at_zero(name, fused):
+    parameters = new_parameters()
+    optimizer = make(name, parameters, fused)
+    train(parameters, optimizer, LossScale(8.0), steps=[0])
+    assert all(torch.equal(*pair) for pair in zip(parameters, new_parameters(), strict=True))
+    assert all(not tensor.any() for tensor in state_of(optimizer, parameters))
+
+
+STEP_KINDS = st.tuples(
+    st.sampled_from([None, None, math.inf, -math.inf, math.nan]),
+    st.sets(st.integers(0, len(SHAPES) - 1), max_size=len(SHAPES) - 1),
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    name=st.sampled_from(list(CASES)),
+    fused=st.sampled_from(FUSED),
+    kinds=st.lists(STEP_KINDS, min_size=1, max_size=10),
+    growth_interval=st.integers(1, 4),
+)
+def test_any_pattern_of_bad_steps_and_missing_gradients_goes_as_in_torch(
+    name, fused, kinds, growth_interval
+):
+    bad = {step: value for step, (value, _) in enumerate(kinds) if value is not None}
+    missing = [tuple(lacking) for _, lacking in kinds]
+    arguments = {"steps": range(len(kinds)), "bad": bad, "missing": missing}
+    ours, theirs = new_parameters(), new_parameters()
+    optimizer, reference = make(name, ours, fused), CASES[name].reference(theirs)
+    scale = LossScale(8.0, growth_interval=growth_interval)
+    history = train(ours, optimizer, scale, **arguments)
+    assert history == train(theirs, reference, torchs_scaler(growth_interval), **arguments)
+    assert_close(ours, theirs)
+    for number, (parameter, other) in enumerate(zip(ours, theirs, strict=True)):
+        counted = sum(s not in bad and number not in missing[s] for s in range(len(kinds)))
+        assert optimizer.state[parameter].get("step", 0) == counted
+        if "step" in reference.state[other]:
+            assert reference.state[other]["step"] == counted
+
+
+@pytest.mark.parametrize("value", [1.0, 2.0, math.nan, math.inf, True, 3, [1.0]])
+@pytest.mark.parametrize("fused", FUSED)
+def test_any_found_inf_but_zero_leaves_the_step_out(value, fused):
+    parameters = new_parameters()
+    optimizer = SGD(parameters, lr=0.1, fused=fused)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step(found_inf=torch.tensor(value))
+    assert all(torch.equal(*pair) for pair in zip(parameters, new_parameters(), strict=True))
+
+
+@pytest.mark.parametrize("value", [0.0, False, 0, [0.0]])
+@pytest.mark.parametrize("fused", FUSED)
+def test_a_found_inf_of_zero_updates(value, fused):
+    parameters = new_parameters()
+    optimizer = SGD(parameters, lr=0.1, fused=fused)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step(found_inf=torch.tensor(value))
+    assert_close(parameters, [p - 0.1 for p in new_parameters()])
+
+
+def test_a_found_inf_for_many_is_refused():
+    parameters = new_parameters()
+    with pytest.raises(ValueError, match="single number"):
+        SGD(parameters).step(found_inf=torch.zeros(2))
+
+
+def test_a_found_inf_on_the_host_side_of_python_is_refused():
+    parameters = new_parameters()
+    with pytest.raises(TypeError, match="must be a tensor"):
+        SGD(parameters).step(found_inf=True)
+
+
+# Nobody reads the device.
+
+
+class Reads(TorchDispatchMode):
+    """Counts what reads a tensor's value."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize("name", CASES)
+def test_no_step_reads_the_device(name, fused, clipped):
+    parameters = new_parameters()
+    optimizer, scale = make(name, parameters, fused), LossScale(8.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    with Reads() as reads:
+        for step in range(6):
+            optimizer.zero_grad()
+            factors = gradients(step, bad=BAD.get(step))
+            scale.scale(loss_of(parameters, factors)).backward()
+            if clipped:
+                scale.unscale_(optimizer)
+                clip_grad_norm_(parameters, 0.5)
+            scale.step(optimizer)
+            scale.update()
+            schedule.step()
+    assert reads.count == 0
+
+
+def test_the_counter_of_reads_sees_torchs_own():
+    parameters = new_parameters()
+    with Reads() as reads:
+        train(parameters, torch.optim.SGD(parameters), torchs_scaler(3), steps=range(1))
+    assert reads.count > 0
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_torchs_scaler_drives_it_without_a_read(optimizer):
+    parameters = new_parameters()
+    mine, scaler = optimizer(parameters, lr=0.1), torchs_scaler(3)
+    for step in range(6):
+        mine.zero_grad()
+        factors = gradients(step, bad=BAD.get(step))
+        scaler.scale(loss_of(parameters, factors)).backward()
+        with Reads() as reads:
+            scaler.step(mine)
+        scaler.update()
+        assert reads.count == 0
+    other = new_parameters()
+    train(other, optimizer(other, lr=0.1), LossScale(8.0, growth_interval=3), steps=range(6))
+    assert_close(parameters, other)
+
+
+# Schedules.
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, *BY_HAND])
+@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_a_schedule_goes_as_with_torchs_optimizer(name, fused, schedule, recwarn):
+    options = {"lr": 0.1} | ({"momentum": 0.9} if name == "SGD" else {})
+    results = []
+    for optimizer, more in (
+        ({"SGD": SGD, "AdamW": AdamW}[name], {"fused": fused}),
+        (getattr(torch.optim, name), {"foreach": False}),
+    ):
+        parameters = new_parameters()
+        mine = optimizer(parameters, **options, **more)
+        train_scheduled(mine, (SCHEDULES | BY_HAND)[schedule](mine), parameters)
+        results.append(parameters)
+    assert_close(*results)
+
+
+@pytest.mark.parametrize("fused", FUSED)
+def test_a_learning_rate_may_be_a_tensor_on_the_host(fused):
+    ours, theirs = new_parameters(), new_parameters()
+    for parameters, optimizer in (
+        (ours, AdamW(ours, lr=torch.tensor(0.1), fused=fused)),
+        (theirs, torch.optim.AdamW(theirs, lr=torch.tensor(0.1), foreach=False)),
+    ):
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        train_scheduled(optimizer, schedule, parameters)
+    assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("fused", FUSED)
+def test_a_momentum_may_come_later(fused):
+    ours, theirs = new_parameters(), new_parameters()
+    for parameters, optimizer in (
+        (ours, SGD(ours, lr=0.1, dampening=0.2, fused=fused)),
+        (theirs, torch.optim.SGD(theirs, lr=0.1, dampening=0.2, foreach=False)),
+    ):
+        plain_steps(parameters, optimizer, range(3))
+        optimizer.param_groups[0]["momentum"] = 0.9
+        plain_steps(parameters, optimizer, range(3, 6))
+    assert_close(ours, theirs)
+
+
+# State.
+
+
+@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize("name", EXCHANGED)
+def test_torch_goes_on_from_ours_and_ours_from_torch(name, fused):
+    through = new_parameters()
+    theirs = CASES[name].reference(through)
+    plain_steps(through, theirs, range(4))
+    ours = make(name, through, fused)
+    ours.load_state_dict(theirs.state_dict())
+    plain_steps(through, ours, range(4, 8))
+    theirs = CASES[name].reference(through)
+    theirs.load_state_dict(ours.state_dict())
+    plain_steps(through, theirs, range(8, 12))
+    alone = new_parameters()
+    plain_steps(alone, CASES[name].reference(alone), range(12))
+    assert_close(through, alone)
+
+
+@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize("name", EXCHANGED)
+def test_torch_goes_on_from_ours_after_a_bad_first_step(name, fused):
+    parameters = new_parameters()
+    ours = make(name, parameters, fused)
+    train(parameters, ours, LossScale(8.0), steps=[0])
+    theirs = CASES[name].reference(parameters)
+    theirs.load_state_dict(ours.state_dict())
+    plain_steps(parameters, theirs, range(1, 5))
+    alone = new_parameters()
+    plain_steps(alone, CASES[name].reference(alone), range(1, 5))
+    assert_close(parameters, alone)
+
+
+@pytest.mark.parametrize("kind", ["fused", "foreach"])
+@pytest.mark.parametrize("name", ["SGD-lr=0.1-momentum=0.5", "AdamW-lr=0.01-amsgrad=True"])
+def test_state_is_exchanged_with_every_form_of_torchs(name, kind):
+    through, alone = new_parameters(), new_parameters()
+    theirs, ours = CASES[name].reference(through, **{kind: True}), make(name, through)
+    plain_steps(through, theirs, range(3))
+    ours.load_state_dict(theirs.state_dict())
+    plain_steps(through, ours, range(3, 6))
+    theirs.load_state_dict(ours.state_dict())
+    plain_steps(through, theirs, range(6, 9))
+    plain_steps(alone, CASES[name].reference(alone), range(9))
+    assert_close(through, alone)
+
+
+def loaded(parameters, optimizer, name, fused):
+    new = [nn.Parameter(p.detach().clone()) for p in parameters]
+    other = make(name, new, fused)
+    other.load_state_dict(optimizer.state_dict())
+    return new, other
+
+
+COPIES = {
+    "deepcopy": lambda p, o, name, fused: copy.deepcopy((p, o)),
+    "pickle": lambda p, o, name, fused: pickle.loads(pickle.dumps((p, o))),
+    "state dictionary": loaded,
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize("name", CASES)
+def test_a_copy_goes_on_to_the_bit_and_alone(name, fused, how):
+    parameters = new_parameters()
+    optimizer = make(name, parameters, fused)
+    plain_steps(parameters, optimizer, range(3))
+    new, copied = COPIES[how](parameters, optimizer, name, fused)
+    before = snapshot(optimizer, parameters)
+    plain_steps(new, copied, range(3, 6))
+    untouched = zip(before, snapshot(optimizer, parameters), strict=True)
+    assert all(torch.equal(*pair) for pair in untouched)
+    plain_steps(parameters, optimizer, range(3, 6))
+    assert all(torch.equal(*pair) for pair in zip(new, parameters, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_parameter_has_a_step_of_its_own_in_a_state_dictionary(optimizer):
+    parameters = new_parameters()
+    mine = optimizer(parameters)
+    plain_steps(parameters, mine, range(2))
+    steps = [state["step"] for state in mine.state_dict()["state"].values()]
+    assert [float(step) for step in steps] == [2.0] * 4
+    assert len({step.data_ptr() for step in steps}) == 4
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_parameter_that_was_never_updated_has_no_state_in_a_dictionary(optimizer):
+    parameters = new_parameters()
+    mine = optimizer(parameters)
+    assert mine.state_dict()["state"] == {}
+    mine.zero_grad()
+    loss_of(parameters, gradients(0, missing=(1, 2))).backward()
+    mine.step()
+    assert list(mine.state_dict()["state"]) == [0, 3]
+
+
+def test_a_learning_rate_that_is_a_tensor_is_loaded_as_a_number():
+    parameters = new_parameters()
+    theirs = torch.optim.AdamW(parameters, lr=torch.tensor(0.5), foreach=False)
+    ours = AdamW(parameters)
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("fused", FUSED)
+def test_a_group_may_be_added_later(fused):
+    ours, theirs = new_parameters(), new_parameters()
+    for parameters, optimizer in (
+        (ours, AdamW(ours[:2], lr=0.1, fused=fused)),
+        (theirs, torch.optim.AdamW(theirs[:2], lr=0.1, foreach=False)),
+    ):
+        plain_steps(parameters, optimizer, range(3))
+        optimizer.add_param_group({"params": parameters[2:], "lr": 0.01})
+        plain_steps(parameters, optimizer, range(3, 6))
+    assert_close(ours, theirs)
+
+
+# Parameters of all kinds.
+
+
+def laid_out(kind):
+    """A parameter and a gradient whose memory is not what it seems; their values."""
+    generator = torch.Generator().manual_seed(0)
+    value, gradient = torch.randn(2, 6, 4, 4, generator=generator).unbind(0)
+    parameter = value.clone()
+    if kind == "transposed parameter":
+        parameter = value.transpose(0, 2).contiguous().transpose(0, 2)
+    elif kind == "slice":
+        parameter = torch.zeros(6, 4, 9)[:, :, :4].copy_(value)
+    elif kind == "transposed gradient":
+        gradient = gradient.transpose(0, 2).contiguous().transpose(0, 2)
+    elif kind == "expanded gradient":
+        gradient = torch.tensor(0.5).expand(6, 4, 4)
+    parameter = nn.Parameter(parameter)
+    parameter.grad = gradient
+    return parameter, nn.Parameter(value.clone()), gradient.clone().contiguous()
+
+
+LAYOUTS = ["transposed parameter", "slice", "transposed gradient", "expanded gradient"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_layout_in_memory_changes_nothing(optimizer, layout):
+    parameter, plain, gradient = laid_out(layout)
+    plain.grad = gradient
+    first, second = optimizer([parameter], lr=0.1), optimizer([plain], lr=0.1)
+    for _ in range(3):
+        first.step()
+        second.step()
+    assert_close([parameter], [plain])
+
+
+def test_a_step_on_a_slice_leaves_the_rest_of_its_memory_alone():
+    whole = torch.zeros(4, 8)
+    parameter = nn.Parameter(whole[:, :4])
+    parameter.grad = torch.ones(4, 4)
+    SGD([parameter], lr=0.1).step()
+    assert not whole[:, 4:].any()
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_a_model_may_change_its_memory_format_between_steps(memory_format):
+    ours, theirs = nn.Conv2d(3, 4, 2), nn.Conv2d(3, 4, 2)
+    theirs.load_state_dict(ours.state_dict())
+    for model, optimizer in (
+        (ours, AdamW(ours.parameters(), lr=0.1)),
+        (theirs, torch.optim.AdamW(theirs.parameters(), lr=0.1, foreach=False)),
+    ):
+        for step in range(4):
+            optimizer.zero_grad()
+            torch.manual_seed(step)
+            model(torch.randn(2, 3, 4, 4)).square().sum().backward()
+            optimizer.step()
+            if step == 1:
+                model.to(memory_format=memory_format)
+    assert_close(ours.parameters(), theirs.parameters())
+
+
+@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize("name", CASES)
+def test_float64_parameters_are_updated_in_float64(name, fused):
+    results = []
+    for optimizer in (lambda p: make(name, p, fused), CASES[name].reference):
+        parameters = new_parameters(dtype=torch.float64)
+        mine = optimizer(parameters)
+        for step in range(6):
+            for parameter, g in zip(parameters, gradients(step, dtype=torch.float64), strict=True):
+                parameter.grad = g
+            mine.step()
+        results.append(parameters)
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_narrow_parameters_and_their_state_stay_narrow(optimizer, fused, dtype):
+    options = {} if optimizer is LAMB else {"fused": fused}
+    narrow, wide = new_parameters(dtype=dtype), new_parameters()
+    for parameters in (narrow, wide):
+        mine = optimizer(parameters, lr=0.1, eps=1e-3) if optimizer is not SGD else None
+        mine = mine or SGD(parameters, lr=0.1, **options)
+        for step in range(4):
+            for p, g in zip(parameters, gradients(step, dtype=p_dtype(parameters)), strict=True):
+                p.grad = g
+            mine.step(found_inf=torch.tensor(0.0))
+        for parameter in parameters:
+            for name, value in mine.state[parameter].items():
+                assert value.dtype == (torch.float32 if name == "step" else parameter.dtype)
+    for a, b in zip(narrow, wide, strict=True):
+        torch.testing.assert_close(a.float(), b, rtol=0.05, atol=0.05)
+
+
+def p_dtype(parameters):
+    return parameters[0].dtype
+
+
+@pytest.mark.parametrize("fused", FUSED)
+def test_dtypes_may_be_mixed_in_a_group(fused):
+    parameters = [
+        nn.Parameter(torch.ones(shape, dtype=dtype))
+        for dtype in (torch.float32, torch.bfloat16, torch.float64)
+        for shape in ((), (2,))
+    ]
+    optimizer = AdamW(parameters, lr=0.5, weight_decay=0.0, fused=fused)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    for parameter in parameters:
+        expected = torch.full_like(parameter, 0.5)
+        torch.testing.assert_close(parameter, expected, rtol=0.01, atol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_complex_parameter_is_refused(optimizer):
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    parameter.grad = torch.zeros_like(parameter)
+    with pytest.raises(RuntimeError, match="real parameters"):
+        optimizer([parameter]).step()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_sparse_gradient_is_refused_and_leaves_no_trace(optimizer):
+    embedding = nn.Embedding(4, 2, sparse=True)
+    mine = optimizer(embedding.parameters())
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="dense gradients"):
+        mine.step()
+    embedding.zero_grad()
+    mine.step()
+    assert mine.state_dict()["state"] == {}
+    embedding.weight.grad = torch.ones(4, 2)
+    mine.step()
+    embedding.weight.grad = torch.ones(4, 2).to_sparse()
+    with pytest.raises(RuntimeError, match="dense gradients"):
+        mine.step()
+
+
+# Master weights.
+
+HALVES = [torch.bfloat16, torch.float16]
+
+
+def half_parameters(dtype):
+    return [nn.Parameter(parameter.detach().to(dtype)) for parameter in new_parameters()]
+
+
+def wide_copies(parameters):
+    return [nn.Parameter(parameter.detach().float()) for parameter in parameters]
+
+
+def feed(parameters, copies, step):
+    """The same gradients, of the parameters' type, to both."""
+    for parameter, copied, factor in zip(parameters, copies, gradients(step), strict=True):
+        parameter.grad = factor.to(parameter.dtype)
+        copied.grad = parameter.grad.float()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        (SGD, {}),
+        (SGD, {"momentum": 0.9, "nesterov": True}),
+        (Adam, {"amsgrad": True}),
+        (AdamW, {"maximize": True}),
+        (LAMB, {}),
+    ],
+)
+def test_with_master_weights_training_is_that_of_float32_parameters(optimizer, options, dtype):
+    parameters = half_parameters(dtype)
+    copies = wide_copies(parameters)
+    mine = optimizer(parameters, lr=1e-3, master_weights=True, **options)
+    wide = optimizer(copies, lr=1e-3, fused=False, **options)
+    bad = torch.tensor(1.0)
+    for step in range(6):
+        feed(parameters, copies, step)
+        for each in (mine, wide):
+            each.step(found_inf=bad if step == 3 else torch.tensor(0.0))
+    for parameter, copied in zip(parameters, copies, strict=True):
+        assert torch.equal(mine.state[parameter]["master"], copied)
+        assert torch.equal(parameter, copied.to(dtype))
+        assert parameter.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_steps_that_are_too_small_for_the_parameter_add_up(dtype):
+    steps = 1.0 - torch.finfo(dtype).eps / 16 * 64
+    results = []
+    for master in (False, True):
+        parameter = nn.Parameter(torch.ones(40, dtype=dtype))
+        optimizer = SGD([parameter], lr=torch.finfo(dtype).eps / 16, master_weights=master)
+        for _ in range(64):
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        results.append(float(parameter[0]))
+    assert results == [1.0, pytest.approx(steps)]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_master_weights_go_on_from_a_state_dictionary_to_the_bit(optimizer):
+    parameters = half_parameters(torch.bfloat16)
+    mine = optimizer(parameters, lr=1e-3, master_weights=True)
+    for step in range(3):
+        feed(parameters, wide_copies(parameters), step)
+        mine.step()
+    again = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
+    copied = optimizer(again, lr=1e-3, master_weights=True)
+    copied.load_state_dict(copy.deepcopy(mine.state_dict()))
+    for step in range(3, 6):
+        feed(parameters, wide_copies(parameters), step)
+        feed(again, wide_copies(again), step)
+        mine.step()
+        copied.step()
+    for one, other in zip(parameters, again, strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(mine.state[one]["master"], copied.state[other]["master"])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_master_weights_of_float32_are_refused(optimizer):
+    with pytest.raises(ValueError, match=r"bfloat16 and float16 parameters.*got torch.float32"):
+        optimizer(new_parameters(), master_weights=True)
+
+
+# What else torch's optimizers do.
+
+
+def test_a_closure_is_called_with_gradients_and_its_loss_returned():
+    parameters = new_parameters()
+    optimizer = SGD(parameters, lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(parameters, gradients(0))
+        loss.backward()
+        return loss
+
+    assert float(optimizer.step(closure)) == float(loss_of(new_parameters(), gradients(0)))
+    assert optimizer.state[parameters[0]]["step"] == 1
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_step_hooks_are_called(optimizer):
+    parameters = new_parameters()
+    mine, calls = optimizer(parameters), []
+    mine.register_step_pre_hook(lambda *_: calls.append("before"))
+    mine.register_step_post_hook(lambda *_: calls.append("after"))
+    plain_steps(parameters, mine, range(1))
+    assert calls == ["before", "after"]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        *((o, {"lr": bad}) for o in OPTIMIZERS for bad in (-1.0, math.nan)),
+        *((o, {"weight_decay": math.nan}) for o in OPTIMIZERS),
+        (SGD, {"dampening": math.nan}),
+        *((o, {"betas": (math.nan, 0.9)}) for o in (Adam, AdamW, LAMB)),
+        (SGD, {"momentum": -1.0}),
+        (SGD, {"weight_decay": -1.0}),
+        (SGD, {"nesterov": True}),
+        (SGD, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}),
+        *((o, {"betas": (0.9, 1.0)}) for o in (Adam, AdamW, LAMB)),
+        *((o, {"eps": -1.0}) for o in (Adam, AdamW, LAMB)),
+    ],
+)
+def test_an_option_out_of_range_is_refused(optimizer, options):
+    with pytest.raises(ValueError, match=r"must be|needs"):
+        optimizer(new_parameters(), **options)
+    mine = optimizer(new_parameters())
+    with pytest.raises(ValueError, match=r"must be|needs"):
+        mine.add_param_group({"params": new_parameters(), **options})
+    assert len(mine.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(SGD, torch.optim.SGD), (Adam, torch.optim.Adam), (AdamW, torch.optim.AdamW)],
+)
+def test_the_arguments_are_those_of_torch_in_its_order(ours, theirs):
+    taken = inspect.signature(theirs).parameters.values()
+    positional = [p for p in taken if p.kind is p.POSITIONAL_OR_KEYWORD]
+    values = [p.default for p in positional[1:]]
+    mine = ours(new_parameters(), *values)
+    group = theirs(new_parameters(), *values).param_groups[0]
+    assert {name: mine.param_groups[0][name] for name in group if name != "params"} == {
+        name: value for name, value in group.items() if name != "params"
+    }
+    assert {p.name for p in taken} <= {"params", *mine.defaults}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_options_without_effect_are_taken_and_others_named(optimizer):
+    mine = optimizer(new_parameters(), foreach=False, capturable=True, differentiable=False)
+    plain_steps(new_parameters(), mine, range(1))
+    with pytest.raises(ValueError, match="cannot be differentiable"):
+        optimizer(new_parameters(), differentiable=True)
+    with pytest.raises(ValueError, match="fused and foreach"):
+        optimizer(new_parameters(), foreach=True, fused=True)
+    with pytest.raises(TypeError, match="has no option fuse"):
+        optimizer(new_parameters(), fuse=True)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_misspelt_option_of_a_group_is_refused(optimizer):
+    groups = [{"params": new_parameters(), "weight_deacy": 0.0}]
+    with pytest.raises(ValueError, match=r"no option weight_deacy \(groups have params, lr"):
+        optimizer(groups)
+    resumed = [{"params": new_parameters(), "initial_lr": 0.1, "name": "biases"}]
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer(resumed), 2, last_epoch=4)
+    assert schedule.last_epoch == 5
+
+
+def test_gradscaler_can_be_left_to_unscale_and_to_skip():
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = AdamW([parameter], amp_scaling=False)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(parameter.sum() * math.inf).backward()
+    scaler.step(optimizer)
+    assert optimizer.state == {}  # step was not called
+    assert not pickle.loads(pickle.dumps(optimizer))._step_supports_amp_scaling
+    assert AdamW([parameter])._step_supports_amp_scaling
+
+
+def test_micro_batches_add_up_to_their_batch():
+    results = []
+    for parts in (1, 4):
+        torch.manual_seed(0)
+        model, batch = nn.Linear(5, 3), torch.randn(16, 5)
+        optimizer, scale = AdamW(model.parameters(), lr=0.1), LossScale(8.0)
+        for _ in range(4):
+            optimizer.zero_grad()
+            for part in batch.chunk(parts):
+                scale.scale(model(part).square().mean() / parts).backward()
+            scale.step(optimizer)
+            scale.update()
+        results.append(list(model.parameters()))
+    assert_close(*results)
+
+
+@pytest.mark.parametrize("name", ["SGD-lr=0.1-momentum=0.5", "AdamW-lr=0.01-amsgrad=True"])
+def test_a_compiled_step_follows_a_schedule_and_is_compiled_once(name):
+    ours, theirs = new_parameters(), new_parameters()
+    optimizer, reference = make(name, ours), CASES[name].reference(theirs)
+    compiles = []
+
+    def backend(graph, inputs):
+        compiles.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(optimizer.step, backend=backend)
+    counts = []
+    for step in range(20):
+        for parameters, mine in ((ours, optimizer), (theirs, reference)):
+            mine.param_groups[0]["lr"] = 0.1 / (step + 1)
+            for parameter, gradient in zip(parameters, gradients(step), strict=True):
+                parameter.grad = gradient
+        compiled()
+        reference.step()
+        counts.append(len(compiles))
+    assert_close(ours, theirs)
+    # Ten more learning rates; the collector may take an object away that a guard looks at.
+    assert counts[-1] - counts[9] <= 1

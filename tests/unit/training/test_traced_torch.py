@@ -1,0 +1,234 @@
+"""The traced step on plain torch, on a CPU: torch.compile for real."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._inductor import config as inductor
+from torch._inductor.codecache import cache_dir
+from torch.nn import functional
+
+from graphstash.training.optimizers import AdamW
+from graphstash.training.traced import traced_step
+from graphstash.training.traced.step import State
+
+STEPS = 22
+
+# torch.compile warns of what it does not compile, and of its own future.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
+)
+
+
+@pytest.fixture(autouse=True)
+def _compile_in_this_process():
+    torch._dynamo.reset()
+    with inductor.patch(compile_threads=1):
+        yield
+
+
+class Training:
+    """A small model; `step` trains it by one batch."""
+
+    def __init__(self, optimizer="sgd", *, traced):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 1))
+        parameters = self.model.parameters()
+        self.optimizer = {
+            "sgd": lambda: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+            "own": lambda: AdamW(parameters, lr=0.01),
+        }[optimizer]()
+        self.calls = 0
+        self.step = self.function
+        if traced:
+            self.step = traced_step(self.function, [self.model, self.optimizer])
+
+    def function(self, x, y):
+        self.optimizer.zero_grad()
+        loss = functional.mse_loss(self.model(x), y)
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+    def train(self, numbers, size=lambda _: 8):
+        return torch.stack([self.step(*batch(n, size(n))).detach() for n in numbers])
+
+
+def batch(number, size=8):
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(size, 8, generator=generator)
+    return x, x.sum(1, keepdim=True)
+
+
+def assert_same(one, other):
+    for (name, ours), theirs in zip(
+        one.model.state_dict().items(), other.model.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "own"])
+def test_training_is_the_same(optimizer):
+    traced, plain = Training(optimizer, traced=True), Training(optimizer, traced=False)
+    torch.testing.assert_close(
+        traced.train(range(STEPS)), plain.train(range(STEPS)), rtol=1e-5, atol=1e-6
+    )
+    assert_same(traced, plain)
+    assert traced.step.mode == "traced"
+    assert traced.step.reason is None
+
+
+def test_what_inductor_has_generated_is_not_traced_again(monkeypatch):
+    files, run = [], InstructionTranslator.run
+    monkeypatch.setattr(
+        InstructionTranslator,
+        "run",
+        lambda self: (files.append(self.f_code.co_filename), run(self)),
+    )
+    Training("own", traced=True).train(range(3))
+    assert __file__ in files
+    assert not [name for name in files if name.startswith(cache_dir())]
+    assert torch.autograd.backward.__module__ == "torch.autograd"
+
+
+def test_a_second_shape_of_batch_is_compiled_too():
+    def size(number):
+        return 8 if number % 2 else 6
+
+    traced, plain = Training(traced=True), Training(traced=False)
+    torch.testing.assert_close(
+        traced.train(range(8), size), plain.train(range(8), size), rtol=1e-5, atol=1e-6
+    )
+    assert traced.step.mode == "traced"
+
+
+def test_without_a_compiler_the_step_runs_as_it_is(caplog):
+    traced, plain = Training(traced=True), Training(traced=False)
+    missing = {"cpp.cxx": ("/no/such/compiler",), "force_disable_caches": True}
+    with caplog.at_level(logging.WARNING, logger="graphstash"), inductor.patch(missing):
+        losses = traced.train(range(6))
+    assert torch.equal(losses, plain.train(range(6)))
+    for ours, theirs in zip(traced.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert traced.step.mode == "lazy"
+    assert traced.step.reason.startswith("torch.compile failed: InvalidCxxCompiler: No working C++")
+    assert [r.message for r in caplog.records if r.name == "graphstash"] == [
+        f"running the training step untraced: {traced.step.reason}"
+    ]
+
+
+def test_a_failure_halfway_through_the_first_step_leaves_no_trace():
+    """As when forward compiles and backward does not: the attempt has changed state by then."""
+    traced, plain = Training("own", traced=True), Training("own", traced=False)
+
+    def fails_after_all(x, y):
+        traced.function(x, y)
+        raise RuntimeError("no code for this CPU")
+
+    traced.step._compiled = fails_after_all
+    assert torch.equal(traced.train(range(4)), plain.train(range(4)))
+    for ours, theirs in zip(traced.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        assert torch.equal(ours.grad, theirs.grad)
+    assert traced.step.reason == "torch.compile failed: RuntimeError: no code for this CPU"
+
+
+def test_what_the_function_itself_raises_is_raised():
+    def function(_x):
+        raise ValueError("a bad batch")
+
+    step = traced_step(function, [nn.Linear(2, 2)])
+    with pytest.raises(ValueError, match="a bad batch"):
+        step(torch.ones(2))
+
+
+def test_results_come_without_their_autograd_graph():
+    model = nn.Linear(2, 2)
+    step = traced_step(lambda x: {"loss": model(x).sum(), "count": 3}, [model])
+    result = step(torch.ones(2))
+    assert not result["loss"].requires_grad
+    assert result["count"] == 3
+
+
+def test_state_must_be_something_that_has_tensors():
+    with pytest.raises(TypeError, match="str in state"):
+        traced_step(lambda: None, ["model"])
+    with pytest.raises(ValueError, match="no tensor"):
+        traced_step(lambda: None, [nn.ReLU()])
+
+
+class Scheduled:
+    """A DeviceState with one number."""
+
+    def __init__(self):
+        self.number = torch.zeros(())
+        self.refreshed = 0
+
+    def device_tensors(self):
+        return [self.number]
+
+    def refresh(self):
+        self.refreshed += 1
+        self.number.fill_(self.refreshed)
+
+
+def test_a_device_state_is_refreshed_before_every_step():
+    scheduled = Scheduled()
+    step = traced_step(lambda x: x * scheduled.number, [scheduled])
+    assert [step(torch.ones(())).item() for _ in range(5)] == [1, 2, 3, 4, 5]
+
+
+def test_every_tensor_of_a_state_is_found_once():
+    training = Training("own", traced=False)
+    training.train(range(1))
+    own = torch.ones(3)
+    scheduled = Scheduled()
+    tensors = State([training.model, training.optimizer, own, own, scheduled]).tensors()
+    assert len({id(t) for t in tensors}) == len(tensors)
+    expected = [
+        *training.model.parameters(),
+        *training.model.buffers(),
+        *training.optimizer.device_tensors(),
+        own,
+        scheduled.number,
+    ]
+    assert {id(t) for t in tensors} == {id(t) for t in expected}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.model.eval(),
+        lambda t: t.model[0].weight.requires_grad_(requires_grad=False),
+        lambda t: t.model[0].weight.__setattr__("grad", None),
+    ],
+    ids=["eval", "requires_grad", "grad"],
+)
+def test_a_change_of_structure_on_the_host_is_seen(change):
+    training = Training(traced=False)
+    training.train(range(1))
+    state = State([training.model, training.optimizer])
+    before = state.structure(), state.values()
+    change(training)
+    assert state.structure() != before[0]
+    assert state.values() == before[1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.optimizer.param_groups[0].update(lr=0.5),
+        lambda t: t.optimizer.load_state_dict(t.optimizer.state_dict()),
+    ],
+    ids=["learning rate", "load_state_dict"],
+)
+def test_a_change_of_an_optimizer_on_the_host_is_seen(change):
+    training = Training(traced=False)
+    training.train(range(1))
+    state = State([training.model, training.optimizer])
+    before = state.structure(), state.values()
+    change(training)
+    assert state.structure() == before[0]
+    assert state.values() != before[1]
