@@ -3,13 +3,12 @@
 import asyncio
 import contextlib
 import logging
-import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
 
-from graphstash_server.clock import Clock
+from graphstash_server.clock import Clock, jitter
 from graphstash_server.db.engine import Database
 from graphstash_server.db.migrate import check_revision, migrate
 from graphstash_server.db.notifications import Listener
@@ -240,7 +239,7 @@ def _listener(context: ProcessContext) -> Listener:
             context.access.forget_token(token_id)
         news = Notification.parse(payload)
         if news is not None:
-            delay = random.random() * _WAKE_SPREAD_SECONDS  # noqa: S311 - no secret
+            delay = jitter() * _WAKE_SPREAD_SECONDS
             asyncio.get_running_loop().call_later(delay, wait_queue.wake, news)
 
     def is_listening(is_it: bool) -> None:  # noqa: FBT001 - the listener calls it

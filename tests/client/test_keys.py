@@ -26,6 +26,8 @@ from graphstash_schema import Namespace, NamespacePattern
 from support.signing import trust_json
 
 PUBLIC = SigningKey(Ed25519PrivateKey.generate()).public_text
+DASHED = "-2ghv9Ud0lELeJEeBgR9gM0ACC3S_1iXeJyghOe1g4c"
+"""A public key that looks like options."""
 
 
 def graphstash(*arguments, **variables):
@@ -179,6 +181,15 @@ def test_the_commands_lead_from_a_new_key_to_a_revoked_one(tmp_path):
     again = graphstash("keys", "trust", made["public"], "--file", trusted)
     assert again.exit_code == 2
     assert "was revoked" in again.stderr
+
+
+@pytest.mark.parametrize("public", [PUBLIC, DASHED], ids=["usual", "dashed"])
+@pytest.mark.parametrize("is_last", [False, True])
+def test_any_public_key_is_taken_before_and_after_options(tmp_path, public, is_last):
+    options = ("--file", tmp_path / "keys.json", "--name", "ci")
+    words = (*options, public) if is_last else (public, *options)
+    assert answer("keys", "trust", *words)["public"] == public
+    assert graphstash("keys", "trust", *options, "--", public).exit_code == 0
 
 
 def test_to_trust_a_key_again_changes_what_was_said_of_it(tmp_path):

@@ -1,6 +1,7 @@
 """What nginx answers by itself, in the form of all other refusals, and what it writes down."""
 
 import json
+import socket
 import threading
 
 from support.nginx import Nginx, free_port, in_front_of
@@ -29,6 +30,41 @@ def test_no_server_at_all_is_a_problem_that_passes(tmp_path, problem, connect):
             assert problem(answer, 503, "unavailable")["retryable"] is True
             assert answer.headers["retry-after"] == "1"
         assert api.http.get("/nginx/healthz").status_code == 200
+
+
+def test_a_server_that_dies_in_the_middle_of_a_call_is_not_missed(live_server, tmp_path, connect):
+    """It has the whole request when it goes, as one that is killed does."""
+    dying = socket.create_server(("127.0.0.1", 0))
+    asked = []
+
+    def die():
+        while True:
+            try:
+                connection, _ = dying.accept()
+            except OSError:
+                return
+            with connection:
+                connection.settimeout(5)
+                said = b""
+                while b"ttl_seconds" not in said and (part := connection.recv(65536)):
+                    said += part
+                asked.append(said)
+
+    server = threading.Thread(target=die)
+    server.start()
+    try:
+        with in_front_of(
+            live_server,
+            tmp_path / "nginx",
+            GRAPHSTASH_SERVER_1=f"127.0.0.1:{dying.getsockname()[1]}",
+        ) as nginx:
+            api = connect(nginx.url, "dying")
+            assert {api.acquire(ttl_seconds=1).status_code for _ in range(6)} <= {200, 201, 202}
+    finally:
+        dying.shutdown(socket.SHUT_RDWR)
+        dying.close()
+        server.join(30)
+    assert asked
 
 
 def test_too_many_connections_are_a_problem_that_passes(live_server, tmp_path, problem, connect):

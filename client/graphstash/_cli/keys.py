@@ -7,6 +7,7 @@ one, then revoke the old one.
 
 import fcntl
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -17,6 +18,7 @@ import typer
 from pydantic import ValidationError
 from rich.markup import escape
 from rich.table import Table
+from typer.core import TyperCommand
 
 from graphstash._cli.output import Json, fail, out, print_json
 from graphstash._trust.signing_keys import SigningKey
@@ -58,7 +60,17 @@ def show(path: PrivateFile, *, as_json: Json = False) -> None:
         _show_key(path, SigningKey.load(path), as_json=as_json)
 
 
-@keys.command()
+class _TakesPublicKey(TyperCommand):
+    """A public key is 43 characters of base64url; one in 64 begins with a dash and is no option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        dashed = [each for each in args if re.fullmatch(r"-[A-Za-z0-9_-]{42}", each)]
+        if dashed and "--" not in args:
+            args = [*(each for each in args if each not in dashed), "--", *dashed]
+        return super().parse_args(ctx, args)
+
+
+@keys.command(cls=_TakesPublicKey)
 def trust(
     public: Annotated[str, typer.Argument(help="The public key, as `keys generate` prints it")],
     *,

@@ -4,7 +4,6 @@ Leases are advisory: an upload needs none, and an expired one only lets the next
 """
 
 import asyncio
-import random
 import secrets
 from collections.abc import Callable
 from datetime import datetime, timedelta
@@ -13,7 +12,7 @@ from typing import NamedTuple
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Digest, ErrorCode, LeaseReply, LeaseRequest, LeaseState
-from graphstash_server.clock import Clock
+from graphstash_server.clock import Clock, jitter
 from graphstash_server.db.engine import Database
 from graphstash_server.db.notifications import notify
 from graphstash_server.db.queries.artifacts import find_artifact
@@ -68,14 +67,12 @@ class LeaseService:
         wait_queue: WaitQueue,
         clock: Clock,
         new_token: Callable[[], str] = lambda: secrets.token_hex(16),
-        jitter: Callable[[], float] = random.random,
     ) -> None:
         self._database = database
         self._artifacts = artifacts
         self._wait_queue = wait_queue
         self._clock = clock
         self._new_token = new_token
-        self._jitter = jitter
 
     async def acquire(self, wanted: Acquisition, *, gone: "asyncio.Future[None]") -> LeaseReply:
         """Takes the lease, or waits until it can be taken or the artifact is there.
@@ -204,7 +201,7 @@ class LeaseService:
         seconds = rest_seconds
         if self._wait_queue.is_poller(key, ticket):
             mean = _LOOK_SECONDS_INFORMED if self._wait_queue.are_informed else _LOOK_SECONDS
-            look = mean * (0.5 + self._jitter())
+            look = mean * (0.5 + jitter())
             seconds = min(seconds, look, reply.expires_in_seconds or 0.0)
         try:
             async with asyncio.timeout(seconds):

@@ -6,14 +6,13 @@ claimed, and a chore is done by the server that claims it when it is due.
 
 import asyncio
 import logging
-import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import groupby
 
-from graphstash_server.clock import Clock
+from graphstash_server.clock import Clock, jitter
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.eviction import (
     Candidate,
@@ -117,7 +116,6 @@ class Maintenance:
         unused_longer_than: timedelta | None,
         toolchains_kept: int | None,
         audit_kept_for: timedelta,
-        jitter: Callable[[], float] = random.random,
     ) -> None:
         self._database = database
         self._collector = collector
@@ -131,7 +129,6 @@ class Maintenance:
         self._unused_longer_than = unused_longer_than
         self._toolchains_kept = toolchains_kept
         self._audit_kept_for = audit_kept_for
-        self._jitter = jitter
 
     async def run(self, *, every_seconds: float, started_at: datetime, was_alone: bool) -> None:
         """Runs until it is cancelled; a failed round is retried by the next one. A round starts
@@ -144,7 +141,7 @@ class Maintenance:
             await self._try("cleaning up", self._reconciler.reconcile(blobs_before=started_at))
         while True:
             await self._try("maintenance", self.run_once())
-            pause = every_seconds * (0.5 + self._jitter())
+            pause = every_seconds * (0.5 + jitter())
             try:
                 async with asyncio.timeout(pause):
                     await self._evictor.is_needed.wait()
