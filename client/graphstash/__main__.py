@@ -1,5 +1,28 @@
-"""`python -m graphstash` is the `graphstash` command."""
+"""The `graphstash` command, also as `python -m graphstash`.
 
-from graphstash._cli.main import main
+Imports the command line only when it is needed: most often the command is `run`, whose job waits.
+"""
 
-main()
+import sys
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Entry point of the `graphstash` script."""
+    if sys.argv[1:2] == ["run"]:
+        from graphstash._cli import launcher
+
+        if (launch := launcher.read(sys.argv[2:])) is not None:
+            try:
+                launch.start()
+            except launcher.CannotRunError as error:
+                print(f"graphstash: {error}", file=sys.stderr)  # noqa: T201
+                sys.exit(error.status)
+    from graphstash._cli.main import main as command_line
+
+    command_line()
+
+
+if __name__ == "__main__":
+    main()

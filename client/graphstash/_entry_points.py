@@ -11,11 +11,9 @@ variable once, and its jobs need no `graphstash run`.
 import os
 from functools import cache
 
-from graphstash.hooks import HOOKS, install_when_needed
+from graphstash.hooks import AUTOLOAD, HOOKS, install_when_needed
 
-__all__ = ["AUTOLOAD", "initialize", "load"]
-
-AUTOLOAD = "GRAPHSTASH_AUTOLOAD"
+__all__ = ["initialize", "load"]
 
 
 @cache

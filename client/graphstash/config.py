@@ -40,13 +40,13 @@ from graphstash_schema.protocol import (
     MAX_LEASE_SECONDS,
     MIN_LEASE_SECONDS,
 )
+from graphstash_schema.settings import why_refused
 
 __all__ = [
     "ENVIRONMENT_PREFIX",
     "MAX_READ_NAMESPACES",
     "NO_SERVER",
     "TOKEN",
-    "TOLD",
     "UNIX",
     "ClientConfig",
     "CredentialSettings",
@@ -78,20 +78,6 @@ TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/-]{1,8192}=*")
 """A valid value for `Authorization: Bearer` (RFC 6750)."""
 
 _URL = re.compile(r"https?://[^/\s]+(/[^\s]*)?|unix:/[^\x00-\x1f]+")
-
-TOLD: Final = "_GRAPHSTASH_TOLD"
-"""Variable of the processes of a job whose notices were told; no setting."""
-
-_NO_SERVER_FOUND: Final = (
-    "no server: set GRAPHSTASH_URL to that of your team, or run `graphstash serve` on this host. "
-    "Until then nothing is shared, and artifacts stay on this host's disk (GRAPHSTASH_URL=none "
-    "says that this is meant)"
-)
-_UNSIGNED: Final = (
-    "artifacts from {url} are loaded without a check of signatures: everyone who can write to the "
-    "namespaces that this job reads ({names}) can run code in it. Set GRAPHSTASH_TRUSTED_KEYS to "
-    "accept signed artifacts only"
-)
 
 _SECRET: Final = frozenset({"token"})
 
@@ -332,16 +318,6 @@ class ClientConfig(
         return tuple(dict.fromkeys((*self.read_namespaces, self.namespace)))
 
     @property
-    def notices(self) -> tuple[str, ...]:
-        """What a job is told once, at its start."""
-        if not self.url:
-            # Who sets `none` knows.
-            return () if "url" in self.model_fields_set else (_NO_SERVER_FOUND,)
-        if self.signature_policy is SignaturePolicy.OFF and not is_on_this_host(self.url):
-            return (_UNSIGNED.format(url=self.url, names=", ".join(self.readable)),)
-        return ()
-
-    @property
     def signature_policy(self) -> SignaturePolicy:
         """Which artifacts may reach a compiler."""
         if self.signatures is not None:
@@ -372,11 +348,11 @@ class ClientConfig(
 
 
 def _sentence(problem: Any) -> str:
-    told = str(problem["msg"]).removeprefix("Value error, ")
     if not problem["loc"]:  # about several settings, which it names
-        return told
+        return str(problem["msg"]).removeprefix("Value error, ")
     name, value = str(problem["loc"][0]), problem["input"]
-    is_unknown = problem["type"] == "extra_forbidden"  # a misspelt secret, perhaps
-    if name in _SECRET or is_unknown or (name == "url" and "@" in str(value)):
+    field = ClientConfig.model_fields.get(name)
+    # An unknown name is a misspelt secret, perhaps.
+    if field is None or name in _SECRET or (name == "url" and "@" in str(value)):
         value = "***"
-    return f"{ENVIRONMENT_PREFIX}{name.upper()}={value!r}: {told}"
+    return f"{ENVIRONMENT_PREFIX}{name.upper()}={value!r}: {why_refused(problem, field)}"

@@ -13,9 +13,8 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from functools import cache
-from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Final, Literal, get_args, get_origin
+from typing import Any, Final
 
 import typer
 from pydantic import ByteSize
@@ -23,7 +22,9 @@ from pydantic.fields import FieldInfo
 
 import graphstash
 from graphstash import ClientConfig, Reason
+from graphstash._cli.main import complete_app
 from graphstash_schema import RETRYABLE, STATUS, ErrorCode
+from graphstash_schema.settings import accepted_range, accepted_words
 from graphstash_server.settings import Settings
 
 __all__ = ["command_line", "main"]
@@ -129,41 +130,8 @@ def _default(field: FieldInfo) -> str:
 
 
 def _values(field: FieldInfo) -> str:
-    choices = list(_choices(field))
-    return ", ".join(map(_code, choices)) if choices else _range(field)
-
-
-def _choices(field: FieldInfo) -> Iterable[str]:
-    kind: Any = field.annotation
-    kinds = [each for each in get_args(kind) if each is not type(None)]
-    if kinds and get_origin(kind) not in (Literal, tuple, dict):
-        kind = kinds[0]  # of `X | None`
-    if get_origin(kind) is Literal:
-        yield from get_args(kind)
-    elif kind is bool:
-        yield from ("true", "false")
-    elif isinstance(kind, type) and issubclass(kind, StrEnum):
-        yield from kind
-    for rule in field.metadata:
-        if words := re.fullmatch(r"\^\(([\w|]+)\)\$", getattr(rule, "pattern", None) or ""):
-            yield from words[1].split("|")
-
-
-def _range(field: FieldInfo) -> str:
-    bounds = {
-        name: getattr(rule, name)
-        for rule in field.metadata
-        for name in ("gt", "ge", "le", "max_length")
-        if getattr(rule, name, None) is not None
-    }
-    if "max_length" in bounds:
-        return f"at most {bounds['max_length']}"
-    least = f"above {bounds['gt']:,.9g}" if "gt" in bounds else f"{bounds.get('ge', 0):,.9g}"
-    if "le" in bounds:
-        return f"{least} to {bounds['le']:,.9g}"
-    if "gt" in bounds:
-        return least
-    return f"{least} or more" if "ge" in bounds else ""
+    words = accepted_words(field)
+    return ", ".join(map(_code, words)) if words else accepted_range(field)
 
 
 def _options_of(command: str) -> dict[str, str]:
@@ -255,15 +223,7 @@ def _exceptions() -> list[str]:
 @cache
 def command_line() -> Any:
     """The whole command line, with the commands that the server's package adds."""
-    (script,) = entry_points(group="console_scripts", name="graphstash")
-    app: typer.Typer = sys.modules[script.load().__module__].app
-    for point in entry_points(group="graphstash.commands"):
-        added = point.load()
-        if isinstance(added, typer.Typer):
-            app.add_typer(added, name=point.name)
-        else:
-            app.command(point.name)(added)
-    return typer.main.get_command(app)
+    return typer.main.get_command(complete_app())
 
 
 def _command_line() -> str:

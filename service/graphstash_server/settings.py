@@ -20,7 +20,6 @@ from pydantic import (
     Field,
     ValidationError,
     ValidationInfo,
-    ValidatorFunctionWrapHandler,
     field_validator,
     model_validator,
 )
@@ -30,6 +29,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 from graphstash_schema import MIN_EXCHANGED_SECONDS
 from graphstash_schema.own_files import own_socket_path
 from graphstash_schema.protocol import DEFAULT_MAX_ARTIFACT_BYTES
+from graphstash_schema.settings import why_refused
 from graphstash_server.claims import ClaimRule, IssuerUrl, KeysUrl, TrustedIssuer
 from graphstash_server.errors import StartError
 
@@ -86,16 +86,6 @@ class ListenSettings(_Group):
     """Minimum severity of log messages."""
     access_log: bool = False
     """Log every request. Off by default, because it slows down small hits."""
-
-    @field_validator("workers", mode="wrap")
-    @classmethod
-    def _name_the_whole_range(cls, given: object, parse: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return parse(given)
-        except ValidationError:
-            raise PydanticCustomError(
-                "workers", f"it takes a whole number from 1 to {_MAX_WORKERS}"
-            ) from None
 
 
 class TlsSettings(_Group):
@@ -392,7 +382,8 @@ def load_settings(**options: Any) -> Settings:
             source = f"--{name.replace('_', '-')}" if name in given else f"{ENV_PREFIX}{name}"
             shown = source if name in given else source.upper()
             value = "..." if name == "database_url" else problem["input"]  # it has a password
-            lines.append(f"{shown}={value!s} is not valid: {problem['msg']}")
+            why = why_refused(problem, Settings.model_fields.get(name))
+            lines.append(f"{shown}={value!s} is not valid: {why}")
         raise StartError("; ".join(lines)) from None
 
 

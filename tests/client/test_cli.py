@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 
+from graphstash._cli import launcher
 from support import processes
 
 graphstash = partial(processes.graphstash, COLUMNS="200", GRAPHSTASH_URL="none")
@@ -87,6 +88,92 @@ def test_a_python_without_graphstash_just_starts(tmp_path):
     assert result.stderr == ""
 
 
+JOB = "import graphstash, os; graphstash.install(); print('trained')"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("URL", "cache", "expected http://host:port"),
+        ("LOCAL_LIMIT", "banana", "it takes a size such as 500MB or 10GiB (0 or more)"),
+        ("WAIT_SECONDS", "-1", "it takes a number (0 to 86,400)"),
+        ("PUBLISH_QUEUE", "many", "it takes a whole number (1 to 4,096)"),
+        ("READ_ONLY", "perhaps", "it takes true or false"),
+        ("SIGNATURES", "always", "it takes require, prefer or off"),
+        ("CACHE_DIR", "~nobody-here/x", "home directory"),
+    ],
+)
+def test_run_starts_a_job_with_a_wrong_setting_which_the_job_names(variable, value, told):
+    result = graphstash("run", "--", sys.executable, "-c", JOB, **{f"GRAPHSTASH_{variable}": value})
+    assert (result.returncode, result.stdout) == (0, "trained\n")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"graphstash: disabled: GRAPHSTASH_{variable}='{value}': ")
+    assert line.endswith("; the job runs without the cache")
+    assert told in line
+
+
+def test_a_job_names_what_it_ignores_once_in_all_its_processes():
+    program = f"import subprocess, sys; {JOB}; len(sys.argv) > 1 or subprocess.run("
+    program += "[sys.executable, '-c', sys.orig_argv[2], 'child'], check=True)"
+    result = graphstash(
+        *("run", "--", sys.executable, "-c", program),
+        GRAPHSTASH_HOOKS="jax,jx",
+        GRAPHSTASH_LOCAL_LIMITS="1GiB",
+    )
+    assert result.stdout == "trained\n" * 2
+    hook, ignored = result.stderr.splitlines()
+    assert "GRAPHSTASH_HOOKS: unknown hook jx, ignored; did you mean jax? Use inductor" in hook
+    assert "GRAPHSTASH_LOCAL_LIMITS (did you mean GRAPHSTASH_LOCAL_LIMIT?)" in ignored
+
+
+OPTIONS = {
+    "--url": "http://cache:1",
+    "--namespace": "team",
+    "--job": "nightly",
+    "--cache-dir": "/tmp/x",
+    "--stats-file": "/tmp/y",
+}
+
+
+@pytest.mark.parametrize("is_light", [True, False], ids=["light", "whole"])
+def test_run_reads_its_options_alike_with_and_without_the_whole_command_line(is_light, tmp_path):
+    """What is not plainly right, such as a path with a space, takes the whole command line."""
+    options = OPTIONS | ({} if is_light else {"--cache-dir": "/tmp/x y"})
+    program = (
+        "import os; print({k: v for k, v in os.environ.items() if k.startswith('GRAPHSTASH_')})"
+    )
+    words = [word for pair in options.items() for word in pair]
+    joined = [f"{option}={value}" for option, value in options.items()]
+    for given in (words, joined):
+        argv = ["run", *given, "--read-only", "-q", "--", sys.executable, "-c", program]
+        assert (launcher.read(argv[1:]) is not None) == is_light
+        settings = eval(graphstash(*argv, check=True).stdout)
+        assert settings == {
+            **{f"GRAPHSTASH_{k[2:].upper().replace('-', '_')}": v for k, v in options.items()},
+            "GRAPHSTASH_READ_ONLY": "true" if is_light else "True",
+            "GRAPHSTASH_SUMMARY": "false" if is_light else "False",
+            "GRAPHSTASH_AUTOLOAD": "1",
+        }
+
+
+def test_run_imports_nothing_heavy_before_the_job():
+    program = """
+        import os, sys
+        from graphstash import __main__
+        def end(*_):
+            heavy = {"typer", "rich", "pydantic", "httpx", "click", "argparse", "asyncio"}
+            print(sorted(heavy & sys.modules.keys()), len(sys.modules))
+            os._exit(0)
+        os.execve = end
+        sys.argv = ["graphstash", "run", "--url", "http://cache:8077", "--", "true"]
+        sys.stdout.reconfigure(write_through=True)
+        __main__.main()
+    """
+    heavy, modules = processes.python(program, check=True).stdout.rsplit(maxsplit=1)
+    assert heavy == "[]"
+    assert int(modules) < 150
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "told"),
     [
@@ -96,6 +183,9 @@ def test_a_python_without_graphstash_just_starts(tmp_path):
         (("run", "--url", "cache", "--", "true"), 2, "expected http://host:port"),
         (("status", "--url", "http://host:port"), 2, "expected http://host:port"),
         (("run", "--naemspace", "x", "--", "true"), 2, "No such option: --naemspace"),
+        (("run", "--job"), 2, "requires an argument"),
+        (("run", "--job=a/b", "true"), 2, "GRAPHSTASH_JOB='a/b'"),
+        (("run", "--", "/"), 127, "not found on PATH"),
         (("prefetch", "no/job"), 2, "GRAPHSTASH_JOB"),
     ],
 )

@@ -4,15 +4,12 @@ The server adds its commands by the entry-point group `graphstash.commands`, so 
 never imports the server.
 """
 
-import os
-import shutil
-import sys
+from functools import cache
 from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import SecretStr
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
@@ -20,6 +17,7 @@ from rich.table import Table
 from graphstash._artifacts.stash import Stash
 from graphstash._cli.doctor.command import doctor
 from graphstash._cli.keys import keys
+from graphstash._cli.launcher import CannotRunError, Launch
 from graphstash._cli.login import login
 from graphstash._cli.output import (
     Json,
@@ -34,14 +32,12 @@ from graphstash._cli.output import (
     print_json,
 )
 from graphstash._cli.prewarm import prewarm
-from graphstash._entry_points import AUTOLOAD
-from graphstash.config import ENVIRONMENT_PREFIX, NO_SERVER, TOLD, ClientConfig
+from graphstash.config import NO_SERVER, ClientConfig
 from graphstash.errors import CacheError, ConfigError, VerificationError
-from graphstash.hooks import HOOKS
 from graphstash_schema import ManifestName, NamespaceStats, ServerStats
 from graphstash_schema.names import printable
 
-__all__ = ["app", "main"]
+__all__ = ["app", "complete_app", "main"]
 
 app = typer.Typer(
     name="graphstash",
@@ -53,18 +49,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_AUTOLOAD = Path(__file__).parents[1] / "_process" / "autoload"
-
 
 def main() -> None:
-    """Entry point of the `graphstash` script."""
+    """Reads the command line, and runs the command."""
+    complete_app()()
+
+
+@cache
+def complete_app() -> typer.Typer:
+    """The commands of this package and of others."""
     for command in entry_points(group="graphstash.commands"):
         loaded = command.load()
         if isinstance(loaded, typer.Typer):  # a group of commands
             app.add_typer(loaded, name=command.name)
         else:
             app.command(command.name)(loaded)
-    app()
+    return app
 
 
 def _show_version(value: bool) -> None:
@@ -117,36 +117,30 @@ def run(
     command = context.args
     if not command:
         fail("nothing to run: write the command after `--`, e.g. graphstash run -- python train.py")
-    config = _config(
-        url=url,
-        namespace=namespace,
-        job=job,
-        cache_dir=cache_dir,
-        stats_file=stats_file,
-        read_only=read_only,
-        summary=False if quiet else None,
-    )
-    if unknown := set(config.hooks) - set(HOOKS):
-        fail(
-            f"GRAPHSTASH_HOOKS: unknown hook {', '.join(sorted(unknown))}; "
-            f"use {', '.join(sorted(HOOKS))}",
-            status=2,
-        )
-    program = shutil.which(command[0])
-    if program is None:
-        fail(f"{command[0]}: not found on PATH", status=127)
-    if config.enabled:
-        for notice in config.notices:
-            err.print(f"[yellow]graphstash:[/yellow] {escape(notice)}", soft_wrap=True)
-    environment = os.environ | _variables(config)
-    environment |= {"PYTHONPATH": _python_path(), AUTOLOAD: "1", TOLD: "1"}
-    sys.stdout.flush()
-    sys.stderr.flush()
+    given = {
+        "url": url,
+        "namespace": namespace,
+        "job": job,
+        "cache_dir": cache_dir,
+        "stats_file": stats_file,
+        "read_only": read_only,
+        "summary": False if quiet else None,
+    }
     try:
-        # The command replaces this process: signals and the exit status need no forwarding.
-        os.execve(program, command, environment)  # noqa: S606 - running it is the job
-    except OSError as error:
-        fail(f"{program}: {error.strerror}", status=126)
+        config = ClientConfig.load(
+            {}, **given
+        )  # the job reads the environment, and never ends of it
+    except ConfigError as error:
+        fail(str(error), status=2)
+    settings = {
+        name: str(getattr(config, name)) for name, value in given.items() if value is not None
+    }
+    if not settings.get("url", NO_SERVER):
+        settings["url"] = NO_SERVER
+    try:
+        Launch(command, settings).start()
+    except CannotRunError as error:
+        fail(str(error), status=error.status)
 
 
 @app.command()
@@ -238,25 +232,6 @@ def _stash(config: ClientConfig) -> Stash:
         return Stash(config)
     except ConfigError as error:  # a file that a setting names
         fail(str(error), status=2)
-
-
-def _variables(config: ClientConfig) -> dict[str, str]:
-    """Environment variables for the settings that differ from their defaults."""
-    variables = {}
-    for name in config.model_fields_set:
-        value = getattr(config, name)
-        if value is not None and not isinstance(value, SecretStr):  # is in the environment
-            text = ",".join(value) if isinstance(value, tuple) else str(value)
-            if name == "url":
-                text = text or NO_SERVER
-            variables[ENVIRONMENT_PREFIX + name.upper()] = text
-    return variables
-
-
-def _python_path() -> str:
-    rest = os.environ.get("PYTHONPATH", "")
-    entries = [entry for entry in rest.split(os.pathsep) if entry and entry != str(_AUTOLOAD)]
-    return os.pathsep.join([str(_AUTOLOAD), *entries])
 
 
 def _show_server(config: ClientConfig, server: ServerStats) -> None:

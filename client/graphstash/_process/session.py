@@ -20,7 +20,8 @@ from graphstash._artifacts.stash import Stash
 from graphstash._compile.cache import CompileCache
 from graphstash._compile.stats import Counters, Stats
 from graphstash._executor import BoundedExecutor
-from graphstash.config import TOLD, ClientConfig
+from graphstash._process.notices import notices, tell_once
+from graphstash.config import ClientConfig
 from graphstash.errors import CacheError, ConfigError, VerificationError
 from graphstash_schema import ArtifactKey, ManifestName
 
@@ -192,7 +193,8 @@ def install(**settings: Any) -> Session | None:
     """
     session = _session(settings)
     if session is not None:
-        hooks.install_when_needed(session.config.hooks, session.add_hook)
+        known = [name for name in session.config.hooks if name in hooks.HOOKS]
+        hooks.install_when_needed(known, session.add_hook)
     return session
 
 
@@ -276,22 +278,14 @@ def _session(settings: dict[str, Any]) -> Session | None:
                     return None
                 _current = Session(config)
             except (ConfigError, OSError) as error:
-                _log.warning("graphstash: disabled: %s", error)
+                tell_once([f"disabled: {error}; the job runs without the cache"])
                 return None
-            _tell_once(config)
+            tell_once(notices(config, os.environ))
             _current.start_prefetch()
             atexit.register(_current.close)
         elif settings and not _current.is_closed and not _keeps_to(_current, settings):
             return None
         return None if _current.is_closed else _current
-
-
-def _tell_once(config: ClientConfig) -> None:
-    """Says what whoever starts the job should know; not again in processes that this one starts."""
-    if not os.environ.get(TOLD):
-        for notice in config.notices:
-            _log.warning("graphstash: %s", notice)
-        os.environ[TOLD] = "1"
 
 
 def _keeps_to(session: Session, settings: dict[str, Any]) -> bool:

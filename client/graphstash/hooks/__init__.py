@@ -15,7 +15,11 @@ from graphstash.hooks.import_hook import is_imported, when_imported
 if TYPE_CHECKING:
     from graphstash._compile.cache import CompileCache
 
-__all__ = ["HOOKS", "Hook", "install", "install_when_needed"]
+__all__ = ["AUTOLOAD", "HOOKS", "Hook", "install", "install_when_needed"]
+
+AUTOLOAD: Final = "GRAPHSTASH_AUTOLOAD"
+"""Variable that is 1 in processes whose compilers get their hooks without a call, as under
+`graphstash run`."""
 
 HOOKS: Final[Mapping[str, tuple[str, ...]]] = {
     "torch_xla": ("torch_xla",),

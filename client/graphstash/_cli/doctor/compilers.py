@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from graphstash._cli.doctor.findings import Finding, fail, ok, skipped, warn
-from graphstash._entry_points import AUTOLOAD
 from graphstash.config import ENVIRONMENT_PREFIX, ClientConfig
-from graphstash.hooks import HOOKS
+from graphstash.hooks import AUTOLOAD, HOOKS
 from graphstash.hooks.versions import TRIED, TriedVersions
 
 __all__ = ["check_compilers", "probe_hooks"]

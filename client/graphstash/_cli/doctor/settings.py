@@ -1,14 +1,13 @@
 """What the job is configured with: its settings, and the keys that sign and verify artifacts."""
 
-import difflib
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 from graphstash._cli.doctor.findings import Finding, Topic, fail, ok, warn
 from graphstash._cli.output import plural
-from graphstash._entry_points import AUTOLOAD
 from graphstash._http.tls import server_context
+from graphstash._process.notices import unknown_hooks, unknown_variables
 from graphstash._trust.signing_keys import SigningKey, check_available
 from graphstash._trust.trusted_keys import TrustedKey, TrustedKeys
 from graphstash.config import (
@@ -18,13 +17,8 @@ from graphstash.config import (
     is_on_this_host,
 )
 from graphstash.errors import ConfigError
-from graphstash.hooks import HOOKS
 
 __all__ = ["check_settings", "check_signatures"]
-
-_ALIKE: Final = 0.85
-"""Similarity from which a variable is taken for a misspelled setting. The settings of the server
-share the prefix: the most similar pair of the two has 0.8."""
 
 _EXPIRES_SOON: Final = timedelta(days=14)
 
@@ -77,28 +71,14 @@ def _told(environ: Mapping[str, str], overrides: Mapping[str, Any]) -> str:
 
 
 def _unknown_variables(environ: Mapping[str, str]) -> Iterator[Finding]:
-    settings = [ENVIRONMENT_PREFIX + name.upper() for name in ClientConfig.model_fields]
-    known = {*settings, AUTOLOAD}
-    others = []
-    for variable in sorted(environ):
-        if variable.startswith(ENVIRONMENT_PREFIX) and variable not in known:
-            if nearest := _nearest(variable, known):
-                yield warn(
-                    "settings",
-                    f"unknown setting {variable}, ignored",
-                    f"did you mean {nearest}?",
-                )
-            else:
-                others.append(variable)
-    if others:
+    unknown = unknown_variables(environ)
+    for variable, nearest in unknown.items():
+        if nearest:
+            yield warn(
+                "settings", f"unknown setting {variable}, ignored", f"did you mean {nearest}?"
+            )
+    if others := [variable for variable, nearest in unknown.items() if nearest is None]:
         yield ok("settings", f"not settings of a job, perhaps of the server: {', '.join(others)}")
-
-
-def _nearest(variable: str, known: set[str]) -> str | None:
-    bare = {name.removeprefix(ENVIRONMENT_PREFIX): name for name in known}
-    name = variable.removeprefix(ENVIRONMENT_PREFIX).upper()
-    found = difflib.get_close_matches(name, bare, n=1, cutoff=_ALIKE)
-    return bare[found[0]] if found else None
 
 
 def _what_they_mean(config: ClientConfig) -> Iterator[Finding]:
@@ -112,14 +92,8 @@ def _what_they_mean(config: ClientConfig) -> Iterator[Finding]:
         yield ok(
             "settings", "GRAPHSTASH_READ_ONLY: this job downloads artifacts and publishes none"
         )
-    if unknown := sorted(set(config.hooks) - set(HOOKS)):
-        near = difflib.get_close_matches(unknown[0], HOOKS, n=1)
-        yield fail(
-            "settings",
-            f"GRAPHSTASH_HOOKS: unknown hook {', '.join(unknown)}",
-            (f"did you mean {near[0]}? " if near else "")
-            + f"Use {', '.join(sorted(HOOKS))}; `graphstash run` refuses others",
-        )
+    if (wrong := unknown_hooks(config)) is not None:
+        yield fail("settings", *wrong)
 
 
 def check_signatures(config: ClientConfig) -> Iterator[Finding]:

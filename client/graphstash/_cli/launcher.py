@@ -1,0 +1,107 @@
+"""`graphstash run` without the rest of the command line: the job starts 0.05 s later than alone.
+
+Only what is light is imported here. The job reads its settings, and says what is wrong with
+them, when it meets its first compiler; what is given to `run` itself is checked before it starts.
+"""
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple, NoReturn
+
+from graphstash.hooks import AUTOLOAD
+
+__all__ = ["CannotRunError", "Launch", "read"]
+
+_AUTOLOAD: Final = Path(__file__).parents[1] / "_process" / "autoload"
+
+_NAME: Final = r"[a-z0-9][a-z0-9._-]{0,63}"
+
+_VALUES: Final[Mapping[str, tuple[str, str]]] = {
+    "--url": ("url", r"https?://[a-z0-9][a-z0-9.-]*(:[1-9][0-9]{0,3})?|none"),
+    "--namespace": ("namespace", _NAME),
+    "--job": ("job", _NAME),
+    "--cache-dir": ("cache_dir", r"/[\w./-]+"),
+    "--stats-file": ("stats_file", r"/[\w./-]+"),
+}
+"""Options with a value: the setting, and values that are right without doubt."""
+
+_FLAGS: Final[Mapping[str, tuple[str, str]]] = {
+    "--read-only": ("read_only", "true"),
+    "--read-write": ("read_only", "false"),
+    "--quiet": ("summary", "false"),
+    "-q": ("summary", "false"),
+}
+
+
+class CannotRunError(Exception):
+    """The command does not start.
+
+    Attributes:
+        status: the exit status, as a shell has it.
+    """
+
+    def __init__(self, message: str, *, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Launch(NamedTuple):
+    """A command, and the settings that it is to have."""
+
+    command: Sequence[str]
+    settings: Mapping[str, str]
+
+    def start(self) -> NoReturn:
+        """Replaces this process by the command: signals and the exit status need no forwarding.
+
+        Raises:
+            CannotRunError: there is no such program, or it cannot be run.
+        """
+        program = shutil.which(self.command[0])
+        if program is None:
+            raise CannotRunError(f"{self.command[0]}: not found on PATH", status=127)
+        environment = os.environ | {
+            f"GRAPHSTASH_{name.upper()}": value for name, value in self.settings.items()
+        }
+        environment |= {"PYTHONPATH": _python_path(), AUTOLOAD: "1"}
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            os.execve(program, list(self.command), environment)  # noqa: S606 - running it is the job
+        except OSError as error:
+            raise CannotRunError(f"{program}: {error.strerror}", status=126) from None
+
+
+def read(arguments: Sequence[str]) -> Launch | None:
+    """Reads what follows `graphstash run`; None when it takes the whole command line to judge it:
+    help is asked for, an option is unknown, a value may be wrong.
+    """
+    settings = {}
+    rest = iter(range(len(arguments)))
+    for at in rest:
+        option, equals, value = arguments[at].partition("=")
+        if arguments[at] in _FLAGS:
+            name, value = _FLAGS[arguments[at]]
+            settings[name] = value
+        elif option in _VALUES:
+            name, right = _VALUES[option]
+            if not equals:
+                value = arguments[at + 1] if next(rest, None) is not None else ""
+            if re.fullmatch(right, value) is None:
+                return None
+            settings[name] = value
+        else:
+            command = arguments[at + (arguments[at] == "--") :]
+            is_one = bool(command) and not command[0].startswith("-")
+            return Launch(command, settings) if is_one else None
+    return None
+
+
+def _python_path() -> str:
+    rest = os.environ.get("PYTHONPATH", "")
+    entries = [entry for entry in rest.split(os.pathsep) if entry and entry != str(_AUTOLOAD)]
+    return os.pathsep.join([str(_AUTOLOAD), *entries])

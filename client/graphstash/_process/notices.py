@@ -1,0 +1,83 @@
+"""What a job says about its settings when it starts: each line once, not in every process."""
+
+import difflib
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
+
+from graphstash.config import ENVIRONMENT_PREFIX, ClientConfig, SignaturePolicy, is_on_this_host
+from graphstash.hooks import AUTOLOAD, HOOKS
+
+__all__ = ["notices", "tell_once", "unknown_hooks", "unknown_variables"]
+
+_log = logging.getLogger("graphstash")
+
+_TOLD: Final = "_GRAPHSTASH_TOLD"
+"""Variable that holds the lines that a process has told, for those that it starts; no setting."""
+
+_ALIKE: Final = 0.85
+"""Similarity from which a variable is taken for a misspelled setting. The settings of the server
+share the prefix: the most similar pair of the two has 0.8."""
+
+
+def tell_once(lines: Iterable[str]) -> None:
+    """Logs the lines that neither this process nor one above it has logged."""
+    told = os.environ.get(_TOLD, "").split("\n")
+    for line in lines:
+        if line not in told:
+            _log.warning("graphstash: %s", line)
+            told.append(line)
+    os.environ[_TOLD] = "\n".join(told)
+
+
+def notices(config: ClientConfig, environ: Mapping[str, str]) -> Iterator[str]:
+    """What whoever starts a job should know."""
+    if not config.url:
+        if "url" not in config.model_fields_set:  # who sets `none` knows
+            yield (
+                "no server: set GRAPHSTASH_URL to that of your team, or run `graphstash serve` on "
+                "this host. Until then nothing is shared, and artifacts stay on this host's disk "
+                "(GRAPHSTASH_URL=none says that this is meant)"
+            )
+    elif config.signature_policy is SignaturePolicy.OFF and not is_on_this_host(config.url):
+        yield (
+            f"artifacts from {config.url} are loaded without a check of signatures: everyone who "
+            f"can write to the namespaces that this job reads ({', '.join(config.readable)}) can "
+            "run code in it. Set GRAPHSTASH_TRUSTED_KEYS to accept signed artifacts only"
+        )
+    if (wrong := unknown_hooks(config)) is not None:
+        yield "; ".join(wrong)
+    if unknown := unknown_variables(environ):
+        told = ", ".join(
+            f"{variable} (did you mean {nearest}?)" if nearest else variable
+            for variable, nearest in unknown.items()
+        )
+        yield f"ignored, because jobs have no such settings: {told}"
+
+
+def unknown_hooks(config: ClientConfig) -> tuple[str, str] | None:
+    """What is wrong with the list of hooks, and the way out; None when all of them exist."""
+    if not (unknown := sorted(set(config.hooks) - set(HOOKS))):
+        return None
+    near = difflib.get_close_matches(unknown[0], HOOKS, n=1)
+    return (
+        f"GRAPHSTASH_HOOKS: unknown hook {', '.join(unknown)}, ignored",
+        (f"did you mean {near[0]}? " if near else "") + f"Use {', '.join(sorted(HOOKS))}",
+    )
+
+
+def unknown_variables(environ: Mapping[str, str]) -> dict[str, str | None]:
+    """Variables with the prefix that are no settings of a job, and the setting that each resembles.
+
+    One that resembles none may be a setting of the server.
+    """
+    known = {*(ENVIRONMENT_PREFIX + name.upper() for name in ClientConfig.model_fields), AUTOLOAD}
+    bare = {name.removeprefix(ENVIRONMENT_PREFIX): name for name in known}
+    unknown = {}
+    for variable in sorted(environ):
+        if variable.startswith(ENVIRONMENT_PREFIX) and variable not in known:
+            name = variable.removeprefix(ENVIRONMENT_PREFIX).upper()
+            found = difflib.get_close_matches(name, bare, n=1, cutoff=_ALIKE)
+            unknown[variable] = bare[found[0]] if found else None
+    return unknown

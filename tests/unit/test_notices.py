@@ -1,0 +1,64 @@
+"""What a job says about its settings, and that it says it once."""
+
+import os
+
+import pytest
+
+from graphstash import ClientConfig
+from graphstash._process.notices import notices, tell_once, unknown_variables
+
+REMOTE = "http://cache.internal:8077"
+
+
+def told(environ=None, **settings):
+    return list(notices(ClientConfig.load({}, **settings), environ or {}))
+
+
+def test_a_job_that_loads_unsigned_artifacts_from_another_host_is_told(tmp_path):
+    (notice,) = told(url=REMOTE, read_namespaces="ci", namespace="me")
+    assert "can run code in it" in notice
+    assert "(ci, me)" in notice
+    assert REMOTE in notice
+    assert told(url=REMOTE, trusted_keys=tmp_path / "keys") == []
+    for here in ("http://127.0.0.1:1", "http://[::1]:1", "http://localhost:1", "unix:/run/it"):
+        assert told(url=here) == []
+
+
+def test_a_job_without_a_server_is_told_unless_that_is_meant():
+    (notice,) = told()
+    assert "GRAPHSTASH_URL" in notice
+    assert "graphstash serve" in notice
+    assert told(url="none") == []
+
+
+def test_an_unknown_hook_is_named_with_those_that_exist():
+    (notice,) = told(url="none", hooks="jax,jx")
+    assert notice == (
+        "GRAPHSTASH_HOOKS: unknown hook jx, ignored; did you mean jax? "
+        "Use inductor, jax, pjrt, torch_xla, triton"
+    )
+
+
+def test_unknown_variables_are_named_with_the_setting_that_was_meant():
+    environ = {"GRAPHSTASH_NAMESPCE": "a", "GRAPHSTASH_DATA_DIR": "/x", "GRAPHSTASH_AUTOLOAD": "1"}
+    assert unknown_variables(environ) == {
+        "GRAPHSTASH_DATA_DIR": None,
+        "GRAPHSTASH_NAMESPCE": "GRAPHSTASH_NAMESPACE",
+    }
+    (notice,) = told(environ, url="none")
+    assert "GRAPHSTASH_NAMESPCE (did you mean GRAPHSTASH_NAMESPACE?)" in notice
+
+
+@pytest.fixture
+def nothing_told(monkeypatch):
+    monkeypatch.setenv("_GRAPHSTASH_TOLD", "")
+
+
+@pytest.mark.usefixtures("nothing_told")
+def test_a_line_is_told_once_by_a_process_and_those_below(caplog):
+    tell_once(["one", "two"])
+    tell_once(["two", "three"])
+    assert [record.getMessage() for record in caplog.records] == [
+        f"graphstash: {line}" for line in ("one", "two", "three")
+    ]
+    assert os.environ["_GRAPHSTASH_TOLD"].split("\n")[1:] == ["one", "two", "three"]
