@@ -11,11 +11,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from chaos.small_disk import SmallDisk
 from graphstash_schema import ArtifactKey, Digest, Namespace
 from graphstash_server.keys import StoredKey
 from graphstash_server.testing import ServerProcess
 from support.pins import pin
+from support.small_disk import SmallDisk
 
 pytestmark = pytest.mark.extended
 

@@ -11,8 +11,8 @@ def config(server, namespace, tmp_path):
     """Makes settings of different hosts of one team."""
 
     def make(name="host", **settings):
-        settings = {"url": server.url, "namespace": namespace} | settings
-        return ClientConfig.load({}, cache_dir=tmp_path / name, **settings)
+        usual = {"url": server.url, "namespace": namespace, "cache_dir": tmp_path / name}
+        return ClientConfig.load({}, **usual | settings)
 
     return make
 

@@ -77,6 +77,14 @@ def test_the_first_publisher_stays_and_the_second_learns_it(hosts):
     assert hosts("c").get(key(1)) == b"first"
 
 
+def test_equal_payloads_of_two_publishers_are_one_artifact(hosts):
+    """However long each of them compiled."""
+    payload = b"graph" * 1000
+    for name, seconds in (("a", 3.0), ("b", 5.0)):
+        assert hosts(name).put(key(1), payload, metadata(payload, seconds)) > 0
+    assert hosts("c").get(key(1)) == payload
+
+
 def test_a_damaged_local_file_is_replaced_from_the_server(hosts, namespace):
     stash = hosts("a")
     stash.put(key(1), b"graph" * 50, metadata())
@@ -94,7 +102,7 @@ def test_a_sound_local_file_of_another_key_is_not_handed_out(hosts, tmp_path):
     path = stash.local.path(stash.config.namespace, key(1))
     path.parent.mkdir(parents=True)
     with path.open("wb") as file:
-        seal(key(2), tmp_path / "payload", file, compile_seconds=1.0)
+        seal(key(2), tmp_path / "payload", file)
     assert stash.get(key(1)) is None
     assert not path.exists()
 

@@ -26,7 +26,7 @@ _LARGEST = 1 << 20
 def _envelope() -> bytes:
     (_FOLDER / "payload").write_bytes(b"an executable " * 20)
     into = io.BytesIO()
-    seal(KEY, _FOLDER / "payload", into, compile_seconds=1.0)
+    seal(KEY, _FOLDER / "payload", into)
     return into.getvalue()
 
 

@@ -87,7 +87,7 @@ def sealed(directory: Path, key: ArtifactKey, payload: bytes, *, name: str = "pl
     source.write_bytes(payload)
     path = directory / name
     with path.open("wb") as file:
-        made = seal(key, source, file, compile_seconds=30.0)
+        made = seal(key, source, file)
     return Sealed(path, made.sha256, made.size_bytes, made.raw_size_bytes)
 
 

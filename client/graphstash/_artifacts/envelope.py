@@ -10,6 +10,7 @@ and its SHA-256 is checked before anybody reads it.
 """
 
 import hashlib
+import io
 import json
 import struct
 from collections.abc import Callable, Iterator
@@ -51,21 +52,24 @@ class Unsealed:
 
     Attributes:
         raw_size_bytes: size of the payload.
-        compile_seconds: what its compilation took, as its publisher said.
+        compile_seconds: what its compilation took, as publishers of 0.1.0 say here; 0 of others.
     """
 
     raw_size_bytes: int
     compile_seconds: float
 
 
-def seal(key: ArtifactKey, payload: Path, into: IO[bytes], *, compile_seconds: float) -> Sealed:
-    """Writes `payload` into an envelope, in constant memory.
+def seal(key: ArtifactKey, payload: Path | bytes, into: IO[bytes]) -> Sealed:
+    """Writes `payload` into an envelope; a file is read in constant memory.
+
+    The envelope depends on the payload and its key only, so that two publishers of one executable
+    send the same bytes.
 
     Raises:
         OSError: when a file cannot be read or written, or the payload changes meanwhile: what was
             published first stays, so a blob that nobody can open must not be.
     """
-    with payload.open("rb") as source:
+    with _opened(payload) as source:
         read = _Hashing(source)
         while read.read(_CHUNK_BYTES):
             pass
@@ -77,7 +81,7 @@ def seal(key: ArtifactKey, payload: Path, into: IO[bytes], *, compile_seconds: f
             "fingerprint": key.fingerprint,
             "raw_size": raw_size,
             "raw_sha256": raw_sha256,
-            "compile_seconds": round(compile_seconds, 3),
+            "compile_seconds": 0,  # readers of 0.1.0 look for it here, not in the metadata
         }
     ).encode()
     parameters = zstandard.ZstdCompressionParameters.from_level(
@@ -86,7 +90,7 @@ def seal(key: ArtifactKey, payload: Path, into: IO[bytes], *, compile_seconds: f
     compressor = zstandard.ZstdCompressor(compression_params=parameters)
     blob_hash = hashlib.sha256()
     size = 0
-    with payload.open("rb") as source:
+    with _opened(payload) as source:
         again = _Hashing(source)
         lead = ENVELOPE_MAGIC + struct.pack(">I", len(header)) + header
         try:
@@ -97,9 +101,9 @@ def seal(key: ArtifactKey, payload: Path, into: IO[bytes], *, compile_seconds: f
                 blob_hash.update(chunk)
                 size += len(chunk)
         except zstandard.ZstdError as error:
-            raise OSError(f"{payload} changed while it was read: {error}") from None
+            raise OSError(f"the payload changed while it was read: {error}") from None
     if again.sha256 != raw_sha256:
-        raise OSError(f"{payload} changed while it was read")
+        raise OSError("the payload changed while it was read")
     return Sealed(blob_hash.hexdigest(), size, raw_size)
 
 
@@ -165,6 +169,10 @@ def unseal(
             Reason.CORRUPT, f"payload of {key} is not the {raw_size} bytes that its header names"
         )
     return Unsealed(raw_size, compile_seconds)
+
+
+def _opened(payload: Path | bytes) -> IO[bytes]:
+    return payload.open("rb") if isinstance(payload, Path) else io.BytesIO(payload)
 
 
 class _Hashing:

@@ -13,27 +13,26 @@ is the file's mtime, and the least recently used go when the tier is over its li
 
 import atexit
 import contextlib
-import logging
 import os
 import secrets
 import shutil
 import tempfile
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import time
-from typing import IO, Final, cast
+from typing import IO, Final
 
 from filelock import FileLock, Timeout
 
+from graphstash._artifacts.spill import SpillFile
 from graphstash._trust.provenance import Provenance, append_provenance, open_ours
 from graphstash.errors import LocalTierError
 from graphstash_schema import ArtifactKey, Namespace
 from graphstash_schema.own_files import make_own_directory, open_own_directory
 
 __all__ = ["FOLDERS", "LocalTier"]
-
-_log = logging.getLogger("graphstash")
 
 FOLDERS: Final = ("v1", "locks", "tmp")
 """What a tier consists of, beside its secret."""
@@ -42,12 +41,18 @@ _NO_PROOF: Final = Provenance()
 
 _SECRET_BYTES: Final = 32
 
+_MAX_TROUBLES: Final = 1000
+
 _STALE_SECONDS: Final = 24 * 3600.0
 """A temporary file of this age belongs to a process that died."""
 
 
 class LocalTier:
     """Envelopes on disk.
+
+    Attributes:
+        root: where they are.
+        troubles: what could not be kept, and why; whoever counts that empties it.
 
     Args:
         root: made when absent; where it cannot be written, or others can, a private temporary
@@ -60,14 +65,16 @@ class LocalTier:
         self._added_bytes = 0
         self._owner = os.getpid()
         self._is_private = limit_bytes == 0
+        self.troubles: deque[LocalTierError] = deque(maxlen=_MAX_TROUBLES)
         if not self._is_private:
             try:
                 _prepare(root)
             except OSError as error:
-                _log.warning(
-                    "graphstash: the local tier cannot be used, so this process keeps nothing for "
-                    "others: %s; set GRAPHSTASH_CACHE_DIR to a directory of this user",
-                    error,
+                self.troubles.append(
+                    LocalTierError(
+                        f"{error}: this process keeps nothing on this host; set "
+                        "GRAPHSTASH_CACHE_DIR to a directory that only this user can write to"
+                    )
                 )
                 self._is_private = True
         if self._is_private:
@@ -96,40 +103,40 @@ class LocalTier:
         return file
 
     @contextmanager
-    def temporary(self) -> Iterator[IO[bytes]]:
-        """A file to write and read, on the tier's own file system; removed unless it was adopted.
+    def temporary(self) -> Iterator[SpillFile]:
+        """A file to write and read, on the tier's own file system while that has room; removed
+        unless it was adopted.
 
         Raises:
-            LocalTierError: when the disk refuses.
+            LocalTierError: no place takes a file.
         """
         try:
-            file = tempfile.NamedTemporaryFile(dir=self.root / "tmp", delete=False)  # noqa: SIM115 - below
+            file = SpillFile(self.root / "tmp")
         except OSError as error:
             raise LocalTierError(f"{self.root}: {error}") from error
         try:
             with file:
-                yield cast("IO[bytes]", file)
+                yield file
         finally:
-            Path(file.name).unlink(missing_ok=True)
+            file.remove()
 
     def adopt(
         self,
         namespace: Namespace,
         key: ArtifactKey,
-        envelope: IO[bytes],
+        envelope: SpillFile,
         *,
         proof: Provenance = _NO_PROOF,
-    ) -> None:
+    ) -> bool:
         """Takes a whole, verified envelope over; it is visible at once and complete.
+
+        False when the disk refuses, which `troubles` tells: who has the bytes goes on with them.
 
         Args:
             namespace: where it came from, or was made for.
             key: what it is found by.
             envelope: what `temporary` gave; its file moves, and stays open.
             proof: is kept behind it.
-
-        Raises:
-            LocalTierError: when the disk refuses.
         """
         # Jobs that are killed never come to `close`, so a long one keeps to the limit by itself. It
         # does so before the new one comes, because whoever adopts it goes on to use it.
@@ -138,12 +145,16 @@ class LocalTier:
         path = self.path(namespace, key)
         try:
             append_provenance(envelope, proof)
+            if envelope.trouble is not None:
+                raise envelope.trouble
             size = os.fstat(envelope.fileno()).st_size
             path.parent.mkdir(parents=True, exist_ok=True)
             Path(envelope.name).replace(path)
         except OSError as error:
-            raise LocalTierError(f"{path}: {error}") from error
+            self.troubles.append(LocalTierError(f"{path}: {error}"))
+            return False
         self._added_bytes += size
+        return True
 
     def discard(self, namespace: Namespace, key: ArtifactKey) -> None:
         """Removes an envelope that turned out to be bad."""
@@ -158,7 +169,6 @@ class LocalTier:
                 path.unlink(missing_ok=True)
                 with contextlib.suppress(FileExistsError), self.temporary() as made:
                     made.write(secrets.token_bytes(_SECRET_BYTES))
-                    made.flush()
                     os.link(made.name, path)  # whole or not at all, and never over another one
             with open_ours(path) as file:
                 status = os.fstat(file.fileno())

@@ -7,7 +7,6 @@ What does not verify is not used, is forgotten here and reported to the server; 
 may have it sound.
 """
 
-import contextlib
 import dataclasses
 import logging
 from dataclasses import dataclass
@@ -125,7 +124,7 @@ class Reader:
         part = cast("IO[bytes]", BoundedReader(envelope, size))
         if digest is None:
             unsealed = unseal(part, key, into, max_bytes=self._config.max_artifact)
-            return _local(unsealed, namespace, is_unsigned=False)
+            return _local(unsealed, namespace, proof, is_unsigned=False)
         return self._unpack_checked(part, namespace, key, into, digest=digest, proof=proof)
 
     def _from_server(self, key: ArtifactKey, into: IO[bytes]) -> Fetched | None:
@@ -163,7 +162,11 @@ class Reader:
             if downloaded is None:
                 return None
             digest, metadata = downloaded.digest, downloaded.metadata
-            proof = Provenance(signature=metadata.signature if metadata else None)
+            proof = Provenance()
+            if metadata:
+                proof = Provenance(
+                    signature=metadata.signature, compile_seconds=metadata.compile_seconds
+                )
             try:
                 fetched = self._unpack_checked(
                     envelope, namespace, key, into, digest=digest, proof=proof
@@ -171,8 +174,7 @@ class Reader:
             except VerificationError as error:
                 self._report(namespace, key, digest, error.reason)
                 raise
-            with contextlib.suppress(LocalTierError):  # the payload is there all the same
-                self._tier.adopt(namespace, key, envelope, proof=proof)
+            self._tier.adopt(namespace, key, envelope, proof=proof)
         return dataclasses.replace(fetched, source="remote", size_bytes=digest.size_bytes)
 
     def _unpack_checked(
@@ -194,7 +196,7 @@ class Reader:
         limit = self._config.max_artifact
         unsealed = unseal(envelope, key, into, max_bytes=limit, admit=admit)
         is_counted = self._signatures.policy is not SignaturePolicy.OFF
-        return _local(unsealed, namespace, is_unsigned=is_counted and not checked[0])
+        return _local(unsealed, namespace, proof, is_unsigned=is_counted and not checked[0])
 
     def _report(
         self, namespace: Namespace, key: ArtifactKey, digest: Digest, reason: Reason
@@ -217,12 +219,14 @@ class Reader:
             _log.debug("graphstash: not reported: %s", error)
 
 
-def _local(unsealed: Unsealed, namespace: Namespace, *, is_unsigned: bool) -> Fetched:
+def _local(
+    unsealed: Unsealed, namespace: Namespace, proof: Provenance, *, is_unsigned: bool
+) -> Fetched:
     return Fetched(
         source="local",
         size_bytes=0,
         raw_size_bytes=unsealed.raw_size_bytes,
-        compile_seconds=unsealed.compile_seconds,
+        compile_seconds=proof.compile_seconds or unsealed.compile_seconds,
         namespace=namespace,
         is_unsigned=is_unsigned,
     )

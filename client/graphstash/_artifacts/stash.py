@@ -10,7 +10,7 @@ the cache.
 import io
 import tempfile
 from pathlib import Path
-from typing import IO, Any, Self, cast
+from typing import IO, Any, Self, TypeAlias, cast
 
 from graphstash._artifacts.envelope import seal
 from graphstash._artifacts.local_tier import LocalTier
@@ -22,7 +22,10 @@ from graphstash.config import ClientConfig
 from graphstash.errors import CacheError, ConflictError, LocalTierError, Reason
 from graphstash_schema import ArtifactKey, ArtifactMetadata, Digest
 
-__all__ = ["Fetched", "Stash"]
+__all__ = ["Destination", "Fetched", "Stash"]
+
+Destination: TypeAlias = Path | io.BytesIO
+"""Where a payload goes: a file, which appears whole by rename, or memory."""
 
 
 class Stash:
@@ -67,16 +70,19 @@ class Stash:
             CacheError: the cache cannot say, or what it gave does not verify.
         """
         buffer = io.BytesIO()
-        return buffer.getvalue() if self._reader.read(key, buffer) else None
+        return buffer.getvalue() if self.fetch(key, buffer) else None
 
-    def fetch(self, key: ArtifactKey, destination: Path) -> Fetched | None:
+    def fetch(self, key: ArtifactKey, destination: Destination) -> Fetched | None:
         """Writes the verified payload of an artifact to `destination`; None for a miss.
 
-        The file appears by rename, whole or not at all, and memory stays constant.
+        A file appears by rename, whole or not at all, and memory stays constant. A buffer is empty
+        before, and of no use unless this returns.
 
         Raises:
             CacheError: the cache cannot say, or what it gave does not verify.
         """
+        if isinstance(destination, io.BytesIO):
+            return self._reader.read(key, destination)
         try:
             with tempfile.NamedTemporaryFile(
                 dir=destination.parent, prefix=".graphstash-", delete=False
@@ -116,7 +122,8 @@ class Stash:
     ) -> int:
         """Publishes an artifact and keeps it on this host's disk.
 
-        It is on the disk before the upload begins: a host never waits for its own upload.
+        It is on the disk before the upload begins: a host never waits for its own upload. A disk
+        that refuses is noted in `local.troubles`, and the upload goes on.
 
         Args:
             key: where it is found.
@@ -132,16 +139,9 @@ class Stash:
                 nothing then, so that all hosts run the same executable.
             CacheError: the cache cannot take it.
         """
-        seconds = metadata.compile_seconds
         try:
             with self.local.temporary() as envelope:
-                if isinstance(payload, Path):
-                    sealed = seal(key, payload, envelope, compile_seconds=seconds)
-                else:
-                    with self.local.temporary() as raw:
-                        raw.write(payload)
-                        raw.flush()
-                        sealed = seal(key, Path(raw.name), envelope, compile_seconds=seconds)
+                sealed = seal(key, payload, envelope)
                 if max(sealed.size_bytes, sealed.raw_size_bytes) > self.config.max_artifact:
                     raise CacheError(
                         Reason.TOO_LARGE,
@@ -152,6 +152,7 @@ class Stash:
                 proof = self._signatures.prove(
                     SignedSubject(self.config.namespace, key, digest, sealed.raw_size_bytes)
                 )
+                proof = proof.model_copy(update={"compile_seconds": metadata.compile_seconds})
                 self.local.adopt(self.config.namespace, key, envelope, proof=proof)
                 if local_only or self.server.is_read_only:
                     return 0

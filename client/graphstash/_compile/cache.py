@@ -8,21 +8,21 @@
 Nothing in here raises because of the cache, and nothing waits without a bound.
 """
 
+import io
 import logging
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Final
 
-from graphstash._artifacts.stash import Fetched, Stash
+from graphstash._artifacts.stash import Destination, Fetched, Stash
 from graphstash._compile.in_flight import HeldLease, InFlightCompile
 from graphstash._compile.stats import Counters
 from graphstash._compile.waiting import WaitBudget
 from graphstash._executor import BoundedExecutor
 from graphstash.config import ClientConfig
-from graphstash.errors import CacheError, ConflictError, LocalTierError, Reason, VerificationError
+from graphstash.errors import CacheError, ConflictError, Reason, VerificationError
 from graphstash_schema import ArtifactKey, ArtifactMetadata, LeaseReply, LeaseState
 
 __all__ = ["CompileCache", "InFlightCompile"]
@@ -71,6 +71,7 @@ class CompileCache:
         self._open: set[InFlightCompile] = set()
         self._leases: list[HeldLease] = []
         self._used: dict[ArtifactKey, None] = {}
+        self._count_troubles()
 
     @property
     def config(self) -> ClientConfig:
@@ -119,19 +120,12 @@ class CompileCache:
         self, key: ArtifactKey, *, lease: bool = True
     ) -> bytes | InFlightCompile:
         """The verified payload, or its compilation: `fetch_or_start` for those that want bytes."""
-        try:
-            with tempfile.TemporaryDirectory(
-                prefix="graphstash-", ignore_cleanup_errors=True
-            ) as directory:
-                payload = Path(directory) / "payload"
-                compilation = self.fetch_or_start(key, payload, lease=lease)
-                return payload.read_bytes() if compilation is None else compilation
-        except OSError as error:
-            self.record_fallback(LocalTierError(str(error)))
-            return self._begin(key, fallback_reason=Reason.LOCAL_IO)
+        payload = io.BytesIO()
+        compilation = self.fetch_or_start(key, payload, lease=lease)
+        return payload.getvalue() if compilation is None else compilation
 
     def fetch_or_start(
-        self, key: ArtifactKey, destination: Path, *, lease: bool = True
+        self, key: ArtifactKey, destination: Destination, *, lease: bool = True
     ) -> InFlightCompile | None:
         """Writes the artifact's payload to `destination`, or hands out its compilation.
 
@@ -178,17 +172,10 @@ class CompileCache:
 
     def get(self, key: ArtifactKey) -> bytes | None:
         """The payload if it is stored; never raises or compiles."""
-        try:
-            with tempfile.TemporaryDirectory(
-                prefix="graphstash-", ignore_cleanup_errors=True
-            ) as directory:
-                payload = Path(directory) / "payload"
-                return payload.read_bytes() if self.try_fetch(key, payload) else None
-        except OSError as error:
-            self.record_fallback(LocalTierError(str(error)))
-            return None
+        payload = io.BytesIO()
+        return payload.getvalue() if self.try_fetch(key, payload) else None
 
-    def try_fetch(self, key: ArtifactKey, destination: Path) -> bool:
+    def try_fetch(self, key: ArtifactKey, destination: Destination) -> bool:
         """Writes the payload to `destination` if it is stored; never raises or compiles."""
         try:
             return self._found(key, destination, since=monotonic()) is not None
@@ -216,6 +203,7 @@ class CompileCache:
             _log.debug("publishing failed", exc_info=True)
             self.record_fallback(CacheError(Reason.INTERNAL, repr(error)))
             return False
+        self._count_troubles()
         if sent:
             self.counters.add(published=1, published_bytes=sent)
             self._used[key] = None
@@ -225,8 +213,7 @@ class CompileCache:
         """Counts a fallback; the first of each reason is logged."""
         if self.counters.fallback(error.reason):
             _log.warning(
-                "graphstash: %s; continuing without the cache (further %r errors are counted, not "
-                "logged)",
+                "graphstash: %s; the job goes on (further %r errors are counted, not logged)",
                 error,
                 error.reason.value,
             )
@@ -275,7 +262,7 @@ class CompileCache:
             _log.debug("the server cannot verify %s: %r", key, error)
             return False
 
-    def _found(self, key: ArtifactKey, destination: Path, *, since: float) -> Fetched | None:
+    def _found(self, key: ArtifactKey, destination: Destination, *, since: float) -> Fetched | None:
         """Fetches the artifact; what was saved is its compilation less all the time `since`."""
         started = monotonic()
         try:
@@ -292,6 +279,7 @@ class CompileCache:
             return None
         for refused in fetched.refused:
             self.record_fallback(refused)
+        self._count_troubles()
         now = monotonic()
         self._used[key] = None
         self.counters.add(
@@ -303,7 +291,12 @@ class CompileCache:
         )
         return fetched
 
-    def _copy_unsent(self, key: ArtifactKey, destination: Path) -> Fetched | None:
+    def _count_troubles(self) -> None:
+        """Counts what this host's disk did not keep."""
+        while self.stash.local.troubles:
+            self.record_fallback(self.stash.local.troubles.popleft())
+
+    def _copy_unsent(self, key: ArtifactKey, destination: Destination) -> Fetched | None:
         """What this process has compiled and not yet stored is there already."""
         for compilation in tuple(self._open):
             if compilation.key == key and (copied := compilation.copy_unsent(destination)):
@@ -321,7 +314,9 @@ class CompileCache:
         self._leases = [*(held for held in self._leases if not held.is_over), lease]
         return lease
 
-    def _wait_or_start(self, key: ArtifactKey, destination: Path) -> tuple[bool, HeldLease | None]:
+    def _wait_or_start(
+        self, key: ArtifactKey, destination: Destination
+    ) -> tuple[bool, HeldLease | None]:
         """Waits until the artifact is at `destination` (True) or somebody has to compile it."""
         is_awaited = any(each.is_awaited for each in tuple(self._open))
         started = monotonic()

@@ -3,6 +3,7 @@
 HeldLease: the right to compile it, kept alive while the compiler runs.
 """
 
+import io
 import shutil
 import tempfile
 import threading
@@ -12,7 +13,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Protocol
 
-from graphstash._artifacts.stash import Fetched
+from graphstash._artifacts.stash import Destination, Fetched
 from graphstash._compile.stats import Counters
 from graphstash._executor import BoundedExecutor
 from graphstash._http.client import ServerClient
@@ -225,7 +226,7 @@ class InFlightCompile:
             done=lambda: path.unlink(missing_ok=True),
         )
 
-    def copy_unsent(self, destination: Path) -> Fetched | None:
+    def copy_unsent(self, destination: Destination) -> Fetched | None:
         """Copies the result from here while its upload waits; None before and after."""
         unsent = self._unsent
         if unsent is None:
@@ -233,6 +234,9 @@ class InFlightCompile:
         payload, compile_seconds = unsent
         partial: Path | None = None
         try:
+            if isinstance(destination, io.BytesIO):
+                size = destination.write(payload.read_bytes())
+                return Fetched("local", 0, size, compile_seconds)
             # By rename, because a compiler may take whatever is at the destination.
             with tempfile.NamedTemporaryFile(
                 dir=destination.parent, prefix=".graphstash-", delete=False
@@ -244,7 +248,7 @@ class InFlightCompile:
         except FileNotFoundError:  # it was stored in this moment
             return None
         except OSError as error:
-            raise LocalTierError(f"{destination}: {error}") from error
+            raise LocalTierError(f"{payload}: {error}") from error
         finally:
             if partial is not None:
                 partial.unlink(missing_ok=True)

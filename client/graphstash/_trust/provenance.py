@@ -22,6 +22,7 @@ from typing import IO, Final
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from graphstash_schema import (
+    MAX_COMPILE_SECONDS,
     ArtifactKey,
     ArtifactSignature,
     Digest,
@@ -72,17 +73,24 @@ class SignedSubject:
 
 
 class Provenance(BaseModel):
-    """Why an envelope may be used; empty when nobody said so."""
+    """Why an envelope may be used, and what it saves; empty when nobody said so.
+
+    Attributes:
+        signature: its publisher's.
+        code: this user's, of what this host has compiled.
+        compile_seconds: what its compilation took, as its publisher said.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     signature: ArtifactSignature | None = None
     code: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
+    compile_seconds: float = Field(default=0.0, ge=0, le=MAX_COMPILE_SECONDS)
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to keep."""
-        return self.signature is None and self.code is None
+        return self == Provenance()
 
 
 class BoundedReader:
@@ -106,7 +114,7 @@ def append_provenance(envelope: IO[bytes], proof: Provenance) -> None:
         OSError: the disk refuses.
     """
     if not proof.is_empty:
-        text = proof.model_dump_json(exclude_none=True).encode()
+        text = proof.model_dump_json(exclude_defaults=True).encode()
         envelope.seek(0, os.SEEK_END)
         envelope.write(text + struct.pack(">I", len(text)) + _MAGIC)
     envelope.flush()

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
 __all__ = ["SmallDisk"]
 
@@ -49,7 +50,7 @@ class SmallDisk:
         self._size_bytes = size_bytes
         self._filler = directory / "filler"
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         self.directory.mkdir()
         mount = ["mount", "-t", "tmpfs", "-o", f"size={self._size_bytes}", "tmpfs"]
         with suppress(FileNotFoundError):
@@ -57,12 +58,12 @@ class SmallDisk:
             self.is_real = done.returncode == 0
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         if self.is_real:
             subprocess.run(["umount", "--lazy", self.directory], check=True)
 
     @property
-    def command(self):
+    def command(self) -> tuple[str, ...]:
         """How a server is started on it."""
         if self.is_real:
             return (sys.executable, "-m", "graphstash_server")
@@ -70,11 +71,11 @@ class SmallDisk:
         return (sys.executable, "-c", told)
 
     @property
-    def used_bytes(self):
+    def used_bytes(self) -> int:
         files = [path for path in self.directory.rglob("*") if path.is_file()]
         return sum(path.stat().st_size for path in files)
 
-    def fill(self, *, left_bytes=0):
+    def fill(self, *, left_bytes: int = 0) -> None:
         """Somebody else takes the room that there is, but for a rest."""
         if not self.is_real:
             size_bytes = max(self._size_bytes - self.used_bytes - left_bytes, 0)
@@ -87,6 +88,6 @@ class SmallDisk:
         if left_bytes:
             os.truncate(self._filler, self._filler.stat().st_size - left_bytes)
 
-    def drain(self):
+    def drain(self) -> None:
         """Gives it back."""
         self._filler.unlink()

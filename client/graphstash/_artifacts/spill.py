@@ -1,0 +1,132 @@
+"""SpillFile: a temporary file that goes on elsewhere when its disk refuses.
+
+A full disk must not turn a hit into a compilation: what does not fit into the local tier continues
+in the directory for temporary files, or else in memory.
+"""
+
+import contextlib
+import errno
+import io
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, BinaryIO, Final, Self
+
+__all__ = ["SpillFile"]
+
+_MAX_MEMORY_BYTES: Final = 1024**3
+"""What may go to memory: a job needs its own."""
+
+_COPY_BYTES: Final = 1024**2
+
+
+class SpillFile(io.RawIOBase, BinaryIO):
+    """A file to write and read; unbuffered, so that what does not fit is known at once.
+
+    Attributes:
+        trouble: why it is not in its directory; None while it is.
+
+    Args:
+        directory: where it begins; a file of it is removed by whoever made it.
+
+    Raises:
+        OSError: of a write, when memory is the last resort and would be too much.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.trouble: OSError | None = None
+        self._path: Path | None = None
+        self._others = [_in_temporary_directory, _in_memory]
+        try:
+            descriptor, name = tempfile.mkstemp(dir=directory)
+        except OSError as error:
+            self.trouble = error
+            self._file = self._next(error)
+        else:
+            self._path = Path(name)
+            self._file = os.fdopen(descriptor, "r+b", buffering=0)
+
+    @property
+    def name(self) -> str:
+        """Its path; empty when it has none."""
+        return "" if self.trouble else str(self._path)
+
+    def write(self, data: Any) -> int:
+        """Writes all of the data, unlike other unbuffered files."""
+        left = memoryview(data).cast("B")
+        size = left.nbytes
+        while left:
+            if not self._others and self.tell() + left.nbytes > _MAX_MEMORY_BYTES:
+                raise OSError(errno.EFBIG, "too large for memory", self.name)
+            try:
+                left = left[self._file.write(left) or 0 :]
+            except OSError as error:
+                self._move(error)
+        return size
+
+    def _move(self, error: OSError) -> None:
+        """Goes on in the next place, with what is written so far."""
+        left = self.tell()
+        self._file.seek(0)
+        other = self._next(error)
+        with self._file as old:
+            while left and (part := old.read(min(left, _COPY_BYTES))):
+                other.write(part)
+                left -= len(part)
+        self._file = other
+        self.trouble = self.trouble or error
+        self.remove()
+
+    def _next(self, error: OSError) -> io.FileIO:
+        while self._others:
+            with contextlib.suppress(OSError):
+                return self._others.pop(0)()
+        raise error
+
+    def remove(self) -> None:
+        """Removes it from its directory, unless it was renamed; it stays open."""
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                self._path.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        return self._file.readinto(buffer)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def truncate(self, size: int | None = None, /) -> int:
+        return self._file.truncate(size)
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _in_temporary_directory() -> io.FileIO:
+    return tempfile.TemporaryFile(buffering=0)
+
+
+def _in_memory() -> io.FileIO:
+    if sys.platform != "linux":
+        raise OSError(errno.ENOSYS, "no files in memory")
+    return os.fdopen(os.memfd_create("graphstash"), "r+b", buffering=0)

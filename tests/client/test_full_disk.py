@@ -1,0 +1,121 @@
+"""A host's disk that takes nothing more, or nothing at all, costs no hit and no upload."""
+
+import errno
+import os
+import random
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from graphstash._artifacts import spill
+from support.host import Host, key
+from support.small_disk import SmallDisk
+
+MIB = 1024**2
+GRAPH = random.Random(0).randbytes(3 * MIB)
+
+
+@pytest.fixture
+def hosts(config):
+    with ExitStack() as stack:
+        yield lambda name, **settings: stack.enter_context(Host(config(name, **settings)))
+
+
+@pytest.fixture
+def disk(tmp_path, monkeypatch):
+    """A disk with room for 1 MiB, full from the first byte where nobody may mount one."""
+    with SmallDisk(tmp_path / "disk", size_bytes=MIB) as disk:
+        if not disk.is_real:
+            make = tempfile.mkstemp
+
+            def full(**place):
+                if Path(place["dir"]).is_relative_to(disk.directory):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), place["dir"])
+                return make(**place)
+
+            monkeypatch.setattr(spill.tempfile, "mkstemp", full)
+        yield disk.directory
+
+
+@pytest.fixture
+def published(hosts):
+    """What another host has."""
+    publisher = hosts("publisher")
+    publisher.result = GRAPH
+    publisher.build(key())
+    assert publisher.stats.published == 1
+
+
+@pytest.fixture
+def only_memory(published, monkeypatch, tmp_path):
+    """The directory for temporary files is of no use either."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+
+
+@pytest.fixture(params=["directory", "memory"])
+def elsewhere(request):
+    """Where what does not fit goes on."""
+    if request.param == "memory":
+        request.getfixturevalue("only_memory")
+
+
+@pytest.mark.usefixtures("published", "elsewhere")
+def test_a_full_disk_turns_no_hit_into_a_compilation(hosts, disk):
+    reader = hosts("full", cache_dir=disk / "tier")
+    for _ in range(2):
+        assert reader.build(key()) == GRAPH
+    assert reader.compiles == 0
+    stats = reader.stats
+    assert (stats.hits_remote, stats.hits_local) == (2, 0)
+    assert stats.fallbacks == {"local_io": 2}  # it was not kept here, and is counted
+    assert list((disk / "tier" / "tmp").iterdir()) == []
+
+
+@pytest.mark.usefixtures("only_memory")
+def test_what_would_be_too_much_for_memory_is_compiled(hosts, disk, monkeypatch):
+    monkeypatch.setattr(spill, "_MAX_MEMORY_BYTES", 2 * MIB)
+    reader = hosts("full", cache_dir=disk / "tier")
+    reader.result = GRAPH
+    assert reader.build(key()) == GRAPH
+    assert reader.compiles == 1
+    assert reader.stats.fallbacks["local_io"] > 0
+
+
+def test_a_full_disk_keeps_nobody_from_publishing(hosts, disk, caplog):
+    publisher = hosts("full", cache_dir=disk / "tier")
+    publisher.result = GRAPH
+    publisher.build(key())
+    stats = publisher.stats
+    assert (stats.published, stats.fallbacks) == (1, {"local_io": 1})
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "No space left on device" in line
+    assert "the job goes on" in line
+    reader = hosts("b")
+    assert reader.build(key()) == GRAPH
+    assert reader.compiles == 0
+
+
+def unusable(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    return {"a pseudo file system": Path("/proc/graphstash"), "a file": file}
+
+
+@pytest.mark.parametrize("kind", ["a pseudo file system", "a file"])
+def test_an_unusable_cache_directory_is_told_once_counted_and_no_obstacle(
+    hosts, tmp_path, kind, caplog
+):
+    place = unusable(tmp_path)[kind]
+    publisher, reader = hosts("a"), hosts("b", cache_dir=place)
+    publisher.build(key())
+    assert publisher.stats.published == 1
+    for number in range(1, 3):
+        reader.build(key(number))
+    stats = reader.stats
+    assert (stats.hits_remote, stats.published, reader.compiles) == (1, 1, 1)
+    assert stats.fallbacks == {"local_io": 1}
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert str(place) in line
+    assert "GRAPHSTASH_CACHE_DIR" in line
