@@ -949,7 +949,7 @@ def _route(method: str, path: str) -> tuple[ServerCall, dict[str, str]]:
                 allowed = ", ".join(operations)
                 raise _RefusalError(ErrorCode.METHOD_NOT_ALLOWED, f"{path}: use {allowed}")
             return operations[method], match.groupdict()
-    raise _RefusalError(ErrorCode.NOT_FOUND, f"unknown path {path}")
+    raise _RefusalError(ErrorCode.UNKNOWN_PATH, f"unknown path {path}")
 
 
 def _announced(request: _Request) -> Digest:

@@ -121,6 +121,12 @@ class ErrorCode(StrEnum):
     For an artifact this is a miss, and the job compiles. Otherwise check the name, and what the
     token grants.
     """
+    UNKNOWN_PATH = "unknown_path"
+    """The server has no such call.
+
+    Check that `GRAPHSTASH_URL` ends where the server's paths begin, usually after the port; and
+    the release of the server, if the call is new.
+    """
     METHOD_NOT_ALLOWED = "method_not_allowed"
     """The path exists, but not with this HTTP method.
 
@@ -218,6 +224,7 @@ STATUS: Final[dict[ErrorCode, int]] = dict.fromkeys(ErrorCode, 400) | {
     ErrorCode.FORBIDDEN: 403,
     ErrorCode.READ_ONLY: 403,
     ErrorCode.NOT_FOUND: 404,
+    ErrorCode.UNKNOWN_PATH: 404,
     ErrorCode.METHOD_NOT_ALLOWED: 405,
     ErrorCode.UPLOAD_TIMEOUT: 408,
     ErrorCode.CONFLICT: 409,

@@ -2,11 +2,12 @@ import threading
 
 import pytest
 
-from graphstash import CacheError, ConflictError, LeaseLostError, Reason
+from graphstash import CacheError, ClientConfig, ConflictError, LeaseLostError, Reason
 from graphstash._artifacts.envelope import seal
 from graphstash.testing import FakeServer
 from graphstash_schema import ArtifactMetadata, LeaseOutcome, LeaseState, ManifestName
-from support.host import key
+from support.host import Host, key
+from support.listener import Listener
 from support.waiting import until, until_waiting
 
 
@@ -199,3 +200,29 @@ def test_an_address_that_is_no_server_of_ours_takes_nothing(hosts, server):
         stash.put(key(1), b"graph", metadata())
     with pytest.raises(CacheError):
         stash.server.acquire(key(1))
+
+
+@pytest.mark.parametrize("path", ["/cache", "/v1"])
+def test_a_wrong_path_in_the_url_is_an_error_and_no_miss(hosts, path):
+    server = hosts("a").config.url
+    with Host(hosts("b", url=server + path)) as host:
+        for number in range(3):
+            host.build(key(number))
+        stats = host.stats
+    assert (stats.misses, stats.published) == (0, 0)
+    assert stats.fallbacks.keys() <= {"protocol", "refused", "circuit_open"}
+    with pytest.raises(CacheError, match=f"{path} is a graphstash server, but not with this path"):
+        hosts("c", url=server + path).get(key(1))
+
+
+def test_an_upload_counts_when_the_server_says_what_it_has_stored(tmp_path):
+    """A proxy may answer 200 to anything."""
+    with (
+        Listener() as proxy,
+        Host(ClientConfig.load({}, url=proxy.url, cache_dir=tmp_path)) as host,
+    ):
+        proxy.status = 200
+        compilation = host.cache.begin(key(1))
+        compilation.publish_bytes(b"graph", compile_seconds=1.0, parts={}, toolchain="")
+        stats = host.stats
+    assert (stats.published, stats.fallbacks) == (0, {"protocol": 1})

@@ -121,11 +121,15 @@ class ServerClient:
             CacheError: the server does not accept it.
         """
         with self._writing():
-            self._transport.upload(
+            answer = self._transport.upload(
                 key.artifact_path(self.config.namespace),
                 headers={"Repr-Digest": digest.repr_digest, HEADER_METADATA: metadata.to_header()},
                 chunks=_read_chunks(blob, digest.size_bytes),
                 size_bytes=digest.size_bytes,
+            )
+        if answer.headers.get("Repr-Digest") != digest.repr_digest:
+            raise TransportError(
+                Reason.PROTOCOL, f"{self.config.url} does not confirm that it has stored {key}"
             )
 
     def lookup(self, keys: Iterable[ArtifactKey]) -> LookupResponse:

@@ -82,7 +82,7 @@ class Credentials:
     @property
     def _advice(self) -> str:
         if self._config.token is not None:
-            return "the server rejected GRAPHSTASH_TOKEN; it may be revoked or expired"
+            return "the server rejected GRAPHSTASH_TOKEN"
         if self._config.token_file is not None:
             return f"the server rejected the token in {self._config.token_file}"
         if self._from_netrc:

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from typing import IO
 
 from graphstash._http.deadline import Deadline
+from graphstash._http.errors import problem_of
 from graphstash._http.transport import Answer, Transport
 from graphstash.config import ClientConfig
 from graphstash.errors import LocalTierError, Reason, TransportError, VerificationError
-from graphstash_schema import ArtifactMetadata, Digest, DigestHasher, InvalidValueError
+from graphstash_schema import ArtifactMetadata, Digest, DigestHasher, ErrorCode, InvalidValueError
 from graphstash_schema.protocol import HEADER_METADATA
 
 __all__ = ["Downloaded", "download"]
@@ -57,6 +58,13 @@ def _download(
 ) -> Downloaded | None:
     with transport.download(path, deadline=deadline) as (answer, chunks):
         if answer.status == 404:
+            problem = problem_of(answer.body)
+            if problem is not None and problem.code is ErrorCode.UNKNOWN_PATH:
+                raise TransportError(
+                    Reason.PROTOCOL,
+                    f"{config.url} is a graphstash server, but not with this path: "
+                    f"{problem.detail}; correct GRAPHSTASH_URL",
+                )
             return None
         announced, metadata = _announced(answer)
         if announced.size_bytes > config.max_artifact:

@@ -19,7 +19,14 @@ from graphstash.errors import (
 from graphstash_schema import ErrorCode, Problem
 from graphstash_schema.protocol import HEADER_ACCEPT_REDIRECT, HEADER_PROTOCOL, PROTOCOL_VERSION
 
-__all__ = ["named_failures", "problem_of", "read_small", "refuse_errors", "retry_after"]
+__all__ = [
+    "MAX_PROBLEM_BYTES",
+    "named_failures",
+    "problem_of",
+    "read_small",
+    "refuse_errors",
+    "retry_after",
+]
 
 _SMALL_BODY_BYTES: Final = 4 * 1024**2
 """Limit for an answer that is read into memory: a lookup of 1,000 keys takes about 1 MiB."""
@@ -27,7 +34,7 @@ _SMALL_BODY_BYTES: Final = 4 * 1024**2
 _MAX_SMALL_VALUES: Final = 100_000
 """Limit for the values in such an answer: parsed, each takes a hundred times its bytes."""
 
-_MAX_PROBLEM_BYTES: Final = 64 * 1024
+MAX_PROBLEM_BYTES: Final = 64 * 1024
 
 _CLASS_OF_CODE: Final[dict[ErrorCode, type[RefusedError]]] = {
     ErrorCode.CONFLICT: ConflictError,
@@ -101,7 +108,7 @@ def refuse_errors(response: httpx.Response, *, url: str) -> None:
         return
     if status < 400:
         raise TransportError(Reason.PROTOCOL, f"unexpected redirect ({status})")
-    problem = problem_of(read_small(response, most=_MAX_PROBLEM_BYTES))
+    problem = problem_of(read_small(response, most=MAX_PROBLEM_BYTES))
     detail = problem.detail if problem else f"{url} answered {status}"
     if status in (429, 503):
         raise BusyError(detail, retry_after_seconds=retry_after(response))

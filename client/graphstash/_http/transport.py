@@ -15,7 +15,7 @@ import httpx
 from graphstash._http.circuit_breaker import CircuitBreaker
 from graphstash._http.credentials import Credentials
 from graphstash._http.deadline import Deadline, ProcessClient
-from graphstash._http.errors import named_failures, read_small, refuse_errors
+from graphstash._http.errors import MAX_PROBLEM_BYTES, named_failures, read_small, refuse_errors
 from graphstash._http.tls import server_context, storage_context
 from graphstash.config import ClientConfig
 from graphstash.errors import BusyError, CacheError, Reason, RefusedError, TransportError
@@ -133,10 +133,13 @@ class Transport:
             headers[HEADER_ACCEPT_REDIRECT] = "1"
         with self._stream("GET", path, headers=headers, deadline=deadline) as response:
             answer = Answer(response.status_code, response.headers)
-            if answer.status != 307:
+            if answer.status < 300:
                 yield answer, response.iter_raw(1024**2)
                 return
-            read_small(response)
+            body = read_small(response, most=MAX_PROBLEM_BYTES)
+            if answer.status == 404:
+                yield Answer(404, answer.headers, body), iter(())
+                return
         try:
             with self._followed(answer, deadline) as followed:
                 yield followed
@@ -262,8 +265,9 @@ class Transport:
             else:
                 self._breaker.succeeded()
             if error.status == 401:
-                advice = self._credentials.refused(token)
-                told = f"{error.detail} ({self._config.url}: {advice})"
+                told = f"{self._config.url}: {self._credentials.refused(token)}"
+                if token:
+                    told += f": {error.detail}"
                 raise RefusedError(told, code=error.code, status=401) from None
             raise
         else:

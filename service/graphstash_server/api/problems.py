@@ -131,7 +131,7 @@ def _on_http_error(
             )
             return _answer(request, refusal, headers={"Allow": allowed})
         if error.status_code == STATUS[ErrorCode.NOT_FOUND]:
-            refusal = ServerError(ErrorCode.NOT_FOUND, f"unknown path {path}; see /openapi.json")
+            refusal = ServerError(ErrorCode.UNKNOWN_PATH, f"unknown path {path}; see /openapi.json")
             return _answer(request, refusal)
         return _answer(request, ServerError(ErrorCode.INVALID_REQUEST, str(error.detail)))
 
