@@ -1,0 +1,115 @@
+"""Every extra, alone in a new environment: it installs, is imported and compiles once for two."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SUPPORT = ROOT / "tests" / "support"
+ENVIRONMENTS = ROOT / "tests" / "environments"
+
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+# A job that uses no compiler: what it makes is cached all the same.
+PLAIN = """
+import {module}, graphstash
+from graphstash_schema import ArtifactKey
+key = ArtifactKey.parse("torch_xla", "cpu-test", "a" * 64)
+assert graphstash.get_or_compile(key, lambda: b"graph") == b"graph"
+"""
+
+JAX = """
+import jax
+print(jax.jit(lambda x: (x * 2).sum())(jax.numpy.arange(4.0)))
+"""
+
+TORCH = """
+import torch
+model = torch.compile(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()))
+loss = model(torch.ones(2, 4)).sum()
+loss.backward()  # torch stores the whole graph after that
+print(loss.item())
+"""
+
+TORCH_XLA = """
+import torch, torch_xla
+x = torch.ones(3, device=torch_xla.device())
+print((x * 2 + 1).sum().item())
+"""
+
+# Extra: the versions to take, so that a machine loads each once; the job; more packages.
+CASES = {
+    "server": ("", PLAIN.format(module="graphstash_server.__main__"), ()),
+    "signing": ("", PLAIN.format(module="cryptography"), ()),
+    "s3": ("", PLAIN.format(module="boto3"), ()),
+    "postgres": ("", PLAIN.format(module="asyncpg"), ()),
+    "jax": ("jax-newest", JAX, ()),
+    "torch": ("torch-newest", TORCH, ()),
+    "torch-xla27": ("", TORCH_XLA, ()),
+    "torch-xla": ("xla-newest", SUPPORT / "pjrt_torch_job.py", ("xla-cpu-pjrt==0.0.1",)),
+}
+
+
+def uv(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "uv", *map(str, words)], check=True, capture_output=True, text=True
+    ).stdout
+
+
+def test_every_extra_is_tried():
+    assert CASES.keys() == EXTRAS.keys()
+
+
+@pytest.mark.parametrize("extra", [each for each in EXTRAS if each.startswith("torch-xla")])
+def test_an_extra_of_torch_xla_takes_the_torch_that_it_was_built_for(extra, tmp_path):
+    wanted = tmp_path / "wanted.in"
+    wanted.write_text("\n".join(EXTRAS[extra]))
+    chosen = uv("pip", "compile", "--quiet", "--no-header", "--no-annotate", wanted)
+    versions = dict(re.findall(r"^(torch|torch-xla)==(\d+\.\d+)", chosen, re.MULTILINE))
+    assert versions["torch"] == versions["torch-xla"]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("extra", CASES)
+def test_an_extra_alone_compiles_once_for_two_processes(extra, server, namespace, tmp_path):
+    pins, job, more = CASES[extra]
+    pins = ENVIRONMENTS / f"{pins}.txt" if pins else ROOT / "constraints.txt"
+    python = tmp_path / "venv" / "bin" / "python"
+    uv("venv", "--quiet", "--python", sys.executable, tmp_path / "venv")
+    uv(
+        *("pip", "install", "--quiet", "--python", python, "--constraint", pins),
+        *(f"graphstash[{extra}] @ {ROOT.as_uri()}", *more),
+    )
+    words = ["-c", job] if isinstance(job, str) else [job, tmp_path / "report.json"]
+    compiled = []
+    for host in ("cold", "warm"):
+        stats = tmp_path / f"{host}.json"
+        done = subprocess.run(
+            [
+                *(python.with_name("graphstash"), "run", "--url", server.url),
+                *("--namespace", namespace, "--stats-file", stats),
+                *("--cache-dir", tmp_path / host, "--", python, *words),
+            ],
+            env={
+                "PATH": "/usr/bin:/bin",
+                "HOME": str(tmp_path),
+                "PJRT_DEVICE": "CPU",
+                "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / host / "inductor"),
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        counts = [json.loads(line) for line in stats.read_text().splitlines()]
+        assert not any(each["fallbacks"] for each in counts), done.stderr
+        compiled.append(sum(each["misses"] for each in counts))
+        hits = sum(each["hits_remote"] for each in counts)
+    assert compiled[0] > 0
+    assert compiled[1] == 0
+    assert hits > 0
