@@ -37,22 +37,24 @@ _WAYS_OUT: Final = {
     404: "is older than this command: let jobs use the JWT itself as their token",
 }
 
+_MAX_HOURS: Final = 24 * 365
+
 
 def login(
     *,
-    oidc: Annotated[bool, typer.Option("--oidc", help="Log in with a JWT; the only way")] = False,
+    oidc: Annotated[bool, typer.Option("--oidc", help="Log in with a JWT (required)")] = False,
     audience: Annotated[
         str | None,
         typer.Option(
-            help="Audience that the server requires; GitHub signs a JWT for it. The JWT in a file "
-            "has its own"
+            help="Audience for which GitHub is to sign the JWT: the server's "
+            "GRAPHSTASH_OIDC_AUDIENCE. A JWT in a file has its own"
         ),
     ] = None,
     jwt_file: Annotated[
         Path | None,
         typer.Option(
-            help="File with the JWT, such as a projected service-account token of Kubernetes; - is "
-            "standard input. By default GitHub Actions is asked for one"
+            help="File with the JWT, such as a service-account token of Kubernetes; - is standard "
+            "input. By default GitHub Actions is asked for one"
         ),
     ] = None,
     token_file: Annotated[
@@ -62,17 +64,13 @@ def login(
     grant: Annotated[
         list[str] | None,
         typer.Option(
-            help="A grant, as <scope>:<namespace or pattern>, that is all the token gets; may be "
-            "repeated. By default it gets all that the JWT has"
+            help="A grant of the token, e.g. `write:ci`; may be repeated. By default it gets all "
+            "that the JWT has"
         ),
     ] = None,
     hours: Annotated[
         float | None,
-        typer.Option(
-            min=MIN_EXCHANGED_SECONDS / 3600,
-            max=24 * 365,
-            help="Lifetime of the token; by default as long as the server allows",
-        ),
+        typer.Option(help="Lifetime of the token; by default as long as the server allows"),
     ] = None,
     url: Url = None,
     as_json: Json = False,
@@ -86,6 +84,8 @@ def login(
     """
     if not oidc:
         fail("say how to log in: graphstash login --oidc", status=2)
+    if hours is not None and not MIN_EXCHANGED_SECONDS / 3600 <= hours <= _MAX_HOURS:
+        fail(f"--hours {hours:g}: expected from 1/60 (a minute) to {_MAX_HOURS} hours", status=2)
     try:
         config = ClientConfig.load(url=url, token_file=token_file)
         path = _place_of_token(config)
