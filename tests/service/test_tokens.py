@@ -283,7 +283,6 @@ def command(guarded):
     environment = os.environ | {
         "GRAPHSTASH_DATA_DIR": str(guarded.server.data_dir),
         "GRAPHSTASH_DATABASE_URL": guarded.database_url,
-        "COLUMNS": "200",
     }
 
     def run(*arguments, status=0):
@@ -323,15 +322,16 @@ def test_the_command_prints_the_token_alone_and_the_rest_beside_it(guarded, comm
 def test_the_commands_list_and_revoke_what_they_made(guarded, command):
     made = json.loads(
         command(
-            *("token", "create", "--grant", "read:*", "--description", "to [red]go[/red]"),
-            *("--expires", "2199-01-01", "--json"),
+            *("token", "create", "--grant", "read:*", "--grant", "write:team-*"),
+            *("--description", "to [red]go[/red]", "--expires", "2199-01-01", "--json"),
         ).stdout
     )
     token_id = made["info"]["id"]
     assert made["info"]["expires_at"].startswith("2199-01-01T00:00:00")
 
     shown = command("token", "list").stdout
-    assert re.search(rf"{token_id}.*to \[red\]go\[/red\].*valid until", shown)
+    described = r"to \[red\]go\[/red\]  +read:\*, write:team-\*  .*valid until 2199-01-01$"
+    assert re.search(rf"^{token_id}  {described}", shown, re.MULTILINE)
     whole = command("token", "revoke", made["token"]).stdout
     assert token_id in whole
     assert TOKEN_FORM.fullmatch(made["token"])["secret"] not in whole

@@ -9,6 +9,7 @@ from graphstash_server.commands.running import (
     JsonLines,
     OrphanAge,
     parse_age,
+    plural,
     run_with_services,
     size_of,
 )
@@ -69,13 +70,15 @@ def gc(
         )
         if as_json:
             return
-        evicted = f"{totals.evicted} artifacts evicted; {totals.deleted} blobs deleted"
+        evicted = plural(totals.evicted, "artifact")
         if dry_run:
-            size = size_of(totals.chosen_bytes)
-            evicted = f"{totals.evicted} artifacts would be evicted ({size})"
+            evicted += f" would be evicted ({size_of(totals.chosen_bytes)})"
+        else:
+            evicted += f" evicted; {plural(totals.deleted, 'blob')} deleted"
         typer.echo(
-            f"{evicted}; {totals.orphans} blobs without an artifact "
-            f"({size_of(totals.orphan_bytes)}) and {totals.lost} artifacts without a blob "
+            f"{evicted}; {plural(totals.orphans, 'blob')} without an artifact "
+            f"({size_of(totals.orphan_bytes)}) and {plural(totals.lost, 'artifact')} without a "
+            f"blob "
             f"{'would be ' if dry_run else ''}removed"
         )
 

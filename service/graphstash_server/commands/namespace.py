@@ -36,7 +36,10 @@ def list_(*, as_json: Json = False) -> None:
     """List the namespaces that have a policy of their own."""
 
     async def work(context: "ProcessContext") -> None:
-        _show(await context.policies.list_all(), as_json=as_json)
+        infos = await context.policies.list_all()
+        _show(infos, as_json=as_json)
+        if not infos and not as_json:
+            typer.echo("no namespace has a policy of its own: the defaults apply to all")
 
     run_with_services(work)
 

@@ -147,7 +147,7 @@ def _print(tokens: Sequence[TokenInfo]) -> None:
             (
                 info.id,
                 info.description,
-                "\n".join(map(str, info.grants)),
+                ", ".join(map(str, info.grants)),
                 f"{info.created_at:%Y-%m-%d} by {info.created_by}",
                 f"{info.last_used_at:%Y-%m-%d %H:%M}" if info.last_used_at else "never",
                 _state(info),
