@@ -263,7 +263,7 @@ class Transport:
                 self._breaker.succeeded()
             if error.status == 401:
                 advice = self._credentials.refused(token)
-                told = f"{error.detail} ({self._config.url}: {advice})"
+                told = f"{self._config.url}: {advice}"  # the server's words would say it twice
                 raise RefusedError(told, code=error.code, status=401) from None
             raise
         else:
