@@ -264,7 +264,7 @@ def test_there_is_a_limit_of_live_tokens(guarded, admin, problem, monkeypatch):
 def test_no_request_puts_a_token_into_the_log(start):
     server = start("--auth", "tokens", "--log-level", "debug", "--access-log")
     settings = load_settings(data_dir=server.data_dir)
-    assert "a token from `graphstash token create`" in server.log
+    assert "a token as GRAPHSTASH_TOKEN: graphstash token create" in server.log
     issued = issue(settings.database_url, "admin:*")
     secret = TOKEN_FORM.fullmatch(issued.token)["secret"]
     for shown in (issued.token, issued.token[:-1] + "A", f"gst_{'a' * 16}_{secret}", secret):

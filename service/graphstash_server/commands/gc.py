@@ -43,7 +43,8 @@ def gc(
 ) -> None:
     """Collect garbage: enforce limits and retention, delete what is marked, find orphans.
 
-    Servers do this periodically. Run it with the server's settings, also while servers run.
+    Servers do this periodically. Run it on a host of the server, with its `GRAPHSTASH_*`
+    variables, also while servers run.
     """
     age = parse_age(unused_for) if unused_for else None
     orphan_age = parse_age(orphans_older_than)

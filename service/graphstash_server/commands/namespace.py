@@ -22,7 +22,8 @@ __all__ = ["namespace"]
 
 namespace = typer.Typer(
     help="Manage namespace policies: who may write, how much, and whether artifacts may be "
-    "replaced. Run it with the server's settings. Servers apply changes within two seconds.",
+    "replaced. Run it on a host of the server, with its `GRAPHSTASH_*` variables. Servers apply "
+    "changes within two seconds.",
     no_args_is_help=True,
 )
 

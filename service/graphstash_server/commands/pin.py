@@ -29,7 +29,8 @@ def pin(
 ) -> None:
     """Protect the artifacts of a job from eviction.
 
-    Pins what the job's manifest lists now. Run it with the server's settings.
+    Pins what the job's manifest lists now. Run it on a host of the server, with its
+    `GRAPHSTASH_*` variables.
     """
     until = _WITHOUT_END if for_ is None else datetime.now(UTC) + parse_age(for_)
 

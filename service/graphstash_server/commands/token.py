@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["token"]
 
 token = typer.Typer(
-    help="Create, list and revoke tokens. Run it with the server's settings.",
+    help="Create, list and revoke tokens. Run it on a host of the server, with its `GRAPHSTASH_*` "
+    "variables.",
     no_args_is_help=True,
     add_completion=False,
 )
