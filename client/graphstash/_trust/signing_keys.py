@@ -70,6 +70,11 @@ class SigningKey:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
             with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
                 file.write(pem)
+        except FileExistsError:
+            raise ConfigError(
+                f"signing key {path}: the file exists; choose another path, or remove it if no job "
+                "signs with it"
+            ) from None
         except OSError as error:
             raise ConfigError(f"signing key {path}: {error.strerror}") from None
         return cls(private)
