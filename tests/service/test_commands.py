@@ -180,7 +180,7 @@ def test_a_job_is_pinned_and_unpinned(api, monkeypatch):
     api.http.put("/v1/team/manifests/gpt", json={"keys": [api.key(0)]}).raise_for_status()
     monkeypatch.setenv("GRAPHSTASH_SOFT_LIMIT_BYTES", "10000")
 
-    assert "1 artifact of the job gpt pinned for 30d" in run(
+    assert "1 artifact of the job gpt: pinned for 30d" in run(
         pin, "gpt", "--namespace", "team", "--for", "30d"
     )
     assert "2 artifacts evicted" in run(gc)

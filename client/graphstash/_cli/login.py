@@ -75,10 +75,10 @@ def login(
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Exchange a JWT of this job for a token that lives as long as the job, and store that.
+    """Exchange the JWT of a CI job or a pod for a token that lasts as long as the job.
 
-    Jobs read the token from the file that GRAPHSTASH_TOKEN_FILE names, also when a later login
-    replaces it. Example:
+    The token goes into the file that GRAPHSTASH_TOKEN_FILE names. Jobs read it from there, also
+    when a later login replaces it. Example:
 
         graphstash login --oidc --audience graphstash.internal --grant write:ci --hours 2
     """

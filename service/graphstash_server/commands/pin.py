@@ -56,4 +56,4 @@ def unpin(job: _Job, *, namespace: _Namespace = "default") -> None:
 def _say(count: int, job: str, what: str) -> None:
     if not count:
         fail(f"the job {job} has no manifest: run it with `graphstash run --job {job}` first")
-    typer.echo(f"{plural(count, 'artifact')} of the job {job} {what}")
+    typer.echo(f"{plural(count, 'artifact')} of the job {job}: {what}")
