@@ -110,7 +110,7 @@ def serve(
     except ModuleNotFoundError as error:
         fail(
             f"`serve` needs the server's packages ({error.name} is missing): "
-            "pip install 'graphstash[server]'",
+            "pip install 'graphstash[server] @ git+<repository>'",
         )
     try:
         settings = load_settings(**options)

@@ -153,6 +153,6 @@ def check_available() -> None:
     except ImportError as error:
         raise ConfigError(
             f"signatures need the package cryptography ({error}): "
-            "pip install 'graphstash[signing] @ ...', or set GRAPHSTASH_SIGNATURES=off and no "
-            "GRAPHSTASH_SIGNING_KEY"
+            "pip install 'graphstash[signing] @ git+<repository>', or set "
+            "GRAPHSTASH_SIGNATURES=off and no GRAPHSTASH_SIGNING_KEY"
         ) from None

@@ -89,7 +89,7 @@ def load() -> "Settings":
     except ModuleNotFoundError as error:
         fail(
             f"this needs the server's packages ({error.name} is missing): "
-            "pip install 'graphstash[server]'"
+            "pip install 'graphstash[server] @ git+<repository>'"
         )
     set_up_logging("WARNING", form="%(levelname)s %(name)s: %(message)s")
     try:
