@@ -33,7 +33,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no
 test: $(VENV)/.installed $(VENV)/.packages  ## Run the tests that .venv is enough for: at most 10 minutes
 	$(PYTEST) $(TESTS)
 
-test-all: $(VENV)/.installed $(VENV)/.packages  ## Run every test, with every compiler version: 35 minutes
+test-all: $(VENV)/.installed $(VENV)/.packages  ## Run every test, with every compiler version: at most 35 minutes
 	$(PYTEST) --extended $(TESTS)
 
 # What needs no compiler.

@@ -17,7 +17,7 @@ As a pytest fixture:
             yield server
 
 It speaks real HTTP, so the code under test may be a subprocess, and nothing has to be patched. It
-needs no more than `pip install graphstash`.
+needs none of graphstash's extras.
 """
 
 import os

@@ -1,6 +1,7 @@
 """Writes docs/reference from the code; with `--check` it fails where the committed pages differ.
 
-The Python API is not here: mkdocstrings reads it while the site is built.
+Of the Python API it writes a summary, for readers of the repository; mkdocstrings fills in the rest
+while the site is built.
 """
 
 import ast
@@ -16,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+import griffe
 import typer
 from pydantic import ByteSize
 from pydantic.fields import FieldInfo
@@ -289,6 +291,22 @@ def _told(parameter: Any) -> str:
     return f"{text} Default: {default if ' ' in str(default) else _code(default)}."
 
 
+# --- Python API
+
+
+def _python_api() -> str:
+    text = "# Python API\n\nNames that are not on this page can change in any release.\n"
+    for name in ("graphstash", "graphstash.training", "graphstash.testing"):
+        module = griffe.load(name, search_paths=[_ROOT / "client"], resolve_aliases=True)
+        rows = (
+            (_code(member.name), _sentence(member.docstring.value.split("\n\n")[0].rstrip(":")))
+            for member in (module.all_members.get(str(each)) for each in module.exports or ())
+            if member is not None and member.docstring is not None
+        )
+        text += f"\n## `{name}`\n\n{_table(('name', 'meaning'), rows)}\n::: {name}\n"
+    return text
+
+
 # --- Markdown
 
 
@@ -313,6 +331,7 @@ _BUILDERS: Final[dict[str, Callable[[], str]]] = {
     "server-settings": _server_settings,
     "errors": _errors,
     "command-line": _command_line,
+    "python-api": _python_api,
 }
 
 if __name__ == "__main__":

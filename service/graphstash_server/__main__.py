@@ -4,6 +4,7 @@ Everything heavy is imported when the command runs: the client's command line lo
 to list the command.
 """
 
+import ipaddress
 import logging
 import resource
 import socket
@@ -23,11 +24,12 @@ __all__ = ["main", "serve"]
 
 _WITH_SOCKET = (
     "jobs of this user on this host find it by themselves: graphstash run -- python train.py\n"
-    "anyone else needs GRAPHSTASH_URL={url} and a token from `graphstash token create`"
+    "everybody else needs GRAPHSTASH_URL={url} and a token as GRAPHSTASH_TOKEN: "
+    "graphstash token create --grant write:default --description NAME"
 )
 _WITHOUT_SOCKET = (
-    "authentication: a job needs GRAPHSTASH_TOKEN, which `graphstash token create` prints\n"
-    "in the shell of the jobs: export GRAPHSTASH_URL={url}"
+    "jobs need GRAPHSTASH_URL={url} and a token as GRAPHSTASH_TOKEN: "
+    "graphstash token create --grant write:default --description NAME"
 )
 _OPEN = (
     "no authentication, which is for tests: anyone who reaches this address can run code in every "
@@ -108,7 +110,7 @@ def serve(
     except ModuleNotFoundError as error:
         fail(
             f"`serve` needs the server's packages ({error.name} is missing): "
-            "pip install 'graphstash[server]'",
+            "pip install 'graphstash[server] @ git+<repository>'",
         )
     try:
         settings = load_settings(**options)
@@ -147,6 +149,7 @@ def _run(settings: "Settings", listener: socket.socket, port_file: Path | None) 
         except OSError as error:
             reach = f"jobs of this user do not find it by themselves: {error}\n{_WITHOUT_SOCKET}"
     url = _url(settings, listener)
+    elsewhere = _url(settings, listener, address=_name_for_others(listener))
 
     def announce() -> None:
         if port_file is not None:
@@ -155,7 +158,7 @@ def _run(settings: "Settings", listener: socket.socket, port_file: Path | None) 
             partial.rename(port_file)
         print(f"data directory: {settings.data_dir.absolute()}")  # noqa: T201
         print(f"listening on {url}")  # noqa: T201
-        print(reach.format(url=url))  # noqa: T201
+        print(reach.format(url=elsewhere))  # noqa: T201
         print("Ctrl-C stops the server", flush=True)  # noqa: T201
 
     run = run_server if settings.workers == 1 else run_workers
@@ -223,10 +226,16 @@ def _make_data_dir(settings: "Settings") -> None:
         ) from error
 
 
-def _url(settings: "Settings", listener: socket.socket) -> str:
-    address, port = listener.getsockname()[:2]
-    if listener.family == socket.AF_INET6:
-        address = f"[{address}]"
+def _name_for_others(listener: socket.socket) -> str | None:
+    """This host's name, where the server listens on every address: nobody connects to 0.0.0.0."""
+    address = listener.getsockname()[0]
+    return socket.gethostname() if ipaddress.ip_address(address).is_unspecified else None
+
+
+def _url(settings: "Settings", listener: socket.socket, *, address: str | None = None) -> str:
+    bound, port = listener.getsockname()[:2]
+    if address is None:
+        address = f"[{bound}]" if listener.family == socket.AF_INET6 else bound
     return f"{'http' if settings.tls_cert_file is None else 'https'}://{address}:{port}"
 
 

@@ -1,12 +1,14 @@
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
 from functools import partial
 
 import pytest
+from reference import command_line
 
 from graphstash._cli import launcher
 from support import processes
@@ -244,6 +246,15 @@ def test_help_fills_its_paragraphs_and_names_defaults(width):
     for first, second in itertools.pairwise(lines):  # a line ends early only where a paragraph does
         word = second.split(" ")[0]
         assert not second or not first or len(first) + 1 + len(word) > int(width) - 3
+
+
+def test_no_help_has_markup_that_a_terminal_would_swallow():
+    """Help is Markdown: `<scope>` outside of backticks is HTML there, and is not shown."""
+    commands = [command_line()]
+    for command in commands:
+        commands += getattr(command, "commands", {}).values()
+        for told in (command.help, *(getattr(each, "help", "") for each in command.params)):
+            assert "<" not in re.sub(r"`[^`]*`", "", told or "")
 
 
 def test_the_help_names_every_command():

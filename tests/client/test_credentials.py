@@ -221,7 +221,7 @@ def test_a_job_that_may_not_write_only_reads_from_then_on(listener, tmp_path, ca
     methods = [head.split()[0] for head in listener.heads]
     assert methods == ["GET", "POST", "GET", "GET"]
     (told,) = [record.getMessage() for record in caplog.records]
-    assert "only reads from now on" in told
+    assert "publishes nothing from now on" in told
 
 
 # The same with a real server.
@@ -254,11 +254,12 @@ def test_a_real_server_lets_a_writer_write_a_reader_read_and_nobody_else(
     with pytest.raises(CacheError) as caught:
         connect("nobody").get(key())
     assert caught.value.reason is Reason.UNAUTHENTICATED
+    assert str(caught.value).count("set GRAPHSTASH_TOKEN") == 1
 
 
-def test_a_real_stranger_stops_asking_for_leases(tokens, connect):
+def test_a_real_stranger_stops_asking_for_leases(tokens, connect, namespace):
     stranger = connect("stranger", token=tokens.token("write:elsewhere"))
-    with pytest.raises(CacheError):
+    with pytest.raises(CacheError, match=rf"{namespace}.*set GRAPHSTASH_NAMESPACE"):
         stranger.server.acquire(key())
     assert stranger.server.is_read_only
 

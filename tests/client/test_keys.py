@@ -57,7 +57,7 @@ def test_a_generated_key_is_its_owners_alone_and_signs(tmp_path):
 def test_a_key_never_takes_the_place_of_another(tmp_path):
     path = tmp_path / "key.pem"
     first = SigningKey.generate(path)
-    with pytest.raises(ConfigError, match="File exists"):
+    with pytest.raises(ConfigError, match="the file exists; choose another path"):
         SigningKey.generate(path)
     assert SigningKey.load(path).public == first.public
 

@@ -178,7 +178,6 @@ def test_the_command_shows_the_log_over_all_its_pages(guarded, namespace, monkey
     monkeypatch.setattr("graphstash_server.commands.audit._PAGE", 2)
     monkeypatch.setenv("GRAPHSTASH_DATA_DIR", str(guarded.server.data_dir))
     monkeypatch.setenv("GRAPHSTASH_DATABASE_URL", guarded.database_url)
-    monkeypatch.setenv("COLUMNS", "200")
     app = typer.Typer()
     app.command()(audit)
 

@@ -115,7 +115,7 @@ def test_artifacts_of_a_toolchain_can_be_evicted(api):
         metadata = ArtifactMetadata(compile_seconds=1, raw_size_bytes=1, toolchain=toolchain)
         api.put(BLOB, number, **{"Graphstash-Metadata": metadata.to_header()})
 
-    assert "1 artifacts evicted" in run(gc, "--toolchain", "torch 2.6*")
+    assert "1 artifact evicted" in run(gc, "--toolchain", "torch 2.6*")
     assert api.http.head(api.path(0)).status_code == 404
     assert api.http.head(api.path(1)).status_code == 200
 
@@ -132,7 +132,7 @@ def test_orphans_go_when_they_are_old_enough(api, serving, files_in):
     path.write_bytes(b"nobody's")
 
     assert "0 blobs without an artifact" in run(gc)
-    assert "1 blobs without an artifact (8 B)" in run(gc, "--orphans-older-than", "0s")
+    assert "1 blob without an artifact (8 B)" in run(gc, "--orphans-older-than", "0s")
     assert len(files_in()) == 1
 
 
@@ -180,14 +180,14 @@ def test_a_job_is_pinned_and_unpinned(api, monkeypatch):
     api.http.put("/v1/team/manifests/gpt", json={"keys": [api.key(0)]}).raise_for_status()
     monkeypatch.setenv("GRAPHSTASH_SOFT_LIMIT_BYTES", "10000")
 
-    assert "1 artifacts of the job gpt are pinned" in run(
+    assert "1 artifact of the job gpt: pinned for 30d" in run(
         pin, "gpt", "--namespace", "team", "--for", "30d"
     )
     assert "2 artifacts evicted" in run(gc)
     assert "0 artifacts evicted" in run(gc)
     assert "no longer pinned" in run(unpin, "gpt", "--namespace", "team")
     monkeypatch.setenv("GRAPHSTASH_SOFT_LIMIT_BYTES", "9000")
-    assert "1 artifacts evicted" in run(gc)
+    assert "1 artifact evicted" in run(gc)
 
 
 def test_a_job_without_a_manifest_is_named(api):
@@ -203,6 +203,7 @@ def test_the_commands_need_a_migrated_database(tmp_path, monkeypatch, database_u
     assert "graphstash migrate" in run(gc, status=1)
 
     assert f"revision none and is at {newest_revision()}" in run(migrate)
+    assert f"is at revision {newest_revision()}: nothing to do" in run(migrate)
     assert "nothing to do" in run(migrate, "--check")
     assert "0 artifacts evicted" in run(gc)
 

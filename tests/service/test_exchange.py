@@ -188,7 +188,6 @@ def test_a_token_is_listed_with_its_subject_and_logged(exchange, guarded, cluste
         *("token", "list"),
         GRAPHSTASH_DATA_DIR=guarded.server.data_dir,
         GRAPHSTASH_DATABASE_URL=guarded.database_url,
-        COLUMNS=250,
         check=True,
     )
     assert "oidc/k8s:system:serviceaccount:ci:trainer" in listed.stdout

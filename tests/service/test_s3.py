@@ -358,7 +358,7 @@ class TestStart:
         monkeypatch.delitem(sys.modules, "graphstash_server.storage.bucket")
         monkeypatch.setitem(sys.modules, "boto3", None)
         said = await self.refused(tmp_path, "http://127.0.0.1:1", "bucket")
-        assert said.endswith("pip install 'graphstash[server,s3]'")
+        assert said.endswith("pip install 'graphstash[server,s3] @ git+<repository>'")
 
     def test_no_bucket_is_named(self):
         with pytest.raises(StartError, match=r"^GRAPHSTASH_S3_BUCKET= is not valid: .*bucket"):

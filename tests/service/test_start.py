@@ -77,6 +77,9 @@ def test_a_server_that_asks_for_tokens_may_be_reached_from_elsewhere(start, conn
 
     assert connect(server.url).get().status_code == 401
     assert connect(server.url).http.get("/readyz").status_code == 200
+    port = server.url.rpartition(":")[2]
+    assert f"jobs need GRAPHSTASH_URL=http://{socket.gethostname()}:{port} " in server.log
+    assert "graphstash token create --grant write:default" in server.log
 
 
 def test_insecure_listens_where_it_is_told(start, connect):

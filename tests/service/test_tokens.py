@@ -264,7 +264,7 @@ def test_there_is_a_limit_of_live_tokens(guarded, admin, problem, monkeypatch):
 def test_no_request_puts_a_token_into_the_log(start):
     server = start("--auth", "tokens", "--log-level", "debug", "--access-log")
     settings = load_settings(data_dir=server.data_dir)
-    assert "a token from `graphstash token create`" in server.log
+    assert "a token as GRAPHSTASH_TOKEN: graphstash token create" in server.log
     issued = issue(settings.database_url, "admin:*")
     secret = TOKEN_FORM.fullmatch(issued.token)["secret"]
     for shown in (issued.token, issued.token[:-1] + "A", f"gst_{'a' * 16}_{secret}", secret):
@@ -283,7 +283,6 @@ def command(guarded):
     environment = os.environ | {
         "GRAPHSTASH_DATA_DIR": str(guarded.server.data_dir),
         "GRAPHSTASH_DATABASE_URL": guarded.database_url,
-        "COLUMNS": "200",
     }
 
     def run(*arguments, status=0):
@@ -323,15 +322,16 @@ def test_the_command_prints_the_token_alone_and_the_rest_beside_it(guarded, comm
 def test_the_commands_list_and_revoke_what_they_made(guarded, command):
     made = json.loads(
         command(
-            *("token", "create", "--grant", "read:*", "--description", "to [red]go[/red]"),
-            *("--expires", "2199-01-01", "--json"),
+            *("token", "create", "--grant", "read:*", "--grant", "write:team-*"),
+            *("--description", "to [red]go[/red]", "--expires", "2199-01-01", "--json"),
         ).stdout
     )
     token_id = made["info"]["id"]
     assert made["info"]["expires_at"].startswith("2199-01-01T00:00:00")
 
     shown = command("token", "list").stdout
-    assert re.search(rf"{token_id}.*to \[red\]go\[/red\].*valid until", shown)
+    described = r"to \[red\]go\[/red\]  +read:\*, write:team-\*  .*valid until 2199-01-01$"
+    assert re.search(rf"^{token_id}  {described}", shown, re.MULTILINE)
     whole = command("token", "revoke", made["token"]).stdout
     assert token_id in whole
     assert TOKEN_FORM.fullmatch(made["token"])["secret"] not in whole

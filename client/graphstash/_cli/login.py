@@ -37,22 +37,24 @@ _WAYS_OUT: Final = {
     404: "is older than this command: let jobs use the JWT itself as their token",
 }
 
+_MAX_HOURS: Final = 24 * 365
+
 
 def login(
     *,
-    oidc: Annotated[bool, typer.Option("--oidc", help="Log in with a JWT; the only way")] = False,
+    oidc: Annotated[bool, typer.Option("--oidc", help="Log in with a JWT (required)")] = False,
     audience: Annotated[
         str | None,
         typer.Option(
-            help="Audience that the server requires; GitHub signs a JWT for it. The JWT in a file "
-            "has its own"
+            help="Audience for which GitHub is to sign the JWT: the server's "
+            "GRAPHSTASH_OIDC_AUDIENCE. A JWT in a file has its own"
         ),
     ] = None,
     jwt_file: Annotated[
         Path | None,
         typer.Option(
-            help="File with the JWT, such as a projected service-account token of Kubernetes; - is "
-            "standard input. By default GitHub Actions is asked for one"
+            help="File with the JWT, such as a service-account token of Kubernetes; - is standard "
+            "input. By default GitHub Actions is asked for one"
         ),
     ] = None,
     token_file: Annotated[
@@ -62,30 +64,28 @@ def login(
     grant: Annotated[
         list[str] | None,
         typer.Option(
-            help="A grant, as <scope>:<namespace or pattern>, that is all the token gets; may be "
-            "repeated. By default it gets all that the JWT has"
+            help="A grant of the token, e.g. `write:ci`; may be repeated. By default it gets all "
+            "that the JWT has"
         ),
     ] = None,
     hours: Annotated[
         float | None,
-        typer.Option(
-            min=MIN_EXCHANGED_SECONDS / 3600,
-            max=24 * 365,
-            help="Lifetime of the token; by default as long as the server allows",
-        ),
+        typer.Option(help="Lifetime of the token; by default as long as the server allows"),
     ] = None,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Exchange a JWT of this job for a token that lives as long as the job, and store that.
+    """Exchange the JWT of a CI job or a pod for a token that lasts as long as the job.
 
-    Jobs read the token from the file that GRAPHSTASH_TOKEN_FILE names, also when a later login
-    replaces it. Example:
+    The token goes into the file that GRAPHSTASH_TOKEN_FILE names. Jobs read it from there, also
+    when a later login replaces it. Example:
 
         graphstash login --oidc --audience graphstash.internal --grant write:ci --hours 2
     """
     if not oidc:
         fail("say how to log in: graphstash login --oidc", status=2)
+    if hours is not None and not MIN_EXCHANGED_SECONDS / 3600 <= hours <= _MAX_HOURS:
+        fail(f"--hours {hours:g}: expected from 1/60 (a minute) to {_MAX_HOURS} hours", status=2)
     try:
         config = ClientConfig.load(url=url, token_file=token_file)
         path = _place_of_token(config)

@@ -289,7 +289,7 @@ class ServerClient:
             if not is_right_missing and not (error.status == 401 and self._transport.is_anonymous):
                 raise
             self._may_write = False
-            told = f"{error.detail}; this job only reads from now on"
+            told = f"{error.detail}; this job publishes nothing from now on"
             raise RefusedError(told, code=error.code, status=error.status) from None
 
     def _manifest_path(self, name: ManifestName) -> str:

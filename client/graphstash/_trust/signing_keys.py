@@ -70,6 +70,11 @@ class SigningKey:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
             with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
                 file.write(pem)
+        except FileExistsError:
+            raise ConfigError(
+                f"signing key {path}: the file exists; choose another path, or remove it if no job "
+                "signs with it"
+            ) from None
         except OSError as error:
             raise ConfigError(f"signing key {path}: {error.strerror}") from None
         return cls(private)
@@ -148,6 +153,6 @@ def check_available() -> None:
     except ImportError as error:
         raise ConfigError(
             f"signatures need the package cryptography ({error}): "
-            "pip install 'graphstash[signing] @ ...', or set GRAPHSTASH_SIGNATURES=off and no "
-            "GRAPHSTASH_SIGNING_KEY"
+            "pip install 'graphstash[signing] @ git+<repository>', or set "
+            "GRAPHSTASH_SIGNATURES=off and no GRAPHSTASH_SIGNING_KEY"
         ) from None

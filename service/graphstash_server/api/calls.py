@@ -165,7 +165,7 @@ def in_namespace(
             if is_anonymous:
                 raise _unauthenticated()
             if not principal.may_read(where, policy):
-                raise absent(request) if absent is not None else _nothing_there()
+                raise absent(request) if absent is not None else _nothing_there(where)
             raise _forbidden(principal, scope, where, policy)
         return NamespaceCall(request, context, principal, check, where, policy)
 
@@ -256,11 +256,12 @@ def _unauthenticated() -> ServerError:
     )
 
 
-def _nothing_there() -> ServerError:
+def _nothing_there(where: Namespace) -> ServerError:
     return ServerError(
         ErrorCode.NOT_FOUND,
-        "the namespace does not exist, or the caller may not read it: an administrator of the "
-        "server can create a token that may",
+        f"the namespace {where} does not exist, or the caller may not read it: set "
+        "GRAPHSTASH_NAMESPACE to one that the token covers, or use a token with a grant such as "
+        f"read:{where}",
     )
 
 

@@ -27,7 +27,10 @@ def audit(
     namespace: NamespaceFilter = None,
     as_json: JsonLines = False,
 ) -> None:
-    """Show the audit log, newest first. Run it with the server's settings."""
+    """Show the audit log, newest first.
+
+    Run it on a host of the server, with its `GRAPHSTASH_*` variables.
+    """
     where = parse(Namespace, namespace) if namespace is not None else None
 
     async def work(context: "ProcessContext") -> None:

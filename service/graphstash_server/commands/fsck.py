@@ -9,6 +9,7 @@ from graphstash_server.commands.running import (
     JsonLines,
     OrphanAge,
     parse_age,
+    plural,
     run_with_services,
     size_of,
 )
@@ -79,6 +80,6 @@ async def _check(
                 typer.echo(f"{finding.problem:>10}  {size:>9}  {finding.name}")
     if not is_json:
         done = " and repaired" if is_repair and found else ""
-        typer.echo(f"{found} problems found{done}")
+        typer.echo(f"{plural(found, 'problem')} found{done}")
     if found and not is_repair:
         raise SystemExit(_FOUND_SOMETHING)

@@ -9,6 +9,7 @@ from graphstash_server.commands.running import (
     JsonLines,
     OrphanAge,
     parse_age,
+    plural,
     run_with_services,
     size_of,
 )
@@ -42,7 +43,8 @@ def gc(
 ) -> None:
     """Collect garbage: enforce limits and retention, delete what is marked, find orphans.
 
-    Servers do this periodically. Run it with the server's settings, also while servers run.
+    Servers do this periodically. Run it on a host of the server, with its `GRAPHSTASH_*`
+    variables, also while servers run.
     """
     age = parse_age(unused_for) if unused_for else None
     orphan_age = parse_age(orphans_older_than)
@@ -69,13 +71,15 @@ def gc(
         )
         if as_json:
             return
-        evicted = f"{totals.evicted} artifacts evicted; {totals.deleted} blobs deleted"
+        evicted = plural(totals.evicted, "artifact")
         if dry_run:
-            size = size_of(totals.chosen_bytes)
-            evicted = f"{totals.evicted} artifacts would be evicted ({size})"
+            evicted += f" would be evicted ({size_of(totals.chosen_bytes)})"
+        else:
+            evicted += f" evicted; {plural(totals.deleted, 'blob')} deleted"
         typer.echo(
-            f"{evicted}; {totals.orphans} blobs without an artifact "
-            f"({size_of(totals.orphan_bytes)}) and {totals.lost} artifacts without a blob "
+            f"{evicted}; {plural(totals.orphans, 'blob')} without an artifact "
+            f"({size_of(totals.orphan_bytes)}) and {plural(totals.lost, 'artifact')} without a "
+            f"blob "
             f"{'would be ' if dry_run else ''}removed"
         )
 

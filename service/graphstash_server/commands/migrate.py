@@ -38,4 +38,7 @@ def migrate(
         after = asyncio.run(find_revision(settings.database_url))
     except (StartError, OSError) as error:
         fail(str(error))
-    typer.echo(f"the database was at revision {before or 'none'} and is at {after}")
+    if before == after:
+        typer.echo(f"the database is at revision {after}: nothing to do")
+    else:
+        typer.echo(f"the database was at revision {before or 'none'} and is at {after}")

@@ -22,7 +22,8 @@ __all__ = ["namespace"]
 
 namespace = typer.Typer(
     help="Manage namespace policies: who may write, how much, and whether artifacts may be "
-    "replaced. Run it with the server's settings. Servers apply changes within two seconds.",
+    "replaced. Run it on a host of the server, with its `GRAPHSTASH_*` variables. Servers apply "
+    "changes within two seconds.",
     no_args_is_help=True,
 )
 
@@ -36,7 +37,10 @@ def list_(*, as_json: Json = False) -> None:
     """List the namespaces that have a policy of their own."""
 
     async def work(context: "ProcessContext") -> None:
-        _show(await context.policies.list_all(), as_json=as_json)
+        infos = await context.policies.list_all()
+        _show(infos, as_json=as_json)
+        if not infos and not as_json:
+            typer.echo("no namespace has a policy of its own: the defaults apply to all")
 
     run_with_services(work)
 

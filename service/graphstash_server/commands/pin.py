@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from graphstash_schema import ManifestName, Namespace
-from graphstash_server.commands.running import fail, parse, parse_age, run_with_services
+from graphstash_server.commands.running import fail, parse, parse_age, plural, run_with_services
 
 if TYPE_CHECKING:
     from graphstash_server.context import ProcessContext
@@ -24,12 +24,13 @@ def pin(
     *,
     namespace: _Namespace = "default",
     for_: Annotated[
-        str | None, typer.Option("--for", help="How long, e.g. 30d. Without end by default.")
+        str | None, typer.Option("--for", help="How long, e.g. 30d. By default until unpinned.")
     ] = None,
 ) -> None:
     """Protect the artifacts of a job from eviction.
 
-    Pins what the job's manifest lists now. Run it with the server's settings.
+    Pins what the job's manifest lists now. Run it on a host of the server, with its
+    `GRAPHSTASH_*` variables.
     """
     until = _WITHOUT_END if for_ is None else datetime.now(UTC) + parse_age(for_)
 
@@ -37,7 +38,7 @@ def pin(
         count = await context.pins.pin(
             parse(Namespace, namespace), parse(ManifestName, job), until=until
         )
-        _say(count, job, "pinned without end" if for_ is None else f"pinned for {for_}")
+        _say(count, job, "pinned until unpinned" if for_ is None else f"pinned for {for_}")
 
     run_with_services(work)
 
@@ -55,4 +56,4 @@ def unpin(job: _Job, *, namespace: _Namespace = "default") -> None:
 def _say(count: int, job: str, what: str) -> None:
     if not count:
         fail(f"the job {job} has no manifest: run it with `graphstash run --job {job}` first")
-    typer.echo(f"{count} artifacts of the job {job} are {what}")
+    typer.echo(f"{plural(count, 'artifact')} of the job {job}: {what}")

@@ -22,7 +22,7 @@ __all__ = ["quarantine"]
 
 quarantine = typer.Typer(
     help="Review artifacts that were reported as wrong. They are withheld until you decide. Run it "
-    "with the server's settings.",
+    "on a host of the server, with its `GRAPHSTASH_*` variables.",
     no_args_is_help=True,
 )
 

@@ -24,6 +24,7 @@ __all__ = [
     "load",
     "parse",
     "parse_age",
+    "plural",
     "print_table",
     "run_with_services",
     "size_of",
@@ -88,7 +89,7 @@ def load() -> "Settings":
     except ModuleNotFoundError as error:
         fail(
             f"this needs the server's packages ({error.name} is missing): "
-            "pip install 'graphstash[server]'"
+            "pip install 'graphstash[server] @ git+<repository>'"
         )
     set_up_logging("WARNING", form="%(levelname)s %(name)s: %(message)s")
     try:
@@ -114,17 +115,17 @@ def parse(kind: type[W], text: str) -> W:
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints texts as a table; cells wrap, so that a narrow terminal loses nothing."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+    """Prints texts in columns. A row is one line, so that `grep` finds whole words in it."""
+    table = [headings, *([printable(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        typer.echo("  ".join(cells).rstrip())
 
-    table = Table()
-    for heading in headings:
-        table.add_column(heading, overflow="fold", no_wrap=heading == "id")
-    for row in rows:
-        table.add_row(*(escape(printable(cell)) for cell in row))
-    Console().print(table)
+
+def plural(count: int, noun: str) -> str:
+    """A count with its noun: `1 artifact`, `2 artifacts`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def size_of(size_bytes: float) -> str:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["token"]
 
 token = typer.Typer(
-    help="Create, list and revoke tokens. Run it with the server's settings.",
+    help="Create, list and revoke tokens. Run it on a host of the server, with its `GRAPHSTASH_*` "
+    "variables.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -147,7 +148,7 @@ def _print(tokens: Sequence[TokenInfo]) -> None:
             (
                 info.id,
                 info.description,
-                "\n".join(map(str, info.grants)),
+                ", ".join(map(str, info.grants)),
                 f"{info.created_at:%Y-%m-%d} by {info.created_by}",
                 f"{info.last_used_at:%Y-%m-%d %H:%M}" if info.last_used_at else "never",
                 _state(info),

@@ -134,7 +134,8 @@ def _failures_named(url: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise StartError(
-            f"the database {shown} needs {error.name}: pip install 'graphstash[server,postgres]'"
+            f"the database {shown} needs {error.name}: "
+            "pip install 'graphstash[server,postgres] @ git+<repository>'"
         ) from error
     except (OSError, TypeError, SQLAlchemyError) as error:
         raise StartError(f"cannot use the database {shown}: {_first_line(error)}") from error

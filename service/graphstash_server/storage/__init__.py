@@ -56,6 +56,6 @@ def _open_s3(settings: Settings) -> "S3BlobStore":
     except ModuleNotFoundError as error:
         raise StartError(
             f"GRAPHSTASH_BLOB_STORE=s3 needs boto3 ({error.name} is missing): "
-            "pip install 'graphstash[server,s3]'"
+            "pip install 'graphstash[server,s3] @ git+<repository>'"
         ) from error
     return S3BlobStore(settings)

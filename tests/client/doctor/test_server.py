@@ -121,6 +121,7 @@ def test_without_a_server_the_doctor_says_what_it_skips():
     assert "graphstash serve" in line(findings, "server", State.WARN).advice
     assert "there is no server" in line(findings, "clock", State.SKIPPED).found
     assert "there is no server" in line(findings, "token", State.SKIPPED).found
+    assert "there is no server" in line(findings, "trust", State.SKIPPED).found
     assert "does not answer" in line(diagnose(), "clock", State.SKIPPED).found
 
 

@@ -86,7 +86,6 @@ def test_trusted_keys_that_are_not_understood_are_a_failure(keys, tmp_path):
     [
         ("http://127.0.0.1:9", State.OK),
         ("http://localhost:9", State.OK),
-        ("none", State.OK),
         ("http://192.0.2.1:9", State.WARN),
     ],
 )

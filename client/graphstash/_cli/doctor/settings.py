@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from graphstash._cli.doctor.findings import Finding, Topic, fail, ok, warn
+from graphstash._cli.doctor.findings import Finding, Topic, fail, ok, skipped, warn
 from graphstash._cli.output import plural
 from graphstash._http.tls import server_context
 from graphstash._process.notices import unknown_hooks, unknown_variables
@@ -126,7 +126,10 @@ def check_signatures(config: ClientConfig) -> Iterator[Finding]:
 
 
 def _trust_in_writers(config: ClientConfig) -> Iterator[Finding]:
-    is_here = not config.url or is_on_this_host(config.url)
+    if not config.url:
+        yield skipped("trust", "skipped: there is no server")
+        return
+    is_here = is_on_this_host(config.url)
     for namespace in config.readable:
         told = f"{namespace!r}: signatures are not checked: {_CODE}"
         advice = "set GRAPHSTASH_TRUSTED_KEYS to accept signed artifacts only"
