@@ -179,7 +179,7 @@ def test_run_imports_nothing_heavy_before_the_job():
 @pytest.mark.parametrize(
     ("arguments", "status", "told"),
     [
-        (("run",), 1, "write the command after `--`"),
+        (("run",), 2, "write the command after `--`"),
         (("run", "--", "no-such-program"), 127, "not found on PATH"),
         (("run", "--namespace", "Team A", "--", "true"), 2, "[a-z0-9][a-z0-9._-]{0,63}"),
         (("run", "--url", "cache", "--", "true"), 2, "expected http://host:port"),

@@ -33,7 +33,7 @@ from graphstash._cli.output import (
 )
 from graphstash._cli.prewarm import prewarm
 from graphstash.config import NO_SERVER, ClientConfig
-from graphstash.errors import CacheError, ConfigError, VerificationError
+from graphstash.errors import CacheError, ConfigError, RefusedError, VerificationError
 from graphstash_schema import ManifestName, NamespaceStats, ServerStats
 from graphstash_schema.names import printable
 
@@ -116,7 +116,7 @@ def run(
     """
     command = context.args
     if not command:
-        fail("nothing to run: write the command after `--`, e.g. graphstash run -- python train.py")
+        fail("nothing to run: write the command after `--`, e.g. graphstash run -- python train.py", status=2)
     given = {
         "url": url,
         "namespace": namespace,
@@ -156,8 +156,10 @@ def status(url: Url = None, namespace: NamespaceOption = None, as_json: Json = F
             elif not config.url:
                 err.print(f"[red]no server[/red]: {escape(error.detail)}", soft_wrap=True)
             else:
+                is_refused = isinstance(error, RefusedError)
+                failure = "the server refuses" if is_refused else "the server does not answer"
                 err.print(
-                    f"[red]the server does not answer[/red]: {escape(str(error))}\n"
+                    f"[red]{failure}[/red]: {escape(str(error))}\n"
                     "Jobs run without the cache. "
                     "[bold]graphstash doctor[/bold] suggests a fix.",
                     soft_wrap=True,
