@@ -5,10 +5,12 @@
     <root>/locks/<3 hex>.lock     one download per host: taken while an artifact is fetched
     <root>/tmp/                   files that are being written
 
-Everything is in directories that only this user can use. A file appears by rename, whole or not
-at all. It is verified on every read, so that neither a torn
-write nor a disk that rots reaches a compiler; what does not verify is removed. The time of last use
-is the file's mtime, and the least recently used go when the tier is over its limit.
+Everything is in directories that only this user can use, and is reached by a descriptor of the root
+that was checked: whoever may write to a directory above it can put another one in its place, with
+links to this user's files. A file appears by rename, whole or not at all. It is verified on every
+read, so that neither a torn write nor a disk that rots reaches a compiler; what does not verify is
+removed. The time of last use is the file's mtime, and the least recently used go when the tier is
+over its limit.
 """
 
 import atexit
@@ -18,6 +20,7 @@ import os
 import secrets
 import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,6 +52,9 @@ _STALE_SECONDS: Final = 24 * 3600.0
 class LocalTier:
     """Envelopes on disk.
 
+    Attributes:
+        root: where it is, for people.
+
     Args:
         root: made when absent; where it cannot be written, or others can, a private temporary
             directory serves this process alone.
@@ -62,7 +68,7 @@ class LocalTier:
         self._is_private = limit_bytes == 0
         if not self._is_private:
             try:
-                _prepare(root)
+                self._place = _prepare(root)
             except OSError as error:
                 _log.warning(
                     "graphstash: the local tier cannot be used, so this process keeps nothing for "
@@ -73,13 +79,14 @@ class LocalTier:
         if self._is_private:
             root = Path(tempfile.mkdtemp(prefix="graphstash-"))
             atexit.register(self._remove_private)
-            _prepare(root)
+            self._place = _prepare(root)
         self.root = root
+        weakref.finalize(self, os.close, int(self._place.name))
 
     def path(self, namespace: Namespace, key: ArtifactKey) -> Path:
         """Where the envelope of a key is, or would be. Words are checked, so joining is safe."""
         return (
-            self.root / "v1" / namespace / key.kind / key.device_type / key.fingerprint[:2]
+            self._place / "v1" / namespace / key.kind / key.device_type / key.fingerprint[:2]
         ) / key.fingerprint
 
     def open(self, namespace: Namespace, key: ArtifactKey) -> IO[bytes] | None:
@@ -90,7 +97,7 @@ class LocalTier:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise LocalTierError(f"{path}: {error}") from error
+            raise self._failure(path, error) from error
         with contextlib.suppress(OSError):  # the time of last use is only a hint
             os.utime(file.fileno())
         return file
@@ -103,9 +110,9 @@ class LocalTier:
             LocalTierError: when the disk refuses.
         """
         try:
-            file = tempfile.NamedTemporaryFile(dir=self.root / "tmp", delete=False)  # noqa: SIM115 - below
+            file = tempfile.NamedTemporaryFile(dir=self._place / "tmp", delete=False)  # noqa: SIM115 - below
         except OSError as error:
-            raise LocalTierError(f"{self.root}: {error}") from error
+            raise self._failure(self.root, error) from error
         try:
             with file:
                 yield cast("IO[bytes]", file)
@@ -142,7 +149,7 @@ class LocalTier:
             path.parent.mkdir(parents=True, exist_ok=True)
             Path(envelope.name).replace(path)
         except OSError as error:
-            raise LocalTierError(f"{path}: {error}") from error
+            raise self._failure(path, error) from error
         self._added_bytes += size
 
     def discard(self, namespace: Namespace, key: ArtifactKey) -> None:
@@ -152,10 +159,12 @@ class LocalTier:
 
     def secret(self) -> bytes | None:
         """32 random bytes that only this user can read, made when absent; None without such."""
-        path = self.root / "secret"
+        path = self._place / "secret"
         try:
-            if not _has_size(path, _SECRET_BYTES):  # absent, or what a power cut has left of it
+            size = _size_of(path)
+            if size not in (None, _SECRET_BYTES):  # what a power cut has left of it
                 path.unlink(missing_ok=True)
+            if size != _SECRET_BYTES:
                 with contextlib.suppress(FileExistsError), self.temporary() as made:
                     made.write(secrets.token_bytes(_SECRET_BYTES))
                     made.flush()
@@ -176,7 +185,7 @@ class LocalTier:
         are a waste, not a fault.
         """
         name = f"{key.fingerprint[:3]}.lock"
-        lock = FileLock(self.root / "locks" / name, timeout=timeout_seconds)
+        lock = FileLock(self._place / "locks" / name, timeout=timeout_seconds)
         try:
             lock.acquire(poll_interval=0.02)
         except (Timeout, OSError, NotImplementedError):
@@ -202,7 +211,7 @@ class LocalTier:
         """
         self._added_bytes = 0
         try:
-            with FileLock(self.root / "locks" / "evict", timeout=0):
+            with FileLock(self._place / "locks" / "evict", timeout=0):
                 return self._evict()
         except (Timeout, OSError, NotImplementedError):
             return 0
@@ -228,43 +237,55 @@ class LocalTier:
         elif self._added_bytes:
             self.evict()
 
+    def _failure(self, path: Path, error: OSError) -> LocalTierError:
+        return LocalTierError(f"{path}: {error}".replace(str(self._place), str(self.root)))
+
     def _remove_private(self) -> None:
         if self._owner == os.getpid():  # a forked child leaves it to its parent
             shutil.rmtree(self.root, ignore_errors=True)
 
     def _envelopes(self) -> Iterator[tuple[Path, int, float]]:
-        for path in (self.root / "v1").glob("*/*/*/??/*"):
+        for path in (self._place / "v1").glob("*/*/*/??/*"):
             with contextlib.suppress(OSError):  # another process evicts at the same time
                 status = path.stat()
                 yield path, status.st_size, status.st_mtime
 
     def _remove_stale(self) -> None:
         oldest = time() - _STALE_SECONDS
-        for path in (self.root / "tmp").iterdir():
+        for path in (self._place / "tmp").iterdir():
             with contextlib.suppress(OSError):
                 if path.stat().st_mtime < oldest and path.is_file():
                     path.unlink()
 
 
-def _has_size(path: Path, size_bytes: int) -> bool:
+def _size_of(path: Path) -> int | None:
     try:
-        return path.lstat().st_size == size_bytes
+        return path.lstat().st_size
     except FileNotFoundError:
-        return False
+        return None
 
 
-def _prepare(root: Path) -> None:
+def _prepare(root: Path) -> Path:
     """Makes the folders of a tier, and closes them to others.
+
+    Returns:
+        The root by a descriptor of it, which stays open.
 
     Raises:
         OSError: this user cannot write to all of them, or others can.
     """
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     if {each.name for each in root.iterdir()} <= {*FOLDERS, "secret"}:
-        os.close(make_own_directory(root))
+        descriptor = make_own_directory(root)
     else:  # not for us to close; nobody else may put folders there
-        os.close(open_own_directory(root, open_to_others=0o055))
-    for name in FOLDERS:
-        os.close(make_own_directory(root / name))
-        with tempfile.TemporaryFile(dir=root / name):
-            pass
+        descriptor = open_own_directory(root, open_to_others=0o055)
+    place = Path(f"/proc/self/fd/{descriptor}")
+    try:
+        for name in FOLDERS:
+            os.close(make_own_directory(place / name))
+            with tempfile.TemporaryFile(dir=place / name):
+                pass
+    except OSError as error:
+        os.close(descriptor)
+        raise OSError(str(error).replace(str(place), str(root))) from None
+    return place
