@@ -1,5 +1,6 @@
 """A server that answers to hurt: what a job parses, keeps and logs of its answers is bounded."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -139,6 +140,26 @@ def test_the_name_of_a_holder_moves_the_cursor(middlebox, victim, key, fort, spa
     (message,) = (each for each in told if "wait_budget" in each)
     assert message.isprintable()
     assert len(message) < 30_000
+
+
+def test_every_answer_names_another_holder_of_a_megabyte(middlebox, victim, key, fort, space):
+    """The job keeps what it has waited for each of them."""
+    numbers = itertools.count()
+
+    def hold(request, answer):
+        if "/leases/" in request.path:
+            name = f"{next(numbers)}" + "x" * MEBIBYTE
+            held = {"state": "held", "holder": name, "expires_in_seconds": 1}
+            return Answer(202, dict(JSON), json.dumps(held).encode())
+        return answer
+
+    box = middlebox(hold)
+    job = victim(url=box.url, token=fort.token(f"write:{space}"), wait_seconds=1.0)
+    assert job.build(key(1)) == OWN
+    assert job.fallbacks == {"wait_budget": 1}
+    kept = job.cache.waits._spent_on
+    assert len(kept) > 1
+    assert sum(map(len, kept)) < 3000
 
 
 _COUNTED = (
