@@ -81,7 +81,8 @@ class LocalTier:
             atexit.register(self._remove_private)
             self._place = _prepare(root)
         self.root = root
-        weakref.finalize(self, os.close, int(self._place.name))
+        closing = weakref.finalize(self, os.close, int(self._place.name))
+        closing.atexit = False  # what is drained at the end of the process still uses it
 
     def path(self, namespace: Namespace, key: ArtifactKey) -> Path:
         """Where the envelope of a key is, or would be. Words are checked, so joining is safe."""
