@@ -15,9 +15,11 @@ gigabytes.
 
 
 class WireModel(BaseModel):
-    """Ignores fields that it does not know, so that a newer release can add some."""
+    """Ignores fields that it does not know, so that a newer release can add some. A number that is
+    none is refused: no wait and no sum comes to an end with it.
+    """
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
 
 class RequestModel(BaseModel):

@@ -3,6 +3,8 @@
 Totals are kept in the database and outlive a restart; they lag by the accounting interval.
 """
 
+from typing import Annotated
+
 from pydantic import Field
 
 from graphstash_schema.model import Items, WireModel
@@ -10,32 +12,35 @@ from graphstash_schema.model import Items, WireModel
 __all__ = ["NamespaceStats", "ServerStats"]
 
 
+Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+"""As large as a database keeps it; a client can print it and calculate with it."""
+
+
 class NamespaceStats(WireModel):
     """One namespace."""
 
     namespace: str
-    artifacts: int = Field(ge=0, description="stored now")
-    size_bytes: int = Field(ge=0, description="stored now, as uploaded (compressed)")
-    hits: int = Field(ge=0, description="artifacts served since the beginning")
-    misses: int = Field(ge=0, description="GETs of absent artifacts since the beginning")
-    served_bytes: int = Field(ge=0, description="blob bytes sent since the beginning")
-    puts: int = Field(ge=0, description="artifacts stored since the beginning")
-    conflicts: int = Field(
-        ge=0,
+    artifacts: Count = Field(description="stored now")
+    size_bytes: Count = Field(description="stored now, as uploaded (compressed)")
+    hits: Count = Field(description="artifacts served since the beginning")
+    misses: Count = Field(description="GETs of absent artifacts since the beginning")
+    served_bytes: Count = Field(description="blob bytes sent since the beginning")
+    puts: Count = Field(description="artifacts stored since the beginning")
+    conflicts: Count = Field(
         description="PUTs refused because other bytes were there: a compiler that is not "
         "reproducible",
     )
     saved_seconds: float = Field(ge=0, description="compile seconds that hits avoided")
-    evictions: int = Field(default=0, ge=0, description="artifacts evicted since the beginning")
-    evicted_bytes: int = Field(default=0, ge=0, description="bytes evicted since the beginning")
-    metadata_bytes: int = Field(
-        default=0, ge=0, description="of the stored artifacts; limits count them, too"
+    evictions: Count = Field(default=0, description="artifacts evicted since the beginning")
+    evicted_bytes: Count = Field(default=0, description="bytes evicted since the beginning")
+    metadata_bytes: Count = Field(
+        default=0, description="of the stored artifacts; limits count them, too"
     )
-    manifest_bytes: int = Field(
-        default=0, ge=0, description="of the stored manifests; limits count them, too"
+    manifest_bytes: Count = Field(
+        default=0, description="of the stored manifests; limits count them, too"
     )
-    withheld: int = Field(
-        default=0, ge=0, description="artifacts that wait for an admin: stored, and not served"
+    withheld: Count = Field(
+        default=0, description="artifacts that wait for an admin: stored, and not served"
     )
 
 
@@ -46,13 +51,13 @@ class ServerStats(WireModel):
 
     version: str
     uptime_seconds: float = Field(ge=0)
-    leases_held: int = Field(ge=0, description="unexpired leases in the database")
-    waiters: int = Field(ge=0, description="requests of this process that wait for a lease")
-    healed: int = Field(
-        ge=0, description="rows of this process dropped because their blob was lost or damaged"
+    leases_held: Count = Field(description="unexpired leases in the database")
+    waiters: Count = Field(description="requests of this process that wait for a lease")
+    healed: Count = Field(
+        description="rows of this process dropped because their blob was lost or damaged"
     )
-    reported: int = Field(
-        default=0, ge=0, description="reports of wrong artifacts that this process got"
+    reported: Count = Field(
+        default=0, description="reports of wrong artifacts that this process got"
     )
     refused: dict[str, int] = Field(
         default_factory=dict, description="requests that this process refused, by error code"

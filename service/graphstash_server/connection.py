@@ -5,8 +5,9 @@ requests nor connections: they read a header of three megabytes, or one byte per
 end. `api.frame` checks complete requests.
 
 Where all connections are taken, an address with fewer of them takes one of the address that has
-most, as long as that waits for a request: no single address can keep the others out. Behind a proxy
-all have its address, and the proxy has to share.
+most: one that waits for a request, else one that waits for its caller in the middle of a body or of
+an answer. So no single address can keep the others out by being slow. Behind a proxy all have its
+address, and the proxy has to share.
 
 A refusal is a problem document, and the connection ends after it. While another answer is being
 sent, nothing may be written into the middle of it; then that answer is the last one.
@@ -16,6 +17,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable
 from ipaddress import IPv6Address
+from itertools import chain
 from secrets import token_hex
 from typing import Any, ClassVar, Final
 
@@ -180,19 +182,25 @@ class Connection(HttpToolsProtocol):
         newest: RequestResponseCycle | None = self.cycle
         return newest is not None and not newest.response_complete
 
+    @property
+    def is_up_to_caller(self) -> bool:
+        """Whether the rest of a body has to be sent, or that of an answer to be read."""
+        return self._is_in_body or self._write_timer is not None
+
     def _take_place(self) -> bool:
-        """Cuts the oldest connection that waits for a request, of the address that has most of
-        them; False when none has more than this one's.
+        """Cuts the oldest connection that waits for its caller, of the address that has most of
+        them; False when none has more than this one's. Those without a request go first.
         """
         own_count = len(self.by_address[self._address])
         for others in sorted(self.by_address.values(), key=len, reverse=True):
             if len(others) <= own_count:
                 return False
-            for other in others:
-                if not other.is_answering:
-                    self.count_refusal(ErrorCode.UNAVAILABLE)
-                    other.cut()
-                    return True
+            idle = (other for other in others if not other.is_answering)
+            slow = (other for other in others if other.is_up_to_caller)
+            if (other := next(chain(idle, slow), None)) is not None:
+                self.count_refusal(ErrorCode.UNAVAILABLE)
+                other.cut()
+                return True
         return False
 
     def cut(self) -> None:

@@ -1,5 +1,6 @@
 """A server that answers to hurt: what a job parses, keeps and logs of its answers is bounded."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -141,6 +142,26 @@ def test_the_name_of_a_holder_moves_the_cursor(middlebox, victim, key, fort, spa
     assert len(message) < 30_000
 
 
+def test_every_answer_names_another_holder_of_a_megabyte(middlebox, victim, key, fort, space):
+    """The job keeps what it has waited for each of them."""
+    numbers = itertools.count()
+
+    def hold(request, answer):
+        if "/leases/" in request.path:
+            name = f"{next(numbers)}" + "x" * MEBIBYTE
+            held = {"state": "held", "holder": name, "expires_in_seconds": 1}
+            return Answer(202, dict(JSON), json.dumps(held).encode())
+        return answer
+
+    box = middlebox(hold)
+    job = victim(url=box.url, token=fort.token(f"write:{space}"), wait_seconds=1.0)
+    assert job.build(key(1)) == OWN
+    assert job.fallbacks == {"wait_budget": 1}
+    kept = job.cache.waits._spent_on
+    assert len(kept) > 1
+    assert sum(map(len, kept)) < 3000
+
+
 _COUNTED = (
     *("artifacts", "size_bytes", "hits", "misses", "served_bytes", "puts", "conflicts"),
     "saved_seconds",
@@ -156,6 +177,51 @@ def test_the_version_of_a_server_moves_the_cursor(middlebox, tmp_path):
     shown = graphstash("status", "--url", box.url, GRAPHSTASH_CACHE_DIR=str(tmp_path))
     assert shown.returncode == 0
     _assert_harmless(shown.stdout)
+
+
+def test_the_name_of_a_job_moves_the_cursor(middlebox, tmp_path):
+    info = {"id": ESCAPE, "description": ESCAPE, "created_by": ESCAPE, "grants": []}
+    info["created_at"] = "2026-01-01T00:00:00Z"
+    issued = {"token": f"gst_{'a' * 16}_{'b' * 43}", "info": info}
+    box = middlebox(lambda _, answer: Answer(201, dict(JSON), json.dumps(issued).encode()))
+    jwt = tmp_path / "jwt"
+    jwt.write_text("a.b.c")
+    options = ("--oidc", "--jwt-file", jwt, "--token-file", tmp_path / "token", "--url", box.url)
+    shown = graphstash("login", *map(str, options))
+    assert shown.returncode == 0, shown.stderr
+    _assert_harmless(shown.stdout)
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        pytest.param("size_bytes", "1" + "0" * 400, id="larger than a float"),
+        ("saved_seconds", "Infinity"),
+        ("uptime_seconds", "1e999"),
+    ],
+)
+def test_a_number_of_the_statistics_cannot_be_shown(middlebox, tmp_path, name, number):
+    totals = ("uptime_seconds", "leases_held", "waiters", "healed", "namespaces")
+    row = dict.fromkeys(_COUNTED, 0) | {"namespace": "n", name: "?"}
+    stats = {"version": "1", **dict.fromkeys(totals, 0), "namespaces": [row], name: "?"}
+    body = json.dumps(stats).replace('"?"', number).encode()
+    box = middlebox(lambda _, answer: Answer(200, dict(JSON), body))
+    shown = graphstash("status", "--url", box.url, GRAPHSTASH_CACHE_DIR=str(tmp_path))
+    assert "Traceback" not in shown.stdout + shown.stderr
+    assert len(shown.stdout) < 3000
+
+
+@pytest.mark.parametrize("seconds", ["NaN", "-Infinity", "1e999"])
+def test_a_lease_has_to_be_renewed_all_the_time(middlebox, victim, key, fort, space, seconds):
+    granted = b'{"state":"granted","token":"a","fencing":1,"ttl_seconds":%s}' % seconds.encode()
+
+    def grant(request, answer):
+        return Answer(201, dict(JSON), granted) if "/leases/" in request.path else answer
+
+    box = middlebox(grant)
+    job = victim(url=box.url, token=fort.token(f"write:{space}"))
+    assert job.build(key(1)) == OWN
+    assert job.fallbacks == {"protocol": 1}
 
 
 @pytest.mark.parametrize("token", ["ä", "a b", "a\r\nX: y", "x" * MEBIBYTE])

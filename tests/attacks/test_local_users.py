@@ -378,3 +378,41 @@ def test_a_directory_with_other_things_is_not_closed_and_not_used_while_open(job
     assert victim.build(key(1)) == OWN
     assert stat.S_IMODE(shared.stat().st_mode) == 0o777
     assert not (shared / "v1").exists()
+
+
+_TAKES_THE_PLACE = textwrap.dedent("""
+    scratch, home = sys.argv[1:]
+    cache = os.path.join(scratch, "cache")
+    os.rename(cache, os.path.join(scratch, "away"))
+    os.umask(0)
+    os.makedirs(os.path.join(cache, "v1", "a", "b", "c", "dd"))
+    with open(os.path.join(cache, "v1", "a", "b", "c", "dd", "big"), "w") as file:
+        file.truncate(2**40)
+    os.symlink(home, os.path.join(cache, "v1", "home"))
+    os.mkdir(os.path.join(cache, "locks"))
+    os.symlink(home, os.path.join(cache, "tmp"))
+    print("done", flush=True)
+""")
+
+
+def test_another_directory_takes_the_place_of_the_cache_while_a_job_runs(
+    job, key, shared, tmp_path
+):
+    """With links to files of the job's user, which the tier takes for what is left over."""
+    home = tmp_path / "home"
+    for name in ("thesis.tex", "model/objects/ab/cd"):
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).write_text("years of work")
+        os.utime(home / name, (1, 1))
+    home.chmod(0o700)
+    victim = job(url="none", cache_dir=shared / "cache")
+    assert victim.build(key(1)) == OWN
+
+    with Stranger(_TAKES_THE_PLACE, shared, home) as stranger:
+        assert stranger.said == "done"
+    victim.stash.local.evict()
+    victim.result = b"compiled again"
+
+    assert victim.build(key(1)) == OWN
+    assert (home / "thesis.tex").exists()
+    assert (home / "model/objects/ab/cd").exists()

@@ -50,6 +50,15 @@ def test_a_body_without_a_token_fills_the_temporary_directory(nginx, method, pat
     assert answer.status in expected | ({200} if (path, method) == ("health", "GET") else set())
 
 
+def test_a_head_that_does_not_end_fills_the_memory(nginx):
+    """It is refused when it is twice as long as the server allows, and not kept any longer."""
+    with Wire(nginx.url) as wire:
+        lines = [f"X-{number}: {'a' * 70_000}" for number in range(3)]
+        wire.send("\r\n".join(["GET / HTTP/1.1", "Host: x", *lines]).encode())
+        answer = wire.answer()
+        assert (answer.status, answer.problem["code"]) == (431, "headers_too_large")
+
+
 @pytest.mark.parametrize("method", ["GET", "POST", "DELETE", "PATCH"])
 @pytest.mark.parametrize("path", ["artifact", "lookup", "health"])
 def test_a_body_of_a_hundred_gigabytes_is_announced(nginx, method, path):

@@ -118,6 +118,11 @@ def test_many_half_open_connections_leave_the_others_served(hasty, space):
 
 _HEALTH = b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n"
 _REFUSED = b"PUT /v1/x/manifests/m HTTP/1.1\r\nHost: a\r\nContent-Length: 99999\r\n\r\n"
+_LOOKUP = (
+    b"POST /v1/open/artifacts:lookup HTTP/1.1\r\nHost: a\r\nContent-Length: 99999\r\n"
+    b"Expect: 100-continue\r\n\r\n"
+)
+_DOWNLOAD = f"GET {artifact_path('open')} HTTP/1.1\r\nHost: a\r\n\r\n".encode()
 _WAYS = {  # to hold a connection: what is sent and answered, and what is sent then
     "silent": ([], b""),
     "a slow head": ([], _HEALTH[:-4]),
@@ -133,6 +138,11 @@ def patient(tmp_path_factory):
     with GuardedServer(
         tmp_path_factory.mktemp("patient"), header_seconds=600, max_connections=_CONNECTIONS
     ) as fort:
+        fort.set_policy("open", anonymous_read=True)
+        assert fort.put(artifact_path("open"), bytes(_LARGE_BYTES)).status_code == 201
+        for client in fort._clients.values():
+            client.close()
+        fort._clients.clear()
         yield fort
 
 
@@ -146,14 +156,31 @@ def test_one_address_holds_every_connection(patient, way):
             for request in asked:
                 assert wire.ask(request).status in {200, 401}
             wire.send(held)
-        others = [
-            stack.enter_context(Wire(patient.url, source=f"127.0.0.{number}"))
-            for number in (2, 3, 2, 3)
-        ]
-        assert [other.ask(_HEALTH).status for other in others] == [200] * 4
-        beyond = stack.enter_context(Wire(patient.url)).answer()
-        assert beyond.problem["code"] == "unavailable"
-        assert [other.ask(_HEALTH).status for other in others] == [200] * 4
+        _assert_others_are_served(patient, stack)
+
+
+@pytest.mark.parametrize(
+    ("sent", "begun"), [(_LOOKUP, 100), (_DOWNLOAD, 200)], ids=["body", "answer"]
+)
+def test_one_anonymous_reader_holds_every_connection(patient, sent, begun):
+    """With a body that does not come, or an answer that nobody reads."""
+    with ExitStack() as stack:
+        for _ in range(_CONNECTIONS):
+            wire = stack.enter_context(Wire(patient.url))
+            wire.send(sent)
+            assert wire.begin() == begun
+        _assert_others_are_served(patient, stack)
+
+
+def _assert_others_are_served(patient, stack):
+    others = [
+        stack.enter_context(Wire(patient.url, source=f"127.0.0.{number}"))
+        for number in (2, 3, 2, 3)
+    ]
+    assert [other.ask(_HEALTH).status for other in others] == [200] * 4
+    beyond = stack.enter_context(Wire(patient.url)).answer()
+    assert beyond.problem["code"] == "unavailable"
+    assert [other.ask(_HEALTH).status for other in others] == [200] * 4
 
 
 @pytest.mark.parametrize(

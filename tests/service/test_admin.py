@@ -1,5 +1,6 @@
 """Health, statistics, the root, and what every answer has in common."""
 
+import asyncio
 import functools
 import re
 import sqlite3
@@ -10,6 +11,7 @@ import pytest
 
 from graphstash_server import __version__
 from graphstash_server.app import create_app
+from graphstash_server.services.metrics import HealthService
 from graphstash_server.settings import load_settings
 from graphstash_server.testing import LiveServer, MemoryBlobStore
 
@@ -34,6 +36,24 @@ def test_readiness_leaves_no_blob_behind(api, files):
     api.http.get("/readyz")
 
     assert files() == before
+
+
+@pytest.mark.anyio
+async def test_everybody_who_asks_at_once_shares_one_probe(opened):
+    """It writes to the store, and needs no token."""
+    async with opened() as server:
+        probes = []
+
+        def new_probe():
+            probes.append(b"probe %d" % len(probes))
+            return probes[-1]
+
+        health = HealthService(
+            database=server.context.database, blobs=MemoryBlobStore(), new_probe=new_probe
+        )
+        together = await asyncio.gather(*(health.check() for _ in range(50)))
+        assert {each.is_ready for each in together} == {True}
+        assert len(probes) == 1
 
 
 def test_a_server_without_its_store_is_alive_and_not_ready(tmp_path, connect, problem):

@@ -223,7 +223,7 @@ async def withhold(server, number=0, blob=BLOB, *, may_withhold=True):
         key=key_of(number).key, digest=str(Digest.of(blob)), reason=ReportReason.CORRUPT
     )
     return await server.context.quarantine.report(
-        key_of(number), wanted, actor=ACTOR, may_withhold=may_withhold
+        key_of(number), wanted, actor=ACTOR, party=ACTOR.name, may_withhold=may_withhold
     )
 
 

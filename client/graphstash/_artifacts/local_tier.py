@@ -5,10 +5,12 @@
     <root>/locks/<3 hex>.lock     one download per host: taken while an artifact is fetched
     <root>/tmp/                   files that are being written
 
-Everything is in directories that only this user can use. A file appears by rename, whole or not
-at all. It is verified on every read, so that neither a torn
-write nor a disk that rots reaches a compiler; what does not verify is removed. The time of last use
-is the file's mtime, and the least recently used go when the tier is over its limit.
+Everything is in directories that only this user can use, and is reached by a descriptor of the root
+that was checked: whoever may write to a directory above it can put another one in its place, with
+links to this user's files. A file appears by rename, whole or not at all. It is verified on every
+read, so that neither a torn write nor a disk that rots reaches a compiler; what does not verify is
+removed. The time of last use is the file's mtime, and the least recently used go when the tier is
+over its limit.
 """
 
 import atexit
@@ -17,6 +19,7 @@ import os
 import secrets
 import shutil
 import tempfile
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,7 +54,7 @@ class LocalTier:
     """Envelopes on disk.
 
     Attributes:
-        root: where they are.
+        root: where it is, for people.
         troubles: what could not be kept, and why; whoever counts that empties it.
 
     Args:
@@ -68,7 +71,7 @@ class LocalTier:
         self.troubles: deque[LocalTierError] = deque(maxlen=_MAX_TROUBLES)
         if not self._is_private:
             try:
-                _prepare(root)
+                self._place = _prepare(root)
             except OSError as error:
                 self.troubles.append(
                     LocalTierError(
@@ -80,13 +83,15 @@ class LocalTier:
         if self._is_private:
             root = Path(tempfile.mkdtemp(prefix="graphstash-"))
             atexit.register(self._remove_private)
-            _prepare(root)
+            self._place = _prepare(root)
         self.root = root
+        closing = weakref.finalize(self, os.close, int(self._place.name))
+        closing.atexit = False  # what is drained at the end of the process still uses it
 
     def path(self, namespace: Namespace, key: ArtifactKey) -> Path:
         """Where the envelope of a key is, or would be. Words are checked, so joining is safe."""
         return (
-            self.root / "v1" / namespace / key.kind / key.device_type / key.fingerprint[:2]
+            self._place / "v1" / namespace / key.kind / key.device_type / key.fingerprint[:2]
         ) / key.fingerprint
 
     def open(self, namespace: Namespace, key: ArtifactKey) -> IO[bytes] | None:
@@ -97,7 +102,7 @@ class LocalTier:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise LocalTierError(f"{path}: {error}") from error
+            raise self._failure(path, error) from error
         with contextlib.suppress(OSError):  # the time of last use is only a hint
             os.utime(file.fileno())
         return file
@@ -111,9 +116,9 @@ class LocalTier:
             LocalTierError: no place takes a file.
         """
         try:
-            file = SpillFile(self.root / "tmp")
+            file = SpillFile(self._place / "tmp")
         except OSError as error:
-            raise LocalTierError(f"{self.root}: {error}") from error
+            raise self._failure(self.root, error) from error
         try:
             with file:
                 yield file
@@ -151,7 +156,7 @@ class LocalTier:
             path.parent.mkdir(parents=True, exist_ok=True)
             Path(envelope.name).replace(path)
         except OSError as error:
-            self.troubles.append(LocalTierError(f"{path}: {error}"))
+            self.troubles.append(self._failure(path, error))
             return False
         self._added_bytes += size
         return True
@@ -163,10 +168,12 @@ class LocalTier:
 
     def secret(self) -> bytes | None:
         """32 random bytes that only this user can read, made when absent; None without such."""
-        path = self.root / "secret"
+        path = self._place / "secret"
         try:
-            if not _has_size(path, _SECRET_BYTES):  # absent, or what a power cut has left of it
+            size = _size_of(path)
+            if size not in (None, _SECRET_BYTES):  # what a power cut has left of it
                 path.unlink(missing_ok=True)
+            if size != _SECRET_BYTES:
                 with contextlib.suppress(FileExistsError), self.temporary() as made:
                     made.write(secrets.token_bytes(_SECRET_BYTES))
                     os.link(made.name, path)  # whole or not at all, and never over another one
@@ -186,7 +193,7 @@ class LocalTier:
         are a waste, not a fault.
         """
         name = f"{key.fingerprint[:3]}.lock"
-        lock = FileLock(self.root / "locks" / name, timeout=timeout_seconds)
+        lock = FileLock(self._place / "locks" / name, timeout=timeout_seconds)
         try:
             lock.acquire(poll_interval=0.02)
         except (Timeout, OSError, NotImplementedError):
@@ -212,7 +219,7 @@ class LocalTier:
         """
         self._added_bytes = 0
         try:
-            with FileLock(self.root / "locks" / "evict", timeout=0):
+            with FileLock(self._place / "locks" / "evict", timeout=0):
                 return self._evict()
         except (Timeout, OSError, NotImplementedError):
             return 0
@@ -238,43 +245,55 @@ class LocalTier:
         elif self._added_bytes:
             self.evict()
 
+    def _failure(self, path: Path, error: OSError) -> LocalTierError:
+        return LocalTierError(f"{path}: {error}".replace(str(self._place), str(self.root)))
+
     def _remove_private(self) -> None:
         if self._owner == os.getpid():  # a forked child leaves it to its parent
             shutil.rmtree(self.root, ignore_errors=True)
 
     def _envelopes(self) -> Iterator[tuple[Path, int, float]]:
-        for path in (self.root / "v1").glob("*/*/*/??/*"):
+        for path in (self._place / "v1").glob("*/*/*/??/*"):
             with contextlib.suppress(OSError):  # another process evicts at the same time
                 status = path.stat()
                 yield path, status.st_size, status.st_mtime
 
     def _remove_stale(self) -> None:
         oldest = time() - _STALE_SECONDS
-        for path in (self.root / "tmp").iterdir():
+        for path in (self._place / "tmp").iterdir():
             with contextlib.suppress(OSError):
                 if path.stat().st_mtime < oldest and path.is_file():
                     path.unlink()
 
 
-def _has_size(path: Path, size_bytes: int) -> bool:
+def _size_of(path: Path) -> int | None:
     try:
-        return path.lstat().st_size == size_bytes
+        return path.lstat().st_size
     except FileNotFoundError:
-        return False
+        return None
 
 
-def _prepare(root: Path) -> None:
+def _prepare(root: Path) -> Path:
     """Makes the folders of a tier, and closes them to others.
+
+    Returns:
+        The root by a descriptor of it, which stays open.
 
     Raises:
         OSError: this user cannot write to all of them, or others can.
     """
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     if {each.name for each in root.iterdir()} <= {*FOLDERS, "secret"}:
-        os.close(make_own_directory(root))
+        descriptor = make_own_directory(root)
     else:  # not for us to close; nobody else may put folders there
-        os.close(open_own_directory(root, open_to_others=0o055))
-    for name in FOLDERS:
-        os.close(make_own_directory(root / name))
-        with tempfile.TemporaryFile(dir=root / name):
-            pass
+        descriptor = open_own_directory(root, open_to_others=0o055)
+    place = Path(f"/proc/self/fd/{descriptor}")
+    try:
+        for name in FOLDERS:
+            os.close(make_own_directory(place / name))
+            with tempfile.TemporaryFile(dir=place / name):
+                pass
+    except OSError as error:
+        os.close(descriptor)
+        raise OSError(str(error).replace(str(place), str(root))) from None
+    return place

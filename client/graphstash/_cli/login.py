@@ -27,7 +27,7 @@ from graphstash_schema import (
     TokenInfo,
     TokenIssued,
 )
-from graphstash_schema.names import line_of
+from graphstash_schema.names import printable
 
 __all__ = ["login"]
 
@@ -163,6 +163,7 @@ def _show(info: TokenInfo, config: ClientConfig, *, as_json: bool) -> None:
         return
     grants = ", ".join(map(str, info.grants))
     until = f" until {info.expires_at:%Y-%m-%d %H:%M} UTC" if info.expires_at else ""
-    who = line_of(info.description, most=200)
-    told = f"{config.url} knows this job as {who} ({grants}){until}; token {info.id}"
-    out.print(escape(f"{line_of(told, most=4096)} is in {config.token_file}"), soft_wrap=True)
+    who = printable(info.description, most=200)
+    token = printable(info.id, most=40)
+    told = f"{config.url} knows this job as {who} ({grants}){until}; token {token}"
+    out.print(escape(f"{told} is in {config.token_file}"), soft_wrap=True)

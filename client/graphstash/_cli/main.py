@@ -116,7 +116,10 @@ def run(
     """
     command = context.args
     if not command:
-        fail("nothing to run: write the command after `--`, e.g. graphstash run -- python train.py", status=2)
+        fail(
+            "nothing to run: write the command after `--`, e.g. graphstash run -- python train.py",
+            status=2,
+        )
     given = {
         "url": url,
         "namespace": namespace,

@@ -24,6 +24,7 @@ from graphstash._executor import BoundedExecutor
 from graphstash.config import ClientConfig
 from graphstash.errors import CacheError, ConflictError, Reason, VerificationError
 from graphstash_schema import ArtifactKey, ArtifactMetadata, LeaseReply, LeaseState
+from graphstash_schema.names import printable
 
 __all__ = ["CompileCache", "InFlightCompile"]
 
@@ -33,6 +34,10 @@ _MIN_POLL_SECONDS: Final = 0.5
 
 _MAX_POLL_SECONDS: Final = 20.0
 """One call's share of a longer wait: shorter than the idle time-outs of common proxies."""
+
+_HOLDER_CHARACTERS: Final = 128
+"""Of a holder's name, as in `LeaseRequest`. All are kept, and a server may make up one for every
+answer."""
 
 _OWN_COMPILE: Final = "this process compiles something itself, which that one may wait for"
 """See `InFlightCompile.is_awaited`."""
@@ -338,7 +343,7 @@ class CompileCache:
                         if false_promises >= _READY_WITHOUT_ARTIFACT:
                             return False, None
                     case LeaseState.HELD:
-                        holder = reply.holder or "another job"
+                        holder = printable(reply.holder or "another job", most=_HOLDER_CHARACTERS)
                         why_not = _OWN_COMPILE if is_awaited else wait.why_not(holder)
                         if why_not is not None:
                             detail = f"{holder} still compiles {key}: {why_not}"

@@ -222,7 +222,8 @@ async def lookup_artifacts(call: NamespaceCall) -> Response:
         way_out=f"the limit is {MAX_LOOKUP_KEYS} in one lookup: split the request",
     )
     asked = dict.fromkeys(StoredKey.of(where, key) for key in wanted.keys)
-    found = await call.context.artifacts.lookup(where, list(asked), caller=call.principal.name)
+    caller = call.principal.party
+    found = await call.context.artifacts.lookup(where, list(asked), caller=caller)
     reply = {  # a LookupResponse; building a thousand models of checked values takes longer
         "found": [
             {

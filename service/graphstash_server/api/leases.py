@@ -62,7 +62,7 @@ async def acquire_lease(call: NamespaceCall) -> Response:
     wait_seconds = requested_wait(request.headers.get("prefer"), at_most_seconds=MAX_WAIT_SECONDS)
     gone = asyncio.create_task(until_gone(request.receive))
     try:
-        acquisition = Acquisition(key, wanted, wait_seconds or 0.0, call.principal.name)
+        acquisition = Acquisition(key, wanted, wait_seconds or 0.0, call.principal.party)
         reply = await leases.acquire(acquisition, gone=gone)
     finally:
         gone.cancel()

@@ -79,6 +79,7 @@ async def report_artifact(call: NamespaceCall) -> Response:
         StoredKey.of(where, report.key),
         report,
         actor=call.actor,
+        party=call.principal.party,
         may_withhold=call.principal.may(Scope.WRITE, where, policy),
         may_decide=call.principal.may(Scope.ADMIN, where, policy),
     )

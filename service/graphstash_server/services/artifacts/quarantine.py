@@ -8,7 +8,7 @@ A report alone proves nothing, or a single writer could disable the cache for al
 withholds an artifact when one of these holds:
 
     the server finds by itself that the blob is no envelope, or the envelope of another key
-    two callers who may write reported the same blob (two tokens, two subjects of a provider)
+    two parties who may write reported the same blob (see `Principal.party`)
     an administrator of the namespace reported it, who may delete it as well
 
 A blob that does not have its digest any more is dropped instead: see `ArtifactService.verify`. The
@@ -92,6 +92,7 @@ class QuarantineService:
         report: ReportRequest,
         *,
         actor: Actor,
+        party: str,
         may_withhold: bool,
         may_decide: bool = False,
     ) -> ReportResponse:
@@ -101,6 +102,7 @@ class QuarantineService:
             key: of the artifact.
             report: what was found.
             actor: who reports.
+            party: who that is where callers are counted, see `Principal.party`.
             may_withhold: whether the caller may write.
             may_decide: whether the caller may delete, so that nobody else has to agree.
         """
@@ -114,7 +116,9 @@ class QuarantineService:
             if (await self._artifacts.verify(key)).healed:
                 return ReportResponse(found=True, withheld=False)
             is_agreed = may_decide or await self._is_foreign(stored)
-            found, is_new = await self._vote(stored, report.reason, actor, is_agreed=is_agreed)
+            found, is_new = await self._vote(
+                stored, report.reason, actor, party=party, is_agreed=is_agreed
+            )
             if found is None:
                 return _NOTHING
             stored = found
@@ -144,7 +148,13 @@ class QuarantineService:
         return not names_key(header, stored.key.key)
 
     async def _vote(
-        self, stored: ArtifactRow, reason: ReportReason, actor: Actor, *, is_agreed: bool
+        self,
+        stored: ArtifactRow,
+        reason: ReportReason,
+        actor: Actor,
+        *,
+        party: str,
+        is_agreed: bool,
     ) -> tuple[ArtifactRow | None, bool]:
         """Withholds an artifact if that is agreed, or if another writer reported the same blob;
         else it stores the report, so that the next one agrees.
@@ -162,10 +172,10 @@ class QuarantineService:
             if last.withheld_at is not None:
                 return last, False
             earlier = await find_reporter(connection, key, stored.digest)
-            if not is_agreed and earlier == actor.name:
+            if not is_agreed and earlier == party:
                 return last, False
             await add_report(
-                connection, key, stored.digest, reason=reason, reported_by=actor.name, now=now
+                connection, key, stored.digest, reason=reason, reported_by=party, now=now
             )
             if not is_agreed and earlier is None:
                 return last, True

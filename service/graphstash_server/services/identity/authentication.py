@@ -151,6 +151,7 @@ def _known(row: TokenRow | None) -> KnownToken | None:
         grants=row.info.grants,
         expires_at=row.info.expires_at,
         issuer=row.info.issuer,
+        subject=row.info.created_by if row.info.issuer is not None else "",
     )
     return KnownToken(principal, row.secret_sha256)
 

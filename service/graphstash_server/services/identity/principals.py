@@ -23,6 +23,7 @@ __all__ = ["ANONYMOUS", "OPEN_ACCESS", "OWNER", "Principal"]
 class Principal:
     """A caller. The name is for the audit log: printable, at most `MAX_ACTOR_CHARACTERS`. `issuer`
     is the identity provider that vouches for them; None for those that an administrator made.
+    `subject` is for whom it did, by the name of a caller with the JWT; empty without an exchange.
     """
 
     kind: AccessKind
@@ -30,6 +31,7 @@ class Principal:
     grants: tuple[Grant, ...]
     expires_at: datetime | None = None
     issuer: str | None = None
+    subject: str = ""
 
     @classmethod
     def of(
@@ -40,10 +42,19 @@ class Principal:
         grants: Iterable[Grant],
         expires_at: datetime | None = None,
         issuer: str | None = None,
+        subject: str = "",
     ) -> Self:
         """A caller whose name comes from outside: it is made fit for logs and terminals."""
         printable = "".join(each if each.isprintable() else "?" for each in name)
-        return cls(kind, printable[:MAX_ACTOR_CHARACTERS], tuple(grants), expires_at, issuer)
+        short = printable[:MAX_ACTOR_CHARACTERS]
+        return cls(kind, short, tuple(grants), expires_at, issuer, subject)
+
+    @property
+    def party(self) -> str:
+        """Who counts as one where callers are counted. A subject gets many tokens for its
+        JWTs, so all of them are one; each token that an administrator made is one.
+        """
+        return self.subject or self.name
 
     @property
     def access(self) -> Access:
