@@ -19,18 +19,12 @@ class Goal:
     """`cells` has each cell's figure, by its name."""
 
     text: str
-    least: float | None
+    least: float
     cells: dict[str, float]
-    most: float | None = None
 
     @property
     def missed(self):
-        return {
-            name: value
-            for name, value in self.cells.items()
-            if (self.least is not None and value < self.least)
-            or (self.most is not None and value > self.most)
-        }
+        return {name: value for name, value in self.cells.items() if value < self.least}
 
     def as_markdown(self):
         if not self.cells:
@@ -68,15 +62,6 @@ def goals_of(parts):
             },
         ),
     ]
-    rows = parts.get("overlap", {}).get("tables", {})
-    overlap = {
-        name: cells["executor / slower half"]["median"]
-        for table in rows.values()
-        for name, cells in table.items()
-    }
-    goals.append(
-        Goal("executor, equal halves: at most 1.15 x the slower", None, overlap, most=1.15)
-    )
     return goals
 
 

@@ -132,6 +132,5 @@ def test_the_benchmark_writes_report_plot_and_figures(tmp_path):
     reads = {row: cells["reads"]["median"] for row, cells in tables[COSTS].items()}
     assert reads == {"MLP, plain": 2, "MLP, best": 0, "MLP, ours": 0}
     text = (tmp_path / "bench-training.md").read_text()
-    assert "| executor, equal halves: at most 1.15 x the slower |" in text
     assert "MLP 32 SGD" in text
     assert (tmp_path / "bench-training.png").read_bytes().startswith(b"\x89PNG")
