@@ -1,5 +1,6 @@
 """An S3 proxy whose faults end: what hung is cut off when the fault is over."""
 
+import math
 import threading
 import time
 from contextlib import suppress
@@ -27,9 +28,10 @@ FAULTS = (
     S3Fault.HANG,
     S3Fault.CUT,
     S3Fault.CUT_BY_RESET,
+    S3Fault.FLIP,
+    S3Fault.FLIP_LENGTH,
     *Delay,
 )
-"""All but those that damage bytes: an artifact whose blob is damaged is dropped, and has to be."""
 
 _SLOW_SECONDS = 0.15
 
@@ -39,10 +41,12 @@ class ChaosProxy(S3Proxy):
 
     Attributes:
         struck_count: requests that met a fault.
+        flipped_at: when a bit was last flipped, as the monotonic clock says.
     """
 
     def __init__(self, upstream_port):
         self.struck_count = 0
+        self.flipped_at = -math.inf
         self._calm = threading.Event()
         self._calm.set()
         self._lost = threading.local()
@@ -64,6 +68,8 @@ class ChaosProxy(S3Proxy):
         if fault is S3Fault.NONE:
             return fault
         self.struck_count += 1
+        if fault in {S3Fault.FLIP, S3Fault.FLIP_LENGTH}:
+            self.flipped_at = time.monotonic()
         if fault is S3Fault.HANG:
             self._calm.wait()
             return S3Fault.RESET

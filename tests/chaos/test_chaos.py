@@ -140,7 +140,9 @@ def test_nothing_acknowledged_is_lost_and_nothing_is_left_over(
     print(f"CHAOS_SEED={seed} CHAOS_ROUNDS={rounds}")
     with ExitStack() as stack:
         cluster = stack.enter_context(Cluster(tmp_path, is_s3=store == "s3"))
-        load = Load(cluster.url, seed=seed, threads=_THREADS)
+        load = Load(
+            cluster.url, seed=seed, threads=_THREADS, flipped_since=cluster.has_flipped_since
+        )
         chaos = Chaos(cluster, load, seed)
         stack.callback(_report, cluster, load, chaos)
         load.start()

@@ -1,5 +1,7 @@
 """An HTTP proxy in front of an S3 that counts requests and misbehaves on demand."""
 
+import itertools
+import re
 import socket
 import struct
 import threading
@@ -24,7 +26,8 @@ class S3Fault(StrEnum):
     HANG = "no answer until `resume`, and none then"
     CUT = "the body ends half-way"
     CUT_BY_RESET = "the connection is reset half-way through the body"
-    FLIP = "a bit in the middle of the body is flipped"
+    FLIP = "a bit in the middle of the body is flipped, each time another one"
+    FLIP_LENGTH = "a bit of Content-Length is flipped"
     PAUSE = "half of the body, the rest after `resume`"
 
 
@@ -41,6 +44,7 @@ _ANSWERS = {
     S3Fault.NO_BUCKET: ("404 Not Found", "<Error><Code>NoSuchBucket</Code></Error>"),
     S3Fault.STRANGER: ("200 OK", "<html>Welcome</html>"),
 }
+_LENGTH = re.compile(rb"(?i)(\r\ncontent-length: )([0-9])")
 _IN_THE_BODY = (S3Fault.CUT, S3Fault.CUT_BY_RESET, S3Fault.FLIP, S3Fault.PAUSE)
 
 
@@ -61,6 +65,7 @@ class S3Proxy:
         self.seen: list[Seen] = []
         self.resume = threading.Event()
         self._upstream_port = upstream_port
+        self._flips = itertools.count()
         self._lock = threading.Lock()
         self._listen(0)
 
@@ -140,6 +145,8 @@ class S3Proxy:
             while answer.startswith(b"HTTP/1.1 100"):
                 connection.sendall(answer + b"\r\n\r\n")
                 answer, rest = _read_head(upstream, rest)
+            if fault is S3Fault.FLIP_LENGTH:
+                answer = _LENGTH.sub(lambda found: found[1] + bytes([found[2][0] ^ 1]), answer)
             connection.sendall(answer + b"\r\n\r\n")
             length = int(_parsed(answer).headers.get("content-length", "0"))
             self._forward_body(connection, upstream, rest, fault, length // 2)
@@ -158,7 +165,8 @@ class S3Proxy:
             if fault in _IN_THE_BODY and sent <= middle < sent + len(chunk):
                 if fault is S3Fault.FLIP:
                     at = middle - sent
-                    chunk = chunk[:at] + bytes([chunk[at] ^ 1]) + chunk[at + 1 :]
+                    flipped = chunk[at] ^ 1 << next(self._flips) % 8
+                    chunk = chunk[:at] + bytes([flipped]) + chunk[at + 1 :]
                 else:
                     connection.sendall(chunk[: middle - sent])
                     if fault is not S3Fault.PAUSE:

@@ -92,8 +92,10 @@ class BlobStore(Protocol):
         """Deletes a blob; an absent one is not an error."""
         ...
 
-    async def forget_copy(self, digest: Digest) -> None:
-        """Drops a cached copy, so that the next read gets the durable bytes."""
+    async def is_whole(self, digest: Digest) -> bool | None:
+        """Whether the durable bytes are those of the digest; None when there are none. Reads all of
+        them, see `storage.whole`; a cached copy is dropped.
+        """
         ...
 
     async def link(self, digest: Digest) -> str | None:

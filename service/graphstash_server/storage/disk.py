@@ -26,6 +26,7 @@ from graphstash_server.storage.upload import (
     remove_abandoned,
     sync_directory,
 )
+from graphstash_server.storage.whole import read_whole
 
 __all__ = ["DiskBlobStore", "FileReader", "ServerLock", "open_file"]
 
@@ -89,8 +90,9 @@ class DiskBlobStore:
         """Removes the file, see `BlobStore.delete`."""
         await self._write(lambda: self._path(digest).unlink(missing_ok=True))
 
-    async def forget_copy(self, digest: Digest) -> None:
-        """Nothing to do: there is no copy."""
+    async def is_whole(self, digest: Digest) -> bool | None:
+        """Reads the blob, see `BlobStore.is_whole`."""
+        return await read_whole(self, digest)
 
     async def link(self, digest: Digest) -> str | None:  # noqa: ARG002 - the protocol's
         """None: files have no URL of their own."""

@@ -24,6 +24,7 @@ from graphstash_server.settings import Settings
 from graphstash_server.storage.base import CHUNK_BYTES, BlobReader
 from graphstash_server.storage.bucket import FAILURES, UPLOAD_REQUESTS, Bucket
 from graphstash_server.storage.upload import SpaceGuard, Spool, feed
+from graphstash_server.storage.whole import read_whole
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.type_defs import GetObjectOutputTypeDef, ListObjectsV2OutputTypeDef
@@ -39,6 +40,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+ResponseT = TypeVar("ResponseT", bound=Mapping[str, Any])
 
 
 class ObjectReader:
@@ -226,7 +228,7 @@ class S3BlobStore:
     async def stat(self, digest: Digest) -> int | None:
         """The size of the object, see `BlobStore.stat`."""
         head = partial(self._client.head_object, Bucket=self._bucket.name, Key=self._key(digest))
-        found = await self._bucket.call("stat a blob", lambda: self._bucket.unless_absent(head))
+        found = await self._bucket.call("stat a blob", lambda: self._found(head, digest))
         return None if found is None else size_of(found)
 
     async def delete(self, digest: Digest) -> None:
@@ -237,8 +239,9 @@ class S3BlobStore:
             "delete a blob", lambda: self._bucket.unless_absent(partial(remove, Key=key))
         )
 
-    async def forget_copy(self, digest: Digest) -> None:
-        """Nothing to do: there is no copy."""
+    async def is_whole(self, digest: Digest) -> bool | None:
+        """Reads the blob, see `BlobStore.is_whole`."""
+        return await read_whole(self, digest)
 
     async def link(self, digest: Digest) -> str | None:
         """A presigned URL of a blob that is large enough, see `BlobStore.link`."""
@@ -313,10 +316,21 @@ class S3BlobStore:
 
     def _open(self, digest: Digest) -> ObjectReader | None:
         get = partial(self._client.get_object, Bucket=self._bucket.name, Key=self._key(digest))
-        found = self._bucket.unless_absent(get)
+        found = self._found(get, digest)
         if found is None:
             return None
         return ObjectReader(found, get=get, bucket=self._bucket)
+
+    def _found(self, request: Callable[[], ResponseT], digest: Digest) -> ResponseT | None:
+        """The response to a GET or HEAD of a blob. One that tells another size than the digest is
+        not believed before a second one: its headers may have been damaged on their way. Blocks.
+        """
+        found = self._bucket.unless_absent(request)
+        if found is not None and size_of(found) != digest.size_bytes:
+            if "Body" in found:
+                found["Body"].close()
+            found = self._bucket.unless_absent(request)
+        return found
 
     def _key(self, digest: Digest) -> str:
         return f"{self._prefix}{digest.sha256[:2]}/{digest.sha256}"

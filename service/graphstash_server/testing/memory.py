@@ -10,6 +10,7 @@ from graphstash_server.clock import Clock, system_clock
 from graphstash_server.errors import NoSpaceError, ShortBlobError
 from graphstash_server.storage import BlobReader
 from graphstash_server.storage.upload import Incoming
+from graphstash_server.storage.whole import read_whole
 
 __all__ = ["MemoryBlobStore"]
 
@@ -72,8 +73,9 @@ class MemoryBlobStore:
         """See `BlobStore.delete`."""
         self.blobs.pop(digest.sha256, None)
 
-    async def forget_copy(self, digest: Digest) -> None:
-        """Nothing to do: there is no copy."""
+    async def is_whole(self, digest: Digest) -> bool | None:
+        """Reads the blob, see `BlobStore.is_whole`."""
+        return await read_whole(self, digest)
 
     async def link(self, digest: Digest) -> str | None:  # noqa: ARG002 - the protocol's
         """None: memory has no URL."""

@@ -26,7 +26,7 @@ from datetime import datetime, timedelta
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from graphstash_schema import Digest, DigestHasher, ErrorCode
+from graphstash_schema import Digest, ErrorCode
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.artifacts import is_blob_used
@@ -42,7 +42,7 @@ from graphstash_server.db.queries.deletions import (
     renew_claim,
 )
 from graphstash_server.db.queries.locks import lock_blob
-from graphstash_server.errors import ServerError, ShortBlobError
+from graphstash_server.errors import ServerError
 from graphstash_server.storage import BlobStore
 
 __all__ = ["BlobCollector"]
@@ -77,31 +77,6 @@ class BlobCollector:
             self._uploading[digest.sha256] -= 1
             if not self._uploading[digest.sha256]:
                 del self._uploading[digest.sha256]
-
-    async def is_whole(self, digest: Digest) -> bool | None:
-        """Whether the stored bytes are those of a digest; None when there are none. Reads them all,
-        from where they are durable.
-
-        Raises:
-            ServerError: 503, also when the blob cannot be read completely: it may be whole.
-        """
-        await self._blobs.forget_copy(digest)
-        reader = await self._blobs.open(digest)
-        if reader is None:
-            return None
-        hasher = DigestHasher()
-        try:
-            if reader.size_bytes != digest.size_bytes:
-                return False
-            async for chunk in reader.chunks(0, digest.size_bytes):
-                await asyncio.to_thread(hasher.update, chunk)
-        except ShortBlobError as error:
-            raise ServerError(
-                ErrorCode.UNAVAILABLE, f"blob {digest} could not be read completely: retry later"
-            ) from error
-        finally:
-            await reader.close()
-        return hasher.digest() == digest
 
     async def settle(self, digest: Digest) -> bool:
         """Before an upload: takes the mark off a blob, so that what is about to be stored is not

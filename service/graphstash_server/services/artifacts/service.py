@@ -220,7 +220,7 @@ class ArtifactService:
 
     async def _read_whole(self, digest: Digest) -> bool | None:
         async with self._verifiers:
-            return await self._collector.is_whole(digest)
+            return await self._blobs.is_whole(digest)
 
     async def lookup(
         self, namespace: Namespace, keys: Sequence[StoredKey], *, caller: str

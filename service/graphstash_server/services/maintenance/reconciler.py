@@ -184,11 +184,13 @@ class FsckService:
         self,
         *,
         database: Database,
+        blobs: BlobStore,
         collector: BlobCollector,
         artifacts: ArtifactService,
         reconciler: Reconciler,
     ) -> None:
         self._database = database
+        self._blobs = blobs
         self._collector = collector
         self._artifacts = artifacts
         self._reconciler = reconciler
@@ -230,7 +232,7 @@ class FsckService:
 
     async def _damaged(self, checked: Callable[[int], None]) -> AsyncIterator[StoredArtifact]:
         async for digest in _used_digests(self._database):
-            if await self._collector.is_whole(digest) is False:
+            if await self._blobs.is_whole(digest) is False:
                 async with self._database.reading() as connection:
                     rows = await list_artifacts_of(connection, digest)
                 for row in rows:
