@@ -185,6 +185,18 @@ class Cluster:
             for pid in stopped:
                 _signal(pid, signal.SIGCONT)
 
+    @contextmanager
+    def frozen_server(self, number) -> Iterator[None]:
+        """A server and its workers do not move, wherever they are."""
+        server = self.servers[number]
+        pids = [server.process.pid, *server.workers]
+        stopped = [pid for pid in pids if _signal(pid, signal.SIGSTOP)]
+        try:
+            yield
+        finally:
+            for pid in stopped:
+                _signal(pid, signal.SIGCONT)
+
     def cut_sessions(self):
         """Ends every session of PostgreSQL, in whatever transaction it is."""
         self.postgres.execute(

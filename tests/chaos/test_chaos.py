@@ -43,6 +43,7 @@ class Chaos:
             self._stop_server: 4,
             self._restart_postgres: 10,
             self._freeze_postgres: 8,
+            self._freeze_server: 6,
             self._cut_sessions: 10,
             self._roll: 6,
             self._collect: 8,
@@ -105,6 +106,13 @@ class Chaos:
     def _freeze_postgres(self):
         pause = self._pick.random()
         with self._cluster.frozen_postgres():
+            time.sleep(pause)
+
+    def _freeze_server(self):
+        """Sometimes for longer than PostgreSQL waits for it."""
+        self._cluster.wait_for_starts()
+        pause = self._pick.random() * 4
+        with self._cluster.frozen_server(self._number()):
             time.sleep(pause)
 
     def _cut_sessions(self):

@@ -6,6 +6,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -334,7 +335,7 @@ class TestFlippedBits:
 
     @pytest.fixture
     def proxy(self, request, s3):
-        with S3Proxy(request.getfixturevalue(s3).port) as proxy:
+        with S3Proxy(urlsplit(request.getfixturevalue(s3).url).port) as proxy:
             proxy.strikes = lambda seen: seen.method == "GET" and IN_S3 in seen.target
             yield proxy
 
