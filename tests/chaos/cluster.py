@@ -187,9 +187,10 @@ class Cluster:
 
     @contextmanager
     def frozen_server(self, number) -> Iterator[None]:
-        """A server and its workers do not move, wherever they are."""
-        server = self.servers[number]
-        pids = [server.process.pid, *server.workers]
+        """A server and its workers do not move, wherever they are; nothing if it is down."""
+        server, pids = self.servers[number], []
+        with suppress(FileNotFoundError):
+            pids = [server.process.pid, *server.workers]
         stopped = [pid for pid in pids if _signal(pid, signal.SIGSTOP)]
         try:
             yield

@@ -7,6 +7,7 @@ from contextlib import suppress
 from enum import StrEnum
 
 from support.s3_proxy import S3Fault, S3Proxy, Seen
+from support.waiting import until
 
 __all__ = ["FAULTS", "ChaosProxy", "Delay"]
 
@@ -30,6 +31,7 @@ FAULTS = (
     S3Fault.CUT_BY_RESET,
     S3Fault.FLIP,
     S3Fault.FLIP_LENGTH,
+    S3Fault.HOLD,
     *Delay,
 )
 
@@ -61,6 +63,11 @@ class ChaosProxy(S3Proxy):
     def end(self):
         self.fault = S3Fault.NONE
         self._calm.set()
+
+    def deliver(self):
+        """Sends on what was held, and returns when all of it was answered."""
+        self.resume.set()
+        until(lambda: len(self.late) == self.held_count)
 
     def _note(self, seen: Seen):
         fault = super()._note(seen)

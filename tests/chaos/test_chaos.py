@@ -18,6 +18,7 @@ from chaos.audit import find_discrepancies, read_everything
 from chaos.cluster import Cluster
 from chaos.load import Load
 from chaos.proxy import FAULTS
+from support.s3_proxy import S3Fault
 
 _S3_ROUNDS = 150
 _DISK_ROUNDS = 50
@@ -56,6 +57,8 @@ class Chaos:
         if is_s3_failing:
             kind = self._pick.choice(FAULTS)
             method = self._pick.choice((None, None, "PUT", "DELETE", "GET", "HEAD"))
+            if kind is S3Fault.HOLD:
+                method = "DELETE"  # which nobody waits for to the end
             self._cluster.proxy.begin(
                 kind, strikes=lambda seen: method is None or seen.method == method
             )
@@ -110,7 +113,6 @@ class Chaos:
 
     def _freeze_server(self):
         """Sometimes for longer than PostgreSQL waits for it."""
-        self._cluster.wait_for_starts()
         pause = self._pick.random() * 4
         with self._cluster.frozen_server(self._number()):
             time.sleep(pause)
@@ -160,6 +162,8 @@ def test_nothing_acknowledged_is_lost_and_nothing_is_left_over(
         load.stop()
         load.check()
         chaos.end()
+        if cluster.proxy is not None:
+            cluster.proxy.deliver()
         _check_the_end(cluster, load)
 
 

@@ -24,6 +24,7 @@ class S3Fault(StrEnum):
     STRANGER = "200 of some other server"
     RESET = "reset before the answer"
     HANG = "no answer until `resume`, and none then"
+    HOLD = "the request is sent on after `resume`, though nobody waits for it any more"
     CUT = "the body ends half-way"
     CUT_BY_RESET = "the connection is reset half-way through the body"
     FLIP = "a bit in the middle of the body is flipped, each time another one"
@@ -55,7 +56,9 @@ class S3Proxy:
         fault: may be changed at any time; it strikes every request that `strikes` says.
         left: how many more requests it strikes; None for all.
         seen: every request.
-        resume: lets paused bodies go on, and ends what hangs.
+        resume: lets paused bodies and held requests go on, and ends what hangs.
+        held_count: requests that were held, or are.
+        late: the first lines of the answers to requests that were held.
     """
 
     def __init__(self, upstream_port: int) -> None:
@@ -64,6 +67,8 @@ class S3Proxy:
         self.left: int | None = None
         self.seen: list[Seen] = []
         self.resume = threading.Event()
+        self.held_count = 0
+        self.late: list[str] = []
         self._upstream_port = upstream_port
         self._flips = itertools.count()
         self._lock = threading.Lock()
@@ -114,6 +119,10 @@ class S3Proxy:
             fault = self._note(seen)
             if fault is S3Fault.HANG:
                 self.resume.wait()
+            elif fault is S3Fault.HOLD:
+                self.held_count += 1
+                self.resume.wait()
+                self.late.append(self._send_on(head, body))
             elif fault is S3Fault.RESET:
                 _reset(connection)
             elif fault in _ANSWERS:
@@ -134,6 +143,11 @@ class S3Proxy:
             if self.left is not None:
                 self.left -= 1
             return self.fault
+
+    def _send_on(self, head: bytes, body: bytes) -> str:
+        with socket.create_connection(("127.0.0.1", self._upstream_port)) as upstream:
+            upstream.sendall(head + b"\r\n\r\n" + body)
+            return _read_head(upstream)[0].decode("latin-1").split("\r\n")[0]
 
     def _forward(self, connection: socket.socket, head: bytes, body: bytes, fault: S3Fault) -> None:
         lines = [line for line in head.split(b"\r\n") if not line.lower().startswith(b"connection")]

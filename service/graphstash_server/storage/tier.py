@@ -172,14 +172,18 @@ class TieredBlobStore:
             self._complain(error)
         return await self._back.open(digest)
 
-    async def stat(self, digest: Digest) -> int | None:
+    async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:
         """What the back says, see `BlobStore.stat`."""
-        return await self._back.stat(digest)
+        return await self._back.stat(digest, is_newest=is_newest)
 
-    async def delete(self, digest: Digest) -> None:
+    async def delete(self, digest: Digest, *, generation: int = 0) -> None:
         """Removes the blob and its copy, see `BlobStore.delete`."""
-        await self._back.delete(digest)
+        await self._back.delete(digest, generation=generation)
         await self._drop(digest)
+
+    def use_generation(self, digest: Digest, generation: int) -> bool:
+        """Tells the back, see `BlobStore.use_generation`; a copy has the same bytes."""
+        return self._back.use_generation(digest, generation)
 
     async def is_whole(self, digest: Digest) -> bool | None:
         """Reads the blob behind, see `BlobStore.is_whole`; the copy may be what is damaged."""

@@ -28,7 +28,11 @@ from graphstash_server.db.queries.artifacts import (
 )
 from graphstash_server.db.queries.audit import AuditRecord, add_audit
 from graphstash_server.db.queries.costs import metadata_bytes
-from graphstash_server.db.queries.deletions import add_deletions, claimed_digests
+from graphstash_server.db.queries.deletions import (
+    add_deletions,
+    doomed_digests,
+    find_generations,
+)
 from graphstash_server.db.queries.leases import end_leases
 from graphstash_server.db.queries.locks import pausing, share_blobs
 from graphstash_server.db.queries.usage import UsageChange, add_usage
@@ -168,13 +172,18 @@ class CommitBatcher:
             # other.
             locked = {*digests, *await _in_the_way(connection, uploads)}
             await share_blobs(connection, list(locked))
-            claimed = await claimed_digests(connection, digests, now=now)
+            doomed = await doomed_digests(connection, digests)
+            # After them: what ends such a deletion counts the generation up at the same time.
+            for digest, generation in (await find_generations(connection, digests)).items():
+                self._blobs.use_generation(Digest(digest, 0), generation)
             async with pausing(connection, seconds=_LOOK_SECONDS):  # nothing is changed yet
-                sizes = await asyncio.gather(*(self._blobs.stat(digest) for digest in digests))
+                sizes = await asyncio.gather(
+                    *(self._blobs.stat(digest, is_newest=True) for digest in digests)
+                )
             for upload, size_bytes in zip(uploads, sizes, strict=True):
                 outcome: _Outcome = _deleted_meanwhile()
                 is_there = size_bytes == upload.digest.size_bytes
-                if is_there and upload.digest.sha256 not in claimed:
+                if is_there and upload.digest.sha256 not in doomed:
                     outcome = await _store(connection, upload, now, locked=locked)
                 if isinstance(outcome, Commit) and outcome.stays is None:
                     stored.append((upload, outcome.replaced))
