@@ -491,6 +491,25 @@ async def test_a_deletion_that_outlives_its_transaction_takes_no_acknowledged_bl
         assert await two.has(0) == acknowledged
 
 
+async def test_a_server_that_was_frozen_since_its_claim_deletes_nothing(opened, monkeypatch):
+    """Somebody else may have stored the blob since."""
+    async with opened(soft_limit_bytes=1) as one, opened() as two:
+        await one.add(0)
+        await one.evict()
+        generation = one.context.collector._generation
+
+        async def frozen(connection, digest):
+            found = await generation(connection, digest)
+            one.clock.turn(91)
+            return found
+
+        monkeypatch.setattr(one.context.collector, "_generation", frozen)
+        with pytest.raises(ServerError, match="its claim ended before"):
+            await one.collect()
+        await two.add(0)
+        assert await two.has(0)
+
+
 async def test_a_failed_upload_that_took_a_mark_off_leaves_no_blob(opened):
     async with opened(soft_limit_bytes=1) as store:
         await store.add(0)
