@@ -314,6 +314,8 @@ class S3BlobStore:
                 await asyncio.shield(sent)
             except asyncio.CancelledError:
                 sending.cancel()
+                # Nobody is left who could be told how it failed.
+                sent.add_done_callback(lambda done: done.cancelled() or done.exception())
                 raise
 
     def _upload(self, sending: "_Sending", digest: Digest) -> None:
