@@ -124,6 +124,7 @@ class ProcessContext:
         )
         self.fsck = FsckService(
             database=database,
+            blobs=blobs,
             collector=self.collector,
             artifacts=self.artifacts,
             reconciler=self.reconciler,

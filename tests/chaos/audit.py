@@ -88,7 +88,7 @@ def _left_over(cluster):
 def _objects(cluster):
     pages = cluster.moto.client.get_paginator("list_objects_v2").paginate(Bucket=cluster.bucket)
     return {
-        found["Key"].rpartition("/")[2]: found["Size"]
+        found["Key"].rpartition("/")[2].partition(".")[0]: found["Size"]
         for page in pages
         for found in page.get("Contents", ())
     }

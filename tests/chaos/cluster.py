@@ -138,6 +138,10 @@ class Cluster:
         """Of a server, or of the other one while it is known to be down, as a balancer chooses."""
         return self.servers[1 - number if number == self._down else number].url
 
+    def has_flipped_since(self, moment):
+        """Whether the S3 proxy flipped a bit after a time of the monotonic clock."""
+        return self.proxy is not None and self.proxy.flipped_at > moment
+
     def restart(self, number, *, is_killed):
         """Ends a server, by SIGKILL with its workers or by SIGTERM. It is started again in the
         background, as often as it takes: while the database or the bucket is down, none starts.
@@ -174,6 +178,19 @@ class Cluster:
         pids = [self.postgres.process.pid]
         children = Path(f"/proc/{pids[0]}/task/{pids[0]}/children").read_text().split()
         pids += map(int, children)
+        stopped = [pid for pid in pids if _signal(pid, signal.SIGSTOP)]
+        try:
+            yield
+        finally:
+            for pid in stopped:
+                _signal(pid, signal.SIGCONT)
+
+    @contextmanager
+    def frozen_server(self, number) -> Iterator[None]:
+        """A server and its workers do not move, wherever they are; nothing if it is down."""
+        server, pids = self.servers[number], []
+        with suppress(FileNotFoundError):
+            pids = [server.process.pid, *server.workers]
         stopped = [pid for pid in pids if _signal(pid, signal.SIGSTOP)]
         try:
             yield

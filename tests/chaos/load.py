@@ -45,9 +45,18 @@ class Load:
         counts: answers, by call and status; what was no answer by the kind of its failure.
         newest: number of the newest key of the permanent namespace.
         failures: what broke a promise, or the test itself.
+        flipped_since: whether bits were flipped behind the servers after a time.
     """
 
-    def __init__(self, url_of: Callable[[int], str], *, seed: str, threads: int) -> None:
+    def __init__(
+        self,
+        url_of: Callable[[int], str],
+        *,
+        seed: str,
+        threads: int,
+        flipped_since: Callable[[float], bool],
+    ) -> None:
+        self.flipped_since = flipped_since
         self.permanent = Permanent()
         self.budgeted = Budgeted(TIGHT_BYTES)
         self.grants = Grants()

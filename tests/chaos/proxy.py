@@ -1,11 +1,13 @@
 """An S3 proxy whose faults end: what hung is cut off when the fault is over."""
 
+import math
 import threading
 import time
 from contextlib import suppress
 from enum import StrEnum
 
 from support.s3_proxy import S3Fault, S3Proxy, Seen
+from support.waiting import until
 
 __all__ = ["FAULTS", "ChaosProxy", "Delay"]
 
@@ -27,9 +29,11 @@ FAULTS = (
     S3Fault.HANG,
     S3Fault.CUT,
     S3Fault.CUT_BY_RESET,
+    S3Fault.FLIP,
+    S3Fault.FLIP_LENGTH,
+    S3Fault.HOLD,
     *Delay,
 )
-"""All but those that damage bytes: an artifact whose blob is damaged is dropped, and has to be."""
 
 _SLOW_SECONDS = 0.15
 
@@ -39,10 +43,12 @@ class ChaosProxy(S3Proxy):
 
     Attributes:
         struck_count: requests that met a fault.
+        flipped_at: when a bit was last flipped, as the monotonic clock says.
     """
 
     def __init__(self, upstream_port):
         self.struck_count = 0
+        self.flipped_at = -math.inf
         self._calm = threading.Event()
         self._calm.set()
         self._lost = threading.local()
@@ -58,12 +64,19 @@ class ChaosProxy(S3Proxy):
         self.fault = S3Fault.NONE
         self._calm.set()
 
+    def deliver(self):
+        """Sends on what was held, and returns when all of it was answered."""
+        self.resume.set()
+        until(lambda: len(self.late) == self.held_count)
+
     def _note(self, seen: Seen):
         fault = super()._note(seen)
         self.seen.clear()
         if fault is S3Fault.NONE:
             return fault
         self.struck_count += 1
+        if fault in {S3Fault.FLIP, S3Fault.FLIP_LENGTH}:
+            self.flipped_at = time.monotonic()
         if fault is S3Fault.HANG:
             self._calm.wait()
             return S3Fault.RESET

@@ -18,6 +18,7 @@ from chaos.audit import find_discrepancies, read_everything
 from chaos.cluster import Cluster
 from chaos.load import Load
 from chaos.proxy import FAULTS
+from support.s3_proxy import S3Fault
 
 _S3_ROUNDS = 150
 _DISK_ROUNDS = 50
@@ -43,6 +44,7 @@ class Chaos:
             self._stop_server: 4,
             self._restart_postgres: 10,
             self._freeze_postgres: 8,
+            self._freeze_server: 6,
             self._cut_sessions: 10,
             self._roll: 6,
             self._collect: 8,
@@ -55,6 +57,8 @@ class Chaos:
         if is_s3_failing:
             kind = self._pick.choice(FAULTS)
             method = self._pick.choice((None, None, "PUT", "DELETE", "GET", "HEAD"))
+            if kind is S3Fault.HOLD:
+                method = "DELETE"  # which nobody waits for to the end
             self._cluster.proxy.begin(
                 kind, strikes=lambda seen: method is None or seen.method == method
             )
@@ -107,6 +111,12 @@ class Chaos:
         with self._cluster.frozen_postgres():
             time.sleep(pause)
 
+    def _freeze_server(self):
+        """Sometimes for longer than PostgreSQL waits for it."""
+        pause = self._pick.random() * 4
+        with self._cluster.frozen_server(self._number()):
+            time.sleep(pause)
+
     def _cut_sessions(self):
         self._cluster.cut_sessions()
 
@@ -140,7 +150,9 @@ def test_nothing_acknowledged_is_lost_and_nothing_is_left_over(
     print(f"CHAOS_SEED={seed} CHAOS_ROUNDS={rounds}")
     with ExitStack() as stack:
         cluster = stack.enter_context(Cluster(tmp_path, is_s3=store == "s3"))
-        load = Load(cluster.url, seed=seed, threads=_THREADS)
+        load = Load(
+            cluster.url, seed=seed, threads=_THREADS, flipped_since=cluster.has_flipped_since
+        )
         chaos = Chaos(cluster, load, seed)
         stack.callback(_report, cluster, load, chaos)
         load.start()
@@ -150,6 +162,8 @@ def test_nothing_acknowledged_is_lost_and_nothing_is_left_over(
         load.stop()
         load.check()
         chaos.end()
+        if cluster.proxy is not None:
+            cluster.proxy.deliver()
         _check_the_end(cluster, load)
 
 

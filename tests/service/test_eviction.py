@@ -72,10 +72,10 @@ class Store(ServiceClient):
         deleting, go_on = asyncio.Event(), asyncio.Event()
         delete = self.blobs.delete
 
-        async def slow(digest):
+        async def slow(digest, **name):
             deleting.set()
             await go_on.wait()
-            await delete(digest)
+            await delete(digest, **name)
 
         self.blobs.delete = slow
         under_way = asyncio.create_task(self.collect())
@@ -303,13 +303,13 @@ async def test_eviction_continues_after_a_kill_at_any_point(opened, monkeypatch,
         delete = store.blobs.delete
         deleted = []
 
-        async def dying(digest):
+        async def dying(digest, **name):
             if len(deleted) == 2:
                 if phase == "after the blob went":
-                    await delete(digest)
+                    await delete(digest, **name)
                 raise Stopped
             deleted.append(digest)
-            await delete(digest)
+            await delete(digest, **name)
 
         monkeypatch.setattr(store.blobs, "delete", dying)
         with pytest.raises(Stopped):
@@ -438,7 +438,7 @@ async def test_what_a_dead_server_was_deleting_refuses_no_upload(opened):
         await store.fill(4)
         delete = store.blobs.delete
 
-        async def dying(digest):
+        async def dying(digest, **name):
             raise Stopped
 
         store.blobs.delete = dying
@@ -460,15 +460,15 @@ async def test_a_deletion_that_outlives_its_transaction_takes_no_acknowledged_bl
         delete = one.blobs.delete
         deleting, landed = asyncio.Event(), asyncio.Event()
 
-        async def later(digest):
+        async def later(digest, **name):
             await asyncio.sleep(0.5)
-            await delete(digest)
+            await delete(digest, **name)
             landed.set()
 
         late = []
 
-        async def slow(digest):
-            late.append(asyncio.create_task(later(digest)))
+        async def slow(digest, **name):
+            late.append(asyncio.create_task(later(digest, **name)))
             deleting.set()
             await asyncio.shield(late[0])
 
@@ -489,6 +489,25 @@ async def test_a_deletion_that_outlives_its_transaction_takes_no_acknowledged_bl
         await landed.wait()
         await asyncio.gather(under_way, return_exceptions=True)
         assert await two.has(0) == acknowledged
+
+
+async def test_a_server_that_was_frozen_since_its_claim_deletes_nothing(opened, monkeypatch):
+    """Somebody else may have stored the blob since."""
+    async with opened(soft_limit_bytes=1) as one, opened() as two:
+        await one.add(0)
+        await one.evict()
+        generation = one.context.collector._generation
+
+        async def frozen(connection, digest):
+            found = await generation(connection, digest)
+            one.clock.turn(91)
+            return found
+
+        monkeypatch.setattr(one.context.collector, "_generation", frozen)
+        with pytest.raises(ServerError, match="its claim ended before"):
+            await one.collect()
+        await two.add(0)
+        assert await two.has(0)
 
 
 async def test_a_failed_upload_that_took_a_mark_off_leaves_no_blob(opened):

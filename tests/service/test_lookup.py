@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from graphstash_schema import Digest, LookupResponse
-from graphstash_server.services.artifacts.blobs import BlobCollector
 from graphstash_server.services.artifacts.service import ArtifactService
+from graphstash_server.testing import MemoryBlobStore
 from support.services import key_of, opener
 from support.waiting import until
 
@@ -161,16 +161,16 @@ async def test_concurrent_verifications_of_one_artifact_read_it_once(tmp_path, m
     under_way, most, readings, asked = set(), 0, [], []
 
     have_all_asked = asyncio.Event()
-    is_whole, ask = BlobCollector.is_whole, ArtifactService._is_whole
+    is_whole, ask = MemoryBlobStore.is_whole, ArtifactService._is_whole
 
-    async def read(collector, digest):
+    async def read(blobs, digest):
         nonlocal most
         readings.append(digest)
         under_way.add(digest)
         most = max(most, len(under_way))
         await have_all_asked.wait()
         under_way.remove(digest)
-        return await is_whole(collector, digest)
+        return await is_whole(blobs, digest)
 
     async def counted(artifacts, digest):
         asked.append(digest)
@@ -178,7 +178,7 @@ async def test_concurrent_verifications_of_one_artifact_read_it_once(tmp_path, m
             have_all_asked.set()
         return await ask(artifacts, digest)
 
-    monkeypatch.setattr(BlobCollector, "is_whole", read)
+    monkeypatch.setattr(MemoryBlobStore, "is_whole", read)
     monkeypatch.setattr(ArtifactService, "_is_whole", counted)
     async with opened() as verbs:
         for number in range(4):

@@ -145,7 +145,7 @@ async def test_the_entries_of_a_namespace_are_bounded_and_counted(opened, monkey
         assert counts == [0, 2, 4, 4]
         assert (await server.used()).manifest_bytes == 10 * 512
         async with server.context.database.reading() as connection:
-            assert await recount_usage(connection, is_repair=False) == []
+            assert await recount_usage(connection) == []
 
         opened.clock.turn(91 * 24 * 3600)
         await server.context.manifests.drop_unused()

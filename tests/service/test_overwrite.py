@@ -271,7 +271,7 @@ async def assert_whole(opened, server):
         columns = (artifacts.c.sha256, artifacts.c.size_bytes)
         rows = [Digest(*row) for row in await connection.execute(sa.select(*columns))]
         marks = (await connection.execute(sa.select(deletions.c.sha256))).all()
-        miscounted = await recount_usage(connection, is_repair=False)
+        miscounted = await recount_usage(connection)
     assert marks == []
     assert miscounted == []
     assert set(opened.blobs.blobs) == {row.sha256 for row in rows}

@@ -19,6 +19,7 @@ from graphstash_server.commands.quarantine import quarantine as quarantine_comma
 from graphstash_server.db.tables import artifacts
 from graphstash_server.errors import ServerError
 from support.services import ACTOR, key_of
+from support.signing import sealed
 from support.tokens import Guarded
 
 pytestmark = [pytest.mark.sql, pytest.mark.anyio]
@@ -303,6 +304,31 @@ async def test_evidence_that_lost_its_blob_goes_with_its_report(opened):
 
         assert (await server.context.quarantine.list_withheld()).artifacts == ()
         assert await server.get() == b"right"
+
+
+@pytest.mark.parametrize(("flips", "is_withheld"), [(1, False), (2, True)])
+async def test_a_bit_flipped_on_the_way_confirms_no_report(opened, tmp_path, flips, is_withheld):
+    """The second of two wrong looks stands for an envelope that is wrong where it is stored."""
+    blob = sealed(tmp_path, key_of(1).key, b"payload").path.read_bytes()
+    request = ReportRequest(
+        key=key_of(1).key, digest=str(Digest.of(blob)), reason=ReportReason.BAD_SIGNATURE
+    )
+    async with opened() as server:
+        await server.put(blob, 1)
+        artifacts, looks = server.context.artifacts, []
+        read_start = artifacts.read_start
+
+        async def flipped_start(row, *, most_bytes):
+            start = await read_start(row, most_bytes=most_bytes)
+            looks.append(row)
+            return bytes([start[0] ^ 1]) + start[1:] if len(looks) <= flips else start
+
+        artifacts.read_start = flipped_start
+        reply = await server.context.quarantine.report(
+            key_of(1), request, actor=ACTOR, may_withhold=True
+        )
+        assert (reply.found, reply.withheld, len(looks)) == (True, is_withheld, 2)
+        assert await server.get(1) == (None if is_withheld else blob)
 
 
 async def test_what_a_server_of_the_release_before_deleted_does_not_count_as_withheld(opened):

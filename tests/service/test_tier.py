@@ -5,6 +5,8 @@ import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -281,15 +283,41 @@ class TestDamage:
         assert copies(tmp_path) == set()
         assert await read(store, LARGE) is None
 
-    def test_its_artifact_is_dropped_and_can_be_put_again(
-        self, tmp_path, moto, proxy, s3_credentials, connect
+    async def test_a_damaged_copy_of_a_moment_is_no_damaged_blob(self, opened, s3, proxy):
+        store = opened(s3)
+        await put(store, LARGE)
+        proxy.fault, proxy.left = S3Fault.FLIP, 1
+
+        with pytest.raises(ShortBlobError):
+            await read(store, LARGE)
+        assert [await read(store, LARGE) for _ in range(2)] == [LARGE] * 2
+
+    async def test_while_every_read_differs_nobody_is_told_that_it_is_absent(
+        self, opened, s3, proxy
     ):
-        settings = s3_settings(proxy.url, moto.new_bucket(), tier_limit_bytes="1GiB")
+        store = opened(s3)
+        await put(store, LARGE)
+        proxy.fault = S3Fault.FLIP
+
+        with pytest.raises(ShortBlobError):
+            await read(store, LARGE)
+        for _ in range(3):
+            with pytest.raises(ServerError, match="retry") as refusal:
+                await read(store, LARGE)
+            assert refusal.value.code is ErrorCode.UNAVAILABLE
+        proxy.fault = S3Fault.NONE
+        assert await read(store, LARGE) == LARGE
+
+    def test_its_artifact_is_dropped_and_can_be_put_again(
+        self, tmp_path, moto, s3_credentials, connect
+    ):
+        bucket = moto.new_bucket()
+        settings = s3_settings(moto.url, bucket, tier_limit_bytes="1GiB")
         with LiveServer(tmp_path, **settings) as server:
             api = connect(server.url)
             api.put(LARGE, 1)
-            proxy.fault, proxy.left = S3Fault.FLIP, 1
-            proxy.strikes = lambda seen: seen.method == "GET" and IN_S3 in seen.target
+            (stored,) = moto.client.list_objects_v2(Bucket=bucket)["Contents"]
+            moto.client.put_object(Bucket=bucket, Key=stored["Key"], Body=LARGE[:-1] + b"x")
 
             with pytest.raises(httpx.RemoteProtocolError):
                 api.get(1)
@@ -297,6 +325,63 @@ class TestDamage:
             assert api.get(1).status_code == 404
             assert api.put(LARGE, 1).status_code == 201
             assert api.get(1).content == LARGE
+
+
+@pytest.mark.parametrize("s3", ["moto", pytest.param("swift", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("tier", ["0", "1GiB"])
+@pytest.mark.parametrize("blob", [b"small" * 1000, LARGE], ids=["small", "large"])
+class TestFlippedBits:
+    """Bits are flipped between an S3 and the server; the object is whole all the time."""
+
+    @pytest.fixture
+    def proxy(self, request, s3):
+        with S3Proxy(urlsplit(request.getfixturevalue(s3).url).port) as proxy:
+            proxy.strikes = lambda seen: seen.method == "GET" and IN_S3 in seen.target
+            yield proxy
+
+    @pytest.fixture
+    def server(self, request, s3, proxy, tier, tmp_path, s3_credentials):
+        bucket = request.getfixturevalue(s3).new_bucket()
+        settings = s3_settings(proxy.url, bucket, tier_limit_bytes=tier, log_level="error")
+        with LiveServer(tmp_path, **settings) as server:
+            yield server
+
+    @pytest.mark.parametrize("flips", [1, 8])
+    def test_an_acknowledged_artifact_stays(self, server, connect, proxy, blob, flips):
+        api = connect(server.url)
+        assert api.put(blob, 1).status_code == 201
+
+        proxy.fault, proxy.left = S3Fault.FLIP, flips
+        while proxy.left:
+            with suppress(httpx.RemoteProtocolError):
+                assert api.get(1).status_code in {200, 503}
+
+        assert api.get(1).content == blob
+
+    @pytest.mark.parametrize("flips", [1, 8])
+    def test_a_verification_finds_nothing(self, server, connect, proxy, blob, flips):
+        """What a job asks for when the bytes that it got are not those of the digest."""
+        api = connect(server.url)
+        assert api.put(blob, 1).status_code == 201
+
+        proxy.fault, proxy.left = S3Fault.FLIP, flips
+        while proxy.left:
+            answer = api.http.post(f"/v1/{api.namespace}/artifacts:verify", json=api.key(1))
+            assert answer.status_code == 503 or not answer.json()["healed"]
+
+        assert api.get(1).content == blob
+
+    @pytest.mark.parametrize("method", ["GET", "HEAD"])
+    def test_another_length_of_a_moment_drops_nothing(self, server, connect, proxy, blob, method):
+        api = connect(server.url)
+        assert api.put(blob, 1).status_code == 201
+
+        proxy.fault, proxy.left = S3Fault.FLIP_LENGTH, 1
+        proxy.strikes = lambda seen: seen.method == method and IN_S3 in seen.target
+        assert api.http.request(method, api.path(1)).status_code == 200
+        assert proxy.left == 0
+
+        assert api.get(1).content == blob
 
 
 class TestBudget:

@@ -1,5 +1,7 @@
 """An HTTP proxy in front of an S3 that counts requests and misbehaves on demand."""
 
+import itertools
+import re
 import socket
 import struct
 import threading
@@ -22,9 +24,11 @@ class S3Fault(StrEnum):
     STRANGER = "200 of some other server"
     RESET = "reset before the answer"
     HANG = "no answer until `resume`, and none then"
+    HOLD = "the request is sent on after `resume`, though nobody waits for it any more"
     CUT = "the body ends half-way"
     CUT_BY_RESET = "the connection is reset half-way through the body"
-    FLIP = "a bit in the middle of the body is flipped"
+    FLIP = "a bit in the middle of the body is flipped, each time another one"
+    FLIP_LENGTH = "a bit of Content-Length is flipped"
     PAUSE = "half of the body, the rest after `resume`"
 
 
@@ -41,6 +45,7 @@ _ANSWERS = {
     S3Fault.NO_BUCKET: ("404 Not Found", "<Error><Code>NoSuchBucket</Code></Error>"),
     S3Fault.STRANGER: ("200 OK", "<html>Welcome</html>"),
 }
+_LENGTH = re.compile(rb"(?i)(\r\ncontent-length: )([0-9])")
 _IN_THE_BODY = (S3Fault.CUT, S3Fault.CUT_BY_RESET, S3Fault.FLIP, S3Fault.PAUSE)
 
 
@@ -51,7 +56,9 @@ class S3Proxy:
         fault: may be changed at any time; it strikes every request that `strikes` says.
         left: how many more requests it strikes; None for all.
         seen: every request.
-        resume: lets paused bodies go on, and ends what hangs.
+        resume: lets paused bodies and held requests go on, and ends what hangs.
+        held_count: requests that were held, or are.
+        late: the first lines of the answers to requests that were held.
     """
 
     def __init__(self, upstream_port: int) -> None:
@@ -60,7 +67,10 @@ class S3Proxy:
         self.left: int | None = None
         self.seen: list[Seen] = []
         self.resume = threading.Event()
+        self.held_count = 0
+        self.late: list[str] = []
         self._upstream_port = upstream_port
+        self._flips = itertools.count()
         self._lock = threading.Lock()
         self._listen(0)
 
@@ -109,6 +119,10 @@ class S3Proxy:
             fault = self._note(seen)
             if fault is S3Fault.HANG:
                 self.resume.wait()
+            elif fault is S3Fault.HOLD:
+                self.held_count += 1
+                self.resume.wait()
+                self.late.append(self._send_on(head, body))
             elif fault is S3Fault.RESET:
                 _reset(connection)
             elif fault in _ANSWERS:
@@ -130,6 +144,11 @@ class S3Proxy:
                 self.left -= 1
             return self.fault
 
+    def _send_on(self, head: bytes, body: bytes) -> str:
+        with socket.create_connection(("127.0.0.1", self._upstream_port)) as upstream:
+            upstream.sendall(head + b"\r\n\r\n" + body)
+            return _read_head(upstream)[0].decode("latin-1").split("\r\n")[0]
+
     def _forward(self, connection: socket.socket, head: bytes, body: bytes, fault: S3Fault) -> None:
         lines = [line for line in head.split(b"\r\n") if not line.lower().startswith(b"connection")]
         lines[1:1] = [b"Connection: close"]
@@ -140,6 +159,8 @@ class S3Proxy:
             while answer.startswith(b"HTTP/1.1 100"):
                 connection.sendall(answer + b"\r\n\r\n")
                 answer, rest = _read_head(upstream, rest)
+            if fault is S3Fault.FLIP_LENGTH:
+                answer = _LENGTH.sub(lambda found: found[1] + bytes([found[2][0] ^ 1]), answer)
             connection.sendall(answer + b"\r\n\r\n")
             length = int(_parsed(answer).headers.get("content-length", "0"))
             self._forward_body(connection, upstream, rest, fault, length // 2)
@@ -158,7 +179,8 @@ class S3Proxy:
             if fault in _IN_THE_BODY and sent <= middle < sent + len(chunk):
                 if fault is S3Fault.FLIP:
                     at = middle - sent
-                    chunk = chunk[:at] + bytes([chunk[at] ^ 1]) + chunk[at + 1 :]
+                    flipped = chunk[at] ^ 1 << next(self._flips) % 8
+                    chunk = chunk[:at] + bytes([flipped]) + chunk[at + 1 :]
                 else:
                     connection.sendall(chunk[: middle - sent])
                     if fault is not S3Fault.PAUSE:

@@ -64,12 +64,15 @@ async def get_health() -> Response:
     refuses=[ErrorCode.UNAVAILABLE],
 )
 async def get_readiness(call: Call) -> Response:
-    """Uses the database and the blob store once, and says which of them failed."""
+    """Uses the database and the blob store once, and says which of them failed, and what waits in
+    the database.
+    """
     readiness = await call.context.health.check()
     if not readiness.is_ready:
         raise ServerError(
             ErrorCode.UNAVAILABLE,
-            f"not ready: database {readiness.database}, blob store {readiness.blob_store}",
+            f"not ready: database {readiness.database}, blob store {readiness.blob_store}, locks "
+            f"{readiness.locks}",
         )
     return JSONResponse({"status": "ready", **readiness._asdict()}, headers=NO_STORE)
 

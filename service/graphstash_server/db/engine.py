@@ -34,11 +34,24 @@ _POOL_SECONDS = 20
 
 _CONNECT_SECONDS = 5.0
 _STATEMENT_SECONDS = 20.0
+_LOCK_SECONDS = 5.0
+"""Longer than `_IDLE_SECONDS`: what waits for a server that is frozen goes on when that one is cut
+off, and is refused only when somebody else has the lock."""
+
+_IDLE_SECONDS = 3.0
 _POSTGRES_SETTINGS = {
     "application_name": "graphstash",
     "idle_in_transaction_session_timeout": "60s",  # a host that vanished holds no lock for ever
     "jit": "off",  # it costs more than any statement here
 }
+_POOL_SETTINGS = _POSTGRES_SETTINGS | {
+    "idle_in_transaction_session_timeout": f"{_IDLE_SECONDS:g}s",
+    "lock_timeout": f"{_LOCK_SECONDS:g}s",
+    # Also ends a transaction whose server froze between the halves of a statement (the driver
+    # prepares it first), which does not count as idle.
+    "statement_timeout": f"{_STATEMENT_SECONDS:g}s",
+}
+"""Of a server's requests, whose transactions take milliseconds; a migration may take longer."""
 
 
 class Database:
@@ -116,7 +129,7 @@ def make_engine(url: URL, **pool: Any) -> AsyncEngine:
         arguments: dict[str, Any] = {
             "timeout": _CONNECT_SECONDS,
             "command_timeout": _STATEMENT_SECONDS if is_pool else None,
-            "server_settings": _POSTGRES_SETTINGS,
+            "server_settings": _POOL_SETTINGS if is_pool else _POSTGRES_SETTINGS,
         }
         # A connection is tested before use: a restarted database must not fail a request.
         return create_async_engine(url, connect_args=arguments, pool_pre_ping=is_pool, **pool)
@@ -164,6 +177,13 @@ def _failures_named() -> Iterator[None]:
             raise  # a bug in this program
         raise _no_answer(error) from error
     except DBAPIError as error:
+        if _sqlstate(error) == _LOCK_NOT_AVAILABLE:
+            _LOGGER.warning("a lock was not granted within %g s: %s", _LOCK_SECONDS, error.orig)
+            raise ServerError(
+                ErrorCode.UNAVAILABLE,
+                f"another transaction has kept this one waiting for {_LOCK_SECONDS:g} s: nothing "
+                "was changed, retry in some seconds; if it lasts, /readyz says what waits",
+            ) from error
         if _is_full(error):
             raise NoSpaceError(
                 "the disk of the database is full: nothing was stored; free some space"
@@ -175,6 +195,9 @@ def _failures_named() -> Iterator[None]:
         if type(error).__module__.startswith("asyncpg"):  # raised while connecting
             raise _no_answer(error) from error
         raise
+
+
+_LOCK_NOT_AVAILABLE = "55P03"
 
 
 def _no_answer(error: Exception) -> ServerError:

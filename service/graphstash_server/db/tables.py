@@ -20,6 +20,7 @@ from sqlalchemy import (
     Table,
     Text,
     TypeDecorator,
+    false,
     text,
 )
 from sqlalchemy.engine import Dialect
@@ -30,6 +31,7 @@ __all__ = [
     "audit",
     "chores",
     "deletions",
+    "generations",
     "leases",
     "manifest_entries",
     "metadata",
@@ -147,10 +149,26 @@ deletions = Table(
     Column("sha256", String(64), primary_key=True),
     Column("size_bytes", BigInteger, nullable=False),
     Column("claimed_until", UtcTime, nullable=True, comment="a server is at it until then"),
+    Column(
+        "unconfirmed",
+        Boolean,
+        nullable=False,
+        server_default=false(),
+        comment="an earlier claim ended without an answer of the store",
+    ),
 )
 """Blobs that lost an artifact and are deleted unless another one has them. A row is written in the
 transaction that removes the artifact and deleted after the blob: when a server dies in between, any
 other one continues."""
+
+generations = Table(
+    "generations",
+    metadata,
+    Column("sha256", String(64), primary_key=True),
+    Column("generation", Integer, nullable=False, comment="of the name in the store"),
+)
+"""Blobs whose name in the store was given up, because a deletion of it may still be under way. A
+row stays for ever: nobody knows when such a deletion ends. Other blobs have generation 0."""
 
 chores = Table(
     "chores",

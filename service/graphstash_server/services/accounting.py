@@ -15,7 +15,7 @@ from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.artifacts import touch_artifacts
 from graphstash_server.db.queries.tokens import touch_tokens
-from graphstash_server.db.queries.usage import UsageChange, add_counts
+from graphstash_server.db.queries.usage import UsageChange, add_counts, list_namespaces
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
 
@@ -29,7 +29,7 @@ class _Counts:
     """What changed since the last flush; merged back when the flush fails."""
 
     usage: dict[str, UsageChange] = field(default_factory=dict)
-    uses: dict[StoredKey, tuple[int, datetime]] = field(default_factory=dict)
+    uses: dict[str, dict[StoredKey, tuple[int, datetime]]] = field(default_factory=dict)
     token_uses: dict[str, datetime] = field(default_factory=dict)
 
     def add(self, namespace: str, change: UsageChange) -> None:
@@ -37,8 +37,23 @@ class _Counts:
         self.usage[namespace] = before.plus(change)
 
     def use(self, key: StoredKey, hits: int, at: datetime) -> None:
-        before = self.uses.get(key)
-        self.uses[key] = (hits, at) if before is None else (before[0] + hits, max(before[1], at))
+        uses = self.uses.setdefault(key.namespace, {})
+        before = uses.get(key)
+        uses[key] = (hits, at) if before is None else (before[0] + hits, max(before[1], at))
+
+    @property
+    def namespaces(self) -> set[str]:
+        """Where something changed."""
+        return self.usage.keys() | self.uses.keys()
+
+    def merge(self, other: "_Counts") -> None:
+        """Adds what could not be written."""
+        for namespace, change in other.usage.items():
+            self.add(namespace, change)
+        for uses in other.uses.values():
+            for key, (hits, at) in uses.items():
+                self.use(key, hits, at)
+        self.token_uses = other.token_uses | self.token_uses
 
 
 _NOTHING = UsageChange()
@@ -107,28 +122,46 @@ class Accounting:
         """
         async with self._flushing:
             counts, self._counts = self._counts, _Counts()
-            if not counts.usage and not counts.uses and not counts.token_uses:
-                return
+            failure: ServerError | None = None
             try:
-                async with self._database.writing() as connection:
-                    if counts.uses:  # artifacts, then usage: the lock order of every transaction
-                        await touch_artifacts(
-                            connection,
-                            [
-                                (key, *counts.uses[key])
-                                for key in sorted(counts.uses, key=lambda key: key.columns)
-                            ],
-                        )
-                    await add_counts(connection, counts.usage)
-                    if counts.token_uses:
+                await self._drop_unknown(counts)
+                for namespace in sorted(counts.namespaces):
+                    try:
+                        await self._write(namespace, counts)
+                    except ServerError as error:
+                        failure = error  # the others are written all the same
+                if counts.token_uses:
+                    async with self._database.writing() as connection:
                         await touch_tokens(connection, counts.token_uses)
-            except BaseException:
-                for namespace, change in counts.usage.items():
-                    self._counts.add(namespace, change)
-                for key, (hits, at) in counts.uses.items():
-                    self._counts.use(key, hits, at)
-                self._counts.token_uses = counts.token_uses | self._counts.token_uses
-                raise
+                    counts.token_uses.clear()
+            finally:
+                self._counts.merge(counts)
+            if failure is not None:
+                raise failure
+
+    async def _drop_unknown(self, counts: _Counts) -> None:
+        """Forgets misses in namespaces that nothing was ever stored in: a client can ask for any
+        number of them.
+        """
+        if not counts.usage:
+            return
+        async with self._database.reading() as connection:
+            known = set(await list_namespaces(connection))
+        for namespace in counts.usage.keys() - known:
+            del counts.usage[namespace]
+
+    async def _write(self, namespace: str, counts: _Counts) -> None:
+        """One transaction of one namespace, so that others do not wait for what this one waits for;
+        what it has written is taken out.
+        """
+        uses = sorted(counts.uses.get(namespace, {}).items(), key=lambda use: use[0].columns)
+        async with self._database.writing() as connection:
+            if uses:  # artifacts, then usage: the lock order of every transaction
+                await touch_artifacts(connection, [(key, *use) for key, use in uses])
+            if namespace in counts.usage:
+                await add_counts(connection, namespace, counts.usage[namespace])
+        counts.uses.pop(namespace, None)
+        counts.usage.pop(namespace, None)
 
     async def run(self, *, every_seconds: float) -> None:
         """Flushes until it is cancelled."""

@@ -10,6 +10,7 @@ from graphstash_schema import Digest, ServerStats
 from graphstash_server import __version__
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
+from graphstash_server.db.queries.locks import find_waiting
 from graphstash_server.db.queries.reports import count_withheld
 from graphstash_server.db.queries.usage import list_usage, stored_bytes
 from graphstash_server.errors import NoSpaceError, ServerError
@@ -34,10 +35,18 @@ _READ_ONLY = "read only: no space left"
 
 
 class Readiness(NamedTuple):
-    """The state of each part: `ok`, or what is wrong with it."""
+    """The state of each part: `ok`, or what is wrong with it.
+
+    Attributes:
+        database: whether it answers.
+        blob_store: whether it takes and gives back a blob.
+        locks: what waits in the database, for this server and all others; that leaves a server
+            ready, because what does not wait goes on.
+    """
 
     database: str
     blob_store: str
+    locks: str
 
     @property
     def is_ready(self) -> bool:
@@ -62,7 +71,7 @@ class HealthService:
         self._ready_at = float("-inf")
 
     async def check(self) -> Readiness:
-        """What both parts answer, or answered less than a second ago. Anybody may ask, and each
+        """What all parts answer, or answered less than a second ago. Anybody may ask, and each
         probe writes to the store, so whoever asks during a probe shares it.
         """
         age_seconds = asyncio.get_running_loop().time() - self._ready_at
@@ -71,12 +80,14 @@ class HealthService:
         return await asyncio.shield(self._checking)
 
     async def _check(self) -> Readiness:
-        """Asks both parts at the same time."""
-        database, blob_store = await asyncio.gather(
-            _verdict("database", self._ask_database(), _DATABASE_SECONDS),
-            _verdict("blob store", self._use_store(), _STORE_SECONDS),
+        """Asks all parts at the same time."""
+        readiness = Readiness(
+            *await asyncio.gather(
+                _verdict("database", self._ask_database(), _DATABASE_SECONDS),
+                _verdict("blob store", self._use_store(), _STORE_SECONDS),
+                _verdict("locks", self._ask_for_waiting(), _DATABASE_SECONDS),
+            )
         )
-        readiness = Readiness(database, blob_store)
         if readiness.is_ready:
             self._ready_at = asyncio.get_running_loop().time()
         return readiness
@@ -85,6 +96,21 @@ class HealthService:
         async with self._database.reading() as connection:
             await stored_bytes(connection)  # unlike SELECT 1, it needs the file and the tables
         return _OK
+
+    async def _ask_for_waiting(self) -> str:
+        async with self._database.reading() as connection:
+            waiting = await find_waiting(connection)
+        if waiting is None:
+            return _OK
+        said = (
+            f"{waiting.transactions} transactions wait, the first one for {waiting.seconds:.1f} s"
+        )
+        if not waiting.idle_seconds:
+            return said
+        return (
+            f"{said}, for another one that has done nothing for {waiting.idle_seconds:.1f} s: a "
+            "server may be frozen or cut off"
+        )
 
     async def _use_store(self) -> str:
         """Writes, reads and deletes a blob of its own."""

@@ -84,16 +84,27 @@ class BlobStore(Protocol):
         """Opens a blob; None when it is absent."""
         ...
 
-    async def stat(self, digest: Digest) -> int | None:
-        """The size in bytes of what is stored, which may be damaged; None when it is absent."""
+    async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:
+        """The size in bytes of what is stored, which may be damaged; None when it is absent. With
+        `is_newest` only under the newest name, see `use_generation`.
+        """
         ...
 
-    async def delete(self, digest: Digest) -> None:
-        """Deletes a blob; an absent one is not an error."""
+    async def delete(self, digest: Digest, *, generation: int = 0) -> None:
+        """Deletes a blob under its names up to a generation; an absent one is not an error."""
         ...
 
-    async def forget_copy(self, digest: Digest) -> None:
-        """Drops a cached copy, so that the next read gets the durable bytes."""
+    def use_generation(self, digest: Digest, generation: int) -> bool:
+        """Says what generation the name of a blob has: the older names may still be deleted by a
+        request that is under way, so the blob is put and looked for under this one. Returns whether
+        that is news. A store whose deletions end with their calls needs no other names.
+        """
+        ...
+
+    async def is_whole(self, digest: Digest) -> bool | None:
+        """Whether the durable bytes are those of the digest; None when there are none. Reads all of
+        them, see `storage.whole`; a cached copy is dropped.
+        """
         ...
 
     async def link(self, digest: Digest) -> str | None:

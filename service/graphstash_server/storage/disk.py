@@ -26,6 +26,7 @@ from graphstash_server.storage.upload import (
     remove_abandoned,
     sync_directory,
 )
+from graphstash_server.storage.whole import read_whole
 
 __all__ = ["DiskBlobStore", "FileReader", "ServerLock", "open_file"]
 
@@ -81,16 +82,21 @@ class DiskBlobStore:
         """Opens a blob, see `BlobStore.open`; a small one is read in the same thread hop."""
         return await self._read(lambda: self._present(open_file(self._path(digest), self._readers)))
 
-    async def stat(self, digest: Digest) -> int | None:
+    async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:  # noqa: ARG002
         """The size of the file, see `BlobStore.stat`."""
         return await self._read(lambda: self._present(_size(self._path(digest))))
 
-    async def delete(self, digest: Digest) -> None:
+    async def delete(self, digest: Digest, *, generation: int = 0) -> None:  # noqa: ARG002
         """Removes the file, see `BlobStore.delete`."""
         await self._write(lambda: self._path(digest).unlink(missing_ok=True))
 
-    async def forget_copy(self, digest: Digest) -> None:
-        """Nothing to do: there is no copy."""
+    def use_generation(self, digest: Digest, generation: int) -> bool:  # noqa: ARG002 - the protocol's
+        """False: a deletion ends with its call, so every blob keeps its name."""
+        return False
+
+    async def is_whole(self, digest: Digest) -> bool | None:
+        """Reads the blob, see `BlobStore.is_whole`."""
+        return await read_whole(self, digest)
 
     async def link(self, digest: Digest) -> str | None:  # noqa: ARG002 - the protocol's
         """None: files have no URL of their own."""

@@ -1,5 +1,10 @@
 """S3BlobStore: blobs as objects, `<prefix>blobs/sha256/ab/<hex>`, in one bucket.
 
+A request to delete an object may arrive long after its sender has given up. A blob that such a
+request may still hit is stored under a new name, `<hex>.<generation>`. All names of a blob have the
+same bytes, so any of them may be read. Servers of the release before know the first name only, so
+it is written, too.
+
 boto3 blocks, so every call runs in a thread. An upload is spooled first and sent when all of it was
 checked: a stream from the network cannot be sent again when the bucket fails. A server that is
 killed half-way leaves parts of a multipart upload, which a later start aborts.
@@ -24,6 +29,7 @@ from graphstash_server.settings import Settings
 from graphstash_server.storage.base import CHUNK_BYTES, BlobReader
 from graphstash_server.storage.bucket import FAILURES, UPLOAD_REQUESTS, Bucket
 from graphstash_server.storage.upload import SpaceGuard, Spool, feed
+from graphstash_server.storage.whole import read_whole
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.type_defs import GetObjectOutputTypeDef, ListObjectsV2OutputTypeDef
@@ -39,6 +45,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+ResponseT = TypeVar("ResponseT", bound=Mapping[str, Any])
 
 
 class ObjectReader:
@@ -176,6 +183,7 @@ class S3BlobStore:
             StartError: when the bucket cannot be used.
         """
         self._prefix = f"{settings.s3_prefix}blobs/sha256/"
+        self._generations: dict[str, int] = {}
         self._redirect_bytes = settings.s3_redirect_bytes
         self._spool_dir = settings.spool_dir
         self._spool_dir.mkdir(parents=True, exist_ok=True)
@@ -223,22 +231,32 @@ class S3BlobStore:
                 opening.add_done_callback(_close_unread)
                 raise
 
-    async def stat(self, digest: Digest) -> int | None:
+    async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:
         """The size of the object, see `BlobStore.stat`."""
-        head = partial(self._client.head_object, Bucket=self._bucket.name, Key=self._key(digest))
-        found = await self._bucket.call("stat a blob", lambda: self._bucket.unless_absent(head))
-        return None if found is None else size_of(found)
+        for key in self._keys(digest)[: 1 if is_newest else None]:
+            head = partial(self._client.head_object, Bucket=self._bucket.name, Key=key)
+            found = await self._bucket.call("stat a blob", partial(self._found, head, digest))
+            if found is not None:
+                return size_of(found)
+        return None
 
-    async def delete(self, digest: Digest) -> None:
-        """Removes the object, see `BlobStore.delete`."""
+    async def delete(self, digest: Digest, *, generation: int = 0) -> None:
+        """Removes the objects, see `BlobStore.delete`."""
         remove = partial(self._client.delete_object, Bucket=self._bucket.name)
-        key = self._key(digest)
-        await self._bucket.call(
-            "delete a blob", lambda: self._bucket.unless_absent(partial(remove, Key=key))
-        )
+        for each in range(generation + 1):
+            request = partial(remove, Key=self._key(digest, each))
+            await self._bucket.call("delete a blob", partial(self._bucket.unless_absent, request))
 
-    async def forget_copy(self, digest: Digest) -> None:
-        """Nothing to do: there is no copy."""
+    def use_generation(self, digest: Digest, generation: int) -> bool:
+        """Uses a new name from now on, see `BlobStore.use_generation`."""
+        if generation <= self._generations.get(digest.sha256, 0):
+            return False
+        self._generations[digest.sha256] = generation
+        return True
+
+    async def is_whole(self, digest: Digest) -> bool | None:
+        """Reads the blob, see `BlobStore.is_whole`."""
+        return await read_whole(self, digest)
 
     async def link(self, digest: Digest) -> str | None:
         """A presigned URL of a blob that is large enough, see `BlobStore.link`."""
@@ -250,7 +268,7 @@ class S3BlobStore:
             partial(
                 self._client.generate_presigned_url,
                 "get_object",
-                Params={"Bucket": self._bucket.name, "Key": self._key(digest)},
+                Params={"Bucket": self._bucket.name, "Key": self._keys(digest)[0]},
                 ExpiresIn=LINK_SECONDS,
             ),
         )
@@ -262,11 +280,16 @@ class S3BlobStore:
                 Bucket=self._bucket.name, Prefix=self._prefix
             )
         )
+        last: Digest | None = None  # the names of a blob follow each other
         while (
             page := await self._bucket.call("list blobs", lambda: next(pages, None))
         ) is not None:
             for digest in self._digests(page, before):
-                yield digest
+                if last is not None and last.sha256 != digest.sha256:
+                    yield last
+                last = digest
+        if last is not None:
+            yield last
 
     async def close(self) -> None:
         """Waits for the threads; no call may follow."""
@@ -291,45 +314,73 @@ class S3BlobStore:
                 await asyncio.shield(sent)
             except asyncio.CancelledError:
                 sending.cancel()
+                # Nobody is left who could be told how it failed.
+                sent.add_done_callback(lambda done: done.cancelled() or done.exception())
                 raise
 
     def _upload(self, sending: "_Sending", digest: Digest) -> None:
-        bucket, key = self._bucket.name, self._key(digest)
         with closing(sending.spool):
-            if digest.size_bytes >= MULTIPART_BYTES:
-                sending.follow(
-                    self._transfers.upload(
-                        sending.blob, bucket, key, extra_args={"ChecksumAlgorithm": "SHA256"}
-                    )
+            for key in self._keys(digest):
+                sending.blob.seek(0)
+                self._upload_as(key, sending, digest)
+
+    def _upload_as(self, key: str, sending: "_Sending", digest: Digest) -> None:
+        bucket = self._bucket.name
+        if digest.size_bytes >= MULTIPART_BYTES:
+            sending.follow(
+                self._transfers.upload(
+                    sending.blob, bucket, key, extra_args={"ChecksumAlgorithm": "SHA256"}
                 )
-            elif not sending.is_cancelled:
-                self._client.put_object(
-                    Bucket=bucket,
-                    Key=key,
-                    Body=sending.blob,
-                    ContentLength=digest.size_bytes,
-                    ChecksumSHA256=base64.b64encode(bytes.fromhex(digest.sha256)).decode(),
-                )
+            )
+        elif not sending.is_cancelled:
+            self._client.put_object(
+                Bucket=bucket,
+                Key=key,
+                Body=sending.blob,
+                ContentLength=digest.size_bytes,
+                ChecksumSHA256=base64.b64encode(bytes.fromhex(digest.sha256)).decode(),
+            )
 
     def _open(self, digest: Digest) -> ObjectReader | None:
-        get = partial(self._client.get_object, Bucket=self._bucket.name, Key=self._key(digest))
-        found = self._bucket.unless_absent(get)
-        if found is None:
-            return None
-        return ObjectReader(found, get=get, bucket=self._bucket)
+        for key in self._keys(digest):
+            get = partial(self._client.get_object, Bucket=self._bucket.name, Key=key)
+            found = self._found(get, digest)
+            if found is not None:
+                return ObjectReader(found, get=get, bucket=self._bucket)
+        return None
 
-    def _key(self, digest: Digest) -> str:
-        return f"{self._prefix}{digest.sha256[:2]}/{digest.sha256}"
+    def _found(self, request: Callable[[], ResponseT], digest: Digest) -> ResponseT | None:
+        """The response to a GET or HEAD of a blob. One that tells another size than the digest is
+        not believed before a second one: its headers may have been damaged on their way. Blocks.
+        """
+        found = self._bucket.unless_absent(request)
+        if found is not None and size_of(found) != digest.size_bytes:
+            if "Body" in found:
+                found["Body"].close()
+            found = self._bucket.unless_absent(request)
+        return found
+
+    def _keys(self, digest: Digest) -> tuple[str, ...]:
+        """The newest name of an object, and the first one, which servers of the release before
+        write and read.
+        """
+        generation = self._generations.get(digest.sha256, 0)
+        return tuple(self._key(digest, each) for each in sorted({generation, 0}, reverse=True))
+
+    def _key(self, digest: Digest, generation: int) -> str:
+        suffix = f".{generation}" if generation else ""
+        return f"{self._prefix}{digest.sha256[:2]}/{digest.sha256}{suffix}"
 
     def _digests(
         self, page: "ListObjectsV2OutputTypeDef", before: datetime | None
     ) -> Iterator[Digest]:
         """The blobs of one page; other objects are left alone."""
         for found in page.get("Contents", ()):
-            with suppress(InvalidValueError):
-                digest = Digest(found["Key"].rpartition("/")[2], found["Size"])
+            with suppress(InvalidValueError, ValueError):
+                name, _, generation = found["Key"].rpartition("/")[2].partition(".")
+                digest = Digest(name, found["Size"])
                 is_old = before is None or found["LastModified"] < before
-                if is_old and found["Key"] == self._key(digest):
+                if is_old and found["Key"] == self._key(digest, int(generation or 0)):
                     yield digest
 
 

@@ -102,8 +102,8 @@ _TOUCH_SECONDS = 60.0
 """Minimum time between two updates of a copy's time of use: hits are far more frequent."""
 
 _TOLD_SECONDS = 5.0
-"""How long a damaged blob stays absent after the first read that found it so: a service looks more
-than once before it drops the artifact."""
+"""How long a damaged blob stays absent: a service looks more than once before it drops the
+artifact."""
 
 
 class TieredBlobStore:
@@ -135,7 +135,9 @@ class TieredBlobStore:
         self._space = SpaceGuard(directory, min_free_bytes=min_free_bytes)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tier")
         self._fills: dict[str, ReadThroughFill] = {}
-        self._damaged: dict[str, float | None] = {}
+        self._suspects: set[str] = set()
+        self._looks: dict[str, asyncio.Task[bool]] = {}
+        self._damaged: dict[str, float] = {}
         self._log = ThrottledLog(logging.getLogger(__name__))
 
     async def put(self, digest: Digest, chunks: AsyncIterator[bytes]) -> None:
@@ -152,9 +154,13 @@ class TieredBlobStore:
     async def open(self, digest: Digest) -> BlobReader | None:
         """Opens the copy, or makes one while it is read, see `BlobStore.open`.
 
-        A blob that turned out to be damaged is absent once, so that its artifact is dropped.
+        After a copy whose bytes were wrong, the back is asked whether it has others. A blob that is
+        damaged there is absent for a moment, so that its artifact is dropped.
+
+        Raises:
+            ServerError: 503, also when it is not certain who damaged the bytes.
         """
-        if self._is_absent_for_damage(digest):
+        if await self._is_damaged(digest):
             return None
         try:
             hit = await self._on_thread(partial(self._open_copy, digest))
@@ -166,18 +172,23 @@ class TieredBlobStore:
             self._complain(error)
         return await self._back.open(digest)
 
-    async def stat(self, digest: Digest) -> int | None:
+    async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:
         """What the back says, see `BlobStore.stat`."""
-        return await self._back.stat(digest)
+        return await self._back.stat(digest, is_newest=is_newest)
 
-    async def delete(self, digest: Digest) -> None:
+    async def delete(self, digest: Digest, *, generation: int = 0) -> None:
         """Removes the blob and its copy, see `BlobStore.delete`."""
-        await self._back.delete(digest)
+        await self._back.delete(digest, generation=generation)
         await self._drop(digest)
 
-    async def forget_copy(self, digest: Digest) -> None:
-        """Removes the copy, see `BlobStore.forget_copy`."""
+    def use_generation(self, digest: Digest, generation: int) -> bool:
+        """Tells the back, see `BlobStore.use_generation`; a copy has the same bytes."""
+        return self._back.use_generation(digest, generation)
+
+    async def is_whole(self, digest: Digest) -> bool | None:
+        """Reads the blob behind, see `BlobStore.is_whole`; the copy may be what is damaged."""
         await self._drop(digest)
+        return await self._back.is_whole(digest)
 
     async def link(self, digest: Digest) -> str | None:
         """The back's URL, unless there is a copy here, see `BlobStore.link`."""
@@ -192,7 +203,9 @@ class TieredBlobStore:
             yield digest
 
     async def close(self) -> None:
-        """Gives up the fills and waits for the threads; no call may follow."""
+        """Gives up what is under way and waits for the threads; no call may follow."""
+        for look in list(self._looks.values()):
+            look.cancel()
         for fill in list(self._fills.values()):
             await fill.cancel()
         await asyncio.to_thread(self._threads.shutdown)
@@ -209,8 +222,8 @@ class TieredBlobStore:
         if self._fills.get(fill.digest.sha256) is fill:
             del self._fills[fill.digest.sha256]
         if fill.is_damaged:
-            self._damaged[fill.digest.sha256] = None
-            self._log.warning(f"a damaged blob: {fill.failure}")
+            self._suspects.add(fill.digest.sha256)
+            self._log.warning(f"damaged on its way or in the store: {fill.failure}")
         elif fill.failure is None and fill.is_wanted:
             self._threads.submit(self._count, fill.digest.size_bytes)
 
@@ -221,19 +234,30 @@ class TieredBlobStore:
         except OSError as error:
             self._complain(error)
 
-    def _is_absent_for_damage(self, digest: Digest) -> bool:
-        if digest.sha256 not in self._damaged:
+    async def _is_damaged(self, digest: Digest) -> bool:
+        """Whether the back has other bytes; asks it once for all who wait, after a suspicion."""
+        sha256 = digest.sha256
+        if sha256 in self._damaged:
+            if time.monotonic() - self._damaged[sha256] <= _TOLD_SECONDS:
+                return True
+            del self._damaged[sha256]
+        if sha256 not in self._suspects:
             return False
-        told_at = self._damaged[digest.sha256]
-        now = time.monotonic()
-        if told_at is None:
-            self._damaged[digest.sha256] = now
-        elif now - told_at > _TOLD_SECONDS:
-            del self._damaged[digest.sha256]
-            return False
-        return True
+        look = self._looks.get(sha256)
+        if look is None:
+            look = self._looks[sha256] = asyncio.create_task(self._look_again(digest))
+            look.add_done_callback(lambda _: self._looks.pop(sha256))
+        return await asyncio.shield(look)
+
+    async def _look_again(self, digest: Digest) -> bool:
+        is_damaged = await self._back.is_whole(digest) is False
+        self._suspects.discard(digest.sha256)
+        if is_damaged:
+            self._damaged[digest.sha256] = time.monotonic()
+        return is_damaged
 
     async def _drop(self, digest: Digest) -> None:
+        self._suspects.discard(digest.sha256)
         self._damaged.pop(digest.sha256, None)
         fill = self._fills.get(digest.sha256)
         if fill is not None:

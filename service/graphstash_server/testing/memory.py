@@ -10,6 +10,7 @@ from graphstash_server.clock import Clock, system_clock
 from graphstash_server.errors import NoSpaceError, ShortBlobError
 from graphstash_server.storage import BlobReader
 from graphstash_server.storage.upload import Incoming
+from graphstash_server.storage.whole import read_whole
 
 __all__ = ["MemoryBlobStore"]
 
@@ -63,17 +64,22 @@ class MemoryBlobStore:
         blob = self.blobs.get(digest.sha256)
         return _MemoryReader(blob) if blob is not None else None
 
-    async def stat(self, digest: Digest) -> int | None:
+    async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:  # noqa: ARG002
         """See `BlobStore.stat`."""
         blob = self.blobs.get(digest.sha256)
         return len(blob) if blob is not None else None
 
-    async def delete(self, digest: Digest) -> None:
+    async def delete(self, digest: Digest, *, generation: int = 0) -> None:  # noqa: ARG002
         """See `BlobStore.delete`."""
         self.blobs.pop(digest.sha256, None)
 
-    async def forget_copy(self, digest: Digest) -> None:
-        """Nothing to do: there is no copy."""
+    def use_generation(self, digest: Digest, generation: int) -> bool:  # noqa: ARG002 - the protocol's
+        """False: a deletion ends with its call, so every blob keeps its name."""
+        return False
+
+    async def is_whole(self, digest: Digest) -> bool | None:
+        """Reads the blob, see `BlobStore.is_whole`."""
+        return await read_whole(self, digest)
 
     async def link(self, digest: Digest) -> str | None:  # noqa: ARG002 - the protocol's
         """None: memory has no URL."""

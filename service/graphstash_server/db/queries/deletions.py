@@ -1,27 +1,37 @@
-"""Statements on `deletions`."""
+"""Statements on `deletions`, and on `generations`, which remembers those that nobody confirmed."""
 
 from collections.abc import Collection, Sequence
 from datetime import datetime
 
-from sqlalchemy import delete, func, or_, select, update
+from sqlalchemy import ColumnElement, delete, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Digest
 from graphstash_server.db.queries.shared import insert_into
-from graphstash_server.db.tables import deletions
+from graphstash_server.db.tables import deletions, generations
 
 __all__ = [
+    "abandon_deletion",
     "add_deletions",
     "claim_deletion",
     "claim_deletions",
-    "claimed_digests",
     "count_deletions",
+    "doomed_digests",
     "drop_deletion",
+    "end_deletion",
+    "find_generations",
     "has_deletion",
+    "is_claimed",
     "pending_bytes",
     "release_deletion",
     "renew_claim",
 ]
+
+
+_IS_UNCONFIRMED: ColumnElement[bool] = or_(
+    deletions.c.unconfirmed, deletions.c.claimed_until.is_not(None)
+)
+"""Whether a claim ended, if none is held now, and nobody said what became of the deletion."""
 
 
 async def add_deletions(connection: AsyncConnection, digests: Sequence[Digest]) -> None:
@@ -59,7 +69,7 @@ async def claim_deletions(
     statement = (
         update(deletions)
         .where(deletions.c.sha256.in_(free))
-        .values(claimed_until=until)
+        .values(claimed_until=until, unconfirmed=_IS_UNCONFIRMED)
         .returning(deletions.c.sha256, deletions.c.size_bytes)
     )
     return [Digest(*found) for found in await connection.execute(statement)]
@@ -72,7 +82,10 @@ async def claim_deletion(connection: AsyncConnection, digest: Digest, *, until: 
     )
     statement = statement.on_conflict_do_update(
         index_elements=[deletions.c.sha256],
-        set_={"claimed_until": statement.excluded.claimed_until},
+        set_={
+            "claimed_until": statement.excluded.claimed_until,
+            "unconfirmed": _IS_UNCONFIRMED,
+        },
     )
     await connection.execute(statement)
 
@@ -89,13 +102,18 @@ async def renew_claim(
     return (await connection.execute(statement)).rowcount == 1
 
 
-async def claimed_digests(
-    connection: AsyncConnection, digests: Sequence[Digest], *, now: datetime
-) -> set[str]:
-    """The SHA-256 of those blobs that some server is deleting now."""
+async def is_claimed(connection: AsyncConnection, digest: Digest, *, now: datetime) -> bool:
+    """Whether some server is deleting a blob now."""
     statement = select(deletions.c.sha256).where(
-        deletions.c.sha256.in_([digest.sha256 for digest in digests]),
-        deletions.c.claimed_until >= now,
+        deletions.c.sha256 == digest.sha256, deletions.c.claimed_until >= now
+    )
+    return (await connection.execute(statement)).first() is not None
+
+
+async def doomed_digests(connection: AsyncConnection, digests: Sequence[Digest]) -> set[str]:
+    """The SHA-256 of those blobs that some server is deleting, or was when its claim ended."""
+    statement = select(deletions.c.sha256).where(
+        deletions.c.sha256.in_([digest.sha256 for digest in digests]), _IS_UNCONFIRMED
     )
     return set((await connection.execute(statement)).scalars())
 
@@ -107,16 +125,56 @@ async def release_deletion(connection: AsyncConnection, digest: Digest) -> None:
     )
 
 
-async def drop_deletion(
-    connection: AsyncConnection, digest: Digest, *, held_until: datetime | None = None
-) -> None:
-    """Removes the mark: the blob is gone, or needed again. With `held_until`, the mark goes only if
-    it still belongs to the claim with that end.
+async def drop_deletion(connection: AsyncConnection, digest: Digest) -> None:
+    """Removes the mark: the blob is needed, and nothing was sent to the store since it was claimed
+    or marked. `abandon_deletion` and `end_deletion` are for all other cases.
     """
-    statement = delete(deletions).where(deletions.c.sha256 == digest.sha256)
-    if held_until is not None:
-        statement = statement.where(deletions.c.claimed_until == held_until)
+    await connection.execute(delete(deletions).where(deletions.c.sha256 == digest.sha256))
+
+
+async def abandon_deletion(connection: AsyncConnection, digest: Digest) -> None:
+    """Removes the mark of a blob that is to be stored again. After a claim that ended without an
+    answer the blob gets a new name: its deletion may still be under way.
+    """
+    await _remove(connection, digest, deletions.c.sha256 == digest.sha256, spoils=_IS_UNCONFIRMED)
+
+
+async def end_deletion(
+    connection: AsyncConnection, digest: Digest, *, held_until: datetime
+) -> None:
+    """Removes the mark of a blob that the store has deleted, if it still belongs to the claim with
+    that end. When an earlier deletion was never answered, the blob's next name is a new one.
+    """
+    is_held = deletions.c.claimed_until == held_until
+    await _remove(connection, digest, is_held, spoils=deletions.c.unconfirmed)
+
+
+async def _remove(
+    connection: AsyncConnection,
+    digest: Digest,
+    where: ColumnElement[bool],
+    *,
+    spoils: ColumnElement[bool],
+) -> None:
+    removed = delete(deletions).where(deletions.c.sha256 == digest.sha256, where)
+    if not await connection.scalar(removed.returning(spoils)):
+        return
+    statement = insert_into(connection, generations).values(sha256=digest.sha256, generation=1)
+    statement = statement.on_conflict_do_update(
+        index_elements=[generations.c.sha256],
+        set_={"generation": generations.c.generation + 1},
+    )
     await connection.execute(statement)
+
+
+async def find_generations(
+    connection: AsyncConnection, digests: Sequence[Digest]
+) -> dict[str, int]:
+    """The generations of blobs by SHA-256; 0 is left out."""
+    statement = select(generations.c.sha256, generations.c.generation).where(
+        generations.c.sha256.in_([digest.sha256 for digest in digests])
+    )
+    return {found.sha256: found.generation for found in await connection.execute(statement)}
 
 
 async def has_deletion(connection: AsyncConnection, digest: Digest) -> bool:

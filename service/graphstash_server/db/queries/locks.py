@@ -4,8 +4,10 @@ A lock is held to the end of the transaction. On SQLite every transaction has th
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
+from typing import NamedTuple
 
 from sqlalchemy import ARRAY, BigInteger, bindparam, func, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -14,7 +16,7 @@ from graphstash_schema import Digest
 from graphstash_server.db.queries.shared import insert_into
 from graphstash_server.db.tables import chores
 
-__all__ = ["claim_chore", "lock_blob", "lock_name", "share_blobs"]
+__all__ = ["claim_chore", "find_waiting", "lock_blob", "lock_name", "pausing", "share_blobs"]
 
 _ONE = text("SELECT pg_advisory_xact_lock(:number)").bindparams(
     bindparam("number", type_=BigInteger)
@@ -43,6 +45,57 @@ async def lock_name(connection: AsyncConnection, name: str) -> None:
         await connection.execute(
             _ONE, {"number": _number(hashlib.sha256(name.encode()).hexdigest())}
         )
+
+
+_PAUSE = text("SELECT set_config('idle_in_transaction_session_timeout', :milliseconds, true)")
+_USUAL = text("SET LOCAL idle_in_transaction_session_timeout TO DEFAULT")
+
+
+@asynccontextmanager
+async def pausing(connection: AsyncConnection, *, seconds: float) -> AsyncIterator[None]:
+    """While something outside the database is asked in the middle of a transaction. A transaction
+    that does nothing is ended after a few seconds: its server may be frozen, and others wait.
+    """
+    if not _is_needed(connection):
+        yield
+        return
+    await connection.execute(_PAUSE, {"milliseconds": str(int(seconds * 1000))})
+    yield
+    await connection.execute(_USUAL)
+
+
+class Waiting(NamedTuple):
+    """Transactions of any server that wait for a lock.
+
+    Attributes:
+        transactions: how many.
+        seconds: for how long the first of them has waited.
+        idle_seconds: for how long the transaction before them has done nothing; 0 if it works.
+    """
+
+    transactions: int
+    seconds: float
+    idle_seconds: float
+
+
+_WAITING = text("""
+    SELECT count(DISTINCT waiting.pid),
+           coalesce(max(extract(epoch FROM clock_timestamp() - waiting.query_start)), 0),
+           coalesce(max(extract(epoch FROM clock_timestamp() - holder.state_change))
+                    FILTER (WHERE holder.state LIKE 'idle in transaction%'), 0)
+    FROM pg_stat_activity AS waiting
+    CROSS JOIN LATERAL unnest(pg_blocking_pids(waiting.pid)) AS blocking (pid)
+    LEFT JOIN pg_stat_activity AS holder ON holder.pid = blocking.pid
+    WHERE waiting.datname = current_database() AND waiting.wait_event_type = 'Lock'
+""")
+
+
+async def find_waiting(connection: AsyncConnection) -> Waiting | None:
+    """What waits now; None when nothing does."""
+    if not _is_needed(connection):
+        return None
+    count, *seconds = (await connection.execute(_WAITING)).one()
+    return Waiting(count, *map(float, seconds)) if count else None
 
 
 def _is_needed(connection: AsyncConnection) -> bool:

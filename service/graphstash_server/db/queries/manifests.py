@@ -1,6 +1,5 @@
 """Statements on `manifest_entries`."""
 
-from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
 
@@ -12,7 +11,14 @@ from graphstash_server.db.queries.shared import insert_into, key_values, stored_
 from graphstash_server.db.tables import manifest_entries as entries
 from graphstash_server.keys import StoredKey
 
-__all__ = ["add_run", "count_entries", "drop_unused_entries", "list_entries", "trim_entries"]
+__all__ = [
+    "add_run",
+    "count_entries",
+    "drop_unused_entries",
+    "list_entries",
+    "list_unused",
+    "trim_entries",
+]
 
 _ORDER = (
     entries.c.used_at.desc(),
@@ -77,10 +83,18 @@ async def list_entries(
     ]
 
 
-async def drop_unused_entries(connection: AsyncConnection, *, before: datetime) -> Counter[str]:
-    """Deletes entries that no run used since a time; returns how many of each namespace."""
-    statement = delete(entries).where(entries.c.used_at < before)
-    return Counter(await connection.scalars(statement.returning(entries.c.namespace)))
+async def drop_unused_entries(
+    connection: AsyncConnection, namespace: str, *, before: datetime
+) -> int:
+    """Deletes entries of a namespace that no run used since a time; returns how many."""
+    statement = delete(entries).where(entries.c.namespace == namespace, entries.c.used_at < before)
+    return (await connection.execute(statement)).rowcount
+
+
+async def list_unused(connection: AsyncConnection, *, before: datetime) -> Sequence[str]:
+    """Namespaces with entries that no run used since a time."""
+    statement = select(entries.c.namespace).distinct().where(entries.c.used_at < before)
+    return (await connection.scalars(statement)).all()
 
 
 async def trim_entries(

@@ -1,6 +1,6 @@
 """Statements on `usage`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from sqlalchemy import bindparam, func, literal, or_, select, union_all, update
@@ -15,6 +15,7 @@ __all__ = [
     "UsageChange",
     "add_counts",
     "add_usage",
+    "list_namespaces",
     "list_usage",
     "recount_usage",
     "stored_bytes",
@@ -52,18 +53,13 @@ async def add_usage(connection: AsyncConnection, namespace: str, change: UsageCh
     await connection.execute(statement)
 
 
-async def add_counts(connection: AsyncConnection, changes: Mapping[str, UsageChange]) -> None:
-    """Adds to the counters of namespaces that have a row: those that something was stored in.
+async def add_counts(connection: AsyncConnection, namespace: str, change: UsageChange) -> None:
+    """Adds to the counters of a namespace that has a row: something was stored in it.
 
     A client can request any number of namespaces that do not exist; they get no row.
     """
-    parameters = [
-        {"of_namespace": namespace}
-        | {f"more_{name}": value for name, value in change._asdict().items()}
-        for namespace, change in sorted(changes.items())
-    ]
-    if parameters:
-        await connection.execute(_ADD_COUNTS, parameters)
+    more = {f"more_{name}": value for name, value in change._asdict().items()}
+    await connection.execute(_ADD_COUNTS, {"of_namespace": namespace, **more})
 
 
 _ADD_COUNTS = (
@@ -71,6 +67,11 @@ _ADD_COUNTS = (
     .where(usage.c.namespace == bindparam("of_namespace"))
     .values({name: usage.c[name] + bindparam(f"more_{name}") for name in UsageChange._fields})
 )
+
+
+async def list_namespaces(connection: AsyncConnection) -> Sequence[str]:
+    """The names of every namespace that something was ever stored in."""
+    return (await connection.scalars(select(usage.c.namespace))).all()
 
 
 async def list_usage(connection: AsyncConnection) -> Sequence[NamespaceStats]:
@@ -90,14 +91,20 @@ async def stored_bytes(connection: AsyncConnection, namespace: str | None = None
 _STORED = usage.c.size_bytes + usage.c.metadata_bytes + usage.c.manifest_bytes
 
 
-async def recount_usage(connection: AsyncConnection, *, is_repair: bool) -> Sequence[str]:
-    """Compares the counters with the rows, and with `is_repair` corrects them.
+async def recount_usage(
+    connection: AsyncConnection, *, corrected: str | None = None
+) -> Sequence[str]:
+    """Compares the counters with the rows.
+
+    Args:
+        connection: with a transaction, if it is to correct.
+        corrected: the namespace whose counters are corrected; None to look at all.
 
     Returns:
         The namespaces whose counters were wrong.
     """
     # One statement sees all tables at one time, so concurrent changes cause no difference.
-    parts = union_all(
+    counted = [
         select(
             artifacts.c.namespace,
             literal(1).label("artifacts"),
@@ -111,7 +118,10 @@ async def recount_usage(connection: AsyncConnection, *, is_repair: bool) -> Sequ
             literal(MANIFEST_ENTRY_BYTES),
         ),
         select(usage.c.namespace, *(-usage.c[name] for name in _RECOUNTED)),
-    ).subquery()
+    ]
+    if corrected is not None:
+        counted = [each.where(each.selected_columns.namespace == corrected) for each in counted]
+    parts = union_all(*counted).subquery()
     differences = [func.sum(parts.c[name]) for name in _RECOUNTED]
     statement = (
         select(parts.c.namespace, *differences)
@@ -120,7 +130,7 @@ async def recount_usage(connection: AsyncConnection, *, is_repair: bool) -> Sequ
         .order_by(parts.c.namespace)
     )
     wrong = (await connection.execute(statement)).all()
-    if is_repair:
+    if corrected is not None:
         for namespace, *found in wrong:
             change = dict(zip(_RECOUNTED, map(int, found), strict=True))
             await add_usage(connection, namespace, UsageChange(**change))

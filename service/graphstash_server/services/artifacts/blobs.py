@@ -13,6 +13,10 @@ deleted, and another server may do any of this at the same time. The rules:
   blob (`services.artifacts.uploads`).
 - An upload takes the mark off its blob first, and waits for the end of a claim. A blob that this
   process is uploading is never claimed by it: an upload may drive out an artifact that has it.
+- When a claim ends and nobody said that the blob is deleted, the request to the store may still be
+  under way, for however long. Then the name that the blob had in the store is never used again:
+  whoever brings the blob next, or deletes it at last, counts its generation up. A deletion names
+  the generation that was valid when it was claimed, so it never hits a newer one.
 
 So a committed row always has its blob. The one thing that can go wrong is that an upload finds the
 blob it stored deleted by another process; it is refused with 503 then: nothing was acknowledged.
@@ -26,23 +30,26 @@ from datetime import datetime, timedelta
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from graphstash_schema import Digest, DigestHasher, ErrorCode
+from graphstash_schema import Digest, ErrorCode
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.artifacts import is_blob_used
 from graphstash_server.db.queries.deletions import (
+    abandon_deletion,
     claim_deletion,
     claim_deletions,
-    claimed_digests,
     count_deletions,
     drop_deletion,
+    end_deletion,
+    find_generations,
     has_deletion,
+    is_claimed,
     pending_bytes,
     release_deletion,
     renew_claim,
 )
 from graphstash_server.db.queries.locks import lock_blob
-from graphstash_server.errors import ServerError, ShortBlobError
+from graphstash_server.errors import ServerError
 from graphstash_server.storage import BlobStore
 
 __all__ = ["BlobCollector"]
@@ -78,31 +85,6 @@ class BlobCollector:
             if not self._uploading[digest.sha256]:
                 del self._uploading[digest.sha256]
 
-    async def is_whole(self, digest: Digest) -> bool | None:
-        """Whether the stored bytes are those of a digest; None when there are none. Reads them all,
-        from where they are durable.
-
-        Raises:
-            ServerError: 503, also when the blob cannot be read completely: it may be whole.
-        """
-        await self._blobs.forget_copy(digest)
-        reader = await self._blobs.open(digest)
-        if reader is None:
-            return None
-        hasher = DigestHasher()
-        try:
-            if reader.size_bytes != digest.size_bytes:
-                return False
-            async for chunk in reader.chunks(0, digest.size_bytes):
-                await asyncio.to_thread(hasher.update, chunk)
-        except ShortBlobError as error:
-            raise ServerError(
-                ErrorCode.UNAVAILABLE, f"blob {digest} could not be read completely: retry later"
-            ) from error
-        finally:
-            await reader.close()
-        return hasher.digest() == digest
-
     async def settle(self, digest: Digest) -> bool:
         """Before an upload: takes the mark off a blob, so that what is about to be stored is not
         deleted for an artifact that had it before. Waits for a deletion that is under way.
@@ -115,13 +97,18 @@ class BlobCollector:
         """
         for _ in range(_SETTLE_TIMES):
             async with self._database.reading() as connection:
-                if not await has_deletion(connection, digest):
-                    return False
+                is_marked = await has_deletion(connection, digest)
+            if not is_marked:
+                await self.learn(digest)
+                return False
             async with self._database.writing() as connection:
                 await lock_blob(connection, digest)
-                if not await claimed_digests(connection, [digest], now=self._clock()):
-                    await drop_deletion(connection, digest)
-                    return True
+                is_free = not await is_claimed(connection, digest, now=self._clock())
+                if is_free:
+                    await abandon_deletion(connection, digest)
+            if is_free:
+                await self.learn(digest)
+                return True
             await asyncio.sleep(_SETTLE_SECONDS)
         raise ServerError(
             ErrorCode.UNAVAILABLE, "the same bytes are being deleted: retry the upload"
@@ -136,13 +123,14 @@ class BlobCollector:
             if only_marked and not await has_deletion(connection, digest):
                 return False
             now = self._clock()
-            if await claimed_digests(connection, [digest], now=now):
+            if await is_claimed(connection, digest, now=now):
                 return False
             if await self._is_kept(connection, digest):
                 return False
             until = now + _CLAIM
             await claim_deletion(connection, digest, until=until)
-        await self._delete(digest, held_until=until)
+            generation = await self._generation(connection, digest)
+        await self._delete(digest, generation=generation, held_until=until)
         return True
 
     async def collect_marked(self) -> int:
@@ -200,8 +188,7 @@ class BlobCollector:
     async def _is_kept(self, connection: AsyncConnection, digest: Digest) -> bool:
         """Whether a blob has to stay; the transaction has its lock."""
         if digest.sha256 in self._uploading:
-            await release_deletion(connection, digest)  # the upload takes the mark off
-            return True
+            return True  # the upload takes the mark off
         if await is_blob_used(connection, digest):
             await drop_deletion(connection, digest)
             return True
@@ -217,22 +204,40 @@ class BlobCollector:
             if not await renew_claim(connection, digest, held_until=held_until, until=until):
                 return False
             if await self._is_kept(connection, digest):
+                await release_deletion(connection, digest)  # nothing was sent under this claim
                 return False
-        await self._delete(digest, held_until=until)
+            generation = await self._generation(connection, digest)
+        await self._delete(digest, generation=generation, held_until=until)
         return True
 
-    async def _delete(self, digest: Digest, *, held_until: datetime) -> None:
+    async def learn(self, digest: Digest) -> bool:
+        """Learns under which name a blob is stored now; another server may have changed it. Returns
+        whether that is news.
+        """
+        async with self._database.reading() as connection:
+            generation = await self._generation(connection, digest)
+        return self._blobs.use_generation(digest, generation)
+
+    async def _generation(self, connection: AsyncConnection, digest: Digest) -> int:
+        return (await find_generations(connection, [digest])).get(digest.sha256, 0)
+
+    async def _delete(self, digest: Digest, *, generation: int, held_until: datetime) -> None:
         """Deletes a blob that this server has just claimed, and takes the mark off.
 
         When that fails the claim stays: the store may still delete the blob. The timeout makes sure
-        that a call that waits for a thread of the store ends before its claim.
+        that a call that waits for a thread of the store ends before its claim; a server that was
+        frozen since has lost its claim.
         """
+        if self._clock() + timedelta(seconds=_DELETE_SECONDS) > held_until:
+            raise ServerError(
+                ErrorCode.UNAVAILABLE, f"blob {digest} was not deleted: its claim ended before"
+            )
         try:
             async with asyncio.timeout(_DELETE_SECONDS):
-                await self._blobs.delete(digest)
+                await self._blobs.delete(digest, generation=generation)
         except TimeoutError:
             raise ServerError(
                 ErrorCode.UNAVAILABLE, f"blob {digest} was not deleted within {_DELETE_SECONDS:g} s"
             ) from None
         async with self._database.writing() as connection:
-            await drop_deletion(connection, digest, held_until=held_until)
+            await end_deletion(connection, digest, held_until=held_until)

@@ -1,8 +1,10 @@
 """Evictor: keeps the store and the namespaces within their budgets, least value first.
 
-One eviction runs at a time, whatever the number of servers: each page is chosen, counted and
-removed in one transaction under one lock, so that two servers never evict for the same excess. The
-blobs go afterwards (`BlobCollector.collect_marked`), on all servers side by side.
+For one limit, one eviction runs at a time, whatever the number of servers: each page is chosen,
+counted and removed in one transaction under one lock, so that two servers never evict for the same
+excess. A transaction removes artifacts of one namespace only: a server that is frozen in the middle
+of one keeps no other namespace waiting. The blobs go afterwards (`BlobCollector.collect_marked`),
+on all servers side by side.
 """
 
 import asyncio
@@ -87,8 +89,11 @@ class Evictor:
 
     async def evict(self, chosen: Sequence[Candidate]) -> int:
         """Evicts artifacts that were chosen for another reason than space; returns how many."""
-        async with self._database.writing() as connection:
-            return len(await evict_artifacts(connection, chosen, now=self._clock()))
+        evicted = 0
+        for page in _by_namespace(chosen):
+            async with self._database.writing() as connection:
+                evicted += len(await evict_artifacts(connection, page, now=self._clock()))
+        return evicted
 
     async def _passed(self) -> list[tuple[str | None, int]]:
         """Namespaces, or None for the whole store, above their soft limit, and how far to go."""
@@ -129,7 +134,7 @@ class Evictor:
         evicted = 0
         while True:
             async with self._database.writing() as connection:
-                await lock_name(connection, "eviction")
+                await lock_name(connection, f"eviction {measured or ''}")
                 excess = await stored_bytes(connection, measured) - goal_bytes
                 if excess <= 0:
                     return evicted
@@ -141,8 +146,9 @@ class Evictor:
                     limit=_PAGE,
                     spares_looked_up=spares_looked_up,
                 )
+                chosen = next(iter(_by_namespace(_enough(page, excess))), [])
                 gone = await evict_artifacts(
-                    connection, _enough(page, excess), now=now, spares_looked_up=spares_looked_up
+                    connection, chosen, now=now, spares_looked_up=spares_looked_up
                 )
             evicted += len(gone)
             if not gone:
@@ -158,6 +164,14 @@ def _enough(page: Sequence[Candidate], excess_bytes: int) -> list[Candidate]:
         chosen.append(candidate)
         excess_bytes -= candidate.cost_bytes
     return chosen
+
+
+def _by_namespace(chosen: Sequence[Candidate]) -> list[list[Candidate]]:
+    """The same, the namespace of the first one first."""
+    found: dict[str, list[Candidate]] = {}
+    for candidate in chosen:
+        found.setdefault(candidate.key.namespace, []).append(candidate)
+    return list(found.values())
 
 
 def _is_planned(candidate: Candidate, last: Mapping[str, Candidate]) -> bool:

@@ -19,6 +19,7 @@ valid for the rest of its 15 minutes.
 """
 
 import logging
+from contextlib import suppress
 from io import BytesIO
 from typing import Final
 
@@ -139,13 +140,15 @@ class QuarantineService:
         return ReportResponse(found=True, withheld=is_withheld)
 
     async def _is_foreign(self, stored: ArtifactRow) -> bool:
-        """Whether the blob is no envelope, or the envelope of another key."""
-        start = await self._artifacts.read_start(stored, most_bytes=MAX_ENVELOPE_HEAD_BYTES)
-        try:
-            header = read_envelope_head(BytesIO(start).read)
-        except ValueError:
-            return True
-        return not names_key(header, stored.key.key)
+        """Whether the blob is no envelope, or the envelope of another key. Two reads have to say
+        so, because bytes are also damaged on their way from the store.
+        """
+        for _ in range(2):
+            start = await self._artifacts.read_start(stored, most_bytes=MAX_ENVELOPE_HEAD_BYTES)
+            with suppress(ValueError):
+                if names_key(read_envelope_head(BytesIO(start).read), stored.key.key):
+                    return False
+        return True
 
     async def _vote(
         self,

@@ -193,9 +193,7 @@ class ArtifactService:
         row = await self._read(key)
         if row is None:
             return VerifyResponse(found=False, healed=False)
-        is_healed = not await self._is_whole(row.digest)
-        if is_healed:
-            await self.heal(row)
+        is_healed = not await self._is_whole(row.digest) and await self.heal(row)
         return VerifyResponse(found=True, healed=is_healed)
 
     async def read_start(self, row: ArtifactRow, *, most_bytes: int) -> bytes:
@@ -220,7 +218,7 @@ class ArtifactService:
 
     async def _read_whole(self, digest: Digest) -> bool | None:
         async with self._verifiers:
-            return await self._collector.is_whole(digest)
+            return await self._blobs.is_whole(digest)
 
     async def lookup(
         self, namespace: Namespace, keys: Sequence[StoredKey], *, caller: str
@@ -270,11 +268,13 @@ class ArtifactService:
 
     async def heal(self, row: ArtifactRow) -> bool:
         """Drops an artifact whose blob is lost or damaged, if it is still the same one; False when
-        it is not.
+        it is not, or when another server has given the blob a name that was not looked for.
 
         When the database does not answer, a later request tries again; reads continue.
         """
         try:
+            if await self._collector.learn(row.digest):
+                return False
             is_dropped = await self._delete(row.key, row.digest, created_at=row.created_at)
         except ServerError as error:
             _LOGGER.warning(

@@ -28,9 +28,13 @@ from graphstash_server.db.queries.artifacts import (
 )
 from graphstash_server.db.queries.audit import AuditRecord, add_audit
 from graphstash_server.db.queries.costs import metadata_bytes
-from graphstash_server.db.queries.deletions import add_deletions, claimed_digests
+from graphstash_server.db.queries.deletions import (
+    add_deletions,
+    doomed_digests,
+    find_generations,
+)
 from graphstash_server.db.queries.leases import end_leases
-from graphstash_server.db.queries.locks import share_blobs
+from graphstash_server.db.queries.locks import pausing, share_blobs
 from graphstash_server.db.queries.usage import UsageChange, add_usage
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
@@ -46,6 +50,9 @@ __all__ = ["Commit", "CommitBatcher", "Upload", "UploadService", "withheld"]
 
 _MOST = 64
 """Uploads of one transaction: a few milliseconds of work beside one wait for the disk."""
+
+_LOOK_SECONDS = 45.0
+"""Longer than the store takes to say that a blob is there, all its attempts (40 s) included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +101,18 @@ _Waiting: TypeAlias = "tuple[Upload, asyncio.Future[Commit]]"
 
 
 class CommitBatcher:
-    """Makes stored blobs visible as artifacts, many in one transaction."""
+    """Makes stored blobs visible as artifacts, many of one namespace in one transaction.
+
+    A transaction never joins namespaces: when it has to wait, for example for a server that was
+    frozen in the middle of its own, the others go on.
+    """
 
     def __init__(self, *, database: Database, blobs: BlobStore, clock: Clock) -> None:
         self._database = database
         self._blobs = blobs
         self._clock = clock
-        self._waiting: list[_Waiting] = []
-        self._task: asyncio.Task[None] | None = None
+        self._waiting: dict[str, list[_Waiting]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def commit(self, upload: Upload) -> Commit:
         """Makes an artifact visible, counts it and ends its lease, all at once.
@@ -110,22 +121,30 @@ class CommitBatcher:
             ServerError: 503, 507 or 409; nothing was stored.
         """
         future: asyncio.Future[Commit] = asyncio.get_running_loop().create_future()
-        self._waiting.append((upload, future))
-        if self._task is None:
-            self._task = asyncio.create_task(self._commit_waiting())
+        namespace = upload.key.namespace
+        if namespace in self._waiting:
+            self._waiting[namespace].append((upload, future))
+        else:
+            self._waiting[namespace] = [(upload, future)]
+            task = asyncio.create_task(self._commit_waiting(namespace))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         return await future
 
-    async def _commit_waiting(self) -> None:
+    async def _commit_waiting(self, namespace: str) -> None:
         """Runs until no upload waits; an outermost frame, so every failure goes to its upload."""
+        waiting = self._waiting[namespace]
         try:
-            while self._waiting:
-                batch, self._waiting = self._waiting[:_MOST], self._waiting[_MOST:]
-                batch.sort(key=lambda waiting: waiting[0].key.columns)
-                await self._answer(batch)
+            while waiting:
+                batch, waiting[:] = waiting[:_MOST], waiting[_MOST:]
+                batch.sort(key=lambda each: each[0].key.columns)
+                waiting += await self._answer(batch)
         finally:
-            self._task = None
+            del self._waiting[namespace]
 
-    async def _answer(self, batch: "Sequence[_Waiting]") -> None:
+    async def _answer(self, batch: "Sequence[_Waiting]") -> "list[_Waiting]":
+        """Returns those that have to be tried again."""
+        again = []
         try:
             outcomes = await self._commit_all([upload for upload, _ in batch])
         except Exception as error:  # noqa: BLE001 - see above
@@ -134,16 +153,17 @@ class CommitBatcher:
             if future.done():
                 continue  # its caller was cancelled
             if outcome is None:
-                self._waiting.append((upload, future))
+                again.append((upload, future))
             elif isinstance(outcome, Exception):
                 future.set_exception(outcome)
             else:
                 future.set_result(outcome)
+        return again
 
     async def _commit_all(self, uploads: Sequence[Upload]) -> list[_Outcome]:
-        """One transaction; an error of a single upload is its own outcome."""
+        """One transaction of one namespace; an error of a single upload is its own outcome."""
         now = self._clock()
-        changes: dict[str, UsageChange] = {}
+        change = UsageChange()
         stored: list[tuple[Upload, ArtifactRow | None]] = []
         outcomes: list[_Outcome] = []
         digests = [upload.digest for upload in uploads]
@@ -152,21 +172,25 @@ class CommitBatcher:
             # other.
             locked = {*digests, *await _in_the_way(connection, uploads)}
             await share_blobs(connection, list(locked))
-            claimed = await claimed_digests(connection, digests, now=now)
-            sizes = await asyncio.gather(*(self._blobs.stat(digest) for digest in digests))
+            doomed = await doomed_digests(connection, digests)
+            # After them: what ends such a deletion counts the generation up at the same time.
+            for digest, generation in (await find_generations(connection, digests)).items():
+                self._blobs.use_generation(Digest(digest, 0), generation)
+            async with pausing(connection, seconds=_LOOK_SECONDS):  # nothing is changed yet
+                sizes = await asyncio.gather(
+                    *(self._blobs.stat(digest, is_newest=True) for digest in digests)
+                )
             for upload, size_bytes in zip(uploads, sizes, strict=True):
                 outcome: _Outcome = _deleted_meanwhile()
                 is_there = size_bytes == upload.digest.size_bytes
-                if is_there and upload.digest.sha256 not in claimed:
+                if is_there and upload.digest.sha256 not in doomed:
                     outcome = await _store(connection, upload, now, locked=locked)
                 if isinstance(outcome, Commit) and outcome.stays is None:
                     stored.append((upload, outcome.replaced))
-                    before = changes.get(upload.key.namespace, UsageChange())
-                    changes[upload.key.namespace] = before.plus(_change(upload, outcome.replaced))
+                    change = change.plus(_change(upload, outcome.replaced))
                 outcomes.append(outcome)
-            for namespace, change in sorted(changes.items()):
-                await add_usage(connection, namespace, change)
             if stored:
+                await add_usage(connection, uploads[0].key.namespace, change)
                 await end_leases(connection, [upload.key for upload, _ in stored], now=now)
                 news = [
                     Notification.ready(upload.key, upload.digest).payload for upload, _ in stored

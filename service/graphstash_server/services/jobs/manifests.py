@@ -18,6 +18,7 @@ from graphstash_server.db.queries.manifests import (
     count_entries,
     drop_unused_entries,
     list_entries,
+    list_unused,
     trim_entries,
 )
 from graphstash_server.db.queries.usage import UsageChange, add_usage
@@ -85,10 +86,13 @@ class ManifestService:
 
     async def drop_unused(self) -> None:
         """Deletes what no run used for `_UNUSED`, of all namespaces."""
-        async with self._database.writing() as connection:
-            dropped = await drop_unused_entries(connection, before=self._clock() - _UNUSED)
-            for namespace, count in sorted(dropped.items()):
-                await _count(connection, namespace, -count)
+        before = self._clock() - _UNUSED
+        async with self._database.reading() as connection:
+            namespaces = await list_unused(connection, before=before)
+        for namespace in namespaces:
+            async with self._database.writing() as connection:
+                dropped = await drop_unused_entries(connection, namespace, before=before)
+                await _count(connection, namespace, -dropped)
 
 
 async def _count(connection: AsyncConnection, namespace: str, more: int) -> None:

@@ -115,14 +115,17 @@ class Reconciler:
             _LOGGER.info(
                 "cleaned up: %d blobs without an artifact, %d artifacts without a blob", blobs, rows
             )
-        if await self.recount(is_repair=False):  # reads every row, so not in a transaction
-            await self.recount(is_repair=True)
+        await self.recount(is_repair=True)
 
     async def recount(self, *, is_repair: bool) -> Sequence[str]:
-        """Namespaces whose counters differ from what they have."""
-        opened = self._database.writing() if is_repair else self._database.reading()
-        async with opened as connection:
-            return await recount_usage(connection, is_repair=is_repair)
+        """Namespaces whose counters differ from what they have; each is corrected by itself."""
+        async with self._database.reading() as connection:  # it reads every row
+            wrong = await recount_usage(connection)
+        if is_repair:
+            for namespace in wrong:
+                async with self._database.writing() as connection:
+                    await recount_usage(connection, corrected=namespace)
+        return wrong
 
     async def drop_old_leases(self) -> None:
         """Deletes leases that ended long ago."""
@@ -184,11 +187,13 @@ class FsckService:
         self,
         *,
         database: Database,
+        blobs: BlobStore,
         collector: BlobCollector,
         artifacts: ArtifactService,
         reconciler: Reconciler,
     ) -> None:
         self._database = database
+        self._blobs = blobs
         self._collector = collector
         self._artifacts = artifacts
         self._reconciler = reconciler
@@ -230,7 +235,7 @@ class FsckService:
 
     async def _damaged(self, checked: Callable[[int], None]) -> AsyncIterator[StoredArtifact]:
         async for digest in _used_digests(self._database):
-            if await self._collector.is_whole(digest) is False:
+            if await self._blobs.is_whole(digest) is False:
                 async with self._database.reading() as connection:
                     rows = await list_artifacts_of(connection, digest)
                 for row in rows:

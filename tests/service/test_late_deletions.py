@@ -1,0 +1,164 @@
+"""A request to S3 that deletes an object and arrives when everybody has forgotten it."""
+
+from contextlib import asynccontextmanager
+from urllib.parse import urlsplit
+
+import pytest
+
+from graphstash_schema import Digest
+from graphstash_server.context import open_services
+from graphstash_server.errors import ServerError
+from graphstash_server.settings import load_settings
+from graphstash_server.storage import bucket as bucket_module
+from support.moto import s3_settings
+from support.s3_proxy import S3Fault, S3Proxy
+from support.services import ACTOR, FakeClock, ServiceClient, key_of
+
+pytestmark = [pytest.mark.sql, pytest.mark.anyio, pytest.mark.usefixtures("s3_credentials")]
+
+_HOUR = 3600
+_BLOBS = [
+    pytest.param(b"an executable" * 100, id="small"),
+    pytest.param(bytes(17 * 1024**2), id="in parts", marks=pytest.mark.extended),
+]
+
+
+@pytest.fixture(params=["moto", pytest.param("swift", marks=pytest.mark.extended)])
+def s3(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def bucket(s3):
+    return s3.new_bucket()
+
+
+@pytest.fixture
+def proxy(s3):
+    with S3Proxy(urlsplit(s3.url).port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def opened(tmp_path, database_url, proxy, bucket, monkeypatch):
+    """Opens servers on one bucket; an S3 that does not answer is given up after a moment."""
+    monkeypatch.setattr(bucket_module, "_ATTEMPTS", 1)
+    monkeypatch.setattr(bucket_module, "_READ_SECONDS", 1.0)
+    clock = FakeClock()
+
+    @asynccontextmanager
+    async def opened(name, **more):
+        settings = load_settings(
+            data_dir=tmp_path / name,
+            database_url=database_url,
+            **s3_settings(proxy.url, bucket, **more),
+        )
+        async with open_services(settings, blob_store=None, clock=clock) as context:
+            yield ServiceClient(context)
+
+    opened.clock = clock
+    return opened
+
+
+def objects(s3, bucket):
+    """The names of all blobs."""
+    found = s3.client.list_objects_v2(Bucket=bucket).get("Contents", ())
+    return [each["Key"].rpartition("/")[2] for each in found]
+
+
+async def lose_deletion(server, proxy):
+    """Deletes the artifact; the request to S3 is held, and its sender gives up."""
+    proxy.fault = S3Fault.HOLD
+    proxy.strikes = lambda seen: seen.method == "DELETE"
+    proxy.left = 1
+    with pytest.raises(ServerError):
+        await server.context.artifacts.delete(key_of(1), actor=ACTOR)
+
+
+def let_it_arrive(proxy, eventually):
+    proxy.resume.set()
+    eventually(lambda: proxy.late)
+    assert proxy.late[0].split()[1] in {"200", "204", "404"}
+
+
+@pytest.mark.parametrize("tier", ["0", "1GiB"])
+@pytest.mark.parametrize("blob", _BLOBS)
+@pytest.mark.parametrize("is_deleted_again", [False, True], ids=["given up", "deleted again"])
+async def test_a_deletion_held_for_an_hour_takes_nothing_that_was_published_since(
+    opened, proxy, s3, bucket, eventually, tier, blob, is_deleted_again
+):
+    async with opened("one", tier_limit_bytes=tier) as one, opened("two") as two:
+        assert await one.put(blob, 1)
+        await lose_deletion(one, proxy)
+        opened.clock.turn(_HOUR)
+        if is_deleted_again:
+            assert await two.context.collector.collect_marked() == 1
+            assert objects(s3, bucket) == []
+
+        assert await two.put(blob, 1)
+        opened.clock.turn(_HOUR)
+        let_it_arrive(proxy, eventually)
+
+        assert objects(s3, bucket) == [f"{Digest.of(blob).sha256}.1"]
+        async with opened("three") as three:
+            for server in (one, two, three):
+                assert await server.get(1) == blob
+                assert (await server.context.artifacts.verify(key_of(1))).healed is False
+        # The equal bytes of another artifact are the same object.
+        assert await one.put(blob, 2)
+        assert await one.context.artifacts.delete(key_of(1), actor=ACTOR)
+        assert await two.get(2) == blob
+        # Nothing stays behind, whatever names there were.
+        assert await two.context.artifacts.delete(key_of(2), actor=ACTOR)
+        assert objects(s3, bucket) == []
+
+
+async def test_a_server_of_the_release_before_finds_what_was_published_since(
+    opened, proxy, s3, bucket
+):
+    """It knows the first name of an object only."""
+    async with opened("one") as one:
+        await one.put(b"blob", 1)
+        await lose_deletion(one, proxy)
+        opened.clock.turn(_HOUR)
+        await one.put(b"blob", 1)
+        name = Digest.of(b"blob").sha256
+        assert objects(s3, bucket) == [name, f"{name}.1"]
+        listed = [digest async for digest in one.context.artifacts._blobs.list()]
+        assert listed == [Digest.of(b"blob")]
+
+
+async def test_what_a_server_of_the_release_before_published_is_found(opened, proxy, s3, bucket):
+    async with opened("one") as one, opened("two") as two:
+        await one.put(b"blob", 1)
+        await lose_deletion(one, proxy)
+        opened.clock.turn(_HOUR)
+        await one.put(b"blob", 1)
+        keys = [each["Key"] for each in s3.client.list_objects_v2(Bucket=bucket)["Contents"]]
+        s3.client.delete_object(Bucket=bucket, Key=keys[1])
+        for server in (one, two):
+            assert await server.get(1) == b"blob"
+            assert await server.context.artifacts.find(key_of(1)) is not None
+
+
+async def test_what_was_put_under_a_name_that_was_given_up_meanwhile_is_not_acknowledged(
+    opened, proxy, s3, bucket
+):
+    """An upload stores its bytes; before its commit, a deletion of them begins and is lost."""
+    async with opened("one") as one, opened("two") as two:
+        await two.put(b"blob", 1)
+        committer = one.context.uploads._committer
+        commit = committer.commit
+
+        async def late_commit(upload):
+            committer.commit = commit
+            await lose_deletion(two, proxy)
+            opened.clock.turn(_HOUR)
+            return await commit(upload)
+
+        committer.commit = late_commit
+        with pytest.raises(ServerError, match="retry the upload"):
+            await one.put(b"blob", 2)
+        assert await one.put(b"blob", 2)
+        proxy.resume.set()
+        assert await two.get(2) == b"blob"
