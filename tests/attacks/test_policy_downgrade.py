@@ -150,4 +150,4 @@ def test_the_way_out_of_a_proxy_is_not_the_way_in(fort, space):
             f"/v1/_blobs/{digest}",
         ):
             assert fort.http(fort.admin).get(path).status_code == 404
-    assert refused == {"not_found": 4}
+    assert refused == {"unknown_path": 4}

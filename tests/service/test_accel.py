@@ -155,7 +155,7 @@ def test_a_client_cannot_ask_for_a_path_of_nginx(api, through, problem):
 
     refused = through.http.get(f"/_blobs/sha256/{sha256[:2]}/{sha256}")
 
-    problem(refused, 404, "not_found", "/_blobs/")
+    problem(refused, 404, "unknown_path", "/_blobs/")
 
 
 def test_the_header_sent_directly_gets_headers_and_no_byte(api):

@@ -118,8 +118,8 @@ def test_request_ids_differ_and_a_well_formed_one_is_kept(api):
 
 
 @pytest.mark.parametrize("path", ["/nothing", "/v1", "/v1/team", "/docs", "/redoc", "/v1/stats/"])
-def test_an_unknown_path_is_not_found(api, problem, path):
-    problem(api.http.get(path), 404, "not_found", path)
+def test_an_unknown_path_is_named(api, problem, path):
+    problem(api.http.get(path), 404, "unknown_path", path)
 
 
 @pytest.mark.parametrize(

@@ -325,7 +325,7 @@ async def test_a_bit_flipped_on_the_way_confirms_no_report(opened, tmp_path, fli
 
         artifacts.read_start = flipped_start
         reply = await server.context.quarantine.report(
-            key_of(1), request, actor=ACTOR, may_withhold=True
+            key_of(1), request, actor=ACTOR, party=ACTOR.name, may_withhold=True
         )
         assert (reply.found, reply.withheld, len(looks)) == (True, is_withheld, 2)
         assert await server.get(1) == (None if is_withheld else blob)
