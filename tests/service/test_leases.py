@@ -8,7 +8,7 @@ import httpx
 import pytest
 import sqlalchemy as sa
 
-from graphstash_schema import Digest, ErrorCode, LeaseRequest
+from graphstash_schema import Digest, ErrorCode, LeaseRequest, LeaseState
 from graphstash_server.db import tables
 from graphstash_server.errors import ServerError
 from graphstash_server.services.jobs import leases
@@ -311,6 +311,27 @@ def test_stopping_a_server_answers_its_waiters(start, connect, eventually):
         assert waiting.result().status_code == 202
     assert time.monotonic() - begin < 25  # not at the end of the wait
     assert code == 0
+
+
+async def test_a_crowd_that_joins_leaves_connections_for_the_upload(opened, monkeypatch):
+    async with opened() as server:
+        artifacts, go_on = server.context.artifacts, asyncio.Event()
+        find = artifacts.find
+
+        async def slow_find(key):
+            async with server.context.database.reading():  # as a host under load does
+                await go_on.wait()
+            return await find(key)
+
+        monkeypatch.setattr(artifacts, "find", slow_find)
+        crowd = [asyncio.create_task(acquire(server, 0, f"caller {n}")) for n in range(100)]
+        await asyncio.sleep(0.1)
+        async with asyncio.timeout(10):
+            assert await server.put(b"graph")
+        go_on.set()
+        async with asyncio.timeout(30):
+            replies = await asyncio.gather(*crowd)
+        assert {reply.state for reply in replies} == {LeaseState.READY}
 
 
 async def test_a_caller_holds_a_number_of_leases(opened, monkeypatch):

@@ -55,7 +55,12 @@ _POOL_SETTINGS = _POSTGRES_SETTINGS | {
 
 
 class Database:
-    """The connections of this process to its database, until `close`."""
+    """The connections of this process to its database, until `close`.
+
+    Attributes:
+        shared_connections: how many a crowd of equal calls may use at a time, so that others find
+            one that is free.
+    """
 
     def __init__(self, url: str, *, connections: int = 5) -> None:
         """Prepares the pools; nothing connects yet.
@@ -65,6 +70,8 @@ class Database:
             connections: maximum of connections of this process to PostgreSQL.
         """
         self.url = make_url(url)
+        readers = connections if self.is_postgresql else _SQLITE_READERS
+        self.shared_connections = max(1, readers - 2)
         if self.is_postgresql:
             self._writing = make_engine(
                 self.url, pool_size=connections, max_overflow=0, pool_timeout=_POOL_SECONDS

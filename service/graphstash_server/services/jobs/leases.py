@@ -73,6 +73,8 @@ class LeaseService:
         self._wait_queue = wait_queue
         self._clock = clock
         self._new_token = new_token
+        # A thousand callers may join at once: the upload that they wait for does not queue behind.
+        self._turns = asyncio.Semaphore(database.shared_connections)
 
     async def acquire(self, wanted: Acquisition, *, gone: "asyncio.Future[None]") -> LeaseReply:
         """Takes the lease, or waits until it can be taken or the artifact is there.
@@ -90,9 +92,10 @@ class LeaseService:
             try:
                 while True:
                     ticket.clear()
-                    if ticket.digest is not None:
-                        return _ready(ticket.digest)
-                    reply, digest = await self._try(wanted)
+                    async with self._turns:
+                        if ticket.digest is not None:
+                            return _ready(ticket.digest)
+                        reply, digest = await self._try(wanted)
                     if digest is not None:
                         self._wait_queue.wake(Notification.ready(wanted.key, digest))
                     if gone.done() and reply.token is not None:
