@@ -124,6 +124,15 @@ def test_containers_are_locked_down(composed):
             assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", service["user"]), name
 
 
+def test_podman_takes_every_tmpfs(composed):
+    """Docker also takes uid and gid; podman stops at them."""
+    for name, service in composed["services"].items():
+        for tmpfs in service.get("tmpfs", ()):
+            options = tmpfs.partition(":")[2].split(",")
+            assert {each.partition("=")[0] for each in options} <= {"size", "mode"}, name
+            assert "mode=1777" in options, f"{name}: root's, and the container is another user's"
+
+
 def test_only_nginx_is_published_and_only_on_loopback(composed):
     published = {
         name: each["ports"] for name, each in composed["services"].items() if "ports" in each
