@@ -277,6 +277,25 @@ def test_the_build_sees_what_the_wheel_is_made_of_and_nothing_else():
     assert all((DOCKER.parent / name).exists() for name in kept)
 
 
+@pytest.mark.parametrize("broken", ["info", "compose version"])
+def test_without_an_engine_the_tests_of_the_images_are_named_as_not_run(tmp_path, broken):
+    docker = tmp_path / "docker"
+    docker.write_text(f'#!/bin/sh\ntest "$*" != "{broken}"\n')
+    docker.chmod(0o755)
+    make = ["make", "--silent", "--directory", str(DOCKER.parent), ".test-images"]
+
+    done = subprocess.run(
+        make,
+        check=True,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )
+
+    assert done.stdout.startswith("NOT RUN: tests/deploy/test_images.py")
+    assert "no container engine" in done.stdout
+
+
 def test_the_folders_of_the_tests_hide_no_package():
     program = (
         "import sys; sys.path.insert(0, sys.argv[1]); import docker, packaging, json;"
