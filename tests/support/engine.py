@@ -1,6 +1,7 @@
 """A container engine: the image and the compose files for real, as docker/README.md starts them."""
 
 import json
+import os
 import re
 import secrets
 import shutil
@@ -16,6 +17,9 @@ from support.nginx import free_port
 __all__ = ["Project", "bridge_address", "guide"]
 
 _DEADLINE_SECONDS = 600
+
+_OVERRIDES = re.compile("GRAPHSTASH_|AWS_|COMPOSE_")
+"""Variables of a shell that Compose prefers to docker/.env."""
 
 
 def bridge_address() -> str:
@@ -101,6 +105,7 @@ class Project:
             cwd=self.directory,
             capture_output=True,
             text=True,
+            env={name: value for name, value in os.environ.items() if not _OVERRIDES.match(name)},
             stdin=subprocess.DEVNULL,
             timeout=_DEADLINE_SECONDS,
         )
