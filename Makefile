@@ -14,8 +14,8 @@ TORCH_INDEX_OPTIONS := $(if $(TORCH_INDEX),--index $(TORCH_INDEX) --index-strate
 
 export PYTHONSAFEPATH = 1
 
-.PHONY: help demo serve test test-all test-pythons coverage fuzz check lint types format hooks dist \
-    docs docs-serve reference bench bench-training constraints clean
+.PHONY: help demo serve test test-all test-images test-pythons coverage fuzz check lint types \
+    format hooks dist docs docs-serve reference bench bench-training constraints clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -35,6 +35,21 @@ test: $(VENV)/.installed $(VENV)/.packages  ## Run the tests that .venv is enoug
 
 test-all: $(VENV)/.installed $(VENV)/.packages  ## Run every test, with every compiler version: at most 35 minutes
 	$(PYTEST) --extended $(TESTS)
+	$(if $(TESTS),,@$(MAKE) --no-print-directory .test-images)
+
+# Beside everything else, these build an image and start some twenty containers with names of their
+# own, and remove them. The engine may be any that `docker` and `docker compose` reach.
+HAS_ENGINE := docker info >/dev/null 2>&1 && docker compose version >/dev/null 2>&1
+NO_ENGINE := tests/deploy/test_images.py (the image and the compose files): `docker info` and \
+    `docker compose version` find no container engine
+
+test-images: $(VENV)/.installed $(VENV)/.packages  ## Run the image and the compose files in Docker: 7 minutes
+	@$(HAS_ENGINE) || { echo 'Cannot run $(NO_ENGINE).' >&2; exit 1; }
+	$(BIN)/python -m pytest --extended --images tests/deploy/test_images.py
+
+.PHONY: .test-images
+.test-images:
+	@if $(HAS_ENGINE); then $(MAKE) test-images; else echo 'NOT RUN: $(NO_ENGINE).'; fi
 
 # What needs no compiler.
 LIGHT_TESTS ?= tests/unit tests/service tests/client/doctor $(wildcard tests/client/*.py)

@@ -56,6 +56,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 def pytest_addoption(parser):
     parser.addoption("--extended", action="store_true", help="also run tests marked `extended`")
+    parser.addoption("--images", action="store_true", help="also run tests marked `images`")
 
 
 def pytest_configure(config):
@@ -75,10 +76,11 @@ def pytest_itemcollected(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
-    if not config.option.extended:
-        left_out = [item for item in items if item.get_closest_marker("extended")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("extended")]
+    for mark in ("extended", "images"):
+        if not config.getoption(mark):
+            left_out = [item for item in items if item.get_closest_marker(mark)]
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if not item.get_closest_marker(mark)]
     yield
     items.sort(key=_place_of_its_group)
 

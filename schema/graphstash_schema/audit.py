@@ -16,6 +16,7 @@ class AuditAction(StrEnum):
     PUT = "put"
     OVERWRITE = "overwrite"
     DELETE = "delete"
+    EVICT = "evict"
     TOKEN_CREATE = "token_create"  # noqa: S105 - a word
     TOKEN_REVOKE = "token_revoke"  # noqa: S105 - a word
     POLICY_SET = "policy_set"
@@ -29,7 +30,10 @@ class AuditEntry(WireModel):
 
     id: int = Field(description="grows")
     at: datetime
-    actor: str = Field(description="who: see `Access.name`; `local:<user>` for a command")
+    actor: str = Field(
+        description="who: see `Access.name`; `local:<user>` for a command, `server` for a server "
+        "by itself"
+    )
     action: AuditAction
     namespace: str | None = None
     subject: str = Field(description="what: an artifact's key, a token's id")

@@ -15,9 +15,10 @@ class Actor:
     """Who changes something.
 
     Attributes:
-        name: a caller's `Access.name`, or `local:<user>` for a command on the server's host.
+        name: a caller's `Access.name`, `local:<user>` for a command on the server's host, or
+            `server` for what a server does by itself.
         request_id: of the request that does it, as in its answer: the caller may have chosen it;
-            None for a command.
+            None for a command and for the server.
         server_request_id: of the same request, by the server alone.
         address: where the request came from.
     """
@@ -26,6 +27,11 @@ class Actor:
     request_id: str | None = None
     server_request_id: str | None = None
     address: str | None = None
+
+    @classmethod
+    def server(cls) -> Self:
+        """A server that does its periodic work."""
+        return cls("server")
 
     @classmethod
     def local(cls) -> Self:

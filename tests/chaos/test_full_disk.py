@@ -16,6 +16,7 @@ from graphstash_server.keys import StoredKey
 from graphstash_server.testing import ServerProcess
 from support.pins import pin
 from support.small_disk import SmallDisk
+from support.waiting import until
 
 pytestmark = pytest.mark.extended
 
@@ -143,6 +144,21 @@ def test_without_any_limit_a_full_disk_evicts(deployment, findings):
         assert api.get(number).content == api.blob(number)
     assert findings() == _NONE
 
+    assert evictions_of(api) == dict.fromkeys(set(numbers) - set(kept), "the disk is full")
+
+
+def evictions_of(api: Api) -> dict[int, str]:
+    """The artifacts that the audit log says were evicted, and why."""
+    numbers = {"/".join(api.key(number).values()): number for number in range(200)}
+    query = {"namespace": "team", "limit": 1000}
+    answer = api.http.get("/v1/-/audit", params=query)
+    assert answer.status_code == 200, answer.text
+    return {
+        numbers[entry["subject"]]: entry["detail"].rpartition(" ")[0]
+        for entry in answer.json()["entries"]
+        if entry["action"] == "evict"
+    }
+
 
 def test_a_budget_below_the_size_of_the_disk_never_fills_it(deployment, findings):
     api = deployment.serve(store_limit_bytes=16 * MIB)
@@ -154,6 +170,8 @@ def test_a_budget_below_the_size_of_the_disk_never_fills_it(deployment, findings
 
     assert 12 <= len(api.kept(numbers)) <= 16
     assert deployment.disk.used_bytes < DISK_BYTES - HEAD_ROOM_BYTES
+    assert set(evictions_of(api).values()) <= {"over the soft limit", "over the store's limit"}
+    assert set(evictions_of(api)) == set(numbers) - set(api.kept(numbers))
     assert findings() == _NONE
 
 
@@ -211,7 +229,7 @@ def test_a_disk_that_others_filled_is_read_only_until_there_is_room(deployment, 
     deployment.disk.drain()
 
     assert api.put(100).status_code == 201
-    assert api.http.get("/readyz").json()["blob_store"] == "ok"
+    until(lambda: api.http.get("/readyz").json()["blob_store"] == "ok")  # a probe is shared
     assert findings() == _NONE
 
 

@@ -1,77 +1,18 @@
 """compose.yaml by hand: real PostgreSQL, `graphstash migrate`, two servers, nginx, a client."""
 
-import itertools
 import re
 import shlex
 import subprocess
-import threading
 import time
 
-import httpx
 import pytest
 
 from graphstash_schema import Digest
 from support.compose import DOCKER
+from support.load import Load
 from support.waiting import until
 
 pytestmark = pytest.mark.extended
-
-
-class Load:
-    """Threads that put, get and ask for leases until told to stop; what failed is kept."""
-
-    def __init__(self, deployment, *, puts):
-        self.url = deployment.url
-        self.headers = deployment.headers
-        self.answered = 0
-        self.failures = []
-        self._puts = puts
-        self._end = threading.Event()
-        self._threads = [threading.Thread(target=self._work, args=(n,)) for n in range(4)]
-
-    def __enter__(self):
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self._end.set()
-        for thread in self._threads:
-            thread.join(60)
-
-    def wait_for(self, count):
-        goal = self.answered + count
-        until(lambda: self.answered >= goal)
-
-    def _work(self, worker):
-        with httpx.Client(
-            base_url=self.url, headers=self.headers, timeout=60, trust_env=False
-        ) as client:
-            for number in itertools.count():
-                if self._end.is_set():
-                    return
-                name = f"{worker:032x}{number:032x}"
-                try:
-                    self._round(client, name)
-                except (httpx.HTTPError, AssertionError) as error:
-                    self.failures.append(repr(error))
-
-    def _round(self, client, name):
-        path = f"/v1/load/artifacts/jax/cpu/{name}"
-        blob = name.encode() * 500
-        if self._puts:
-            sent = client.put(
-                path, content=blob, headers={"Repr-Digest": Digest.of(blob).repr_digest}
-            )
-            assert sent.status_code == 201, f"PUT {sent.status_code} {sent.text}"
-            got = client.get(path)
-            assert (got.status_code, got.content) == (200, blob), f"GET {got.status_code}"
-        else:
-            got = client.get(path)
-            assert got.status_code == 404, f"GET {got.status_code}"
-        lease = client.post(f"/v1/load/leases/jax/cpu/{name[::-1]}", json={"ttl_seconds": 1})
-        assert lease.status_code in {200, 201, 202}, f"POST {lease.status_code} {lease.text}"
-        self.answered += 1
 
 
 @pytest.fixture
@@ -167,7 +108,7 @@ def test_one_server_killed_and_requests_go_on(deployment):
     keys = [deployment.new_key() for _ in range(4)]
     for key in keys:
         deployment.put(key)
-    with Load(deployment, puts=False) as load:
+    with Load(deployment.url, deployment.headers, puts=False) as load:
         load.wait_for(20)
         deployment.kill("server-1")
         load.wait_for(100)
@@ -182,7 +123,7 @@ def test_one_server_killed_and_requests_go_on(deployment):
 
 
 def test_a_rolling_restart_under_load_fails_no_request(deployment):
-    with Load(deployment, puts=True) as load:
+    with Load(deployment.url, deployment.headers, puts=True) as load:
         for service in ("server-1", "server-2"):
             load.wait_for(20)
             assert deployment.stop(service) == 0

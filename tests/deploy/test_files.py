@@ -124,6 +124,15 @@ def test_containers_are_locked_down(composed):
             assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", service["user"]), name
 
 
+def test_podman_takes_every_tmpfs(composed):
+    """Docker also takes uid and gid; podman stops at them."""
+    for name, service in composed["services"].items():
+        for tmpfs in service.get("tmpfs", ()):
+            options = tmpfs.partition(":")[2].split(",")
+            assert {each.partition("=")[0] for each in options} <= {"size", "mode"}, name
+            assert "mode=1777" in options, f"{name}: root's, and the container is another user's"
+
+
 def test_only_nginx_is_published_and_only_on_loopback(composed):
     published = {
         name: each["ports"] for name, each in composed["services"].items() if "ports" in each
@@ -266,6 +275,25 @@ def test_the_build_sees_what_the_wheel_is_made_of_and_nothing_else():
         "docker/install.sh",
     }
     assert all((DOCKER.parent / name).exists() for name in kept)
+
+
+@pytest.mark.parametrize("broken", ["info", "compose version"])
+def test_without_an_engine_the_tests_of_the_images_are_named_as_not_run(tmp_path, broken):
+    docker = tmp_path / "docker"
+    docker.write_text(f'#!/bin/sh\ntest "$*" != "{broken}"\n')
+    docker.chmod(0o755)
+    make = ["make", "--silent", "--directory", str(DOCKER.parent), ".test-images"]
+
+    done = subprocess.run(
+        make,
+        check=True,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )
+
+    assert done.stdout.startswith("NOT RUN: tests/deploy/test_images.py")
+    assert "no container engine" in done.stdout
 
 
 def test_the_folders_of_the_tests_hide_no_package():

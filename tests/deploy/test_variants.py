@@ -1,7 +1,6 @@
 """Other deployments than the plain one: workers, TLS, S3, read-only roots, the image's steps."""
 
 import os
-import shutil
 import ssl
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import httpx
 import pytest
 
 from graphstash_schema import Digest
-from support.compose import DOCKER, example_variables
+from support.compose import copy_build_context, example_variables
 from support.moto import Moto
 
 pytestmark = pytest.mark.extended
@@ -159,7 +158,7 @@ def as_root():
 def test_the_steps_of_the_dockerfile_make_a_server_that_migrates_its_database(deploy, tmp_path):
     """docker/install.sh is what the Dockerfile runs; here both directories lie elsewhere."""
     source, venv = tmp_path / "source", tmp_path / "opt" / "graphstash"
-    copy_what_the_build_sees(source)
+    copy_build_context(source)
     deployment = deploy("compose.yaml")
     (install,) = [rest for name, rest in deployment.image.instructions if "install.sh" in rest]
     command = install.replace("--mount=type=cache,target=/root/.cache/uv", "").split()
@@ -184,16 +183,3 @@ def test_the_steps_of_the_dockerfile_make_a_server_that_migrates_its_database(de
     key = deployment.new_key()
     deployment.put(key)
     assert deployment.get(key) == deployment.payload
-
-
-def copy_what_the_build_sees(source):
-    """The build context: .dockerignore leaves out everything but what it names."""
-    root = DOCKER.parent
-    for line in (root / ".dockerignore").read_text().splitlines():
-        if line.startswith("!"):
-            path, copy = root / line[1:], source / line[1:]
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            if path.is_dir():
-                shutil.copytree(path, copy, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy2(path, copy)

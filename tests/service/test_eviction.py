@@ -17,11 +17,12 @@ from graphstash_schema import (
     Namespace,
     NamespacePolicy,
 )
+from graphstash_server.actor import Actor
 from graphstash_server.db.tables import usage
 from graphstash_server.errors import NoSpaceError, ServerError, ShortBlobError, StartError
 from graphstash_server.eviction_order import HALF_LIFE, aged, density
 from graphstash_server.services.artifacts import service
-from support.services import ServiceClient, key_of, upload_of
+from support.services import ACTOR, ServiceClient, key_of, upload_of
 
 pytestmark = [pytest.mark.sql, pytest.mark.anyio]
 
@@ -56,7 +57,7 @@ class Store(ServiceClient):
         await self.context.accounting.flush()
 
     async def evict(self):
-        return await self.context.evictor.run()
+        return await self.context.evictor.run(actor=Actor.server())
 
     async def collect(self):
         return await self.context.collector.collect_marked()
@@ -166,7 +167,9 @@ async def test_a_job_is_pinned_by_its_manifest(opened):
     async with opened(soft_limit_bytes=10_000) as store:
         await store.fill(4)
         team, job = Namespace("team"), ManifestName("gpt")
-        await store.context.manifests.merge(team, job, [key_of(0), key_of(1)], writer="")
+        await store.context.manifests.merge(
+            team, job, [key_of(0), key_of(1)], writer="", actor=ACTOR
+        )
         until = store.clock.now + timedelta(days=30)
         assert await store.context.pins.pin(team, job, until=until) == 2
         await store.evict()

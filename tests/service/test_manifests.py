@@ -12,7 +12,7 @@ from graphstash_server.db.queries.usage import recount_usage
 from graphstash_server.keys import StoredKey
 from graphstash_server.services.jobs import manifests
 from graphstash_server.settings import load_settings
-from support.services import key_of
+from support.services import ACTOR, key_of
 
 pytestmark = [pytest.mark.sql, pytest.mark.anyio]
 
@@ -116,11 +116,13 @@ async def test_entries_that_no_run_used_for_ninety_days_go(tmp_path):
     name = ManifestName("job")
     settings = load_settings(data_dir=tmp_path)
     async with open_context(settings, blob_store=None, clock=lambda: now) as context:
-        await context.manifests.merge(old.namespace, name, [old], writer="")
+        await context.manifests.merge(old.namespace, name, [old], writer="", actor=ACTOR)
         now += timedelta(days=91)
         await context.manifests.drop_unused()
         assert await context.manifests.get(old.namespace, name) is None
-        manifest, is_new = await context.manifests.merge(old.namespace, name, [new], writer="")
+        manifest, is_new = await context.manifests.merge(
+            old.namespace, name, [new], writer="", actor=ACTOR
+        )
 
     assert is_new
     assert [str(entry.key.fingerprint) for entry in manifest.entries] == ["b" * 64]
@@ -134,9 +136,15 @@ async def test_the_entries_of_a_namespace_are_bounded_and_counted(opened, monkey
         merge = server.context.manifests.merge
         for job in range(4):
             name = ManifestName(f"job-{job}")
-            await merge(team, name, [key_of(10 * job + number) for number in range(4)], writer="")
+            await merge(
+                team,
+                name,
+                [key_of(10 * job + number) for number in range(4)],
+                writer="",
+                actor=ACTOR,
+            )
             opened.clock.turn(60)
-        await merge(team, ManifestName("job-1"), [key_of(10)], writer="")
+        await merge(team, ManifestName("job-1"), [key_of(10)], writer="", actor=ACTOR)
 
         counts = []
         for job in range(4):

@@ -8,6 +8,7 @@ import pytest
 from sqlalchemy import event, text
 
 from graphstash_schema import ArtifactKey, LeaseRequest, Namespace
+from graphstash_server.actor import Actor
 from graphstash_server.clock import system_clock
 from graphstash_server.context import open_services, prepare_database
 from graphstash_server.errors import NoSpaceError
@@ -102,8 +103,9 @@ async def test_what_is_asked_often_goes_by_an_index(filled):
             gone=asyncio.get_running_loop().create_future(),
         )
         await context.artifacts.delete(key(9), actor=ACTOR)
+        room = Room(Namespace("bench"), blob_bytes=2**60, row_bytes=0, actor=ACTOR)
         with pytest.raises(NoSpaceError):
-            await context.rooms.check(Room(Namespace("bench"), blob_bytes=2**60, row_bytes=0))
+            await context.rooms.check(room)
         plans = {
             statement: await plan_of(context.database, statement, parameters)
             for statement, parameters in statements.seen.items()
@@ -133,7 +135,7 @@ async def test_an_eviction_takes_the_memory_of_a_page(filled):
     """Eleven thousand artifacts go; what one of them needs is some kilobytes."""
     async with open_services(filled, blob_store=None, clock=system_clock) as context:
         tracemalloc.start()
-        evicted = await context.evictor.run()
+        evicted = await context.evictor.run(actor=Actor.server())
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         async with context.database.reading() as connection:

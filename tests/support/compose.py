@@ -6,13 +6,14 @@ As much of the compose specification as docker/ uses: interpolation, anchors, me
 import json
 import re
 import shlex
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-__all__ = ["DOCKER", "Image", "example_variables", "load", "variables_of"]
+__all__ = ["DOCKER", "Image", "copy_build_context", "example_variables", "load", "variables_of"]
 
 DOCKER = Path(__file__).parents[2] / "docker"
 
@@ -39,6 +40,19 @@ def variables_of(*names: str) -> set[str]:
     return {
         match["name"] for name in names for match in _VARIABLE.finditer((DOCKER / name).read_text())
     }
+
+
+def copy_build_context(target: Path) -> None:
+    """Copies what `docker build` sees: .dockerignore leaves out everything but what it names."""
+    root = DOCKER.parent
+    for line in (root / ".dockerignore").read_text().splitlines():
+        if line.startswith("!"):
+            path, copy = root / line[1:], target / line[1:]
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_dir():
+                shutil.copytree(path, copy, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy2(path, copy)
 
 
 def example_variables() -> dict[str, str]:

@@ -99,9 +99,11 @@ class ServiceClient:
         """Evicts what is worth least, and its blob; False when all of it has to stay."""
         async with self.context.database.reading() as connection:
             stored = await stored_bytes(connection)
-        is_evicted = await self.context.evictor.shrink(None, goal_bytes=stored - 1) > 0
+        is_evicted = await self.context.evictor.shrink(
+            None, goal_bytes=stored - 1, actor=ACTOR, reason="by this test"
+        )
         await self.context.collector.collect_marked()
-        return is_evicted
+        return is_evicted > 0
 
     async def used(self, namespace: str = "team") -> NamespaceStats | None:
         stats = (await self.context.statistics.read()).namespaces

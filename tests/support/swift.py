@@ -25,11 +25,11 @@ _READY_SECONDS = 120
 _RINGS = """
 import sys
 from swift.common.ring import RingBuilder
-directory, *ports = sys.argv[1:]
+directory, address, *ports = sys.argv[1:]
 for name, port in zip(("account", "container", "object"), ports):
     builder = RingBuilder(4, 1, 0)
     builder.add_dev({
-        "id": 0, "region": 1, "zone": 1, "ip": "127.0.0.1", "port": int(port), "device": "d1",
+        "id": 0, "region": 1, "zone": 1, "ip": address, "port": int(port), "device": "d1",
         "weight": 1.0,
     })
     builder.rebalance()
@@ -38,7 +38,7 @@ for name, port in zip(("account", "container", "object"), ports):
 
 _COMMON = """
 [DEFAULT]
-bind_ip = 127.0.0.1
+bind_ip = {address}
 bind_port = {port}
 swift_dir = {directory}
 devices = {devices}
@@ -99,13 +99,17 @@ use = egg:swift#dlo
 
 
 class Swift:
-    """A context manager. Attributes: `url`, `access_key`, `secret_key`, and `client` of boto3."""
+    """A context manager. Attributes: `url`, `access_key`, `secret_key`, and `client` of boto3.
+
+    It listens on one address of this host; containers do not reach its loopback.
+    """
 
     access_key = "test:tester"
     secret_key = "testing"
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, address: str = "127.0.0.1") -> None:
         self._directory = directory
+        self._address = address
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -131,6 +135,7 @@ class Swift:
         user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True)
         account, container, objects, proxy, cache = _free_ports(5)
         values: dict[str, Any] = {
+            "address": self._address,
             "directory": self._directory,
             "devices": self._directory / "devices",
             "user": user.stdout.strip(),
@@ -139,7 +144,8 @@ class Swift:
         (self._directory / "devices" / "d1").mkdir(parents=True)
         (self._directory / "swift.conf").write_text(_SWIFT)
         ports = [str(port) for port in (account, container, objects)]
-        subprocess.run([_bin("python"), "-c", _RINGS, str(self._directory), *ports], check=True)
+        rings = [_bin("python"), "-c", _RINGS, str(self._directory), self._address, *ports]
+        subprocess.run(rings, check=True)
         self._run([memcached, "-u", values["user"], "-l", "127.0.0.1", "-p", str(cache)])
         servers = {"account": account, "container": container, "object": objects, "proxy": proxy}
         for name, port in servers.items():
@@ -147,7 +153,7 @@ class Swift:
             conf = self._directory / f"{name}-server.conf"
             conf.write_text((_COMMON + pipeline).format(name=name, port=port, **values))
             self._run([_bin(f"swift-{name}-server"), str(conf)])
-        self.url = f"http://127.0.0.1:{proxy}"
+        self.url = f"http://{self._address}:{proxy}"
         self._wait_until_ready(servers.values())
 
     def _run(self, command: Sequence[str]) -> None:
@@ -163,7 +169,7 @@ class Swift:
         for port in ports:
             while True:
                 try:
-                    socket.create_connection(("127.0.0.1", port)).close()
+                    socket.create_connection((self._address, port)).close()
                     break
                 except OSError:
                     if time.monotonic() > deadline:

@@ -68,7 +68,7 @@ async def put_manifest(call: NamespaceCall) -> Response:
     )
     keys = [StoredKey.of(where, key) for key in update.keys]
     manifest, is_new = await call.context.manifests.merge(
-        where, name, keys, writer=call.principal.party
+        where, name, keys, writer=call.principal.party, actor=call.actor
     )
     return json_answer(manifest, 201 if is_new else 200)
 

@@ -56,11 +56,13 @@ def gc(
             typer.echo(_line(each))
 
     async def work(context: "ProcessContext") -> None:
+        from graphstash_server.actor import Actor
         from graphstash_server.clock import system_clock
         from graphstash_server.services.maintenance.garbage import GarbageWanted, collect_garbage
 
         totals = await collect_garbage(
             GarbageWanted(dry_run, age, toolchain, namespace, system_clock() - orphan_age),
+            actor=Actor.local(),
             evictor=context.evictor,
             collector=context.collector,
             artifacts=context.artifacts,

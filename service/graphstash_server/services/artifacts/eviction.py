@@ -3,16 +3,23 @@
 For one limit, one eviction runs at a time, whatever the number of servers: each page is chosen,
 counted and removed in one transaction under one lock, so that two servers never evict for the same
 excess. A transaction removes artifacts of one namespace only: a server that is frozen in the middle
-of one keeps no other namespace waiting. The blobs go afterwards (`BlobCollector.collect_marked`),
-on all servers side by side.
+of one keeps no other namespace waiting. Each removal is in the audit log with its reason, in the
+name of whoever needed the room. The blobs go afterwards (`BlobCollector.collect_marked`), on all
+servers side by side.
 """
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Final
 
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from graphstash_schema import AuditAction
+from graphstash_server.actor import Actor
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
+from graphstash_server.db.queries.audit import AuditRecord, add_audit
 from graphstash_server.db.queries.eviction import (
     Candidate,
     evict_artifacts,
@@ -22,9 +29,12 @@ from graphstash_server.db.queries.locks import lock_name
 from graphstash_server.db.queries.usage import list_usage, stored_bytes
 from graphstash_server.services.namespaces import Budgets, PolicyService
 
-__all__ = ["Evictor"]
+__all__ = ["OVER_SOFT_LIMIT", "Evictor"]
 
 _LOGGER = logging.getLogger(__name__)
+
+OVER_SOFT_LIMIT: Final = "over the soft limit"
+"""Why `Evictor.run` evicts, as operators read it."""
 
 _PAGE = 200
 """Artifacts of one transaction: a few milliseconds in which SQLite takes no other writer."""
@@ -51,12 +61,14 @@ class Evictor:
         self._policies = policies
         self._clock = clock
 
-    async def run(self) -> int:
+    async def run(self, *, actor: Actor) -> int:
         """Evicts until no soft limit is exceeded; returns how many artifacts."""
         self.is_needed.clear()
         evicted = 0
         for namespace, goal_bytes in await self._passed():
-            evicted += await self.shrink(namespace, goal_bytes=goal_bytes)
+            evicted += await self.shrink(
+                namespace, goal_bytes=goal_bytes, actor=actor, reason=OVER_SOFT_LIMIT
+            )
         if evicted:
             _LOGGER.info("evicted %d artifacts", evicted)
         return evicted
@@ -87,12 +99,14 @@ class Evictor:
                     break
                 after = page[-1]
 
-    async def evict(self, chosen: Sequence[Candidate]) -> int:
+    async def evict(self, chosen: Sequence[Candidate], *, actor: Actor, reason: str) -> int:
         """Evicts artifacts that were chosen for another reason than space; returns how many."""
         evicted = 0
         for page in _by_namespace(chosen):
             async with self._database.writing() as connection:
-                evicted += len(await evict_artifacts(connection, page, now=self._clock()))
+                gone = await evict_artifacts(connection, page, now=self._clock())
+                await self._log(connection, gone, actor=actor, reason=reason)
+            evicted += len(gone)
         return evicted
 
     async def _passed(self) -> list[tuple[str | None, int]]:
@@ -118,6 +132,8 @@ class Evictor:
         measured: str | None,
         *,
         goal_bytes: int,
+        actor: Actor,
+        reason: str,
         evicted_from: str | None = None,
         spares_looked_up: bool = True,
     ) -> int:
@@ -127,6 +143,8 @@ class Evictor:
         Args:
             measured: the namespace that is to shrink; None for the store.
             goal_bytes: where to stop.
+            actor: who needs the room, for the audit log.
+            reason: why there is none, for the audit log.
             evicted_from: only of this namespace; by default of what is measured.
             spares_looked_up: whether those that a look-up found lately stay; otherwise they are the
                 only ones that go.
@@ -150,9 +168,29 @@ class Evictor:
                 gone = await evict_artifacts(
                     connection, chosen, now=now, spares_looked_up=spares_looked_up
                 )
+                await self._log(connection, gone, actor=actor, reason=reason)
             evicted += len(gone)
             if not gone:
                 return evicted
+
+    async def _log(
+        self,
+        connection: AsyncConnection,
+        gone: Sequence[Candidate],
+        *,
+        actor: Actor,
+        reason: str,
+    ) -> None:
+        now = self._clock()
+        await add_audit(
+            connection,
+            [
+                AuditRecord.of_artifact(
+                    now, actor, AuditAction.EVICT, each.key, f"{reason} {each.digest}"
+                )
+                for each in gone
+            ],
+        )
 
 
 def _enough(page: Sequence[Candidate], excess_bytes: int) -> list[Candidate]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from graphstash_schema import Namespace
+from graphstash_server.actor import Actor
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.deletions import pending_bytes
@@ -49,6 +50,7 @@ class Room:
         namespace: where it is stored.
         blob_bytes: of the blob, which arrive one after the other.
         row_bytes: what its rows count.
+        actor: who stores it; what is evicted for it is logged in their name.
         taken_bytes: of both.
         step_bytes: what of that was taken last, and may not be on the disk yet.
     """
@@ -56,6 +58,7 @@ class Room:
     namespace: Namespace
     blob_bytes: int
     row_bytes: int
+    actor: Actor
     taken_bytes: int = 0
     step_bytes: int = 0
 
@@ -68,12 +71,14 @@ class Room:
 class _Excess(NamedTuple):
     """A limit that is passed: of the namespace `where`, or None for the store and its disk.
 
-    What is being deleted already is left out of `size_bytes`, which may be negative then.
+    What is being deleted already is left out of `size_bytes`, which may be negative then. `reason`
+    is for the audit log.
     """
 
     where: Namespace | None
     size_bytes: int
     refusal: NoSpaceError
+    reason: str
 
 
 class RoomKeeper:
@@ -169,7 +174,7 @@ class RoomKeeper:
                 return
             await self.check(room)
             for excess in excesses:
-                await self._make_room(room.namespace, excess)
+                await self._make_room(room, excess)
             excesses = await self._excesses(room)
         if excesses:
             raise excesses[0].refusal
@@ -195,19 +200,21 @@ class RoomKeeper:
         found = []
         if budget.hard_bytes is not None and own + ahead_bytes > budget.hard_bytes:
             refusal = _refusal(room, f"the namespace {where}", own, budget.hard_bytes)
-            found.append(_Excess(where, own + ahead_bytes - budget.hard_bytes, refusal))
+            excess_bytes = own + ahead_bytes - budget.hard_bytes
+            found.append(_Excess(where, excess_bytes, refusal, "over the namespace's limit"))
         if store.hard_bytes is not None and stored + pending + ahead_bytes > store.hard_bytes:
             refusal = _refusal(room, "the store", stored, store.hard_bytes)
-            found.append(_Excess(None, stored + ahead_bytes - store.hard_bytes, refusal))
+            excess_bytes = stored + ahead_bytes - store.hard_bytes
+            found.append(_Excess(None, excess_bytes, refusal, "over the store's limit"))
         if full is not None and full.missing_bytes is not None:
-            found.append(_Excess(None, full.missing_bytes - pending, full))
+            found.append(_Excess(None, full.missing_bytes - pending, full, "the disk is full"))
         return found
 
-    async def _make_room(self, writer: Namespace, excess: _Excess) -> None:
+    async def _make_room(self, room: Room, excess: _Excess) -> None:
         """Evicts for one limit that is passed."""
         async with self._database.reading() as connection:
             goal_bytes = max(await stored_bytes(connection, excess.where) - excess.size_bytes, 0)
-        evicted = await self._evict(writer, excess, goal_bytes)
+        evicted = await self._evict(room, excess, goal_bytes)
         if excess.where is not None:
             return
         await self._collector.collect_marked()
@@ -215,18 +222,21 @@ class RoomKeeper:
         # such a server died, other artifacts are evicted.
         pending = await self._collector.pending_bytes(patience_seconds=_PATIENCE_SECONDS)
         if pending:
-            evicted += await self._evict(writer, excess, max(goal_bytes - pending, 0))
+            evicted += await self._evict(room, excess, max(goal_bytes - pending, 0))
             await self._collector.collect_marked()
         if evicted:
             _LOGGER.info("the store is full: evicted %d artifacts for an upload", evicted)
 
-    async def _evict(self, writer: Namespace, excess: _Excess, goal_bytes: int) -> int:
+    async def _evict(self, room: Room, excess: _Excess, goal_bytes: int) -> int:
         evicted = 0
-        for evicted_from in (writer,) if excess.where is not None else (writer, None):
+        own = room.namespace
+        for evicted_from in (own,) if excess.where is not None else (own, None):
             for spares_looked_up in (True, False):
                 evicted += await self._evictor.shrink(
                     excess.where,
                     goal_bytes=goal_bytes,
+                    actor=room.actor,
+                    reason=excess.reason,
                     evicted_from=evicted_from,
                     spares_looked_up=spares_looked_up,
                 )

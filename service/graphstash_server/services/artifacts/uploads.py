@@ -325,7 +325,12 @@ class UploadService:
             return self._refuse_other(upload, existing.digest)
         size_bytes = upload.digest.size_bytes
         rows_bytes = metadata_bytes(size_bytes, upload.metadata_header)
-        room = Room(upload.key.namespace, blob_bytes=size_bytes, row_bytes=rows_bytes)
+        room = Room(
+            upload.key.namespace,
+            blob_bytes=size_bytes,
+            row_bytes=rows_bytes,
+            actor=upload.actor,
+        )
         await self._rooms.check(room)
         is_due = False
         try:

@@ -8,6 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Manifest, ManifestName, Namespace
 from graphstash_schema.protocol import MAX_MANIFEST_ENTRIES
+from graphstash_server.actor import Actor
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.artifacts import pin_artifacts, unpin_artifacts
@@ -53,9 +54,16 @@ class ManifestService:
         return Manifest(name=name, entries=tuple(entries)) if entries else None
 
     async def merge(
-        self, namespace: Namespace, name: ManifestName, keys: Sequence[StoredKey], *, writer: str
+        self,
+        namespace: Namespace,
+        name: ManifestName,
+        keys: Sequence[StoredKey],
+        *,
+        writer: str,
+        actor: Actor,
     ) -> tuple[Manifest, bool]:
-        """Adds what one run of a writer used; a key that is named twice counts once.
+        """Adds what one run of a writer used; a key that is named twice counts once. Evictions that
+        it needs are logged in the name of the actor.
 
         Returns:
             The manifest, and whether it is a new one.
@@ -68,7 +76,7 @@ class ManifestService:
         async with self._database.reading() as connection:
             known = {entry.key for entry in await list_entries(connection, namespace, name)}
         more = sum(key.key not in known for key in wanted)
-        room = Room(namespace, blob_bytes=0, row_bytes=more * MANIFEST_ENTRY_BYTES)
+        room = Room(namespace, blob_bytes=0, row_bytes=more * MANIFEST_ENTRY_BYTES, actor=actor)
         await self._rooms.check(room)
         with self._rooms.opened(room):
             await self._rooms.take(room, room.row_bytes)

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
+from graphstash_server.actor import Actor
 from graphstash_server.services.artifacts.blobs import BlobCollector
-from graphstash_server.services.artifacts.eviction import Evictor
+from graphstash_server.services.artifacts.eviction import OVER_SOFT_LIMIT, Evictor
 from graphstash_server.services.artifacts.service import ArtifactService
 from graphstash_server.services.maintenance.reconciler import Lost, Orphan, Reconciler
 from graphstash_server.services.maintenance.schedule import Candidate, Maintenance, RetentionService
@@ -46,6 +47,7 @@ class GarbageTotals:
 async def collect_garbage(
     wanted: GarbageWanted,
     *,
+    actor: Actor,
     evictor: Evictor,
     collector: BlobCollector,
     artifacts: ArtifactService,
@@ -67,9 +69,9 @@ async def collect_garbage(
             totals.chosen_bytes += candidate.digest.size_bytes
             found(Chosen(reason, candidate))
         if not wanted.is_dry_run:
-            await evictor.evict(page)
+            await evictor.evict(page, actor=actor, reason=reason)
     if not wanted.is_dry_run:
-        totals.evicted += await evictor.run()
+        totals.evicted += await evictor.run(actor=actor)
         totals.deleted += await collector.collect_marked()
     async for each in reconciler.compare(blobs_before=wanted.blobs_before):
         if isinstance(each, Lost):
@@ -106,4 +108,4 @@ async def _chosen(
         yield "retention", page
     if wanted.is_dry_run:
         async for candidate in evictor.plan():
-            yield "over the soft limit", [candidate]
+            yield OVER_SOFT_LIMIT, [candidate]

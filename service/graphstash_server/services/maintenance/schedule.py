@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from itertools import groupby
 
+from graphstash_server.actor import Actor
 from graphstash_server.clock import Clock, jitter
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.eviction import (
@@ -150,7 +151,7 @@ class Maintenance:
 
     async def run_once(self) -> None:
         """One round."""
-        await self._evictor.run()
+        await self._evictor.run(actor=Actor.server())
         await self._collector.collect_marked()
         if await self._is_due("drop old leases", _HOURLY):
             await self._reconciler.drop_old_leases()
@@ -169,7 +170,7 @@ class Maintenance:
         """Evicts what retention chooses; returns how many artifacts."""
         evicted = 0
         async for page in self.outlived():
-            evicted += await self._evictor.evict(page)
+            evicted += await self._evictor.evict(page, actor=Actor.server(), reason="retention")
         if evicted:
             _LOGGER.info("evicted %d artifacts by age or toolchain", evicted)
             await self._collector.collect_marked()

@@ -1,0 +1,251 @@
+"""The image and the compose files in a real container engine, by the commands of docker/README.md.
+
+`make test-images` runs this, and `make test-all` where an engine answers.
+"""
+
+import json
+import os
+import ssl
+import subprocess
+from contextlib import contextmanager
+
+import httpx
+import pytest
+import yaml
+
+from graphstash_schema import ArtifactKey, Digest
+from support.compose import DOCKER
+from support.engine import Project, bridge_address, guide
+from support.load import Load
+from support.swift import Swift
+from support.waiting import until
+
+pytestmark = [pytest.mark.extended, pytest.mark.images, pytest.mark.timeout(900)]
+
+BLOB = os.urandom(3_000_000)
+SERVERS = ("server-1", "server-2")
+
+
+class Caller:
+    """Who calls a deployment with a token."""
+
+    def __init__(self, project, token, *, ca=None):
+        self.headers = {"Authorization": f"Bearer {token}"}
+        self.url = f"{'https' if ca else 'http'}://127.0.0.1:{project.port}"
+        self._verify = ssl.create_default_context(cafile=ca) if ca else True
+
+    @staticmethod
+    def path(number, namespace="trusted"):
+        key = ArtifactKey.parse("jax", "cpu", f"{number:064x}")
+        return str(key.artifact_path(namespace))
+
+    def put(self, number, blob=BLOB, namespace="trusted"):
+        headers = {"Repr-Digest": Digest.of(blob).repr_digest}
+        return self._call("PUT", self.path(number, namespace), headers, content=blob)
+
+    def get(self, number, namespace="trusted", **headers):
+        return self.read(self.path(number, namespace), **headers)
+
+    def read(self, path, **headers):
+        return self._call("GET", path, headers)
+
+    def _call(self, method, path, headers, **body):
+        return httpx.request(
+            method,
+            self.url + path,
+            headers=self.headers | headers,
+            verify=self._verify,
+            timeout=60,
+            trust_env=False,
+            **body,
+        )
+
+
+@contextmanager
+def started(directory, *overrides, **variables):
+    """By the first block of the guide."""
+    build, copy, password, up = guide()[0].splitlines()
+    with Project(directory) as project:
+        project.sh(f"{build}\n{copy}\n{password}")
+        project.set_names()
+        project.set(**variables)
+        for name, override in overrides:
+            (directory / name).write_text(yaml.safe_dump(override))
+            project.files.append(name)
+        project.sh(up)
+        yield project
+
+
+def callers_of(project):
+    """By the second block of the guide: admin, CI, developers."""
+    dc, policy, *tokens = guide()[1].splitlines()
+    assert dc.startswith("dc() {")
+    project.sh(policy)
+    return [Caller(project, project.sh(each).stdout.strip()) for each in tokens]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    with started(tmp_path_factory.mktemp("images") / "checkout") as project:
+        yield project
+
+
+@pytest.fixture(scope="module")
+def callers(project):
+    return callers_of(project)
+
+
+@pytest.fixture
+def admin(callers):
+    return callers[0]
+
+
+def entry_of(project, answer):
+    """What nginx logged about an answer."""
+    wanted = answer.headers["x-request-id"]
+
+    def found():
+        lines = [line for line in project.log("nginx") if line.startswith("{")]
+        return [each for each in map(json.loads, lines) if wanted in each.values()]
+
+    until(found)
+    return found()[0]
+
+
+def test_by_the_first_block_of_the_guide_everything_is_healthy_and_locked(project):
+    containers = project.containers()
+    migrate = containers.pop("migrate")
+    assert (migrate["State"]["Status"], migrate["State"]["ExitCode"]) == ("exited", 0)
+    assert sorted(containers) == ["nginx", "postgres", *SERVERS]
+    for name, each in containers.items():
+        assert each["State"]["Health"]["Status"] == "healthy", name
+        assert each["HostConfig"]["ReadonlyRootfs"], name
+    for name in SERVERS:
+        assert project.sh(f"dc exec -T {name} id -u").stdout.strip() == "10001"
+        refused = project.sh(f"dc exec -T {name} touch /opt/graphstash/x", check=False)
+        assert "Read-only file system" in refused.stderr
+    published = [each for each in containers.values() if each["HostConfig"]["PortBindings"]]
+    assert published == [containers["nginx"]]
+
+
+def test_ci_writes_developers_read_and_nginx_sends_the_bytes(project, callers):
+    _, ci, developers = callers
+    assert developers.put(1).status_code == 403
+    assert ci.put(1).status_code == 201
+    answer = developers.get(1)
+    assert (answer.status_code, answer.content) == (200, BLOB)
+    assert entry_of(project, answer)["server_bytes"] == "0"
+    part = developers.get(1, Range="bytes=5-9")
+    assert (part.status_code, part.content) == (206, BLOB[5:10])
+    assert Caller(project, "gst_nobody").get(1).status_code == 401
+
+
+def test_a_killed_server_costs_no_request(project, admin):
+    with Load(admin.url, admin.headers, puts=False) as load:
+        load.wait_for(20)
+        project.kill("server-1")
+        load.wait_for(100)
+        project.sh("dc up --detach --wait server-1")
+        load.wait_for(20)
+    assert load.failures == []
+
+
+def test_backup_and_restore_word_for_word(project, callers):
+    _, ci, developers = callers
+    assert ci.put(2).status_code == 201
+    backup, restore = guide("Backup and restore")
+    project.sh(backup)
+    project.sh("dc down --volumes")
+    *steps, fsck = restore.splitlines()
+    project.sh("\n".join(steps))
+    assert "0 problems found" in project.sh(fsck).stdout
+    answer = developers.get(2)  # the token was restored, too
+    assert (answer.status_code, answer.content) == (200, BLOB)
+    assert entry_of(project, answer)["server_bytes"] == "0"
+    assert ci.put(3).status_code == 201
+
+
+def test_a_rolling_upgrade_loses_no_request_while_servers_are_replaced(project, admin):
+    build, migrate, one, two, nginx = guide("Upgrade")[0].splitlines()
+    project.sh(build)
+    project.set(GRAPHSTASH_IMAGE=f"{project.name}:0.2.0")
+    with Load(admin.url, admin.headers, puts=True) as load:
+        load.wait_for(20)
+        for step in (migrate, one, two):
+            project.sh(step)
+            load.wait_for(20)
+        assert load.failures == []
+        project.sh(nginx)  # one container: here connections fail
+        load.wait_for(20)
+    containers = project.containers()
+    images = {containers[name]["Config"]["Image"] for name in SERVERS}
+    assert images == {f"{project.name}:0.2.0"}
+    lost = [path for path, blob in load.stored.items() if admin.read(path).content != blob]
+    assert lost == []
+    assert load.stored
+
+
+@contextmanager
+def over(project, file):
+    """With an override; afterwards the deployment is the plain one again."""
+    project.files.append(file)
+    try:
+        project.sh("dc up --detach --wait")
+        yield
+    finally:
+        project.files.remove(file)
+        project.sh("dc up --detach --wait")
+
+
+def test_tls_is_two_files_and_plain_http_is_refused(project, callers, tmp_path):
+    certificate, key = tmp_path / "tls.crt", tmp_path / "tls.key"
+    subject = ("-subj", "/CN=cache", "-addext", "subjectAltName=IP:127.0.0.1")
+    new = ("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2")
+    make = ["openssl", *new, *subject, "-keyout", key, "-out", certificate]
+    subprocess.run(make, check=True, capture_output=True)
+    key.chmod(0o644)  # user 10001 reads it
+    ci = callers[1]
+    assert ci.put(4).status_code == 201
+    project.set(GRAPHSTASH_TLS_CERTIFICATE=str(certificate), GRAPHSTASH_TLS_KEY=str(key))
+    with over(project, "docker/compose.tls.yaml"):
+        token = ci.headers["Authorization"].removeprefix("Bearer ")
+        answer = Caller(project, token, ca=certificate).get(4)
+        assert (answer.status_code, answer.content) == (200, BLOB)
+        assert entry_of(project, answer)["server_bytes"] == "0"
+        assert ci.get(4).status_code == 400
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"https://127.0.0.1:{project.port}/nginx/healthz", trust_env=False)
+    assert ci.get(4).content == BLOB
+
+
+@pytest.fixture
+def s3(tmp_path):
+    with Swift(tmp_path, address=bridge_address()) as swift:
+        yield swift
+
+
+def test_with_another_s3_the_bucket_is_made_and_every_server_has_every_blob(s3, tmp_path):
+    """As the guide says: compose.s3.yaml without its own S3, which the servers reach by `out`."""
+    override = yaml.safe_load((DOCKER / "compose.s3.yaml").read_text())
+    services = override["services"]
+    del services["s3"], services["bucket"]["depends_on"], override["volumes"]["s3"]
+    services["bucket"]["networks"] = ["out"]
+    variables = {
+        "AWS_ACCESS_KEY_ID": s3.access_key,
+        "AWS_SECRET_ACCESS_KEY": s3.secret_key,
+        "GRAPHSTASH_S3_BUCKET": "from-compose",
+        "GRAPHSTASH_S3_ENDPOINT_URL": s3.url,
+    }
+    own = ("docker/compose.own-s3.yaml", override)
+    with started(tmp_path / "checkout", own, **variables) as project:
+        _, ci, developers = callers_of(project)
+        assert ci.put(5).status_code == 201
+        stored = s3.client.list_objects_v2(Bucket="from-compose")["Contents"]
+        assert [Digest.of(BLOB).sha256 in each["Key"] for each in stored] == [True]
+        for other in SERVERS:  # each answers while the other one is down
+            project.sh(f"dc stop {other}")
+            answer = developers.get(5)
+            assert (answer.status_code, answer.content) == (200, BLOB)
+            assert int(entry_of(project, answer)["server_bytes"].split(",")[-1]) >= len(BLOB)
+            project.sh(f"dc up --detach --wait {other}")
+        assert "0 problems found" in project.sh("dc exec -T server-1 graphstash fsck --deep").stdout
