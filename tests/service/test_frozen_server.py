@@ -15,7 +15,7 @@ from graphstash_schema import Digest, Namespace
 from graphstash_server.db import engine as engine_module
 from graphstash_server.errors import ServerError
 from graphstash_server.testing import ServerProcess
-from support.services import key_of, opener
+from support.services import ACTOR, key_of, opener
 
 pytestmark = [pytest.mark.sql, pytest.mark.anyio]
 
@@ -214,7 +214,7 @@ async def test_no_transaction_joins_namespaces(tmp_path, database):
         for name, number in blobs:
             context.accounting.count_hit(key_of(number, name), saved_seconds=1.0)
             await context.manifests.merge(
-                Namespace(name), "job", [key_of(number, name)], writer="somebody"
+                Namespace(name), "job", [key_of(number, name)], writer="somebody", actor=ACTOR
             )
         await context.accounting.flush()
         evicted = await context.evictor.run()

@@ -349,15 +349,35 @@ class S3BlobStore:
                 return ObjectReader(found, get=get, bucket=self._bucket)
         return None
 
-    def _found(self, request: Callable[[], ResponseT], digest: Digest) -> ResponseT | None:
+    def _found(self, request: "partial[ResponseT]", digest: Digest) -> ResponseT | None:
         """The response to a GET or HEAD of a blob. One that tells another size than the digest is
-        not believed before a second one: its headers may have been damaged on their way. Blocks.
+        not believed before a second one, and a listing, whose sizes are not in its headers: those
+        may have been damaged on their way. Blocks.
+
+        Raises:
+            ServerError: 503, when the listing has the size of the digest.
         """
         found = self._bucket.unless_absent(request)
-        if found is not None and size_of(found) != digest.size_bytes:
+        if found is None or size_of(found) == digest.size_bytes:
+            return found
+        if "Body" in found:
+            found["Body"].close()
+        found = self._bucket.unless_absent(request)
+        if found is None or size_of(found) == digest.size_bytes:
+            return found
+        key = request.keywords["Key"]
+        page = self._client.list_objects_v2(Bucket=self._bucket.name, Prefix=key, MaxKeys=1)
+        if [(each["Key"], each["Size"]) for each in page.get("Contents", ())] == [
+            (key, digest.size_bytes)
+        ]:
             if "Body" in found:
                 found["Body"].close()
-            found = self._bucket.unless_absent(request)
+            raise ServerError(
+                ErrorCode.UNAVAILABLE,
+                f"the blob store lists blob {digest} with {digest.size_bytes} bytes and announces "
+                f"{size_of(found)}: headers are damaged on their way from it, so nothing was "
+                "dropped; check the network and proxies between, then retry",
+            )
         return found
 
     def _keys(self, digest: Digest) -> tuple[str, ...]:
