@@ -73,6 +73,7 @@ def test_what_is_installed_and_removed_under_context_managers_leaves_nothing(tmp
 
 CHECKED = """
     import jax
+    import numpy
     from jax._src import compilation_cache, compiler
     import graphstash
 
@@ -85,13 +86,13 @@ CHECKED = """
         compiled.append(arguments)
         return original(*arguments, **named)
 
-    def double(x):
-        return x * 2
+    def square(x):
+        return x @ x
 
     compiler.backend_compile_and_load = compile_program
     try:
         for _ in range(2):
-            jax.jit(double)(1.0)
+            jax.jit(square)(numpy.ones((4, 4)))
             jax.clear_caches()
     except compilation_cache.CacheVerificationError as error:
         print(str(error).partition(" for key")[0])
@@ -100,9 +101,11 @@ CHECKED = """
     """
 
 
-def test_jax_compares_what_is_cached_with_what_it_compiles(tmp_path):
-    run(CHECKED.replace("True)", "False)"), tmp_path, "")
-    assert run(CHECKED, tmp_path, "") == ["1 True {}"]
+@pytest.mark.parametrize("operation", ["x @ x", "x + x"])  # the second one travels in a pack
+def test_jax_compares_what_is_cached_with_what_it_compiles(tmp_path, operation):
+    program = CHECKED.replace("x @ x", operation)
+    run(program.replace("True)", "False)"), tmp_path, "")
+    assert run(program, tmp_path, "") == ["1 True {}"]
 
 
 def test_jax_tells_that_what_is_cached_is_not_what_it_compiles(tmp_path):

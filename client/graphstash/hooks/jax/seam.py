@@ -51,9 +51,8 @@ _WANTED: Final[dict[str, Any]] = {
     _PATH: _DIRECTORY,
     # XLA's autotuning files would be kept in that directory, and its name would enter the key.
     _XLA_CACHES: "none",
-    # On a CPU a program of one operation compiles in 10 to 40 ms; a look-up takes 1 to 2 ms on this
-    # host and less than 10 on a server. And every lease that is taken has to end with an artifact:
-    # hosts that wait for one another's tiny programs would compile in turn.
+    # Every lease that is taken has to end with an artifact. What compiles in no time takes none,
+    # and costs no request of its own: see `Packs`.
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     # Its limit of an entry's size stays: JAX's own is 0, and JAX replaces any other global value
     # when a program is compiled where a context manager says 0.
