@@ -45,19 +45,21 @@ class BoundedExecutor:
             if self._closed or self._unfinished >= self._capacity + self._workers:
                 return False
             if len(self._threads) < min(self._workers, self._unfinished + 1):
-                thread = threading.Thread(
-                    target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True
-                )
-                try:
-                    thread.start()
-                except RuntimeError:  # the container's limit of threads is reached
-                    if not self._threads:
-                        return False
-                else:
-                    self._threads.append(thread)
+                self._add_thread()
+            if not self._threads:
+                return False
             self._queue.put(call)
             self._unfinished += 1
         return True
+
+    def start(self) -> None:
+        """Starts a thread for calls that are submitted when the process ends.
+
+        Python 3.12 and newer start none at that time.
+        """
+        with self._idle:
+            if not self._threads and not self._closed:
+                self._add_thread()
 
     def drain(self, timeout_seconds: float) -> bool:
         """Waits until nothing is queued or running; False after the timeout."""
@@ -81,6 +83,15 @@ class BoundedExecutor:
             self._idle.notify_all()
             for _ in self._threads:
                 self._queue.put(None)
+
+    def _add_thread(self) -> None:
+        thread = threading.Thread(
+            target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True
+        )
+        # Raised where the container's limit of threads is reached, and at the end of a process.
+        with contextlib.suppress(RuntimeError):
+            thread.start()
+            self._threads.append(thread)
 
     def _run(self) -> None:
         while (call := self._queue.get()) is not None:

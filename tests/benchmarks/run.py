@@ -26,6 +26,7 @@ PARTS = {
     "server": "GET, HEAD, lookup and durable PUT, beside nginx and docker-registry; 4 minutes",
     "hook": "first and settled steps with the hook, torch_xla's own cache or none; 10 minutes",
     "compilers": "the same step under every hook, cold and warm, by compiler; 15 minutes",
+    "jax_cache": "the jax hook beside JAX's own cache, cold and warm; 8 minutes",
     "million": "a million artifacts beside a thousand, on SQLite and PostgreSQL; 10 minutes",
     "verify": "a signed artifact of 64 MiB from loopback: what checking adds; 2 minutes",
     "herd": "eight processes want one uncompiled graph: compilations and waiting; 2 minutes",

@@ -6,7 +6,8 @@ import pytest
 
 from support.compiler_jobs import JaxJobs
 
-PROGRAMS = 3  # the step, and the norms of two parameters
+PROGRAMS = 3  # the step, and the norms of two parameters, which are small
+STEP = '"jit_step"'
 
 
 @pytest.fixture
@@ -33,6 +34,10 @@ def warm(cold, server, tmp_path):
     """Starts jobs where `cold` has published."""
     with JaxJobs(tmp_path, url=server.url, namespace="jax-warm") as jobs:
         yield jobs
+
+
+def compiles_of(reports, program):
+    return sum(report["compiled"].count(program) for report in reports)
 
 
 def assert_is_warm(outcome, cold):
@@ -180,22 +185,21 @@ def test_uninstall_puts_everything_back(jobs, environment):
 
 
 @pytest.mark.extended
-def test_forked_children_share_with_all_others_and_with_each_other(jobs):
+def test_forked_children_share_with_all_others_and_wait_for_each_other(jobs):
     forked = jobs.start("a", "--fork", "2")
     reports = forked.finish_children(2)
     children = [json.loads(line) for line in forked.stats.read_text().splitlines()]
-    assert sum(len(report["compiled"]) for report in reports) == PROGRAMS
-    assert sum(child["published"] for child in children) == PROGRAMS
-    assert sum(child["hits_local"] + child["hits_remote"] for child in children) == PROGRAMS
+    assert compiles_of(reports, STEP) == 1  # who compiles a small one waits for nobody
+    assert sum(child["published"] for child in children) >= PROGRAMS
     assert all(child["fallbacks"] == {} for child in children)
     assert jobs.run("b").report["compiled"] == []
 
 
-def test_three_processes_at_once_compile_each_program_once(jobs):
+def test_three_processes_at_once_compile_once_what_is_not_small(jobs):
     herd = [jobs.start(f"host{n}") for n in range(3)]
     outcomes = [running.finish() for running in herd]
-    assert sum(len(o.report["compiled"]) for o in outcomes) == PROGRAMS
-    assert sum(o.stats["published"] for o in outcomes) == PROGRAMS
+    assert compiles_of((o.report for o in outcomes), STEP) == 1
+    assert sum(o.stats["published"] for o in outcomes) >= PROGRAMS
     assert all(len(o.report["compiled"]) + o.hits == PROGRAMS for o in outcomes)
     assert all(o.stats["fallbacks"] == {} for o in outcomes)
     assert all(o.report["losses"] == outcomes[0].report["losses"] for o in outcomes)

@@ -31,12 +31,14 @@ def jobs(server, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sound(jobs):
-    """A cold run; every key that it asked for, as device type and fingerprint."""
+    """A cold run; the keys that it published, as device type and fingerprint: of the step and of
+    the pack with the two norms."""
     running = jobs.start("sound")
     outcome = running.finish()
     tier = running.report.parent / "tier" / "v1" / "jax-faults" / "jax"
     keys = [(path.parts[-3], path.name) for path in sorted(tier.glob("*/??/*"))]
-    assert len(keys) == outcome.stats["published"] == 3
+    assert len(keys) == 2
+    assert outcome.stats["published"] == 3
     return outcome, keys
 
 
@@ -51,8 +53,8 @@ def test_the_job_ends_with_the_same_losses_and_the_reason_is_counted(server, job
             faulty = jobs.run(fault, url=proxy.url)
     assert faulty.report["losses"] == outcome.report["losses"]
     assert faulty.stats["fallbacks"].get(REASONS[fault], 0) >= 1, faulty.stats["fallbacks"]
-    # of three swapped artifacts one is the right one
-    assert len(faulty.report["compiled"]) == (2 if fault == Fault.SWAP else 3)
+    if fault != Fault.SWAP:  # of swapped artifacts one is the right one
+        assert len(faulty.report["compiled"]) == 3
 
 
 @pytest.mark.extended
@@ -75,15 +77,18 @@ def test_an_entry_of_another_program_runs_in_a_bare_jax_and_never_reaches_it_her
 
     running = jobs.start("one", "--scale", "1", namespace="jax-foreign")
     running.finish()
-    tier = running.report.parent / "tier" / "v1" / "jax-foreign" / "jax"
-    # of the step's size there is nothing else
-    step = max(tier.glob("*/??/*"), key=lambda path: path.stat().st_size)
+    tier = running.report.parent / "tier"
+    found = (tier / "v1" / "jax-foreign" / "jax").glob("*/??/*")
+    config = ClientConfig(url="none", namespace="jax-foreign", cache_dir=tier)
+    with Stash(config) as stash:
+        keys = [ArtifactKey.parse("jax", path.parts[-3], path.name) for path in found]
+        (step,) = (key for key in keys if b"jit_norm" not in stash.get(key))  # and not the pack
     with FaultProxy(server.port) as proxy:
         proxy.fault = Fault.SWAP
-        proxy.swap_to = f"jax/{step.parts[-3]}/{step.name}"
+        proxy.swap_to = str(step)
         two = jobs.run("two", "--scale", "2", namespace="jax-foreign", url=proxy.url)
     assert two.report["losses"] == right
-    assert two.stats["fallbacks"]["wrong_key"] == 3
+    assert two.stats["fallbacks"]["wrong_key"] >= 3
 
 
 @pytest.mark.extended
@@ -98,11 +103,10 @@ def test_noise_in_a_sound_envelope_is_told_by_jax_and_counted(server, jobs, soun
     noisy = jobs.run("noisy", namespace="jax-noise")
     assert noisy.report["losses"] == outcome.report["losses"]
     assert len(noisy.report["compiled"]) == 3
-    for name in ("jit_step", "jit_norm"):  # Python shows the same warning once
-        told = f"Error reading persistent compilation cache entry for '{name}'"
-        assert noisy.errors.count(told) == 1
-    assert noisy.stats["fallbacks"] == {"rejected": 3}
-    assert noisy.stats["conflicts"] == 3  # what was published first stays
+    told = "Error reading persistent compilation cache entry for 'jit_step'"
+    assert noisy.errors.count(told) == 1
+    assert noisy.stats["fallbacks"] == {"corrupt": 1, "rejected": 1}
+    assert noisy.stats["conflicts"] == 1  # what was published first stays
 
 
 @pytest.mark.extended

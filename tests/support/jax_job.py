@@ -196,8 +196,8 @@ if options.sabotage:
     def fail(*_, **__):
         raise ValueError("no exchange today")
 
-    exchange = _session._current._hooks["jax"]._entries._exchange
-    exchange.get = exchange.put = fail
+    entries = _session._current._hooks["jax"]._entries
+    entries._exchange.get = entries._exchange.put = entries._packs_for = fail
 if options.fork:
     context = multiprocessing.get_context("fork")
     children = []

@@ -4,15 +4,24 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 __all__ = ["graphstash", "python"]
 
 
 def python(
-    program: str, *arguments: object, check: bool = False, **variables: object
+    program: str,
+    *arguments: object,
+    check: bool = False,
+    interpreter: Path | None = None,
+    **variables: object,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs the text of a program; `variables` are added to the environment."""
-    return _run(["-c", textwrap.dedent(program), *arguments], variables, check=check)
+    """Runs the text of a program; `variables` are added to the environment.
+
+    By default with the Python that runs the tests.
+    """
+    words = ["-c", textwrap.dedent(program), *arguments]
+    return _run(words, variables, check=check, interpreter=interpreter)
 
 
 def graphstash(
@@ -22,10 +31,14 @@ def graphstash(
 
 
 def _run(
-    words: list[object], variables: dict[str, object], *, check: bool
+    words: list[object],
+    variables: dict[str, object],
+    *,
+    check: bool,
+    interpreter: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *map(str, words)],
+        [str(interpreter or sys.executable), *map(str, words)],
         env=os.environ | {name: str(value) for name, value in variables.items()},
         capture_output=True,
         text=True,

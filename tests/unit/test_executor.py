@@ -85,3 +85,19 @@ def test_where_no_thread_can_be_had_the_call_is_refused_and_later_ones_run(monke
     assert executor.drain(5)
     assert seen == [1]
     executor.close()
+
+
+def test_calls_run_at_the_end_of_a_process_that_starts_no_more_threads(executor, monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread at interpreter shutdown")
+
+    executor.start()
+    executor.start()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    seen = []
+    assert executor.submit(lambda: seen.append(1))
+    assert executor.drain(5)
+    assert seen == [1]
+    late = BoundedExecutor("late", workers=1, capacity=2)
+    late.start()
+    assert not late.submit(lambda: seen.append(2))

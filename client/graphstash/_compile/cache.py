@@ -12,9 +12,10 @@ import io
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Final
+from typing import Final, Literal
 
 from graphstash._artifacts.stash import Destination, Fetched, Stash
 from graphstash._compile.in_flight import HeldLease, InFlightCompile
@@ -26,7 +27,7 @@ from graphstash.errors import CacheError, ConflictError, Reason, VerificationErr
 from graphstash_schema import ArtifactKey, ArtifactMetadata, LeaseReply, LeaseState
 from graphstash_schema.names import printable
 
-__all__ = ["CompileCache", "InFlightCompile"]
+__all__ = ["CompileCache", "FetchedPack", "InFlightCompile"]
 
 _log = logging.getLogger("graphstash")
 
@@ -53,6 +54,21 @@ _GOODBYE_SECONDS: Final = 2.0
 
 _READY_WITHOUT_ARTIFACT: Final = 3
 """How often "it is ready" may turn out to be a miss before one compiles."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedPack:
+    """What is stored under the key of a pack, see `Packs`.
+
+    Attributes:
+        payload: None when it is of no use.
+        compile_seconds: what all its compilations had taken.
+        source: this host's disk, or the server.
+    """
+
+    payload: bytes | None
+    compile_seconds: float = 0.0
+    source: Literal["local", "remote"] = "local"
 
 
 class CompileCache:
@@ -214,6 +230,46 @@ class CompileCache:
             self._used[key] = None
         return bool(sent)
 
+    def is_on_this_host(self, key: ArtifactKey) -> bool:
+        """Whether the local tier has something under the key."""
+        local = self.stash.local
+        return any(local.path(namespace, key).exists() for namespace in self.config.readable)
+
+    def fetch_pack(self, key: ArtifactKey) -> FetchedPack | None:
+        """What is stored under the key of a pack, or None; never raises, and counts no hit."""
+        payload = io.BytesIO()
+        try:
+            fetched = self._fetch(key, payload)
+        except CacheError as error:
+            self.record_fallback(error)
+            self._is_healed(key, error.reason)
+            return FetchedPack(None) if error.reason in _DAMAGED else None
+        except Exception as error:  # noqa: BLE001 - the hook's outermost frame: training goes on
+            self.record_fallback(CacheError(Reason.INTERNAL, repr(error)))
+            return None
+        if fetched is None:
+            return None
+        return FetchedPack(payload.getvalue(), fetched.compile_seconds, fetched.source)
+
+    def store_pack(
+        self, key: ArtifactKey, payload: bytes, metadata: ArtifactMetadata, *, artifact_count: int
+    ) -> bool:
+        """Publishes a pack of so many artifacts; False when another one is there. Never raises."""
+        try:
+            sent = self.stash.put(key, payload, metadata)
+        except ConflictError:
+            return False
+        except CacheError as error:
+            self.record_fallback(error)
+        except Exception as error:  # noqa: BLE001 - a background thread's outermost frame
+            self.record_fallback(CacheError(Reason.INTERNAL, repr(error)))
+        else:
+            if sent:
+                self.counters.add(published=artifact_count, published_bytes=sent)
+                self._used[key] = None
+        self._count_troubles()
+        return True
+
     def record_fallback(self, error: CacheError) -> None:
         """Counts a fallback; the first of each reason is logged."""
         if self.counters.fallback(error.reason):
@@ -269,6 +325,15 @@ class CompileCache:
 
     def _found(self, key: ArtifactKey, destination: Destination, *, since: float) -> Fetched | None:
         """Fetches the artifact; what was saved is its compilation less all the time `since`."""
+        fetched = self._fetch(key, destination)
+        if fetched is not None:
+            self.counters.add(
+                **{f"hits_{fetched.source}": 1},
+                saved_seconds=max(0.0, fetched.compile_seconds - (monotonic() - since)),
+            )
+        return fetched
+
+    def _fetch(self, key: ArtifactKey, destination: Destination) -> Fetched | None:
         started = monotonic()
         try:
             fetched = self._copy_unsent(key, destination) or self.stash.fetch(key, destination)
@@ -285,14 +350,11 @@ class CompileCache:
         for refused in fetched.refused:
             self.record_fallback(refused)
         self._count_troubles()
-        now = monotonic()
         self._used[key] = None
         self.counters.add(
-            **{f"hits_{fetched.source}": 1},
             unsigned=int(fetched.is_unsigned),
             fetched_bytes=fetched.size_bytes,
-            fetch_seconds=now - started,
-            saved_seconds=max(0.0, fetched.compile_seconds - (now - since)),
+            fetch_seconds=monotonic() - started,
         )
         return fetched
 

@@ -34,14 +34,17 @@ class _Begun:
 class TwoCallCache:
     """Gets and puts whole payloads in memory; one per hook and process, for many threads.
 
+    Attributes:
+        toolchain: versions, for people and for retention.
+
     Args:
         cache: finds and publishes.
-        toolchain: versions, for people and for retention.
+        toolchain: see the attribute.
     """
 
     def __init__(self, cache: CompileCache, *, toolchain: str) -> None:
         self._cache = cache
-        self._toolchain = toolchain
+        self.toolchain = toolchain
         self._coordinator: RankCoordinator | None = None
         self._lock = threading.Lock()  # guards the table below
         self._begun: dict[ArtifactKey, _Begun] = {}
@@ -96,7 +99,7 @@ class TwoCallCache:
         self._announce(begun.turn, payload)
         if begun.turn.compilation is not None:
             begun.turn.compilation.publish_bytes(
-                payload, compile_seconds=seconds, parts=parts, toolchain=self._toolchain
+                payload, compile_seconds=seconds, parts=parts, toolchain=self.toolchain
             )
 
     def wants(self, key: ArtifactKey) -> bool:

@@ -2,6 +2,7 @@
 
     compiling    what a thread compiles at the moment, and when it is done with it
     fingerprint  our key, made from JAX's and from what JAX's leaves out
+    smallness    which programs travel in packs
     entries      a look-up or a result of JAX: to our key, payload and lease, and back
     seam         puts all of it into JAX, and takes it out again
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from jax._src import compilation_cache, compiler, distributed, xla_bridge
 
+from graphstash.hooks.jax.smallness import is_small
 from graphstash.hooks.patching import Patches
 from graphstash_schema import ArtifactKey
 
@@ -44,8 +45,11 @@ class Program:
         is_collective: it runs on devices of several processes; all of them compile it, and each of
             them can write.
         is_unshareable: it calls back into this process.
+        is_small: it looks as if it compiles in no time, and no other process has to run the same.
         missed: JAX's keys that were asked for and not found.
+        packed: those of them whose result belongs into a pack.
         given: JAX's keys that were found.
+        named: our keys, and what they were made of, by JAX's.
     """
 
     platform: str
@@ -56,8 +60,11 @@ class Program:
     is_alone: bool = True
     is_collective: bool = False
     is_unshareable: bool = False
+    is_small: bool = False
     missed: set[str] = field(default_factory=set)
+    packed: set[str] = field(default_factory=set)
     given: dict[str, ArtifactKey] = field(default_factory=dict)
+    named: dict[str, tuple[ArtifactKey, dict[str, str]]] = field(default_factory=dict)
 
 
 class Compiling:
@@ -148,10 +155,12 @@ def _read(
 ) -> Program | None:
     try:
         told = signature.bind(*arguments, **named).arguments
-        return _program(told["backend"], tuple(told["devices"].flat), told["host_callbacks"])
+        program = _program(told["backend"], tuple(told["devices"].flat), told["host_callbacks"])
+        program.is_small = not program.is_collective and is_small(told["computation"])
     except Exception as error:  # noqa: BLE001 - a hook's outermost frame: JAX compiles
         _log.debug("graphstash: a program of jax is not understood: %r", error)
         return None
+    return program
 
 
 def _program(

@@ -8,8 +8,12 @@ packs them, and 5.6 MB in the envelope.
 """
 
 import logging
+import sys
+import threading
 import zlib
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Final, Protocol
 
 import jax
@@ -17,11 +21,13 @@ import zstandard
 from jax._src import compilation_cache
 
 from graphstash._compile.cache import CompileCache
+from graphstash._compile.packs import Packs
 from graphstash._compile.two_call import TwoCallCache
 from graphstash.errors import CacheError, Reason
 from graphstash.hooks.jax.compiling import Program
 from graphstash.hooks.jax.fingerprint import key_and_parts
 from graphstash.hooks.jax.ranks import ranks
+from graphstash_schema import ArtifactKey
 
 __all__ = ["Entries", "Keeper", "packer", "unpack"]
 
@@ -62,17 +68,23 @@ class Entries:
 
     def __init__(self, cache: CompileCache, exchange: TwoCallCache) -> None:
         self._is_closed = False
+        self._packs: Packs | None = None
         self.go_on(cache, exchange)
 
     def go_on(self, cache: CompileCache, exchange: TwoCallCache) -> None:
-        """Serves from another cache from now on."""
+        """Serves from another cache from now on, in a forked child that has no other threads."""
         self._cache = cache
         self._exchange = exchange
+        self._opening = threading.Lock()  # guards `_packs`
+        if self._packs is not None:
+            self._packs = Packs(cache, self._packs.name, toolchain=exchange.toolchain)
 
     def close(self) -> None:
-        """Releases what was started; from now on nothing is found and nothing is published."""
+        """Releases what was started; from now on nothing is found and nothing more is taken."""
         self._is_closed = True
         self._exchange.close()
+        if self._packs is not None:
+            self._packs.flush()
 
     def get(self, jax_key: str, program: Program, pack: Callable[[bytes], bytes]) -> bytes | None:
         """The verified entry, or None."""
@@ -85,7 +97,17 @@ class Entries:
             or jax_key in program.missed
         ):
             return None
-        key, _ = key_and_parts(jax_key, program)
+        key, _ = _named(jax_key, program)
+        if program.is_small:
+            packs = self._packs_for(jax_key, program)
+            payload = packs.get(key)
+            if payload is not None:
+                program.given[jax_key] = key
+                return pack(payload)
+            if not packs.is_alone(key):
+                program.missed.add(jax_key)
+                program.packed.add(jax_key)
+                return None
         shared_by = ranks() if program.is_collective else None
         lease = _may_lease(program) or shared_by is not None
         payload = self._exchange.get(key, lease=lease, ranks=shared_by)
@@ -99,17 +121,25 @@ class Entries:
         """Publishes in the background what JAX compiled."""
         if self._is_closed:
             return
-        key, parts = key_and_parts(jax_key, program)
+        key, parts = _named(jax_key, program)
+        raw = unpack(entry)
         if program.given.pop(jax_key, None) is not None:
             self._exchange.reject(key, f"jax could not load {jax_key}")
-        raw = unpack(entry)
+            if program.is_small and self._packs is not None and not self._packs.is_alone(key):
+                self._packs.reject(key)
+                return  # what was published first stays
+        if jax_key in program.packed and self._packs is not None:
+            seconds = self._packs.put(key, raw)
+            if seconds is not None:
+                self._exchange.put(key, raw, parts=parts, compile_seconds=seconds)
+            return
         # Since the look-up where there was one: JAX itself counts in whole seconds.
         seconds = None if jax_key in program.missed else _compiled_in_seconds(raw)
         self._exchange.put(key, raw, parts=parts, compile_seconds=seconds)
 
     def wants(self, jax_key: str, program: Program) -> bool:
         """Not where the leader of the job's processes publishes."""
-        return self._exchange.wants(key_and_parts(jax_key, program)[0])
+        return self._exchange.wants(_named(jax_key, program)[0])
 
     def ended(self) -> None:
         """Releases the lease of what was not put: errors, callbacks, other processes' shares."""
@@ -119,6 +149,26 @@ class Entries:
         """Counts it; the first of its kind is logged."""
         _log.debug("an entry of jax cannot be shared", exc_info=True)
         self._cache.record_fallback(CacheError(Reason.INTERNAL, repr(error)))
+
+    def _packs_for(self, jax_key: str, program: Program) -> Packs:
+        """The packs of this job, which are named after its script and its first small program."""
+        with self._opening:
+            if self._packs is None:
+                job = self._cache.config.job or Path(sys.argv[0] if sys.argv else "").name
+                name = partial(_pack_name, f"{job} {jax_key}", program)
+                self._packs = Packs(self._cache, name, toolchain=self._exchange.toolchain)
+            return self._packs
+
+
+def _named(jax_key: str, program: Program) -> tuple[ArtifactKey, dict[str, str]]:
+    """Key and parts, made once for the look-up and the result."""
+    if jax_key not in program.named:
+        program.named[jax_key] = key_and_parts(jax_key, program)
+    return program.named[jax_key]
+
+
+def _pack_name(job: str, program: Program, number: int) -> tuple[ArtifactKey, dict[str, str]]:
+    return key_and_parts(f"pack {number} of {job}", program)
 
 
 def _may_lease(program: Program) -> bool:

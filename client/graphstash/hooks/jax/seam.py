@@ -9,7 +9,8 @@ import inspect
 import logging
 import os
 import pathlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import jax
@@ -33,6 +34,7 @@ _ACCELERATORS: Final = "_hash_accelerator_config"
 _DIRECTORY: Final = "/nonexistent/graphstash"
 """A name: nothing is ever written there."""
 
+_CHECK: Final = "jax_compilation_cache_check_contents"  # since 0.10
 _PATH: Final = "jax_compilation_cache_dir"
 _XLA_CACHES: Final = "jax_persistent_cache_enable_xla_caches"
 
@@ -40,7 +42,6 @@ _DEFAULTS: Final = {
     _PATH: None,
     _XLA_CACHES: "xla_gpu_per_fusion_autotune_cache_dir",
     "jax_persistent_cache_min_compile_time_secs": 1.0,
-    "jax_persistent_cache_min_entry_size_bytes": 0,
 }
 """As JAX ships them; what differs was set by the user."""
 
@@ -50,11 +51,11 @@ _WANTED: Final[dict[str, Any]] = {
     _PATH: _DIRECTORY,
     # XLA's autotuning files would be kept in that directory, and its name would enter the key.
     _XLA_CACHES: "none",
-    # On a CPU a program of one operation compiles in 10 to 40 ms; a look-up takes 1 to 2 ms on this
-    # host and less than 10 on a server. And every lease that is taken has to end with an artifact:
-    # hosts that wait for one another's tiny programs would compile in turn.
+    # Every lease that is taken has to end with an artifact. What compiles in no time takes none,
+    # and costs no request of its own: see `Packs`.
     "jax_persistent_cache_min_compile_time_secs": 0.0,
-    "jax_persistent_cache_min_entry_size_bytes": -1,  # no limit
+    # Its limit of an entry's size stays: JAX's own is 0, and JAX replaces any other global value
+    # when a program is compiled where a context manager says 0.
 }
 
 
@@ -85,6 +86,7 @@ class Seam:
         except (AttributeError, ValueError) as error:
             raise SeamUnavailableError(f"its entries cannot be read: {error}") from error
         self._cache = _cache_object(self.get, self.put)
+        self._checked_cache = _cache_object(self.get, self._put_checked)
         self._settings = _Settings()
         self._compiling = Compiling(keeper.ended, self._wants, keeper.record_fallback)
         self._patches = Patches()
@@ -118,6 +120,11 @@ class Seam:
         except Exception as error:  # noqa: BLE001 - a hook's outermost frame: JAX compiles
             self._keeper.record_fallback(error)
 
+    def _put_checked(self, jax_key: str, entry: bytes) -> None:
+        """A result that JAX has compared with what `get` gave it, if anything."""
+        if jax_key not in self._compiling.present().given:
+            self.put(jax_key, entry)
+
     def _wants(self, jax_key: str, program: Program) -> bool:
         try:
             return self._is_open and self._keeper.wants(jax_key, program)
@@ -137,6 +144,8 @@ class Seam:
                     "the jax hook is installed",
                     path,
                 )
+            if getattr(jax.config, _CHECK, False):
+                return compilation_cache.VerificationCache(self._checked_cache), path
             return self._cache, path
 
         return ours
@@ -180,7 +189,7 @@ def _hash_accelerators(hash_accelerators: Callable[..., None]) -> Callable[..., 
     return ours
 
 
-def _cache_object(get: Callable[[str], bytes | None], put: Callable[[str, bytes], None]) -> object:
+def _cache_object(get: Callable[[str], bytes | None], put: Callable[[str, bytes], None]) -> Any:
     """What JAX uses as its cache."""
     try:
         from jax._src.compilation_cache_interface import CacheInterface
@@ -202,30 +211,44 @@ def _cache_object(get: Callable[[str], bytes | None], put: Callable[[str, bytes]
 
 
 class _Settings:
-    """Sets what the user has set neither in the environment nor in `jax.config`, until `close`."""
+    """Sets what the user has set neither in the environment nor in `jax.config`, until `close`.
+
+    All of this is about the values that hold for all threads: those of a context manager, in which
+    the hook may be installed or removed, take precedence, and end with it.
+    """
 
     def __init__(self) -> None:
-        keep = {name for name in _WANTED if _is_users(name)}
+        self._before = _values(name for name in _WANTED if hasattr(jax.config, name))
+        keep = {name for name, value in self._before.items() if _is_users(name, value)}
         if _PATH not in keep:
             keep.discard(_XLA_CACHES)  # without a directory of the user's it has no effect
-        self._set = {name: value for name, value in _WANTED.items() if name not in keep}
-        self._before: dict[str, Any] = {}
-        for name, value in self._set.items():
-            if hasattr(jax.config, name):  # the second one is there since 0.4.36
-                self._before[name] = getattr(jax.config, name)
-                _update(name, value)
+        for name in keep:
+            del self._before[name]
+        for name in self._before:
+            _update(name, _WANTED[name])
 
     def close(self) -> None:
         """Puts back what has not been changed since."""
-        for name, value in self._before.items():
-            if getattr(jax.config, name) == self._set[name]:
-                _update(name, value)
+        for name, value in _values(self._before).items():
+            if value == _WANTED[name]:
+                _update(name, self._before[name])
 
 
-def _is_users(name: str) -> bool:
-    if not hasattr(jax.config, name):
-        return False
-    return name.upper() in os.environ or getattr(jax.config, name) != _DEFAULTS[name]
+def _values(names: Iterable[str]) -> dict[str, Any]:
+    """Settings of JAX as a new thread sees them: without any context manager of this one."""
+    values: dict[str, Any] = {}
+
+    def read() -> None:
+        values.update({name: getattr(jax.config, name) for name in names})
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
+    return values
+
+
+def _is_users(name: str, value: object) -> bool:
+    return name.upper() in os.environ or value != _DEFAULTS[name]
 
 
 def _update(name: str, value: object) -> None:

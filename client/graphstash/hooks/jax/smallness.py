@@ -1,0 +1,62 @@
+"""Whether a program looks as if it compiles in no time, from its text alone.
+
+Between its hot functions a JAX job compiles dozens of programs of one operation: it fills an
+array, converts a type, prints a norm. On a CPU that takes 10 to 60 ms each, on a GPU some more.
+What a compiler may think about for long is not here: loops, calls, sorts, products, convolutions,
+scatters, whatever is unknown, and large constants, because XLA may compute with them while it
+compiles.
+"""
+
+from typing import Any, Final
+
+__all__ = ["is_small"]
+
+_MAX_OPERATIONS: Final = 32
+_MAX_ELEMENTS: Final = 1024**2
+
+_FRAME: Final = frozenset({"func.func", "func.return", "sdy.mesh", "stablehlo.return"})
+
+_QUICK: Final = frozenset(
+    f"stablehlo.{name}"
+    for name in (
+        *("abs", "add", "and", "atan2", "bitcast_convert", "broadcast_in_dim", "cbrt", "ceil"),
+        *("clamp", "compare", "complex", "concatenate", "constant", "convert", "cosine", "divide"),
+        *("dynamic_slice", "dynamic_update_slice", "exponential", "exponential_minus_one"),
+        *("floor", "imag", "iota", "is_finite", "log", "log_plus_one", "logistic", "maximum"),
+        *("minimum", "multiply", "negate", "not", "or", "pad", "popcnt", "power", "real"),
+        *("reduce", "remainder", "reshape", "reverse", "round_nearest_afz", "round_nearest_even"),
+        *("rsqrt", "select", "shift_left", "shift_right_arithmetic", "shift_right_logical"),
+        *("sign", "sine", "slice", "sqrt", "subtract", "tan", "tanh", "transpose", "xor"),
+    )
+)
+
+
+_CONSTANTS: Final = frozenset({"stablehlo.constant", "stablehlo.iota"})
+
+
+def is_small(module: Any) -> bool:
+    """Looks at an MLIR module in StableHLO, no further than it has to."""
+    left = [_MAX_OPERATIONS]
+    return all(_is_quick(each.operation, left) for each in module.body.operations)
+
+
+def _is_quick(operation: Any, left: list[int]) -> bool:
+    left[0] -= 1
+    name = operation.name
+    if left[0] < 0 or (name not in _QUICK and name not in _FRAME):
+        return False
+    if name in _CONSTANTS and not _is_short(operation.results[0].type):
+        return False
+    return all(
+        _is_quick(each.operation, left)
+        for region in operation.regions
+        for block in region.blocks
+        for each in block.operations
+    )
+
+
+def _is_short(tensor: Any) -> bool:
+    elements = 1
+    for extent in tensor.shape:  # a dynamic one is negative
+        elements *= extent
+    return 0 <= elements <= _MAX_ELEMENTS

@@ -1,0 +1,110 @@
+"""Jobs of many small programs: which those are, and what they cost a job and its server."""
+
+import pytest
+
+from support.environments import python_of
+from support.fault_proxy import FaultProxy
+from support.processes import python
+from support.tiers import most_extended
+
+VERSIONS = most_extended(["", "jax-oldest"], quick=[""])
+
+MANY = """
+    import jax
+    import numpy
+    import graphstash
+    from graphstash._compile import packs
+
+    packs.MAX_PACKED_SECONDS = 1e9  # however busy this machine is
+    graphstash.install()
+    x = numpy.arange(8.0)
+    for number in range(30):
+        jax.jit(lambda x: (x * number + 1).sum())(x)
+    stats = graphstash.stats()
+    print(stats.hits, stats.misses, stats.fallbacks)
+    """
+
+LOOKS = """
+    import jax
+    import numpy
+    from jax import numpy as jnp
+    from graphstash.hooks.jax import compiling
+    from graphstash.hooks.jax.smallness import is_small
+
+    def look(module):
+        looks.append(is_small(module))
+        return looks[-1]
+
+    compiling.is_small = look
+    compiling.Compiling(lambda: None, lambda *_: True, print)
+    x = numpy.ones((4, 4), numpy.float32)
+
+    def loop(x):
+        return jax.lax.while_loop(lambda y: y.sum() < 100, lambda y: y * 2, x)
+
+    def many(x):
+        for number in range(20):
+            x = jnp.sin(x) * number
+        return x
+
+    for name, function in {
+        "sum": lambda x: (x + 1).sum(),
+        "norm": lambda x: jnp.sqrt((x * x).sum()),
+        "product": lambda x: x @ x,
+        "sort": lambda x: jnp.sort(x),
+        "loop": loop,
+        "many": many,
+        "large constant": lambda x: x + jnp.arange(2.0**21).sum(),
+    }.items():
+        looks = []
+        jax.jit(function)(x)
+        print(name, looks[-1])
+    looks = []
+    jax.jit(lambda x: x * 2)(numpy.ones(2**21, numpy.float32))
+    print("large argument", looks[-1])
+    jax.random.PRNGKey(0)
+    print("seed", looks[-1])
+    """
+
+
+@pytest.mark.parametrize("environment", VERSIONS)
+def test_thirty_small_programs_cost_a_job_three_requests(server, namespace, tmp_path, environment):
+    def run(host, url):
+        ended = python(
+            MANY,
+            check=True,
+            interpreter=python_of(environment),
+            JAX_PLATFORMS="cpu",
+            GRAPHSTASH_URL=url,
+            GRAPHSTASH_NAMESPACE=namespace,
+            GRAPHSTASH_CACHE_DIR=tmp_path / host,
+        )
+        return ended.stdout.strip()
+
+    with FaultProxy(server.port) as proxy:  # one connection for each request
+        assert run("a", proxy.url) == "0 30 {}"
+        # The first pack is asked for twice: before the first program, and before the upload.
+        assert proxy.connections == 3
+        assert run("b", proxy.url) == "30 0 {}"
+        assert proxy.connections == 4
+        assert run("b", proxy.url) == "30 0 {}"
+        assert proxy.connections == 4
+    counted = server.stats(namespace)
+    assert counted["puts"] == counted["artifacts"] == 1
+
+
+@pytest.mark.parametrize("environment", VERSIONS)
+def test_small_is_what_has_few_quick_operations_and_no_large_constant(environment):
+    ended = python(LOOKS, check=True, interpreter=python_of(environment), JAX_PLATFORMS="cpu")
+    looks = dict(line.rsplit(" ", 1) for line in ended.stdout.splitlines())
+    assert looks == {
+        "sum": "True",
+        "norm": "True",
+        "large argument": "True",
+        "seed": "True",
+        "product": "False",
+        "sort": "False",
+        "loop": "False",
+        "many": "False",
+        "large constant": "False",
+    }

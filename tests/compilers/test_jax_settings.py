@@ -1,0 +1,121 @@
+"""JAX's settings under the hook: which ones it changes, for how long, and which it obeys."""
+
+import pytest
+
+from graphstash._artifacts.stash import Stash
+from graphstash.config import ClientConfig
+from graphstash_schema import ArtifactKey, ArtifactMetadata
+from support.environments import python_of
+from support.processes import python
+from support.tiers import most_extended
+
+VERSIONS = most_extended(["", "jax-oldest"], quick=[""])
+
+
+def run(program, tmp_path, environment):
+    ended = python(
+        program,
+        interpreter=python_of(environment),
+        JAX_PLATFORMS="cpu",
+        GRAPHSTASH_URL="none",
+        GRAPHSTASH_CACHE_DIR=str(tmp_path / "tier"),
+        GRAPHSTASH_HOOKS="jax",
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.splitlines()
+
+
+@pytest.mark.parametrize("environment", VERSIONS)
+def test_the_first_compile_under_a_context_manager_changes_no_global_setting(tmp_path, environment):
+    told = run(
+        """
+        import jax
+        from jax._src import config
+        import graphstash
+
+        name = "jax_persistent_cache_min_entry_size_bytes"
+        graphstash.install()
+        before = jax.config.values[name]
+        with config.persistent_cache_min_entry_size_bytes(0):
+            jax.jit(lambda x: x + 1)(1.0)
+        print(jax.config.values[name] == before)
+        graphstash.uninstall()
+        print(jax.config.values[name] == before)
+        """,
+        tmp_path,
+        environment,
+    )
+    assert told == ["True", "True"]
+
+
+@pytest.mark.parametrize("environment", VERSIONS)
+def test_what_is_installed_and_removed_under_context_managers_leaves_nothing(tmp_path, environment):
+    told = run(
+        """
+        import jax
+        from jax._src import config
+        import graphstash
+
+        name = "jax_persistent_cache_min_compile_time_secs"
+        with config.persistent_cache_min_compile_time_secs(7.0):
+            graphstash.install()
+            print(jax.config.values[name])
+        print(jax.config.values[name])
+        with config.persistent_cache_min_compile_time_secs(7.0):
+            graphstash.uninstall()
+        print(jax.config.values[name])
+        """,
+        tmp_path,
+        environment,
+    )
+    assert told == ["7.0", "0.0", "1.0"]
+
+
+CHECKED = """
+    import jax
+    import numpy
+    from jax._src import compilation_cache, compiler
+    import graphstash
+
+    jax.config.update("jax_compilation_cache_check_contents", True)
+    graphstash.install()
+    original = compiler.backend_compile_and_load
+    compiled = []
+
+    def compile_program(*arguments, **named):
+        compiled.append(arguments)
+        return original(*arguments, **named)
+
+    def square(x):
+        return x @ x
+
+    compiler.backend_compile_and_load = compile_program
+    try:
+        for _ in range(2):
+            jax.jit(square)(numpy.ones((4, 4)))
+            jax.clear_caches()
+    except compilation_cache.CacheVerificationError as error:
+        print(str(error).partition(" for key")[0])
+    stats = graphstash.stats()
+    print(len(compiled), stats.hits > 0, stats.fallbacks)
+    """
+
+
+@pytest.mark.parametrize("operation", ["x @ x", "x + x"])  # the second one travels in a pack
+def test_jax_compares_what_is_cached_with_what_it_compiles(tmp_path, operation):
+    program = CHECKED.replace("x @ x", operation)
+    run(program.replace("True)", "False)"), tmp_path, "")
+    assert run(program, tmp_path, "") == ["1 True {}"]
+
+
+def test_jax_tells_that_what_is_cached_is_not_what_it_compiles(tmp_path):
+    run(CHECKED, tmp_path, "")
+    (found,) = (tmp_path / "tier" / "v1" / "default" / "jax").glob("*/??/*")
+    key = ArtifactKey.parse("jax", found.parts[-3], found.name)
+    config = ClientConfig(url="none", cache_dir=tmp_path / "tier")
+    with Stash(config) as stash:
+        changed = stash.get(key) + b"more"
+        metadata = ArtifactMetadata(compile_seconds=1, raw_size_bytes=len(changed))
+        stash.put(key, changed, metadata)
+    told = run(CHECKED, tmp_path, "")
+    assert told == ["Persistent compilation cache inconsistency", "1 True {}"]
