@@ -217,7 +217,7 @@ async def test_no_transaction_joins_namespaces(tmp_path, database):
                 Namespace(name), "job", [key_of(number, name)], writer="somebody", actor=ACTOR
             )
         await context.accounting.flush()
-        evicted = await context.evictor.run()
+        evicted = await context.evictor.run(actor=ACTOR)
         await watch.execute("UPDATE usage SET size_bytes = size_bytes + 1")
         await watch.execute("DELETE FROM joined")
         wrong = await context.reconciler.recount(is_repair=True)
