@@ -132,15 +132,15 @@ OPTIONS = {
     "--url": "http://cache:1",
     "--namespace": "team",
     "--job": "nightly",
-    "--cache-dir": "/tmp/x",
-    "--stats-file": "/tmp/y",
+    "--cache-dir": "/caches/x",
+    "--stats-file": "/caches/y",
 }
 
 
 @pytest.mark.parametrize("is_light", [True, False], ids=["light", "whole"])
 def test_run_reads_its_options_alike_with_and_without_the_whole_command_line(is_light, tmp_path):
     """What is not plainly right, such as a path with a space, takes the whole command line."""
-    options = OPTIONS | ({} if is_light else {"--cache-dir": "/tmp/x y"})
+    options = OPTIONS | ({} if is_light else {"--cache-dir": "/caches/x y"})
     program = (
         "import os; print({k: v for k, v in os.environ.items() if k.startswith('GRAPHSTASH_')})"
     )

@@ -1,6 +1,7 @@
 """A host's disk that takes nothing more, or nothing at all, costs no hit and no upload."""
 
 import errno
+import io
 import os
 import random
 import tempfile
@@ -54,11 +55,28 @@ def only_memory(published, monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
 
 
-@pytest.fixture(params=["directory", "memory"])
+@pytest.fixture
+def small_directory(published, monkeypatch):
+    """The directory for temporary files has less room than is written already."""
+
+    class Small(io.FileIO):
+        def write(self, data):
+            room = 100_000 - self.tell()
+            if room <= 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(memoryview(data)[:room])
+
+    monkeypatch.setattr(
+        spill, "_in_temporary_directory", lambda: Small(tempfile.mkstemp()[0], "r+b")
+    )
+
+
+@pytest.fixture(params=["directory", "small directory", "memory"])
 def elsewhere(request):
     """Where what does not fit goes on."""
-    if request.param == "memory":
-        request.getfixturevalue("only_memory")
+    if request.param != "directory":
+        names = {"small directory": "small_directory", "memory": "only_memory"}
+        request.getfixturevalue(names[request.param])
 
 
 @pytest.mark.usefixtures("published", "elsewhere")

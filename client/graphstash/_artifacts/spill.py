@@ -66,16 +66,23 @@ class SpillFile(io.RawIOBase, BinaryIO):
         return size
 
     def _move(self, error: OSError) -> None:
-        """Goes on in the next place, with what is written so far."""
-        left = self.tell()
-        self._file.seek(0)
-        other = self._next(error)
-        with self._file as old:
-            while left and (part := old.read(min(left, _COPY_BYTES))):
-                other.write(part)
-                left -= len(part)
-        self._file = other
+        """Goes on in the next place that takes what is written so far."""
         self.trouble = self.trouble or error
+        written = self.tell()
+        while True:
+            other = self._next(error)
+            try:
+                if not self._others and written > _MAX_MEMORY_BYTES:
+                    raise OSError(errno.EFBIG, "too large for memory")  # noqa: TRY301 - as below
+                self._file.seek(0)
+                _copy(self._file, other, written)
+            except OSError as failure:
+                other.close()
+                error = failure
+            else:
+                break
+        self._file.close()
+        self._file = other
         self.remove()
 
     def _next(self, error: OSError) -> io.FileIO:
@@ -120,6 +127,14 @@ class SpillFile(io.RawIOBase, BinaryIO):
     def close(self) -> None:
         self._file.close()
         super().close()
+
+
+def _copy(source: io.FileIO, target: io.FileIO, size: int) -> None:
+    while size and (part := source.read(min(size, _COPY_BYTES))):
+        size -= len(part)
+        left = memoryview(part)
+        while left:  # one write may take a part only, before the next one fails
+            left = left[target.write(left) or 0 :]
 
 
 def _in_temporary_directory() -> io.FileIO:

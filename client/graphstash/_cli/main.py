@@ -130,9 +130,8 @@ def run(
         "summary": False if quiet else None,
     }
     try:
-        config = ClientConfig.load(
-            {}, **given
-        )  # the job reads the environment, and never ends of it
+        # Without the environment: what is wrong there is for the job to say, which runs anyway.
+        config = ClientConfig.load({}, **given)
     except ConfigError as error:
         fail(str(error), status=2)
     settings = {
