@@ -23,7 +23,7 @@ sys.path.insert(0, str(TESTS))
 from benchmarks.figures import columns_of, console, show  # noqa: E402 (the line above finds it)
 
 PARTS = {
-    "server": "GET, HEAD, lookup and durable PUT, beside nginx and docker-registry; 4 minutes",
+    "server": "every call beside nginx, docker-registry, turborepo, redis; CPU each; 6 minutes",
     "hook": "first and settled steps with the hook, torch_xla's own cache or none; 10 minutes",
     "compilers": "the same step under every hook, cold and warm, by compiler; 15 minutes",
     "jax_cache": "the jax hook beside JAX's own cache, cold and warm; 8 minutes",

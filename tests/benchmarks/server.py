@@ -1,147 +1,240 @@
-"""The server beside its peers: GET, HEAD, lookup and durable PUT, the same bytes, the same minutes.
+"""The server beside its peers and the release before: the same bytes, the same minutes.
 
-Targets take turns within every round, so that a busy neighbour hits all of them. Everything served
-is in the page cache: what is compared is the servers, not the disk. PUTs do go to the disk; the
-column `disk alone` is what 16 threads can write durably there without any server.
+The figure that noise spares is CPU time per request, of a server's whole process tree. Targets take
+turns within every round, so that a busy neighbour hits all of them. Everything served is in the
+page cache: what is compared is the servers, not the disk. PUTs do go to the disk; the column `disk
+alone` is what 16 threads can write durably there without any server.
 
     PYTHONPATH=tests .venv/bin/python -m benchmarks.server --rounds 5 --seconds 2
 """
 
+import asyncio
 import hashlib
 import json
 import os
 import secrets
+import statistics
 import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.figures import Figures, options, progress
-from benchmarks.load import get, many, wrk
+from benchmarks.load import many, wrk
 from benchmarks.targets import (
+    NAMESPACE,
     PEERS,
     Graphstash,
-    Registry,
+    Nginx,
+    Redis,
+    ReleaseBefore,
+    artifact_path,
     base_of,
     cpu_seconds,
     fetch_sha256,
+    resident_bytes,
     unique_body,
 )
 
 KIB, MIB = 1024, 1024**2
-GETS = (("4 KiB", 4 * KIB, 16), ("1 MiB", MIB, 16), ("64 MiB", 64 * MIB, 4))
-WRITERS = 16
+HOT = (
+    ("GET 4 KiB, hot", "4KiB", 4 * KIB, 16),
+    ("GET 1 MiB", "1MiB", MIB, 16),
+    ("GET 64 MiB", "64MiB", 64 * MIB, 4),
+    ("GET 64 MiB, 64 streams", "64MiB", 64 * MIB, 64),
+)
+COLD = 2048  # artifacts, twice as many as a server keeps rows of; asked for by turns
+WRITERS = (1, 16)
+WAITERS = (1, 16, 256)
 LOOKUP_KEYS = 1000
-READ, CPU, WRITE = "GET and HEAD", "server's CPU time", "PUT and lookup"
+CPU = "CPU time per request, ms"
+RATE = "answers per second"
+TIMES = "times and memory"
 
 
 def main():
     settings = options(
         "server",
         __doc__.splitlines()[0],
-        rounds=5,
+        rounds=3,
         extra=[("seconds", 2, "length of one measurement")],
     )
     figures = Figures("server", {"rounds": settings.rounds, "seconds": settings.seconds})
     figures.note(f"GETs were made by {'wrk, 1 thread' if wrk() else 'threads of Python'}.")
-    figures.note("HEAD, lookup and PUT were made by threads of Python, 20,000 requests/s at most.")
-    figures.note("MB/s of GET counts headers too; everything served was in the page cache.")
+    figures.note(
+        "HEAD, lookup, PUT and all of Redis were asked by threads of Python: 10,000 a second at "
+        "most."
+    )
+    figures.note(
+        "redis answers from memory; nginx's and turborepo's PUTs do not wait for the disk."
+    )
     Path("build").mkdir(exist_ok=True)
+    kinds = [Graphstash, ReleaseBefore]
+    for peer in PEERS:
+        if how := peer.missing():
+            figures.note(f"{peer.name} is not installed: {how}")
+        else:
+            kinds.append(peer)
     with tempfile.TemporaryDirectory(prefix="bench-", dir="build") as name, ExitStack() as stack:
         directory = Path(name)
-        targets = [start(stack, Graphstash, directory)]
-        targets += [start(stack, peer, directory) for peer in PEERS if peer.installed()]
+        targets = [start(stack, kind, directory) for kind in kinds]
         publish(targets)
-        keys = lookup_body(targets[0])
         with progress() as bar:
-            task = bar.add_task("server", total=settings.rounds * (len(GETS) + 3))
+            task = bar.add_task("server", total=settings.rounds * len(targets))
             for _ in range(settings.rounds):
-                for label, _, connections in GETS:
-                    bar.update(task, description=f"GET {label}", advance=1)
-                    for target in targets:
-                        measure_get(figures, target, label, connections, settings.seconds)
-                bar.update(task, description="HEAD", advance=1)
                 for target in targets:
-                    measure_head(figures, target, settings.seconds)
-                bar.update(task, description="lookup", advance=1)
-                measure_lookup(figures, targets[0], keys, settings.seconds)
-                bar.update(task, description="PUT", advance=1)
-                for target in targets:
-                    measure_put(figures, target, settings.seconds)
+                    bar.update(task, description=target.name, advance=1)
+                    measure(figures, target, settings.seconds)
                 measure_disk(figures, directory / "alone", settings.seconds)
                 os.sync()  # or the writing back of these would slow the next round's first target
-    for peer in PEERS:
-        if not peer.installed():
-            figures.say(READ, "GET 4 KiB, hits/s", peer.name, "not installed")
-            figures.note(f"{peer.name} is not installed (Debian: apt install {peer.package}).")
     figures.write(settings.output)
 
 
 def start(stack, kind, directory):
-    target = kind(directory / kind.name)
+    target = kind(directory / kind.name.replace(" ", "-"))
     stack.callback(target.close)
     return target
 
 
 def publish(targets):
     """Gives every target the same files and makes sure that it serves exactly them."""
-    for label, size, _ in GETS:
-        payload = secrets.token_bytes(size)
-        digest = hashlib.sha256(payload).hexdigest()
-        for target in targets:
-            target.publish(label.replace(" ", ""), payload)
-            assert fetch_sha256(target, label.replace(" ", "")) == digest, target.name
+    large = {name: secrets.token_bytes(size) for _, name, size, _ in HOT}
+    small = {cold(number): secrets.token_bytes(4 * KIB) for number in range(COLD)}
+    for target in targets:
+        for name, payload in large.items():
+            target.publish(name, payload)
+            if not isinstance(target, Redis):
+                digest = hashlib.sha256(payload).hexdigest()
+                assert fetch_sha256(target, name) == digest, target.name
+        for name, payload in small.items():
+            target.publish(name, payload)
 
 
-def measure_get(figures, target, label, connections, seconds):
-    cpu = cpu_seconds(target.pid)
-    load = get(
-        target.port, target.path(label.replace(" ", "")), connections=connections, seconds=seconds
-    )
-    cpu = cpu_seconds(target.pid) - cpu
-    figures.add(READ, f"GET {label}, hits/s", target.name, load.per_second)
-    figures.add(READ, f"GET {label}, MB/s", target.name, load.megabytes_per_second)
-    figures.add(READ, f"GET {label}, p99 ms", target.name, load.p99_ms)
-    if label == "4 KiB":
-        figures.add(CPU, f"GET {label}, ms each", target.name, cpu / load.requests * 1e3)
-    else:
-        gigabytes = load.received_bytes / 1e9
-        figures.add(CPU, f"GET {label}, s per GB", target.name, cpu / gigabytes)
+def cold(number):
+    return f"cold-{number}"
 
 
-def measure_head(figures, target, seconds):
-    path = target.path("4KiB")
-    cpu = cpu_seconds(target.pid)
-    load = many(target.port, 16, seconds, lambda c: c.request("HEAD", path))
-    cpu = cpu_seconds(target.pid) - cpu
-    figures.add(CPU, "HEAD, ms each", target.name, cpu / load.requests * 1e3)
-    figures.add(READ, "HEAD, answers/s", target.name, load.per_second)
+def measure(figures, target, seconds):
+    """One round of one target."""
+
+    def count(label, work, *, answer_bytes=None, **more):
+        cpu = cpu_seconds(target.pid)
+        load = work(seconds=seconds, **more)
+        cpu = cpu_seconds(target.pid) - cpu
+        # Of large answers, the parts count that had come when the time was over.
+        answers = load.received_bytes / answer_bytes if answer_bytes else load.requests
+        figures.add(CPU, label, target.name, cpu / answers * 1e3)
+        figures.add(RATE, label, target.name, answers / load.seconds)
+
+    for label, name, size, connections in HOT:
+        large = size if size > MIB else None
+        count(label, target.get, names=[name], connections=connections, answer_bytes=large)
+    names = [cold(number) for number in range(COLD)]
+    count("GET 4 KiB, cold row", target.get, names=names, connections=16)
+    count("miss", target.miss, connections=16)
+    count("HEAD", target.head, name="4KiB", connections=16)
+    figures.add(TIMES, "memory after reading, MiB", target.name, resident_bytes(target.pid) / MIB)
+    if not isinstance(target, Nginx):
+        base = base_of(MIB)
+        for writers in WRITERS:
+            count(
+                f"PUT 1 MiB, {writers} at once", putting, target=target, base=base, writers=writers
+            )
+    if isinstance(target, Graphstash):
+        count("lookup of 1,000 keys", looking_up, target=target)
+        for waiters in WAITERS:
+            measure_waiters(figures, target, waiters)
 
 
-def lookup_body(target):
-    """Publishes a thousand small artifacts and spells the question for all of them."""
-    for number in range(LOOKUP_KEYS):
-        target.publish(f"lookup-{number}", secrets.token_bytes(64))
-    keys = [target.key(f"lookup-{number}") for number in range(LOOKUP_KEYS)]
-    return json.dumps({"keys": keys}).encode()
+def putting(*, target, base, writers, seconds):
+    def work(connection):
+        return target.put(connection, *unique_body(base))
+
+    return many(target.port, writers, seconds, work, kind=target.connection)
 
 
-def measure_lookup(figures, target, body, seconds):
+def looking_up(*, target, seconds):
+    """Asks for a thousand artifacts that are all there."""
+    keys = [target.key(cold(number)) for number in range(LOOKUP_KEYS)]
+    body = json.dumps({"keys": keys}).encode()
     headers = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-    path = "/v1/bench/artifacts:lookup"
-    load = many(target.port, 1, 2 * seconds, lambda c: c.request("POST", path, headers, body))
-    figures.add(WRITE, "lookup of 1,000 keys, median ms", target.name, load.p50_ms)
-    figures.add(WRITE, "lookup of 1,000 keys, p99 ms", target.name, load.p99_ms)
+
+    def work(connection):
+        status, _, size = connection.request(
+            "POST", f"/v1/{NAMESPACE}/artifacts:lookup", headers, body
+        )
+        assert status == 200, status
+        return size
+
+    return many(target.port, 1, seconds, work)
 
 
-def measure_put(figures, target, seconds):
-    """Durable PUTs; nginx's own WebDAV is no peer here, it does not wait for the disk."""
-    if not isinstance(target, Graphstash | Registry):
-        figures.say(WRITE, "PUT 1 MiB, durable/s", target.name, "not durable")
-        return
-    base = base_of(MIB)
-    load = many(target.port, WRITERS, seconds, lambda c: target.put(c, *unique_body(base)))
-    figures.add(WRITE, "PUT 1 MiB, durable/s", target.name, load.per_second)
-    figures.add(WRITE, "PUT 1 MiB, p99 ms", target.name, load.p99_ms)
+def measure_waiters(figures, target, waiters):
+    """How long after the commit every waiter of a lease has the artifact, and what it costs."""
+    cpu = cpu_seconds(target.pid)
+    delays = asyncio.run(herd(target, waiters))
+    cpu = cpu_seconds(target.pid) - cpu
+    label = f"lease, {waiters} waiting"
+    figures.add(CPU, f"{label}: wait and GET, each", target.name, cpu / waiters * 1e3)
+    figures.add(
+        TIMES, f"{label}: commit to artifact, median s", target.name, statistics.median(delays)
+    )
+    figures.add(TIMES, f"{label}: commit to artifact, last s", target.name, max(delays))
+
+
+async def herd(target, waiters):
+    """One holder stores 64 KiB; seconds from its 201 until each waiter has read them."""
+    fingerprint = secrets.token_hex(32)
+    lease = artifact_path(fingerprint).replace("/artifacts/", "/leases/")
+    payload = secrets.token_bytes(64 * KIB)
+    holder = await Caller.connect(target.port)
+    granted = json.loads(await holder.call("POST", lease, body=b"{}", status=201))
+    callers = [await Caller.connect(target.port) for _ in range(waiters)]
+    done = []
+
+    async def wait(caller):
+        await caller.call("POST", lease, "Prefer: wait=30\r\n", b"{}", status=200)
+        got = await caller.call("GET", artifact_path(fingerprint), status=200)
+        done.append(time.perf_counter())
+        assert got == payload
+
+    waiting = [asyncio.create_task(wait(caller)) for caller in callers]
+    await asyncio.sleep(1 + waiters / 200)  # all of them ask, and the server is idle again
+    assert granted["token"]
+    assert not done
+    connection = target.connection(target.port)
+    digest = hashlib.sha256(payload)
+    await asyncio.to_thread(target.put_under, connection, fingerprint, (payload,), digest)
+    committed = time.perf_counter()
+    await asyncio.gather(*waiting)
+    for caller in (holder, *callers):
+        caller.close()
+    connection.close()
+    return [at - committed for at in done]
+
+
+class Caller:
+    """One connection of a waiter: a request, then its whole answer."""
+
+    def __init__(self, reader, writer):
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def connect(cls, port):
+        return cls(*await asyncio.open_connection("127.0.0.1", port))
+
+    async def call(self, method, path, headers="", body=b"", *, status):
+        head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{headers}"
+        if body:
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        self._writer.write(f"{head}\r\n".encode() + body)
+        lines = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        assert int(lines[0].split()[1]) == status, lines[0]
+        fields = dict(line.lower().split(": ", 1) for line in lines[1:] if line)
+        return await self._reader.readexactly(int(fields["content-length"]))
+
+    def close(self):
+        self._writer.close()
 
 
 def measure_disk(figures, directory, seconds):
@@ -160,11 +253,11 @@ def measure_disk(figures, directory, seconds):
         folder = os.open(directory, os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)
-        return 200, [], 0
+        return 0
 
-    load = many(0, WRITERS, seconds, write)
-    figures.add(WRITE, "PUT 1 MiB, durable/s", "disk alone", load.per_second)
-    figures.add(WRITE, "PUT 1 MiB, p99 ms", "disk alone", load.p99_ms)
+    for writers in WRITERS:
+        load = many(0, writers, seconds, write)
+        figures.add(RATE, f"PUT 1 MiB, {writers} at once", "disk alone", load.per_second)
     for path in directory.iterdir():
         path.unlink()
 

@@ -1,12 +1,13 @@
 """The servers under comparison, each started on loopback with data of its own and stopped again.
 
-All of them get the very same bytes. What is not installed is named with its Debian package.
-turborepo-remote-cache (npm) is left out: it needs a Node tool chain.
+All of them get the very same bytes. What is missing is named with the way to install it.
 """
 
 import base64
 import hashlib
+import itertools
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -15,15 +16,33 @@ import time
 from http.client import HTTPConnection
 from pathlib import Path
 
-from benchmarks.load import Connection
+from benchmarks.load import HttpConnection, RedisConnection, ask, get, many
+from graphstash_server.testing import ServerProcess
+from support.release_before import python_of_release_before
 from support.server import Server
 
-__all__ = ["PEERS", "Graphstash", "Nginx", "Registry", "cpu_seconds", "unique_body"]
+__all__ = [
+    "NAMESPACE",
+    "PEERS",
+    "Graphstash",
+    "Nginx",
+    "Redis",
+    "Registry",
+    "ReleaseBefore",
+    "Turborepo",
+    "artifact_path",
+    "base_of",
+    "cpu_seconds",
+    "fetch_sha256",
+    "resident_bytes",
+    "unique_body",
+]
 
 NAMESPACE = "bench"
 DEVICE_TYPE = "cpu-bench"
 SYSTEM_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-START_SECONDS = 20
+START_SECONDS = 30
+MIB = 1024**2
 
 _tail_bytes = 16
 
@@ -50,29 +69,79 @@ def base_of(size):
     return beginning, hashlib.sha256(beginning)
 
 
-class Graphstash:
+class Target:
+    """A server that keeps bytes under names.
+
+    Attributes:
+        name: in the tables.
+        port: where it listens on loopback.
+        pid: the process whose tree's CPU time counts.
+        headers: lines that every request to it needs.
+        is_durable: whether a PUT is on the disk when it is answered.
+        connection: what `put` takes.
+    """
+
+    name: str
+    headers = ""
+    is_durable = False
+    connection = HttpConnection
+
+    def publish(self, name, payload):
+        """Stores bytes to be read later under a name."""
+        connection = self.connection(self.port)
+        self.put(connection, (payload,), hashlib.sha256(payload), name)
+        connection.close()
+
+    def get(self, names, *, connections, seconds):
+        """GETs what was published, by turns."""
+        paths = [self.path(name) for name in names]
+        return get(self.port, paths, connections=connections, seconds=seconds, headers=self.headers)
+
+    def miss(self, *, connections, seconds):
+        """GETs what nobody has stored."""
+        paths = [self.unknown() for _ in range(1000)]
+        return get(
+            self.port,
+            paths,
+            connections=connections,
+            seconds=seconds,
+            headers=self.headers,
+            status=404,
+        )
+
+    def head(self, name, *, connections, seconds):
+        """Asks whether something is there, and how large it is."""
+        turns = itertools.repeat(self.path(name))
+        return many(self.port, connections, seconds, ask("HEAD", turns, self.headers, 200))
+
+
+class Graphstash(Target):
     """`graphstash serve`, as its users start it: SQLite and a disk store."""
 
     name = "graphstash"
+    is_durable = True
 
     def __init__(self, directory):
-        self._server = Server(directory)
+        self._paths = {}
+        self._server = self.start(directory)
         self.port = self._server.port
         self.pid = self._server.process.pid
-        self._paths = {}
+
+    def start(self, directory):
+        return Server(directory)
+
+    @classmethod
+    def missing(cls):
+        return None
 
     def close(self):
         self._server.stop()
 
-    def publish(self, name, payload):
-        """Stores bytes to be read later under `name`."""
-        connection = Connection(self.port)
-        status, *_ = self.put(connection, (payload,), hashlib.sha256(payload), name)
-        assert status == 201, status
-        connection.close()
-
     def path(self, name):
         return artifact_path(self._paths[name])
+
+    def unknown(self):
+        return artifact_path(secrets.token_hex(32))
 
     def key(self, name):
         """How the lookup call spells the key."""
@@ -87,30 +156,46 @@ class Graphstash:
         fingerprint = secrets.token_hex(32)
         if name is not None:
             self._paths[name] = fingerprint
+        return self.put_under(connection, fingerprint, parts, digest)
+
+    def put_under(self, connection, fingerprint, parts, digest):
+        """Stores a body under a key."""
         headers = (
             f"Content-Length: {sum(map(len, parts))}\r\n"
             f"Repr-Digest: sha-256=:{base64.b64encode(digest.digest()).decode()}:\r\n"
         )
-        return connection.request("PUT", artifact_path(fingerprint), headers, *parts)
+        status, *_ = connection.request("PUT", artifact_path(fingerprint), headers, *parts)
+        assert status == 201, status
+        return sum(map(len, parts))
+
+
+class ReleaseBefore(Graphstash):
+    """The same of the release before this one."""
+
+    name = "release before"
+
+    def start(self, directory):
+        command = (str(python_of_release_before()), "-m", "graphstash", "serve")
+        return ServerProcess(directory / "data", command=command)
 
 
 def artifact_path(fingerprint):
     return f"/v1/{NAMESPACE}/artifacts/torch_xla/{DEVICE_TYPE}/{fingerprint}"
 
 
-class Peer:
-    """A server from a Debian package, with a generated configuration."""
+class Peer(Target):
+    """A server from elsewhere, with a generated configuration."""
 
-    name: str
-    package: str
+    install: str
     binary: str
 
     def __init__(self, directory):
         directory.mkdir(parents=True)
         self.port = free_port()
         self._log = (directory / "log").open("wb")
+        command, environment = self.command(directory.absolute())
         self._process = subprocess.Popen(
-            self.command(directory.absolute()), stdout=self._log, stderr=self._log
+            command, stdout=self._log, stderr=self._log, env={**os.environ, **environment}
         )
         self.pid = self._process.pid
         deadline = time.monotonic() + START_SECONDS
@@ -120,7 +205,12 @@ class Peer:
             time.sleep(0.05)
 
     @classmethod
-    def installed(cls):
+    def missing(cls):
+        """How to install it where it is not installed."""
+        return None if cls.found() else cls.install
+
+    @classmethod
+    def found(cls):
         return shutil.which(cls.binary, path=SYSTEM_PATH)
 
     def close(self):
@@ -130,10 +220,12 @@ class Peer:
 
 
 class Nginx(Peer):
-    """nginx with one worker per core, sendfile and no access log: the ceiling for static files."""
+    """nginx with one worker per core, sendfile and no access log: the ceiling for static files. Its
+    PUTs (WebDAV) do not wait for the disk.
+    """
 
     name = "nginx"
-    package = "nginx-light"
+    install = "apt install nginx-light"
     binary = "nginx"
 
     def command(self, directory):
@@ -148,7 +240,7 @@ class Nginx(Peer):
 daemon off;
 worker_processes auto;
 pid {directory}/pid;
-error_log {directory}/error.log;
+error_log {directory}/error.log crit;
 events {{ worker_connections 1024; }}
 http {{
     access_log off;
@@ -164,7 +256,7 @@ http {{
     server {{ listen 127.0.0.1:{self.port}; root {self._root}; }}
 }}
 """)
-        return [self.installed(), "-p", str(directory), "-c", str(config)]
+        return [self.found(), "-p", str(directory), "-c", str(config)], {}
 
     def publish(self, name, payload):
         (self._root / name).write_bytes(payload)
@@ -172,13 +264,17 @@ http {{
     def path(self, name):
         return f"/{name}"
 
+    def unknown(self):
+        return f"/{secrets.token_hex(32)}"
+
 
 class Registry(Peer):
     """Debian's docker-registry with its file system driver; blobs are pushed by its HTTP API."""
 
     name = "docker-registry"
-    package = "docker-registry"
+    install = "apt install docker-registry"
     binary = "docker-registry"
+    is_durable = True
 
     def command(self, directory):
         self._paths = {}
@@ -194,20 +290,15 @@ storage:
 http:
   addr: 127.0.0.1:{self.port}
 """)
-        return [self.installed(), "serve", str(config)]
-
-    def publish(self, name, payload):
-        connection = Connection(self.port)
-        digest = hashlib.sha256(payload)
-        status, *_ = self.put(connection, (payload,), digest)
-        assert status == 201, status
-        connection.close()
-        self._paths[name] = f"/v2/{NAMESPACE}/blobs/sha256:{digest.hexdigest()}"
+        return [self.found(), "serve", str(config)], {}
 
     def path(self, name):
         return self._paths[name]
 
-    def put(self, connection, parts, digest):
+    def unknown(self):
+        return f"/v2/{NAMESPACE}/blobs/sha256:{secrets.token_hex(32)}"
+
+    def put(self, connection, parts, digest, name=None):
         """Stores a blob; takes two requests."""
         uploads = f"/v2/{NAMESPACE}/blobs/uploads/"
         status, lines, _ = connection.request("POST", uploads, "Content-Length: 0\r\n")
@@ -216,30 +307,137 @@ http:
         path = "/" + fields["Location"].split("/", 3)[3]
         headers = f"Content-Length: {sum(map(len, parts))}\r\n"
         path += f"{'&' if '?' in path else '?'}digest=sha256:{digest.hexdigest()}"
-        return connection.request("PUT", path, headers, *parts)
+        status, *_ = connection.request("PUT", path, headers, *parts)
+        assert status == 201, status
+        if name is not None:
+            self._paths[name] = f"/v2/{NAMESPACE}/blobs/sha256:{digest.hexdigest()}"
+        return sum(map(len, parts))
 
 
-PEERS = (Nginx, Registry)
+class Turborepo(Peer):
+    """turborepo-remote-cache on Node, storing on disk; it checks a token and does not wait for the
+    disk.
+    """
+
+    name = "turborepo"
+    binary = "turborepo-remote-cache"
+    folder = Path("build/turborepo")
+    install = f"npm install --prefix {folder} turborepo-remote-cache@2.12.0"
+    token = "bench"
+    headers = f"Authorization: Bearer {token}\r\n"
+
+    @classmethod
+    def found(cls):
+        return shutil.which(cls.binary, path=cls.folder / "node_modules" / ".bin")
+
+    def command(self, directory):
+        environment = {
+            "NODE_ENV": "production",
+            "PORT": str(self.port),
+            "TURBO_TOKEN": self.token,
+            "LOG_LEVEL": "fatal",
+            "STORAGE_PROVIDER": "local",
+            "STORAGE_PATH": str(directory / "data"),
+            "BODY_LIMIT": str(256 * MIB),
+        }
+        return [self.found()], environment
+
+    def path(self, name):
+        return f"/v8/artifacts/{hashlib.sha256(name.encode()).hexdigest()}?teamId={NAMESPACE}"
+
+    def unknown(self):
+        return self.path(secrets.token_hex(32))
+
+    def put(self, connection, parts, _digest, name=None):
+        size = sum(map(len, parts))
+        headers = f"{self.headers}Content-Type: application/octet-stream\r\n"
+        path = self.path(name or secrets.token_hex(32))
+        status, *_ = connection.request("PUT", path, f"{headers}Content-Length: {size}\r\n", *parts)
+        assert status == 200, status
+        return size
+
+
+class Redis(Peer):
+    """Redis, everything in memory; every SET waits for its append-only file. Asked for with
+    threads of Python also where the others have wrk.
+    """
+
+    name = "redis"
+    install = "apt install redis-server"
+    binary = "redis-server"
+    is_durable = True
+    connection = RedisConnection
+
+    def command(self, directory):
+        options = {
+            "port": self.port,
+            "bind": "127.0.0.1",
+            "dir": directory,
+            "save": "",
+            "appendonly": "yes",
+            "appendfsync": "always",
+            "auto-aof-rewrite-percentage": 0,
+        }
+        words = itertools.chain(*((f"--{key}", str(value)) for key, value in options.items()))
+        return [self.found(), *words], {}
+
+    def get(self, names, *, connections, seconds):
+        return self._ask([(b"GET", name.encode()) for name in names], connections, seconds)
+
+    def miss(self, *, connections, seconds):
+        commands = [(b"GET", secrets.token_hex(32).encode()) for _ in range(1000)]
+        return self._ask(commands, connections, seconds)
+
+    def head(self, name, *, connections, seconds):
+        return self._ask([(b"STRLEN", name.encode())], connections, seconds)
+
+    def put(self, connection, parts, _digest, name=None):
+        key = (name or secrets.token_hex(32)).encode()
+        connection.command(b"SET", key, b"".join(parts))
+        return sum(map(len, parts))
+
+    def _ask(self, commands, connections, seconds):
+        turns = itertools.cycle(commands)
+
+        def work(connection):
+            size = connection.command(*next(turns))
+            return max(size, 0)
+
+        return many(self.port, connections, seconds, work, kind=RedisConnection)
+
+
+PEERS = (Nginx, Registry, Turborepo, Redis)
 
 
 def cpu_seconds(pid):
-    """CPU time that a process and its children have used."""
-    ticks = 0
+    """CPU time that a process and its living descendants have used, with their dead children's."""
+    ticks, parents = {}, {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             # The command, in brackets, may hold spaces; afterwards: state, parent, ...
             fields = path.read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        if pid in (int(path.parent.name), int(fields[1])):
-            ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+        number = int(path.parent.name)
+        parents[number] = int(fields[1])
+        ticks[number] = sum(map(int, fields[11:15]))
+    tree = {pid}
+    while more := {child for child, parent in parents.items() if parent in tree} - tree:
+        tree |= more
+    return sum(ticks[number] for number in tree) / os.sysconf("SC_CLK_TCK")
+
+
+def resident_bytes(pid):
+    """The most memory that a process has had."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024
 
 
 def fetch_sha256(target, name):
-    """The SHA-256 of what a target serves, read by another client than the load's."""
+    """The SHA-256 of what a target serves over HTTP, read by another client than the load's."""
     connection = HTTPConnection("127.0.0.1", target.port, timeout=60)
-    connection.request("GET", target.path(name))
+    headers = dict(line.split(": ") for line in target.headers.splitlines())
+    connection.request("GET", target.path(name), headers=headers)
     response = connection.getresponse()
     assert response.status == 200, response.status
     digest = hashlib.sha256()

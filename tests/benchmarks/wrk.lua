@@ -1,9 +1,21 @@
--- wrk's figures as one line of JSON on standard error.
+-- Asks for the paths of the file $PATHS by turns, and prints wrk's figures as one line of JSON on
+-- standard error.
+local paths, turn = {}, 0
+
+function init()
+   for path in io.lines(os.getenv("PATHS")) do paths[#paths + 1] = wrk.format("GET", path) end
+end
+
+function request()
+   turn = turn % #paths + 1
+   return paths[turn]
+end
+
 function done(summary, latency, requests)
    local errors = summary.errors
    io.stderr:write(string.format(
-      '{"requests": %d, "received_bytes": %.0f, "seconds": %.6f, "p50_ms": %.3f, "p99_ms": %.3f, "errors": %d}\n',
+      '{"requests": %d, "received_bytes": %.0f, "seconds": %.6f, "p50_ms": %.3f, "p99_ms": %.3f, "refused": %d, "errors": %d}\n',
       summary.requests, summary.bytes, summary.duration / 1e6,
       latency:percentile(50) / 1e3, latency:percentile(99) / 1e3,
-      errors.connect + errors.read + errors.write + errors.status + errors.timeout))
+      errors.status, errors.connect + errors.read + errors.write + errors.timeout))
 end

@@ -10,7 +10,7 @@ from filelock import FileLock
 
 __all__ = ["COMMIT", "python_of_release_before", "sources_of_release_before"]
 
-COMMIT = "646c43186d1a279562ba3a248520fb82c069e314"
+COMMIT = "c44f2685bcdc1b5460339ab429a3a85793e69e66"
 """Of the release before. At the next release it becomes the commit of this one."""
 
 _ROOT = Path(__file__).parents[2]
