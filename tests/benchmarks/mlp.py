@@ -140,12 +140,12 @@ def trace():
     original = CompileCache.fetch_or_start
 
     @functools.wraps(original)
-    def fetch_or_start(cache, key, destination):
+    def fetch_or_start(cache, request, destination):
         began = time.time()
-        compilation = original(cache, key, destination)
+        compilation = original(cache, request, destination)
         look_ups.append(
             {
-                "fingerprint": key.fingerprint,
+                "fingerprint": request.key.fingerprint,
                 "began": began,
                 "ended": time.time(),
                 "found": compilation is None,

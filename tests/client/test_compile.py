@@ -7,7 +7,7 @@ import pytest
 
 from graphstash_schema import LeaseState
 from support.fault_proxy import Fault, FaultProxy
-from support.host import Host, file_size_limit, key
+from support.host import Host, file_size_limit, key, request
 from support.waiting import until, until_waiting
 
 
@@ -170,9 +170,9 @@ def test_what_a_full_disk_does_not_take_leaves_nothing_there(hosts, tmp_path, mo
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "full"))
     (tmp_path / "full").mkdir()
     host = hosts("a")
-    compilation = host.cache.begin(key(1))
+    compilation = host.cache.begin(request(1))
     with file_size_limit(1000):
-        compilation.publish_bytes(bytes(2000), compile_seconds=0, parts={}, toolchain="")
+        compilation.publish_bytes(bytes(2000), compile_seconds=0)
     assert list((tmp_path / "full").iterdir()) == []
     assert host.stats.fallbacks == {"local_io": 1}
 
@@ -183,8 +183,8 @@ def test_a_copy_that_a_full_disk_cuts_never_lies_where_a_compiler_looks(hosts, t
     payload.write_bytes(bytes(2000))
     go_on = threading.Event()
     host.publisher.submit(lambda: go_on.wait(20))  # the upload waits
-    made = host.cache.begin(key(1))
-    made.publish(payload, compile_seconds=0, parts={}, toolchain="")
+    made = host.cache.begin(request(1))
+    made.publish(payload, compile_seconds=0)
     with file_size_limit(1000):
         assert not host.cache.try_fetch(key(1), destination)
     assert sorted(path.name for path in tmp_path.glob("*") if path.is_file()) == ["payload"]
@@ -243,8 +243,8 @@ def test_what_is_still_to_be_uploaded_survives_the_end_of_its_hook(hosts, tmp_pa
     a, b = hosts("a"), hosts("b")
     go_on = threading.Event()
     a.publisher.submit(lambda: go_on.wait(20))  # an upload before it takes its time
-    finished, _ = (a.cache.fetch_bytes_or_start(key(number)) for number in (1, 2))
-    finished.publish_bytes(b"graph", compile_seconds=1, parts={}, toolchain="test")
+    finished, _ = (a.cache.fetch_bytes_or_start(request(number)) for number in (1, 2))
+    finished.publish_bytes(b"graph", compile_seconds=1)
     a.cache.abandon_unfinished()
     go_on.set()
     assert a.stats.published == 1

@@ -7,7 +7,7 @@ import pytest
 from graphstash._compile import packs as module
 from graphstash._compile.packs import Packs
 from graphstash_schema import ArtifactMetadata
-from support.host import Host, key
+from support.host import Host, key, request
 from support.waiting import until
 
 
@@ -16,11 +16,11 @@ class Job(Host):
 
     def __init__(self, config):
         super().__init__(config)
-        self.packs = Packs(self.cache, self.name, toolchain="test")
+        self.packs = Packs(self.cache, self.name)
 
     @staticmethod
     def name(number):
-        return key(1000 + number), {"pack": str(number)}
+        return request(1000 + number)
 
     def build(self, numbers):
         """Compiles what is absent; what has been found."""
@@ -132,7 +132,7 @@ def test_what_takes_longer_than_it_looks_is_looked_up_alone_from_then_on(jobs, m
 def test_noise_in_a_sound_pack_is_counted_and_programs_travel_alone(jobs, noise):
     job = jobs("a")
     metadata = ArtifactMetadata(compile_seconds=1, raw_size_bytes=len(noise))
-    job.stash.put(job.name(0)[0], noise, metadata)
+    job.stash.put(job.name(0).key, noise, metadata)
     assert job.packs.get(key(0)) is None
     assert job.packs.is_alone(key(0))
     assert job.fallbacks == {"corrupt": 1}
@@ -185,5 +185,5 @@ def test_equal_packs_of_two_hosts_are_equal_blobs(jobs):
         job = jobs(host, url="none")
         job.build((1, 0) if host == "a" else (0, 1))
         job.end()
-        blobs.add(job.stash.get(job.name(0)[0]))
+        blobs.add(job.stash.get(job.name(0).key))
     assert len(blobs) == 1

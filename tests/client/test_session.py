@@ -10,6 +10,7 @@ from support.signing import Team
 JOB = """
 import json, logging, os, sys
 import graphstash
+from graphstash._compile.request import CompileRequest
 from graphstash_schema import ArtifactKey
 
 def key(number):
@@ -74,8 +75,8 @@ def test_a_forked_child_without_a_session_keeps_no_lease(variables, tmp_path):
 cache = first.cache
 os.rename({trusted!r}, {trusted!r} + ".gone")
 if (child := os.fork()) == 0:
-    compilation = cache.fetch_bytes_or_start(key(1))
-    compilation.publish_bytes(b"graph", compile_seconds=1, parts={{}}, toolchain="test")
+    compilation = cache.fetch_bytes_or_start(CompileRequest(key(1)))
+    compilation.publish_bytes(b"graph", compile_seconds=1)
     cache.abandon_all()
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0

@@ -6,7 +6,7 @@ from graphstash import CacheError, ClientConfig, ConflictError, LeaseLostError, 
 from graphstash._artifacts.envelope import seal
 from graphstash.testing import FakeServer
 from graphstash_schema import ArtifactMetadata, LeaseOutcome, LeaseState, ManifestName
-from support.host import Host, key
+from support.host import Host, key, request
 from support.listener import Listener
 from support.waiting import until, until_waiting
 
@@ -222,7 +222,7 @@ def test_an_upload_counts_when_the_server_says_what_it_has_stored(tmp_path):
         Host(ClientConfig.load({}, url=proxy.url, cache_dir=tmp_path)) as host,
     ):
         proxy.status = 200
-        compilation = host.cache.begin(key(1))
-        compilation.publish_bytes(b"graph", compile_seconds=1.0, parts={}, toolchain="")
+        compilation = host.cache.begin(request(1))
+        compilation.publish_bytes(b"graph", compile_seconds=1.0)
         stats = host.stats
     assert (stats.published, stats.fallbacks) == (0, {"protocol": 1})

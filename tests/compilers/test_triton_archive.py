@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphstash.hooks.triton import install
-from graphstash.hooks.triton.fingerprint import artifact_key, is_shareable, parts_of
+from graphstash.hooks.triton.fingerprint import is_shareable, request_of
 from graphstash.hooks.triton.kernel import (
     MAX_FILES,
     ArchiveError,
@@ -157,7 +157,7 @@ def test_the_key_up_to_3_1_is_the_hash_itself():
 
 def test_where_files_lie_makes_no_other_artifact_and_what_the_compiler_does_makes_one():
     def key(**environ):
-        return artifact_key(parts_of(KEY, "k.json", environ, None))
+        return request_of(KEY, "k.json", environ, None).key
 
     plain = key()
     assert plain.device_type == "gpu"
@@ -167,8 +167,8 @@ def test_where_files_lie_makes_no_other_artifact_and_what_the_compiler_does_make
         key(TRITON_ENABLE_ASAN="1"),
         key(AMDGCN_USE_BUFFER_OPS="1"),
         key(TRITON_STORE_BINARY_ONLY="1"),
-        artifact_key(parts_of(KEY, "other.json", {}, None)),
-        artifact_key(parts_of(KEY[::-1], "k.json", {}, None)),
+        request_of(KEY, "other.json", {}, None).key,
+        request_of(KEY[::-1], "k.json", {}, None).key,
     ]
     assert len({plain, *others}) == 1 + len(others)
 

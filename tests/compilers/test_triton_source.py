@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from graphstash.hooks.triton.fingerprint import artifact_key, parts_of
+from graphstash.hooks.triton.fingerprint import request_of
 from graphstash.hooks.triton.source import source_being_compiled, values_in
 
 TEXT = """
@@ -78,7 +78,7 @@ def source(tmp_path, monkeypatch):
 
 def artifact(source):
     """The key under which the result of a source is shared."""
-    return artifact_key(parts_of("Triton's own key", "group", {}, source))
+    return request_of("Triton's own key", "group", {}, source).key
 
 
 @pytest.mark.parametrize("name", ["constant", "kind", "attribute", "default", "element"])

@@ -6,15 +6,20 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 from graphstash import ClientConfig, CompileCache, Stash, Stats
+from graphstash._compile.request import CompileRequest
 from graphstash._compile.stats import Counters
 from graphstash._executor import BoundedExecutor
 from graphstash_schema import ArtifactKey
 
-__all__ = ["Host", "file_size_limit", "key"]
+__all__ = ["Host", "file_size_limit", "key", "request"]
 
 
 def key(number: int = 1, kind: str = "torch_xla") -> ArtifactKey:
     return ArtifactKey.parse(kind, "cpu-x86_64-0123456789abcdef", f"{number:064x}")
+
+
+def request(number: int = 1, kind: str = "torch_xla") -> CompileRequest:
+    return CompileRequest(key(number, kind), toolchain="test")
 
 
 @contextmanager

@@ -12,10 +12,10 @@ from graphstash import ClientConfig
 from graphstash._compile import ranks as _agreement
 from graphstash._compile.two_call import TwoCallCache
 from support.host import Host
-from support.host import key as key_of
+from support.host import request as request_of
 
 NOBODY = "http://127.0.0.1:9"
-key = partial(key_of, kind="inductor")
+request = partial(request_of, kind="inductor")
 
 
 class Values:
@@ -60,11 +60,11 @@ class Rank(Host):
 
     def __init__(self, config, store):
         super().__init__(config)
-        self.exchange = TwoCallCache(self.cache, toolchain="test")
+        self.exchange = TwoCallCache(self.cache)
         self.store = store
 
     def ask(self, number, **options):
-        return self.exchange.get(key(number), ranks=self.store, **options)
+        return self.exchange.get(request(number), ranks=self.store, **options)
 
     def load(self, number, *, lease=True, fails=False):
         """What this rank runs."""
@@ -77,7 +77,7 @@ class Rank(Host):
             self.exchange.end()
             return None
         compiled = f"graph {number} as rank {self.store.rank} compiles it".encode()
-        self.exchange.put(key(number), compiled, parts={})
+        self.exchange.put(request(number), compiled)
         return compiled
 
     def close(self):
@@ -195,7 +195,7 @@ def test_what_is_put_late_is_not_waited_for(job):
     late = job("a")
     assert [rank.ask(1, lease=False) for rank in late.ranks] == [None] * 4
     for rank in late.ranks:
-        rank.exchange.put(key(1), b"from everybody", parts={})
+        rank.exchange.put(request(1), b"from everybody")
     assert [rank.stats.published for rank in late.ranks] == [1, 0, 0, 0]
 
 
@@ -282,7 +282,7 @@ def test_a_result_that_is_too_large_to_be_left_removes_nothing(job, monkeypatch)
     left = [name for name in values if "/chunk/" in name]
     monkeypatch.setattr(_agreement, "_RELAY_BYTES", len(values[left[0]]))
     assert rank.ask(2) is None
-    rank.exchange.put(key(2), random.Random(0).randbytes(1000), parts={})
+    rank.exchange.put(request(2), random.Random(0).randbytes(1000))
     assert [name for name in values if "/chunk/" in name] == left
 
 
@@ -292,19 +292,19 @@ def test_a_second_thread_of_the_leader_runs_what_the_first_one_compiles(job):
     with ThreadPoolExecutor(2) as pool:
         second = pool.submit(leader.ask, 1)
         third = pool.submit(follower.ask, 1)
-        leader.exchange.put(key(1), b"by the first", parts={})
+        leader.exchange.put(request(1), b"by the first")
         assert second.result(20) == third.result(20) == b"by the first"
     assert leader.stats.fallbacks == {}
 
 
 def test_a_second_thread_that_asks_does_not_end_the_lease_of_the_first(job):
     rank = job("a", size=1).ranks[0]
-    assert rank.exchange.get(key(1)) is None
+    assert rank.exchange.get(request(1)) is None
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(rank.exchange.get, key(1)).result(20) is None
+        assert pool.submit(rank.exchange.get, request(1)).result(20) is None
         pool.submit(rank.exchange.end).result(20)
     other = job("b", size=1, wait_seconds=0).ranks[0]
-    assert other.exchange.get(key(1)) is None
+    assert other.exchange.get(request(1)) is None
     assert other.stats.fallbacks == {"wait_budget": 1}
 
 
@@ -318,7 +318,7 @@ def test_a_leader_that_says_nothing_is_waited_for_as_long_as_it_may_take(job):
 
 def test_all_ranks_together_wait_no_longer_than_one_job_may(job):
     first, second = job("a", size=2, wait_seconds=3).ranks
-    assert first.stash.server.acquire(key(1)).token is not None  # nobody releases it
+    assert first.stash.server.acquire(request(1).key).token is not None  # nobody releases it
     assert first.load(1) is not None
     assert second.load(1) is not None
     assert second.cache.waits.left <= first.cache.waits.left < 3

@@ -19,6 +19,7 @@ from typing import Final, Literal
 
 from graphstash._artifacts.stash import Destination, Fetched, Stash
 from graphstash._compile.in_flight import HeldLease, InFlightCompile
+from graphstash._compile.request import CompileRequest
 from graphstash._compile.stats import Counters
 from graphstash._compile.waiting import WaitBudget
 from graphstash._executor import BoundedExecutor
@@ -111,6 +112,7 @@ class CompileCache:
         *,
         parts: Mapping[str, str] | None = None,
         toolchain: str = "",
+        label: str = "",
     ) -> bytes:
         """The payload of an artifact: fetched if any job has compiled it, else compiled here.
 
@@ -119,8 +121,9 @@ class CompileCache:
             compile_payload: makes it; its exceptions pass through.
             parts: what the fingerprint was made of; shown when a miss is explained.
             toolchain: versions, for people and retention.
+            label: what its user calls it, e.g. `jit(train_step)`.
         """
-        found = self.fetch_bytes_or_start(key)
+        found = self.fetch_bytes_or_start(CompileRequest(key, parts or {}, toolchain, label))
         if isinstance(found, bytes):
             return found
         started = monotonic()
@@ -129,37 +132,33 @@ class CompileCache:
         except BaseException:
             found.abandon()
             raise
-        found.publish_bytes(
-            compiled,
-            compile_seconds=monotonic() - started,
-            parts=parts or {},
-            toolchain=toolchain,
-        )
+        found.publish_bytes(compiled, compile_seconds=monotonic() - started)
         return compiled
 
     def fetch_bytes_or_start(
-        self, key: ArtifactKey, *, lease: bool = True
+        self, request: CompileRequest, *, lease: bool = True
     ) -> bytes | InFlightCompile:
         """The verified payload, or its compilation: `fetch_or_start` for those that want bytes."""
         payload = io.BytesIO()
-        compilation = self.fetch_or_start(key, payload, lease=lease)
+        compilation = self.fetch_or_start(request, payload, lease=lease)
         return payload.getvalue() if compilation is None else compilation
 
     def fetch_or_start(
-        self, key: ArtifactKey, destination: Destination, *, lease: bool = True
+        self, request: CompileRequest, destination: Destination, *, lease: bool = True
     ) -> InFlightCompile | None:
         """Writes the artifact's payload to `destination`, or hands out its compilation.
 
         Never raises. Waits for another job's compilation as long as the job's `WaitBudget` allows.
 
         Args:
-            key: what is wanted.
+            request: what is wanted.
             destination: gets the payload.
             lease: whether to ask for the right to compile, and to wait while somebody has it.
 
         Returns:
             None when the verified payload is at `destination`.
         """
+        key = request.key
         fallback_reason: Reason | None = None
         wanted = True
         held: HeldLease | None = None
@@ -180,11 +179,11 @@ class CompileCache:
             _log.debug("cache look-up failed", exc_info=True)
             fallback_reason = Reason.INTERNAL
             self.record_fallback(CacheError(fallback_reason, repr(error)))
-        return self._begin(key, lease=held, fallback_reason=fallback_reason, wanted=wanted)
+        return self._begin(request, lease=held, fallback_reason=fallback_reason, wanted=wanted)
 
-    def begin(self, key: ArtifactKey) -> InFlightCompile:
+    def begin(self, request: CompileRequest) -> InFlightCompile:
         """Hands out a compilation without a look-up."""
-        return self._begin(key)
+        return self._begin(request)
 
     def reject(self, key: ArtifactKey, detail: str) -> None:
         """Counts that the compiler could not load a verified artifact; this host forgets it."""
@@ -301,14 +300,14 @@ class CompileCache:
 
     def _begin(
         self,
-        key: ArtifactKey,
+        request: CompileRequest,
         *,
         lease: HeldLease | None = None,
         fallback_reason: Reason | None = None,
         wanted: bool = True,
     ) -> InFlightCompile:
         compilation = InFlightCompile(
-            self, key, lease=lease, fallback_reason=fallback_reason, wanted=wanted
+            self, request, lease=lease, fallback_reason=fallback_reason, wanted=wanted
         )
         self._open.add(compilation)
         return compilation

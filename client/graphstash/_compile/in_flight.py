@@ -7,20 +7,19 @@ import io
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from typing import Protocol
 
 from graphstash._artifacts.stash import Destination, Fetched
+from graphstash._compile.request import CompileRequest
 from graphstash._compile.stats import Counters
 from graphstash._executor import BoundedExecutor
 from graphstash._http.client import ServerClient
-from graphstash.config import holder_name
 from graphstash.errors import CacheError, LeaseLostError, LocalTierError, Reason
-from graphstash_schema import ArtifactKey, ArtifactMetadata, LeaseOutcome, parts_for_display
-from graphstash_schema.names import line_of
+from graphstash_schema import ArtifactKey, ArtifactMetadata, LeaseOutcome
 from graphstash_schema.protocol import MAX_LEASE_SECONDS, MIN_LEASE_SECONDS
 
 __all__ = ["HeldLease", "InFlightCompile", "Owner"]
@@ -121,7 +120,7 @@ class InFlightCompile:
 
     Args:
         owner: gets the result.
-        key: what is compiled.
+        request: what is compiled.
         lease: the right to compile, when it was granted.
         fallback_reason: see the attribute.
         wanted: False when the server would refuse the result anyway: it stays on this host.
@@ -130,15 +129,16 @@ class InFlightCompile:
     def __init__(
         self,
         owner: Owner,
-        key: ArtifactKey,
+        request: CompileRequest,
         *,
         lease: HeldLease | None = None,
         fallback_reason: Reason | None = None,
         wanted: bool = True,
     ) -> None:
-        self.key = key
+        self.key = request.key
         self.fallback_reason = fallback_reason
         self._owner = owner
+        self._request = request
         self._lease = lease
         self._wanted = wanted
         self._done: Callable[[], None] | None = None
@@ -159,8 +159,6 @@ class InFlightCompile:
         payload: Path,
         *,
         compile_seconds: float,
-        parts: Mapping[str, str],
-        toolchain: str,
         done: Callable[[], None] | None = None,
     ) -> None:
         """Uploads the result in the background; never raises, never waits.
@@ -168,8 +166,6 @@ class InFlightCompile:
         Args:
             payload: what the compiler made; must stay until `done`.
             compile_seconds: wall time it took.
-            parts: what the fingerprint was made of.
-            toolchain: versions, for people and retention.
             done: called when the payload is not needed any more.
         """
         self.is_compiling = False
@@ -180,12 +176,8 @@ class InFlightCompile:
         def work() -> None:
             outcome = LeaseOutcome.FAILED
             try:
-                metadata = ArtifactMetadata(
-                    compile_seconds=compile_seconds,
-                    raw_size_bytes=payload.stat().st_size,
-                    toolchain=line_of(toolchain, most=256),
-                    producer=holder_name(),
-                    parts=parts_for_display(parts),
+                metadata = self._request.metadata(
+                    compile_seconds=compile_seconds, raw_size_bytes=payload.stat().st_size
                 )
                 if self._owner.store(self.key, payload, metadata, local_only=not self._wanted):
                     outcome = LeaseOutcome.PUBLISHED
@@ -203,8 +195,6 @@ class InFlightCompile:
         payload: bytes,
         *,
         compile_seconds: float,
-        parts: Mapping[str, str],
-        toolchain: str,
     ) -> None:
         """Uploads a result that is in memory, as `publish` does; never raises."""
         path: Path | None = None
@@ -221,8 +211,6 @@ class InFlightCompile:
         self.publish(
             path,
             compile_seconds=compile_seconds,
-            parts=parts,
-            toolchain=toolchain,
             done=lambda: path.unlink(missing_ok=True),
         )
 

@@ -24,10 +24,9 @@ from time import monotonic
 from typing import Final, Literal, TypeAlias
 
 from graphstash._compile.cache import CompileCache, FetchedPack
-from graphstash.config import holder_name
+from graphstash._compile.request import CompileRequest
 from graphstash.errors import CacheError, Reason
-from graphstash_schema import ArtifactKey, ArtifactMetadata, InvalidValueError, parts_for_display
-from graphstash_schema.names import line_of
+from graphstash_schema import ArtifactKey, InvalidValueError
 
 __all__ = ["MAX_PACKED_SECONDS", "Packs"]
 
@@ -47,7 +46,7 @@ _FLUSH_SECONDS: Final = 30.0
 _MAX_CONFLICTS: Final = 3
 """How often another job may publish the pack of this number first."""
 
-_Name: TypeAlias = Callable[[int], tuple[ArtifactKey, Mapping[str, str]]]
+_Name: TypeAlias = Callable[[int], CompileRequest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +62,16 @@ class Packs:
     """The small programs of one job; for many threads.
 
     Attributes:
-        name: key and parts of the pack with a number.
+        name: the request of the pack with a number.
 
     Args:
         cache: finds and publishes the packs.
         name: see the attribute; the same in every run of a job.
-        toolchain: versions, for people and for retention.
     """
 
-    def __init__(self, cache: CompileCache, name: _Name, *, toolchain: str) -> None:
+    def __init__(self, cache: CompileCache, name: _Name) -> None:
         self.name = name
         self._cache = cache
-        self._toolchain = toolchain
         self._reading = threading.Lock()  # held while the chain is read; guards the next three
         self._is_read = False
         self._next = 0  # number of the first pack that was absent
@@ -160,17 +157,14 @@ class Packs:
                 entries = {key: pending[key] for key in pending if key not in self._packed}
                 if not entries or self._next >= _MAX_PACKS:
                     return
-                key, parts = self.name(self._next)
+                request = self.name(self._next)
                 payload = _pack(entries)
-                metadata = ArtifactMetadata(
+                metadata = request.metadata(
                     compile_seconds=sum(each.compile_seconds for each in entries.values()),
                     raw_size_bytes=len(payload),
-                    toolchain=line_of(self._toolchain, most=256),
-                    producer=holder_name(),
-                    parts=parts_for_display(parts),
                 )
                 count = sum(each.payload is not None for each in entries.values())
-                if self._cache.store_pack(key, payload, metadata, artifact_count=count):
+                if self._cache.store_pack(request.key, payload, metadata, artifact_count=count):
                     self._packed |= entries.keys()
                     self._next += 1
                     return
@@ -184,7 +178,7 @@ class Packs:
     def _read_chain(self, until: ArtifactKey | None = None) -> bool:
         """Reads on in the chain to its end, or to the pack with a key; False at the end."""
         while self._next < _MAX_PACKS and (until is None or until not in self._entries):
-            key, _ = self.name(self._next)
+            key = self.name(self._next).key
             fetched = self._cache.fetch_pack(key)
             if fetched is None:
                 return False

@@ -24,6 +24,7 @@ from typing import Any, Final, Protocol
 import zstandard
 
 from graphstash._compile.cache import CompileCache, InFlightCompile
+from graphstash._compile.request import CompileRequest
 from graphstash.errors import CacheError, Reason
 from graphstash_schema import ArtifactKey
 
@@ -104,17 +105,18 @@ class RankCoordinator:
         self._leading: dict[str, int] = {}  # round without its word: thread of this process
         self._relayed: deque[tuple[str, int, int]] = deque()  # name, chunks, bytes
 
-    def get(self, key: ArtifactKey, *, lease: bool) -> bytes | CompileTurn:
+    def get(self, request: CompileRequest, *, lease: bool) -> bytes | CompileTurn:
         """The payload that all ranks load, or this rank's turn to compile.
 
         Args:
-            key: what is wanted.
-            lease: as for `CompileCache.find_or_begin`; without one the ranks do not wait for the
+            request: what is wanted.
+            lease: as for `CompileCache.fetch_or_start`; without one the ranks do not wait for the
                 leader's compilation either.
 
         Raises:
             Exception: whatever the store raises.
         """
+        key = request.key
         has_passed = False
         round_count = min(self.store.size, _ROUNDS)
         for round_ in range(round_count):
@@ -124,7 +126,7 @@ class RankCoordinator:
                 leader = self.store.wait(f"{name}/leader", timeout_seconds=_PASS_SECONDS)
                 alone = alone or leader is None
             if self._is_led_here(name):
-                answer = self._lead(key, name, lease=lease, alone=alone)
+                answer = self._lead(request, name, lease=lease, alone=alone)
                 has_passed = True
             else:
                 answer = self._follow(key, name)
@@ -149,11 +151,11 @@ class RankCoordinator:
             return self._leading.setdefault(name, thread) == thread
 
     def _lead(
-        self, key: ArtifactKey, name: str, *, lease: bool, alone: bool
+        self, request: CompileRequest, name: str, *, lease: bool, alone: bool
     ) -> bytes | CompileTurn | None:
         found: bytes | InFlightCompile | None = None
         try:
-            found = self._cache.fetch_bytes_or_start(key, lease=lease)
+            found = self._cache.fetch_bytes_or_start(request, lease=lease)
             return self._tell(found, name, lease=lease, alone=alone)
         except BaseException:  # interrupted, or the store failed: nobody is to wait for this rank
             if isinstance(found, InFlightCompile):

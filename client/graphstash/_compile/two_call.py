@@ -10,12 +10,13 @@ same answer for the same key, see `RankCoordinator`.
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
 
 from graphstash._compile.cache import CompileCache
 from graphstash._compile.ranks import CompileTurn, RankCoordinator, RankStore, no_op
+from graphstash._compile.request import CompileRequest
 from graphstash.errors import CacheError, Reason
 from graphstash_schema import ArtifactKey
 
@@ -34,34 +35,30 @@ class _Begun:
 class TwoCallCache:
     """Gets and puts whole payloads in memory; one per hook and process, for many threads.
 
-    Attributes:
-        toolchain: versions, for people and for retention.
-
     Args:
         cache: finds and publishes.
-        toolchain: see the attribute.
     """
 
-    def __init__(self, cache: CompileCache, *, toolchain: str) -> None:
+    def __init__(self, cache: CompileCache) -> None:
         self._cache = cache
-        self.toolchain = toolchain
         self._coordinator: RankCoordinator | None = None
         self._lock = threading.Lock()  # guards the table below
         self._begun: dict[ArtifactKey, _Begun] = {}
 
     def get(
-        self, key: ArtifactKey, *, lease: bool = True, ranks: RankStore | None = None
+        self, request: CompileRequest, *, lease: bool = True, ranks: RankStore | None = None
     ) -> bytes | None:
         """The verified payload, or None: then the caller compiles, and calls `put` or `end`.
 
         Args:
-            key: what is wanted.
+            request: what is wanted.
             lease: whether to ask for the right to compile it, and to wait while a colleague has
                 it. False where the result comes only after other work of the job, for which
                 somebody else might wait.
             ranks: what the ranks share that all compile it; None where this process is alone.
         """
-        answer = self._ask(key, ranks, lease=lease)
+        key = request.key
+        answer = self._ask(request, ranks, lease=lease)
         if isinstance(answer, bytes):
             return answer
         begun = _Begun(answer, threading.get_ident(), monotonic())
@@ -77,30 +74,26 @@ class TwoCallCache:
 
     def put(
         self,
-        key: ArtifactKey,
+        request: CompileRequest,
         payload: bytes,
         *,
-        parts: Mapping[str, str],
         compile_seconds: float | None = None,
     ) -> None:
         """Publishes in the background what the compiler made.
 
         Args:
-            key: what was compiled.
+            request: what was compiled.
             payload: what the compiler wants to see again.
-            parts: what the fingerprint was made of.
             compile_seconds: wall time it took; by default the time since `get`.
         """
         with self._lock:
-            begun = self._begun.pop(key, None)
+            begun = self._begun.pop(request.key, None)
         if begun is None:  # never asked for, or put twice
-            begun = _Begun(CompileTurn(self._cache.begin(key), no_op), 0, monotonic())
+            begun = _Begun(CompileTurn(self._cache.begin(request), no_op), 0, monotonic())
         seconds = monotonic() - begun.started if compile_seconds is None else compile_seconds
         self._announce(begun.turn, payload)
         if begun.turn.compilation is not None:
-            begun.turn.compilation.publish_bytes(
-                payload, compile_seconds=seconds, parts=parts, toolchain=self.toolchain
-            )
+            begun.turn.compilation.publish_bytes(payload, compile_seconds=seconds)
 
     def wants(self, key: ArtifactKey) -> bool:
         """Whether a `put` of the key is of use to anybody: not where another rank publishes."""
@@ -122,17 +115,17 @@ class TwoCallCache:
         self._give_up_all(lambda _: True)
 
     def _ask(
-        self, key: ArtifactKey, ranks: RankStore | None, *, lease: bool
+        self, request: CompileRequest, ranks: RankStore | None, *, lease: bool
     ) -> bytes | CompileTurn:
         try:
             if ranks is not None:
                 coordinator = self._coordinator
                 if coordinator is None or coordinator.store is not ranks:
                     coordinator = self._coordinator = RankCoordinator(self._cache, ranks)
-                return coordinator.get(key, lease=lease)
+                return coordinator.get(request, lease=lease)
         except Exception as error:  # noqa: BLE001 - a hook's outermost frame: training goes on
             self._record_fallback(error)
-        found = self._cache.fetch_bytes_or_start(key, lease=lease)
+        found = self._cache.fetch_bytes_or_start(request, lease=lease)
         return found if isinstance(found, bytes) else CompileTurn(found, no_op)
 
     def _give_up_all(self, chosen: Callable[[_Begun], bool]) -> None:

@@ -227,6 +227,7 @@ def get_or_compile(
     *,
     parts: Mapping[str, str] | None = None,
     toolchain: str = "",
+    label: str = "",
 ) -> bytes:
     """Returns an artifact that any job has compiled, or compiles it now.
 
@@ -235,7 +236,9 @@ def get_or_compile(
     session = _session({})
     if session is None:
         return compile_payload()
-    return session.cache.get_or_compile(key, compile_payload, parts=parts, toolchain=toolchain)
+    return session.cache.get_or_compile(
+        key, compile_payload, parts=parts, toolchain=toolchain, label=label
+    )
 
 
 def _after_fork() -> None:

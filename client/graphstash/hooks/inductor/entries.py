@@ -24,7 +24,7 @@ from torch._inductor.remote_cache import RemoteCacheBackend
 from graphstash._compile.cache import CompileCache
 from graphstash._compile.two_call import TwoCallCache
 from graphstash.errors import CacheError, Reason
-from graphstash.hooks.inductor.fingerprint import entry_key, entry_parts, toolchain
+from graphstash.hooks.inductor.fingerprint import entry_request
 from graphstash.hooks.inductor.ranks import ranks
 from graphstash_schema import ArtifactKey, ArtifactKind
 
@@ -70,7 +70,7 @@ class Entries:
     def use(self, cache: CompileCache) -> None:
         """Switches to another cache: a forked child has its own."""
         self._cache = cache
-        self._exchange = TwoCallCache(cache, toolchain=toolchain())
+        self._exchange = TwoCallCache(cache)
         self._thread = _Thread()
         self._lock = threading.Lock()  # guards the count below
         self._compilations = 0
@@ -132,14 +132,14 @@ class Entries:
 
     def _get(self, kind: ArtifactKind, name: str) -> bytes | None:
         look_up = self._thread.look_up or _LookUp()
-        key = entry_key(kind, name, variant=look_up.variant)
+        request = entry_request(kind, name, variant=look_up.variant)
         # A look-up on behalf of an AOTAutograd entry takes none: torch looks again before it
         # compiles the graph.
         lease = kind is ArtifactKind.INDUCTOR and self._thread.compiling > 0
-        value = self._exchange.get(key, lease=lease, ranks=ranks())
+        value = self._exchange.get(request, lease=lease, ranks=ranks())
         self._free[name] = look_up.variant if value is None else None
         if value is not None:
-            look_up.served = (key, value)
+            look_up.served = (request.key, value)
         elif kind is ArtifactKind.AOT_AUTOGRAD:
             self._thread.traced_since = monotonic()
         elif kind is ArtifactKind.INDUCTOR:
@@ -158,9 +158,8 @@ class Entries:
         if variant is None:  # it was served, or there are enough
             return
         self._exchange.put(
-            entry_key(kind, name, variant=variant),
+            entry_request(kind, name, variant=variant),
             value,
-            parts=entry_parts(name, variant=variant),
             compile_seconds=self._seconds(kind, value),
         )
 

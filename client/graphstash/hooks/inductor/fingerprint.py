@@ -19,6 +19,7 @@ from torch._inductor import config
 from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 
+from graphstash._compile.request import CompileRequest
 from graphstash.hooks.environment import (
     cpu_device_type,
     cpu_features,
@@ -26,13 +27,13 @@ from graphstash.hooks.environment import (
     libc,
     read_part,
 )
-from graphstash_schema import ArtifactKey, ArtifactKind, DeviceType, fingerprint_of
+from graphstash_schema import ArtifactKind, DeviceType
 
-__all__ = ["entry_key", "entry_parts", "host_parts", "key_of", "toolchain", "torch_release"]
+__all__ = ["entry_parts", "entry_request", "host_parts", "request_of", "torch_release"]
 
 
-def entry_key(kind: ArtifactKind, name: str, *, variant: int) -> ArtifactKey:
-    """The key of what torch calls `name`.
+def entry_request(kind: ArtifactKind, name: str, *, variant: int) -> CompileRequest:
+    """What is looked up for what torch calls `name`.
 
     Neither the name nor the value says which device a graph is for: a process that has an
     accelerator files everything under it, graphs for its CPU included.
@@ -40,8 +41,7 @@ def entry_key(kind: ArtifactKind, name: str, *, variant: int) -> ArtifactKey:
     `name` is e.g. `pt2:fx-graph-v1::f3a…:c1`; entries under one name have different variant numbers
     and differ in their guards.
     """
-    parts = entry_parts(name, variant=variant)
-    return key_of(kind, parts, _device_type())
+    return request_of(kind, entry_parts(name, variant=variant), _device_type())
 
 
 def entry_parts(name: str, *, variant: int) -> dict[str, str]:
@@ -57,14 +57,12 @@ def entry_parts(name: str, *, variant: int) -> dict[str, str]:
     }
 
 
-def key_of(
+def request_of(
     kind: ArtifactKind, parts: Mapping[str, str], device_type: DeviceType | None = None
-) -> ArtifactKey:
-    """The key of an artifact for `device_type`; without one, for this host's CPU."""
-    return ArtifactKey(
-        kind=kind,
-        device_type=device_type or cpu_device_type(),
-        fingerprint=fingerprint_of(kind, parts),
+) -> CompileRequest:
+    """What is looked up for `device_type`; without one, for this host's CPU."""
+    return CompileRequest.of(
+        kind, device_type or cpu_device_type(), parts, toolchain=f"torch {torch.__version__}"
     )
 
 
@@ -86,11 +84,6 @@ def torch_release() -> tuple[int, int]:
     """Major and minor version, e.g. `(2, 7)`."""
     major, minor, *_ = torch.__version__.split(".")
     return int(major), int(minor)
-
-
-def toolchain() -> str:
-    """Versions, for people and for retention."""
-    return f"torch {torch.__version__}"
 
 
 @cache

@@ -27,10 +27,11 @@ from torch._inductor.runtime.runtime_utils import (  # type: ignore[attr-defined
 )
 
 from graphstash._compile.cache import CompileCache
+from graphstash._compile.request import CompileRequest
 from graphstash._compile.two_call import TwoCallCache
 from graphstash.errors import CacheError, LocalTierError, Reason
-from graphstash.hooks.inductor.fingerprint import host_parts, key_of, toolchain, torch_release
-from graphstash_schema import ArtifactKey, ArtifactKind
+from graphstash.hooks.inductor.fingerprint import host_parts, request_of, torch_release
+from graphstash_schema import ArtifactKind
 
 __all__ = ["LateHeader", "Objects", "late", "object_parts"]
 
@@ -112,7 +113,7 @@ class Objects:
     def use(self, cache: CompileCache) -> None:
         """Switches to another cache: a forked child has its own."""
         self._cache = cache
-        self._exchange = TwoCallCache(cache, toolchain=toolchain())
+        self._exchange = TwoCallCache(cache)
 
     def close(self) -> None:
         """Releases the leases of unfinished builds."""
@@ -139,13 +140,14 @@ class Objects:
         self._publish(found, target, seconds)
         return result
 
-    def _find(self, builder: Any, target: Path) -> "_Wanted | bool":
+    def _find(self, builder: Any, target: Path) -> CompileRequest | bool:
         """True when the object is in place, False when it is not shared, else what to publish."""
         try:
             if config.force_disable_caches or not _is_shared(builder):
                 return False
-            wanted = _Wanted(object_parts(builder.get_command_line(), target))
-            payload = self._exchange.get(wanted.key, lease=not self._is_awaited())
+            parts = object_parts(builder.get_command_line(), target)
+            wanted = request_of(ArtifactKind.INDUCTOR, parts)
+            payload = self._exchange.get(wanted, lease=not self._is_awaited())
             if payload is None:
                 return wanted
             _write(target, payload)
@@ -158,20 +160,12 @@ class Objects:
             return False
         return True
 
-    def _publish(self, wanted: "_Wanted", target: Path, seconds: float) -> None:
+    def _publish(self, wanted: CompileRequest, target: Path, seconds: float) -> None:
         try:
-            self._exchange.put(
-                wanted.key, target.read_bytes(), parts=wanted.parts, compile_seconds=seconds
-            )
+            self._exchange.put(wanted, target.read_bytes(), compile_seconds=seconds)
         except OSError as error:
             self._exchange.end()
             self._cache.record_fallback(LocalTierError(str(error)))
-
-
-class _Wanted:
-    def __init__(self, parts: Mapping[str, str]) -> None:
-        self.parts = parts
-        self.key: ArtifactKey = key_of(ArtifactKind.INDUCTOR, parts)
 
 
 def object_parts(command: str, target: Path) -> dict[str, str]:

@@ -14,12 +14,10 @@ A program in memory costs nothing; neither does one with host callbacks, which J
 """
 
 import logging
-from importlib import metadata
 
 import jax
 
 from graphstash._compile.cache import CompileCache
-from graphstash._compile.two_call import TwoCallCache
 from graphstash.hooks.jax.entries import Entries
 from graphstash.hooks.jax.seam import Seam, SeamUnavailableError
 from graphstash.hooks.versions import is_supported
@@ -49,7 +47,7 @@ class JaxHook:
     """Owns what was put into JAX."""
 
     def __init__(self, cache: CompileCache) -> None:
-        self._entries = Entries(cache, _exchange(cache))
+        self._entries = Entries(cache)
         self._seam = Seam(self._entries)
 
     def close(self) -> None:
@@ -59,10 +57,5 @@ class JaxHook:
 
     def after_fork(self, cache: CompileCache) -> bool:
         """Continues in the child with its own cache: the hook has no threads."""
-        self._entries.go_on(cache, _exchange(cache))
+        self._entries.go_on(cache)
         return True
-
-
-def _exchange(cache: CompileCache) -> TwoCallCache:
-    toolchain = f"jax {jax.__version__} jaxlib {metadata.version('jaxlib')}"
-    return TwoCallCache(cache, toolchain=toolchain)

@@ -19,6 +19,7 @@ from typing import Any
 
 from jax._src import compilation_cache, compiler, distributed, xla_bridge
 
+from graphstash._compile.request import CompileRequest
 from graphstash.hooks.jax.smallness import is_small
 from graphstash.hooks.patching import Patches
 from graphstash_schema import ArtifactKey
@@ -49,7 +50,7 @@ class Program:
         missed: JAX's keys that were asked for and not found.
         packed: those of them whose result belongs into a pack.
         given: JAX's keys that were found.
-        named: our keys, and what they were made of, by JAX's.
+        requests: what was looked up, by JAX's keys.
     """
 
     platform: str
@@ -64,7 +65,7 @@ class Program:
     missed: set[str] = field(default_factory=set)
     packed: set[str] = field(default_factory=set)
     given: dict[str, ArtifactKey] = field(default_factory=dict)
-    named: dict[str, tuple[ArtifactKey, dict[str, str]]] = field(default_factory=dict)
+    requests: dict[str, CompileRequest] = field(default_factory=dict)
 
 
 class Compiling:

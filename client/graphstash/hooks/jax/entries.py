@@ -22,12 +22,12 @@ from jax._src import compilation_cache
 
 from graphstash._compile.cache import CompileCache
 from graphstash._compile.packs import Packs
+from graphstash._compile.request import CompileRequest
 from graphstash._compile.two_call import TwoCallCache
 from graphstash.errors import CacheError, Reason
 from graphstash.hooks.jax.compiling import Program
-from graphstash.hooks.jax.fingerprint import key_and_parts
+from graphstash.hooks.jax.fingerprint import request_of
 from graphstash.hooks.jax.ranks import ranks
-from graphstash_schema import ArtifactKey
 
 __all__ = ["Entries", "Keeper", "packer", "unpack"]
 
@@ -66,18 +66,18 @@ class Keeper(Protocol):
 class Entries:
     """Serves JAX from the shared cache; for many threads."""
 
-    def __init__(self, cache: CompileCache, exchange: TwoCallCache) -> None:
+    def __init__(self, cache: CompileCache) -> None:
         self._is_closed = False
         self._packs: Packs | None = None
-        self.go_on(cache, exchange)
+        self.go_on(cache)
 
-    def go_on(self, cache: CompileCache, exchange: TwoCallCache) -> None:
+    def go_on(self, cache: CompileCache) -> None:
         """Serves from another cache from now on, in a forked child that has no other threads."""
         self._cache = cache
-        self._exchange = exchange
+        self._exchange = TwoCallCache(cache)
         self._opening = threading.Lock()  # guards `_packs`
         if self._packs is not None:
-            self._packs = Packs(cache, self._packs.name, toolchain=exchange.toolchain)
+            self._packs = Packs(cache, self._packs.name)
 
     def close(self) -> None:
         """Releases what was started; from now on nothing is found and nothing more is taken."""
@@ -97,7 +97,8 @@ class Entries:
             or jax_key in program.missed
         ):
             return None
-        key, _ = _named(jax_key, program)
+        request = _requested(jax_key, program)
+        key = request.key
         if program.is_small:
             packs = self._packs_for(jax_key, program)
             payload = packs.get(key)
@@ -110,7 +111,7 @@ class Entries:
                 return None
         shared_by = ranks() if program.is_collective else None
         lease = _may_lease(program) or shared_by is not None
-        payload = self._exchange.get(key, lease=lease, ranks=shared_by)
+        payload = self._exchange.get(request, lease=lease, ranks=shared_by)
         if payload is None:
             program.missed.add(jax_key)
             return None
@@ -121,7 +122,8 @@ class Entries:
         """Publishes in the background what JAX compiled."""
         if self._is_closed:
             return
-        key, parts = _named(jax_key, program)
+        request = _requested(jax_key, program)
+        key = request.key
         raw = unpack(entry)
         if program.given.pop(jax_key, None) is not None:
             self._exchange.reject(key, f"jax could not load {jax_key}")
@@ -131,15 +133,15 @@ class Entries:
         if jax_key in program.packed and self._packs is not None:
             seconds = self._packs.put(key, raw)
             if seconds is not None:
-                self._exchange.put(key, raw, parts=parts, compile_seconds=seconds)
+                self._exchange.put(request, raw, compile_seconds=seconds)
             return
         # Since the look-up where there was one: JAX itself counts in whole seconds.
         seconds = None if jax_key in program.missed else _compiled_in_seconds(raw)
-        self._exchange.put(key, raw, parts=parts, compile_seconds=seconds)
+        self._exchange.put(request, raw, compile_seconds=seconds)
 
     def wants(self, jax_key: str, program: Program) -> bool:
         """Not where the leader of the job's processes publishes."""
-        return self._exchange.wants(_named(jax_key, program)[0])
+        return self._exchange.wants(_requested(jax_key, program).key)
 
     def ended(self) -> None:
         """Releases the lease of what was not put: errors, callbacks, other processes' shares."""
@@ -156,19 +158,19 @@ class Entries:
             if self._packs is None:
                 job = self._cache.config.job or Path(sys.argv[0] if sys.argv else "").name
                 name = partial(_pack_name, f"{job} {jax_key}", program)
-                self._packs = Packs(self._cache, name, toolchain=self._exchange.toolchain)
+                self._packs = Packs(self._cache, name)
             return self._packs
 
 
-def _named(jax_key: str, program: Program) -> tuple[ArtifactKey, dict[str, str]]:
-    """Key and parts, made once for the look-up and the result."""
-    if jax_key not in program.named:
-        program.named[jax_key] = key_and_parts(jax_key, program)
-    return program.named[jax_key]
+def _requested(jax_key: str, program: Program) -> CompileRequest:
+    """Made once for the look-up and the result."""
+    if jax_key not in program.requests:
+        program.requests[jax_key] = request_of(jax_key, program)
+    return program.requests[jax_key]
 
 
-def _pack_name(job: str, program: Program, number: int) -> tuple[ArtifactKey, dict[str, str]]:
-    return key_and_parts(f"pack {number} of {job}", program)
+def _pack_name(job: str, program: Program, number: int) -> CompileRequest:
+    return request_of(f"pack {number} of {job}", program)
 
 
 def _may_lease(program: Program) -> bool:

@@ -14,18 +14,19 @@ from typing import Any, Final
 
 import jax
 
+from graphstash._compile.request import CompileRequest
 from graphstash.hooks import environment
 from graphstash.hooks.environment import version_of
 from graphstash.hooks.jax.compiling import Program
-from graphstash_schema import ArtifactKey, ArtifactKind, DeviceType, fingerprint_of
+from graphstash_schema import ArtifactKind, DeviceType
 
-__all__ = ["key_and_parts"]
+__all__ = ["request_of"]
 
 _GPU_LIBRARIES: Final = re.compile(r"(jax[-_](cuda|rocm)|nvidia[-_])[\w-]*", re.IGNORECASE)
 
 
-def key_and_parts(jax_key: str, program: Program) -> tuple[ArtifactKey, dict[str, str]]:
-    """The artifact's key, and the parts that its fingerprint is made of.
+def request_of(jax_key: str, program: Program) -> CompileRequest:
+    """What is looked up for a program.
 
     `jax_key` is `<module>-<sha256>`, as JAX passes it to its cache.
     """
@@ -41,12 +42,12 @@ def key_and_parts(jax_key: str, program: Program) -> tuple[ArtifactKey, dict[str
         parts["libtpu"] = version_of("libtpu") or version_of("libtpu-nightly")
     elif program.platform == "gpu":
         parts["libraries"] = _gpu_libraries()
-    key = ArtifactKey(
-        kind=ArtifactKind.JAX,
-        device_type=_device_type(program),
-        fingerprint=fingerprint_of(ArtifactKind.JAX, parts),
+    return CompileRequest.of(
+        ArtifactKind.JAX,
+        _device_type(program),
+        parts,
+        toolchain=f"jax {parts['jax']} jaxlib {parts['jaxlib']}",
     )
-    return key, parts
 
 
 def _device_type(program: Program) -> DeviceType:

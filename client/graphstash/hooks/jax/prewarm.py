@@ -26,13 +26,13 @@ import jax
 from jax.experimental import topologies
 
 from graphstash._artifacts.stash import Stash
-from graphstash.config import ClientConfig, holder_name
+from graphstash.config import ClientConfig
 from graphstash.errors import ConfigError
 from graphstash.hooks.jax.compiling import Program
 from graphstash.hooks.jax.entries import unpack
-from graphstash.hooks.jax.fingerprint import key_and_parts
+from graphstash.hooks.jax.fingerprint import request_of
 from graphstash.hooks.jax.seam import Seam, SeamUnavailableError
-from graphstash_schema import ArtifactKey, ArtifactMetadata, parts_for_display
+from graphstash_schema import ArtifactKey
 
 __all__ = ["Prewarmed", "prewarm"]
 
@@ -130,7 +130,7 @@ class _Publisher:
     def named(self, jax_key: str, program: Program) -> None:
         if not self._is_wanted(program):
             return
-        key, _ = key_and_parts(jax_key, program)
+        key = request_of(jax_key, program).key
         if self.stash.server.lookup([key]).found:
             raise _KnownError(Prewarmed(key, jax_key, dict(self.components), is_new=False))
 
@@ -141,17 +141,13 @@ class _Publisher:
         if not self._is_wanted(program):
             return
         seconds = monotonic() - self.started
-        key, parts = key_and_parts(jax_key, program)
+        request = request_of(jax_key, program)
         raw = unpack(entry)
-        metadata = ArtifactMetadata(
-            compile_seconds=seconds,
-            raw_size_bytes=len(raw),
-            toolchain=f"jax {parts['jax']} jaxlib {parts['jaxlib']}",
-            producer=holder_name(),
-            parts=parts_for_display(parts),
+        metadata = request.metadata(compile_seconds=seconds, raw_size_bytes=len(raw))
+        size = self.stash.put(request.key, raw, metadata)
+        self._done = Prewarmed(
+            request.key, jax_key, dict(self.components), True, seconds, len(raw), size
         )
-        size = self.stash.put(key, raw, metadata)
-        self._done = Prewarmed(key, jax_key, dict(self.components), True, seconds, len(raw), size)
 
     def wants(self, *_: object) -> bool:
         """This process compiles for all."""

@@ -15,12 +15,13 @@ from time import monotonic
 from typing import Any, Final
 
 from graphstash._compile.cache import CompileCache, InFlightCompile
+from graphstash._compile.request import CompileRequest
 from graphstash.errors import LocalTierError
 from graphstash.hooks.pjrt.abi import UNIMPLEMENTED, Function
 from graphstash.hooks.pjrt.api import PjrtError
 from graphstash.hooks.pjrt.fingerprint import Fingerprints, Topology, toolchain
 from graphstash.hooks.pjrt.plugins import Plugin
-from graphstash_schema import ArtifactKey, ArtifactKind, fingerprint_of
+from graphstash_schema import ArtifactKey, ArtifactKind
 
 __all__ = ["AheadOfTimeCall", "Call", "ClientCall", "Experience", "Original"]
 
@@ -88,7 +89,6 @@ class Call(ABC):
         self.cache = cache
         self.experience = experience
         self.compilation: InFlightCompile | None = None
-        self._parts: dict[str, str] = {}
 
     @abstractmethod
     def serve(self, fingerprints: Fingerprints) -> bool:
@@ -104,16 +104,13 @@ class Call(ABC):
         if compilation is not None:
             compilation.abandon()
 
-    def describe(self, fingerprints: Fingerprints, topology: Topology) -> ArtifactKey | None:
-        """The key of what is compiled; None for what no other process can use."""
+    def describe(self, fingerprints: Fingerprints, topology: Topology) -> CompileRequest | None:
+        """What is looked up; None for what no other process can use."""
         parts = fingerprints.parts(self.args, topology)
         if parts is None:
             return None
-        self._parts = parts
-        return ArtifactKey(
-            kind=ArtifactKind.PJRT,
-            device_type=topology.device_type,
-            fingerprint=fingerprint_of(ArtifactKind.PJRT, parts),
+        return CompileRequest.of(
+            ArtifactKind.PJRT, topology.device_type, parts, toolchain=toolchain(self.plugin)
         )
 
     def publish_executable(self, executable: int, *, compile_seconds: float) -> None:
@@ -154,8 +151,6 @@ class Call(ABC):
         compilation.publish(
             path,
             compile_seconds=compile_seconds,
-            parts=self._parts,
-            toolchain=toolchain(self.plugin),
             done=lambda: path.unlink(missing_ok=True),
         )
         self.compilation = None  # it ends with the upload
@@ -170,22 +165,22 @@ class ClientCall(Call):
     def serve(self, fingerprints: Fingerprints) -> bool:
         """Loads the artifact with the caller's options; without one a compilation begins."""
         topology = Topology.of_client(self.plugin.api, self.args.client)
-        key = self.describe(fingerprints, topology) if _is_served(topology) else None
-        if key is None:
+        request = self.describe(fingerprints, topology) if _is_served(topology) else None
+        if request is None:
             return False
         try:
             with tempfile.TemporaryDirectory(
                 prefix="graphstash-", ignore_cleanup_errors=True
             ) as directory:
                 payload = Path(directory) / "payload"
-                self.compilation = self.cache.fetch_or_start(key, payload)
+                self.compilation = self.cache.fetch_or_start(request, payload)
                 if self.compilation is not None:
                     return False
                 serialized = payload.read_bytes()
         except OSError as error:
             self.cache.record_fallback(LocalTierError(str(error)))
             return False
-        return self._load(key, serialized)
+        return self._load(request.key, serialized)
 
     def publish(self, *, compile_seconds: float) -> None:
         """Publishes it under the compilation that `serve` began."""
@@ -232,12 +227,12 @@ class AheadOfTimeCall(Call):
     is not tried; if it does not, the job counts a rejected artifact and compiles.
     """
 
-    _key: ArtifactKey | None = None
+    _request: CompileRequest | None = None
 
     def serve(self, fingerprints: Fingerprints) -> bool:
         """Only reads the arguments, which are the caller's again after the call."""
         topology = Topology.of(self.plugin.api, self.args.topology)
-        self._key = self.describe(fingerprints, topology)
+        self._request = self.describe(fingerprints, topology)
         return False
 
     def publish(self, *, compile_seconds: float) -> None:
@@ -246,9 +241,9 @@ class AheadOfTimeCall(Call):
         Raises:
             CacheError: the server cannot say.
         """
-        if self._key is None or self.cache.stash.server.is_read_only:
+        if self._request is None or self.cache.stash.server.is_read_only:
             return
-        if not self.cache.stash.server.lookup([self._key]).found:
+        if not self.cache.stash.server.lookup([self._request.key]).found:
             self.cache.counters.add(misses=1)
-            self.compilation = self.cache.begin(self._key)
+            self.compilation = self.cache.begin(self._request)
             self.publish_executable(self.args.executable, compile_seconds=compile_seconds)

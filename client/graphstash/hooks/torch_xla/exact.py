@@ -109,13 +109,14 @@ class ExactMode:
             # an error. (With several compiling threads it may only be slow; then another host may
             # compile it as well.)
             each.compilation.abandon()
-        key = self._fingerprints.key(name)
+        request = self._fingerprints.request(name)
         if rejected:
+            key = request.key
             self._cache.reject(key, f"torch_xla could not load {key}; it compiled instead")
             return
         if self._rejected >= _MAX_REJECTIONS and not self._loaded:
             return
-        compilation = self._cache.fetch_or_start(key, self._directory / name)
+        compilation = self._cache.fetch_or_start(request, self._directory / name)
         with self._lock:
             if compilation is None:
                 self._delivered.add(name)
@@ -148,7 +149,6 @@ class ExactMode:
         publish_file(
             self._directory / name,
             running.compilation,
-            self._fingerprints,
             compile_seconds=running.seconds or monotonic() - running.announced,
         )
 

@@ -23,6 +23,7 @@ import torch
 import torch_xla
 import torch_xla.runtime as xr
 
+from graphstash._compile.request import CompileRequest
 from graphstash.hooks.environment import (
     cpu_device_type,
     cpu_features,
@@ -31,7 +32,7 @@ from graphstash.hooks.environment import (
     read_part,
     sample_of,
 )
-from graphstash_schema import ArtifactKey, ArtifactKind, DeviceType, fingerprint_of
+from graphstash_schema import ArtifactKind, DeviceType
 
 __all__ = ["Fingerprints"]
 
@@ -55,15 +56,15 @@ class Fingerprints:
         # 2.7 has a setter and no getter in Python; the variable itself is exported.
         self._precision = ctypes.c_int.in_dll(ctypes.CDLL(torch_xla._XLAC.__file__), _PRECISION)
 
-    def key(self, name: str) -> ArtifactKey:
-        """The key of the graph that torch_xla calls `name`."""
-        parts = self.parts(name)
+    def request(self, name: str) -> CompileRequest:
+        """What is looked up for the graph that torch_xla calls `name`."""
         if self._device_type is None:
             self._device_type = _device_type()
-        return ArtifactKey(
-            kind=ArtifactKind.TORCH_XLA,
-            device_type=self._device_type,
-            fingerprint=fingerprint_of(ArtifactKind.TORCH_XLA, parts),
+        return CompileRequest.of(
+            ArtifactKind.TORCH_XLA,
+            self._device_type,
+            self.parts(name),
+            toolchain=f"torch {torch.__version__}, torch_xla {torch_xla.__version__}",
         )
 
     def parts(self, name: str) -> dict[str, str]:
@@ -75,11 +76,6 @@ class Fingerprints:
             "graph": name,
             "matmul_precision": str(self._precision.value),
         }
-
-    @staticmethod
-    def toolchain() -> str:
-        """Versions, for people and for retention."""
-        return f"torch {torch.__version__}, torch_xla {torch_xla.__version__}"
 
 
 def _process_parts() -> dict[str, str]:

@@ -124,8 +124,8 @@ class HintMode:
         if name in self._known:
             return None
         self._known.add(name)
-        key = self._fingerprints.key(name)
-        compilation = self._cache.fetch_or_start(key, self._directory / name)
+        request = self._fingerprints.request(name)
+        compilation = self._cache.fetch_or_start(request, self._directory / name)
         return None if compilation is None else _Pending(compilation, name=name)
 
     def _after_dynamo(self, pending: _Pending, seconds: float) -> None:
@@ -142,7 +142,7 @@ class HintMode:
             self._known.add(name)
             self._quiet_steps = 0
             self._cache.counters.add(misses=1)
-            self._publish(name, self._cache.begin(self._fingerprints.key(name)), seconds)
+            self._publish(name, self._cache.begin(self._fingerprints.request(name)), seconds)
         self._quiet_steps += 1
         if pending.compilation is not None and new:
             self._publish_hint(pending.compilation, new)
@@ -161,13 +161,13 @@ class HintMode:
             prefix="graphstash-", ignore_cleanup_errors=True
         ) as directory:
             payload = Path(directory) / "names"
-            compilation = self._hints.fetch_or_start(self._fingerprints.key(hint), payload)
+            compilation = self._hints.fetch_or_start(self._fingerprints.request(hint), payload)
             if compilation is not None:
                 return compilation
             names = _read_names(payload)
         for name in names:
             if name not in self._known and self._cache.try_fetch(
-                self._fingerprints.key(name), self._directory / name
+                self._fingerprints.request(name).key, self._directory / name
             ):
                 self._known.add(name)
                 self._quiet_steps = 0
@@ -182,7 +182,7 @@ class HintMode:
 
     def _publish(self, name: str, compilation: InFlightCompile, seconds: float) -> None:
         path = self._directory / name
-        publish_file(path, compilation, self._fingerprints, compile_seconds=seconds)
+        publish_file(path, compilation, compile_seconds=seconds)
 
     def _publish_hint(self, hint: InFlightCompile, names: list[str]) -> None:
         with tempfile.NamedTemporaryFile(prefix="graphstash-", delete=False) as file:
@@ -192,8 +192,6 @@ class HintMode:
         hint.publish(
             path,
             compile_seconds=0.0,
-            parts={"hint": hint.key.fingerprint},
-            toolchain=self._fingerprints.toolchain(),
             done=lambda: path.unlink(missing_ok=True),
         )
 

@@ -14,7 +14,6 @@ from typing import Final
 from inotify_simple import INotify, flags
 
 from graphstash._compile.cache import InFlightCompile
-from graphstash.hooks.torch_xla.fingerprint import Fingerprints
 
 __all__ = ["WrittenFiles", "publish_file"]
 
@@ -24,9 +23,7 @@ _FULL_BYTES: Final = 1024**2
 """With less than this left, a disk counts as full."""
 
 
-def publish_file(
-    path: Path, compilation: InFlightCompile, fingerprints: Fingerprints, *, compile_seconds: float
-) -> None:
+def publish_file(path: Path, compilation: InFlightCompile, *, compile_seconds: float) -> None:
     """Hands a finished file over to its compilation; the file is removed when it was uploaded."""
     if not _is_whole(path):
         compilation.abandon()
@@ -34,8 +31,6 @@ def publish_file(
     compilation.publish(
         path,
         compile_seconds=compile_seconds,
-        parts=fingerprints.parts(path.name),
-        toolchain=fingerprints.toolchain(),
         done=lambda: path.unlink(missing_ok=True),
     )
 

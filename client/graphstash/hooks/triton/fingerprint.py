@@ -13,10 +13,11 @@ from typing import Any, Final
 
 import triton
 
+from graphstash._compile.request import CompileRequest
 from graphstash.hooks.triton.source import values_in
-from graphstash_schema import ArtifactKey, ArtifactKind, DeviceType, fingerprint_of
+from graphstash_schema import ArtifactKind, DeviceType
 
-__all__ = ["artifact_key", "is_shareable", "parts_of"]
+__all__ = ["is_shareable", "request_of"]
 
 _DEVICE: Final = DeviceType("gpu")
 """One word for all. The architecture is inside Triton's key, which is all that a cache manager is
@@ -55,8 +56,8 @@ def is_shareable(environ: Mapping[str, str]) -> bool:
     )
 
 
-def parts_of(key: str, group: str, environ: Mapping[str, str], source: Any) -> dict[str, str]:
-    """Everything that the artifact's key is made of.
+def request_of(key: str, group: str, environ: Mapping[str, str], source: Any) -> CompileRequest:
+    """What is looked up for the kernel that Triton calls `key`.
 
     `source` is what Triton compiles; None when that is not known.
     """
@@ -67,19 +68,13 @@ def parts_of(key: str, group: str, environ: Mapping[str, str], source: Any) -> d
         and _READ.fullmatch(name)
         and not _SAME_KERNEL.fullmatch(name)
     }
-    return {
+    parts = {
         **settings,
         "triton": triton.__version__,
         "triton_key": key,
         "group": group,
         "values": values_in(source),
     }
-
-
-def artifact_key(parts: Mapping[str, str]) -> ArtifactKey:
-    """The key of the artifact that is made of `parts`."""
-    return ArtifactKey(
-        kind=ArtifactKind.TRITON,
-        device_type=_DEVICE,
-        fingerprint=fingerprint_of(ArtifactKind.TRITON, parts),
+    return CompileRequest.of(
+        ArtifactKind.TRITON, _DEVICE, parts, toolchain=f"triton {triton.__version__}"
     )

@@ -21,13 +21,13 @@ from functools import cache as once
 from pathlib import Path
 from typing import Any, ClassVar
 
-import triton
 from triton.runtime.cache import FileCacheManager, RemoteCacheBackend
 
 from graphstash._compile.cache import CompileCache
+from graphstash._compile.request import CompileRequest
 from graphstash._compile.two_call import TwoCallCache
 from graphstash.errors import CacheError, LocalTierError, Reason
-from graphstash.hooks.triton.fingerprint import artifact_key, is_shareable, parts_of
+from graphstash.hooks.triton.fingerprint import is_shareable, request_of
 from graphstash.hooks.triton.kernel import (
     GROUP_PREFIX,
     KernelError,
@@ -36,7 +36,6 @@ from graphstash.hooks.triton.kernel import (
     unpack_kernel,
 )
 from graphstash.hooks.triton.source import source_being_compiled
-from graphstash_schema import ArtifactKey
 
 __all__ = ["Kernels", "SharedCacheBackend", "SharedCacheManager", "SharedKernel"]
 
@@ -60,7 +59,7 @@ class Kernels:
         """Switches to another cache: a forked child has its own."""
         self._cache = cache
         self._owner = os.getpid()
-        self.exchange = TwoCallCache(cache, toolchain=f"triton {triton.__version__}")
+        self.exchange = TwoCallCache(cache)
 
     @staticmethod
     def kernel(key: str) -> "SharedKernel | None":
@@ -132,8 +131,7 @@ class _Wanted:
     """A group that was looked up and not found."""
 
     group: str
-    artifact: ArtifactKey
-    parts: Mapping[str, str]
+    request: CompileRequest
 
 
 class SharedKernel:
@@ -177,7 +175,7 @@ class SharedKernel:
         try:
             children = {name: written[name] for name in names}
             payload = pack_kernel(group, children, key=self._key)
-            self._kernels.exchange.put(wanted.artifact, payload, parts=wanted.parts)
+            self._kernels.exchange.put(wanted.request, payload)
         except KeyError as error:
             _log.debug("%s is not published: %s was never written", group, error)
         except KernelError as error:
@@ -192,17 +190,17 @@ class SharedKernel:
     def _find(self, group: str) -> dict[str, bytes] | None:
         if not is_shareable(os.environ):
             return None
-        parts = parts_of(self._key, group, os.environ, source_being_compiled())
-        artifact = artifact_key(parts)
+        request = request_of(self._key, group, os.environ, source_being_compiled())
         exchange = self._kernels.exchange
-        payload = exchange.get(artifact, lease=self._kernels.is_compiling)
+        payload = exchange.get(request, lease=self._kernels.is_compiling)
         if payload is None:
-            self._wanted = _Wanted(group, artifact, parts)
+            self._wanted = _Wanted(group, request)
             return None
         try:
             return unpack_kernel(group, payload, key=self._key)
         except KernelError as error:
-            exchange.reject(artifact, f"{artifact} holds no kernel for this host: {error}")
+            key = request.key
+            exchange.reject(key, f"{key} holds no kernel for this host: {error}")
             return None
 
 
