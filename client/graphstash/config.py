@@ -294,6 +294,8 @@ class HostSettings(_Group):
     between jobs."""
     summary: bool = True
     """Print one line on standard error when the job ends."""
+    explain: bool = False
+    """Say on standard error, when the job ends, why it compiled what it compiled."""
     stats_file: _Path | None = None
     """File that gets one line of JSON with the statistics of each process."""
 

@@ -19,7 +19,6 @@ from graphstash_schema.signature import ArtifactSignature
 
 __all__ = [
     "MAX_COMPILE_SECONDS",
-    "MAX_LABEL_CHARACTERS",
     "ArtifactInfo",
     "ArtifactMetadata",
     "LookupRequest",
@@ -29,9 +28,6 @@ __all__ = [
 
 MAX_COMPILE_SECONDS: Final = 7 * 24 * 3600.0
 """A week: above any real compilation, below what would drown the eviction order."""
-
-MAX_LABEL_CHARACTERS: Final = 128
-"""Of what a program is called."""
 
 
 class ArtifactMetadata(WireModel):
@@ -53,12 +49,6 @@ class ArtifactMetadata(WireModel):
         max_length=128,
         pattern=LINE,
         description="who made it, e.g. user@host; shown, never trusted",
-    )
-    label: str = Field(
-        default="",
-        max_length=MAX_LABEL_CHARACTERS,
-        pattern=LINE,
-        description='what its user calls it, e.g. "jit(train_step)"; shown, never trusted',
     )
     parts: dict[str, str] = Field(
         default_factory=dict,

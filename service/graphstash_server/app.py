@@ -12,6 +12,7 @@ from graphstash_server import __version__
 from graphstash_server.api import (
     admin,
     artifacts,
+    explanations,
     leases,
     manifests,
     namespaces,
@@ -64,7 +65,7 @@ def create_app(
         redirect_slashes=False,
     )
     routes = list(app.routes)
-    for api in (artifacts, quarantine, leases, manifests, namespaces, tokens, admin):
+    for api in (artifacts, explanations, quarantine, leases, manifests, namespaces, tokens, admin):
         app.include_router(api.router)
         routes += api.router.routes
     add_problem_handlers(app, routes)

@@ -16,6 +16,7 @@ from graphstash_server.errors import ServerError, StartError
 from graphstash_server.services.accounting import Accounting
 from graphstash_server.services.artifacts.blobs import BlobCollector
 from graphstash_server.services.artifacts.eviction import Evictor
+from graphstash_server.services.artifacts.explanations import ExplanationService
 from graphstash_server.services.artifacts.quarantine import QuarantineService
 from graphstash_server.services.artifacts.room import RoomKeeper
 from graphstash_server.services.artifacts.service import ArtifactService
@@ -104,6 +105,7 @@ class ProcessContext:
         self.leases = LeaseService(
             database=database, artifacts=self.artifacts, wait_queue=self.wait_queue, clock=clock
         )
+        self.explanations = ExplanationService(database=database, clock=clock)
         self.manifests = ManifestService(database=database, rooms=self.rooms, clock=clock)
         self.pins = PinService(database=database)
         self.health = HealthService(database=database, blobs=blobs)
@@ -136,6 +138,7 @@ class ProcessContext:
             retention=self.retention,
             reconciler=self.reconciler,
             manifests=self.manifests,
+            explanations=self.explanations,
             audit=self.audit,
             tokens=self.tokens,
             clock=clock,

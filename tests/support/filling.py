@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import json
 import random
 import sqlite3
 from collections.abc import Iterator
@@ -12,10 +13,19 @@ from typing import Any
 import asyncpg
 from sqlalchemy.engine import URL, make_url
 
+from graphstash_schema.explanation import digest_of_parts, identity_of
 from graphstash_server.db.tables import artifacts, usage
 from graphstash_server.eviction_order import aged, density
 
-__all__ = ["BLOB_BYTES", "blob", "fill", "fingerprint"]
+__all__ = [
+    "BLOB_BYTES",
+    "blob",
+    "describe",
+    "environment_of",
+    "fill",
+    "fingerprint",
+    "program_of",
+]
 
 BLOB_BYTES = 4096
 _BLOBS = 256
@@ -48,6 +58,51 @@ def fill(url: str, data_dir: Path, count: int, *, namespace: str = "bench") -> N
         asyncio.run(_fill_postgres(parsed, count, namespace, counters))
     else:
         _fill_sqlite(parsed, count, namespace, counters)
+
+
+def describe(url: str, count: int, *, namespace: str = "bench", changed: int = 0) -> None:
+    """Describes the artifacts of an SQLite database, in one environment but for number `changed`;
+    ten in a hundred have one label.
+    """
+    connection = sqlite3.connect(str(make_url(url).database))
+    environments = {digest_of_parts(parts): parts for parts in map(environment_of, (True, False))}
+    usual, other = environments
+    at = str(_NEWEST.replace(tzinfo=None))
+    with connection:
+        connection.executemany(
+            "INSERT INTO environments VALUES (?, ?, ?)",
+            [(digest, json.dumps(parts), at) for digest, parts in environments.items()],
+        )
+        connection.executemany(
+            "INSERT INTO descriptions (namespace, fingerprint, kind, device_type, label, identity,"
+            " environment, parts, described_at) VALUES (?, ?, 'torch_xla', 'cpu-bench', ?, ?, ?,"
+            " ?, ?)",
+            (
+                (
+                    namespace,
+                    fingerprint(number),
+                    "train.py:1" if number % 10 == 0 else f"train.py:{number}",
+                    identity_of(program_of(number)),
+                    other if number == changed else usual,
+                    json.dumps(program_of(number)),
+                    at,
+                )
+                for number in range(count)
+            ),
+        )
+    connection.execute("ANALYZE")
+    connection.close()
+
+
+def program_of(number: int) -> dict[str, str]:
+    return {"program": fingerprint(number), "inputs": f"f32[{number}]"}
+
+
+def environment_of(is_usual: bool) -> dict[str, str]:  # noqa: FBT001
+    """Twenty parts of which one has many words, as a host has them."""
+    flags = " ".join(f"feature{number}" for number in range(150))
+    parts = {f"part{number}": f"value {number}" for number in range(18)}
+    return {**parts, "cpu_features": flags, "env.XLA_FLAGS": f"--a={1 if is_usual else 2}"}
 
 
 def _rows(count: int, namespace: str, *, naive: bool) -> Iterator[tuple[Any, ...]]:

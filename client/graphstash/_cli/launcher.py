@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, NoReturn
 
+from graphstash._process.run_name import RUN_VARIABLE, new_run
 from graphstash.hooks import AUTOLOAD
 
 __all__ = ["CannotRunError", "Launch", "read"]
@@ -34,6 +35,7 @@ _FLAGS: Final[Mapping[str, tuple[str, str]]] = {
     "--read-write": ("read_only", "false"),
     "--quiet": ("summary", "false"),
     "-q": ("summary", "false"),
+    "--explain": ("explain", "true"),
 }
 
 
@@ -67,7 +69,7 @@ class Launch(NamedTuple):
         environment = os.environ | {
             f"GRAPHSTASH_{name.upper()}": value for name, value in self.settings.items()
         }
-        environment |= {"PYTHONPATH": _python_path(), AUTOLOAD: "1"}
+        environment |= {"PYTHONPATH": _python_path(), AUTOLOAD: "1", RUN_VARIABLE: new_run()}
         sys.stdout.flush()
         sys.stderr.flush()
         try:

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from graphstash._artifacts.stash import Stash
 from graphstash._cli.doctor.command import doctor
+from graphstash._cli.explain import explain
 from graphstash._cli.keys import keys
 from graphstash._cli.launcher import CannotRunError, Launch
 from graphstash._cli.login import login
@@ -106,6 +107,9 @@ def run(
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="No summary line at the end")
     ] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say at the end why graphs were compiled")
+    ] = False,
 ) -> None:
     """Run a command with the cache in every Python process that it starts.
 
@@ -128,6 +132,7 @@ def run(
         "stats_file": stats_file,
         "read_only": read_only,
         "summary": False if quiet else None,
+        "explain": explain or None,
     }
     try:
         # Without the environment: what is wrong there is for the job to say, which runs anyway.
@@ -218,6 +223,7 @@ def prefetch(
     )
 
 
+app.command()(explain)
 app.command()(prewarm)
 app.add_typer(keys, name="keys")
 app.command()(login)

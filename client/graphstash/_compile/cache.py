@@ -19,6 +19,7 @@ from typing import Final, Literal
 
 from graphstash._artifacts.stash import Destination, Fetched, Stash
 from graphstash._compile.in_flight import HeldLease, InFlightCompile
+from graphstash._compile.misses import MissLog
 from graphstash._compile.request import CompileRequest
 from graphstash._compile.stats import Counters
 from graphstash._compile.waiting import WaitBudget
@@ -77,6 +78,7 @@ class CompileCache:
 
     Attributes:
         waits: how long it may still wait for compilations of others.
+        log: what had to be compiled.
 
     Args:
         stash: closed by whoever made it.
@@ -89,6 +91,7 @@ class CompileCache:
         self.counters = counters
         self.publisher = publisher
         self.waits = WaitBudget(stash.config.wait_seconds)
+        self.log = MissLog()
         # Each use is one bytecode operation: safe between threads.
         self._open: set[InFlightCompile] = set()
         self._leases: list[HeldLease] = []
@@ -179,10 +182,12 @@ class CompileCache:
             _log.debug("cache look-up failed", exc_info=True)
             fallback_reason = Reason.INTERNAL
             self.record_fallback(CacheError(fallback_reason, repr(error)))
+        self.log.add(request, reason=fallback_reason)
         return self._begin(request, lease=held, fallback_reason=fallback_reason, wanted=wanted)
 
     def begin(self, request: CompileRequest) -> InFlightCompile:
         """Hands out a compilation without a look-up."""
+        self.log.add(request, reason=None)
         return self._begin(request)
 
     def reject(self, key: ArtifactKey, detail: str) -> None:
@@ -210,6 +215,15 @@ class CompileCache:
     ) -> bool:
         """Publishes an artifact; never raises. True when the server has it afterwards."""
         self.waits.compiled(metadata.compile_seconds)
+        is_published = self._store(key, payload, metadata, local_only=local_only)
+        self.log.compiled(key, seconds=metadata.compile_seconds, is_published=is_published)
+        if self.log.is_full:
+            self.log.tell(self.stash.server)
+        return is_published
+
+    def _store(
+        self, key: ArtifactKey, payload: Path, metadata: ArtifactMetadata, *, local_only: bool
+    ) -> bool:
         try:
             sent = self.stash.put(key, payload, metadata, local_only=local_only)
         except ConflictError:

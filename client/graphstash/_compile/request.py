@@ -13,7 +13,6 @@ from graphstash_schema import (
     fingerprint_of,
     parts_for_display,
 )
-from graphstash_schema.artifact import MAX_LABEL_CHARACTERS
 from graphstash_schema.names import line_of
 
 __all__ = ["CompileRequest"]
@@ -66,6 +65,5 @@ class CompileRequest:
             raw_size_bytes=raw_size_bytes,
             toolchain=line_of(self.toolchain, most=256),
             producer=holder_name(),
-            label=line_of(self.label, most=MAX_LABEL_CHARACTERS),
             parts=parts_for_display(self.parts),
         )

@@ -5,7 +5,7 @@ server announced. `_artifacts` knows what is inside them.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Final, TypeVar
 
@@ -44,6 +44,7 @@ from graphstash_schema import (
     TokenIssued,
     VerifyResponse,
 )
+from graphstash_schema.explanation import DescribeRequest, Description, ExplainResponse
 from graphstash_schema.protocol import (
     ADMIN_PREFIX,
     API_PREFIX,
@@ -166,6 +167,33 @@ class ServerClient:
             patience_seconds=_VERIFY_SECONDS,
         )
         return _parsed(VerifyResponse, answer)
+
+    def describe(self, descriptions: Sequence[Description]) -> None:
+        """Says what artifacts were made of, so that misses can be explained; as many as one call
+        takes (`MAX_DESCRIPTIONS`).
+
+        Raises:
+            CacheError: the server does not accept it.
+        """
+        request = DescribeRequest(artifacts=tuple(descriptions))
+        self._transport.call(
+            "POST",
+            f"{API_PREFIX}/{self.config.namespace}/artifacts:describe",
+            json=request.model_dump_json().encode(),
+        )
+
+    def explain(self, wanted: Description) -> ExplainResponse:
+        """The nearest artifacts to one that is missed.
+
+        Raises:
+            CacheError: the server does not answer.
+        """
+        answer = self._transport.call(
+            "POST",
+            f"{API_PREFIX}/{self.config.namespace}/artifacts:explain",
+            json=wanted.model_dump_json().encode(),
+        )
+        return _parsed(ExplainResponse, answer)
 
     def report(
         self,

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -18,8 +19,10 @@ from typing import Any
 from graphstash import hooks
 from graphstash._artifacts.stash import Stash
 from graphstash._compile.cache import CompileCache
-from graphstash._compile.stats import Counters, Stats
+from graphstash._compile.explaining import causes_of, text_of
+from graphstash._compile.stats import Counters, Stats, plural
 from graphstash._executor import BoundedExecutor
+from graphstash._process import run_record
 from graphstash._process.notices import notices, tell_once
 from graphstash.config import ClientConfig
 from graphstash.errors import CacheError, ConfigError, VerificationError
@@ -39,6 +42,7 @@ class Session:
     def __init__(self, config: ClientConfig) -> None:
         self.config = config
         self._pid = os.getpid()
+        self._started_at = time.time()
         self._closed = False
         self._counters = Counters()
         self._stash = Stash(config)  # first, because it may refuse its settings
@@ -112,13 +116,16 @@ class Session:
             )
         self._publisher.close()
         self._cache.abandon_all()
+        self._cache.log.tell(self._stash.server)
         self._remember()
         self._prefetcher.drain(_MANIFEST_SECONDS)
         self._prefetcher.close()
         stats = self.stats()
+        self._tell(stats)
+        self._record(stats)
+        self._explain()
         with suppress(OSError):
             self._stash.close()
-        self._tell(stats)
 
     def name_job(self, job: str) -> None:
         """Remembers this job's artifacts under a name from now on, and starts the prefetch.
@@ -156,6 +163,31 @@ class Session:
             return
         with suppress(CacheError, OSError):
             self._stash.server.update_manifest(self.config.job, self._cache.used)
+
+    def _explain(self) -> None:
+        misses = self._cache.log.misses
+        if not self.config.explain or not misses:
+            return
+        wanted = [
+            (each.description, None if each.reason is None else each.reason.value)
+            for each in misses
+        ]
+        try:
+            lines = text_of(causes_of(self._stash.server, wanted))
+            if (more := self.stats().misses - len(misses)) > 0:
+                lines.append(f"{plural(more, 'miss')}: small programs, which are not compared")
+        except CacheError as error:
+            lines = [f"the misses cannot be explained: {error}"]
+        print("\n".join(f"graphstash: {line}" for line in lines), file=sys.stderr, flush=True)  # noqa: T201
+
+    def _record(self, stats: Stats) -> None:
+        """Leaves what `graphstash explain` reads."""
+        misses = self._cache.log.misses
+        if stats.hits or misses:
+            try:
+                run_record.save(self.config, stats, misses, started_at=self._started_at)
+            except OSError as error:
+                _log.debug("the record of this run cannot be written: %s", error)
 
     def _tell(self, stats: Stats) -> None:
         if not (stats.hits or stats.misses or stats.published or stats.fallbacks):

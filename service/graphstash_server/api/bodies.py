@@ -70,7 +70,12 @@ def _too_slow(idle_seconds: float, *, is_idle: bool) -> ServerError:
 
 
 async def read_model(
-    call: Call, model: type[M], *, max_keys: int | None = None, way_out: str = ""
+    call: Call,
+    model: type[M],
+    *,
+    max_keys: int | None = None,
+    max_bytes: int = _MAX_JSON_BYTES,
+    way_out: str = "",
 ) -> M:
     """Reads a JSON body of bounded size, then reauthorizes the call. An empty body is an empty
     object.
@@ -82,12 +87,13 @@ async def read_model(
         call: whose body is read.
         model: what it must be.
         max_keys: the most keys in it, where it is a list of keys.
+        max_bytes: the most bytes of any other.
         way_out: says what the limit on keys is, and what to do instead.
 
     Raises:
         ServerError: 413, 408 or 400; what `Call.reauthorize` raises.
     """
-    most_bytes = _MAX_JSON_BYTES if max_keys is None else max_keys * _MAX_KEY_BYTES
+    most_bytes = max_bytes if max_keys is None else max_keys * _MAX_KEY_BYTES
     if int(call.request.headers.get("content-length", 0)) > most_bytes:
         raise ServerError(
             ErrorCode.TOO_LARGE,

@@ -13,6 +13,7 @@ from sqlalchemy import (
     Column,
     DateTime,
     Double,
+    ForeignKeyConstraint,
     Index,
     Integer,
     MetaData,
@@ -31,6 +32,8 @@ __all__ = [
     "audit",
     "chores",
     "deletions",
+    "descriptions",
+    "environments",
     "generations",
     "leases",
     "manifest_entries",
@@ -142,6 +145,37 @@ artifacts = Table(
 )
 """One row is one artifact; its key never changes, and its digest and size only where a namespace's
 policy lets a PUT replace what is there."""
+
+environments = Table(
+    "environments",
+    metadata,
+    Column("id", String(64), primary_key=True, comment="digest of the parts"),
+    Column("parts", Text, nullable=False, comment="JSON"),
+    Column("used_at", UtcTime, nullable=False, comment="by the last description"),
+)
+"""What many programs were compiled in: versions, flags, CPU features. Each set is kept once."""
+
+descriptions = Table(
+    "descriptions",
+    metadata,
+    *_key_columns(),
+    Column("label", String(128), nullable=False, comment="what its user calls it"),
+    Column("identity", String(64), nullable=False, comment="of the program; empty if unknown"),
+    Column("environment", String(64), nullable=False),
+    Column("parts", Text, nullable=False, comment="of the program, JSON"),
+    Column("described_at", UtcTime, nullable=False),
+    ForeignKeyConstraint(
+        ["namespace", "fingerprint", "kind", "device_type"],
+        [f"artifacts.{name}" for name in ("namespace", "fingerprint", "kind", "device_type")],
+        name="fk_descriptions_artifacts",
+        ondelete="CASCADE",
+    ),
+    Index(None, "namespace", "kind", "identity", "described_at"),
+    Index(None, "namespace", "kind", "label", "described_at"),
+    Index(None, "environment"),
+)
+"""What artifacts were made of, as their publishers say: explains misses. A row goes with its
+artifact; artifacts of earlier releases have none."""
 
 deletions = Table(
     "deletions",

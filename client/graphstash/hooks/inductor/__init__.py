@@ -51,6 +51,11 @@ _SEAMS: Final = (
     (autograd_cache, "AOTAutogradCache", "_lookup"),
 )
 
+_KEY_MAKERS: Final = (
+    (codecache, "compiled_fx_graph_hash"),
+    (autograd_cache, "autograd_cache_key"),
+)
+
 
 def install(cache: CompileCache) -> "InductorHook | None":
     """Puts the cache into torch.compile.
@@ -124,6 +129,9 @@ class InductorHook:
         self._offer_variants(
             autograd_cache.AOTAutogradCache, "_lookup", is_miss=lambda result: result is None
         )
+        for module, name in _KEY_MAKERS:
+            if hasattr(module, name):
+                self._patches.wrap(module, name, self._entries.key_info.listen)
         original = compile_fx._compile_fx_inner
 
         def compile_fx_inner(*args: Any, **kwargs: Any) -> Any:

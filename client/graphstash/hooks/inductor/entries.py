@@ -16,15 +16,18 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from time import monotonic
 from typing import Any, Final, TypeVar
 
 from torch._inductor.remote_cache import RemoteCacheBackend
 
 from graphstash._compile.cache import CompileCache
+from graphstash._compile.request import CompileRequest
 from graphstash._compile.two_call import TwoCallCache
 from graphstash.errors import CacheError, Reason
 from graphstash.hooks.inductor.fingerprint import entry_request
+from graphstash.hooks.inductor.key_info import KeyInfo
 from graphstash.hooks.inductor.ranks import ranks
 from graphstash_schema import ArtifactKey, ArtifactKind
 
@@ -60,9 +63,13 @@ class Entries:
     """Gets and puts for torch's remote caches; never raises, because a put that raises ends a job.
 
     `built_seconds` returns the time that this process has spent on C++ objects so far.
+
+    Attributes:
+        key_info: what is inside the keys that torch makes.
     """
 
     def __init__(self, cache: CompileCache, *, built_seconds: Callable[[], float]) -> None:
+        self.key_info = KeyInfo()
         self._built_seconds = built_seconds
         self._closed = False
         self.use(cache)
@@ -132,7 +139,7 @@ class Entries:
 
     def _get(self, kind: ArtifactKind, name: str) -> bytes | None:
         look_up = self._thread.look_up or _LookUp()
-        request = entry_request(kind, name, variant=look_up.variant)
+        request = self._request(kind, name, look_up.variant)
         # A look-up on behalf of an AOTAutograd entry takes none: torch looks again before it
         # compiles the graph.
         lease = kind is ArtifactKind.INDUCTOR and self._thread.compiling > 0
@@ -149,6 +156,10 @@ class Entries:
                 self._thread.traced_since = None
         return value
 
+    def _request(self, kind: ArtifactKind, name: str, variant: int) -> CompileRequest:
+        details = partial(self.key_info.details, name)
+        return entry_request(kind, name, variant=variant, details=details)
+
     def _count(self, number: int) -> None:
         with self._lock:
             self._compilations += number
@@ -158,7 +169,7 @@ class Entries:
         if variant is None:  # it was served, or there are enough
             return
         self._exchange.put(
-            entry_request(kind, name, variant=variant),
+            self._request(kind, name, variant),
             value,
             compile_seconds=self._seconds(kind, value),
         )

@@ -10,7 +10,7 @@ CPU, the thread count (2.7), the C++ compiler, the C library, Python and the dri
 import os
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -27,13 +27,20 @@ from graphstash.hooks.environment import (
     libc,
     read_part,
 )
+from graphstash.hooks.labels import user_line
 from graphstash_schema import ArtifactKind, DeviceType
 
 __all__ = ["entry_parts", "entry_request", "host_parts", "request_of", "torch_release"]
 
 
-def entry_request(kind: ArtifactKind, name: str, *, variant: int) -> CompileRequest:
-    """What is looked up for what torch calls `name`.
+def entry_request(
+    kind: ArtifactKind,
+    name: str,
+    *,
+    variant: int,
+    details: Callable[[], Mapping[str, str]] = dict,
+) -> CompileRequest:
+    """What is looked up for what torch calls `name`; `details` tells what is inside of the name.
 
     Neither the name nor the value says which device a graph is for: a process that has an
     accelerator files everything under it, graphs for its CPU included.
@@ -41,7 +48,8 @@ def entry_request(kind: ArtifactKind, name: str, *, variant: int) -> CompileRequ
     `name` is e.g. `pt2:fx-graph-v1::f3a…:c1`; entries under one name have different variant numbers
     and differ in their guards.
     """
-    return request_of(kind, entry_parts(name, variant=variant), _device_type())
+    parts = entry_parts(name, variant=variant)
+    return request_of(kind, parts, _device_type(), details=details)
 
 
 def entry_parts(name: str, *, variant: int) -> dict[str, str]:
@@ -58,11 +66,23 @@ def entry_parts(name: str, *, variant: int) -> dict[str, str]:
 
 
 def request_of(
-    kind: ArtifactKind, parts: Mapping[str, str], device_type: DeviceType | None = None
+    kind: ArtifactKind,
+    parts: Mapping[str, str],
+    device_type: DeviceType | None = None,
+    *,
+    label: str = "",
+    details: Callable[[], Mapping[str, str]] = dict,
 ) -> CompileRequest:
-    """What is looked up for `device_type`; without one, for this host's CPU."""
+    """What is looked up for `device_type`; without one, for this host's CPU. The label is the
+    user's line unless another one is given.
+    """
     return CompileRequest.of(
-        kind, device_type or cpu_device_type(), parts, toolchain=f"torch {torch.__version__}"
+        kind,
+        device_type or cpu_device_type(),
+        parts,
+        toolchain=f"torch {torch.__version__}",
+        label=label or user_line(),
+        details=details,
     )
 
 

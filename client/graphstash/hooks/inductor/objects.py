@@ -48,6 +48,9 @@ _READ_BY_GCC: Final = (
 Variables Affecting GCC")."""
 
 
+_LABEL: Final = "C++ kernel"
+
+
 class LateHeader(str):
     """Stands for the path of a header that is not prepared yet; it is empty, so torch uses none.
 
@@ -146,7 +149,7 @@ class Objects:
             if config.force_disable_caches or not _is_shared(builder):
                 return False
             parts = object_parts(builder.get_command_line(), target)
-            wanted = request_of(ArtifactKind.INDUCTOR, parts)
+            wanted = request_of(ArtifactKind.INDUCTOR, parts, label=_LABEL)
             payload = self._exchange.get(wanted, lease=not self._is_awaited())
             if payload is None:
                 return wanted

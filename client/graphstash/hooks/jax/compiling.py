@@ -38,6 +38,8 @@ class Program:
 
     Attributes:
         platform: `cpu`, `gpu`, `tpu`, ...
+        computation: the MLIR module; None where the hook cannot watch.
+        options: XLA's compile options; None likewise.
         devices: all devices of its backend.
         device: one on which it is going to run.
         is_watched: whether the hook sees when the compiler is done with it.
@@ -56,6 +58,8 @@ class Program:
     platform: str
     devices: tuple[Any, ...]
     device: Any
+    computation: Any = None
+    options: Any = None
     is_watched: bool = True
     is_compile_only: bool = False
     is_alone: bool = True
@@ -157,6 +161,8 @@ def _read(
     try:
         told = signature.bind(*arguments, **named).arguments
         program = _program(told["backend"], tuple(told["devices"].flat), told["host_callbacks"])
+        program.computation = told["computation"]
+        program.options = told.get("compile_options")
         program.is_small = not program.is_collective and is_small(told["computation"])
     except Exception as error:  # noqa: BLE001 - a hook's outermost frame: JAX compiles
         _log.debug("graphstash: a program of jax is not understood: %r", error)

@@ -170,7 +170,8 @@ def _requested(jax_key: str, program: Program) -> CompileRequest:
 
 
 def _pack_name(job: str, program: Program, number: int) -> CompileRequest:
-    return request_of(f"pack {number} of {job}", program)
+    label = f"small programs of {job.partition(' ')[0]}"
+    return request_of(f"pack {number} of {job}", program, label=label)
 
 
 def _may_lease(program: Program) -> bool:

@@ -7,8 +7,10 @@ SIGILL. libtpu's version was not in the key before jax 0.6 (jax-ml/jax#27814), a
 the CUDA libraries that a GPU executable was tuned with are in none.
 """
 
+import hashlib
+import os
 import re
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from typing import Any, Final
 
@@ -18,17 +20,22 @@ from graphstash._compile.request import CompileRequest
 from graphstash.hooks import environment
 from graphstash.hooks.environment import version_of
 from graphstash.hooks.jax.compiling import Program
+from graphstash.hooks.labels import function_label
 from graphstash_schema import ArtifactKind, DeviceType
 
 __all__ = ["request_of"]
 
+_SHOWN_ELEMENTS: Final = 64
+"""Larger constants are left out of the text that is hashed to find the same program again."""
+
 _GPU_LIBRARIES: Final = re.compile(r"(jax[-_](cuda|rocm)|nvidia[-_])[\w-]*", re.IGNORECASE)
 
 
-def request_of(jax_key: str, program: Program) -> CompileRequest:
+def request_of(jax_key: str, program: Program, *, label: str = "") -> CompileRequest:
     """What is looked up for a program.
 
-    `jax_key` is `<module>-<sha256>`, as JAX passes it to its cache.
+    `jax_key` is `<module>-<sha256>`, as JAX passes it to its cache. The label is the module's name
+    unless another one is given.
     """
     parts = {
         "jax_key": jax_key,
@@ -47,7 +54,32 @@ def request_of(jax_key: str, program: Program) -> CompileRequest:
         _device_type(program),
         parts,
         toolchain=f"jax {parts['jax']} jaxlib {parts['jaxlib']}",
+        label=label or function_label(jax_key.rpartition("-")[0]),
+        details=partial(_details, program),
     )
+
+
+def _details(program: Program) -> dict[str, str]:
+    """What JAX has hashed into its key."""
+    details = environment.environment_parts(os.environ)
+    if program.computation is not None and not program.is_small:
+        text = program.computation.operation.get_asm(
+            enable_debug_info=False, large_elements_limit=_SHOWN_ELEMENTS
+        )
+        details["program"] = hashlib.sha256(text.encode()).hexdigest()
+        details["inputs"] = _inputs(program.computation)
+    if program.options is not None:
+        details["compile_options"] = hashlib.sha256(program.options.SerializeAsString()).hexdigest()
+    return details
+
+
+def _inputs(computation: Any) -> str:
+    """Shapes and types of what the program takes and gives, in MLIR's words."""
+    for each in computation.body.operations:
+        attributes = each.operation.attributes
+        if "function_type" in attributes and attributes["sym_name"].value == "main":
+            return str(attributes["function_type"])
+    return ""
 
 
 def _device_type(program: Program) -> DeviceType:

@@ -19,7 +19,7 @@ from graphstash._compile.request import CompileRequest
 from graphstash.errors import LocalTierError
 from graphstash.hooks.pjrt.abi import UNIMPLEMENTED, Function
 from graphstash.hooks.pjrt.api import PjrtError
-from graphstash.hooks.pjrt.fingerprint import Fingerprints, Topology, toolchain
+from graphstash.hooks.pjrt.fingerprint import Fingerprints, Topology, label_of, toolchain
 from graphstash.hooks.pjrt.plugins import Plugin
 from graphstash_schema import ArtifactKey, ArtifactKind
 
@@ -110,7 +110,11 @@ class Call(ABC):
         if parts is None:
             return None
         return CompileRequest.of(
-            ArtifactKind.PJRT, topology.device_type, parts, toolchain=toolchain(self.plugin)
+            ArtifactKind.PJRT,
+            topology.device_type,
+            parts,
+            toolchain=toolchain(self.plugin),
+            label=label_of(self.args),
         )
 
     def publish_executable(self, executable: int, *, compile_seconds: float) -> None:

@@ -22,6 +22,7 @@ from graphstash.hooks.environment import (
     libc,
     version_of,
 )
+from graphstash.hooks.labels import function_label, user_line
 from graphstash.hooks.pjrt.abi import (
     POINTER_BYTES,
     AheadOfTimeArgs,
@@ -34,10 +35,20 @@ from graphstash.hooks.pjrt.canonical import canonical
 from graphstash.hooks.pjrt.plugins import Plugin
 from graphstash_schema import DeviceType
 
-__all__ = ["TOPOLOGY_FUNCTIONS", "Fingerprints", "Topology", "is_portable", "toolchain"]
+__all__ = [
+    "TOPOLOGY_FUNCTIONS",
+    "Fingerprints",
+    "Topology",
+    "is_portable",
+    "label_of",
+    "toolchain",
+]
 
 _CALLBACK: Final = re.compile(rb"python_(cpu|gpu)_callback")
 """Custom calls by which JAX calls back into Python, at the address of a function."""
+
+_FUNCTION: Final = re.compile(rb"\b(jit|pmap)_[A-Za-z0-9_]{1,100}")
+"""The name that JAX gives a module, in whichever form the program comes."""
 
 _WHERE_TO_LOAD: Final = frozenset(
     f"env.{name}" for name in ("PJRT_DEVICE", "PJRT_LIBRARY_PATH", "PJRT_NAMES_AND_LIBRARY_PATHS")
@@ -184,6 +195,13 @@ class Fingerprints:
         if topology.platform.lower() == "neuron":  # the plug-in calls a compiler beside it
             parts["compiler"] = version_of("neuronx-cc") or "none"
         return parts
+
+
+def label_of(args: ClientCompileArgs | AheadOfTimeArgs) -> str:
+    """The name of JAX's function that a program was made of; else the line that compiles it."""
+    program = Program.from_address(args.program)
+    found = _FUNCTION.search(view_of(program.code, program.code_size))
+    return function_label(found[0].decode()) if found is not None else user_line()
 
 
 def toolchain(plugin: Plugin) -> str:

@@ -14,6 +14,8 @@ import ctypes
 import hashlib
 import os
 import platform
+import sys
+import threading
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -32,6 +34,7 @@ from graphstash.hooks.environment import (
     read_part,
     sample_of,
 )
+from graphstash.hooks.labels import user_line
 from graphstash_schema import ArtifactKind, DeviceType
 
 __all__ = ["Fingerprints"]
@@ -65,6 +68,7 @@ class Fingerprints:
             self._device_type,
             self.parts(name),
             toolchain=f"torch {torch.__version__}, torch_xla {torch_xla.__version__}",
+            label=_compiling_line(),
         )
 
     def parts(self, name: str) -> dict[str, str]:
@@ -76,6 +80,14 @@ class Fingerprints:
             "graph": name,
             "matmul_precision": str(self._precision.value),
         }
+
+
+def _compiling_line() -> str:
+    """The user's line that makes torch_xla compile: where the main thread is.
+
+    In exact mode another thread asks, while the one that compiles waits inside torch_xla.
+    """
+    return user_line(sys._current_frames().get(threading.main_thread().ident or 0))
 
 
 def _process_parts() -> dict[str, str]:

@@ -9,12 +9,13 @@ takes from the modules around it (see `source`).
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final
 
 import triton
 
 from graphstash._compile.request import CompileRequest
-from graphstash.hooks.triton.source import values_in
+from graphstash.hooks.triton.source import compiled_for, values_in
 from graphstash_schema import ArtifactKind, DeviceType
 
 __all__ = ["is_shareable", "request_of"]
@@ -76,5 +77,23 @@ def request_of(key: str, group: str, environ: Mapping[str, str], source: Any) ->
         "values": values_in(source),
     }
     return CompileRequest.of(
-        ArtifactKind.TRITON, _DEVICE, parts, toolchain=f"triton {triton.__version__}"
+        ArtifactKind.TRITON,
+        _DEVICE,
+        parts,
+        toolchain=f"triton {triton.__version__}",
+        label=group.partition(".")[0],
+        details=partial(_details, source),
     )
+
+
+def _details(source: Any) -> dict[str, str]:
+    """What Triton has hashed into its key."""
+    function = getattr(source, "fn", None)
+    signature = getattr(source, "signature", None) or {}
+    constants = getattr(source, "constants", None) or {}
+    return {
+        "program": str(getattr(function, "cache_key", "")),
+        "signature": " ".join(f"{name}:{kind}" for name, kind in signature.items()),
+        "constants": " ".join(f"{name}={value}" for name, value in constants.items()),
+        **compiled_for(),
+    }

@@ -13,20 +13,30 @@ from typing import Any
 
 import triton.language as tl
 
-__all__ = ["source_being_compiled", "values_in"]
+__all__ = ["compiled_for", "source_being_compiled", "values_in"]
 
 
 def source_being_compiled() -> Any:
     """What Triton's `compile` was given in this thread; None outside of it."""
+    return _locals_of_compile().get("src")
+
+
+def compiled_for() -> dict[str, str]:
+    """The target and the options of what is compiled in this thread; empty outside of it."""
+    found = _locals_of_compile()
+    return {name: str(found[name]) for name in ("target", "options") if name in found}
+
+
+def _locals_of_compile() -> dict[str, Any]:
     frame: FrameType | None = inspect.currentframe()
     while frame is not None:
         if (
             frame.f_code.co_name == "compile"
             and frame.f_globals.get("__name__") == "triton.compiler.compiler"
         ):
-            return frame.f_locals.get("src")
+            return frame.f_locals
         frame = frame.f_back
-    return None
+    return {}
 
 
 def values_in(source: Any) -> str:

@@ -15,6 +15,7 @@ __all__ = [
     "UsageChange",
     "add_counts",
     "add_usage",
+    "count_artifacts",
     "list_namespaces",
     "list_usage",
     "recount_usage",
@@ -78,6 +79,12 @@ async def list_usage(connection: AsyncConnection) -> Sequence[NamespaceStats]:
     """Every namespace that something was ever stored in, by name."""
     results = await connection.execute(select(usage).order_by(usage.c.namespace))
     return [NamespaceStats.model_validate(result._asdict()) for result in results]
+
+
+async def count_artifacts(connection: AsyncConnection, namespace: str) -> int:
+    """How many artifacts a namespace has."""
+    counted = select(usage.c.artifacts).where(usage.c.namespace == namespace)
+    return int(await connection.scalar(counted) or 0)
 
 
 async def stored_bytes(connection: AsyncConnection, namespace: str | None = None) -> int:

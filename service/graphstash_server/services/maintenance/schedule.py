@@ -25,6 +25,7 @@ from graphstash_server.db.queries.locks import claim_chore
 from graphstash_server.errors import ServerError
 from graphstash_server.services.artifacts.blobs import BlobCollector
 from graphstash_server.services.artifacts.eviction import Evictor
+from graphstash_server.services.artifacts.explanations import ExplanationService
 from graphstash_server.services.identity.audit import AuditService
 from graphstash_server.services.identity.tokens import TokenService
 from graphstash_server.services.jobs.manifests import ManifestService
@@ -111,6 +112,7 @@ class Maintenance:
         retention: RetentionService,
         reconciler: Reconciler,
         manifests: ManifestService,
+        explanations: ExplanationService,
         audit: AuditService,
         tokens: TokenService,
         clock: Clock,
@@ -124,6 +126,7 @@ class Maintenance:
         self._retention = retention
         self._reconciler = reconciler
         self._manifests = manifests
+        self._explanations = explanations
         self._audit = audit
         self._tokens = tokens
         self._clock = clock
@@ -157,6 +160,8 @@ class Maintenance:
             await self._reconciler.drop_old_leases()
         if await self._is_due("drop unused manifests", _HOURLY):
             await self._manifests.drop_unused()
+        if await self._is_due("drop unused environments", _HOURLY):
+            await self._explanations.drop_unused()
         if await self._is_due("retention", _HOURLY):
             await self.retain()
         if await self._is_due("prune the audit log", _HOURLY):

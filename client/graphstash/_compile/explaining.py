@@ -1,0 +1,103 @@
+"""Explanations of misses for people: which part differs from what the team has stored."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from graphstash._compile.stats import format_seconds, plural
+from graphstash._http.client import ServerClient
+from graphstash_schema.explanation import Description, ExplainResponse, Relative, words
+from graphstash_schema.names import printable
+
+__all__ = ["Cause", "causes_of", "text_of"]
+
+_MAX_ASKED = 64
+_SHOWN_DIFFERENCES = 4
+_SHOWN_LABELS = 4
+
+
+@dataclass(slots=True)
+class Cause:
+    """Why some programs were compiled.
+
+    Attributes:
+        text: in a sentence.
+        labels: of the programs.
+        nearest: the artifact that one of them was compared with; None where there is none.
+    """
+
+    text: str
+    labels: list[str] = field(default_factory=list)
+    nearest: Relative | None = None
+
+
+def causes_of(
+    server: ServerClient,
+    misses: Sequence[tuple[Description, str | None]],
+) -> list[Cause]:
+    """The causes of misses, those of most misses first.
+
+    Args:
+        server: is asked for the nearest artifacts, of 64 misses at most.
+        misses: what was compiled, and the reason where the cache could not help.
+
+    Raises:
+        CacheError: the server does not answer.
+    """
+    causes: dict[str, Cause] = {}
+    asked = 0
+    for description, reason in misses:
+        nearest = None
+        if reason is not None:
+            text = f"the cache could not help ({reason})"
+        elif asked == _MAX_ASKED:
+            text = f"not explained: more than {_MAX_ASKED} misses"
+        else:
+            asked += 1
+            text, nearest = _cause(server.explain(description))
+        cause = causes.setdefault(text, Cause(text, nearest=nearest))
+        cause.labels.append(_name(description))
+    return sorted(causes.values(), key=lambda each: -len(each.labels))
+
+
+def text_of(causes: Sequence[Cause]) -> list[str]:
+    """Lines for a terminal."""
+    lines = []
+    for cause in causes:
+        lines.append(f"{plural(len(cause.labels), 'miss')}: {cause.text}")
+        labels = list(dict.fromkeys(cause.labels))
+        more = len(labels) - _SHOWN_LABELS
+        shown = ", ".join(labels[:_SHOWN_LABELS]) + (f" and {more} more" if more > 0 else "")
+        lines.append(f"    {shown}")
+        if cause.nearest is not None:
+            lines.append(f"    nearest: {_origin(cause.nearest)}")
+    return lines
+
+
+def _cause(answer: ExplainResponse) -> tuple[str, Relative | None]:
+    if not answer.relatives:
+        unknown = ""
+        if answer.undescribed:
+            unknown = f" ({plural(answer.undescribed, 'artifact')} here without a description)"
+        return f"new program: nothing like it is stored{unknown}", None
+    nearest = answer.relatives[0]
+    if not nearest.differences:
+        return f"it is stored in the namespace {nearest.namespace}, which was not read", nearest
+    told = [words(each) for each in nearest.differences[:_SHOWN_DIFFERENCES]]
+    more = len(nearest.differences) - _SHOWN_DIFFERENCES
+    if more > 0:
+        told.append(f"{more} more")
+    return "; ".join(dict.fromkeys(told)), nearest
+
+
+def _origin(nearest: Relative) -> str:
+    made = f" by {printable(nearest.producer, most=64)}" if nearest.producer else ""
+    age = format_seconds(max(0.0, (datetime.now(UTC) - nearest.created_at).total_seconds()))
+    name = printable(nearest.label, most=80) or str(nearest.key)[:80]
+    return f"{name} in {nearest.namespace}, made{made} {age} ago"
+
+
+def _name(description: Description) -> str:
+    if description.label:
+        return printable(description.label, most=80)
+    return f"{description.key.kind} {description.key.fingerprint[:12]}"

@@ -1,0 +1,261 @@
+"""Explanations: what an artifact was made of, and how something that is missed differs from it.
+
+A hook names the parts of every fingerprint, and beside them what is inside of a key that only its
+compiler can read. Parts of the program (its text, its inputs) differ from graph to graph; those of
+its environment (versions, flags, the CPU) are the same for all that one job compiles.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Annotated, Final
+
+from pydantic import Field
+
+from graphstash_schema.key import MAX_PARTS, ArtifactKey
+from graphstash_schema.model import Items, RequestModel, WireModel
+from graphstash_schema.names import LINE, Namespace, line_of, printable
+
+__all__ = [
+    "MAX_DESCRIBE_BYTES",
+    "MAX_DESCRIPTIONS",
+    "MAX_LABEL_CHARACTERS",
+    "MAX_PARTS_CHARACTERS",
+    "DescribeRequest",
+    "Description",
+    "Difference",
+    "ExplainResponse",
+    "Relative",
+    "bounded_parts",
+    "compare",
+    "described",
+    "digest_of_parts",
+    "identity_of",
+    "is_of_program",
+    "words",
+]
+
+MAX_LABEL_CHARACTERS: Final = 128
+"""Of what a program is called."""
+
+MAX_PARTS_CHARACTERS: Final = 8192
+"""Of the parts of a program, and of those of its environment, names included."""
+
+MAX_DESCRIPTIONS: Final = 32
+"""Of one request."""
+
+MAX_DESCRIBE_BYTES: Final = 1024**2
+"""Of the body of one request; a publisher sends fewer descriptions where they are long."""
+
+_OPAQUE: Final = frozenset({"graph", "jax_key", "name", "triton_key"})
+"""Keys that only the compiler can read. They hold the program and much of its environment, so that
+one of them differs says nothing where something else does."""
+
+_PROGRAM: Final = _OPAQUE | {
+    *("command", "compile_options", "constants", "format", "group", "header", "inputs", "options"),
+    *("program", "signature", "values", "variant"),
+}
+
+_TEXT: Final = frozenset({"program", "command"})
+
+_DIGEST: Final = re.compile(r"(sha256:)?[0-9a-f]{64}|[a-z2-7]{51,52}")
+"""In hex, or in base 32 as torch has it."""
+
+_SHOWN: Final = 80
+_SHOWN_WORDS: Final = 8
+
+Parts = Annotated[dict[str, str], Field(default_factory=dict, max_length=MAX_PARTS)]
+
+
+def is_of_program(name: str) -> bool:
+    """Whether a part describes one program, not the environment of all that a job compiles."""
+    return name in _PROGRAM
+
+
+def identity_of(parts: Mapping[str, str]) -> str:
+    """The digest of a program's text: the same whatever it is compiled with; empty when nobody
+    knows it.
+    """
+    program = parts.get("program") or parts.get("command", "")
+    return hashlib.sha256(program.encode("utf-8", "replace")).hexdigest() if program else ""
+
+
+def bounded_parts(parts: Mapping[str, str]) -> dict[str, str]:
+    """Parts that fit `MAX_PARTS_CHARACTERS`: the largest values are replaced by their digest."""
+    fitting = {
+        name: value.encode("utf-8", "replace").decode() for name, value in sorted(parts.items())
+    }
+    while _size(fitting) > MAX_PARTS_CHARACTERS:
+        largest = max(fitting, key=lambda name: len(fitting[name]))
+        if len(fitting[largest]) <= len(_digest("")):
+            del fitting[largest]
+        else:
+            fitting[largest] = _digest(fitting[largest])
+    return fitting
+
+
+def digest_of_parts(parts: Mapping[str, str]) -> str:
+    """Names a set of parts: 64 hex digits."""
+    text = json.dumps(sorted(parts.items()), ensure_ascii=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class Description(RequestModel):
+    """What an artifact was made of, or what would make one that is missed."""
+
+    key: ArtifactKey
+    label: str = Field(
+        default="",
+        max_length=MAX_LABEL_CHARACTERS,
+        pattern=LINE,
+        description='what its user calls it, e.g. "jit(train_step)"; shown, never trusted',
+    )
+    program: Parts
+    environment: Parts
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether its parts are as few and as short as they have to be."""
+        return max(_size(self.program), _size(self.environment)) <= MAX_PARTS_CHARACTERS
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """All of them."""
+        return {**self.environment, **self.program}
+
+
+def described(key: ArtifactKey, label: str, parts: Mapping[str, str]) -> Description:
+    """A description that fits, of parts of any size."""
+    return Description(
+        key=key,
+        label=line_of(label, most=MAX_LABEL_CHARACTERS),
+        program=bounded_parts({n: value for n, value in parts.items() if is_of_program(n)}),
+        environment=bounded_parts({n: value for n, value in parts.items() if not is_of_program(n)}),
+    )
+
+
+class DescribeRequest(RequestModel):
+    """Says what many artifacts were made of."""
+
+    artifacts: Items[Description] = Field(min_length=1, max_length=MAX_DESCRIPTIONS)
+
+
+class Difference(WireModel):
+    """One part that is not the same."""
+
+    part: str
+    here: str | None = Field(default=None, description="what is wanted; null when it is absent")
+    there: str | None = Field(default=None, description="what is stored; null when it is absent")
+
+
+class Relative(WireModel):
+    """A stored artifact that is near to one that is missed."""
+
+    key: ArtifactKey
+    namespace: Namespace
+    label: str = ""
+    producer: str = ""
+    created_at: datetime
+    is_same_program: bool = Field(description="whether the text of the program is the same")
+    differences: Items[Difference] = Field(description="all parts that differ")
+
+
+class ExplainResponse(WireModel):
+    """The nearest artifacts of all namespaces that the caller may read, nearest first."""
+
+    relatives: Items[Relative]
+    undescribed: int = Field(
+        default=0,
+        description="where nothing is near: artifacts of the namespace that nobody has described",
+    )
+
+
+def compare(here: Mapping[str, str], there: Mapping[str, str]) -> tuple[Difference, ...]:
+    """What differs between two sets of parts; of long values, the words in which they differ.
+
+    What people cannot read (digests, keys that only the compiler understands) is named only where
+    nothing else differs: it holds what else differs.
+    """
+    names = [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
+    digests = {
+        name
+        for name in names
+        if all(_DIGEST.fullmatch(side.get(name, "0" * 64)) for side in (here, there))
+    }
+    told = (
+        [name for name in names if name not in _OPAQUE | digests | _TEXT]
+        or [name for name in names if name not in _OPAQUE]
+        or names
+    )
+    return tuple(_difference(name, here.get(name), there.get(name)) for name in told)
+
+
+def words(difference: Difference, *, where: str = "there") -> str:
+    """A difference for people: `XLA_FLAGS: --a=1 here, --a=2 there`."""
+    name = difference.part.removeprefix("env.").replace("_", " ")
+    if difference.part.startswith("env."):
+        name = difference.part.removeprefix("env.")
+    if difference.part in _TEXT:
+        return "the program itself changed"
+    if difference.part == "graph":
+        return "another graph of the same line: other operations, shapes or types"
+    if difference.part in _OPAQUE:
+        return "the compiler's own key differs, and it does not say in what"
+    if difference.here and difference.there and _DIGEST.fullmatch(difference.here):
+        return f"other {name}"
+    return f"{name}: {_told(difference.here)} here, {_told(difference.there)} {where}"
+
+
+def _told(value: str | None) -> str:
+    if value is None:
+        return "not set"
+    return printable(value, most=4 * _SHOWN) or "nothing"
+
+
+def _difference(name: str, here: str | None, there: str | None) -> Difference:
+    if here is None or there is None:
+        known = [None if value is None else _cut(value) for value in (here, there)]
+        return Difference(part=name, here=known[0], there=known[1])
+    if max(len(here), len(there)) <= _SHOWN:
+        return Difference(part=name, here=here, there=there)
+    ours, theirs = re.split(r"[\s;]+", here), re.split(r"[\s;]+", there)
+    only_here = [word for word in ours if word not in set(theirs)]
+    only_there = [word for word in theirs if word not in set(ours)]
+    if (not only_here and not only_there) or len(ours) == 1 or len(theirs) == 1:
+        start = next(at for at, (a, b) in enumerate(_aligned(here, there)) if a != b)
+        start = max(0, start - _SHOWN // 4)
+        return Difference(part=name, here=_window(here, start), there=_window(there, start))
+    return Difference(part=name, here=_some(only_here), there=_some(only_there))
+
+
+def _aligned(here: str, there: str) -> Iterable[tuple[str | None, str | None]]:
+    longest = max(len(here), len(there))
+    return (
+        (here[at] if at < len(here) else None, there[at] if at < len(there) else None)
+        for at in range(longest)
+    )
+
+
+def _window(value: str, start: int) -> str:
+    end = start + _SHOWN
+    return f"{'...' if start else ''}{value[start:end]}{'...' if end < len(value) else ''}"
+
+
+def _some(told: list[str]) -> str:
+    shown = " ".join(told[:_SHOWN_WORDS])
+    more = len(told) - _SHOWN_WORDS
+    return _cut(shown, most=4 * _SHOWN) + (f" and {more} more" if more > 0 else "")
+
+
+def _cut(value: str, *, most: int = 2 * _SHOWN) -> str:
+    return value if len(value) <= most else f"{value[:most]}..."
+
+
+def _size(parts: Mapping[str, str]) -> int:
+    return sum(len(name) + len(value) for name, value in parts.items())
+
+
+def _digest(value: str) -> str:
+    return "sha256:" + hashlib.sha256(value.encode()).hexdigest()

@@ -1,0 +1,93 @@
+"""What artifacts were made of, and what is near to one that is missed."""
+
+from typing import Final
+
+from fastapi import Response
+
+from graphstash_schema import ErrorCode, Namespace, Scope
+from graphstash_schema.explanation import (
+    MAX_DESCRIBE_BYTES,
+    MAX_PARTS_CHARACTERS,
+    DescribeRequest,
+    Description,
+    ExplainResponse,
+)
+from graphstash_schema.protocol import API_PREFIX
+from graphstash_server.api.bodies import read_model
+from graphstash_server.api.calls import Calls, NamespaceCall, in_namespace, json_answer
+from graphstash_server.errors import ServerError
+from graphstash_server.services.artifacts.explanations import MAX_NAMESPACES
+from graphstash_server.services.identity.principals import OPEN_ACCESS
+from graphstash_server.services.namespaces import check_writable
+
+__all__ = ["router"]
+
+router = Calls(prefix=API_PREFIX, tags=["artifacts"])
+
+_REFUSALS: Final = (
+    ErrorCode.INVALID_KIND,
+    ErrorCode.INVALID_DEVICE_TYPE,
+    ErrorCode.INVALID_FINGERPRINT,
+)
+
+
+@router.call(
+    "POST",
+    "/{namespace}/artifacts:describe",
+    needs=in_namespace(Scope.WRITE),
+    body=DescribeRequest,
+    answers={204: {"description": "noted; what was said before stays"}},
+    refuses=[*_REFUSALS, ErrorCode.READ_ONLY],
+)
+async def describe_artifacts(call: NamespaceCall) -> Response:
+    """Says what artifacts were made of, so that later misses can be explained."""
+    check_writable(call.namespace, call.policy)
+    wanted = await read_model(call, DescribeRequest, max_bytes=MAX_DESCRIBE_BYTES)
+    for each in wanted.artifacts:
+        _check(each)
+    await call.context.explanations.describe(call.namespace, wanted.artifacts)
+    return Response(status_code=204)
+
+
+@router.call(
+    "POST",
+    "/{namespace}/artifacts:explain",
+    needs=in_namespace(Scope.READ),
+    body=Description,
+    answers={200: {"model": ExplainResponse}},
+    refuses=_REFUSALS,
+)
+async def explain_miss(call: NamespaceCall) -> Response:
+    """The nearest artifacts in all namespaces that the caller may read, and how they differ."""
+    wanted = await read_model(call, Description, max_bytes=8 * MAX_PARTS_CHARACTERS)
+    _check(wanted)
+    readable = await _readable(call)
+    return json_answer(
+        await call.context.explanations.explain(call.namespace, wanted, readable=readable)
+    )
+
+
+def _check(description: Description) -> None:
+    if not description.is_bounded:
+        raise ServerError(
+            ErrorCode.INVALID_REQUEST,
+            f"the parts of {description.key} have more than {MAX_PARTS_CHARACTERS} characters: "
+            "send the digests of the largest values in their place",
+            limit=MAX_PARTS_CHARACTERS,
+        )
+
+
+async def _readable(call: NamespaceCall) -> list[Namespace]:
+    """Namespaces that the caller may read, the one of the call first; not all, if they are many."""
+    readable = [call.namespace]
+    principal = call.principal
+    for name in await call.context.explanations.namespaces():
+        if len(readable) == MAX_NAMESPACES:
+            break
+        where = Namespace(name)
+        policy = await call.context.policies.of(where)
+        if where != call.namespace and (
+            principal is OPEN_ACCESS or principal.may_read(where, policy)
+        ):
+            readable.append(where)
+    return readable

@@ -1,0 +1,172 @@
+"""Statements on `descriptions` and `environments`."""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, Final, NamedTuple
+
+from sqlalchemy import bindparam, delete, func, literal, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from graphstash_schema.explanation import digest_of_parts, identity_of
+from graphstash_server.db.queries.shared import (
+    insert_into,
+    is_key,
+    key_values,
+    stored_key,
+)
+from graphstash_server.db.tables import artifacts, descriptions, environments
+from graphstash_server.keys import StoredKey
+
+__all__ = [
+    "DescribedRow",
+    "NewDescription",
+    "add_descriptions",
+    "count_descriptions",
+    "drop_unused_environments",
+    "find_described",
+    "list_by_identity",
+    "list_by_label",
+]
+
+
+class NewDescription(NamedTuple):
+    """What a publisher says of an artifact."""
+
+    key: StoredKey
+    label: str
+    program: Mapping[str, str]
+    environment: Mapping[str, str]
+
+
+class DescribedRow(NamedTuple):
+    """An artifact that may be served, and what it was made of."""
+
+    key: StoredKey
+    label: str
+    identity: str
+    parts: dict[str, str]
+    metadata_header: str
+    created_at: datetime
+
+
+_KEY: Final = ("namespace", "fingerprint", "kind", "device_type")
+
+_DESCRIBED = (
+    select(
+        *(descriptions.c[name] for name in (*_KEY, "label", "identity", "parts")),
+        environments.c.parts.label("environment_parts"),
+        artifacts.c.metadata_header,
+        artifacts.c.created_at,
+    )
+    .join(environments, environments.c.id == descriptions.c.environment)
+    .join(artifacts)
+    .where(artifacts.c.withheld_at.is_(None))
+)
+_NEAREST = (
+    _DESCRIBED.where(
+        descriptions.c.namespace == bindparam("in_namespace"),
+        descriptions.c.kind == bindparam("of_kind"),
+    )
+    .order_by(descriptions.c.described_at.desc())
+    .limit(bindparam("most"))
+)
+_BY_IDENTITY = _NEAREST.where(descriptions.c.identity == bindparam("wanted"))
+_BY_LABEL = _NEAREST.where(descriptions.c.label == bindparam("wanted"))
+
+
+async def add_descriptions(
+    connection: AsyncConnection, new: Sequence[NewDescription], *, now: datetime
+) -> int:
+    """Describes artifacts that are there and that nobody has described; returns how many.
+
+    Environments, then artifacts, each in the order of their keys: two calls never wait crosswise.
+    """
+    used = {digest_of_parts(each.environment): each.environment for each in new}
+    for digest, parts in sorted(used.items()):
+        kept = insert_into(connection, environments).values(
+            id=digest, parts=_dumped(parts), used_at=now
+        )
+        await connection.execute(
+            kept.on_conflict_do_update(index_elements=["id"], set_={"used_at": now})
+        )
+    added = 0
+    for each in sorted(new, key=lambda one: one.key.columns):
+        added += await _add_description(connection, each, now=now)
+    return added
+
+
+async def _add_description(
+    connection: AsyncConnection, new: NewDescription, *, now: datetime
+) -> int:
+    values = {
+        **key_values(new.key),
+        "label": new.label,
+        "identity": identity_of(new.program),
+        "environment": digest_of_parts(new.environment),
+        "parts": _dumped(new.program),
+        "described_at": now,
+    }
+    columns = descriptions.c
+    chosen = (
+        select(*(literal(value, columns[name].type) for name, value in values.items()))
+        .select_from(artifacts)
+        .where(is_key(artifacts, new.key))
+        .with_for_update(read=True, key_share=True)  # it is not deleted before the row is there
+    )
+    statement = insert_into(connection, descriptions).from_select(list(values), chosen)
+    return (await connection.execute(statement.on_conflict_do_nothing())).rowcount
+
+
+async def list_by_identity(
+    connection: AsyncConnection, namespace: str, kind: str, identity: str, *, limit: int
+) -> list[DescribedRow]:
+    """Artifacts of the same program, last described first."""
+    chosen = {"in_namespace": namespace, "of_kind": kind, "wanted": identity, "most": limit}
+    return [_row(each) for each in await connection.execute(_BY_IDENTITY, chosen)]
+
+
+async def list_by_label(
+    connection: AsyncConnection, namespace: str, kind: str, label: str, *, limit: int
+) -> list[DescribedRow]:
+    """Artifacts of programs with the same name, last described first."""
+    chosen = {"in_namespace": namespace, "of_kind": kind, "wanted": label, "most": limit}
+    return [_row(each) for each in await connection.execute(_BY_LABEL, chosen)]
+
+
+async def find_described(connection: AsyncConnection, key: StoredKey) -> DescribedRow | None:
+    """One artifact; None when there is none, or nobody has described it."""
+    found = (await connection.execute(_DESCRIBED.where(is_key(descriptions, key)))).first()
+    return None if found is None else _row(found)
+
+
+async def count_descriptions(connection: AsyncConnection, namespace: str) -> int:
+    """How many artifacts of a namespace are described."""
+    counted = select(func.count()).where(descriptions.c.namespace == namespace)
+    return int(await connection.scalar(counted) or 0)
+
+
+async def drop_unused_environments(connection: AsyncConnection, *, before: datetime) -> None:
+    """Deletes environments that no description has and that none has had since a time."""
+    is_used = select(descriptions.c.environment).where(
+        descriptions.c.environment == environments.c.id
+    )
+    await connection.execute(
+        delete(environments).where(environments.c.used_at < before, ~is_used.exists())
+    )
+
+
+def _row(found: Any) -> DescribedRow:
+    parts = {**json.loads(found.environment_parts), **json.loads(found.parts)}
+    return DescribedRow(
+        stored_key(found),
+        found.label,
+        found.identity,
+        parts,
+        found.metadata_header,
+        found.created_at,
+    )
+
+
+def _dumped(parts: Mapping[str, str]) -> str:
+    return json.dumps(dict(parts), separators=(",", ":"), sort_keys=True)

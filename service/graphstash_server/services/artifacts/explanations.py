@@ -1,0 +1,159 @@
+"""ExplanationService: what artifacts were made of, and which are near to one that is missed.
+
+Near is, in this order: the same key in another namespace; the same program in another environment;
+a program that its user calls by the same name. Among those, fewer differences are nearer.
+"""
+
+import heapq
+from collections.abc import Sequence
+from datetime import timedelta
+from difflib import SequenceMatcher
+from typing import Final
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from graphstash_schema import ArtifactMetadata, InvalidValueError, Namespace
+from graphstash_schema.explanation import (
+    Description,
+    ExplainResponse,
+    Relative,
+    compare,
+    identity_of,
+)
+from graphstash_server.clock import Clock
+from graphstash_server.db.engine import Database
+from graphstash_server.db.queries.descriptions import (
+    DescribedRow,
+    NewDescription,
+    add_descriptions,
+    count_descriptions,
+    drop_unused_environments,
+    find_described,
+    list_by_identity,
+    list_by_label,
+)
+from graphstash_server.db.queries.usage import count_artifacts, list_namespaces
+from graphstash_server.keys import StoredKey
+
+__all__ = ["MAX_NAMESPACES", "ExplanationService"]
+
+MAX_NAMESPACES: Final = 16
+"""Of one explanation: each costs three short index scans."""
+
+_CANDIDATES: Final = 16
+_COMPARED: Final = 16
+_RELATIVES: Final = 3
+
+_UNUSED: Final = timedelta(days=1)
+
+
+class ExplanationService:
+    """Keeps descriptions, and compares them."""
+
+    def __init__(self, *, database: Database, clock: Clock) -> None:
+        self._database = database
+        self._clock = clock
+
+    async def describe(self, namespace: Namespace, given: Sequence[Description]) -> int:
+        """Stores descriptions of artifacts that are there and that nobody has described; returns
+        how many those were. What was said first stays.
+        """
+        new = [
+            NewDescription(
+                StoredKey.of(namespace, each.key), each.label, each.program, each.environment
+            )
+            for each in given
+        ]
+        async with self._database.writing() as connection:
+            return await add_descriptions(connection, new, now=self._clock())
+
+    async def explain(
+        self, namespace: Namespace, wanted: Description, *, readable: Sequence[Namespace]
+    ) -> ExplainResponse:
+        """The nearest artifacts.
+
+        Args:
+            namespace: where it is missed.
+            wanted: what is missed.
+            readable: where to look, `MAX_NAMESPACES` at most.
+        """
+        async with self._database.reading() as connection:
+            rows: dict[StoredKey, DescribedRow] = {}
+            for where in readable:
+                for row in await self._candidates(connection, where, wanted):
+                    rows.setdefault(row.key, row)
+            rows.pop(StoredKey.of(namespace, wanted.key), None)  # stored since, by the one who asks
+            undescribed = 0
+            if not rows:
+                stored = await count_artifacts(connection, namespace)
+                undescribed = max(0, stored - await count_descriptions(connection, namespace))
+        relatives = heapq.nsmallest(
+            _COMPARED, (_relative(row, wanted) for row in rows.values()), key=_distance
+        )
+        relatives.sort(key=lambda each: (_distance(each)[:3], _unlikeness(each)))  # a stable sort
+        return ExplainResponse(relatives=tuple(relatives[:_RELATIVES]), undescribed=undescribed)
+
+    async def namespaces(self) -> Sequence[str]:
+        """Where anything was ever stored."""
+        async with self._database.reading() as connection:
+            return await list_namespaces(connection)
+
+    async def drop_unused(self) -> None:
+        """Deletes environments whose artifacts are gone."""
+        async with self._database.writing() as connection:
+            await drop_unused_environments(connection, before=self._clock() - _UNUSED)
+
+    @staticmethod
+    async def _candidates(
+        connection: AsyncConnection, namespace: Namespace, wanted: Description
+    ) -> list[DescribedRow]:
+        kind = wanted.key.kind.value
+        found = []
+        same = await find_described(connection, StoredKey.of(namespace, wanted.key))
+        if same is not None:
+            found.append(same)
+        if identity := identity_of(wanted.program):
+            found += await list_by_identity(
+                connection, namespace, kind, identity, limit=_CANDIDATES
+            )
+        if wanted.label:
+            found += await list_by_label(
+                connection, namespace, kind, wanted.label, limit=_CANDIDATES
+            )
+        return found
+
+
+def _distance(relative: Relative) -> tuple[bool, bool, int, float]:
+    return (
+        bool(relative.differences),
+        not relative.is_same_program,
+        len(relative.differences),
+        -relative.created_at.timestamp(),
+    )
+
+
+def _unlikeness(relative: Relative) -> float:
+    """How much the values differ: among many shapes, one in another type is the nearest."""
+    return sum(
+        1 - SequenceMatcher(None, each.here or "", each.there or "").quick_ratio()
+        for each in relative.differences
+    )
+
+
+def _relative(row: DescribedRow, wanted: Description) -> Relative:
+    identity = identity_of(wanted.program)
+    producer = ""
+    if row.metadata_header:
+        try:
+            producer = ArtifactMetadata.from_header(row.metadata_header).producer
+        except InvalidValueError:  # stored by a release with other rules
+            producer = ""
+    return Relative(
+        key=row.key.key,
+        namespace=row.key.namespace,
+        label=row.label,
+        producer=producer,
+        created_at=row.created_at,
+        is_same_program=bool(identity) and identity == row.identity,
+        differences=compare(wanted.parts, row.parts),
+    )

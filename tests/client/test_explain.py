@@ -1,0 +1,203 @@
+"""`graphstash explain`: real runs that miss, and what is said of them."""
+
+import json
+import re
+import sys
+import stat
+
+import pytest
+
+from support.processes import graphstash, python
+
+JOB = """
+import sys
+import graphstash
+from graphstash_schema import ArtifactKind, DeviceType, ArtifactKey, fingerprint_of
+
+for program, parts in {programs!r}.items():
+    parts = {{"program": program, **parts}}
+    key = ArtifactKey(
+        kind=ArtifactKind.SCHEDULE,
+        device_type=DeviceType("cpu"),
+        fingerprint=fingerprint_of(ArtifactKind.SCHEDULE, parts),
+    )
+    graphstash.get_or_compile(key, lambda: program.encode(), parts=parts, label=f"jit({{program}})")
+"""
+
+
+@pytest.fixture
+def run(server, namespace, tmp_path):
+    """Runs a job that compiles programs; each run is on a host of its own. The programs have names
+    that no other test has: jobs may read all namespaces of the server.
+    """
+
+    def run(host, programs, *, command=("run", "--explain", "--"), **variables):
+        script = tmp_path / f"{host}.py"
+        named = {f"{name}_{namespace}": parts for name, parts in programs.items()}
+        script.write_text(JOB.format(programs=named))
+        settings = {
+            "GRAPHSTASH_URL": server.url,
+            "GRAPHSTASH_NAMESPACE": namespace,
+            "GRAPHSTASH_CACHE_DIR": tmp_path / host,
+        }
+        return graphstash(*command, sys.executable, script, check=True, **settings | variables)
+
+    return run
+
+
+@pytest.fixture
+def explain(server, namespace, tmp_path):
+    def explain(host, *arguments):
+        return graphstash("explain", *arguments, GRAPHSTASH_CACHE_DIR=tmp_path / host)
+
+    return explain
+
+
+def lines_of(outcome):
+    prefix = "graphstash: "
+    return [
+        re.sub(r"_test-\d+\)", ")", line.removeprefix(prefix))
+        for line in outcome.stderr.splitlines()
+        if line.startswith(prefix) and "saved" not in line
+    ]
+
+
+def test_misses_are_grouped_by_what_differs_from_the_teams_artifacts(run, explain, namespace):
+    cold = run("cold", {"step": {"jax": "0.10.2"}, "init": {"jax": "0.10.2"}})
+    assert lines_of(cold) == [
+        "2 misses: new program: nothing like it is stored",
+        "    jit(step), jit(init)",
+    ]
+    upgraded = run("new", {name: {"jax": "0.11.0"} for name in ("step", "init", "other")})
+    told = lines_of(upgraded)
+    assert told[:2] == ["2 misses: jax: 0.11.0 here, 0.10.2 there", "    jit(step), jit(init)"]
+    assert told[2].startswith(f"    nearest: jit(step) in {namespace}, made by ")
+    assert told[3:] == ["1 miss: new program: nothing like it is stored", "    jit(other)"]
+
+    last = explain("new", "last")
+    assert last.returncode == 0, last.stderr
+    assert "0 hits, 3 misses" in last.stdout
+    assert "2 misses: jax: 0.11.0 here, 0.10.2 there" in last.stdout
+
+    chosen = json.loads(explain("new", "jit(other", "--json").stdout)
+    assert [each["labels"] for each in chosen] == [[f"jit(other_{namespace})"]]
+    assert chosen[0]["nearest"] is None
+
+
+def test_what_lies_in_a_namespace_that_was_not_read_is_named(run, namespace):
+    parts = {"step": {"jax": "0.10.2"}}
+    run("there", parts, GRAPHSTASH_NAMESPACE=f"{namespace}-theirs")
+    here = run("here", parts)
+    assert lines_of(here)[0] == (
+        f"1 miss: it is stored in the namespace {namespace}-theirs, which was not read"
+    )
+
+
+def test_a_run_without_misses_explains_nothing(run, explain):
+    parts = {"step": {"jax": "0.10.2"}}
+    run("cold", parts)
+    warm = run("warm", parts)
+    assert lines_of(warm) == []
+    assert "1 hit, 0 misses" in explain("warm").stdout
+
+
+def test_a_run_without_a_server_says_why_nothing_was_found(run, explain):
+    alone = run("alone", {"step": {}}, GRAPHSTASH_URL="http://127.0.0.1:9")
+    assert lines_of(alone)[-2:] == [
+        "1 miss: the cache could not help (connect)",
+        "    jit(step)",
+    ]
+    assert "the cache could not help (connect)" in explain("alone").stdout
+
+
+def test_all_processes_of_a_run_are_explained_together(run, tmp_path):
+    outcome = run("several", {"step": {}}, command=("run", "--"))
+    assert lines_of(outcome) == []
+    (first,) = (tmp_path / "several" / "runs").iterdir()
+    script = tmp_path / "several.py"
+    both = (
+        f"import subprocess, sys; [subprocess.run([sys.executable, {str(script)!r}]) for _ in 'ab']"
+    )
+    (tmp_path / "both.py").write_text(both)
+    settings = {"GRAPHSTASH_CACHE_DIR": tmp_path / "several", "GRAPHSTASH_URL": "none"}
+    graphstash("run", "--", sys.executable, tmp_path / "both.py", check=True, **settings)
+    runs = sorted((tmp_path / "several" / "runs").iterdir())
+    assert runs[0] == first
+    assert [len(list(each.iterdir())) for each in runs] == [1, 2]
+
+
+def test_records_are_private_and_only_the_last_runs_are_kept(run, tmp_path, server, namespace):
+    runs = tmp_path / "host" / "runs"
+    for number in range(25):
+        (runs / f"{number:020d}-1").mkdir(parents=True)
+    run("host", {"step": {}})
+    kept = sorted(path.name for path in runs.iterdir())
+    assert len(kept) == 20
+    assert kept[:2] == [f"{number:020d}-1" for number in (6, 7)]
+    (record,) = (runs / kept[-1]).iterdir()
+    assert stat.S_IMODE(record.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"misses": 1}', '{"misses": [[{}, null, 0]]}'])
+def test_a_damaged_record_is_left_out(run, explain, tmp_path, content):
+    run("host", {"step": {}})
+    (run_directory,) = (tmp_path / "host" / "runs").iterdir()
+    (run_directory / "1.json").write_text(content)
+    assert "1 miss" in explain("host").stdout
+
+
+def test_without_a_run_the_way_to_one_is_named(explain, tmp_path):
+    outcome = explain("nowhere")
+    assert outcome.returncode == 1
+    assert "no run is recorded" in outcome.stderr
+    assert "graphstash run" in outcome.stderr
+
+
+def test_a_miss_that_is_not_there_is_named(run, explain):
+    run("host", {"step": {}})
+    outcome = explain("host", "jit(nothing")
+    assert outcome.returncode == 1
+    assert "'jit(nothing'" in outcome.stderr
+
+
+def test_a_job_whose_record_cannot_be_written_ends_as_usual(run, tmp_path):
+    (tmp_path / "host").mkdir(mode=0o700)
+    (tmp_path / "host" / "runs").write_text("a file")
+    outcome = run("host", {"step": {}})
+    assert "Traceback" not in outcome.stderr
+
+
+def test_hostile_labels_and_parts_are_shown_as_text(run):
+    parts = {"step\x1b]0;owned\x07": {"jax": "1\x1b[2J"}}
+    run("cold", parts)
+    told = run("new", {name: {"jax": "2\n\x1b[31mred"} for name in parts}).stderr
+    assert "\x1b" not in told
+    assert "\x07" not in told
+    assert "\\x1b[31mred" in told
+
+
+def test_a_server_of_an_earlier_release_is_not_asked_again(run, server, namespace):
+    """It answers 404 to what it does not know; that is no fallback of the job."""
+    code = """
+        from graphstash import ClientConfig, Stash
+        from graphstash._compile.misses import MissLog
+        from graphstash._compile.request import CompileRequest
+        from graphstash.errors import RefusedError
+        from graphstash_schema import ArtifactKey
+
+        asked = []
+
+        class Earlier:
+            def describe(self, descriptions):
+                asked.append(len(descriptions))
+                raise RefusedError("unknown path", code=None, status=404)
+
+        log = MissLog()
+        for number in range(3):
+            key = ArtifactKey.parse("jax", "cpu", f"{number:064x}")
+            log.add(CompileRequest(key), reason=None)
+            log.compiled(key, seconds=1, is_published=True)
+            log.tell(Earlier())
+        print(asked)
+    """
+    assert python(code, check=True).stdout == "[1]\n"

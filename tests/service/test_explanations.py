@@ -1,0 +1,211 @@
+"""What artifacts were made of: told by publishers, and compared with what others miss."""
+
+import httpx
+import pytest
+import sqlalchemy as sa
+
+from graphstash_schema import Digest
+from graphstash_schema.explanation import MAX_DESCRIPTIONS, MAX_PARTS_CHARACTERS, Description
+from graphstash_server.db.tables import descriptions, environments
+from graphstash_server.testing import LiveServer
+from support.filling import describe as describe_many
+from support.filling import environment_of, fill, program_of
+from support.services import ACTOR, key_of
+
+pytestmark = [pytest.mark.sql, pytest.mark.anyio]
+
+ENVIRONMENT = {"jax": "0.10.2", "env.XLA_FLAGS": "--a=1"}
+
+
+@pytest.fixture
+def api(api):
+    """With keys, too, that no other test has: everybody may read all namespaces of this server."""
+    api.fingerprint = lambda number: f"{api.namespace.encode().hex()}{number:02x}".ljust(64, "0")
+    return api
+
+
+def description(api, number=0, *, label="jit(step)", program=None, **environment):
+    return {
+        "key": api.key(number),
+        "label": f"{label} {api.namespace}",
+        "program": program or {"program": f"of {api.namespace}", "inputs": "f32[8]"},
+        "environment": {**ENVIRONMENT, **environment},
+    }
+
+
+def describe(api, *described, **headers):
+    body = {"artifacts": list(described)}
+    return api.http.post(f"/v1/{api.namespace}/artifacts:describe", json=body, headers=headers)
+
+
+def explain(api, described, **headers):
+    return api.http.post(f"/v1/{api.namespace}/artifacts:explain", json=described, headers=headers)
+
+
+def differences(answer):
+    return [
+        (each["part"], each["here"], each["there"])
+        for each in answer.json()["relatives"][0]["differences"]
+    ]
+
+
+def test_the_one_part_that_differs_is_found(api):
+    api.put(b"executable", 1)
+    assert describe(api, description(api, 1)).status_code == 204
+
+    answer = explain(api, description(api, 2, **{"env.XLA_FLAGS": "--a=2"}))
+
+    (nearest,) = answer.json()["relatives"]
+    assert differences(answer) == [("env.XLA_FLAGS", "--a=2", "--a=1")]
+    assert nearest["is_same_program"]
+    assert nearest["namespace"] == api.namespace
+    assert nearest["key"] == api.key(1)
+    assert nearest["label"] == f"jit(step) {api.namespace}"
+
+
+def test_the_same_program_is_nearer_than_the_same_name_and_fewer_differences_are_nearer(api):
+    for number in range(1, 5):
+        api.put(b"executable %d" % number, number)
+    describe(
+        api,
+        description(api, 1, program={"program": "b" * 64, "inputs": "f32[9]"}),
+        description(api, 2, label="another name", jax="0.9", **{"env.XLA_FLAGS": "--b"}),
+        description(api, 3, label="a third name", jax="0.9"),
+        description(api, 4, label="unrelated", program={"program": "c" * 64}),
+    )
+    relatives = explain(api, description(api, 9)).json()["relatives"]
+    assert [each["key"] for each in relatives] == [api.key(3), api.key(2), api.key(1)]
+
+
+def test_a_new_program_has_no_relative_and_the_undescribed_are_counted(api):
+    api.put(b"of an earlier release", 1)
+    answer = explain(api, description(api, 2))
+    assert answer.json() == {"relatives": [], "undescribed": 1}
+
+
+def test_what_was_said_first_stays_and_what_is_absent_is_not_described(api):
+    api.put(b"executable", 1)
+    describe(api, description(api, 1, jax="0.10.2"), description(api, 5))
+    describe(api, description(api, 1, jax="forged"))
+    answer = explain(api, description(api, 2, jax="0.11.0"))
+    assert differences(answer) == [("jax", "0.11.0", "0.10.2")]
+    assert len(answer.json()["relatives"]) == 1
+
+
+def test_a_description_goes_with_its_artifact(api):
+    api.put(b"executable", 1)
+    describe(api, description(api, 1))
+    assert api.http.delete(api.path(1)).status_code == 204
+    assert explain(api, description(api, 2)).json()["relatives"] == []
+    api.put(b"executable", 1)
+    describe(api, description(api, 1, jax="0.12"))
+    assert differences(explain(api, description(api, 2))) == [("jax", "0.10.2", "0.12")]
+
+
+def test_who_may_not_read_a_namespace_learns_nothing_of_it(guarded, api):
+    team, other = f"{api.namespace}-team", f"{api.namespace}-hidden"
+    key = "/".join(api.key(1).values())
+    with (
+        guarded.http(guarded.token(f"write:{team}", f"write:{other}")) as writer,
+        guarded.http(guarded.token(f"read:{team}")) as reader,
+    ):
+        for where, jax in ((team, "0.9"), (other, "0.11")):
+            digest = {"Repr-Digest": Digest.of(b"executable").repr_digest}
+            path = f"/v1/{where}/artifacts/{key}"
+            assert writer.put(path, content=b"executable", headers=digest).status_code == 201
+            told = {"artifacts": [description(api, 1, jax=jax)]}
+            answer = writer.post(f"/v1/{where}/artifacts:describe", json=told)
+            assert answer.status_code == 204, answer.text
+
+        def namespaces(client):
+            answer = client.post(f"/v1/{team}/artifacts:explain", json=description(api, 2))
+            return {each["namespace"] for each in answer.json()["relatives"]}
+
+        assert namespaces(writer) == {team, other}
+        assert namespaces(reader) == {team}
+        hidden = reader.post(f"/v1/{other}/artifacts:explain", json=description(api, 2))
+        assert hidden.status_code == 404
+        told = {"artifacts": [description(api, 1)]}
+        assert reader.post(f"/v1/{team}/artifacts:describe", json=told).status_code == 403
+
+
+def test_a_withheld_artifact_is_nobodys_relative(api):
+    api.put(b"no envelope", 1)
+    describe(api, description(api, 1))
+    report = {"key": api.key(1), "digest": str(Digest.of(b"no envelope")), "reason": "corrupt"}
+    reported = api.http.post(f"/v1/{api.namespace}/artifacts:report", json=report)
+    assert reported.json()["withheld"]
+    assert explain(api, description(api, 2)).json()["relatives"] == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"environment": {"x": "y" * MAX_PARTS_CHARACTERS}},
+        {"program": {"x" * MAX_PARTS_CHARACTERS: "y"}},
+        {"environment": {str(number): "" for number in range(300)}},
+        {"label": "x" * 129},
+        {"label": "two\nlines"},
+        {"key": {"kind": "jax"}},
+        {"environment": {"x": 1}},
+        {"unknown": 1},
+    ],
+)
+def test_what_is_malformed_or_too_much_is_refused(api, change):
+    assert describe(api, description(api, 1) | change).status_code == 400
+    assert explain(api, description(api, 1) | change).status_code in (400, 413)
+
+
+def test_more_descriptions_than_one_call_takes_are_refused(api):
+    one = description(api, 1)
+    assert describe(api, *[one] * MAX_DESCRIPTIONS).status_code == 204
+    assert describe(api, *[one] * (MAX_DESCRIPTIONS + 1)).status_code == 400
+    large = one | {"environment": {"x": "y" * (MAX_PARTS_CHARACTERS - 1)}}
+    assert describe(api, *[large] * MAX_DESCRIPTIONS).status_code == 204
+
+
+async def test_equal_environments_are_kept_once_and_removed_when_nobody_has_them(opened):
+    async with opened() as server:
+        context = server.context
+        described = []
+        for number in (1, 2):
+            assert await server.put(b"blob", number)
+            one = Description(
+                key=key_of(number).key, label="f", program={}, environment=ENVIRONMENT
+            )
+            described.append(one)
+        assert await context.explanations.describe(key_of(1).namespace, described) == 2
+
+        async def count(table):
+            async with context.database.reading() as connection:
+                return await connection.scalar(sa.select(sa.func.count()).select_from(table))
+
+        assert (await count(descriptions), await count(environments)) == (2, 1)
+        for number in (1, 2):
+            assert await context.artifacts.delete(key_of(number), actor=ACTOR)
+        assert await count(descriptions) == 0
+        await context.explanations.drop_unused()
+        assert await count(environments) == 1  # a publisher may be about to use it
+        opened.clock.turn(2 * 24 * 3600)
+        await context.explanations.drop_unused()
+        assert await count(environments) == 0
+
+
+def test_the_part_is_found_among_a_hundred_thousand(tmp_path):
+    """That takes no scan: the statements search two indexes (`make bench` has the time)."""
+    url = f"sqlite:///{tmp_path / 'graphstash.sqlite3'}"
+    with LiveServer(tmp_path, database_url=url):
+        pass
+    fill(url, tmp_path, 100_000, namespace="bench")
+    describe_many(url, 100_000, changed=77_777)
+    with (
+        LiveServer(tmp_path, database_url=url) as server,
+        httpx.Client(base_url=server.url) as http,
+    ):
+        wanted = {
+            "key": {"kind": "torch_xla", "device_type": "cpu-bench", "fingerprint": "f" * 64},
+            "program": program_of(77_777),
+            "environment": environment_of(is_usual=True),
+        }
+        answer = http.post("/v1/bench/artifacts:explain", json=wanted)
+    assert differences(answer) == [("env.XLA_FLAGS", "--a=1", "--a=2")]

@@ -1,0 +1,132 @@
+"""What differs between a miss and an artifact, and how it is said."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphstash_schema import ArtifactKey
+from graphstash_schema.explanation import (
+    MAX_LABEL_CHARACTERS,
+    MAX_PARTS_CHARACTERS,
+    bounded_parts,
+    compare,
+    described,
+    digest_of_parts,
+    identity_of,
+    words,
+)
+
+DIGEST = "a" * 64
+OTHER = "b" * 64
+KEY = ArtifactKey.parse("jax", "cpu-x86_64-0123456789abcdef", DIGEST)
+TEXTS = st.text(max_size=300)
+PARTS = st.dictionaries(st.sampled_from(["program", "jax", "inputs", "jax_key", "flags"]), TEXTS)
+
+
+def told(here, there):
+    return [words(each) for each in compare(here, there)]
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "sentences"),
+    [
+        ({"jax": "0.11.0"}, {"jax": "0.10.2"}, ["jax: 0.11.0 here, 0.10.2 there"]),
+        (
+            {"env.XLA_FLAGS": "--a=1"},
+            {"env.XLA_FLAGS": "--a=2"},
+            ["XLA_FLAGS: --a=1 here, --a=2 there"],
+        ),
+        ({"libtpu": "1"}, {}, ["libtpu: 1 here, not set there"]),
+        ({"flags": ""}, {"flags": "-x"}, ["flags: nothing here, -x there"]),
+        # What only the compiler can read is said where nothing else differs.
+        ({"jax_key": DIGEST, "jax": "1"}, {"jax_key": OTHER, "jax": "2"}, ["jax: 1 here, 2 there"]),
+        (
+            {"jax_key": DIGEST},
+            {"jax_key": OTHER},
+            ["the compiler's own key differs, and it does not say in what"],
+        ),
+        (
+            {"graph": "1"},
+            {"graph": "2"},
+            ["another graph of the same line: other operations, shapes or types"],
+        ),
+        # So are digests: of another program by its inputs.
+        ({"program": DIGEST}, {"program": OTHER}, ["the program itself changed"]),
+        (
+            {"program": DIGEST, "inputs": "f32[8]"},
+            {"program": OTHER, "inputs": "f32[16]"},
+            ["inputs: f32[8] here, f32[16] there"],
+        ),
+        ({"compile_options": DIGEST}, {"compile_options": OTHER}, ["other compile options"]),
+        ({"jax": "1", "inputs": "x"}, {"jax": "1", "inputs": "x"}, []),
+    ],
+)
+def test_a_difference_is_told_in_words(here, there, sentences):
+    assert told(here, there) == sentences
+
+
+def test_of_a_long_value_the_words_that_differ_are_told():
+    features = [f"feature{number}" for number in range(100)]
+    here, there = " ".join(features), " ".join([*features[:50], *features[51:], "avx512f"])
+    assert told({"cpu_features": here}, {"cpu_features": there}) == [
+        "cpu features: feature50 here, avx512f there"
+    ]
+
+
+def test_of_a_long_word_the_place_where_it_differs_is_told():
+    here, there = "x" * 500 + "HERE" + "y" * 500, "x" * 500 + "THERE" + "y" * 500
+    (difference,) = compare({"flags": here}, {"flags": there})
+    assert "HERE" in difference.here
+    assert "THERE" in difference.there
+    assert len(difference.here) < 100
+
+
+def test_words_in_another_order_are_a_difference():
+    listed = [f"--flag{number}=on" for number in range(20)]
+    (difference,) = compare({"f": " ".join(listed)}, {"f": " ".join(reversed(listed))})
+    assert difference.here != difference.there
+
+
+def test_control_characters_of_strangers_are_escaped():
+    (sentence,) = told({"jax": "1"}, {"jax": "2\x1b[31m\n"})
+    assert sentence == "jax: 1 here, 2\\x1b[31m\\n there"
+
+
+@given(here=PARTS, there=PARTS)
+def test_any_two_sets_can_be_compared_both_ways(here, there):
+    differences = compare(here, there)
+    assert bool(differences) == (here != there)
+    assert [each.part for each in differences] == [each.part for each in compare(there, here)]
+    for each in differences:
+        assert words(each)
+        assert words(each).isprintable()
+
+
+@given(parts=st.dictionaries(st.text(min_size=1, max_size=20), st.text(max_size=9000), max_size=9))
+def test_parts_of_any_size_fit(parts):
+    fitting = bounded_parts(parts)
+    assert sum(len(name) + len(value) for name, value in fitting.items()) <= MAX_PARTS_CHARACTERS
+    assert described(KEY, "label", parts).is_bounded
+
+
+def test_a_large_value_still_tells_whether_it_differs():
+    small = {"jax": "1"}
+    one, other = (bounded_parts({"flags": letter * 20_000, **small}) for letter in "ab")
+    assert one["jax"] == "1"
+    assert one["flags"] != other["flags"]
+    assert told(one, other) == ["other flags"]
+
+
+def test_a_label_is_one_line_of_bounded_length():
+    assert described(KEY, "jit(f)\nx" * 100, {}).label == ("jit(f) x" * 100)[:MAX_LABEL_CHARACTERS]
+
+
+def test_a_program_is_the_same_under_other_flags():
+    assert identity_of({"program": DIGEST, "options": "1"}) == identity_of({"program": DIGEST})
+    assert identity_of({"program": DIGEST}) != identity_of({"program": OTHER})
+    assert identity_of({"graph": "1"}) == ""
+
+
+def test_parts_have_one_digest_in_any_order():
+    assert digest_of_parts({"a": "1", "b": "2"}) == digest_of_parts({"b": "2", "a": "1"})
+    assert digest_of_parts({"a": "1"}) != digest_of_parts({"a": "2"})
