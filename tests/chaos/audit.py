@@ -80,13 +80,13 @@ def _left_over(cluster):
         if tier_bytes > TIER_BYTES * _TIER_SLACK:
             wrong.append(f"the tier of {data_dir.name} has {tier_bytes} bytes")
     if cluster.bucket:
-        uploads = cluster.moto.client.list_multipart_uploads(Bucket=cluster.bucket)
+        uploads = cluster.s3.client.list_multipart_uploads(Bucket=cluster.bucket)
         wrong += [f"an upload in parts is left over: {each}" for each in uploads.get("Uploads", ())]
     return wrong
 
 
 def _objects(cluster):
-    pages = cluster.moto.client.get_paginator("list_objects_v2").paginate(Bucket=cluster.bucket)
+    pages = cluster.s3.client.get_paginator("list_objects_v2").paginate(Bucket=cluster.bucket)
     return {
         found["Key"].rpartition("/")[2].partition(".")[0]: found["Size"]
         for page in pages

@@ -9,15 +9,18 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 
 from chaos.proxy import ChaosProxy
 from graphstash_server.testing import ServerProcess
-from support.moto import CREDENTIALS, Moto
+from support.any_s3 import open_s3
+from support.moto import CREDENTIALS
 from support.postgres import Postgres
+from support.s3_proxy import S3Fault
 
 __all__ = ["KEEP", "TIER_BYTES", "TIGHT", "TIGHT_BYTES", "Cluster", "Command"]
 
@@ -63,8 +66,12 @@ class Command:
 class Cluster:
     """A context manager.
 
+    Args:
+        directory: of the servers.
+        s3: what `open_s3` takes, or None for blobs on disk.
+
     Attributes:
-        moto: the S3, None where the blobs are on disk.
+        s3: None where the blobs are on disk.
         bucket: there.
         proxy: in front of it.
         postgres: of all servers.
@@ -72,11 +79,12 @@ class Cluster:
         data_dirs: of the servers, one for both where the blobs are on disk.
     """
 
-    def __init__(self, directory: Path, *, is_s3: bool) -> None:
+    def __init__(self, directory: Path, *, s3: str | None) -> None:
         self._directory = directory
-        self._is_s3 = is_s3
+        self._s3_name = s3
         self._starting = self._down = None
-        self.moto = self.bucket = self.proxy = None
+        self._stack = ExitStack()
+        self.s3 = self.bucket = self.proxy = None
 
     def __enter__(self):
         self.postgres = Postgres()
@@ -92,12 +100,14 @@ class Cluster:
             "PYTHONDONTWRITEBYTECODE": "",
         }
         self.data_dirs = [self._directory / "data"]
-        if self._is_s3:
-            self.moto = Moto().__enter__()
-            self.bucket = self.moto.new_bucket()
-            self.proxy = ChaosProxy(self.moto.port)
+        if self._s3_name is not None:
+            self.s3 = self._stack.enter_context(open_s3(self._s3_name, self._directory / "s3"))
+            self.bucket = self.s3.new_bucket()
+            self.proxy = self._stack.enter_context(ChaosProxy(urlsplit(self.s3.url).port))
             self.data_dirs = [self._directory / f"host-{number}" for number in range(2)]
             self._environment |= CREDENTIALS | {
+                "AWS_ACCESS_KEY_ID": self.s3.access_key,
+                "AWS_SECRET_ACCESS_KEY": self.s3.secret_key,
                 "GRAPHSTASH_BLOB_STORE": "s3",
                 "GRAPHSTASH_S3_BUCKET": self.bucket,
                 "GRAPHSTASH_S3_ENDPOINT_URL": self.proxy.url,
@@ -108,16 +118,14 @@ class Cluster:
         return self
 
     def __exit__(self, *_):
-        if self._is_s3:
+        if self.proxy is not None:
             self.proxy.end()
         self.wait_for_starts()
         for server in self.servers:
             if server.process.poll() is None:
                 with suppress(ProcessLookupError):
                     server.kill(tree=True)
-        if self._is_s3:
-            self.proxy.__exit__()
-            self.moto.__exit__()
+        self._stack.close()
         self.postgres.close()
 
     def query(self, statement):
@@ -137,6 +145,11 @@ class Cluster:
     def url(self, number):
         """Of a server, or of the other one while it is known to be down, as a balancer chooses."""
         return self.servers[1 - number if number == self._down else number].url
+
+    @property
+    def is_whole(self):
+        """Whether every server has started, as far as the test knows, and no fault of S3 is on."""
+        return self._down is None and (self.proxy is None or self.proxy.fault is S3Fault.NONE)
 
     def has_flipped_since(self, moment):
         """Whether the S3 proxy flipped a bit after a time of the monotonic clock."""
@@ -217,7 +230,7 @@ class Cluster:
         name = hashlib.sha256(blob).hexdigest()
         path = f"blobs/sha256/{name[:2]}/{name}"
         if self.bucket:
-            self.moto.client.put_object(Bucket=self.bucket, Key=path, Body=blob)
+            self.s3.client.put_object(Bucket=self.bucket, Key=path, Body=blob)
             return
         file = self.data_dirs[0] / path
         file.parent.mkdir(exist_ok=True)

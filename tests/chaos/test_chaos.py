@@ -2,6 +2,8 @@
 
 CHAOS_SEED=<text>     plays the faults of a run again; how the load meets them is chance
 CHAOS_ROUNDS=<number> more rounds than the default, or fewer
+CHAOS_S3=<S3>         moto (the default), swift, or one that runs on this host, such as a Ceph:
+                      http://ACCESS_KEY:SECRET_KEY@127.0.0.1:PORT
 """
 
 import os
@@ -15,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from chaos.audit import find_discrepancies, read_everything
+from chaos.bystander import STALL_SECONDS, Bystander
 from chaos.cluster import Cluster
 from chaos.load import Load
 from chaos.proxy import FAULTS
@@ -37,6 +40,7 @@ class Chaos:
         self._collecting = []
         self.done: Counter[str] = Counter()
         self.seconds: Counter[str] = Counter()
+        self.bystander = Bystander()
         self._faults = {
             self._nothing: 8,
             self._kill_worker: 40,
@@ -113,9 +117,12 @@ class Chaos:
 
     def _freeze_server(self):
         """Sometimes for longer than PostgreSQL waits for it."""
-        pause = self._pick.random() * 4
-        with self._cluster.frozen_server(self._number()):
-            time.sleep(pause)
+        pause, number = self._pick.random() * 4, self._number()
+        with self._cluster.frozen_server(number):
+            if self._cluster.is_whole:
+                self.bystander.upload(self._cluster.url(1 - number), pause)
+            else:
+                time.sleep(pause)
 
     def _cut_sessions(self):
         self._cluster.cut_sessions()
@@ -147,9 +154,10 @@ def test_nothing_acknowledged_is_lost_and_nothing_is_left_over(
 ) -> None:
     seed = os.environ.get("CHAOS_SEED") or secrets.token_hex(4)
     rounds = int(os.environ.get("CHAOS_ROUNDS") or rounds)
+    s3 = (os.environ.get("CHAOS_S3") or "moto") if store == "s3" else None
     print(f"CHAOS_SEED={seed} CHAOS_ROUNDS={rounds}")
     with ExitStack() as stack:
-        cluster = stack.enter_context(Cluster(tmp_path, is_s3=store == "s3"))
+        cluster = stack.enter_context(Cluster(tmp_path, s3=s3))
         load = Load(
             cluster.url, seed=seed, threads=_THREADS, flipped_since=cluster.has_flipped_since
         )
@@ -192,6 +200,12 @@ def _report(cluster, load, chaos):
         print(f"{count:8d} {what}")
     print(f"{chaos.seconds.total():8.0f} s in rounds; {load.operations} operations")
     print(f"{len(load.permanent.known):8d} acknowledged artifacts that may never go")
+    if (beside := chaos.bystander).seconds:
+        print(
+            f"{len(beside.seconds):8d} uploads to a namespace of their own beside a frozen server"
+        )
+        print(f"{beside.stalls:8d} of them took more than {STALL_SECONDS} s; the longest", end=" ")
+        print(f"{max(beside.seconds):.2f} s; not acknowledged: {Counter(beside.others)}")
     print(f"{load.grants.count:8d} grants; most bytes of the limited namespace:", end=" ")
     print(load.budgeted.largest_bytes)
     print(cluster.log[-20_000:])

@@ -147,6 +147,21 @@ class TestTrouble:
         assert api.http.head(api.path(1)).status_code == 503
         assert api.stats()["artifacts"] == 1
 
+    def test_one_404_without_a_body_drops_no_artifact(self, api, proxy, moto, bucket):
+        """Of a bucket that was away for one request: the HEAD of the object got it, and the HEAD of
+        the bucket that follows does not.
+        """
+        assert api.put(SMALL, 1).status_code == 201
+        proxy.strikes, proxy.left = (lambda seen: seen.method == "HEAD"), 1
+        proxy.fault = S3Fault.NO_BUCKET
+
+        assert api.http.head(api.path(1)).status_code == 200
+
+        assert proxy.left == 0
+        assert api.put(SMALL, 1).status_code == 200
+        moto.client.delete_object(Bucket=bucket, Key=objects(moto, bucket)[0])
+        assert api.http.head(api.path(1)).status_code == 404
+
     def test_a_lost_object_is_a_miss_and_its_row_is_dropped(
         self, api, moto, bucket, problem, eventually
     ):
@@ -186,7 +201,9 @@ class TestTrouble:
         await read_blob(store, Digest.of(b"2"))
         await store.stat(Digest.of(b"3"))
 
-        assert len(proxy.seen) == before + 4
+        asked = [(seen.method, "/blobs/" in seen.target) for seen in proxy.seen[before:]]
+        get, bucket = ("GET", True), ("HEAD", False)
+        assert asked == [get, bucket, ("HEAD", True), get, bucket]
 
 
 class TestPut:

@@ -76,6 +76,9 @@ def s3_settings(url: str, bucket: str, **more: object) -> dict[str, Any]:
 class Moto:
     """A context manager; it ends with this process, however that ends."""
 
+    access_key = CREDENTIALS["AWS_ACCESS_KEY_ID"]
+    secret_key = CREDENTIALS["AWS_SECRET_ACCESS_KEY"]
+
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(
             [sys.executable, "-c", _SERVE],

@@ -110,13 +110,23 @@ class Bucket:
         Raises:
             ClientError: any other refusal; a missing bucket is one, whatever the call said.
         """
+        result = self.unless_404(function)
+        if result is None:
+            self.client.head_bucket(Bucket=self.name)  # a gateway may answer 404 to everything
+        return result
+
+    def unless_404(self, function: Callable[[], T]) -> T | None:
+        """The result of a call; None when the response is 404, of whatever. Blocks.
+
+        Raises:
+            ClientError: any other refusal.
+        """
         try:
             return function()
         except ClientError as error:
             if error.response["Error"].get("Code") not in _ABSENT:
                 raise
-        self.client.head_bucket(Bucket=self.name)  # a gateway may answer 404 to everything
-        return None
+            return None
 
     def close(self) -> None:
         """Waits for the threads; no call may follow. Blocks."""

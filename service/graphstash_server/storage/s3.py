@@ -234,10 +234,10 @@ class S3BlobStore:
     async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:
         """The size of the object, see `BlobStore.stat`."""
         for key in self._keys(digest)[: 1 if is_newest else None]:
-            head = partial(self._client.head_object, Bucket=self._bucket.name, Key=key)
-            found = await self._bucket.call("stat a blob", partial(self._found, head, digest))
-            if found is not None:
-                return size_of(found)
+            stat = partial(self._stat, key, digest)
+            size_bytes = await self._bucket.call("stat a blob", stat)
+            if size_bytes is not None:
+                return size_bytes
         return None
 
     async def delete(self, digest: Digest, *, generation: int = 0) -> None:
@@ -344,28 +344,45 @@ class S3BlobStore:
     def _open(self, digest: Digest) -> ObjectReader | None:
         for key in self._keys(digest):
             get = partial(self._client.get_object, Bucket=self._bucket.name, Key=key)
-            found = self._found(get, digest)
+            found = self._found(partial(self._bucket.unless_absent, get), key, digest)
             if found is not None:
                 return ObjectReader(found, get=get, bucket=self._bucket)
         return None
 
-    def _found(self, request: "partial[ResponseT]", digest: Digest) -> ResponseT | None:
-        """The response to a GET or HEAD of a blob. One that tells another size than the digest is
-        not believed before a second one, and a listing, whose sizes are not in its headers: those
-        may have been damaged on their way. Blocks.
+    def _stat(self, key: str, digest: Digest) -> int | None:
+        """The size of one object. The response to a HEAD has no body that says what is missing, so
+        a single 404 of a gateway or of the bucket would look like a lost blob: a GET has to say
+        that it is the object. Blocks.
+        """
+        head = partial(self._client.head_object, Bucket=self._bucket.name, Key=key)
+        described = self._found(partial(self._bucket.unless_404, head), key, digest)
+        if described is not None:
+            return size_of(described)
+        get = partial(self._client.get_object, Bucket=self._bucket.name, Key=key)
+        found = self._found(partial(self._bucket.unless_absent, get), key, digest)
+        if found is None:
+            return None
+        found["Body"].close()
+        return size_of(found)
+
+    def _found(
+        self, ask: Callable[[], ResponseT | None], key: str, digest: Digest
+    ) -> ResponseT | None:
+        """The response to a GET or HEAD of a blob; `ask` sends one. If it tells another size than
+        the digest, it is not believed before a second one, and a listing, whose sizes are not in
+        its headers: those may have been damaged on their way. Blocks.
 
         Raises:
             ServerError: 503, when the listing has the size of the digest.
         """
-        found = self._bucket.unless_absent(request)
+        found = ask()
         if found is None or size_of(found) == digest.size_bytes:
             return found
         if "Body" in found:
             found["Body"].close()
-        found = self._bucket.unless_absent(request)
+        found = ask()
         if found is None or size_of(found) == digest.size_bytes:
             return found
-        key = request.keywords["Key"]
         page = self._client.list_objects_v2(Bucket=self._bucket.name, Prefix=key, MaxKeys=1)
         if [(each["Key"], each["Size"]) for each in page.get("Contents", ())] == [
             (key, digest.size_bytes)

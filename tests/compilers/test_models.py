@@ -1,0 +1,140 @@
+"""Models of the libraries that people train with, which no hook was written for: every second host
+compiles nothing and computes the same.
+
+Each test prints a line of a table: `pytest --extended -rP tests/compilers/test_models.py`.
+"""
+
+import resource
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from support.compiler_jobs import CompilerJobs, InductorJobs, JaxJobs, TritonJobs
+from support.jobs import Outcome
+
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(900)]
+
+_SUPPORT = Path(__file__).parents[1] / "support"
+
+
+class Pair(NamedTuple):
+    """The same job on a host where nothing is, and on another one."""
+
+    cold: Outcome
+    warm: Outcome
+
+
+@pytest.fixture
+def run(server, namespace, tmp_path):
+    """Runs a job of `models_job.py` cold and warm, and prints what that took."""
+
+    def run(
+        make: Callable[..., CompilerJobs],
+        environment: str,
+        *options: str,
+        script: str = "models_job.py",
+        **settings: str,
+    ) -> Pair:
+        settings |= {"url": server.url, "namespace": namespace, "environment": environment}
+        with make(tmp_path / "jobs", **settings) as jobs:
+
+            def job(host):
+                return jobs.run(host, *options, script=_SUPPORT / script)
+
+            used = [_measured(job, host) for host in "ab"]
+            objects = [len(jobs.compiled(host)) if make is _inductor else 0 for host in "ab"]
+        for (outcome, cpu, wall), built, name in zip(used, objects, ("cold", "warm"), strict=True):
+            print(
+                f"{environment} {' '.join(options)} {name}: {cpu:.1f} s of CPU, {wall:.1f} s, "
+                f"{outcome.stats['misses']} misses, {outcome.hits} hits, {built} runs of g++"
+            )
+        pair = Pair(used[0][0], used[1][0])
+        assert pair.cold.stats["misses"] >= pair.cold.stats["published"] > 0
+        assert pair.cold.stats["fallbacks"] == pair.warm.stats["fallbacks"] == {}
+        assert pair.warm.stats["published"] == 0
+        assert pair.warm.report["losses"] == pair.cold.report["losses"]
+        assert objects[1] == 0
+        return pair
+
+    return run
+
+
+def _measured(job, host):
+    """Its outcome, and the seconds that it and its children took."""
+
+    def cpu_seconds():
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
+    cpu, wall = cpu_seconds(), time.monotonic()
+    return job(host), cpu_seconds() - cpu, time.monotonic() - wall
+
+
+def _inductor(directory, **settings):
+    return InductorJobs(directory, "2.7.0", **settings)
+
+
+@pytest.mark.parametrize("model", ["resnet18", "mobilenet_v3_small"])
+def test_image_classifiers_of_torchvision_compile_once_on_torch_xla(run, model):
+    pair = run(CompilerJobs, "models-oldest", model, hooks="torch_xla")
+    assert pair.cold.report["compiles"] == pair.cold.stats["published"] >= 2
+    assert pair.warm.report["compiles"] == pair.warm.stats["misses"] == 0
+    assert pair.warm.hits == pair.cold.stats["published"]
+
+
+@pytest.mark.parametrize("model", ["resnet18", "mobilenet_v3_small"])
+def test_image_classifiers_of_torchvision_compile_once_on_a_plug_in(run, model):
+    pair = run(CompilerJobs, "models-newest", model, "--plug-in", hooks="pjrt")
+    assert pair.cold.report["compiles"] == pair.cold.stats["published"] >= 2
+    assert pair.warm.stats["misses"] == 0
+    assert pair.warm.hits == pair.warm.report["compiles"] == pair.cold.stats["published"]
+
+
+@pytest.mark.parametrize("environment", ["models-oldest", "models-newest"])
+@pytest.mark.parametrize("model", ["flax_cnn", "equinox_transformer"])
+def test_flax_and_equinox_compile_once(run, environment, model):
+    pair = run(JaxJobs, environment, model)
+    assert pair.cold.report["compiles"] == pair.cold.stats["misses"] >= 10
+    assert pair.warm.report["compiles"] == pair.warm.stats["misses"] == 0
+
+
+@pytest.mark.parametrize("model", ["flax_cnn", "equinox_transformer"])
+def test_flax_and_equinox_compile_once_on_a_plug_in(run, model):
+    pair = run(JaxJobs, "models-newest", model, "--plug-in", hooks="pjrt")
+    assert pair.cold.report["compiles"] == pair.cold.stats["misses"] >= 10
+    assert pair.warm.stats["misses"] == 0
+    assert pair.warm.hits == pair.warm.report["compiles"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "model", "bypassed"),
+    [
+        ("models-oldest", "vit", 0),
+        ("models-oldest", "gpt2", 1),
+        ("models-oldest", "llama", 0),
+        ("frameworks", "vit", 0),
+        ("frameworks", "gpt2", 0),
+        ("frameworks", "llama", 0),
+    ],
+)
+def test_models_of_hugging_face_compile_once(run, environment, model, bypassed):
+    """What torch's AOTAutograd cache bypasses is traced again on every host, with or without this
+    cache ("Cannot cache a graph with functional tensor" in torch 2.7); nothing is compiled again.
+    """
+    pair = run(_inductor, environment, model)
+    assert pair.cold.report["compiles"] >= 2
+    assert pair.warm.report["compiles"] == 0  # of Inductor; g++ is counted by the host
+    assert pair.warm.stats["misses"] == bypassed
+    counted = pair.warm.report["counters"]["aot_autograd"]
+    assert counted.get("autograd_cache_bypass", 0) == bypassed
+
+
+def test_the_kernels_of_liger_compile_once(run):
+    pair = run(partial(TritonJobs, version="3.9.0"), "frameworks", script="liger_job.py")
+    assert pair.cold.report["ptxas"] == pair.cold.stats["published"] >= 5
+    assert pair.warm.report["ptxas"] == pair.warm.stats["misses"] == 0
+    assert pair.warm.hits == pair.cold.stats["published"]
