@@ -2,8 +2,8 @@
 
 import json
 import re
-import sys
 import stat
+import sys
 
 import pytest
 

@@ -86,6 +86,15 @@ def request_of(key: str, group: str, environ: Mapping[str, str], source: Any) ->
     )
 
 
+def _argument(function: Any, place: Any) -> str:
+    """The name of an argument that Triton knows by its place, `(2,)`."""
+    names = getattr(function, "arg_names", ())
+    match place:
+        case (int(at),) if at < len(names):
+            return str(names[at])
+    return str(place)
+
+
 def _details(source: Any) -> dict[str, str]:
     """What Triton has hashed into its key."""
     function = getattr(source, "fn", None)
@@ -94,6 +103,8 @@ def _details(source: Any) -> dict[str, str]:
     return {
         "program": str(getattr(function, "cache_key", "")),
         "signature": " ".join(f"{name}:{kind}" for name, kind in signature.items()),
-        "constants": " ".join(f"{name}={value}" for name, value in constants.items()),
+        "constants": " ".join(
+            f"{_argument(function, place)}={value}" for place, value in constants.items()
+        ),
         **compiled_for(),
     }
