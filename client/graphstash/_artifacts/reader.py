@@ -194,7 +194,7 @@ class Reader:
             checked.append(self._signatures.check(subject, proof))
 
         limit = self._config.max_artifact
-        unsealed = unseal(envelope, key, into, max_bytes=limit, admit=admit)
+        unsealed = unseal(envelope, key, into, max_bytes=limit, is_proven=True, admit=admit)
         is_counted = self._signatures.policy is not SignaturePolicy.OFF
         return _local(unsealed, namespace, proof, is_unsigned=is_counted and not checked[0])
 
