@@ -33,7 +33,7 @@ _PIECE_BYTES: Final = 256 * 1024
 """What is decompressed at once: it is still in the processor's cache when it is written."""
 
 _MAX_WINDOW_LOG: Final = 27
-"""The largest window that is accepted, 128 MiB, as earlier envelopes have: a reader has it in memory."""
+"""The largest window that is accepted, 128 MiB, as earlier envelopes have: it is in memory."""
 
 _LONG_WINDOW_LOG: Final = 24
 """A TPU executable of 40 MB shrinks to 3.2 MB in a window of 16 MiB, and no further in 128; in one

@@ -10,7 +10,7 @@ may have it sound.
 import dataclasses
 import logging
 from dataclasses import dataclass
-from typing import IO, Final, Literal, cast
+from typing import IO, Literal, cast
 
 from graphstash._artifacts.envelope import Unsealed, unseal
 from graphstash._artifacts.local_tier import LocalTier
@@ -25,13 +25,11 @@ from graphstash._trust.provenance import (
 )
 from graphstash.config import SignaturePolicy
 from graphstash.errors import CacheError, LocalTierError, Reason, VerificationError
-from graphstash_schema import ArtifactKey, Digest, Namespace, ReportReason
+from graphstash_schema import ArtifactKey, Digest, Namespace
 
 __all__ = ["Fetched", "Reader"]
 
 _log = logging.getLogger("graphstash")
-
-_REPORTED: Final = frozenset(reason.value for reason in ReportReason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +203,12 @@ class Reader:
 
         A server that lets a job wait for that is told nothing more: it would be every graph's wait.
         """
-        if reason.value not in _REPORTED or (namespace, key) in self._reported:
+        from graphstash_schema import ReportReason  # few jobs ever have something to report
+
+        if (
+            reason.value not in {each.value for each in ReportReason}
+            or (namespace, key) in self._reported
+        ):
             return
         if not self._is_told_in_time:
             return
