@@ -39,7 +39,7 @@ _LONG_WINDOW_LOG: Final = 24
 """A TPU executable of 40 MB shrinks to 3.2 MB in a window of 16 MiB, and no further in 128; in one
 of 4 MiB to 5.4 MB."""
 
-_SHORT_WINDOW_LOG: Final = 22
+_SHORT_WINDOW_LOG: Final = 20
 _WORTHWHILE: Final = 0.9
 """Where the long window saves less than a tenth, readers are spared its memory."""
 
@@ -141,6 +141,7 @@ def unseal(
     into: IO[bytes],
     *,
     max_bytes: int,
+    size_bytes: int | None = None,
     is_proven: bool = False,
     admit: Callable[[int], None] | None = None,
 ) -> Unsealed:
@@ -153,6 +154,7 @@ def unseal(
         key: what was asked for.
         into: gets the payload.
         max_bytes: largest payload that is accepted.
+        size_bytes: of the blob, if known: a small one is decompressed at once.
         is_proven: whether the blob's digest is known to be right. Then the checksum of the frame is
             enough, which tells what a decompressor or memory has done.
         admit: called with the payload's size, which bounds its decompression, before a byte is
@@ -183,7 +185,9 @@ def unseal(
     if raw_size > max_bytes:
         raise VerificationError(Reason.TOO_LARGE, f"{raw_size} bytes; at most {max_bytes}")
     try:
-        is_sound = _unpack(envelope, into, raw_size, raw_sha256, is_proven=is_proven)
+        is_sound = _unpack(
+            envelope, into, raw_size, raw_sha256, size_bytes=size_bytes, is_proven=is_proven
+        )
     except zstandard.ZstdError as error:
         raise VerificationError(Reason.CORRUPT, f"envelope payload: {error}") from None
     if not is_sound:
@@ -194,36 +198,52 @@ def unseal(
 
 
 def _unpack(
-    envelope: IO[bytes], into: IO[bytes], raw_size: int, raw_sha256: str, *, is_proven: bool
+    envelope: IO[bytes],
+    into: IO[bytes],
+    raw_size: int,
+    raw_sha256: str,
+    *,
+    size_bytes: int | None,
+    is_proven: bool,
 ) -> bool:
     """Decompresses a frame; says whether it held the bytes that the header names."""
     memory = into if isinstance(into, io.BytesIO) else None
-    most = max(_CHUNK_BYTES, raw_size // _AT_ONCE if memory else 0)
-    frame = envelope.read(most + 1)
-    is_whole = len(frame) <= most
-    source = frame + _END if is_whole else cast("IO[bytes]", _Joined(frame, envelope))
+    most = max(_PIECE_BYTES, raw_size // _AT_ONCE if memory else 0)
+    is_whole = size_bytes is not None and size_bytes <= most
+    frame = envelope.read(-1 if is_whole else _PIECE_BYTES)
+    if is_whole:
+        frame += _END
+    source = frame if is_whole else cast("IO[bytes]", _Joined(frame, envelope))
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << _MAX_WINDOW_LOG)
     raw_hash = hashlib.sha256()
     is_hashed = not (is_proven and zstandard.get_frame_parameters(frame).has_checksum)
     update = raw_hash.update if is_hashed else _do_nothing
     with decompressor.stream_reader(source, read_size=_PIECE_BYTES, closefd=False) as reader:
-        if memory is not None and is_whole and raw_size > 0:
-            size = _unpack_in_place(reader, memory, raw_size, update)
+        if memory is not None and raw_size > 0:
+            # Where zstd sees the whole frame and has room for its content, it makes no window.
+            piece = raw_size if is_whole else _PIECE_BYTES
+            size = _unpack_in_place(reader, memory, raw_size, piece, update)
         else:
             size = _unpack_in_pieces(reader, into, raw_size, update)
     return size == raw_size and not (is_hashed and raw_hash.hexdigest() != raw_sha256)
 
 
 def _unpack_in_place(
-    reader: zstandard.ZstdDecompressionReader, into: io.BytesIO, raw_size: int, update: _Update
+    reader: zstandard.ZstdDecompressionReader,
+    into: io.BytesIO,
+    raw_size: int,
+    piece_bytes: int,
+    update: _Update,
 ) -> int:
-    """Where zstd sees the whole frame and has room for its content, it makes no window."""
+    """Into a buffer of the payload's size: one that grows leaves copies of itself in memory."""
     start = into.tell()
     into.seek(start + raw_size - 1)
     into.write(b"\0")
+    size = 0
     with into.getbuffer() as buffer, buffer[start:] as room:
-        size = reader.readinto(room)
-        update(room)
+        while size < raw_size and (count := reader.readinto(room[size : size + piece_bytes])):
+            update(room[size : size + count])
+            size += count
     return size + len(reader.read(1))
 
 

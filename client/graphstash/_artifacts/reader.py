@@ -121,7 +121,7 @@ class Reader:
             raise VerificationError(Reason.CORRUPT, f"{key}: {error}") from None
         part = cast("IO[bytes]", BoundedReader(envelope, size))
         if digest is None:
-            unsealed = unseal(part, key, into, max_bytes=self._config.max_artifact)
+            unsealed = unseal(part, key, into, max_bytes=self._config.max_artifact, size_bytes=size)
             return _local(unsealed, namespace, proof, is_unsigned=False)
         return self._unpack_checked(part, namespace, key, into, digest=digest, proof=proof)
 
@@ -192,7 +192,15 @@ class Reader:
             checked.append(self._signatures.check(subject, proof))
 
         limit = self._config.max_artifact
-        unsealed = unseal(envelope, key, into, max_bytes=limit, is_proven=True, admit=admit)
+        unsealed = unseal(
+            envelope,
+            key,
+            into,
+            max_bytes=limit,
+            size_bytes=digest.size_bytes,
+            is_proven=True,
+            admit=admit,
+        )
         is_counted = self._signatures.policy is not SignaturePolicy.OFF
         return _local(unsealed, namespace, proof, is_unsigned=is_counted and not checked[0])
 

@@ -39,7 +39,7 @@ __all__ = ["Deadline", "DeadlineTransport", "ProcessClient"]
 
 _WRITE_BYTES: Final = 64 * 1024
 
-_READ_BYTES: Final = 256 * 1024
+_READ_BYTES: Final = 128 * 1024
 """What one read takes at most. httpcore asks for 64 KiB, and each piece of a body passes through
 four layers of Python; larger ones than this leave the processor's cache on the way."""
 
