@@ -12,24 +12,26 @@ import re
 import socket
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Final, Self
+from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ByteSize,
-    ConfigDict,
-    Field,
-    SecretStr,
-    ValidationError,
-    field_validator,
-    model_validator,
+from graphstash._rules import (
+    Rule,
+    Secret,
+    choice,
+    flag,
+    listed,
+    number,
+    path,
+    secret,
+    setting,
+    size,
+    text,
+    whole,
 )
-
 from graphstash.errors import ConfigError
 from graphstash_schema import ManifestName, Namespace
 from graphstash_schema.names import line_of
@@ -40,7 +42,6 @@ from graphstash_schema.protocol import (
     MAX_LEASE_SECONDS,
     MIN_LEASE_SECONDS,
 )
-from graphstash_schema.settings import why_refused
 
 __all__ = [
     "ENVIRONMENT_PREFIX",
@@ -78,8 +79,6 @@ TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/-]{1,8192}=*")
 """A valid value for `Authorization: Bearer` (RFC 6750)."""
 
 _URL = re.compile(r"https?://[^/\s]+(/[^\s]*)?|unix:/[^\x00-\x1f]+")
-
-_SECRET: Final = frozenset({"token"})
 
 
 class SignaturePolicy(StrEnum):
@@ -145,12 +144,6 @@ def holder_name() -> str:
     return line_of(f"{user}@{socket.gethostname()}:{os.getpid()}", most=128)
 
 
-def _listed(value: object) -> object:
-    if isinstance(value, str):
-        return tuple(name.strip() for name in value.split(",") if name.strip())
-    return value
-
-
 def netrc_path() -> Path | None:
     """`$NETRC`, or `~/.netrc`; None for a user without a home."""
     try:
@@ -159,160 +152,173 @@ def netrc_path() -> Path | None:
         return None
 
 
-def _expanded(value: Path) -> Path:
+def _checked_url(value: str) -> str:
+    if value in ("", NO_SERVER):
+        return ""
     try:
-        return value.expanduser().absolute()
-    except RuntimeError as error:  # a container's user without a home
-        raise ValueError(str(error)) from None
+        well_formed = _URL.fullmatch(value) is not None and urlsplit(value).port != 0
+    except ValueError:  # a port that is not a number, or out of range
+        well_formed = False
+    if "@" in value and not value.startswith(UNIX):
+        raise ValueError("the URL must not contain credentials; set GRAPHSTASH_TOKEN instead")
+    if not well_formed:
+        raise ValueError(
+            "expected http://host:port, https://host:port, unix:/path/of/a/socket or none"
+        )
+    return value.rstrip("/")
 
 
-_Path = Annotated[Path, AfterValidator(_expanded)]
+def _checked_token(value: str) -> str:
+    token = value.strip()
+    if TOKEN.fullmatch(token) is None:
+        raise ValueError("expected a token without spaces, of at most 8192 characters")
+    return token
 
 
-class _Group(BaseModel):
-    """Some of the settings; the docstring below a field is its description."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+# In each group of settings, the docstring below a field is its description.
 
 
-class ServerSettings(_Group):
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
     """Which server, which namespaces, and how long a call may take."""
 
-    url: str = Field(default_factory=find_own_server)
+    url: str = setting(find_own_server, text(_checked_url))
     """Base URL of the server, or `unix:<path>` of its socket. By default the server that this user
     runs on this host (`graphstash serve`). Without one, or with `none`, the job shares nothing and
     has its local tier only."""
-    namespace: Namespace = Namespace("default")
+    namespace: Namespace = setting(Namespace("default"), text(Namespace))
     """Namespace that artifacts are published to, and read from."""
-    read_namespaces: Annotated[tuple[Namespace, ...], BeforeValidator(_listed)] = Field(
-        default=(), max_length=MAX_READ_NAMESPACES
+    read_namespaces: tuple[Namespace, ...] = setting(
+        (), listed(Namespace, most=MAX_READ_NAMESPACES)
     )
     """Namespaces to read from before `namespace`, in this order."""
-    max_artifact: ByteSize = Field(default=ByteSize(DEFAULT_MAX_ARTIFACT_BYTES), gt=0)
+    max_artifact: int = setting(DEFAULT_MAX_ARTIFACT_BYTES, size(above=0))
     """Largest artifact to fetch or publish, before and after compression."""
-    connect_seconds: float = Field(default=0.5, gt=0, le=60)
+    connect_seconds: float = setting(0.5, number(above=0, most=60))
     """Timeout for a connection."""
-    first_byte_seconds: float = Field(default=2.0, gt=0, le=300)
+    first_byte_seconds: float = setting(2.0, number(above=0, most=300))
     """Timeout for the next byte of an answer."""
-    fetch_seconds: float = Field(default=60.0, gt=0, le=3600)
+    fetch_seconds: float = setting(60.0, number(above=0, most=3600))
     """Timeout for a whole fetch. Where the compile time is known and shorter, it is the timeout,
     but never less than first_byte_seconds."""
 
-    @field_validator("url")
-    @classmethod
-    def _check_url(cls, value: str) -> str:
-        try:
-            well_formed = _URL.fullmatch(value) is not None and urlsplit(value).port != 0
-        except ValueError:  # a port that is not a number, or out of range
-            well_formed = False
-        if "@" in value and not value.startswith(UNIX):
-            raise ValueError("the URL must not contain credentials; set GRAPHSTASH_TOKEN instead")
-        if value == NO_SERVER:
-            return ""
-        if not well_formed:
-            raise ValueError(
-                "expected http://host:port, https://host:port, unix:/path/of/a/socket or none"
-            )
-        return value.rstrip("/")
 
-
-class CredentialSettings(_Group):
+@dataclass(frozen=True, kw_only=True)
+class CredentialSettings:
     """What identifies the job to the server, and the server to the job."""
 
-    token: SecretStr | None = None
+    token: Secret | None = setting(None, secret(_checked_token))
     """Bearer token for the server."""
-    token_file: _Path | None = None
+    token_file: Path | None = setting(None, path())
     """File that holds the token; read again when it changes."""
-    ca_file: _Path | None = None
+    ca_file: Path | None = setting(None, path())
     """CA bundle (PEM) used instead of the system's."""
-    client_cert: _Path | None = None
+    client_cert: Path | None = setting(None, path())
     """Client certificate (PEM) for mTLS."""
-    client_key: _Path | None = None
+    client_key: Path | None = setting(None, path())
     """Private key of the client certificate; by default in the same file."""
 
-    @field_validator("token")
-    @classmethod
-    def _check_token(cls, value: SecretStr | None) -> SecretStr | None:
-        if value is None:
-            return None
-        token = SecretStr(value.get_secret_value().strip())
-        if TOKEN.fullmatch(token.get_secret_value()) is None:
-            raise ValueError("expected a token without spaces, of at most 8192 characters")
-        return token
 
-
-class SignatureSettings(_Group):
+@dataclass(frozen=True, kw_only=True)
+class SignatureSettings:
     """Whose artifacts the job uses, and how it signs its own."""
 
-    signing_key: _Path | None = None
+    signing_key: Path | None = setting(None, path())
     """Private key (Ed25519, PEM, mode 0600) that signs published artifacts."""
-    trusted_keys: _Path | None = None
+    trusted_keys: Path | None = setting(None, path())
     """Path of the trusted-keys file, which `graphstash keys trust` writes."""
-    signatures: SignaturePolicy | None = None
+    signatures: SignaturePolicy | None = setting(None, choice(SignaturePolicy, SignaturePolicy))
     """Which artifacts may reach a compiler: signed ones only (require), also unsigned ones
     (prefer), or all without a check (off). By default require with trusted_keys, else off."""
 
 
-class SharingSettings(_Group):
+@dataclass(frozen=True, kw_only=True)
+class SharingSettings:
     """What the job shares, and how long it waits for others and for its own uploads."""
 
-    enabled: bool = True
+    enabled: bool = setting(True, flag())
     """Turn off to install no hooks."""
-    hooks: Annotated[tuple[str, ...], BeforeValidator(_listed)] = Field(
-        default=("torch_xla", "pjrt", "jax", "inductor", "triton")
-    )
+    hooks: tuple[str, ...] = setting(("torch_xla", "pjrt", "jax", "inductor", "triton"), listed())
     """Compilers that get their hook."""
-    read_only: bool = False
+    read_only: bool = setting(False, flag())
     """Fetch artifacts, but neither publish any nor take leases."""
-    job: ManifestName | None = None
+    job: ManifestName | None = setting(None, text(ManifestName))
     """Name under which the server remembers the artifacts of this job, so that the next run fetches
     them at its start."""
-    wait_seconds: float = Field(default=1200.0, ge=0, le=86400)
+    wait_seconds: float = setting(1200.0, number(most=86400))
     """How long the job may wait in vain for others that compile the same graphs, in all; half of it
     for one holder. Waits that brought the artifact may take twice as long in addition. 0 never
     waits."""
-    lease_seconds: float = Field(
-        default=DEFAULT_LEASE_SECONDS, ge=MIN_LEASE_SECONDS, le=MAX_LEASE_SECONDS
+    lease_seconds: float = setting(
+        DEFAULT_LEASE_SECONDS, number(least=MIN_LEASE_SECONDS, most=MAX_LEASE_SECONDS)
     )
     """How long a lease outlives a killed holder."""
-    publish_queue: int = Field(default=64, ge=1, le=4096)
+    publish_queue: int = setting(64, whole(least=1, most=4096))
     """How many artifacts may wait for their upload; more are dropped."""
-    drain_seconds: float = Field(default=20.0, ge=0, le=3600)
+    drain_seconds: float = setting(20.0, number(most=3600))
     """How long the end of a job may wait for its uploads."""
-    torch_xla_mode: str = Field(default="auto", pattern="^(auto|exact|hint)$")
+    torch_xla_mode: str = setting("auto", choice(str, ("auto", "exact", "hint")))
     """How the torch_xla hook learns what is compiled: exact catches torch_xla's own look-up, hint
     predicts it, auto takes exact where it can."""
 
 
-class HostSettings(_Group):
+@dataclass(frozen=True, kw_only=True)
+class HostSettings:
     """What the job keeps and says on this host."""
 
-    cache_dir: _Path = Field(default_factory=default_cache_dir)
+    cache_dir: Path = setting(default_cache_dir, path())
     """Directory of the local tier."""
-    local_limit: ByteSize = Field(default=ByteSize(10 * 1024**3), ge=0)
+    local_limit: int = setting(10 * 1024**3, size())
     """Size limit of the local tier; the least recently used artifacts are deleted. 0 keeps nothing
     between jobs."""
-    summary: bool = True
+    summary: bool = setting(True, flag())
     """Print one line on standard error when the job ends."""
-    explain: bool = False
+    explain: bool = setting(False, flag())
     """Say on standard error, when the job ends, why it compiled what it compiled."""
-    stats_file: _Path | None = None
+    stats_file: Path | None = setting(None, path())
     """File that gets one line of JSON with the statistics of each process."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class ClientConfig(
     ServerSettings, CredentialSettings, SignatureSettings, SharingSettings, HostSettings
 ):
-    """Settings of one training job: all groups, with flat names; see each field."""
+    """Settings of one training job: all groups, with flat names; see each field.
 
-    @model_validator(mode="after")
-    def _check_pairs(self) -> Self:
+    Attributes:
+        given: which of them somebody chose; the others have their defaults.
+
+    Raises:
+        ConfigError: names each setting that cannot be used, its value unless that is a secret, and
+            what would be accepted.
+    """
+
+    given: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        wrong = []
+        for name, rule in self.rules().items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            try:
+                object.__setattr__(self, name, rule.read(value))
+            except (TypeError, ValueError) as error:
+                hide = rule.is_secret or (name == "url" and "@" in str(value))
+                shown = "***" if hide else value
+                wrong.append(f"{ENVIRONMENT_PREFIX}{name.upper()}={shown!r}: {error}")
+        if wrong:
+            raise ConfigError("; ".join(wrong))
         if self.client_key and not self.client_cert:
-            raise ValueError("GRAPHSTASH_CLIENT_KEY needs GRAPHSTASH_CLIENT_CERT")
+            raise ConfigError("GRAPHSTASH_CLIENT_KEY needs GRAPHSTASH_CLIENT_CERT")
         if self.signature_policy is not SignaturePolicy.OFF and not self.trusted_keys:
             policy = self.signature_policy
-            raise ValueError(f"GRAPHSTASH_SIGNATURES={policy} needs GRAPHSTASH_TRUSTED_KEYS")
-        return self
+            raise ConfigError(f"GRAPHSTASH_SIGNATURES={policy} needs GRAPHSTASH_TRUSTED_KEYS")
+
+    @classmethod
+    def rules(cls) -> Mapping[str, Rule]:
+        """Every setting, and what it accepts."""
+        return {each.name: each.metadata["rule"] for each in fields(cls) if each.metadata}
 
     @property
     def readable(self) -> tuple[Namespace, ...]:
@@ -335,26 +341,13 @@ class ClientConfig(
                 accepted.
         """
         source = os.environ if environ is None else environ
+        known = cls.rules()
         values: dict[str, Any] = {
             name: source[variable]
-            for name in cls.model_fields
-            if (variable := ENVIRONMENT_PREFIX + name.upper()) in source and source[variable]
+            for name in known
+            if source.get(variable := ENVIRONMENT_PREFIX + name.upper())
         }
         values |= {name: value for name, value in overrides.items() if value is not None}
-        try:
-            return cls.model_validate(values)
-        except ValidationError as error:
-            told = "; ".join(map(_sentence, error.errors(include_url=False)))
-        # Out here, because pydantic's error holds the secrets and would hang on to ours.
-        raise ConfigError(told)
-
-
-def _sentence(problem: Any) -> str:
-    if not problem["loc"]:  # about several settings, which it names
-        return str(problem["msg"]).removeprefix("Value error, ")
-    name, value = str(problem["loc"][0]), problem["input"]
-    field = ClientConfig.model_fields.get(name)
-    # An unknown name is a misspelt secret, perhaps.
-    if field is None or name in _SECRET or (name == "url" and "@" in str(value)):
-        value = "***"
-    return f"{ENVIRONMENT_PREFIX}{name.upper()}={value!r}: {why_refused(problem, field)}"
+        if unknown := sorted(set(values) - set(known)):
+            raise ConfigError(f"jobs have no such settings: {', '.join(unknown)}")
+        return cls(**values, given=frozenset(values))

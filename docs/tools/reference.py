@@ -5,6 +5,7 @@ while the site is built.
 """
 
 import ast
+import dataclasses
 import inspect
 import itertools
 import os
@@ -19,12 +20,13 @@ from typing import Any, Final
 
 import griffe
 import typer
-from pydantic import ByteSize
+from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 
 import graphstash
 from graphstash import ClientConfig, Reason
 from graphstash._cli.main import complete_app
+from graphstash._rules import Rule
 from graphstash_schema import RETRYABLE, STATUS, ErrorCode
 from graphstash_schema.settings import accepted_range, accepted_words
 from graphstash_server.settings import Settings
@@ -97,7 +99,7 @@ def _settings(model: type[Any], *, options: dict[str, str]) -> str:
                 options.get(name, ""),
                 _sentence(described[name]),
             )
-            for name, field in model.model_fields.items()
+            for name, field in _fields(model)
         ),
     )
 
@@ -116,7 +118,28 @@ def _descriptions(model: type[Any]) -> dict[str, str]:
     }
 
 
-def _default(field: FieldInfo) -> str:
+def _fields(model: type[Any]) -> "Iterator[tuple[str, FieldInfo | Setting]]":
+    if issubclass(model, BaseModel):
+        yield from model.model_fields.items()
+    else:
+        yield from ((field.name, Setting(field)) for field in dataclasses.fields(model))
+
+
+class Setting:
+    """A field of the client's settings, which do without pydantic."""
+
+    def __init__(self, field: dataclasses.Field[Any]) -> None:
+        self._field = field
+        self.rule: Rule = field.metadata["rule"]
+
+    def get_default(self, *, call_default_factory: bool) -> Any:
+        if call_default_factory and self._field.default_factory is not dataclasses.MISSING:
+            return self._field.default_factory()
+        default: Any = self._field.default
+        return ByteSize(default) if self.rule.is_size else default
+
+
+def _default(field: FieldInfo | Setting) -> str:
     value = field.get_default(call_default_factory=True)
     if value is None or value in ("", (), {}):
         return ""
@@ -131,9 +154,12 @@ def _default(field: FieldInfo) -> str:
     return f"`{str(value).replace(str(Path.home()), '~')}`"
 
 
-def _values(field: FieldInfo) -> str:
-    words = accepted_words(field)
-    return ", ".join(map(_code, words)) if words else accepted_range(field)
+def _values(field: FieldInfo | Setting) -> str:
+    if isinstance(field, Setting):
+        words, limits = field.rule.words, field.rule.limits
+    else:
+        words, limits = accepted_words(field), accepted_range(field)
+    return ", ".join(map(_code, words)) if words else limits
 
 
 def _options_of(command: str) -> dict[str, str]:

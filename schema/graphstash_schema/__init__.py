@@ -1,53 +1,61 @@
-"""The types that the graphstash client and server share: pydantic and stdlib only."""
+"""The types that the graphstash client and server share: pydantic and stdlib only.
 
-from graphstash_schema.access import (
-    MAX_GRANTS,
-    MIN_EXCHANGED_SECONDS,
-    TOKEN_FORM,
-    Access,
-    AccessKind,
-    Grant,
-    NamespacePattern,
-    Scope,
-    TokenExchange,
-    TokenInfo,
-    TokenIssued,
-    TokenList,
-    TokenRequest,
-)
-from graphstash_schema.artifact import (
-    MAX_COMPILE_SECONDS,
-    ArtifactInfo,
-    ArtifactMetadata,
-    LookupRequest,
-    LookupResponse,
-    VerifyResponse,
-)
-from graphstash_schema.audit import AuditAction, AuditEntry, AuditLog
-from graphstash_schema.digest import Digest, DigestHasher
-from graphstash_schema.errors import RETRYABLE, STATUS, ErrorCode, InvalidValueError, Problem
-from graphstash_schema.key import (
-    MAX_PARTS,
-    ArtifactKey,
-    ArtifactKind,
-    DeviceType,
-    Fingerprint,
-    fingerprint_of,
-    parts_for_display,
-)
-from graphstash_schema.lease import LeaseOutcome, LeaseReply, LeaseRequest, LeaseState
-from graphstash_schema.manifest import Manifest, ManifestEntry, ManifestUpdate
-from graphstash_schema.names import ManifestName, Namespace, Word
-from graphstash_schema.policy import NamespaceInfo, NamespaceList, NamespacePolicy, WriteMode
-from graphstash_schema.quarantine import (
-    ReportReason,
-    ReportRequest,
-    ReportResponse,
-    Withheld,
-    WithheldList,
-)
-from graphstash_schema.signature import ArtifactSignature, SigningKeyId, key_id_of, statement_of
-from graphstash_schema.stats import NamespaceStats, ServerStats
+A name's module is imported when the name is used. Words (namespaces, keys' parts, digests) and the
+constants of the protocol need no pydantic; the records that are sent do.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from graphstash_schema.access import (
+        MAX_GRANTS,
+        MIN_EXCHANGED_SECONDS,
+        TOKEN_FORM,
+        Access,
+        AccessKind,
+        Grant,
+        NamespacePattern,
+        Scope,
+        TokenExchange,
+        TokenInfo,
+        TokenIssued,
+        TokenList,
+        TokenRequest,
+    )
+    from graphstash_schema.artifact import (
+        ArtifactInfo,
+        LookupRequest,
+        LookupResponse,
+        VerifyResponse,
+    )
+    from graphstash_schema.audit import AuditAction, AuditEntry, AuditLog
+    from graphstash_schema.digest import Digest, DigestHasher
+    from graphstash_schema.errors import RETRYABLE, STATUS, ErrorCode, InvalidValueError
+    from graphstash_schema.key import (
+        MAX_PARTS,
+        ArtifactKey,
+        ArtifactKind,
+        DeviceType,
+        Fingerprint,
+        fingerprint_of,
+        parts_for_display,
+    )
+    from graphstash_schema.lease import LeaseOutcome, LeaseReply, LeaseRequest, LeaseState
+    from graphstash_schema.manifest import Manifest, ManifestEntry, ManifestUpdate
+    from graphstash_schema.metadata import MAX_COMPILE_SECONDS, ArtifactMetadata
+    from graphstash_schema.names import ManifestName, Namespace, Word
+    from graphstash_schema.policy import NamespaceInfo, NamespaceList, NamespacePolicy, WriteMode
+    from graphstash_schema.problem import Problem
+    from graphstash_schema.quarantine import (
+        ReportReason,
+        ReportRequest,
+        ReportResponse,
+        Withheld,
+        WithheldList,
+    )
+    from graphstash_schema.signature import ArtifactSignature, SigningKeyId, key_id_of, statement_of
+    from graphstash_schema.stats import NamespaceStats, ServerStats
 
 __all__ = [
     "MAX_COMPILE_SECONDS",
@@ -112,3 +120,78 @@ __all__ = [
     "parts_for_display",
     "statement_of",
 ]
+
+_HOME = {
+    "Access": "access",
+    "AccessKind": "access",
+    "ArtifactInfo": "artifact",
+    "ArtifactKey": "key",
+    "ArtifactKind": "key",
+    "ArtifactMetadata": "metadata",
+    "ArtifactSignature": "signature",
+    "AuditAction": "audit",
+    "AuditEntry": "audit",
+    "AuditLog": "audit",
+    "DeviceType": "key",
+    "Digest": "digest",
+    "DigestHasher": "digest",
+    "ErrorCode": "errors",
+    "Fingerprint": "key",
+    "Grant": "access",
+    "InvalidValueError": "errors",
+    "LeaseOutcome": "lease",
+    "LeaseReply": "lease",
+    "LeaseRequest": "lease",
+    "LeaseState": "lease",
+    "LookupRequest": "artifact",
+    "LookupResponse": "artifact",
+    "MAX_COMPILE_SECONDS": "metadata",
+    "MAX_GRANTS": "access",
+    "MAX_PARTS": "key",
+    "MIN_EXCHANGED_SECONDS": "access",
+    "Manifest": "manifest",
+    "ManifestEntry": "manifest",
+    "ManifestName": "names",
+    "ManifestUpdate": "manifest",
+    "Namespace": "names",
+    "NamespaceInfo": "policy",
+    "NamespaceList": "policy",
+    "NamespacePattern": "access",
+    "NamespacePolicy": "policy",
+    "NamespaceStats": "stats",
+    "Problem": "problem",
+    "RETRYABLE": "errors",
+    "ReportReason": "quarantine",
+    "ReportRequest": "quarantine",
+    "ReportResponse": "quarantine",
+    "STATUS": "errors",
+    "Scope": "access",
+    "ServerStats": "stats",
+    "SigningKeyId": "signature",
+    "TOKEN_FORM": "access",
+    "TokenExchange": "access",
+    "TokenInfo": "access",
+    "TokenIssued": "access",
+    "TokenList": "access",
+    "TokenRequest": "access",
+    "VerifyResponse": "artifact",
+    "Withheld": "quarantine",
+    "WithheldList": "quarantine",
+    "Word": "names",
+    "WriteMode": "policy",
+    "fingerprint_of": "key",
+    "key_id_of": "signature",
+    "parts_for_display": "key",
+    "statement_of": "signature",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'graphstash_schema' has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(f"graphstash_schema.{_HOME[name]}"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

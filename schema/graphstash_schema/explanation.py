@@ -17,10 +17,9 @@ from pydantic import Field
 from graphstash_schema.key import MAX_PARTS, ArtifactKey
 from graphstash_schema.model import Items, RequestModel, WireModel
 from graphstash_schema.names import LINE, Namespace, line_of, printable
+from graphstash_schema.protocol import MAX_DESCRIPTIONS
 
 __all__ = [
-    "MAX_DESCRIBE_BYTES",
-    "MAX_DESCRIPTIONS",
     "MAX_LABEL_CHARACTERS",
     "MAX_PARTS_CHARACTERS",
     "DescribeRequest",
@@ -42,12 +41,6 @@ MAX_LABEL_CHARACTERS: Final = 128
 
 MAX_PARTS_CHARACTERS: Final = 8192
 """Of the parts of a program, and of those of its environment, names included."""
-
-MAX_DESCRIPTIONS: Final = 32
-"""Of one request."""
-
-MAX_DESCRIBE_BYTES: Final = 1024**2
-"""Of the body of one request; a publisher sends fewer descriptions where they are long."""
 
 _OPAQUE: Final = frozenset({"graph", "jax_key", "name", "triton_key"})
 """Keys that only the compiler can read. They hold the program and much of its environment, so that

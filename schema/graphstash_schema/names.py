@@ -6,12 +6,13 @@ everything else (SQL, URLs, JSON), and pydantic accepts them as field types.
 
 import re
 from functools import lru_cache
-from typing import Any, ClassVar, Final, Self
-
-from pydantic import GetCoreSchemaHandler
-from pydantic_core import CoreSchema, core_schema
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
 from graphstash_schema.errors import ErrorCode, InvalidValueError
+
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler
+    from pydantic_core import CoreSchema
 
 __all__ = ["LINE", "ManifestName", "Namespace", "Word", "line_of", "printable", "star_matcher"]
 
@@ -49,9 +50,11 @@ class Word(str):
 
     @classmethod
     def __get_pydantic_core_schema__(
-        cls, _source: Any, _handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
+        cls, _source: Any, _handler: "GetCoreSchemaHandler"
+    ) -> "CoreSchema":
         """Lets pydantic check a field of this type, and describe it as a string with a pattern."""
+        from pydantic_core import core_schema  # words are also used where no pydantic is loaded
+
         return core_schema.no_info_after_validator_function(
             cls,
             core_schema.str_schema(),
@@ -59,7 +62,7 @@ class Word(str):
         )
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, _schema: CoreSchema, _handler: Any) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(cls, _schema: "CoreSchema", _handler: Any) -> dict[str, Any]:
         return {"type": "string", "pattern": f"^{cls.form.pattern}$"}
 
 

@@ -18,6 +18,8 @@ __all__ = [
     "HEADER_PROTOCOL",
     "HEADER_REQUEST_ID",
     "LOOKUP_PIN_SECONDS",
+    "MAX_DESCRIBE_BYTES",
+    "MAX_DESCRIPTIONS",
     "MAX_LEASE_SECONDS",
     "MAX_LOOKUP_KEYS",
     "MAX_MANIFEST_ENTRIES",
@@ -65,6 +67,12 @@ models reach hundreds of MB; see docs/benchmarks.md)."""
 MAX_METADATA_BYTES: Final = 16 * 1024
 """Largest `HEADER_METADATA` value, encoded: stays under the 64 KiB that servers and proxies allow
 for all headers together, and under nginx's default of 8 KiB x 4 buffers."""
+
+MAX_DESCRIPTIONS: Final = 32
+"""Most artifacts that one call describes."""
+
+MAX_DESCRIBE_BYTES: Final = 1024**2
+"""Largest body of such a call; a publisher sends fewer descriptions where they are long."""
 
 MAX_LOOKUP_KEYS: Final = 1000
 """Most keys in one lookup. A bulk query of about 2,000 made Cachix answer 502 (cachix#322)."""

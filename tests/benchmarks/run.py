@@ -28,6 +28,7 @@ PARTS = {
     "compilers": "the same step under every hook, cold and warm, by compiler; 15 minutes",
     "jax_cache": "the jax hook beside JAX's own cache, cold and warm; 8 minutes",
     "million": "a million artifacts beside a thousand, on SQLite and PostgreSQL; 10 minutes",
+    "client": "get and fetch of 64 MiB beside http.client, CPU and memory; 3 minutes",
     "verify": "a signed artifact of 64 MiB from loopback: what checking adds; 2 minutes",
     "herd": "eight processes want one uncompiled graph: compilations and waiting; 2 minutes",
 }

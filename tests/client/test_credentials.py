@@ -304,7 +304,7 @@ def test_a_revoked_token_is_told_from_an_absent_artifact(tokens, connect, namesp
 # No trace of the token, wherever one looks.
 
 PROGRAM = """
-import logging, sys, traceback
+import dataclasses, logging, sys, traceback
 logging.basicConfig(level=logging.DEBUG, format="%(name)s %(message)s")
 import graphstash
 from graphstash_schema import ArtifactKey
@@ -314,7 +314,7 @@ def compile_payload():
 for number in range(3):
     key = ArtifactKey.parse("jax", "cpu-x86_64", f"{number:064x}")
     graphstash.get_or_compile(key, compile_payload)
-print(session.config, repr(session.config), session.config.model_dump_json())
+print(session.config, repr(session.config), dataclasses.asdict(session.config))
 print(graphstash.stats())
 print(open("/proc/self/cmdline").read())
 for call in (lambda: session.cache.stash.get(key), session.cache.stash.server.server_stats):

@@ -1,5 +1,6 @@
 """Whatever the cache does, Triton's kernels come out the same, and the reason is counted."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -145,7 +146,7 @@ def test_a_damaged_kernel_in_a_sound_envelope_is_compiled_instead(
     source = ClientConfig(
         url=server.url, namespace=f"triton-faults-{version}", cache_dir=tmp_path / "source"
     )
-    target = source.model_copy(update={"namespace": namespace, "cache_dir": tmp_path / "target"})
+    target = dataclasses.replace(source, namespace=namespace, cache_dir=tmp_path / "target")
     keys = list(stored_by(jobs, "cold"))
     assert len(keys) == len(DAMAGES)
     with Stash(source) as sound, Stash(target) as damaged:

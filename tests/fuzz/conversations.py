@@ -10,7 +10,7 @@ from harness import instrumented, main
 from uvicorn.server import ServerState
 
 with instrumented():
-    from graphstash_schema.errors import Problem
+    from graphstash_schema import Problem
     from graphstash_server.app import create_app
     from graphstash_server.connection import connections
     from graphstash_server.settings import Settings

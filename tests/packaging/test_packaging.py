@@ -114,11 +114,55 @@ def test_importing_graphstash_imports_nothing_else():
     assert run(sys.executable, "-I", "-c", program).strip() == "['graphstash']"
 
 
-def test_every_public_name_exists_and_nothing_else_is_listed():
-    program = (
-        "import graphstash; print([n for n in graphstash.__all__ if not hasattr(graphstash, n)])"
+NOT_AT_START = {"httpx", "httpcore", "pydantic", "cryptography", "zstandard", "typer", "rich"}
+LOADED = f"import sys; print(sorted({NOT_AT_START} & set(sys.modules)), file=sys.stderr)"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("-c", f"import graphstash; {LOADED}"),
+        ("-c", f"import graphstash; assert graphstash.install(url='none'); {LOADED}"),
+        ("-c", f"import graphstash; assert graphstash.install(url='http://a:1'); {LOADED}"),
+        ("-m", "graphstash", "run", "--", sys.executable, "-c", LOADED),
+    ],
+    ids=["import", "install without a server", "install", "run"],
+)
+def test_a_job_that_compiles_nothing_loads_no_package_of_others(command, tmp_path):
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, check=True
     )
-    assert run(sys.executable, "-I", "-c", program).strip() == "[]"
+    assert done.stderr.splitlines()[-1] == "[]"
+    assert list(tmp_path.iterdir()) == []  # nor does it make a local tier
+
+
+def test_the_command_that_starts_a_job_loads_no_package_of_others():
+    command = [sys.executable, "-X", "importtime", "-m", "graphstash", "run", "--", "/bin/true"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "graphstash._cli.launcher" in loaded
+    assert not loaded & NOT_AT_START
+
+
+def test_the_words_of_the_wire_need_no_pydantic():
+    program = (
+        "import sys, graphstash_schema as schema\n"
+        "from graphstash_schema import own_files, protocol\n"
+        "schema.Namespace('team'); schema.ErrorCode.NOT_FOUND; schema.Digest.of(b'')\n"
+        "print('pydantic' in sys.modules); schema.ArtifactKey; print('pydantic' in sys.modules)\n"
+    )
+    assert run(sys.executable, "-I", "-c", program).split() == ["False", "True"]
+
+
+def test_every_public_name_exists_and_nothing_else_is_listed():
+    for package in ("graphstash", "graphstash_schema"):
+        program = (
+            f"import {package} as package\n"
+            "print([n for n in package.__all__ if not hasattr(package, n)])\n"
+            "print(set(package._HOME) - set(package.__all__))\n"
+        )
+        assert run(sys.executable, "-I", "-c", program).split() == ["[]", "set()"]
 
 
 @pytest.mark.extended

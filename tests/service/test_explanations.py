@@ -5,7 +5,8 @@ import pytest
 import sqlalchemy as sa
 
 from graphstash_schema import Digest
-from graphstash_schema.explanation import MAX_DESCRIPTIONS, MAX_PARTS_CHARACTERS, Description
+from graphstash_schema.explanation import MAX_PARTS_CHARACTERS, Description
+from graphstash_schema.protocol import MAX_DESCRIPTIONS
 from graphstash_server.db.tables import descriptions, environments
 from graphstash_server.testing import LiveServer
 from support.filling import describe as describe_many

@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 
 from graphstash import ClientConfig, ConfigError
@@ -36,6 +38,74 @@ def test_an_argument_wins_over_the_environment_and_none_does_not():
     environ = {"GRAPHSTASH_NAMESPACE": "from-environment"}
     assert ClientConfig.load(environ, namespace="given").namespace == "given"
     assert ClientConfig.load(environ, namespace=None).namespace == "from-environment"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        *(("4096", 4096), ("4096b", 4096), ("0", 0), (4096, 4096), ("1.5k", 1500)),
+        *(("500MB", 500_000_000), ("500 mb", 500_000_000), ("2GiB", 2 * 1024**3)),
+        *((".5kib", 512), ("1TiB", 1024**4), ("3p", 3 * 10**15)),
+    ],
+)
+def test_a_size_is_read_with_its_unit(text, size):
+    assert ClientConfig.load({}, local_limit=text).local_limit == size
+
+
+@pytest.mark.parametrize("text", ["", "1XB", "1.2.3k", "-1", "1e9", "inf", "k", "1 2", "\u0661k"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ConfigError, match="it takes a size such as 500MB or 10GiB"):
+        ClientConfig(local_limit=text)
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "", "1,5", None.__class__])
+def test_what_is_no_finite_number_is_refused(text):
+    with pytest.raises(ConfigError, match=r"it takes a number \(above 0 to 60\)"):
+        ClientConfig(connect_seconds=text)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("TRUE", True), ("on", True), (" 1 ", True), ("No", False), (False, False)]
+)
+def test_a_switch_is_read_as_people_write_it(text, value):
+    assert ClientConfig(read_only=text).read_only is value
+
+
+@pytest.mark.parametrize("text", ["2.5", 2.5, "many", "0", 4097])
+def test_what_is_no_whole_number_in_range_is_refused(text):
+    with pytest.raises(ConfigError, match=r"it takes a whole number \(1 to 4,096\)"):
+        ClientConfig(publish_queue=text)
+
+
+def test_every_wrong_setting_is_named_at_once():
+    with pytest.raises(ConfigError) as caught:
+        ClientConfig.load(
+            {"GRAPHSTASH_WAIT_SECONDS": "long", "GRAPHSTASH_HOOKS": "", "X": "1"}, url=7
+        )
+    assert "GRAPHSTASH_WAIT_SECONDS='long'" in str(caught.value)
+    assert "GRAPHSTASH_URL=7" in str(caught.value)
+
+
+def test_an_unknown_setting_is_named_and_its_value_is_not():
+    with pytest.raises(ConfigError, match="tokn") as caught:
+        ClientConfig.load({}, tokn="hush")
+    assert "hush" not in str(caught.value)
+
+
+def test_a_secret_is_shown_nowhere():
+    config = ClientConfig.load({}, token="hush" * 10)
+    assert "hush" not in f"{config} {config!r} {dataclasses.asdict(config)}"
+    assert dataclasses.replace(config, url="none").token.reveal() == "hush" * 10
+    with pytest.raises(ConfigError) as caught:
+        ClientConfig.load({}, token="hush hush", url="http://user:hush@host")
+    assert "hush" not in str(caught.value)
+    assert caught.value.__context__ is None
+
+
+def test_settings_remember_which_of_them_were_chosen():
+    config = ClientConfig.load({"GRAPHSTASH_URL": "none", "GRAPHSTASH_JOB": ""}, namespace="team")
+    assert config.given == {"url", "namespace"}
+    assert config == ClientConfig(url="", namespace="team")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 import hashlib
 import io
 import json
+import random
 import struct
 
 import pytest
@@ -23,9 +24,13 @@ def sealed(tmp_path, payload, *, key=KEY):
     return seal(key, source, target), target.getvalue()
 
 
-def opened(blob, *, key=KEY, limit=LIMIT):
+def opened(blob, *, key=KEY, limit=LIMIT, is_proven=False):
     into = io.BytesIO()
-    told = unseal(io.BytesIO(blob), key, into, max_bytes=limit)
+    told = unseal(io.BytesIO(blob), key, into, max_bytes=limit, is_proven=is_proven)
+    at_once = io.BytesIO()
+    size = len(blob)
+    unseal(io.BytesIO(blob), key, at_once, max_bytes=limit, size_bytes=size, is_proven=is_proven)
+    assert at_once.getvalue() == into.getvalue()
     return told, into.getvalue()
 
 
@@ -48,21 +53,24 @@ def test_a_sound_envelope_of_another_key_is_refused(tmp_path):
     assert caught.value.reason is Reason.WRONG_KEY
 
 
-def test_every_cut_is_refused(tmp_path):
+@pytest.mark.parametrize("is_proven", [True, False])
+def test_every_cut_is_refused(tmp_path, is_proven):
     _, blob = sealed(tmp_path, bytes(range(256)) * 8)
     for length in range(len(blob)):
         with pytest.raises(VerificationError):
-            opened(blob[:length])
+            opened(blob[:length], is_proven=is_proven)
 
 
-def test_every_flipped_bit_is_refused_or_changes_nothing(tmp_path):
+@pytest.mark.parametrize("is_proven", [True, False])
+def test_every_flipped_bit_is_refused_or_changes_nothing(tmp_path, is_proven):
+    """Of a proven blob, whose SHA-256 is not taken twice, the frame's checksum finds it."""
     payload = bytes(range(256)) * 4
     _, blob = sealed(tmp_path, payload)
     for position in range(len(blob)):
         damaged = bytearray(blob)
         damaged[position] ^= 1
         try:
-            _, out = opened(bytes(damaged))
+            _, out = opened(bytes(damaged), is_proven=is_proven)
         except VerificationError:
             continue
         assert out == payload
@@ -79,6 +87,30 @@ def forged(payload, **changes):
     } | changes
     raw = json.dumps({name: value for name, value in header.items() if value is not None}).encode()
     return b"GSTASH\x01\n" + struct.pack(">I", len(raw)) + raw + zstandard.compress(payload)
+
+
+def test_a_proven_frame_without_a_checksum_is_hashed():
+    with pytest.raises(VerificationError):
+        opened(forged(b"graph", raw_sha256="0" * 64), is_proven=True)
+
+
+def test_a_window_is_long_only_where_that_pays_and_a_reader_does_not_feel_it():
+    noise = random.Random(1).randbytes(5 * 1024**2)
+    windows = {}
+    for name, payload in {
+        "repeats itself far away": noise * 2,
+        "does not shrink": noise + noise[::-1],
+        "shrinks to nothing": bytes(len(noise) * 2),
+        "is small": noise[:1000],
+    }.items():
+        blob = io.BytesIO()
+        seal(KEY, payload, blob)
+        start = blob.getvalue().index(b"\x28\xb5\x2f\xfd")
+        windows[name] = zstandard.get_frame_parameters(blob.getvalue()[start:]).window_size
+        assert opened(blob.getvalue())[1] == payload
+    assert windows["repeats itself far away"] > 5 * 1024**2
+    assert windows["does not shrink"] == 1024**2
+    assert windows["is small"] == 1000
 
 
 def test_a_zip_bomb_stops_at_the_size_that_it_declares():

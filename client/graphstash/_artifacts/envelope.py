@@ -6,7 +6,8 @@
 The key stands inside the bytes, so that a sound blob served under another key is told from the one
 that was asked for: compilers run whatever they are given (a torch_xla executable of another graph
 with equal shapes gives silently wrong numbers). The payload's own size bounds its decompression,
-and its SHA-256 is checked before anybody reads it.
+and it is checked before anybody reads it: by its SHA-256; or by the checksum of its frame, where
+the SHA-256 of the blob has shown already that every byte is the publisher's.
 """
 
 import hashlib
@@ -16,19 +17,40 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final, cast
+from typing import IO, Final, TypeAlias, cast
 
 import zstandard
 
 from graphstash.errors import Reason, VerificationError
-from graphstash_schema import MAX_COMPILE_SECONDS, ArtifactKey
+from graphstash_schema import MAX_COMPILE_SECONDS, ArtifactKey, DigestHasher
 from graphstash_schema.envelope import ENVELOPE_MAGIC, names_key, read_envelope_head
 
 __all__ = ["Sealed", "Unsealed", "seal", "unseal"]
 
 _CHUNK_BYTES: Final = 1024**2
-_WINDOW_LOG: Final = 27
-"""128 MiB: a 51 MB TPU executable shrinks to 5.6 MB with a long window, to 10.6 MB without."""
+
+_PIECE_BYTES: Final = 256 * 1024
+"""What is decompressed at once: it is still in the processor's cache when it is written."""
+
+_MAX_WINDOW_LOG: Final = 27
+"""The largest window that is accepted, 128 MiB, as earlier envelopes have: it is in memory."""
+
+_LONG_WINDOW_LOG: Final = 24
+"""A TPU executable of 40 MB shrinks to 3.2 MB in a window of 16 MiB, and no further in 128; in one
+of 4 MiB to 5.4 MB."""
+
+_SHORT_WINDOW_LOG: Final = 20
+_WORTHWHILE: Final = 0.9
+"""Where the long window saves less than a tenth, readers are spared its memory."""
+
+_AT_ONCE: Final = 12
+"""A blob that is so much smaller than its payload is decompressed without a window."""
+
+_END: Final = struct.pack("<II", 0x184D2A50, 0)
+"""An empty skippable frame (RFC 8878, section 3.1.2), put behind that of a payload: where the
+checksum was cut off, this is taken for it and does not match."""
+
+_Update: TypeAlias = Callable[[memoryview], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,27 +106,33 @@ def seal(key: ArtifactKey, payload: Path | bytes, into: IO[bytes]) -> Sealed:
             "compile_seconds": 0,  # readers of 0.1.0 look for it here, not in the metadata
         }
     ).encode()
-    parameters = zstandard.ZstdCompressionParameters.from_level(
-        3, source_size=raw_size, window_log=_window_log(raw_size), enable_ldm=True
-    )
-    compressor = zstandard.ZstdCompressor(compression_params=parameters)
-    blob_hash = hashlib.sha256()
-    size = 0
-    with _opened(payload) as source:
-        again = _Hashing(source)
-        lead = ENVELOPE_MAGIC + struct.pack(">I", len(header)) + header
-        try:
-            for chunk in _after(
-                lead, compressor.read_to_iter(cast("IO[bytes]", again), size=raw_size)
-            ):
-                into.write(chunk)
-                blob_hash.update(chunk)
-                size += len(chunk)
-        except zstandard.ZstdError as error:
-            raise OSError(f"the payload changed while it was read: {error}") from None
-    if again.sha256 != raw_sha256:
-        raise OSError("the payload changed while it was read")
-    return Sealed(blob_hash.hexdigest(), size, raw_size)
+    lead = ENVELOPE_MAGIC + struct.pack(">I", len(header)) + header
+
+    start = into.tell()
+
+    def write(window_log: int) -> Sealed:
+        into.seek(start)
+        into.truncate()
+        written = DigestHasher()
+        with _opened(payload) as source:
+            again = _Hashing(source)
+            try:
+                for chunk in _after(lead, _compressed(again, raw_size, window_log)):
+                    into.write(chunk)
+                    written.update(chunk)
+            except zstandard.ZstdError as error:
+                raise OSError(f"the payload changed while it was read: {error}") from None
+        if again.sha256 != raw_sha256:
+            raise OSError("the payload changed while it was read")
+        digest = written.digest()
+        return Sealed(digest.sha256, digest.size_bytes, raw_size)
+
+    sealed = write(_LONG_WINDOW_LOG)
+    if raw_size <= 1 << _SHORT_WINDOW_LOG or sealed.size_bytes * _AT_ONCE <= raw_size:
+        return sealed  # a reader makes no window that is larger than its payload
+    shorter = write(_SHORT_WINDOW_LOG)
+    is_enough = shorter.size_bytes * _WORTHWHILE <= sealed.size_bytes
+    return shorter if is_enough else write(_LONG_WINDOW_LOG)
 
 
 def unseal(
@@ -113,6 +141,8 @@ def unseal(
     into: IO[bytes],
     *,
     max_bytes: int,
+    size_bytes: int | None = None,
+    is_proven: bool = False,
     admit: Callable[[int], None] | None = None,
 ) -> Unsealed:
     """Checks an envelope against the key that was asked for and writes its payload.
@@ -124,6 +154,9 @@ def unseal(
         key: what was asked for.
         into: gets the payload.
         max_bytes: largest payload that is accepted.
+        size_bytes: of the blob, if known: a small one is decompressed at once.
+        is_proven: whether the blob's digest is known to be right. Then the checksum of the frame is
+            enough, which tells what a decompressor or memory has done.
         admit: called with the payload's size, which bounds its decompression, before a byte is
             decompressed; what it raises passes through.
 
@@ -151,24 +184,84 @@ def unseal(
         )
     if raw_size > max_bytes:
         raise VerificationError(Reason.TOO_LARGE, f"{raw_size} bytes; at most {max_bytes}")
-    raw_hash = hashlib.sha256()
-    size = 0
-    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << _WINDOW_LOG)
     try:
-        with decompressor.stream_reader(envelope, closefd=False) as reader:
-            for chunk in _chunks(reader):
-                size += len(chunk)
-                if size > raw_size:
-                    break
-                raw_hash.update(chunk)
-                into.write(chunk)
+        is_sound = _unpack(
+            envelope, into, raw_size, raw_sha256, size_bytes=size_bytes, is_proven=is_proven
+        )
     except zstandard.ZstdError as error:
         raise VerificationError(Reason.CORRUPT, f"envelope payload: {error}") from None
-    if size != raw_size or raw_hash.hexdigest() != raw_sha256:
+    if not is_sound:
         raise VerificationError(
             Reason.CORRUPT, f"payload of {key} is not the {raw_size} bytes that its header names"
         )
     return Unsealed(raw_size, compile_seconds)
+
+
+def _unpack(
+    envelope: IO[bytes],
+    into: IO[bytes],
+    raw_size: int,
+    raw_sha256: str,
+    *,
+    size_bytes: int | None,
+    is_proven: bool,
+) -> bool:
+    """Decompresses a frame; says whether it held the bytes that the header names."""
+    memory = into if isinstance(into, io.BytesIO) else None
+    most = max(_PIECE_BYTES, raw_size // _AT_ONCE if memory else 0)
+    is_whole = size_bytes is not None and size_bytes <= most
+    frame = envelope.read(-1 if is_whole else _PIECE_BYTES)
+    if is_whole:
+        frame += _END
+    source = frame if is_whole else cast("IO[bytes]", _Joined(frame, envelope))
+    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << _MAX_WINDOW_LOG)
+    raw_hash = hashlib.sha256()
+    is_hashed = not (is_proven and zstandard.get_frame_parameters(frame).has_checksum)
+    update = raw_hash.update if is_hashed else _do_nothing
+    with decompressor.stream_reader(source, read_size=_PIECE_BYTES, closefd=False) as reader:
+        if memory is not None and raw_size > 0:
+            # Where zstd sees the whole frame and has room for its content, it makes no window.
+            piece = raw_size if is_whole else _PIECE_BYTES
+            size = _unpack_in_place(reader, memory, raw_size, piece, update)
+        else:
+            size = _unpack_in_pieces(reader, into, raw_size, update)
+    return size == raw_size and not (is_hashed and raw_hash.hexdigest() != raw_sha256)
+
+
+def _unpack_in_place(
+    reader: zstandard.ZstdDecompressionReader,
+    into: io.BytesIO,
+    raw_size: int,
+    piece_bytes: int,
+    update: _Update,
+) -> int:
+    """Into a buffer of the payload's size: one that grows leaves copies of itself in memory."""
+    start = into.tell()
+    into.seek(start + raw_size - 1)
+    into.write(b"\0")
+    size = 0
+    with into.getbuffer() as buffer, buffer[start:] as room:
+        while size < raw_size and (count := reader.readinto(room[size : size + piece_bytes])):
+            update(room[size : size + count])
+            size += count
+    return size + len(reader.read(1))
+
+
+def _unpack_in_pieces(
+    reader: zstandard.ZstdDecompressionReader, into: IO[bytes], raw_size: int, update: _Update
+) -> int:
+    buffer = memoryview(bytearray(max(1, min(raw_size + 1, _PIECE_BYTES))))
+    size = 0
+    while size <= raw_size and (count := reader.readinto(buffer)):
+        size += count
+        if size <= raw_size:
+            into.write(buffer[:count])
+            update(buffer[:count])
+    return size
+
+
+def _do_nothing(_: memoryview) -> None:
+    pass
 
 
 def _opened(payload: Path | bytes) -> IO[bytes]:
@@ -194,14 +287,31 @@ class _Hashing:
         return chunk
 
 
-def _window_log(raw_size: int) -> int:
-    # The window never needs to be larger than the content; small ones keep the reader's memory low.
-    return min(_WINDOW_LOG, max(17, raw_size.bit_length()))
+class _Joined:
+    """What was read of a frame already, the rest of its file, and the end."""
+
+    def __init__(self, lead: bytes, file: IO[bytes]) -> None:
+        self._parts: list[IO[bytes]] = [io.BytesIO(lead), file, io.BytesIO(_END)]
+
+    def read(self, size: int) -> bytes:
+        while self._parts:
+            if part := self._parts[0].read(size):
+                return part
+            del self._parts[0]
+        return b""
 
 
-def _chunks(source: "IO[bytes] | zstandard.ZstdDecompressionReader") -> Iterator[bytes]:
-    while chunk := source.read(_CHUNK_BYTES):
-        yield chunk
+def _compressed(source: "_Hashing", raw_size: int, window_log: int) -> Iterator[bytes]:
+    # The window never needs to be larger than the content.
+    parameters = zstandard.ZstdCompressionParameters.from_level(
+        3,
+        source_size=raw_size,
+        window_log=min(window_log, max(17, raw_size.bit_length())),
+        enable_ldm=True,
+        write_checksum=True,
+    )
+    compressor = zstandard.ZstdCompressor(compression_params=parameters)
+    return compressor.read_to_iter(cast("IO[bytes]", source), size=raw_size)
 
 
 def _after(lead: bytes, chunks: Iterator[bytes]) -> Iterator[bytes]:

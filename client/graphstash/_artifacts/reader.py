@@ -10,7 +10,7 @@ may have it sound.
 import dataclasses
 import logging
 from dataclasses import dataclass
-from typing import IO, Final, Literal, cast
+from typing import IO, Literal, cast
 
 from graphstash._artifacts.envelope import Unsealed, unseal
 from graphstash._artifacts.local_tier import LocalTier
@@ -25,13 +25,11 @@ from graphstash._trust.provenance import (
 )
 from graphstash.config import SignaturePolicy
 from graphstash.errors import CacheError, LocalTierError, Reason, VerificationError
-from graphstash_schema import ArtifactKey, Digest, Namespace, ReportReason
+from graphstash_schema import ArtifactKey, Digest, Namespace
 
 __all__ = ["Fetched", "Reader"]
 
 _log = logging.getLogger("graphstash")
-
-_REPORTED: Final = frozenset(reason.value for reason in ReportReason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +121,7 @@ class Reader:
             raise VerificationError(Reason.CORRUPT, f"{key}: {error}") from None
         part = cast("IO[bytes]", BoundedReader(envelope, size))
         if digest is None:
-            unsealed = unseal(part, key, into, max_bytes=self._config.max_artifact)
+            unsealed = unseal(part, key, into, max_bytes=self._config.max_artifact, size_bytes=size)
             return _local(unsealed, namespace, proof, is_unsigned=False)
         return self._unpack_checked(part, namespace, key, into, digest=digest, proof=proof)
 
@@ -194,7 +192,15 @@ class Reader:
             checked.append(self._signatures.check(subject, proof))
 
         limit = self._config.max_artifact
-        unsealed = unseal(envelope, key, into, max_bytes=limit, admit=admit)
+        unsealed = unseal(
+            envelope,
+            key,
+            into,
+            max_bytes=limit,
+            size_bytes=digest.size_bytes,
+            is_proven=True,
+            admit=admit,
+        )
         is_counted = self._signatures.policy is not SignaturePolicy.OFF
         return _local(unsealed, namespace, proof, is_unsigned=is_counted and not checked[0])
 
@@ -205,7 +211,12 @@ class Reader:
 
         A server that lets a job wait for that is told nothing more: it would be every graph's wait.
         """
-        if reason.value not in _REPORTED or (namespace, key) in self._reported:
+        from graphstash_schema import ReportReason  # few jobs ever have something to report
+
+        if (
+            reason.value not in {each.value for each in ReportReason}
+            or (namespace, key) in self._reported
+        ):
             return
         if not self._is_told_in_time:
             return

@@ -4,6 +4,7 @@ A JWT may live for minutes, and nobody can revoke it. The token lives as long as
 rights or fewer, and an administrator can revoke it.
 """
 
+import dataclasses
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -11,12 +12,13 @@ from pathlib import Path
 from typing import IO, Annotated, Final
 
 import typer
-from pydantic import SecretStr, ValidationError
+from pydantic import ValidationError
 from rich.markup import escape
 
 from graphstash._cli.output import Json, Url, fail, out, print_json
 from graphstash._http.client import ServerClient
 from graphstash._http.identity import jwt_from_github, read_jwt
+from graphstash._rules import Secret
 from graphstash.config import ClientConfig
 from graphstash.errors import CacheError, ConfigError, Reason, RefusedError, TransportError
 from graphstash_schema import (
@@ -125,7 +127,7 @@ def _jwt(file: Path | None, audience: str | None) -> str:
 
 
 def _exchange(config: ClientConfig, jwt: str, request: TokenExchange) -> TokenIssued:
-    showing = config.model_copy(update={"token": SecretStr(jwt)})
+    showing = dataclasses.replace(config, token=Secret(jwt))
     with closing(ServerClient(showing)) as server:
         try:
             issued = server.exchange(request)

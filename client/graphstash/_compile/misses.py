@@ -1,21 +1,21 @@
 """MissLog: what this process had to compile, and what it was made of."""
 
+from __future__ import annotations
+
 import logging
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from graphstash._compile.request import CompileRequest
 from graphstash._http.client import ServerClient
 from graphstash.errors import CacheError, Reason
-from graphstash_schema import ArtifactKey
-from graphstash_schema.explanation import (
-    MAX_DESCRIBE_BYTES,
-    MAX_DESCRIPTIONS,
-    Description,
-    described,
-)
+from graphstash_schema.protocol import MAX_DESCRIBE_BYTES, MAX_DESCRIPTIONS
+
+if TYPE_CHECKING:
+    from graphstash_schema import ArtifactKey
+    from graphstash_schema.explanation import Description
 
 __all__ = ["Miss", "MissLog"]
 
@@ -63,6 +63,8 @@ class MissLog:
         try:
             if len(self._misses) >= _MAX_MISSES:
                 return
+            from graphstash_schema.explanation import described  # a job that hits needs it not
+
             parts = {**request.details(), **request.parts}
             miss = Miss(described(request.key, request.label, parts), reason)
         except Exception:  # noqa: BLE001 - compilers raise what they like when they are asked

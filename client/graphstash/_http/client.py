@@ -1,16 +1,18 @@
 """ServerClient: the calls of one server.
 
 It stores and interprets nothing: blobs are files that are checked against the digest that the
-server announced. `_artifacts` knows what is inside them.
+server announced. `_artifacts` knows what is inside them. Records of the wire are named by `schema`,
+which imports each when it is used: most jobs need few of them.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import IO, Final, TypeVar
+from typing import IO, TYPE_CHECKING, Final, TypeVar
 
-from pydantic import BaseModel, ValidationError
-
+import graphstash_schema as schema
 from graphstash._http.download import Downloaded, download
 from graphstash._http.transport import Answer, Transport
 from graphstash._trust.provenance import BoundedReader
@@ -22,29 +24,6 @@ from graphstash.errors import (
     RefusedError,
     TransportError,
 )
-from graphstash_schema import (
-    ArtifactInfo,
-    ArtifactKey,
-    ArtifactMetadata,
-    Digest,
-    LeaseOutcome,
-    LeaseReply,
-    LeaseRequest,
-    LookupRequest,
-    LookupResponse,
-    Manifest,
-    ManifestName,
-    ManifestUpdate,
-    Namespace,
-    ReportReason,
-    ReportRequest,
-    ReportResponse,
-    ServerStats,
-    TokenExchange,
-    TokenIssued,
-    VerifyResponse,
-)
-from graphstash_schema.explanation import DescribeRequest, Description, ExplainResponse
 from graphstash_schema.protocol import (
     ADMIN_PREFIX,
     API_PREFIX,
@@ -53,6 +32,11 @@ from graphstash_schema.protocol import (
     MAX_LOOKUP_KEYS,
     MAX_MANIFEST_ENTRIES,
 )
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from graphstash_schema.explanation import Description, ExplainResponse
 
 __all__ = ["ServerClient"]
 
@@ -64,7 +48,7 @@ _VERIFY_SECONDS: Final = 5.0
 _EXCHANGE_SECONDS: Final = 10.0
 """The server may have to fetch the identity provider's keys, which takes up to 5 seconds."""
 
-_Model = TypeVar("_Model", bound=BaseModel)
+_Model = TypeVar("_Model", bound="BaseModel")
 
 
 class ServerClient:
@@ -99,7 +83,11 @@ class ServerClient:
         self._transport.close()
 
     def download(
-        self, key: ArtifactKey, target: IO[bytes], *, namespace: Namespace | None = None
+        self,
+        key: schema.ArtifactKey,
+        target: IO[bytes],
+        *,
+        namespace: schema.Namespace | None = None,
     ) -> Downloaded | None:
         """Writes an artifact's blob to the file `target` and checks its digest.
 
@@ -113,7 +101,11 @@ class ServerClient:
         return download(self._transport, path, target, config=self.config)
 
     def upload(
-        self, key: ArtifactKey, blob: IO[bytes], digest: Digest, metadata: ArtifactMetadata
+        self,
+        key: schema.ArtifactKey,
+        blob: IO[bytes],
+        digest: schema.Digest,
+        metadata: schema.ArtifactMetadata,
     ) -> None:
         """Publishes a blob: the bytes at the beginning of a file that have the digest.
 
@@ -133,28 +125,28 @@ class ServerClient:
                 Reason.PROTOCOL, f"{self.config.url} does not confirm that it has stored {key}"
             )
 
-    def lookup(self, keys: Iterable[ArtifactKey]) -> LookupResponse:
+    def lookup(self, keys: Iterable[schema.ArtifactKey]) -> schema.LookupResponse:
         """Asks which of many artifacts the server has; more than 1,000 take several calls.
 
         Raises:
             CacheError: the server does not answer.
         """
         wanted = tuple(keys)
-        found: list[ArtifactInfo] = []
-        missing: list[ArtifactKey] = []
+        found: list[schema.ArtifactInfo] = []
+        missing: list[schema.ArtifactKey] = []
         for start in range(0, len(wanted), MAX_LOOKUP_KEYS):
-            request = LookupRequest(keys=wanted[start : start + MAX_LOOKUP_KEYS])
+            request = schema.LookupRequest(keys=wanted[start : start + MAX_LOOKUP_KEYS])
             answer = self._transport.call(
                 "POST",
                 f"{API_PREFIX}/{self.config.namespace}/artifacts:lookup",
                 json=request.model_dump_json().encode(),
             )
-            reply = _parsed(LookupResponse, answer)
+            reply = _parsed(schema.LookupResponse, answer)
             found += reply.found
             missing += reply.missing
-        return LookupResponse(found=tuple(found), missing=tuple(missing))
+        return schema.LookupResponse(found=tuple(found), missing=tuple(missing))
 
-    def verify(self, key: ArtifactKey) -> VerifyResponse:
+    def verify(self, key: schema.ArtifactKey) -> schema.VerifyResponse:
         """Asks the server to read an artifact's blob again, and to drop it if it is damaged.
 
         Raises:
@@ -166,7 +158,7 @@ class ServerClient:
             json=key.model_dump_json().encode(),
             patience_seconds=_VERIFY_SECONDS,
         )
-        return _parsed(VerifyResponse, answer)
+        return _parsed(schema.VerifyResponse, answer)
 
     def describe(self, descriptions: Sequence[Description]) -> None:
         """Says what artifacts were made of, so that misses can be explained; as many as one call
@@ -175,6 +167,8 @@ class ServerClient:
         Raises:
             CacheError: the server does not accept it.
         """
+        from graphstash_schema.explanation import DescribeRequest
+
         request = DescribeRequest(artifacts=tuple(descriptions))
         self._transport.call(
             "POST",
@@ -193,36 +187,38 @@ class ServerClient:
             f"{API_PREFIX}/{self.config.namespace}/artifacts:explain",
             json=wanted.model_dump_json().encode(),
         )
+        from graphstash_schema.explanation import ExplainResponse
+
         return _parsed(ExplainResponse, answer)
 
     def report(
         self,
-        key: ArtifactKey,
+        key: schema.ArtifactKey,
         *,
-        digest: Digest,
-        reason: ReportReason,
-        namespace: Namespace | None = None,
-    ) -> ReportResponse:
+        digest: schema.Digest,
+        reason: schema.ReportReason,
+        namespace: schema.Namespace | None = None,
+    ) -> schema.ReportResponse:
         """Reports an artifact as wrong, so that an administrator reviews it.
 
         Raises:
             CacheError: the server does not accept it.
         """
-        request = ReportRequest(key=key, digest=str(digest), reason=reason)
+        request = schema.ReportRequest(key=key, digest=str(digest), reason=reason)
         answer = self._transport.call(
             "POST",
             f"{API_PREFIX}/{namespace or self.config.namespace}/artifacts:report",
             json=request.model_dump_json().encode(),
         )
-        return _parsed(ReportResponse, answer)
+        return _parsed(schema.ReportResponse, answer)
 
-    def acquire(self, key: ArtifactKey, *, wait_seconds: float = 0.0) -> LeaseReply:
+    def acquire(self, key: schema.ArtifactKey, *, wait_seconds: float = 0.0) -> schema.LeaseReply:
         """Acquires the right to compile; waits on the server while another job holds it.
 
         Raises:
             CacheError: the server does not answer.
         """
-        request = LeaseRequest(holder=holder_name(), ttl_seconds=self.config.lease_seconds)
+        request = schema.LeaseRequest(holder=holder_name(), ttl_seconds=self.config.lease_seconds)
         with self._writing():
             answer = self._transport.call(
                 "POST",
@@ -231,16 +227,16 @@ class ServerClient:
                 json=request.model_dump_json().encode(),
                 patience_seconds=wait_seconds,
             )
-        return _parsed(LeaseReply, answer)
+        return _parsed(schema.LeaseReply, answer)
 
-    def renew(self, key: ArtifactKey, token: str) -> None:
+    def renew(self, key: schema.ArtifactKey, token: str) -> None:
         """Keeps a lease alive.
 
         Raises:
             LeaseLostError: it expired.
             CacheError: the server does not answer.
         """
-        request = LeaseRequest(holder=holder_name(), ttl_seconds=self.config.lease_seconds)
+        request = schema.LeaseRequest(holder=holder_name(), ttl_seconds=self.config.lease_seconds)
         self._transport.call(
             "PUT",
             key.lease_path(self.config.namespace),
@@ -248,7 +244,7 @@ class ServerClient:
             json=request.model_dump_json().encode(),
         )
 
-    def release(self, key: ArtifactKey, token: str, outcome: LeaseOutcome) -> None:
+    def release(self, key: schema.ArtifactKey, token: str, outcome: schema.LeaseOutcome) -> None:
         """Ends a lease; waiters fetch the artifact, or the next of them compiles.
 
         Raises:
@@ -261,35 +257,37 @@ class ServerClient:
             headers={HEADER_LEASE: token},
         )
 
-    def manifest(self, name: ManifestName) -> Manifest | None:
+    def manifest(self, name: schema.ManifestName) -> schema.Manifest | None:
         """The artifacts that earlier runs of a job used; None when there were none.
 
         Raises:
             CacheError: the server does not answer.
         """
         answer = self._transport.call("GET", self._manifest_path(name))
-        return None if answer.status == 404 else _parsed(Manifest, answer)
+        return None if answer.status == 404 else _parsed(schema.Manifest, answer)
 
-    def update_manifest(self, name: ManifestName, keys: Iterable[ArtifactKey]) -> None:
+    def update_manifest(
+        self, name: schema.ManifestName, keys: Iterable[schema.ArtifactKey]
+    ) -> None:
         """Adds what this run used.
 
         Raises:
             CacheError: the server does not accept it.
         """
         newest = tuple(keys)[-MAX_MANIFEST_ENTRIES:]
-        body = ManifestUpdate(keys=newest).model_dump_json().encode()
+        body = schema.ManifestUpdate(keys=newest).model_dump_json().encode()
         with self._writing():
             self._transport.call("PUT", self._manifest_path(name), json=body)
 
-    def server_stats(self) -> ServerStats:
+    def server_stats(self) -> schema.ServerStats:
         """The server's statistics.
 
         Raises:
             CacheError: the server does not answer.
         """
-        return _parsed(ServerStats, self._transport.call("GET", f"{API_PREFIX}/stats"))
+        return _parsed(schema.ServerStats, self._transport.call("GET", f"{API_PREFIX}/stats"))
 
-    def exchange(self, request: TokenExchange) -> TokenIssued:
+    def exchange(self, request: schema.TokenExchange) -> schema.TokenIssued:
         """Exchanges the JWT that the configuration has as its token for a token of the server.
 
         Raises:
@@ -301,7 +299,7 @@ class ServerClient:
             json=request.model_dump_json(exclude_none=True).encode(),
             patience_seconds=_EXCHANGE_SECONDS,
         )
-        return _parsed(TokenIssued, answer)
+        return _parsed(schema.TokenIssued, answer)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -320,7 +318,7 @@ class ServerClient:
             told = f"{error.detail}; this job publishes nothing from now on"
             raise RefusedError(told, code=error.code, status=error.status) from None
 
-    def _manifest_path(self, name: ManifestName) -> str:
+    def _manifest_path(self, name: schema.ManifestName) -> str:
         return f"{API_PREFIX}/{self.config.namespace}/manifests/{name}"
 
 
@@ -332,6 +330,8 @@ def _read_chunks(file: IO[bytes], size_bytes: int) -> Iterator[bytes]:
 
 
 def _parsed(model: type[_Model], answer: Answer) -> _Model:
+    from pydantic import ValidationError
+
     try:
         return model.model_validate_json(answer.body)
     except ValidationError as error:

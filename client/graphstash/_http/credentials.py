@@ -17,7 +17,7 @@ from time import monotonic
 from typing import Final
 from urllib.parse import urlsplit
 
-from graphstash._trust.trusted_keys import file_stamp
+from graphstash._trust.file_stamp import file_stamp
 from graphstash.config import TOKEN, ClientConfig, is_on_this_host, netrc_path
 from graphstash.errors import CacheError, Reason
 
@@ -94,7 +94,7 @@ class Credentials:
 
     def _find(self) -> str:
         if self._config.token is not None:
-            return self._config.token.get_secret_value()
+            return self._config.token.reveal()
         if self._config.token_file is not None:
             return self._read(self._config.token_file)
         if self._from_netrc is None:

@@ -39,6 +39,10 @@ __all__ = ["Deadline", "DeadlineTransport", "ProcessClient"]
 
 _WRITE_BYTES: Final = 64 * 1024
 
+_READ_BYTES: Final = 128 * 1024
+"""What one read takes at most. httpcore asks for 64 KiB, and each piece of a body passes through
+four layers of Python; larger ones than this leave the processor's cache on the way."""
+
 
 class Deadline:
     """A moment after which a call is given up; it can be shortened, but not extended."""
@@ -249,7 +253,7 @@ class _Stream(httpcore.NetworkStream):
         self._current = current
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        data = self._inner.read(max_bytes, _bounded(self._current, timeout))
+        data = self._inner.read(max(max_bytes, _READ_BYTES), _bounded(self._current, timeout))
         self._current.is_answered |= data != b""
         return data
 

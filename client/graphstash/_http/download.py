@@ -58,7 +58,10 @@ def _download(
 ) -> Downloaded | None:
     with transport.download(path, deadline=deadline) as (answer, chunks):
         if answer.status == 404:
-            problem = problem_of(answer.body)
+            # Most answers are misses: only one that names the code is worth a parser.
+            problem = (
+                problem_of(answer.body) if ErrorCode.UNKNOWN_PATH.encode() in answer.body else None
+            )
             if problem is not None and problem.code is ErrorCode.UNKNOWN_PATH:
                 raise TransportError(
                     Reason.PROTOCOL,

@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import httpx
-from pydantic import ValidationError
 
 from graphstash._http.tls import tls_failure
 from graphstash.errors import (
@@ -16,8 +15,11 @@ from graphstash.errors import (
     RefusedError,
     TransportError,
 )
-from graphstash_schema import ErrorCode, Problem
+from graphstash_schema import ErrorCode
 from graphstash_schema.protocol import HEADER_ACCEPT_REDIRECT, HEADER_PROTOCOL, PROTOCOL_VERSION
+
+if TYPE_CHECKING:
+    from graphstash_schema import Problem
 
 __all__ = [
     "MAX_PROBLEM_BYTES",
@@ -135,8 +137,12 @@ def read_small(response: httpx.Response, *, most: int = _SMALL_BODY_BYTES) -> by
     return bytes(body)
 
 
-def problem_of(body: bytes) -> Problem | None:
+def problem_of(body: bytes) -> "Problem | None":
     """The problem document in a body; None when it is something else."""
+    from pydantic import ValidationError
+
+    from graphstash_schema import Problem
+
     try:
         return Problem.model_validate_json(body)
     except ValidationError:

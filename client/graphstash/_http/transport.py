@@ -134,7 +134,7 @@ class Transport:
         with self._stream("GET", path, headers=headers, deadline=deadline) as response:
             answer = Answer(response.status_code, response.headers)
             if answer.status < 300:
-                yield answer, response.iter_raw(1024**2)
+                yield answer, response.iter_raw()
                 return
             body = read_small(response, most=MAX_PROBLEM_BYTES)
             if answer.status == 404:
@@ -178,7 +178,7 @@ class Transport:
                     )
                 headers = httpx.Headers(dict(answer.headers))
                 headers["Content-Length"] = response.headers.get("Content-Length", "")
-                yield Answer(200, headers, is_redirected=True), response.iter_raw(1024**2)
+                yield Answer(200, headers, is_redirected=True), response.iter_raw()
 
     def upload(
         self, path: str, *, headers: Mapping[str, str], chunks: Iterable[bytes], size_bytes: int

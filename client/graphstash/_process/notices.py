@@ -34,7 +34,7 @@ def tell_once(lines: Iterable[str]) -> None:
 def notices(config: ClientConfig, environ: Mapping[str, str]) -> Iterator[str]:
     """What whoever starts a job should know."""
     if not config.url:
-        if "url" not in config.model_fields_set:  # who sets `none` knows
+        if "url" not in config.given:  # who sets `none` knows
             yield (
                 "no server: set GRAPHSTASH_URL to that of your team, or run `graphstash serve` on "
                 "this host. Until then nothing is shared, and artifacts stay on this host's disk "
@@ -72,7 +72,7 @@ def unknown_variables(environ: Mapping[str, str]) -> dict[str, str | None]:
 
     One that resembles none may be a setting of the server.
     """
-    known = {*(ENVIRONMENT_PREFIX + name.upper() for name in ClientConfig.model_fields), AUTOLOAD}
+    known = {*(ENVIRONMENT_PREFIX + name.upper() for name in ClientConfig.rules()), AUTOLOAD}
     bare = {name.removeprefix(ENVIRONMENT_PREFIX): name for name in known}
     unknown = {}
     for variable in sorted(environ):

@@ -1,5 +1,8 @@
 """Session: everything the cache has running in one training process, from install to exit.
 
+The cache itself, and the packages that it needs, come with the first compiler: a process that
+compiles nothing, as most of a job's are, starts without them.
+
 There is one session per process, because there is one compiler per process to put it into: this
 module's `_current` is the package's only mutable global.
 """
@@ -13,20 +16,21 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, Final
 
 from graphstash import hooks
-from graphstash._artifacts.stash import Stash
-from graphstash._compile.cache import CompileCache
-from graphstash._compile.explaining import causes_of, text_of
 from graphstash._compile.stats import Counters, Stats, plural
 from graphstash._executor import BoundedExecutor
-from graphstash._process import run_record
 from graphstash._process.notices import notices, tell_once
 from graphstash.config import ClientConfig
 from graphstash.errors import CacheError, ConfigError, VerificationError
-from graphstash_schema import ArtifactKey, ManifestName
+from graphstash_schema import ManifestName
+
+if TYPE_CHECKING:
+    from graphstash._artifacts.stash import Stash
+    from graphstash._compile.cache import CompileCache
+    from graphstash_schema import ArtifactKey
 
 __all__ = ["Session", "add_hook", "get_or_compile", "install", "stats", "uninstall"]
 
@@ -36,8 +40,16 @@ _MANIFEST_SECONDS = 5.0
 """Longest prefetch that may still run when the job ends."""
 
 
+_FILES: Final = ("ca_file", "client_cert", "signing_key", "trusted_keys")
+"""Settings that name a file which may be refused."""
+
+
 class Session:
-    """Owns the stash, the publisher and the installed hooks of this process."""
+    """Owns the stash, the publisher and the installed hooks of this process.
+
+    Raises:
+        ConfigError: on construction, when a file that a setting names cannot be used.
+    """
 
     def __init__(self, config: ClientConfig) -> None:
         self.config = config
@@ -45,18 +57,32 @@ class Session:
         self._started_at = time.time()
         self._closed = False
         self._counters = Counters()
-        self._stash = Stash(config)  # first, because it may refuse its settings
+        self._making = threading.Lock()  # guards the field below
+        self._cache: CompileCache | None = None
         self._publisher = BoundedExecutor(
             "graphstash-publish", workers=1, capacity=config.publish_queue
         )
         self._prefetcher = BoundedExecutor("graphstash-prefetch", workers=1, capacity=1)
-        self._cache = CompileCache(self._stash, counters=self._counters, publisher=self._publisher)
         self._hooks: dict[str, hooks.Hook | None] = {}
+        if any(getattr(config, name) for name in _FILES):
+            self.cache  # noqa: B018 - the process is told now, not at its first compilation
 
     @property
-    def cache(self) -> CompileCache:
+    def cache(self) -> "CompileCache":
         """What hooks use, and programs that compile something of their own."""
-        return self._cache
+        with self._making:
+            if self._cache is None:
+                from graphstash._artifacts.stash import Stash
+                from graphstash._compile.cache import CompileCache
+
+                self._cache = CompileCache(
+                    Stash(self.config), counters=self._counters, publisher=self._publisher
+                )
+            return self._cache
+
+    @property
+    def _stash(self) -> "Stash":
+        return self.cache.stash
 
     @property
     def is_closed(self) -> bool:
@@ -78,7 +104,7 @@ class Session:
             return
         self._hooks[name] = None
         try:
-            self._hooks[name] = hooks.install(name, self._cache)
+            self._hooks[name] = hooks.install(name, self.cache)
         except Exception as error:  # noqa: BLE001 - a hook's outermost frame: training goes on
             _log.warning("graphstash: cannot install the %s hook: %s", name, error)
             _log.debug("hook installation failed", exc_info=True)
@@ -90,14 +116,15 @@ class Session:
         """Stops publishing in a forked child that has no session: its threads stayed behind."""
         publisher = BoundedExecutor("graphstash-publish", workers=1, capacity=1)
         publisher.close()
-        self._cache.publisher = publisher  # what is compiled gives its lease back at once
+        if self._cache is not None:
+            self._cache.publisher = publisher  # what is compiled gives its lease back at once
 
     def take_over(self, parent: "Session") -> None:
         """Takes over a parent's hooks in its forked child."""
         for name, hook in parent._hooks.items():  # noqa: SLF001 - the same class
             self._hooks[name] = None
             with suppress(Exception):
-                if hook is not None and hook.after_fork(self._cache):
+                if hook is not None and hook.after_fork(self.cache):
                     self._hooks[name] = hook
 
     def close(self) -> None:
@@ -115,8 +142,9 @@ class Session:
                 self.config.drain_seconds,
             )
         self._publisher.close()
-        self._cache.abandon_all()
-        self._cache.log.tell(self._stash.server)
+        if self._cache is not None:
+            self._cache.abandon_all()
+            self._cache.log.tell(self._cache.stash.server)
         self._remember()
         self._prefetcher.drain(_MANIFEST_SECONDS)
         self._prefetcher.close()
@@ -125,7 +153,8 @@ class Session:
         self._record(stats)
         self._explain()
         with suppress(OSError):
-            self._stash.close()
+            if self._cache is not None:
+                self._cache.stash.close()
 
     def name_job(self, job: str) -> None:
         """Remembers this job's artifacts under a name from now on, and starts the prefetch.
@@ -136,12 +165,12 @@ class Session:
             InvalidValueError: the name is malformed.
         """
         if self.config.job is None:
-            self.config = self.config.model_copy(update={"job": ManifestName(job)})
+            self.config = replace(self.config, job=ManifestName(job))
             self.start_prefetch()
 
     def start_prefetch(self) -> None:
         """Starts to download this job's artifacts to the local tier, if the job has a name."""
-        if self.config.job is not None and self._stash.server.is_known:
+        if self.config.job is not None and self.config.url:
             self._prefetcher.submit(self._prefetch)
 
     def _prefetch(self) -> None:
@@ -156,24 +185,28 @@ class Session:
                 with suppress(VerificationError):  # met, and counted, if the job wants it
                     self._stash.ensure_local(entry.key)
         except CacheError as error:
-            self._cache.record_fallback(error)
+            self.cache.record_fallback(error)
 
     def _remember(self) -> None:
-        if self.config.job is None or self._stash.server.is_read_only or not self._cache.used:
+        cache = self._cache
+        if self.config.job is None or cache is None or not cache.used:
             return
-        with suppress(CacheError, OSError):
-            self._stash.server.update_manifest(self.config.job, self._cache.used)
+        if not cache.stash.server.is_read_only:
+            with suppress(CacheError, OSError):
+                cache.stash.server.update_manifest(self.config.job, cache.used)
 
     def _explain(self) -> None:
-        misses = self._cache.log.misses
-        if not self.config.explain or not misses:
+        misses = () if self._cache is None else self._cache.log.misses
+        if self._cache is None or not self.config.explain or not misses:
             return
+        from graphstash._compile.explaining import causes_of, text_of
+
         wanted = [
             (each.description, None if each.reason is None else each.reason.value)
             for each in misses
         ]
         try:
-            lines = text_of(causes_of(self._stash.server, wanted))
+            lines = text_of(causes_of(self._cache.stash.server, wanted))
             if (more := self.stats().misses - len(misses)) > 0:
                 lines.append(f"{plural(more, 'miss')}: small programs, which are not compared")
         except CacheError as error:
@@ -182,8 +215,10 @@ class Session:
 
     def _record(self, stats: Stats) -> None:
         """Leaves what `graphstash explain` reads."""
-        misses = self._cache.log.misses
+        misses = () if self._cache is None else self._cache.log.misses
         if stats.hits or misses:
+            from graphstash._process import run_record
+
             try:
                 run_record.save(self.config, stats, misses, started_at=self._started_at)
             except OSError as error:
@@ -254,7 +289,7 @@ def stats() -> Stats:
 
 
 def get_or_compile(
-    key: ArtifactKey,
+    key: "ArtifactKey",
     compile_payload: Callable[[], bytes],
     *,
     parts: Mapping[str, str] | None = None,

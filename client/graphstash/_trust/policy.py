@@ -10,13 +10,16 @@ import base64
 import binascii
 import hmac
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from graphstash._trust.provenance import Provenance, SignedSubject
 from graphstash._trust.signing_keys import SigningKey, check_available, is_signed_by
-from graphstash._trust.trusted_keys import TrustStore
 from graphstash.config import ClientConfig, SignaturePolicy
 from graphstash.errors import ConfigError, Reason, VerificationError
 from graphstash_schema import ArtifactSignature
+
+if TYPE_CHECKING:
+    from graphstash._trust.trusted_keys import TrustStore
 
 __all__ = ["Signatures"]
 
@@ -40,13 +43,15 @@ class Signatures:
         self.policy = config.signature_policy
         self._secret = secret
         self._signer = SigningKey.load(config.signing_key) if config.signing_key else None
-        self._trusted: TrustStore | None = None
+        self._trusted: "TrustStore | None" = None  # noqa: UP037 - imported below, or never
         if self.policy is not SignaturePolicy.OFF:
             check_available()
             if config.trusted_keys is None:
                 raise ConfigError(
                     f"GRAPHSTASH_SIGNATURES={self.policy} needs GRAPHSTASH_TRUSTED_KEYS"
                 )
+            from graphstash._trust.trusted_keys import TrustStore  # only where keys are trusted
+
             self._trusted = TrustStore(config.trusted_keys)
 
     def prove(self, subject: SignedSubject) -> Provenance:
@@ -95,7 +100,7 @@ class Signatures:
 
     @staticmethod
     def _check_signature(
-        trusted: TrustStore, subject: SignedSubject, signature: ArtifactSignature
+        trusted: "TrustStore", subject: SignedSubject, signature: ArtifactSignature
     ) -> None:
         key_id = signature.key_id
         what = f"{subject.key} in {subject.namespace!r} is signed by key {key_id}"

@@ -12,7 +12,6 @@ revoked key has signed is no longer used, whenever it was signed.
 """
 
 import base64
-import os
 import tempfile
 import threading
 from datetime import UTC, datetime
@@ -28,11 +27,12 @@ from pydantic import (
     field_validator,
 )
 
+from graphstash._trust.file_stamp import file_stamp
 from graphstash._trust.signing_keys import is_safe
 from graphstash.errors import ConfigError, LocalTierError
 from graphstash_schema import Namespace, NamespacePattern, SigningKeyId, key_id_of
 
-__all__ = ["MAX_KEYS", "RevokedKey", "TrustStore", "TrustedKey", "TrustedKeys", "file_stamp"]
+__all__ = ["MAX_KEYS", "RevokedKey", "TrustStore", "TrustedKey", "TrustedKeys"]
 
 MAX_KEYS: Final = 1000
 """Limit of trusted, and of revoked keys."""
@@ -191,12 +191,3 @@ class TrustStore:
             if key.key_id == key_id and key.counts(namespace, at=at):
                 return key.raw
         return None
-
-
-def file_stamp(path: Path) -> tuple[int, ...]:
-    """What changes when a file is replaced or written; empty if it cannot be read."""
-    try:
-        status = os.stat(path)  # noqa: PTH116 - on the way of every hit
-    except OSError:
-        return ()
-    return status.st_mtime_ns, status.st_ino, status.st_size

@@ -6,13 +6,12 @@ from fastapi import Response
 
 from graphstash_schema import ErrorCode, Namespace, Scope
 from graphstash_schema.explanation import (
-    MAX_DESCRIBE_BYTES,
     MAX_PARTS_CHARACTERS,
     DescribeRequest,
     Description,
     ExplainResponse,
 )
-from graphstash_schema.protocol import API_PREFIX
+from graphstash_schema.protocol import API_PREFIX, MAX_DESCRIBE_BYTES
 from graphstash_server.api.bodies import read_model
 from graphstash_server.api.calls import Calls, NamespaceCall, in_namespace, json_answer
 from graphstash_server.errors import ServerError

@@ -59,7 +59,7 @@ def _told(environ: Mapping[str, str], overrides: Mapping[str, Any]) -> str:
     options = {name for name, value in overrides.items() if value is not None}
     variables = {
         variable
-        for name in ClientConfig.model_fields
+        for name in ClientConfig.rules()
         if environ.get(variable := ENVIRONMENT_PREFIX + name.upper()) and name not in options
     }
     told = []

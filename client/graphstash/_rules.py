@@ -1,0 +1,205 @@
+"""What a setting accepts: reads a value that somebody wrote, or says what would have been right.
+
+A rule takes what the environment or a caller gives and returns the setting's value; a `ValueError`
+of it is a sentence for whoever wrote the value. pydantic could do this, but importing it takes a
+process longer than the rest of its start, and most processes of a job compile nothing.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+__all__ = [
+    "Rule",
+    "Secret",
+    "choice",
+    "flag",
+    "listed",
+    "number",
+    "path",
+    "secret",
+    "setting",
+    "size",
+    "text",
+    "whole",
+]
+
+_SIZE: Final = re.compile(
+    r"\s*(\d+(?:\.\d+)?|\.\d+)\s*(?:([kmgtpe])(i?)b?|b)?\s*", re.ASCII | re.IGNORECASE
+)
+
+_TRUTH: Final = dict.fromkeys(("true", "1", "yes", "on", "t", "y"), True) | dict.fromkeys(
+    ("false", "0", "no", "off", "f", "n"), False
+)
+
+
+class Secret:
+    """A text that no log, no `repr` and no traceback shows."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return "Secret('***')"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Secret) and other._text == self._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def reveal(self) -> str:
+        """The text."""
+        return self._text
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What one setting accepts.
+
+    Attributes:
+        read: makes the setting's value of what was given; raises `ValueError` otherwise.
+        words: all that it takes, such as `true` and `false`; empty where it takes more.
+        limits: of a number, a size or a list, e.g. `above 0 to 60`.
+        is_secret: whether no message may show a value.
+        is_size: whether the value is a number of bytes.
+    """
+
+    read: Callable[[Any], Any]
+    words: tuple[str, ...] = ()
+    limits: str = ""
+    is_secret: bool = False
+    is_size: bool = False
+
+
+def setting(default: Any, rule: Rule) -> Any:
+    """A field of a dataclass that is read by a rule; a default that is callable is called."""
+    usual: dict[str, Any] = {"default_factory" if callable(default) else "default": default}
+    return field(**usual, metadata={"rule": rule})
+
+
+def number(*, above: float | None = None, least: float = 0, most: float) -> Rule:
+    """A finite number within limits."""
+    return _bounded("a number", float, above=above, least=least, most=most)
+
+
+def whole(*, least: int, most: int) -> Rule:
+    """A whole number within limits."""
+    return _bounded("a whole number", _whole, least=least, most=most)
+
+
+def size(*, above: float | None = None) -> Rule:
+    """A number of bytes: `10GiB`, `500MB`, `4096`."""
+    rule = _bounded("a size such as 500MB or 10GiB", _bytes, above=above)
+    return replace(rule, is_size=True)
+
+
+def flag() -> Rule:
+    """True or false."""
+    return _one_of(("true", "false"), lambda value: _TRUTH[str(value).strip().lower()])
+
+
+def choice(kind: Callable[[str], str], words: Iterable[str]) -> Rule:
+    """One of some words."""
+    words = tuple(words)
+
+    def read(value: Any) -> str:
+        return kind({word: word for word in words}[str(value)])
+
+    return _one_of(words, read)
+
+
+def text(read: Callable[[str], str]) -> Rule:
+    """A text; `read` checks it and raises `ValueError`."""
+    return Rule(lambda value: read(str(value)))
+
+
+def secret(read: Callable[[str], str]) -> Rule:
+    """A text that is never shown."""
+
+    def sealed(value: Any) -> Secret:
+        return Secret(read(value.reveal() if isinstance(value, Secret) else str(value)))
+
+    return Rule(sealed, is_secret=True)
+
+
+def path() -> Rule:
+    """A path, made absolute; `~` is the user's home."""
+
+    def read(value: Any) -> Path:
+        try:
+            return Path(value).expanduser().absolute()
+        except RuntimeError as error:  # a container's user without a home
+            raise ValueError(str(error)) from None
+
+    return Rule(read)
+
+
+def listed(each: Callable[[str], str] = str, *, most: int | None = None) -> Rule:
+    """Some texts, in a tuple, or in one text with commas between them."""
+
+    def read(value: Any) -> tuple[str, ...]:
+        if isinstance(value, str):
+            value = [name.strip() for name in value.split(",") if name.strip()]
+        if most is not None and len(value) > most:
+            raise ValueError(f"it takes at most {most}, and these are {len(value)}")
+        return tuple(map(each, value))
+
+    return Rule(read, limits="" if most is None else f"at most {most}")
+
+
+def _bounded(
+    what: str,
+    convert: Callable[[Any], float],
+    *,
+    above: float | None = None,
+    least: float = 0,
+    most: float | None = None,
+) -> Rule:
+    limits = f"above {above:,.9g}" if above is not None else f"{least:,.9g}"
+    if most is not None:
+        limits += f" to {most:,.9g}"
+    elif above is None:
+        limits += " or more"
+
+    def read(value: Any) -> float:
+        try:
+            got = convert(value)
+        except (TypeError, ValueError, OverflowError):
+            got = math.nan
+        is_low = got <= above if above is not None else got < least
+        if not math.isfinite(got) or is_low or (most is not None and got > most):
+            raise ValueError(f"it takes {what} ({limits})")
+        return got
+
+    return Rule(read, limits=limits)
+
+
+def _one_of(words: tuple[str, ...], read: Callable[[Any], Any]) -> Rule:
+    def known(value: Any) -> Any:
+        try:
+            return read(value)
+        except KeyError:
+            raise ValueError(f"it takes {', '.join(words[:-1])} or {words[-1]}") from None
+
+    return Rule(known, words=words)
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, float) and not value.is_integer():
+        raise ValueError
+    return int(value)
+
+
+def _bytes(value: Any) -> int:
+    match = _SIZE.fullmatch(str(value))
+    if match is None:
+        raise ValueError
+    amount, prefix, binary = match.groups()
+    power = " kmgtpe".index((prefix or " ").lower())
+    return int(float(amount) * (1024 if binary else 1000) ** power) if power else int(amount)
