@@ -20,7 +20,9 @@ def upgrade() -> None:
         "environments",
         sa.Column("id", sa.String(64), nullable=False, comment="digest of the parts"),
         sa.Column("parts", sa.Text(), nullable=False, comment="JSON"),
-        sa.Column("used_at", sa.DateTime(timezone=True), nullable=False, comment="by the last description"),
+        sa.Column(
+            "used_at", sa.DateTime(timezone=True), nullable=False, comment="by the last description"
+        ),
         sa.PrimaryKeyConstraint("id", name="pk_environments"),
     )
     op.create_table(
