@@ -7,8 +7,9 @@ from sqlalchemy import bindparam, func, literal, or_, select, union_all, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import NamespaceStats
+from graphstash_server.db.prepared import Connection, Prepared
 from graphstash_server.db.queries.costs import MANIFEST_ENTRY_BYTES, METADATA_BYTES
-from graphstash_server.db.queries.shared import insert_into
+from graphstash_server.db.queries.shared import Upsert, insert_in, new_values, prefixed
 from graphstash_server.db.tables import artifacts, manifest_entries, usage
 
 __all__ = [
@@ -43,29 +44,40 @@ class UsageChange(NamedTuple):
         return UsageChange._make(a + b for a, b in zip(self, other, strict=True))
 
 
-async def add_usage(connection: AsyncConnection, namespace: str, change: UsageChange) -> None:
+async def add_usage(connection: Connection, namespace: str, change: UsageChange) -> None:
     """Adds to a namespace's counters; the first change makes the row."""
-    statement = insert_into(connection, usage).values(namespace=namespace, **change._asdict())
-    statement = statement.on_conflict_do_update(
+    given = prefixed("new_", {"namespace": namespace, **change._asdict()})
+    await _ADD_USAGE.execute(connection, given)
+
+
+def _add_usage(dialect: str) -> Upsert:
+    statement = insert_in(dialect, usage).values(
+        new_values(usage, ("namespace", *UsageChange._fields))
+    )
+    return statement.on_conflict_do_update(
         index_elements=[usage.c.namespace],
         set_={name: usage.c[name] + statement.excluded[name] for name in UsageChange._fields},
     )
-    await connection.execute(statement)
 
 
-async def add_counts(connection: AsyncConnection, namespace: str, change: UsageChange) -> None:
+_ADD_USAGE = Prepared(_add_usage)
+
+
+async def add_counts(connection: Connection, namespace: str, change: UsageChange) -> None:
     """Adds to the counters of a namespace that has a row: something was stored in it.
 
     A client can request any number of namespaces that do not exist; they get no row.
     """
-    more = {f"more_{name}": value for name, value in change._asdict().items()}
-    await connection.execute(_ADD_COUNTS, {"of_namespace": namespace, **more})
+    given = prefixed("more_", change._asdict())
+    await _ADD_COUNTS.execute(connection, {"of_namespace": namespace, **given})
 
 
-_ADD_COUNTS = (
-    update(usage)
-    .where(usage.c.namespace == bindparam("of_namespace"))
-    .values({name: usage.c[name] + bindparam(f"more_{name}") for name in UsageChange._fields})
+_ADD_COUNTS = Prepared(
+    lambda _: (
+        update(usage)
+        .where(usage.c.namespace == bindparam("of_namespace"))
+        .values({name: usage.c[name] + bindparam(f"more_{name}") for name in UsageChange._fields})
+    )
 )
 
 
