@@ -6,7 +6,7 @@ from fastapi import Request, Response
 
 from graphstash_schema import ErrorCode, Manifest, ManifestName, ManifestUpdate, Namespace, Scope
 from graphstash_schema.protocol import API_PREFIX, MAX_MANIFEST_ENTRIES
-from graphstash_server.api.bodies import read_model
+from graphstash_server.api.bodies import read_keys
 from graphstash_server.api.calls import (
     Calls,
     NamespaceCall,
@@ -15,7 +15,6 @@ from graphstash_server.api.calls import (
     manifest_of,
 )
 from graphstash_server.errors import ServerError
-from graphstash_server.keys import StoredKey
 from graphstash_server.services.namespaces import check_writable
 
 __all__ = ["router"]
@@ -60,13 +59,12 @@ async def put_manifest(call: NamespaceCall) -> Response:
     """Merges what one run used; never replaces what others used."""
     where, name = call.namespace, manifest_of(call.request)
     check_writable(where, call.policy)
-    update = await read_model(
+    keys = await read_keys(
         call,
         ManifestUpdate,
         max_keys=MAX_MANIFEST_ENTRIES,
         way_out=f"the limit is {MAX_MANIFEST_ENTRIES}: send the most recently used ones",
     )
-    keys = [StoredKey.of(where, key) for key in update.keys]
     manifest, is_new = await call.context.manifests.merge(
         where, name, keys, writer=call.principal.party, actor=call.actor
     )

@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, and_, bindparam, delete, or_, select, update
+from sqlalchemy import ColumnElement, and_, bindparam, case, delete, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Digest, Namespace
@@ -75,7 +75,7 @@ _FIND_MANY = Prepared(
         artifacts.c.fingerprint,
         artifacts.c.sha256,
         artifacts.c.size_bytes,
-        artifacts.c.looked_up_until,
+        case((artifacts.c.looked_up_until >= bindparam("until"), 1), else_=0),
     ).where(
         artifacts.c.namespace == bindparam("of_namespace"),
         is_one_of(artifacts.c.fingerprint, "fingerprints", dialect),
@@ -139,10 +139,10 @@ class NewArtifact(NamedTuple):
 
 
 class FoundArtifact(NamedTuple):
-    """What a lookup tells, and until when an earlier one protects it."""
+    """What a lookup tells, and whether an earlier one protects it for long enough."""
 
     digest: Digest
-    looked_up_until: datetime | None
+    is_protected: bool
 
 
 async def find_artifact(source: Source, key: StoredKey) -> ArtifactRow | None:
@@ -158,19 +158,25 @@ async def find_stored(source: Source, key: StoredKey) -> ArtifactRow | None:
 
 
 async def find_artifacts(
-    source: Source, namespace: Namespace, keys: Collection[StoredKey]
+    source: Source, namespace: Namespace, keys: Collection[StoredKey], *, until: datetime
 ) -> dict[StoredKey, FoundArtifact]:
-    """Those of many artifacts of one namespace that exist and may be served, in one statement."""
-    wanted = {(key.kind.value, key.device_type, key.fingerprint): key for key in keys}
+    """Those of many artifacts of one namespace that exist and may be served, in one statement; and
+    whether an earlier look-up protects each until a time, at least.
+    """
+    wanted = {(key.kind._value_, key.device_type, key.fingerprint): key for key in keys}
     rows = await _FIND_MANY.fetch(
         source,
-        {"of_namespace": namespace, "fingerprints": [key.fingerprint for key in keys]},
+        {
+            "of_namespace": namespace,
+            "fingerprints": [fingerprint for _, _, fingerprint in wanted],
+            "until": until,
+        },
     )
     found = {}
-    for kind, device_type, fingerprint, sha256, size_bytes, until in rows:
-        key = wanted.get((kind, device_type, fingerprint))
+    for *name, sha256, size_bytes, is_protected in rows:
+        key = wanted.get((name[0], name[1], name[2]))
         if key is not None:
-            found[key] = FoundArtifact(Digest(sha256, size_bytes), until)
+            found[key] = FoundArtifact(Digest(sha256, size_bytes), bool(is_protected))
     return found
 
 

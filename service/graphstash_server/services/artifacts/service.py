@@ -229,13 +229,9 @@ class ArtifactService:
         not decide what stays. The protection lasts for twice that time, so that a second lookup
         soon after writes nothing. Blobs are not checked: a lost one shows at the GET.
         """
-        found = await find_artifacts(self._database, namespace, keys)
         promised = self._clock() + _PIN
-        loose = [
-            key
-            for key, artifact in found.items()
-            if artifact.looked_up_until is None or artifact.looked_up_until < promised
-        ]
+        found = await find_artifacts(self._database, namespace, keys, until=promised)
+        loose = [key for key, artifact in found.items() if not artifact.is_protected]
         if loose := loose[: self._allowance(namespace, caller, len(loose))]:
             async with self._database.writing() as connection:
                 await note_look_up(connection, loose, until=promised + _PIN)
