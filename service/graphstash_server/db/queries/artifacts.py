@@ -29,7 +29,7 @@ from graphstash_server.keys import StoredKey
 
 __all__ = [
     "ArtifactRow",
-    "FoundArtifact",
+    "FoundArtifacts",
     "NewArtifact",
     "delete_artifact",
     "find_artifact",
@@ -138,11 +138,11 @@ class NewArtifact(NamedTuple):
     toolchain: str
 
 
-class FoundArtifact(NamedTuple):
-    """What a lookup tells, and whether an earlier one protects it for long enough."""
+class FoundArtifacts(NamedTuple):
+    """What a look-up tells, and those of them that no earlier one protects for long enough."""
 
-    digest: Digest
-    is_protected: bool
+    digests: dict[StoredKey, Digest]
+    unprotected: list[StoredKey]
 
 
 async def find_artifact(source: Source, key: StoredKey) -> ArtifactRow | None:
@@ -159,9 +159,9 @@ async def find_stored(source: Source, key: StoredKey) -> ArtifactRow | None:
 
 async def find_artifacts(
     source: Source, namespace: Namespace, keys: Collection[StoredKey], *, until: datetime
-) -> dict[StoredKey, FoundArtifact]:
-    """Those of many artifacts of one namespace that exist and may be served, in one statement; and
-    whether an earlier look-up protects each until a time, at least.
+) -> FoundArtifacts:
+    """Those of many artifacts of one namespace that exist and may be served, in one statement. Each
+    should be protected until a time, at least.
     """
     wanted = {(key.kind._value_, key.device_type, key.fingerprint): key for key in keys}
     rows = await _FIND_MANY.fetch(
@@ -172,11 +172,14 @@ async def find_artifacts(
             "until": until,
         },
     )
-    found = {}
-    for *name, sha256, size_bytes, is_protected in rows:
-        key = wanted.get((name[0], name[1], name[2]))
-        if key is not None:
-            found[key] = FoundArtifact(Digest(sha256, size_bytes), bool(is_protected))
+    found = FoundArtifacts({}, [])
+    for kind, device_type, fingerprint, sha256, size_bytes, is_protected in rows:
+        key = wanted.get((kind, device_type, fingerprint))
+        if key is None:
+            continue
+        found.digests[key] = Digest(sha256, size_bytes)
+        if not is_protected:
+            found.unprotected.append(key)
     return found
 
 

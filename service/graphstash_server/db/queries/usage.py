@@ -7,7 +7,7 @@ from sqlalchemy import bindparam, func, literal, or_, select, union_all, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import NamespaceStats
-from graphstash_server.db.prepared import Connection, Prepared
+from graphstash_server.db.prepared import Connection, Prepared, Source, is_one_of
 from graphstash_server.db.queries.costs import MANIFEST_ENTRY_BYTES, METADATA_BYTES
 from graphstash_server.db.queries.shared import Upsert, insert_in, new_values, prefixed
 from graphstash_server.db.tables import artifacts, manifest_entries, usage
@@ -16,7 +16,7 @@ __all__ = [
     "UsageChange",
     "add_counts",
     "add_usage",
-    "list_namespaces",
+    "find_namespaces",
     "list_usage",
     "recount_usage",
     "stored_bytes",
@@ -81,9 +81,14 @@ _ADD_COUNTS = Prepared(
 )
 
 
-async def list_namespaces(connection: AsyncConnection) -> Sequence[str]:
-    """The names of every namespace that something was ever stored in."""
-    return (await connection.scalars(select(usage.c.namespace))).all()
+async def find_namespaces(source: Source, names: Sequence[str]) -> set[str]:
+    """Those of some namespaces that something was ever stored in."""
+    return {name for (name,) in await _KNOWN.fetch(source, {"names": names})}
+
+
+_KNOWN = Prepared(
+    lambda dialect: select(usage.c.namespace).where(is_one_of(usage.c.namespace, "names", dialect))
+)
 
 
 async def list_usage(connection: AsyncConnection) -> Sequence[NamespaceStats]:

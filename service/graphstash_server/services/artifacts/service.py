@@ -231,11 +231,11 @@ class ArtifactService:
         """
         promised = self._clock() + _PIN
         found = await find_artifacts(self._database, namespace, keys, until=promised)
-        loose = [key for key, artifact in found.items() if not artifact.is_protected]
+        loose = found.unprotected
         if loose := loose[: self._allowance(namespace, caller, len(loose))]:
             async with self._database.writing() as connection:
                 await note_look_up(connection, loose, until=promised + _PIN)
-        return {key: artifact.digest for key, artifact in found.items()}
+        return found.digests
 
     def _allowance(self, namespace: Namespace, caller: str, wanted: int) -> int:
         """How many artifacts a caller's look-up may protect now."""
