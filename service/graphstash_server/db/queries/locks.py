@@ -47,7 +47,7 @@ async def share_blobs(connection: Connection, digests: Sequence[Digest]) -> None
         await connection.execute(_SHARED, {"numbers": numbers})
 
 
-async def lock_name(connection: AsyncConnection, name: str) -> None:
+async def lock_name(connection: Connection, name: str) -> None:
     """Locks a name: one transaction at a time has it."""
     if _is_needed(connection):
         await connection.execute(
