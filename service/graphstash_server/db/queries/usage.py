@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sqlalchemy import bindparam, func, literal, or_, select, union_all, update
+from sqlalchemy import ColumnElement, bindparam, func, literal, or_, select, union_all, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from graphstash_schema import NamespaceStats
-from graphstash_server.db.prepared import Connection, Prepared, Source, is_one_of
+from graphstash_server.db.prepared import NOTHING, Connection, Prepared, Row, Source, is_one_of
 from graphstash_server.db.queries.costs import MANIFEST_ENTRY_BYTES, METADATA_BYTES
 from graphstash_server.db.queries.shared import Upsert, insert_in, new_values, prefixed
 from graphstash_server.db.tables import artifacts, manifest_entries, usage
@@ -17,6 +16,7 @@ __all__ = [
     "add_counts",
     "add_usage",
     "find_namespaces",
+    "list_stored",
     "list_usage",
     "recount_usage",
     "stored_bytes",
@@ -91,10 +91,29 @@ _KNOWN = Prepared(
 )
 
 
-async def list_usage(connection: AsyncConnection) -> Sequence[NamespaceStats]:
-    """Every namespace that something was ever stored in, by name."""
-    results = await connection.execute(select(usage).order_by(usage.c.namespace))
-    return [NamespaceStats.model_validate(result._asdict()) for result in results]
+async def list_usage(source: Source) -> Sequence[Row]:
+    """Every namespace that something was ever stored in, by name; in a row it comes first, and then
+    the fields of `UsageChange`.
+    """
+    return await _LIST.fetch(source, NOTHING)
+
+
+_LIST = Prepared(
+    lambda _: select(usage.c.namespace, *(usage.c[name] for name in UsageChange._fields)).order_by(
+        usage.c.namespace
+    )
+)
+
+
+_STORED: ColumnElement[int] = usage.c.size_bytes + usage.c.metadata_bytes + usage.c.manifest_bytes
+
+
+async def list_stored(source: Source) -> Sequence[Row]:
+    """The same namespaces, each with what its artifacts and manifests count against a limit."""
+    return await _LIST_STORED.fetch(source, NOTHING)
+
+
+_LIST_STORED = Prepared(lambda _: select(usage.c.namespace, _STORED).order_by(usage.c.namespace))
 
 
 async def stored_bytes(connection: AsyncConnection, namespace: str | None = None) -> int:
@@ -103,9 +122,6 @@ async def stored_bytes(connection: AsyncConnection, namespace: str | None = None
     if namespace is not None:
         statement = statement.where(usage.c.namespace == namespace)
     return int(await connection.scalar(statement) or 0)
-
-
-_STORED = usage.c.size_bytes + usage.c.metadata_bytes + usage.c.manifest_bytes
 
 
 async def recount_usage(

@@ -26,7 +26,7 @@ from graphstash_server.db.queries.eviction import (
     list_least_valuable,
 )
 from graphstash_server.db.queries.locks import lock_name
-from graphstash_server.db.queries.usage import list_usage, stored_bytes
+from graphstash_server.db.queries.usage import list_stored, stored_bytes
 from graphstash_server.services.namespaces import Budgets, PolicyService
 
 __all__ = ["OVER_SOFT_LIMIT", "Evictor"]
@@ -112,12 +112,7 @@ class Evictor:
     async def _passed(self) -> list[tuple[str | None, int]]:
         """Namespaces, or None for the whole store, above their soft limit, and how far to go."""
         limits = await self._policies.limits()
-        async with self._database.reading() as connection:
-            usage = await list_usage(connection)
-        sizes: dict[str | None, int] = {
-            each.namespace: each.size_bytes + each.metadata_bytes + each.manifest_bytes
-            for each in usage
-        }
+        sizes: dict[str | None, int] = dict(map(tuple, await list_stored(self._database)))
         budgets = {name: self._budgets.of(name or "", limits) for name in sizes}
         budgets[None] = self._budgets.store  # last: what the namespaces free counts for it
         sizes[None] = sum(sizes.values())
