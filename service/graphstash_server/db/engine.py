@@ -1,12 +1,17 @@
 """Database: connections that read and transactions that write, on SQLite or PostgreSQL.
 
-SQLite takes one writer at a time. So there are two pools on it: reading connections without
-transactions, and one writing connection whose transactions begin IMMEDIATE. Writers of this
-process queue for that connection instead of failing with "database is locked", and a transaction
-never has to upgrade from reading to writing, which is the deadlock that SQLite cannot wait out.
+What requests ask often is prepared (`db.prepared`) and runs on the driver itself: reads on
+connections of their own (`db.reads`), and the transactions of `writing_in_steps`. Everything else
+goes through SQLAlchemy's connections.
 
-PostgreSQL has one pool for both. Its transactions run side by side (READ COMMITTED); what must not
-change between two statements is locked by name (`queries.locks`), which is nothing to do on SQLite.
+SQLite takes one writer at a time. So reading connections have no transactions, and every writing
+transaction begins IMMEDIATE. Writers of this process queue for their turn instead of failing with
+"database is locked", and a transaction never has to upgrade from reading to writing, which is the
+deadlock that SQLite cannot wait out.
+
+PostgreSQL has one pool for all, of which reads keep one or two connections. Its transactions run
+side by side (READ COMMITTED); what must not change between two statements is locked by name
+(`queries.locks`), which is nothing to do on SQLite.
 """
 
 import asyncio
@@ -88,16 +93,18 @@ class Database:
             connections: maximum of connections of this process to PostgreSQL.
         """
         self.url = make_url(url)
-        readers = connections if self.is_postgresql else _SQLITE_READERS
-        self.shared_connections = max(1, readers - 2)
+        lanes = min(_LANES, connections // 2) if self.is_postgresql else 0
+        free = connections - lanes if self.is_postgresql else _SQLITE_READERS
+        self.shared_connections = max(1, free - 2)
         self._turn = asyncio.Lock()  # to write: SQLite takes one writer at a time
         if self.is_postgresql:
             self._writing = make_engine(
                 self.url, pool_size=connections, max_overflow=0, pool_timeout=_POOL_SECONDS
             )
             self._reading = self._writing.execution_options(isolation_level="AUTOCOMMIT")
-            lanes = [PostgresLane(self._reading) for _ in range(min(_LANES, connections // 2))]
-            self._reads = Reads(lanes, is_postgresql=True)
+            self._reads = Reads(
+                [PostgresLane(self._reading) for _ in range(lanes)], is_postgresql=True
+            )
             return
         self._reading = create_async_engine(
             self.url,
