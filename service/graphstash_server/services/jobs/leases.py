@@ -92,9 +92,10 @@ class LeaseService:
             try:
                 while True:
                     ticket.clear()
-                    if ticket.digest is not None:
-                        return _ready(ticket.digest)
-                    reply, digest = await self._try(wanted)
+                    async with self._turns:
+                        if ticket.digest is not None:
+                            return _ready(ticket.digest)
+                        reply, digest = await self._try(wanted)
                     if digest is not None:
                         self._wait_queue.wake(Notification.ready(wanted.key, digest))
                     if gone.done() and reply.token is not None:
@@ -153,37 +154,21 @@ class LeaseService:
             return await count_held_leases(connection, now=self._clock())
 
     async def _try(self, wanted: Acquisition) -> tuple[LeaseReply, Digest | None]:
-        """Looks, and takes the lease if it is free; tries again when another process was faster
-        between two statements.
-
-        Callers who join at once share the statements of a look. Only those who find the lease free
-        queue to take it, and look again when it is their turn.
+        """Looks once; tries again when another process was faster between two statements.
 
         Returns:
             What to answer, and the digest of the artifact if it is there.
         """
-        seen = await self._look(wanted.key)
-        if seen is not None:
-            return seen
-        has_to_wait = self._turns.locked()
-        async with self._turns:
-            while True:
-                if has_to_wait and (seen := await self._look(wanted.key)) is not None:
-                    return seen
-                reply = await self._take(wanted)
-                if reply is not None:
-                    return reply, None
-                has_to_wait = True
-
-    async def _look(self, key: StoredKey) -> tuple[LeaseReply, Digest | None] | None:
-        """What to answer to somebody who would wait; None when the lease is free."""
-        row = await self._artifacts.find(key)
-        if row is not None:
-            return _ready(row.digest), row.digest
-        lease = await find_lease(self._database, key)
-        if lease is not None and lease.is_held(self._clock()):
-            return self._held(lease), None
-        return None
+        while True:
+            row = await self._artifacts.find(wanted.key)
+            if row is not None:
+                return _ready(row.digest), row.digest
+            lease = await find_lease(self._database, wanted.key)
+            if lease is not None and lease.is_held(self._clock()):
+                return self._held(lease), None
+            reply = await self._take(wanted)
+            if reply is not None:
+                return reply, None
 
     async def _take(self, wanted: Acquisition) -> LeaseReply | None:
         """Takes a free lease; None when it is no longer free, or no longer needed.
