@@ -320,6 +320,9 @@ def test_a_list_of_keys_is_read_as_its_model_reads_it(body):
         b'{"keys": [{"kind": "triton", "kind": "jax", "device_type": "cpu", "fingerprint": "%s"}]}'
         % (b"a" * 64),
         b'{"keys": [%s, NaN]}',
+        b'{"keys": [%s, {"kind": "jax", "device_type": "cpu", "fingerprint": "'
+        + b"a" * 64
+        + b'", "more": 1}]}',
     ],
 )
 def test_unusual_json_is_read_as_the_model_reads_it(raw):

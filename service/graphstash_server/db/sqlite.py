@@ -98,6 +98,7 @@ class SqliteTransaction:
         self.dialect = thread.dialect
         self._thread = thread
         self._connection: sqlite3.Connection | None = None
+        self._is_open = False
 
     async def run(
         self,
@@ -117,8 +118,9 @@ class SqliteTransaction:
                 result = _finish(work(self))
                 if is_last:
                     connection.execute("COMMIT")
+                    self._is_open = False
             except BaseException:
-                _roll_back(connection)
+                self._end(connection)
                 raise
             return result
 
@@ -126,7 +128,8 @@ class SqliteTransaction:
 
     async def roll_back(self) -> None:
         """Ends the transaction without a trace; does nothing when it has ended."""
-        await _to_its_end(self._thread.call(_roll_back))
+        if self._is_open:
+            await _to_its_end(self._thread.call(self._end))
 
     def fetch(self, sql: str, values: Sequence[Any]) -> Sequence[Sequence[Any]]:
         """Runs a statement and returns its rows. In the thread only."""
@@ -143,8 +146,13 @@ class SqliteTransaction:
     def _begin(self, connection: sqlite3.Connection) -> None:
         if self._connection is None:
             connection.execute("BEGIN IMMEDIATE")
-            self._connection = connection
-        assert connection.in_transaction  # noqa: S101 - what has ended is not gone on with
+            self._connection, self._is_open = connection, True
+        assert self._is_open  # noqa: S101 - what has ended is not gone on with
+
+    def _end(self, connection: sqlite3.Connection) -> None:
+        self._is_open = False
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
 
     @property
     def _open(self) -> sqlite3.Connection:
@@ -198,8 +206,3 @@ def _finish(work: Coroutine[Any, Any, T]) -> T:
         return result
     work.close()
     raise RuntimeError("a transaction of SQLite waited for something else than its statements")
-
-
-def _roll_back(connection: sqlite3.Connection) -> None:
-    if connection.in_transaction:
-        connection.execute("ROLLBACK")
