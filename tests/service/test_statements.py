@@ -102,6 +102,13 @@ async def test_what_was_stored_and_deleted_or_replaced_is_not_served(opened):
         assert await server.get(2) == b"new"
 
 
+async def test_what_was_stored_and_evicted_is_not_served_while_its_blob_is_there(opened):
+    async with opened() as server:
+        await server.put(b"blob")
+        await server.context.evictor.shrink(None, goal_bytes=0, actor=ACTOR, reason="by this test")
+        assert await server.get() is None
+
+
 async def test_what_is_remembered_of_an_upload_is_what_the_database_says(opened):
     async with opened() as one, opened() as other:
         await one.put(b"blob", seconds=2.5)
