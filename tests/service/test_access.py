@@ -7,9 +7,7 @@ import socket
 from datetime import timedelta
 
 import pytest
-import sqlalchemy as sa
 from fastapi.routing import APIRoute
-from sqlalchemy.engine import Engine
 
 from graphstash_schema import AccessKind, Digest, Grant, NamespacePattern, TokenRequest
 from graphstash_server.app import create_app
@@ -25,6 +23,7 @@ from graphstash_server.services.identity.authentication import (
 from graphstash_server.services.identity.tokens import TokenService
 from graphstash_server.settings import load_settings
 from support.services import ACTOR, FakeClock
+from support.statements import recorded
 from support.tokens import Guarded
 from support.waiting import until
 from support.wire import Wire
@@ -425,15 +424,8 @@ def clock():
 @pytest.fixture
 def statements():
     """Every statement that names tokens."""
-    seen = []
-
-    def listen(_connection, _cursor, statement, *_):
-        if "tokens" in statement:
-            seen.append(statement)
-
-    sa.event.listen(Engine, "before_cursor_execute", listen)
-    yield seen
-    sa.event.remove(Engine, "before_cursor_execute", listen)
+    with recorded("tokens") as seen:
+        yield seen
 
 
 @pytest.fixture

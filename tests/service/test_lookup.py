@@ -160,7 +160,7 @@ async def test_concurrent_verifications_of_one_artifact_read_it_once(tmp_path, m
     keys = [key_of(number) for number in range(4)] * 8
     under_way, most, readings, asked = set(), 0, [], []
 
-    have_all_asked = asyncio.Event()
+    have_all_asked, are_two = asyncio.Event(), asyncio.Event()
     is_whole, ask = MemoryBlobStore.is_whole, ArtifactService._is_whole
 
     async def read(blobs, digest):
@@ -168,7 +168,10 @@ async def test_concurrent_verifications_of_one_artifact_read_it_once(tmp_path, m
         readings.append(digest)
         under_way.add(digest)
         most = max(most, len(under_way))
+        if most > 1:
+            are_two.set()
         await have_all_asked.wait()
+        await are_two.wait()
         under_way.remove(digest)
         return await is_whole(blobs, digest)
 

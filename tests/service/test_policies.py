@@ -260,18 +260,21 @@ async def test_another_server_knows_a_change_after_two_seconds(opened):
 
 
 class Counted:
-    """A database that counts how often it is asked, and may be broken."""
+    """A database that counts how often it is asked, and may be late or broken."""
 
     def __init__(self, database):
         self.asked = 0
         self.is_broken = False
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
         self._database = database
 
-    def reading(self):
+    async def fetch(self, statement, given):
+        await self.may_answer.wait()
         self.asked += 1
         if self.is_broken:
             raise ServerError(ErrorCode.UNAVAILABLE, "the database does not answer")
-        return self._database.reading()
+        return await self._database.fetch(statement, given)
 
 
 async def test_a_hundred_requests_read_the_policies_once(opened):
@@ -320,16 +323,10 @@ async def test_a_hundred_requests_do_not_queue_for_a_database_that_does_not_answ
         database = Counted(server.context.database)
         database.is_broken = True
         policies = PolicyService(database=database, clock=opened.clock, seconds=Seconds())
-        is_over = asyncio.Event()
-
-        async def list_late():
-            await is_over.wait()
-            return await PolicyService.list_all(policies)
-
-        policies.list_all = list_late
+        database.may_answer.clear()
         asking = [asyncio.create_task(policies.of(TEAM)) for _ in range(100)]
         await asyncio.sleep(0)
-        is_over.set()
+        database.may_answer.set()
         answers = await asyncio.gather(*asking, return_exceptions=True)
 
         assert {answer.code for answer in answers} == {ErrorCode.UNAVAILABLE}

@@ -5,7 +5,7 @@ import asyncio
 import tracemalloc
 
 import pytest
-from sqlalchemy import event, text
+from sqlalchemy import text
 
 from graphstash_schema import ArtifactKey, LeaseRequest, Namespace
 from graphstash_server.actor import Actor
@@ -19,6 +19,7 @@ from graphstash_server.settings import load_settings
 from graphstash_server.testing.stores import as_chunks
 from support.filling import BLOB_BYTES, fill, fingerprint
 from support.services import ACTOR, upload_of
+from support.statements import recorded
 
 COUNT = 20_000
 
@@ -49,21 +50,6 @@ def key(number):
     )
 
 
-class Statements:
-    """Everything that is executed, with its parameters."""
-
-    def __init__(self, database):
-        self.seen = {}
-        for engine in (database._reading, database._writing):
-            event.listen(engine.sync_engine, "before_cursor_execute", self._note)
-
-    def _note(self, *arguments):
-        _, _, statement, parameters, _, executemany = arguments
-        given = parameters[0] if executemany else parameters
-        if statement.lstrip().startswith(("SELECT", "UPDATE", "DELETE", "INSERT")):
-            self.seen.setdefault(statement, given)
-
-
 async def plan_of(database, statement, parameters):
     """How a statement is executed; on PostgreSQL: whether it can do without reading everything,
     which it may prefer for a table as small as this one."""
@@ -71,8 +57,12 @@ async def plan_of(database, statement, parameters):
     async with database._writing.begin() as connection:
         if database.is_postgresql:
             await connection.exec_driver_sql("SET LOCAL enable_seqscan = off")
-        result = await connection.exec_driver_sql(explain + statement, parameters)
-        return "\n".join(str(row[-1]) for row in result)
+        if database.is_postgresql:  # parameters as the driver takes them, arrays included
+            raw = await connection.get_raw_connection()
+            rows = await raw.driver_connection.fetch(explain + statement, *parameters)
+        else:
+            rows = await connection.exec_driver_sql(explain + statement, tuple(parameters))
+        return "\n".join(str(row[-1]) for row in rows)
 
 
 def reads_everything(plan):
@@ -88,27 +78,27 @@ def reads_everything(plan):
 
 async def test_what_is_asked_often_goes_by_an_index(filled):
     async with open_services(filled, blob_store=None, clock=system_clock) as context:
-        statements = Statements(context.database)
-        artifact = await context.artifacts.open(key(7))
-        await artifact.reader.close()
-        await context.artifacts.find(key(8))
-        asked = [key(number) for number in range(0, COUNT, 20)]
-        found = await context.artifacts.lookup(Namespace("bench"), asked, caller="")
-        assert len(found) == len(asked)
-        context.accounting.count_hit(key(7), saved_seconds=1)
-        await context.accounting.flush()
-        await context.uploads.publish(upload_of(key(COUNT), b"new"), as_chunks(b"new"))
-        await context.leases.acquire(
-            Acquisition(key(COUNT + 9), LeaseRequest(), 0.0, "somebody"),
-            gone=asyncio.get_running_loop().create_future(),
-        )
-        await context.artifacts.delete(key(9), actor=ACTOR)
-        room = Room(Namespace("bench"), blob_bytes=2**60, row_bytes=0, actor=ACTOR)
-        with pytest.raises(NoSpaceError):
-            await context.rooms.check(room)
+        with recorded() as statements:
+            artifact = await context.artifacts.open(key(7))
+            await artifact.reader.close()
+            await context.artifacts.find(key(8))
+            asked = [key(number) for number in range(0, COUNT, 20)]
+            found = await context.artifacts.lookup(Namespace("bench"), asked, caller="")
+            assert len(found) == len(asked)
+            context.accounting.count_hit(key(7), saved_seconds=1)
+            await context.accounting.flush()
+            await context.uploads.publish(upload_of(key(COUNT), b"new"), as_chunks(b"new"))
+            await context.leases.acquire(
+                Acquisition(key(COUNT + 9), LeaseRequest(), 0.0, "somebody"),
+                gone=asyncio.get_running_loop().create_future(),
+            )
+            await context.artifacts.delete(key(9), actor=ACTOR)
+            room = Room(Namespace("bench"), blob_bytes=2**60, row_bytes=0, actor=ACTOR)
+            with pytest.raises(NoSpaceError):
+                await context.rooms.check(room)
         plans = {
             statement: await plan_of(context.database, statement, parameters)
-            for statement, parameters in statements.seen.items()
+            for statement, parameters in statements
             if "artifacts" in statement
         }
         assert len(plans) > 6
@@ -118,15 +108,15 @@ async def test_what_is_asked_often_goes_by_an_index(filled):
 
 async def test_eviction_pages_along_the_order_of_value(filled):
     async with open_services(filled, blob_store=None, clock=system_clock) as context:
-        statements = Statements(context.database)
-        planned = [candidate async for candidate in context.evictor.plan()]
+        with recorded() as statements:
+            planned = [candidate async for candidate in context.evictor.plan()]
         ranks = [candidate.eviction_rank for candidate in planned]
         assert ranks == sorted(ranks)
         assert len(planned) > COUNT // 2
-        choosing = [each for each in statements.seen if "ORDER BY artifacts.rank" in each]
+        choosing = dict(each for each in statements if "ORDER BY artifacts.rank" in each.sql)
         assert choosing
-        for statement in choosing:
-            plan = await plan_of(context.database, statement, statements.seen[statement])
+        for statement, parameters in choosing.items():
+            plan = await plan_of(context.database, statement, parameters)
             assert "ix_artifacts_rank" in plan, plan
             assert not reads_everything(plan)
 

@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator
 from typing import Final
 
 from fastapi import Request, Response
-from pydantic_core import to_json
 
 from graphstash_schema import (
     ArtifactKey,
@@ -26,7 +25,7 @@ from graphstash_schema.protocol import (
     MAX_LOOKUP_KEYS,
 )
 from graphstash_server.api.blobs import BlobResponse, accelerated_path
-from graphstash_server.api.bodies import body_chunks, read_model
+from graphstash_server.api.bodies import body_chunks, read_keys, read_model
 from graphstash_server.api.calls import (
     BYTES,
     KEY,
@@ -215,28 +214,23 @@ async def lookup_artifacts(call: NamespaceCall) -> Response:
     an upload needs their room.
     """
     where = call.namespace
-    wanted = await read_model(
+    wanted = await read_keys(
         call,
         LookupRequest,
         max_keys=MAX_LOOKUP_KEYS,
         way_out=f"the limit is {MAX_LOOKUP_KEYS} in one lookup: split the request",
     )
-    asked = dict.fromkeys(StoredKey.of(where, key) for key in wanted.keys)
+    asked = dict.fromkeys(wanted)
     caller = call.principal.party
     found = await call.context.artifacts.lookup(where, list(asked), caller=caller)
-    reply = {  # a LookupResponse; building a thousand models of checked values takes longer
-        "found": [
-            {
-                "key": _in_body(key),
-                "digest": str(found[key]),
-                "size_bytes": found[key].size_bytes,
-            }
-            for key in asked
-            if key in found
-        ],
-        "missing": [_in_body(key) for key in asked if key not in found],
-    }
-    return Response(to_json(reply), media_type="application/json")
+    there = [
+        f'{{"key":{key.json},"digest":"{digest}","size_bytes":{digest.size_bytes}}}'
+        for key, digest in ((key, found.get(key)) for key in asked)
+        if digest is not None
+    ]
+    missing = [key.json for key in asked if key not in found]
+    reply = f'{{"found":[{",".join(there)}],"missing":[{",".join(missing)}]}}'  # LookupResponse
+    return Response(reply, media_type="application/json")
 
 
 @router.call(
@@ -292,14 +286,6 @@ async def _body(call: NamespaceCall, upload: Upload) -> AsyncIterator[bytes]:
             ErrorCode.UNAVAILABLE,
             f"the namespace {where} became write-once during the upload: nothing was stored, retry",
         )
-
-
-def _in_body(key: StoredKey) -> dict[str, str]:
-    return {
-        "kind": key.kind.value,
-        "device_type": key.device_type,
-        "fingerprint": key.fingerprint,
-    }
 
 
 def _announced_size(request: Request) -> int:

@@ -1,18 +1,28 @@
 """Request bodies: streamed or bounded, and read with a time limit."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import TypeVar
+from collections.abc import AsyncIterator, Sequence
+from typing import Final, Protocol, TypeVar, cast
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 
-from graphstash_schema import ErrorCode
-from graphstash_server.api.calls import Call
+from graphstash_schema import (
+    ArtifactKey,
+    ArtifactKind,
+    DeviceType,
+    ErrorCode,
+    Fingerprint,
+    InvalidValueError,
+    Namespace,
+)
+from graphstash_server.api.calls import Call, NamespaceCall
 from graphstash_server.api.problems import invalid_body
 from graphstash_server.errors import ServerError
+from graphstash_server.keys import StoredKey
 
-__all__ = ["body_chunks", "read_model"]
+__all__ = ["ListOfKeys", "body_chunks", "read_keys", "read_model"]
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -94,11 +104,77 @@ async def read_model(
         ServerError: 413, 408 or 400; what `Call.reauthorize` raises.
     """
     most_bytes = max_bytes if max_keys is None else max_keys * _MAX_KEY_BYTES
-    if int(call.request.headers.get("content-length", 0)) > most_bytes:
+    raw = await _read_json(call, max_bytes=most_bytes, max_keys=max_keys, way_out=way_out)
+    return _parsed(raw, model)
+
+
+class ListOfKeys(Protocol):
+    """A body with many keys."""
+
+    @property
+    def keys(self) -> Sequence[ArtifactKey]:
+        """In the order of the body."""
+
+
+async def read_keys(
+    call: NamespaceCall, model: type[BaseModel], *, max_keys: int, way_out: str
+) -> list[StoredKey]:
+    """Reads a body that is a `ListOfKeys` as `read_model` does, in a third of its time.
+
+    A list that is as it should be needs no model of each key. Of any other one the model says what
+    is wrong.
+    """
+    most_bytes = max_keys * _MAX_KEY_BYTES
+    raw = await _read_json(call, max_bytes=most_bytes, max_keys=max_keys, way_out=way_out)
+    keys = _plain_keys(raw, call.namespace, max_keys=max_keys)
+    if keys is None:
+        listed = cast("ListOfKeys", _parsed(raw, model))
+        keys = [StoredKey.of(call.namespace, key) for key in listed.keys]
+    return keys
+
+
+def _plain_keys(raw: bytes, where: Namespace, *, max_keys: int) -> list[StoredKey] | None:
+    """The keys; None for a body that the model has to look at."""
+    kinds, device_types = _KINDS, _DeviceTypes()
+    try:
+        body = from_json(raw)
+        items = body["keys"]
+        if len(body) != 1 or not 1 <= len(items) <= max_keys:
+            return None
+        keys = [
+            StoredKey(
+                where,
+                kinds[item["kind"]],
+                device_types[item["device_type"]],
+                Fingerprint(item["fingerprint"]),
+            )
+            for item in items
+            if len(item) == _FIELDS
+        ]
+    except (ValueError, TypeError, KeyError, InvalidValueError):
+        return None
+    return keys if len(keys) == len(items) else None
+
+
+class _DeviceTypes(dict[str, DeviceType]):
+    """The device types of one body, mostly one for all keys."""
+
+    def __missing__(self, text: str) -> DeviceType:
+        """Checks one that is new."""
+        self[text] = device_type = DeviceType(text)
+        return device_type
+
+
+_KINDS: Final = {kind.value: kind for kind in ArtifactKind}
+_FIELDS: Final = len(ArtifactKey.model_fields)
+
+
+async def _read_json(call: Call, *, max_bytes: int, max_keys: int | None, way_out: str) -> bytes:
+    if int(call.request.headers.get("content-length", 0)) > max_bytes:
         raise ServerError(
             ErrorCode.TOO_LARGE,
-            f"the body is larger than {most_bytes} bytes, the limit of this call: send less",
-            limit=most_bytes,
+            f"the body is larger than {max_bytes} bytes, the limit of this call: send less",
+            limit=max_bytes,
         )
     raw = bytearray()
     idle_seconds = call.context.settings.upload_idle_seconds
@@ -107,8 +183,12 @@ async def read_model(
     await call.reauthorize()
     if max_keys is not None and (count := _count_keys(raw)) > max_keys:
         raise ServerError(ErrorCode.TOO_MANY_KEYS, f"{count} keys, {way_out}", limit=max_keys)
+    return bytes(raw) or b"{}"
+
+
+def _parsed(raw: bytes, model: type[M]) -> M:
     try:
-        return model.model_validate_json(bytes(raw) or b"{}")
+        return model.model_validate_json(raw)
     except ValidationError as error:
         raise invalid_body(error) from None
 

@@ -1,18 +1,24 @@
 """Database: connections that read and transactions that write, on SQLite or PostgreSQL.
 
-SQLite takes one writer at a time. So there are two pools on it: reading connections without
-transactions, and one writing connection whose transactions begin IMMEDIATE. Writers of this
-process queue for that connection instead of failing with "database is locked", and a transaction
-never has to upgrade from reading to writing, which is the deadlock that SQLite cannot wait out.
+What requests ask often is prepared (`db.prepared`) and runs on the driver itself: reads on
+connections of their own (`db.reads`), and the transactions of `writing_in_steps`. Everything else
+goes through SQLAlchemy's connections.
 
-PostgreSQL has one pool for both. Its transactions run side by side (READ COMMITTED); what must not
-change between two statements is locked by name (`queries.locks`), which is nothing to do on SQLite.
+SQLite takes one writer at a time. So reading connections have no transactions, and every writing
+transaction begins IMMEDIATE. Writers of this process queue for their turn instead of failing with
+"database is locked", and a transaction never has to upgrade from reading to writing, which is the
+deadlock that SQLite cannot wait out.
+
+PostgreSQL has one pool for all, of which reads keep one or two connections. Its transactions run
+side by side (READ COMMITTED); what must not change between two statements is locked by name
+(`queries.locks`), which is nothing to do on SQLite.
 """
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from sqlalchemy import event
 from sqlalchemy.engine import URL, Connection, make_url
@@ -22,14 +28,22 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 from sqlalchemy.pool import NullPool
 
 from graphstash_schema import ErrorCode
+from graphstash_server.db.prepared import NOTHING, Parameters, Prepared, Row
+from graphstash_server.db.prepared import Connection as Transaction
+from graphstash_server.db.reads import PostgresLane, Reads, SqliteLane
+from graphstash_server.db.sqlite import SqliteThread, SqliteTransaction, set_pragmas
 from graphstash_server.errors import NoSpaceError, ServerError
 
-__all__ = ["Database", "make_engine"]
+__all__ = ["Database", "Steps", "make_engine"]
 
 _LOGGER = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _SQLITE_READERS = 4
-_BUSY_MILLISECONDS = 10_000
+_LANES = 2
+"""One may be at something long, such as a look-up of a thousand keys."""
+
 _POOL_SECONDS = 20
 
 _CONNECT_SECONDS = 5.0
@@ -54,6 +68,15 @@ _POOL_SETTINGS = _POSTGRES_SETTINGS | {
 """Of a server's requests, whose transactions take milliseconds; a migration may take longer."""
 
 
+class Steps(Protocol):
+    """The parts of a transaction between which something else is waited for."""
+
+    async def run(
+        self, work: Callable[[Transaction], Coroutine[Any, Any, T]], *, is_last: bool = False
+    ) -> T:
+        """Runs a part, which waits for nothing but its statements; the last one commits."""
+
+
 class Database:
     """The connections of this process to its database, until `close`.
 
@@ -70,13 +93,18 @@ class Database:
             connections: maximum of connections of this process to PostgreSQL.
         """
         self.url = make_url(url)
-        readers = connections if self.is_postgresql else _SQLITE_READERS
-        self.shared_connections = max(1, readers - 2)
+        lanes = min(_LANES, connections // 2) if self.is_postgresql else 0
+        free = connections - lanes if self.is_postgresql else _SQLITE_READERS
+        self.shared_connections = max(1, free - 2)
+        self._turn = asyncio.Lock()  # to write: SQLite takes one writer at a time
         if self.is_postgresql:
             self._writing = make_engine(
                 self.url, pool_size=connections, max_overflow=0, pool_timeout=_POOL_SECONDS
             )
             self._reading = self._writing.execution_options(isolation_level="AUTOCOMMIT")
+            self._reads = Reads(
+                [PostgresLane(self._reading) for _ in range(lanes)], is_postgresql=True
+            )
             return
         self._reading = create_async_engine(
             self.url,
@@ -86,10 +114,16 @@ class Database:
             pool_timeout=_POOL_SECONDS,
             pool_reset_on_return=None,
         )
-        event.listen(self._reading.sync_engine, "connect", _set_pragmas)
+        event.listen(self._reading.sync_engine, "connect", set_pragmas)
         self._writing = make_engine(
             self.url, pool_size=1, max_overflow=0, pool_timeout=_POOL_SECONDS
         )
+        threads = [
+            SqliteThread(self.url, name=f"sqlite-read-{number}", is_reader=True)
+            for number in range(_LANES)
+        ]
+        self._reads = Reads([SqliteLane(thread) for thread in threads], is_postgresql=False)
+        self._writer = SqliteThread(self.url, name="sqlite-write")
 
     @property
     def is_postgresql(self) -> bool:
@@ -107,6 +141,16 @@ class Database:
             async with self._reading.connect() as connection:
                 yield connection
 
+    async def fetch(self, statement: Prepared, given: Parameters = NOTHING) -> Sequence[Row]:
+        """The rows of a statement that is asked often, see `db.reads`; it sees what was committed
+        before this call.
+
+        Raises:
+            ServerError: 503 when the database does not answer.
+        """
+        with _failures_named():
+            return await self._reads.fetch(statement, given)
+
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[AsyncConnection]:
         """A transaction, committed at the end and durable then; rolled back by an exception.
@@ -116,13 +160,64 @@ class Database:
             ServerError: 503 when the database does not answer.
         """
         with _failures_named():
-            async with self._writing.begin() as connection:
+            async with self._turn_to_write(), self._writing.begin() as connection:
                 yield connection
+
+    @asynccontextmanager
+    async def writing_in_steps(self) -> AsyncIterator[Steps]:
+        """The same for a transaction whose statements are prepared. On SQLite each of its steps is
+        one call of a thread, however many statements it has.
+        """
+        with _failures_named():
+            if self.is_postgresql:
+                async with self._writing.begin() as connection:
+                    yield _PostgresSteps(connection)
+                return
+            async with self._turn_to_write():
+                transaction = SqliteTransaction(self._writer)
+                try:
+                    yield transaction
+                finally:
+                    await transaction.roll_back()  # unless the last step has committed
+
+    @asynccontextmanager
+    async def _turn_to_write(self) -> AsyncIterator[None]:
+        """Writers of this process wait for each other here, in the order in which they came."""
+        if self.is_postgresql:
+            yield
+            return
+        try:
+            async with asyncio.timeout(_POOL_SECONDS):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise PoolTimeoutError("other transactions take too long") from None
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     async def close(self) -> None:
         """Closes every connection."""
+        await self._reads.close()
+        if not self.is_postgresql:
+            await self._writer.close()
         await self._writing.dispose()
         await self._reading.dispose()
+
+
+class _PostgresSteps:
+    """Steps on one connection; its transaction commits when it is left."""
+
+    def __init__(self, connection: AsyncConnection) -> None:
+        self._connection = connection
+
+    async def run(
+        self,
+        work: Callable[[Transaction], Coroutine[Any, Any, T]],
+        *,
+        is_last: bool = False,  # noqa: ARG002 - see above
+    ) -> T:
+        return await work(self._connection)
 
 
 def make_engine(url: URL, **pool: Any) -> AsyncEngine:
@@ -141,24 +236,10 @@ def make_engine(url: URL, **pool: Any) -> AsyncEngine:
         # A connection is tested before use: a restarted database must not fail a request.
         return create_async_engine(url, connect_args=arguments, pool_pre_ping=is_pool, **pool)
     engine = create_async_engine(url, **pool)
-    event.listen(engine.sync_engine, "connect", _set_pragmas)
+    event.listen(engine.sync_engine, "connect", set_pragmas)
     event.listen(engine.sync_engine, "connect", _begin_nothing)
     event.listen(engine.sync_engine, "begin", _begin_immediate)
     return engine
-
-
-def _set_pragmas(connection: Any, _record: Any) -> None:
-    """Prepares a new SQLite connection.
-
-    WAL lets readers continue while one writes. `synchronous=FULL` makes the commit wait for the
-    disk: with NORMAL a power cut could lose an artifact whose upload was acknowledged.
-    """
-    cursor = connection.cursor()
-    cursor.execute(f"PRAGMA busy_timeout={_BUSY_MILLISECONDS}")
-    cursor.execute("PRAGMA journal_mode=WAL")
-    cursor.execute("PRAGMA synchronous=FULL")
-    cursor.execute("PRAGMA foreign_keys=ON")
-    cursor.close()
 
 
 def _begin_nothing(connection: Any, _record: Any) -> None:
@@ -199,7 +280,8 @@ def _failures_named() -> Iterator[None]:
     except OSError as error:  # asyncpg: connection refused, or a timeout
         raise _no_answer(error) from error
     except Exception as error:
-        if type(error).__module__.startswith("asyncpg"):  # raised while connecting
+        # Raised while connecting, or by what runs on the driver itself (`fetch`).
+        if type(error).__module__.startswith("asyncpg") and not _is_bug(error):
             raise _no_answer(error) from error
         raise
 
@@ -219,6 +301,14 @@ def _is_full(error: DBAPIError) -> bool:
 def _is_passing(error: DatabaseError) -> bool:
     """Whether the database is starting, stopping or out of resources (classes 53 and 57)."""
     return _sqlstate(error)[:2] in ("53", "57")
+
+
+def _is_bug(error: Exception) -> bool:
+    """Whether the statement or its values are wrong (classes 22, 23 and 42); without rights on the
+    database (42501) it does not answer.
+    """
+    sqlstate = str(getattr(error, "sqlstate", None) or "")
+    return sqlstate[:2] in ("22", "23", "42") and sqlstate != "42501"
 
 
 def _sqlstate(error: DBAPIError) -> str:

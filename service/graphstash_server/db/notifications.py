@@ -14,6 +14,7 @@ from sqlalchemy import ARRAY, Text, bindparam, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_server.db.engine import Database, make_engine
+from graphstash_server.db.prepared import Connection
 
 __all__ = ["Listener", "notify"]
 
@@ -29,8 +30,10 @@ _PAYLOADS = func.unnest(bindparam("payloads", type_=ARRAY(Text))).column_valued(
 _NOTIFY = select(func.pg_notify(_CHANNEL, _PAYLOADS))
 
 
-async def notify(connection: AsyncConnection, payloads: Sequence[str]) -> None:
+async def notify(connection: Connection, payloads: Sequence[str]) -> None:
     """Notifies every listener when the transaction commits; a payload has at most 7,999 bytes."""
+    if not isinstance(connection, AsyncConnection):  # SQLite's own
+        return
     if payloads and connection.dialect.name == "postgresql":
         await connection.execute(_NOTIFY, {"payloads": list(payloads)})
 

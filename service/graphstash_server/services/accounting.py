@@ -13,9 +13,10 @@ from datetime import datetime
 from graphstash_schema import ErrorCode
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
+from graphstash_server.db.prepared import Connection as Transaction
 from graphstash_server.db.queries.artifacts import touch_artifacts
 from graphstash_server.db.queries.tokens import touch_tokens
-from graphstash_server.db.queries.usage import UsageChange, add_counts, list_namespaces
+from graphstash_server.db.queries.usage import UsageChange, add_counts, find_namespaces
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
 
@@ -145,8 +146,7 @@ class Accounting:
         """
         if not counts.usage:
             return
-        async with self._database.reading() as connection:
-            known = set(await list_namespaces(connection))
+        known = await find_namespaces(self._database, sorted(counts.usage))
         for namespace in counts.usage.keys() - known:
             del counts.usage[namespace]
 
@@ -155,11 +155,15 @@ class Accounting:
         what it has written is taken out.
         """
         uses = sorted(counts.uses.get(namespace, {}).items(), key=lambda use: use[0].columns)
-        async with self._database.writing() as connection:
+
+        async def write(connection: Transaction) -> None:
             if uses:  # artifacts, then usage: the lock order of every transaction
                 await touch_artifacts(connection, [(key, *use) for key, use in uses])
             if namespace in counts.usage:
                 await add_counts(connection, namespace, counts.usage[namespace])
+
+        async with self._database.writing_in_steps() as steps:
+            await steps.run(write, is_last=True)
         counts.uses.pop(namespace, None)
         counts.usage.pop(namespace, None)
 

@@ -6,13 +6,13 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import NamedTuple
 
-from graphstash_schema import Digest, ServerStats
+from graphstash_schema import Digest, Namespace, NamespaceStats, ServerStats
 from graphstash_server import __version__
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.locks import find_waiting
 from graphstash_server.db.queries.reports import count_withheld
-from graphstash_server.db.queries.usage import list_usage, stored_bytes
+from graphstash_server.db.queries.usage import UsageChange, list_usage, stored_bytes
 from graphstash_server.errors import NoSpaceError, ServerError
 from graphstash_server.services.accounting import Accounting
 from graphstash_server.services.jobs.leases import LeaseService
@@ -29,6 +29,9 @@ _STORE_SECONDS = 5.0
 
 _FRESH_SECONDS = 1.0
 """A tenth of the time between two health checks of `docker/compose.yaml`."""
+
+_AT_ONCE = 200
+"""Namespaces of one turn of the event loop: a millisecond or two."""
 
 _OK = "ok"
 _READ_ONLY = "read only: no space left"
@@ -170,11 +173,24 @@ class StatisticsService:
         self._clock = clock
         self._started_at = clock()
 
-    async def read(self) -> ServerStats:
-        """The counters of the database and of this process."""
+    async def read(
+        self, *, may_read: Callable[[Namespace], Awaitable[bool]] | None = None
+    ) -> ServerStats:
+        """The counters of the database and of this process, of every namespace or of those that
+        somebody may read.
+        """
+        rows = await list_usage(self._database)
         async with self._database.reading() as connection:
-            namespaces = await list_usage(connection)
             withheld = await count_withheld(connection)
+        namespaces = []
+        for number, (name, *counters) in enumerate(rows):
+            if number % _AT_ONCE == _AT_ONCE - 1:
+                await asyncio.sleep(0)  # there may be ten thousand: others have their turn
+            if may_read is None or await may_read(Namespace(name)):
+                counted = dict(zip(UsageChange._fields, counters, strict=True))
+                namespaces.append(
+                    NamespaceStats(namespace=name, withheld=withheld.get(name, 0), **counted)
+                )
         return ServerStats(
             version=__version__,
             uptime_seconds=max((self._clock() - self._started_at).total_seconds(), 0.0),
@@ -183,10 +199,5 @@ class StatisticsService:
             healed=self._accounting.healed,
             reported=self._accounting.reported,
             refused=dict(sorted(self._accounting.refused.items())),
-            namespaces=tuple(
-                each.model_copy(update={"withheld": withheld[each.namespace]})
-                if each.namespace in withheld
-                else each
-                for each in namespaces
-            ),
+            namespaces=tuple(namespaces),
         )

@@ -60,9 +60,7 @@ class DiskBlobStore:
 
     async def put(self, digest: Digest, chunks: AsyncIterator[bytes]) -> None:
         """Stores the bytes, see `BlobStore.put`."""
-        upload = await self._write(
-            lambda: DiskUpload(digest, directory=self._temporary, space=self._space)
-        )
+        upload = DiskUpload(digest, directory=self._temporary, space=self._space)
         try:
             rest = await feed(chunks, lambda taken: self._write(partial(upload.write, taken)))
             await self._write(partial(upload.commit, rest, destination=self._path(digest)))

@@ -166,22 +166,22 @@ class DiskUpload:
     """
 
     def __init__(self, digest: Digest, *, directory: Path, space: SpaceGuard) -> None:
-        """Creates the temporary file.
-
-        Raises:
-            NoSpaceError: when the disk is full.
-        """
+        """Makes no file yet: the first bytes do, in the thread that writes them."""
+        self._directory = directory
         self._space = space
         self._incoming = Incoming(digest)
         # Guards the file: an upload that is cancelled is aborted while a thread may still write.
         self._lock = threading.Lock()
-        with no_space_refused():
-            self._path, self._fd = _locked_temporary(directory)
+        self._path = directory
+        self._fd = -1
+        self._is_aborted = False
 
     def write(self, chunks: Sequence[bytes]) -> None:
         """Writes the next bytes; raises what `commit` does."""
         self._space.check(sum(map(len, chunks)))
         with self._lock, no_space_refused():
+            if self._fd < 0 and not self._is_aborted:
+                self._path, self._fd = _locked_temporary(self._directory)
             self._incoming.take(chunks, write=lambda view: os.write(self._fd, view))
 
     def commit(self, chunks: Sequence[bytes], *, destination: Path) -> None:
@@ -210,6 +210,7 @@ class DiskUpload:
     def abort(self) -> None:
         """Removes the temporary file unless it already has its final name."""
         with self._lock:
+            self._is_aborted = True
             if self._fd >= 0:
                 self._path.unlink(missing_ok=True)
             self._close()

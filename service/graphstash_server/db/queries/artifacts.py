@@ -1,21 +1,25 @@
 """Statements on `artifacts`; those that choose artifacts to evict are in `queries.eviction`."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, and_, bindparam, delete, or_, select, update
+from sqlalchemy import ColumnElement, and_, bindparam, case, delete, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Digest, Namespace
+from graphstash_server.db.prepared import Connection, Prepared, Row, Source, is_one_of
 from graphstash_server.db.queries.costs import METADATA_BYTES
 from graphstash_server.db.queries.shared import (
+    KEY_COLUMNS,
     KNOWN_KINDS,
     in_parts,
-    insert_into,
+    insert_in,
     is_key,
     key_parameters,
     key_values,
+    new_values,
+    prefixed,
     stored_key,
     where_key,
 )
@@ -25,7 +29,7 @@ from graphstash_server.keys import StoredKey
 
 __all__ = [
     "ArtifactRow",
-    "FoundArtifact",
+    "FoundArtifacts",
     "NewArtifact",
     "delete_artifact",
     "find_artifact",
@@ -44,14 +48,7 @@ __all__ = [
     "withhold_artifact",
 ]
 
-_LOOKED_UP = ("kind", "device_type", "fingerprint", "sha256", "size_bytes", "looked_up_until")
-_FIND_MANY = select(*(artifacts.c[name] for name in _LOOKED_UP))
-
-_CHOSEN = select(
-    artifacts.c.namespace,
-    artifacts.c.kind,
-    artifacts.c.device_type,
-    artifacts.c.fingerprint,
+_STORED = (
     artifacts.c.sha256,
     artifacts.c.size_bytes,
     artifacts.c.metadata_header,
@@ -59,6 +56,63 @@ _CHOSEN = select(
     artifacts.c.hits,
     artifacts.c.created_at,
     artifacts.c.withheld_at,
+)
+_CHOSEN = select(
+    artifacts.c.namespace,
+    artifacts.c.kind,
+    artifacts.c.device_type,
+    artifacts.c.fingerprint,
+    *_STORED,
+)
+_FIND_STORED = Prepared(lambda _: select(*_STORED).where(where_key(artifacts)))
+_FIND_ONE = Prepared(
+    lambda _: select(*_STORED).where(where_key(artifacts), artifacts.c.withheld_at.is_(None))
+)
+_FIND_MANY = Prepared(
+    lambda dialect: select(
+        artifacts.c.kind,
+        artifacts.c.device_type,
+        artifacts.c.fingerprint,
+        artifacts.c.sha256,
+        artifacts.c.size_bytes,
+        case((artifacts.c.looked_up_until >= bindparam("until"), 1), else_=0),
+    ).where(
+        artifacts.c.namespace == bindparam("of_namespace"),
+        is_one_of(artifacts.c.fingerprint, "fingerprints", dialect),
+        artifacts.c.withheld_at.is_(None),
+    )
+)
+
+_NEW = (
+    "sha256",
+    "size_bytes",
+    "metadata_header",
+    "compile_seconds",
+    "toolchain",
+    "density",
+    "eviction_rank",
+    "created_at",
+    "last_used_at",
+    "hits",
+)
+_INSERT = Prepared(
+    lambda dialect: (
+        insert_in(dialect, artifacts)
+        .values(new_values(artifacts, (*KEY_COLUMNS, *_NEW)))
+        .on_conflict_do_nothing()
+    )
+)
+_REPLACE = Prepared(
+    lambda _: (
+        update(artifacts)
+        .where(
+            where_key(artifacts),
+            artifacts.c.sha256 == bindparam("old_sha256"),
+            artifacts.c.metadata_header == bindparam("old_metadata_header"),
+            artifacts.c.withheld_at.is_(None),
+        )
+        .values(new_values(artifacts, _NEW))
+    )
 )
 
 
@@ -84,43 +138,48 @@ class NewArtifact(NamedTuple):
     toolchain: str
 
 
-class FoundArtifact(NamedTuple):
-    """What a lookup tells, and until when an earlier one protects it."""
+class FoundArtifacts(NamedTuple):
+    """What a look-up tells, and those of them that no earlier one protects for long enough."""
 
-    digest: Digest
-    looked_up_until: datetime | None
+    digests: dict[StoredKey, Digest]
+    unprotected: list[StoredKey]
 
 
-async def find_artifact(connection: AsyncConnection, key: StoredKey) -> ArtifactRow | None:
+async def find_artifact(source: Source, key: StoredKey) -> ArtifactRow | None:
     """One artifact that may be served, or None: a withheld one counts as absent."""
-    found = (await connection.execute(_FIND_ONE, key_parameters(key))).first()
+    found = await _FIND_ONE.fetch_one(source, key_parameters(key))
     return _row(found, key) if found is not None else None
 
 
-async def find_stored(connection: AsyncConnection, key: StoredKey) -> ArtifactRow | None:
+async def find_stored(source: Source, key: StoredKey) -> ArtifactRow | None:
     """One artifact, withheld or not; None when it is absent."""
-    found = (await connection.execute(_FIND_STORED, key_parameters(key))).first()
+    found = await _FIND_STORED.fetch_one(source, key_parameters(key))
     return _row(found, key) if found is not None else None
 
 
 async def find_artifacts(
-    connection: AsyncConnection, namespace: Namespace, keys: Sequence[StoredKey]
-) -> dict[StoredKey, FoundArtifact]:
-    """Those of many artifacts of one namespace that exist and may be served."""
-    wanted: dict[tuple[str, str, str], StoredKey] = {
-        (key.kind.value, key.device_type, key.fingerprint): key for key in keys
-    }
-    found = {}
-    for part in in_parts([key.fingerprint for key in keys]):
-        statement = _FIND_MANY.where(
-            artifacts.c.namespace == namespace,
-            artifacts.c.fingerprint.in_(part),
-            artifacts.c.withheld_at.is_(None),
-        )
-        for *name, sha256, size_bytes, until in await connection.execute(statement):
-            key = wanted.get((name[0], name[1], name[2]))
-            if key is not None:
-                found[key] = FoundArtifact(Digest(sha256, size_bytes), until)
+    source: Source, namespace: Namespace, keys: Collection[StoredKey], *, until: datetime
+) -> FoundArtifacts:
+    """Those of many artifacts of one namespace that exist and may be served, in one statement. Each
+    should be protected until a time, at least.
+    """
+    wanted = {(key.kind._value_, key.device_type, key.fingerprint): key for key in keys}
+    rows = await _FIND_MANY.fetch(
+        source,
+        {
+            "of_namespace": namespace,
+            "fingerprints": [fingerprint for _, _, fingerprint in wanted],
+            "until": until,
+        },
+    )
+    found = FoundArtifacts({}, [])
+    for kind, device_type, fingerprint, sha256, size_bytes, is_protected in rows:
+        key = wanted.get((kind, device_type, fingerprint))
+        if key is None:
+            continue
+        found.digests[key] = Digest(sha256, size_bytes)
+        if not is_protected:
+            found.unprotected.append(key)
     return found
 
 
@@ -148,34 +207,31 @@ async def list_artifacts_of(connection: AsyncConnection, digest: Digest) -> list
     statement = _CHOSEN.where(
         artifacts.c.sha256 == digest.sha256, artifacts.c.kind.in_(KNOWN_KINDS)
     )
-    return [_row(found, stored_key(found)) for found in await connection.execute(statement)]
+    return [
+        _row(found[-len(_STORED) :], stored_key(found))
+        for found in await connection.execute(statement)
+    ]
 
 
-async def insert_artifact(connection: AsyncConnection, new: NewArtifact, *, now: datetime) -> bool:
+async def insert_artifact(connection: Connection, new: NewArtifact, *, now: datetime) -> bool:
     """Adds an artifact; False when there is one under the key already."""
-    statement = insert_into(connection, artifacts).values(
-        **key_values(new.key), **_values(new, now)
-    )
-    return (await connection.execute(statement.on_conflict_do_nothing())).rowcount == 1
+    given = prefixed("new_", key_values(new.key) | _values(new, now))
+    return await _INSERT.execute(connection, given) == 1
 
 
 async def replace_artifact(
-    connection: AsyncConnection, new: NewArtifact, *, replaces: ArtifactRow, now: datetime
+    connection: Connection, new: NewArtifact, *, replaces: ArtifactRow, now: datetime
 ) -> bool:
     """Gives an artifact another blob in place of the one `replaces`; False when that one is gone,
     or withheld. A pin stays.
     """
-    statement = (
-        update(artifacts)
-        .where(
-            is_key(artifacts, new.key),
-            artifacts.c.sha256 == replaces.digest.sha256,
-            artifacts.c.metadata_header == replaces.metadata_header,
-            artifacts.c.withheld_at.is_(None),
-        )
-        .values(**_values(new, now))
-    )
-    return (await connection.execute(statement)).rowcount == 1
+    given = {
+        **key_parameters(new.key),
+        **prefixed("new_", _values(new, now)),
+        "old_sha256": replaces.digest.sha256,
+        "old_metadata_header": replaces.metadata_header,
+    }
+    return await _REPLACE.execute(connection, given) == 1
 
 
 async def delete_artifact(
@@ -208,10 +264,6 @@ async def is_blob_used(connection: AsyncConnection, digest: Digest) -> bool:
     return (await connection.execute(statement)).first() is not None
 
 
-_FIND_STORED = _CHOSEN.where(where_key(artifacts))
-_FIND_ONE = _FIND_STORED.where(artifacts.c.withheld_at.is_(None))
-
-
 def _values(new: NewArtifact, now: datetime) -> dict[str, Any]:
     """The columns of an artifact that was just stored, without its key."""
     worth = density(compile_seconds=new.compile_seconds, size_bytes=new.digest.size_bytes)
@@ -229,17 +281,10 @@ def _values(new: NewArtifact, now: datetime) -> dict[str, Any]:
     }
 
 
-def _row(result: Any, key: StoredKey) -> ArtifactRow:
+def _row(stored: Row, key: StoredKey) -> ArtifactRow:
     """A row under the key that was requested, so that a key is not parsed twice."""
-    return ArtifactRow(
-        key,
-        Digest(result.sha256, result.size_bytes),
-        result.metadata_header,
-        result.compile_seconds,
-        result.hits,
-        result.created_at,
-        result.withheld_at,
-    )
+    sha256, size_bytes, *others = stored
+    return ArtifactRow(key, Digest(sha256, size_bytes), *others)
 
 
 async def pin_artifacts(
@@ -281,10 +326,20 @@ async def unpin_artifacts(connection: AsyncConnection, keys: Sequence[StoredKey]
 
 
 async def touch_artifacts(
-    connection: AsyncConnection, used: Sequence[tuple[StoredKey, int, datetime]]
+    connection: Connection, used: Sequence[tuple[StoredKey, int, datetime]]
 ) -> None:
     """Adds hits and sets the last use of many artifacts, given in the order of their keys."""
-    statement = (
+    await _TOUCH.execute_all(
+        connection,
+        [
+            {**key_parameters(key), "more_hits": hits, "used_at": used_at, "aged": aged(used_at)}
+            for key, hits, used_at in used
+        ],
+    )
+
+
+_TOUCH = Prepared(
+    lambda _: (
         update(artifacts)
         .where(where_key(artifacts))
         .values(
@@ -293,11 +348,7 @@ async def touch_artifacts(
             eviction_rank=artifacts.c.density + bindparam("aged"),
         )
     )
-    parameters = [
-        {**key_parameters(key), "more_hits": hits, "used_at": used_at, "aged": aged(used_at)}
-        for key, hits, used_at in used
-    ]
-    await connection.execute(statement, parameters)
+)
 
 
 async def withhold_artifact(

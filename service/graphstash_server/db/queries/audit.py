@@ -9,6 +9,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import AuditAction, AuditEntry, Namespace
 from graphstash_server.actor import Actor
+from graphstash_server.db.prepared import Connection, Prepared
+from graphstash_server.db.queries.shared import new_values
 from graphstash_server.db.tables import audit
 from graphstash_server.keys import StoredKey
 
@@ -42,27 +44,34 @@ class AuditRecord(NamedTuple):
         return cls(at, actor, action, key.namespace, subject=str(key.key), detail=str(detail))
 
 
-async def add_audit(connection: AsyncConnection, entries: Sequence[AuditRecord]) -> None:
+async def add_audit(connection: Connection, entries: Sequence[AuditRecord]) -> None:
     """Logs changes in the transaction that makes them, with one insert for all."""
     if not entries:
         return
-    await connection.execute(
-        insert(audit),
+    await _ADD.execute_all(
+        connection,
         [
             {
-                "at": entry.at,
-                "actor": entry.actor.name,
-                "action": entry.action.value,
-                "namespace": entry.namespace,
-                "subject": entry.subject,
-                "detail": entry.detail,
-                "request_id": entry.actor.request_id,
-                "server_request_id": entry.actor.server_request_id,
-                "address": entry.actor.address,
+                "new_at": entry.at,
+                "new_actor": entry.actor.name,
+                "new_action": entry.action.value,
+                "new_namespace": entry.namespace,
+                "new_subject": entry.subject,
+                "new_detail": entry.detail,
+                "new_request_id": entry.actor.request_id,
+                "new_server_request_id": entry.actor.server_request_id,
+                "new_address": entry.actor.address,
             }
             for entry in entries
         ],
     )
+
+
+_ADD = Prepared(
+    lambda _: insert(audit).values(
+        new_values(audit, (column.name for column in audit.c if not column.primary_key))
+    )
+)
 
 
 async def read_audit(

@@ -3,11 +3,12 @@
 from collections.abc import Collection, Sequence
 from datetime import datetime
 
-from sqlalchemy import ColumnElement, delete, func, or_, select, update
+from sqlalchemy import ColumnElement, bindparam, delete, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Digest
-from graphstash_server.db.queries.shared import insert_into
+from graphstash_server.db.prepared import Connection, Prepared, Source, is_one_of
+from graphstash_server.db.queries.shared import insert_in, insert_into, new_values
 from graphstash_server.db.tables import deletions, generations
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "drop_deletion",
     "end_deletion",
     "find_generations",
+    "find_state",
     "has_deletion",
     "is_claimed",
     "pending_bytes",
@@ -34,14 +36,23 @@ _IS_UNCONFIRMED: ColumnElement[bool] = or_(
 """Whether a claim ended, if none is held now, and nobody said what became of the deletion."""
 
 
-async def add_deletions(connection: AsyncConnection, digests: Sequence[Digest]) -> None:
+_MARK = Prepared(
+    lambda dialect: (
+        insert_in(dialect, deletions)
+        .values(new_values(deletions, ("sha256", "size_bytes")))
+        .on_conflict_do_nothing()
+    )
+)
+
+
+async def add_deletions(connection: Connection, digests: Sequence[Digest]) -> None:
     """Marks blobs that lost an artifact."""
     if not digests:
         return
     sizes = {digest.sha256: digest.size_bytes for digest in digests}
-    await connection.execute(
-        insert_into(connection, deletions).on_conflict_do_nothing(),
-        [{"sha256": sha256, "size_bytes": sizes[sha256]} for sha256 in sorted(sizes)],
+    await _MARK.execute_all(
+        connection,
+        [{"new_sha256": sha256, "new_size_bytes": sizes[sha256]} for sha256 in sorted(sizes)],
     )
 
 
@@ -110,12 +121,17 @@ async def is_claimed(connection: AsyncConnection, digest: Digest, *, now: dateti
     return (await connection.execute(statement)).first() is not None
 
 
-async def doomed_digests(connection: AsyncConnection, digests: Sequence[Digest]) -> set[str]:
+async def doomed_digests(source: Source, digests: Sequence[Digest]) -> set[str]:
     """The SHA-256 of those blobs that some server is deleting, or was when its claim ended."""
-    statement = select(deletions.c.sha256).where(
-        deletions.c.sha256.in_([digest.sha256 for digest in digests]), _IS_UNCONFIRMED
+    found = await _DOOMED.fetch(source, {"blobs": [digest.sha256 for digest in digests]})
+    return {sha256 for (sha256,) in found}
+
+
+_DOOMED = Prepared(
+    lambda dialect: select(deletions.c.sha256).where(
+        is_one_of(deletions.c.sha256, "blobs", dialect), _IS_UNCONFIRMED
     )
-    return set((await connection.execute(statement)).scalars())
+)
 
 
 async def release_deletion(connection: AsyncConnection, digest: Digest) -> None:
@@ -167,20 +183,44 @@ async def _remove(
     await connection.execute(statement)
 
 
-async def find_generations(
-    connection: AsyncConnection, digests: Sequence[Digest]
-) -> dict[str, int]:
+async def find_generations(source: Source, digests: Sequence[Digest]) -> dict[str, int]:
     """The generations of blobs by SHA-256; 0 is left out."""
-    statement = select(generations.c.sha256, generations.c.generation).where(
-        generations.c.sha256.in_([digest.sha256 for digest in digests])
+    blobs = [digest.sha256 for digest in digests]
+    return dict(map(tuple, await _GENERATIONS.fetch(source, {"blobs": blobs})))
+
+
+_GENERATIONS = Prepared(
+    lambda dialect: select(generations.c.sha256, generations.c.generation).where(
+        is_one_of(generations.c.sha256, "blobs", dialect)
     )
-    return {found.sha256: found.generation for found in await connection.execute(statement)}
+)
 
 
-async def has_deletion(connection: AsyncConnection, digest: Digest) -> bool:
+async def has_deletion(source: Source, digest: Digest) -> bool:
     """Whether a blob is about to be deleted."""
-    statement = select(deletions.c.sha256).where(deletions.c.sha256 == digest.sha256)
-    return (await connection.execute(statement)).first() is not None
+    return await _MARKED.fetch_one(source, {"blob": digest.sha256}) is not None
+
+
+_MARKED = Prepared(
+    lambda _: select(deletions.c.sha256).where(deletions.c.sha256 == bindparam("blob"))
+)
+
+
+async def find_state(source: Source, digest: Digest) -> tuple[bool, int]:
+    """Whether a blob is about to be deleted, and its generation, in one statement."""
+    found = await _STATE.fetch_one(source, {"blob": digest.sha256})
+    assert found is not None  # noqa: S101 - it has no condition
+    return bool(found[0]), found[1] or 0
+
+
+_STATE = Prepared(
+    lambda _: select(
+        select(deletions.c.size_bytes).where(deletions.c.sha256 == bindparam("blob")).exists(),
+        select(generations.c.generation)
+        .where(generations.c.sha256 == bindparam("blob"))
+        .scalar_subquery(),
+    )
+)
 
 
 async def count_deletions(connection: AsyncConnection) -> int:

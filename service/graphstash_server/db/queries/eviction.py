@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from sqlalchemy import (
+    BindParameter,
     ColumnElement,
     Select,
     and_,
@@ -22,15 +23,14 @@ from sqlalchemy import (
 )
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from graphstash_schema import Digest, Namespace
+from graphstash_schema import Digest
+from graphstash_server.db.prepared import Prepared, is_one_of
 from graphstash_server.db.queries.costs import METADATA_BYTES
 from graphstash_server.db.queries.deletions import add_deletions
 from graphstash_server.db.queries.locks import share_blobs
 from graphstash_server.db.queries.shared import (
     KNOWN_KINDS,
-    key_parameters,
     stored_key,
-    where_key,
 )
 from graphstash_server.db.queries.usage import UsageChange, add_usage
 from graphstash_server.db.tables import artifacts, usage
@@ -190,53 +190,84 @@ async def evict_artifacts(
     now: datetime,
     spares_looked_up: bool = True,
 ) -> list[Candidate]:
-    """Removes artifacts, counts them and marks their blobs: the first of the three phases.
+    """Removes artifacts of one namespace, counts them and marks their blobs: the first of the three
+    phases.
 
     An artifact that was deleted, replaced, used, pinned or withheld since it was chosen is left
-    as it is.
+    as it is. So the rows are locked, in the order of their keys as everywhere, and looked at again.
 
     Returns:
         Those that were removed.
     """
-    statement = (
-        delete(artifacts)
-        .where(
-            where_key(artifacts),
-            artifacts.c.sha256 == bindparam("key_sha256"),
-            artifacts.c.eviction_rank == bindparam("key_rank"),
-            _is_evictable(now, spares_looked_up=spares_looked_up),
-        )
-        .returning(METADATA_BYTES)
-    )
+    if not chosen:
+        return []
+    namespace = chosen[0].key.namespace
     await share_blobs(connection, [candidate.digest for candidate in chosen])
-    gone: list[Candidate] = []
-    changes: dict[Namespace, UsageChange] = {}
-    for candidate in sorted(chosen, key=lambda candidate: candidate.key.columns):
-        parameters = key_parameters(candidate.key) | {
-            "key_sha256": candidate.digest.sha256,
-            "key_rank": candidate.eviction_rank,
-        }
-        removed_bytes = await connection.scalar(statement, parameters)
-        if removed_bytes is None:
-            continue
-        gone.append(candidate)
-        namespace, size_bytes = candidate.key.namespace, candidate.digest.size_bytes
-        changes[namespace] = changes.get(namespace, UsageChange()).plus(
-            UsageChange(
-                artifacts=-1,
-                size_bytes=-size_bytes,
-                metadata_bytes=-removed_bytes,
-                evictions=1,
-                evicted_bytes=size_bytes,
-            )
-        )
-    for namespace, change in sorted(changes.items()):
-        await add_usage(connection, namespace, change)
+    named = {
+        "of_namespace": namespace,
+        "fingerprints": [candidate.key.fingerprint for candidate in chosen],
+    }
+    locked = await _LOCK[spares_looked_up].fetch(connection, {**named, "now": now})
+    are_same = {tuple(row) for row in locked}
+    gone = [candidate for candidate in chosen if _seen(candidate) in are_same]
+    if not gone:
+        return []
+    names = [" ".join(candidate.key.columns[1:]) for candidate in gone]
+    removed = await _DELETE.fetch(connection, {**named, "names": names})
+    size_bytes = sum(candidate.digest.size_bytes for candidate in gone)
+    change = UsageChange(
+        artifacts=-len(gone),
+        size_bytes=-size_bytes,
+        metadata_bytes=-sum(removed_bytes for (removed_bytes,) in removed),
+        evictions=len(gone),
+        evicted_bytes=size_bytes,
+    )
+    await add_usage(connection, namespace, change)
     await add_deletions(connection, [candidate.digest for candidate in gone])
     return gone
 
 
-def _is_evictable(now: datetime, *, spares_looked_up: bool = True) -> ColumnElement[bool]:
+def _seen(candidate: Candidate) -> tuple[str, str, str, str, float]:
+    """What must not have changed."""
+    _, *name = candidate.key.columns
+    return (name[0], name[1], name[2], candidate.digest.sha256, candidate.eviction_rank)
+
+
+def _lock(dialect: str, *, spares_looked_up: bool) -> Select[Any]:
+    now = bindparam("now", type_=artifacts.c.pinned_until.type)
+    return (
+        select(*_KEY[1:], artifacts.c.sha256, artifacts.c.eviction_rank)
+        .where(
+            artifacts.c.namespace == bindparam("of_namespace"),
+            is_one_of(artifacts.c.fingerprint, "fingerprints", dialect),
+            _is_evictable(now, spares_looked_up=spares_looked_up),
+        )
+        .order_by(*_KEY)
+        .with_for_update()
+    )
+
+
+_LOCK = {
+    True: Prepared(lambda dialect: _lock(dialect, spares_looked_up=True)),
+    False: Prepared(lambda dialect: _lock(dialect, spares_looked_up=False)),
+}
+_NAME = _KEY[1] + " " + _KEY[2] + " " + _KEY[3]
+_DELETE = Prepared(
+    lambda dialect: (
+        delete(artifacts)
+        .where(
+            artifacts.c.namespace == bindparam("of_namespace"),
+            is_one_of(artifacts.c.fingerprint, "fingerprints", dialect),  # for the index
+            is_one_of(_NAME, "names", dialect),
+        )
+        .returning(METADATA_BYTES)
+    )
+)
+
+
+def _is_evictable(
+    now: datetime | BindParameter[Any], *, spares_looked_up: bool = True
+) -> ColumnElement[bool]:
     """A withheld artifact stays for the administrator who decides about it."""
     looked_up_until = artifacts.c.looked_up_until
     is_looked_up = and_(looked_up_until.is_not(None), looked_up_until > now)

@@ -14,6 +14,7 @@ from sqlalchemy import (
     ColumnElement,
     CursorResult,
     and_,
+    bindparam,
     case,
     delete,
     func,
@@ -24,6 +25,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from graphstash_server.db.prepared import Connection, Prepared, Source
 from graphstash_server.db.queries.shared import (
     insert_into,
     is_key,
@@ -103,11 +105,15 @@ async def acquire_lease(
     return _fencing(await connection.execute(statement.returning(leases.c.fencing)))
 
 
-async def find_lease(connection: AsyncConnection, key: StoredKey) -> LeaseRow | None:
+async def find_lease(source: Source, key: StoredKey) -> LeaseRow | None:
     """The last grant of a key; None when there was none, or long ago."""
-    statement = select(*(leases.c[name] for name in LeaseRow._fields)).where(is_key(leases, key))
-    found = (await connection.execute(statement)).first()
+    found = await _FIND.fetch_one(source, key_parameters(key))
     return LeaseRow(*found) if found is not None else None
+
+
+_FIND = Prepared(
+    lambda _: select(*(leases.c[name] for name in LeaseRow._fields)).where(where_key(leases))
+)
 
 
 async def renew_lease(
@@ -139,16 +145,19 @@ async def release_lease(
     return (await connection.execute(statement)).rowcount == 1
 
 
-async def end_leases(
-    connection: AsyncConnection, keys: Sequence[StoredKey], *, now: datetime
-) -> None:
+async def end_leases(connection: Connection, keys: Sequence[StoredKey], *, now: datetime) -> None:
     """Ends all leases on some keys: their artifacts were published."""
-    statement = (
+    given = [{**key_parameters(key), "now": now} for key in keys]
+    await _END.execute_all(connection, given)
+
+
+_END = Prepared(
+    lambda _: (
         update(leases)
         .where(where_key(leases), leases.c.released_at.is_(None))
-        .values(released_at=now)
+        .values(released_at=bindparam("now", type_=leases.c.released_at.type))
     )
-    await connection.execute(statement, [key_parameters(key) for key in keys])
+)
 
 
 async def count_held_leases(

@@ -4,19 +4,27 @@ A lock is held to the end of the transaction. On SQLite every transaction has th
 """
 
 import hashlib
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from datetime import datetime, timedelta
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from sqlalchemy import ARRAY, BigInteger, bindparam, func, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Digest
+from graphstash_server.db.prepared import Connection
 from graphstash_server.db.queries.shared import insert_into
 from graphstash_server.db.tables import chores
 
-__all__ = ["claim_chore", "find_waiting", "lock_blob", "lock_name", "pausing", "share_blobs"]
+__all__ = [
+    "claim_chore",
+    "end_pause",
+    "find_waiting",
+    "lock_blob",
+    "lock_name",
+    "pause",
+    "share_blobs",
+]
 
 _ONE = text("SELECT pg_advisory_xact_lock(:number)").bindparams(
     bindparam("number", type_=BigInteger)
@@ -31,7 +39,7 @@ async def lock_blob(connection: AsyncConnection, digest: Digest) -> None:
         await connection.execute(_ONE, {"number": _number(digest.sha256)})
 
 
-async def share_blobs(connection: AsyncConnection, digests: Sequence[Digest]) -> None:
+async def share_blobs(connection: Connection, digests: Sequence[Digest]) -> None:
     """Locks blobs, shared with other transactions, so that none is deleted."""
     if _is_needed(connection):
         # In one order for all, or two transactions could wait for each other.
@@ -39,7 +47,7 @@ async def share_blobs(connection: AsyncConnection, digests: Sequence[Digest]) ->
         await connection.execute(_SHARED, {"numbers": numbers})
 
 
-async def lock_name(connection: AsyncConnection, name: str) -> None:
+async def lock_name(connection: Connection, name: str) -> None:
     """Locks a name: one transaction at a time has it."""
     if _is_needed(connection):
         await connection.execute(
@@ -51,17 +59,18 @@ _PAUSE = text("SELECT set_config('idle_in_transaction_session_timeout', :millise
 _USUAL = text("SET LOCAL idle_in_transaction_session_timeout TO DEFAULT")
 
 
-@asynccontextmanager
-async def pausing(connection: AsyncConnection, *, seconds: float) -> AsyncIterator[None]:
-    """While something outside the database is asked in the middle of a transaction. A transaction
+async def pause(connection: Connection, *, seconds: float) -> None:
+    """Before something outside the database is asked in the middle of a transaction. A transaction
     that does nothing is ended after a few seconds: its server may be frozen, and others wait.
     """
-    if not _is_needed(connection):
-        yield
-        return
-    await connection.execute(_PAUSE, {"milliseconds": str(int(seconds * 1000))})
-    yield
-    await connection.execute(_USUAL)
+    if _is_needed(connection):
+        await connection.execute(_PAUSE, {"milliseconds": str(int(seconds * 1000))})
+
+
+async def end_pause(connection: Connection) -> None:
+    """After it."""
+    if _is_needed(connection):
+        await connection.execute(_USUAL)
 
 
 class Waiting(NamedTuple):
@@ -98,7 +107,7 @@ async def find_waiting(connection: AsyncConnection) -> Waiting | None:
     return Waiting(count, *map(float, seconds)) if count else None
 
 
-def _is_needed(connection: AsyncConnection) -> bool:
+def _is_needed(connection: Connection) -> TypeGuard[AsyncConnection]:
     return connection.dialect.name == "postgresql"
 
 

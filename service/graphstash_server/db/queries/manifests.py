@@ -2,16 +2,39 @@
 
 from collections.abc import Sequence
 from datetime import datetime
+from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, and_, bindparam, case, delete, func, select
+from sqlalchemy import (
+    ARRAY,
+    ColumnElement,
+    Integer,
+    Select,
+    String,
+    and_,
+    bindparam,
+    case,
+    delete,
+    func,
+    literal,
+    select,
+)
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from graphstash_schema import ManifestEntry, ManifestName, Namespace
-from graphstash_server.db.queries.shared import insert_into, key_values, stored_key
+from graphstash_schema import ManifestName, Namespace
+from graphstash_server.db.prepared import Connection, Prepared, Source
+from graphstash_server.db.queries.shared import (
+    KNOWN_KINDS,
+    Upsert,
+    insert_in,
+    key_values,
+    new_values,
+    prefixed,
+)
 from graphstash_server.db.tables import manifest_entries as entries
 from graphstash_server.keys import StoredKey
 
 __all__ = [
+    "EntryRow",
     "add_run",
     "count_entries",
     "drop_unused_entries",
@@ -30,8 +53,25 @@ _ORDER = (
 """Most recently used first; the rest only makes the order one and the same every time."""
 
 
+class EntryRow(NamedTuple):
+    """An artifact that a job used, as it is stored: up to 4,096 of them are read at a time, and a
+    model of each would take longer than everything else.
+    """
+
+    kind: str
+    device_type: str
+    fingerprint: str
+    used_at: datetime
+    runs: int
+
+    @property
+    def name(self) -> tuple[str, str, str]:
+        """Of the artifact, in its namespace."""
+        return self.kind, self.device_type, self.fingerprint
+
+
 async def add_run(
-    connection: AsyncConnection,
+    connection: Connection,
     name: ManifestName,
     keys: Sequence[StoredKey],
     *,
@@ -41,9 +81,35 @@ async def add_run(
     """Adds the keys that one run of a writer used, and counts the run for those that are there. An
     entry that another writer used, too, belongs to nobody from then on.
     """
-    statement = insert_into(connection, entries)
+    run = {"new_name": name, "new_used_at": now, "new_writer": writer}
+    if connection.dialect.name == "postgresql":
+        columns = {
+            f"new_{column}": [key_values(key)[column] for key in keys] for column in _OF_A_KEY
+        }
+        await _ADD.execute(connection, {"new_namespace": keys[0].namespace, **columns, **run})
+        return
+    await _ADD.execute_all(
+        connection, [{**prefixed("new_", key_values(key)), **run} for key in keys]
+    )
+
+
+_OF_A_KEY = ("fingerprint", "kind", "device_type")
+
+
+def _add(dialect: str) -> Upsert:
+    """One row on SQLite; on PostgreSQL as many as its arrays have items."""
+    names = ("namespace", "name", *_OF_A_KEY, "used_at", "writer", "runs")
+    given: dict[str, ColumnElement[Any]] = {**new_values(entries, names), "runs": literal(1)}
+    statement = insert_in(dialect, entries)
+    if dialect == "postgresql":
+        arrays = [bindparam(f"new_{column}", type_=ARRAY(String)) for column in _OF_A_KEY]
+        keys = func.unnest(*arrays).table_valued(*_OF_A_KEY).render_derived()
+        given |= {column: keys.c[column] for column in _OF_A_KEY}
+        statement = statement.from_select(list(given), select(*given.values()))
+    else:
+        statement = statement.values(given)
     new = statement.excluded
-    statement = statement.on_conflict_do_update(
+    return statement.on_conflict_do_update(
         index_elements=list(entries.primary_key),
         set_={
             "used_at": new.used_at,
@@ -51,36 +117,23 @@ async def add_run(
             "writer": case((entries.c.writer == new.writer, new.writer), else_=""),
         },
     )
-    run = {"name": name, "used_at": now, "runs": 1, "writer": writer}
-    parameters = [{**key_values(key), **run} for key in keys]
-    await connection.execute(statement, parameters)
+
+
+_ADD = Prepared(_add)
 
 
 async def count_entries(
-    connection: AsyncConnection, namespace: Namespace, name: ManifestName | None = None
+    source: Source, namespace: Namespace, name: ManifestName | None = None
 ) -> int:
     """How many entries a manifest has, or all of a namespace."""
-    statement = select(func.count()).select_from(entries).where(entries.c.namespace == namespace)
-    if name is not None:
-        statement = statement.where(entries.c.name == name)
-    return int(await connection.scalar(statement) or 0)
+    found = await _COUNT[name is not None].fetch_one(source, _which(namespace, name))
+    return int(found[0]) if found is not None else 0
 
 
-async def list_entries(
-    connection: AsyncConnection, namespace: Namespace, name: ManifestName
-) -> list[ManifestEntry]:
+async def list_entries(source: Source, namespace: Namespace, name: ManifestName) -> list[EntryRow]:
     """The entries of one manifest, most recently used first; none when there is no manifest."""
-    results = await connection.execute(
-        select(entries).where(_of(namespace, name)).order_by(*_ORDER)
-    )
-    return [
-        ManifestEntry(
-            key=stored_key(result).key,
-            used_at=result.used_at,
-            runs=result.runs,
-        )
-        for result in results
-    ]
+    found = await _LIST.fetch(source, _which(namespace, name))
+    return [EntryRow(*row) for row in found if row[0] in KNOWN_KINDS]
 
 
 async def drop_unused_entries(
@@ -98,7 +151,7 @@ async def list_unused(connection: AsyncConnection, *, before: datetime) -> Seque
 
 
 async def trim_entries(
-    connection: AsyncConnection,
+    connection: Connection,
     namespace: Namespace,
     name: ManifestName | None = None,
     *,
@@ -109,23 +162,52 @@ async def trim_entries(
     It keeps as many of each writer: nobody pushes out the entries of others, or those that several
     have used.
     """
-    chosen = entries.c.namespace == namespace
-    if name is not None:
-        chosen = _of(namespace, name)
-    key = (entries.c.name, entries.c.fingerprint, entries.c.kind, entries.c.device_type)
+    if await count_entries(connection, namespace, name) <= keep:
+        return
+    surplus = await _SURPLUS[name is not None].fetch(
+        connection, {**_which(namespace, name), "keep": keep}
+    )
+    old = [f"old_{column.name}" for column in _KEY]
+    await _DELETE.execute_all(
+        connection,
+        [{"of_namespace": namespace, **dict(zip(old, row, strict=True))} for row in surplus],
+    )
+
+
+def _which(namespace: Namespace, name: ManifestName | None) -> dict[str, str]:
+    return {"of_namespace": namespace} | ({"of_name": name} if name is not None else {})
+
+
+def _count(chosen: ColumnElement[bool]) -> Select[Any]:
+    return select(func.count()).select_from(entries).where(chosen)
+
+
+def _surplus(chosen: ColumnElement[bool]) -> Select[Any]:
     order = (*_ORDER, entries.c.name)
     turn = func.row_number().over(partition_by=entries.c.writer, order_by=order)
-    surplus = select(*key).where(chosen).order_by(turn, *order).offset(keep)
-    parameters = [
-        {f"old_{column}": value for column, value in row._asdict().items()}
-        for row in await connection.execute(surplus)
-    ]
-    if parameters:
-        is_old = and_(*(column == bindparam(f"old_{column.name}") for column in key))
-        await connection.execute(
-            delete(entries).where(entries.c.namespace == namespace, is_old), parameters
-        )
+    keep = bindparam("keep", type_=Integer)
+    return select(*_KEY).where(chosen).order_by(turn, *order).offset(keep)
 
 
-def _of(namespace: Namespace, name: ManifestName) -> ColumnElement[bool]:
-    return and_(entries.c.namespace == namespace, entries.c.name == name)
+_KEY = (entries.c.name, entries.c.fingerprint, entries.c.kind, entries.c.device_type)
+_OF_NAMESPACE = entries.c.namespace == bindparam("of_namespace")
+_OF_NAME = and_(_OF_NAMESPACE, entries.c.name == bindparam("of_name"))
+
+_LIST = Prepared(
+    lambda _: (
+        select(*(entries.c[name] for name in EntryRow._fields)).where(_OF_NAME).order_by(*_ORDER)
+    )
+)
+_COUNT = {
+    False: Prepared(lambda _: _count(_OF_NAMESPACE)),
+    True: Prepared(lambda _: _count(_OF_NAME)),
+}
+_SURPLUS = {
+    False: Prepared(lambda _: _surplus(_OF_NAMESPACE)),
+    True: Prepared(lambda _: _surplus(_OF_NAME)),
+}
+_DELETE = Prepared(
+    lambda _: delete(entries).where(
+        _OF_NAMESPACE, *(column == bindparam(f"old_{column.name}") for column in _KEY)
+    )
+)

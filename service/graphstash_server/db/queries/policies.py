@@ -1,27 +1,83 @@
 """Statements on `namespaces`."""
 
+from collections.abc import Sequence
 from datetime import datetime
-from typing import Any
+from typing import Final, NamedTuple
 
-from sqlalchemy import delete, select
+from sqlalchemy import Boolean, Integer, delete, select, type_coerce
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Namespace, NamespaceInfo, NamespacePolicy, WriteMode
+from graphstash_server.db.prepared import NOTHING, Prepared, Row, Source
 from graphstash_server.db.queries.shared import insert_into
 from graphstash_server.db.tables import namespaces
 
-__all__ = ["delete_policy", "find_policy", "list_policies", "put_policy"]
+__all__ = [
+    "PolicyRow",
+    "delete_policy",
+    "find_policy",
+    "list_policies",
+    "list_rules",
+    "put_policy",
+]
+
+
+class PolicyRow(NamedTuple):
+    """A policy as it is stored; `policy` reads it."""
+
+    namespace: str
+    mode: str
+    trusted: bool
+    anonymous_read: bool
+    limit_bytes: int | None
+    max_artifact_bytes: int | None
+    requests_per_second: float | None
+
+    @property
+    def policy(self) -> NamespacePolicy:
+        """The rules. A mode that only a later release knows is read as read-only."""
+        return NamespacePolicy.model_construct(
+            mode=WriteMode(self.mode) if self.mode in _MODES else WriteMode.READ_ONLY,
+            trusted=bool(self.trusted),
+            anonymous_read=bool(self.anonymous_read),
+            limit_bytes=self.limit_bytes,
+            max_artifact_bytes=self.max_artifact_bytes,
+            requests_per_second=self.requests_per_second,
+        )
+
+
+_MODES: Final = frozenset(WriteMode)
+
+
+async def list_rules(source: Source) -> Sequence[Row]:
+    """Every policy as it is stored, by namespace, in the order of the fields of `PolicyRow`.
+
+    There may be ten thousand of them, and they are read every two seconds: a row is what the driver
+    returns, without a conversion.
+    """
+    return await _LIST.fetch(source, NOTHING)
+
+
+_RULES = tuple(namespaces.c[name] for name in PolicyRow._fields)
+_LIST = Prepared(
+    lambda _: select(
+        *(
+            type_coerce(column, Integer) if isinstance(column.type, Boolean) else column
+            for column in _RULES
+        )
+    ).order_by(namespaces.c.namespace)
+)
 
 
 async def list_policies(connection: AsyncConnection) -> list[NamespaceInfo]:
     """Every namespace that has a policy of its own, by name."""
-    statement = select(namespaces).order_by(namespaces.c.namespace)
+    statement = select(*_RULES, namespaces.c.updated_at).order_by(namespaces.c.namespace)
     return [_info(found) for found in await connection.execute(statement)]
 
 
 async def find_policy(connection: AsyncConnection, namespace: Namespace) -> NamespaceInfo | None:
     """The policy of one namespace; None when it has none of its own."""
-    statement = select(namespaces).where(namespaces.c.namespace == namespace)
+    statement = select(*_RULES, namespaces.c.updated_at).where(namespaces.c.namespace == namespace)
     found = (await connection.execute(statement)).first()
     return None if found is None else _info(found)
 
@@ -50,17 +106,9 @@ async def delete_policy(connection: AsyncConnection, namespace: Namespace) -> bo
     return (await connection.execute(statement)).rowcount == 1
 
 
-def _info(found: Any) -> NamespaceInfo:
-    """A mode that only a later release knows is read as read-only."""
-    known = found.mode in set(WriteMode)
-    policy = NamespacePolicy.model_construct(
-        mode=WriteMode(found.mode) if known else WriteMode.READ_ONLY,
-        trusted=found.trusted,
-        anonymous_read=found.anonymous_read,
-        limit_bytes=found.limit_bytes,
-        max_artifact_bytes=found.max_artifact_bytes,
-        requests_per_second=found.requests_per_second,
-    )
+def _info(found: Row) -> NamespaceInfo:
+    *rules, updated_at = found
+    row = PolicyRow(*rules)
     return NamespaceInfo.model_construct(
-        namespace=Namespace(found.namespace), policy=policy, updated_at=found.updated_at
+        namespace=Namespace(row.namespace), policy=row.policy, updated_at=updated_at
     )

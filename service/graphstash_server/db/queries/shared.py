@@ -1,9 +1,9 @@
 """What the statements of several tables share: keys of artifacts, and insert-or-update."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
-from sqlalchemy import ColumnElement, Table, and_, bindparam
+from sqlalchemy import BindParameter, ColumnElement, Table, and_, bindparam
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -11,13 +11,17 @@ from graphstash_schema import ArtifactKind
 from graphstash_server.keys import StoredKey
 
 __all__ = [
+    "KEY_COLUMNS",
     "KNOWN_KINDS",
     "Upsert",
     "in_parts",
+    "insert_in",
     "insert_into",
     "is_key",
     "key_parameters",
     "key_values",
+    "new_values",
+    "prefixed",
     "stored_key",
     "where_key",
 ]
@@ -27,6 +31,10 @@ _KEYS_PER_STATEMENT = 500
 
 KNOWN_KINDS: Final = [kind.value for kind in ArtifactKind]
 """Artifacts of other kinds are left to servers of a later release, which know them."""
+
+
+KEY_COLUMNS: Final = ("namespace", "fingerprint", "kind", "device_type")
+"""The columns of a key, in the order of every primary key."""
 
 
 def key_values(key: StoredKey) -> dict[str, str]:
@@ -41,13 +49,29 @@ def key_values(key: StoredKey) -> dict[str, str]:
 
 def key_parameters(key: StoredKey) -> dict[str, Any]:
     """The parameters of `where_key`."""
-    return {f"key_{name}": value for name, value in key_values(key).items()}
+    return {
+        "key_namespace": key.namespace,
+        "key_fingerprint": key.fingerprint,
+        "key_kind": key.kind.value,
+        "key_device_type": key.device_type,
+    }
 
 
 def where_key(table: Table) -> ColumnElement[bool]:
     """The row that `key_parameters` name: for statements that are built once, or run for many."""
-    names = ("namespace", "fingerprint", "kind", "device_type")
-    return and_(*(table.c[name] == bindparam(f"key_{name}") for name in names))
+    return and_(*(table.c[name] == bindparam(f"key_{name}") for name in KEY_COLUMNS))
+
+
+def new_values(table: Table, names: Iterable[str]) -> dict[str, BindParameter[Any]]:
+    """The columns that a statement sets, each to the parameter `new_` and its name."""
+    return {name: bindparam(f"new_{name}", type_=table.c[name].type) for name in names}
+
+
+def prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of columns as the parameters of a statement: a parameter cannot have the name of a
+    column that is set.
+    """
+    return {f"{prefix}{name}": value for name, value in values.items()}
 
 
 def stored_key(row: Any) -> StoredKey:
@@ -78,6 +102,9 @@ Upsert: TypeAlias = sqlite.Insert | postgresql.Insert
 
 def insert_into(connection: AsyncConnection, table: Table) -> Upsert:
     """An INSERT that knows ON CONFLICT, in the dialect of the connection."""
-    if connection.dialect.name == "postgresql":
-        return postgresql.insert(table)
-    return sqlite.insert(table)
+    return insert_in(connection.dialect.name, table)
+
+
+def insert_in(dialect: str, table: Table) -> Upsert:
+    """An INSERT that knows ON CONFLICT, in a dialect."""
+    return postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)

@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sqlalchemy import (
     ColumnElement,
-    Row,
     and_,
     bindparam,
     delete,
@@ -19,6 +18,7 @@ from sqlalchemy import (
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Grant, TokenInfo
+from graphstash_server.db.prepared import Prepared, Source, is_one_of
 from graphstash_server.db.tables import tokens
 
 __all__ = [
@@ -57,16 +57,22 @@ async def insert_token(connection: AsyncConnection, row: TokenRow) -> None:
     await connection.execute(insert(tokens).values(**values, secret_sha256=row.secret_sha256))
 
 
-async def find_tokens(connection: AsyncConnection, ids: Sequence[str]) -> dict[str, TokenRow]:
-    """Those of some tokens that exist, revoked ones included; `ids` must fit into one statement."""
-    results = await connection.execute(select(tokens).where(tokens.c.id.in_(ids)))
-    return {result.id: TokenRow(_info(result), result.secret_sha256) for result in results}
+async def find_tokens(source: Source, ids: Sequence[str]) -> dict[str, TokenRow]:
+    """Those of some tokens that exist, revoked ones included."""
+    found = {}
+    for row in await _FIND.fetch(source, {"ids": ids}):
+        columns = dict(zip(tokens.c.keys(), row, strict=True))
+        found[columns["id"]] = TokenRow(_info(columns), columns["secret_sha256"])
+    return found
+
+
+_FIND = Prepared(lambda dialect: select(tokens).where(is_one_of(tokens.c.id, "ids", dialect)))
 
 
 async def list_tokens(connection: AsyncConnection) -> list[TokenInfo]:
     """All tokens, newest first."""
     statement = select(tokens).order_by(tokens.c.created_at.desc(), tokens.c.id)
-    return [_info(result) for result in await connection.execute(statement)]
+    return [_info(result._asdict()) for result in await connection.execute(statement)]
 
 
 async def count_live_tokens(connection: AsyncConnection, *, now: datetime) -> int:
@@ -136,7 +142,6 @@ def _has_ended(before: datetime) -> ColumnElement[bool]:
     return or_(tokens.c.revoked_at < before, tokens.c.expires_at < before)
 
 
-def _info(result: Row[tuple[object, ...]]) -> TokenInfo:
-    values = result._asdict()
-    values["grants"] = tuple(map(Grant.parse, result.grants.split()))
-    return TokenInfo.model_validate(values)
+def _info(columns: Mapping[str, Any]) -> TokenInfo:
+    grants = tuple(map(Grant.parse, columns["grants"].split()))
+    return TokenInfo.model_validate({**columns, "grants": grants})

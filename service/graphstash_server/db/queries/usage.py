@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sqlalchemy import bindparam, func, literal, or_, select, union_all, update
+from sqlalchemy import ColumnElement, bindparam, func, literal, or_, select, union_all, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from graphstash_schema import NamespaceStats
+from graphstash_server.db.prepared import NOTHING, Connection, Prepared, Row, Source, is_one_of
 from graphstash_server.db.queries.costs import MANIFEST_ENTRY_BYTES, METADATA_BYTES
-from graphstash_server.db.queries.shared import insert_into
+from graphstash_server.db.queries.shared import Upsert, insert_in, new_values, prefixed
 from graphstash_server.db.tables import artifacts, manifest_entries, usage
 
 __all__ = [
@@ -16,7 +16,9 @@ __all__ = [
     "add_counts",
     "add_usage",
     "count_artifacts",
+    "find_namespaces",
     "list_namespaces",
+    "list_stored",
     "list_usage",
     "recount_usage",
     "stored_bytes",
@@ -44,41 +46,81 @@ class UsageChange(NamedTuple):
         return UsageChange._make(a + b for a, b in zip(self, other, strict=True))
 
 
-async def add_usage(connection: AsyncConnection, namespace: str, change: UsageChange) -> None:
+async def add_usage(connection: Connection, namespace: str, change: UsageChange) -> None:
     """Adds to a namespace's counters; the first change makes the row."""
-    statement = insert_into(connection, usage).values(namespace=namespace, **change._asdict())
-    statement = statement.on_conflict_do_update(
+    given = prefixed("new_", {"namespace": namespace, **change._asdict()})
+    await _ADD_USAGE.execute(connection, given)
+
+
+def _add_usage(dialect: str) -> Upsert:
+    statement = insert_in(dialect, usage).values(
+        new_values(usage, ("namespace", *UsageChange._fields))
+    )
+    return statement.on_conflict_do_update(
         index_elements=[usage.c.namespace],
         set_={name: usage.c[name] + statement.excluded[name] for name in UsageChange._fields},
     )
-    await connection.execute(statement)
 
 
-async def add_counts(connection: AsyncConnection, namespace: str, change: UsageChange) -> None:
+_ADD_USAGE = Prepared(_add_usage)
+
+
+async def add_counts(connection: Connection, namespace: str, change: UsageChange) -> None:
     """Adds to the counters of a namespace that has a row: something was stored in it.
 
     A client can request any number of namespaces that do not exist; they get no row.
     """
-    more = {f"more_{name}": value for name, value in change._asdict().items()}
-    await connection.execute(_ADD_COUNTS, {"of_namespace": namespace, **more})
+    given = prefixed("more_", change._asdict())
+    await _ADD_COUNTS.execute(connection, {"of_namespace": namespace, **given})
 
 
-_ADD_COUNTS = (
-    update(usage)
-    .where(usage.c.namespace == bindparam("of_namespace"))
-    .values({name: usage.c[name] + bindparam(f"more_{name}") for name in UsageChange._fields})
+_ADD_COUNTS = Prepared(
+    lambda _: (
+        update(usage)
+        .where(usage.c.namespace == bindparam("of_namespace"))
+        .values({name: usage.c[name] + bindparam(f"more_{name}") for name in UsageChange._fields})
+    )
 )
+
+
+async def find_namespaces(source: Source, names: Sequence[str]) -> set[str]:
+    """Those of some namespaces that something was ever stored in."""
+    return {name for (name,) in await _KNOWN.fetch(source, {"names": names})}
+
+
+_KNOWN = Prepared(
+    lambda dialect: select(usage.c.namespace).where(is_one_of(usage.c.namespace, "names", dialect))
+)
+
+
+async def list_usage(source: Source) -> Sequence[Row]:
+    """Every namespace that something was ever stored in, by name; in a row it comes first, and then
+    the fields of `UsageChange`.
+    """
+    return await _LIST.fetch(source, NOTHING)
+
+
+_LIST = Prepared(
+    lambda _: select(usage.c.namespace, *(usage.c[name] for name in UsageChange._fields)).order_by(
+        usage.c.namespace
+    )
+)
+
+
+_STORED: ColumnElement[int] = usage.c.size_bytes + usage.c.metadata_bytes + usage.c.manifest_bytes
+
+
+async def list_stored(source: Source) -> Sequence[Row]:
+    """The same namespaces, each with what its artifacts and manifests count against a limit."""
+    return await _LIST_STORED.fetch(source, NOTHING)
+
+
+_LIST_STORED = Prepared(lambda _: select(usage.c.namespace, _STORED).order_by(usage.c.namespace))
 
 
 async def list_namespaces(connection: AsyncConnection) -> Sequence[str]:
     """The names of every namespace that something was ever stored in."""
     return (await connection.scalars(select(usage.c.namespace))).all()
-
-
-async def list_usage(connection: AsyncConnection) -> Sequence[NamespaceStats]:
-    """Every namespace that something was ever stored in, by name."""
-    results = await connection.execute(select(usage).order_by(usage.c.namespace))
-    return [NamespaceStats.model_validate(result._asdict()) for result in results]
 
 
 async def count_artifacts(connection: AsyncConnection, namespace: str) -> int:
@@ -93,9 +135,6 @@ async def stored_bytes(connection: AsyncConnection, namespace: str | None = None
     if namespace is not None:
         statement = statement.where(usage.c.namespace == namespace)
     return int(await connection.scalar(statement) or 0)
-
-
-_STORED = usage.c.size_bytes + usage.c.metadata_bytes + usage.c.manifest_bytes
 
 
 async def recount_usage(

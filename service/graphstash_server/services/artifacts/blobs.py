@@ -33,6 +33,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from graphstash_schema import Digest, ErrorCode
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
+from graphstash_server.db.prepared import Source
 from graphstash_server.db.queries.artifacts import is_blob_used
 from graphstash_server.db.queries.deletions import (
     abandon_deletion,
@@ -42,6 +43,7 @@ from graphstash_server.db.queries.deletions import (
     drop_deletion,
     end_deletion,
     find_generations,
+    find_state,
     has_deletion,
     is_claimed,
     pending_bytes,
@@ -96,10 +98,9 @@ class BlobCollector:
             ServerError: 503, when that takes too long, for example because its server died.
         """
         for _ in range(_SETTLE_TIMES):
-            async with self._database.reading() as connection:
-                is_marked = await has_deletion(connection, digest)
+            is_marked, generation = await find_state(self._database, digest)
             if not is_marked:
-                await self.learn(digest)
+                self._blobs.use_generation(digest, generation)
                 return False
             async with self._database.writing() as connection:
                 await lock_blob(connection, digest)
@@ -214,12 +215,11 @@ class BlobCollector:
         """Learns under which name a blob is stored now; another server may have changed it. Returns
         whether that is news.
         """
-        async with self._database.reading() as connection:
-            generation = await self._generation(connection, digest)
+        generation = await self._generation(self._database, digest)
         return self._blobs.use_generation(digest, generation)
 
-    async def _generation(self, connection: AsyncConnection, digest: Digest) -> int:
-        return (await find_generations(connection, [digest])).get(digest.sha256, 0)
+    async def _generation(self, source: Source, digest: Digest) -> int:
+        return (await find_generations(source, [digest])).get(digest.sha256, 0)
 
     async def _delete(self, digest: Digest, *, generation: int, held_until: datetime) -> None:
         """Deletes a blob that this server has just claimed, and takes the mark off.

@@ -26,7 +26,8 @@ from graphstash_server.db.queries.eviction import (
     list_least_valuable,
 )
 from graphstash_server.db.queries.locks import lock_name
-from graphstash_server.db.queries.usage import list_usage, stored_bytes
+from graphstash_server.db.queries.usage import list_stored, stored_bytes
+from graphstash_server.services.artifacts.service import ArtifactService
 from graphstash_server.services.namespaces import Budgets, PolicyService
 
 __all__ = ["OVER_SOFT_LIMIT", "Evictor"]
@@ -53,12 +54,14 @@ class Evictor:
         database: Database,
         budgets: Budgets,
         policies: PolicyService,
+        artifacts: ArtifactService,
         clock: Clock,
     ) -> None:
         self.is_needed = asyncio.Event()
         self._database = database
         self._budgets = budgets
         self._policies = policies
+        self._artifacts = artifacts
         self._clock = clock
 
     async def run(self, *, actor: Actor) -> int:
@@ -106,18 +109,14 @@ class Evictor:
             async with self._database.writing() as connection:
                 gone = await evict_artifacts(connection, page, now=self._clock())
                 await self._log(connection, gone, actor=actor, reason=reason)
+            self._forget(gone)
             evicted += len(gone)
         return evicted
 
     async def _passed(self) -> list[tuple[str | None, int]]:
         """Namespaces, or None for the whole store, above their soft limit, and how far to go."""
         limits = await self._policies.limits()
-        async with self._database.reading() as connection:
-            usage = await list_usage(connection)
-        sizes: dict[str | None, int] = {
-            each.namespace: each.size_bytes + each.metadata_bytes + each.manifest_bytes
-            for each in usage
-        }
+        sizes: dict[str | None, int] = dict(map(tuple, await list_stored(self._database)))
         budgets = {name: self._budgets.of(name or "", limits) for name in sizes}
         budgets[None] = self._budgets.store  # last: what the namespaces free counts for it
         sizes[None] = sum(sizes.values())
@@ -169,9 +168,15 @@ class Evictor:
                     connection, chosen, now=now, spares_looked_up=spares_looked_up
                 )
                 await self._log(connection, gone, actor=actor, reason=reason)
+            self._forget(gone)
             evicted += len(gone)
             if not gone:
                 return evicted
+
+    def _forget(self, gone: Sequence[Candidate]) -> None:
+        """This process serves none of them any longer, though their blobs may still be there."""
+        for candidate in gone:
+            self._artifacts.forget(candidate.key)
 
     async def _log(
         self,

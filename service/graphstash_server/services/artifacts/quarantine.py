@@ -107,8 +107,7 @@ class QuarantineService:
             may_withhold: whether the caller may write.
             may_decide: whether the caller may delete, so that nobody else has to agree.
         """
-        async with self._database.reading() as connection:
-            stored = await find_stored(connection, key)
+        stored = await find_stored(self._database, key)
         if stored is None or str(stored.digest) != report.digest:
             return _NOTHING
         counts = may_withhold and report.reason.is_about_artifact
@@ -206,8 +205,7 @@ class QuarantineService:
 
     async def delete(self, key: StoredKey, *, actor: Actor) -> bool:
         """Deletes a withheld artifact; False when it is not withheld."""
-        async with self._database.reading() as connection:
-            stored = await find_stored(connection, key)
+        stored = await find_stored(self._database, key)
         if stored is None or stored.withheld_at is None:
             return False
         return await self._artifacts.delete(key, actor=actor)

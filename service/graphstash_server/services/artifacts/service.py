@@ -177,8 +177,7 @@ class ArtifactService:
     async def find_stored(self, key: StoredKey) -> ArtifactRow | None:
         """The same, withheld or not: what an upload would conflict with."""
         for _ in range(_LOOKS):
-            async with self._database.reading() as connection:
-                row = await find_stored(connection, key)
+            row = await find_stored(self._database, key)
             if row is None or await self._is_there(row):
                 return row
             if await self.heal(row):
@@ -230,18 +229,13 @@ class ArtifactService:
         not decide what stays. The protection lasts for twice that time, so that a second lookup
         soon after writes nothing. Blobs are not checked: a lost one shows at the GET.
         """
-        async with self._database.reading() as connection:
-            found = await find_artifacts(connection, namespace, keys)
         promised = self._clock() + _PIN
-        loose = [
-            key
-            for key, artifact in found.items()
-            if artifact.looked_up_until is None or artifact.looked_up_until < promised
-        ]
+        found = await find_artifacts(self._database, namespace, keys, until=promised)
+        loose = found.unprotected
         if loose := loose[: self._allowance(namespace, caller, len(loose))]:
             async with self._database.writing() as connection:
                 await note_look_up(connection, loose, until=promised + _PIN)
-        return {key: artifact.digest for key, artifact in found.items()}
+        return found.digests
 
     def _allowance(self, namespace: Namespace, caller: str, wanted: int) -> int:
         """How many artifacts a caller's look-up may protect now."""
@@ -258,8 +252,7 @@ class ArtifactService:
         when it is absent.
         """
         while True:  # it may be replaced in between
-            async with self._database.reading() as connection:
-                row = await find_stored(connection, key)
+            row = await find_stored(self._database, key)
             if row is None:
                 self.forget(key)
                 return False
@@ -285,14 +278,19 @@ class ArtifactService:
             self._accounting.count_healed()
         return is_dropped
 
+    def remember(self, row: ArtifactRow) -> None:
+        """Serves an artifact that this process has just stored without a query: many may be waiting
+        for it.
+        """
+        self._recent.add(row, read_at=row.created_at)
+
     def forget(self, key: StoredKey) -> None:
         """Makes the next request query the database: the artifact has changed."""
         self._recent.drop(key)
 
     async def _read(self, key: StoredKey) -> ArtifactRow | None:
         read_at = self._clock()
-        async with self._database.reading() as connection:
-            row = await find_artifact(connection, key)
+        row = await find_artifact(self._database, key)
         if row is not None:
             self._recent.add(row, read_at=read_at)
         return row

@@ -7,18 +7,18 @@ no other.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from typing import NamedTuple, TypeAlias
-
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import AuditAction, Digest, ErrorCode, Namespace, NamespacePolicy, WriteMode
 from graphstash_server.actor import Actor
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.notifications import notify
+from graphstash_server.db.prepared import Connection as Transaction
 from graphstash_server.db.queries.artifacts import (
     ArtifactRow,
     NewArtifact,
@@ -34,7 +34,7 @@ from graphstash_server.db.queries.deletions import (
     find_generations,
 )
 from graphstash_server.db.queries.leases import end_leases
-from graphstash_server.db.queries.locks import pausing, share_blobs
+from graphstash_server.db.queries.locks import end_pause, pause, share_blobs
 from graphstash_server.db.queries.usage import UsageChange, add_usage
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
@@ -87,10 +87,12 @@ class Commit(NamedTuple):
 
     Attributes:
         stays: digest of the artifact that was faster and stays; None when this one was stored.
+        stored: this artifact; None when another one stays.
         replaced: the artifact that this one replaced.
     """
 
     stays: Digest | None = None
+    stored: ArtifactRow | None = None
     replaced: ArtifactRow | None = None
 
 
@@ -161,55 +163,101 @@ class CommitBatcher:
         return again
 
     async def _commit_all(self, uploads: Sequence[Upload]) -> list[_Outcome]:
-        """One transaction of one namespace; an error of a single upload is its own outcome."""
-        now = self._clock()
-        change = UsageChange()
-        stored: list[tuple[Upload, ArtifactRow | None]] = []
-        outcomes: list[_Outcome] = []
+        """One transaction of one namespace; an error of a single upload is its own outcome.
+
+        Its two steps stand on either side of the question whether the store has the blobs.
+        """
         digests = [upload.digest for upload in uploads]
-        async with self._database.writing() as connection:
-            # All locks at once: two transactions that take them in two steps could wait for each
-            # other.
-            locked = {*digests, *await _in_the_way(connection, uploads)}
-            await share_blobs(connection, list(locked))
-            doomed = await doomed_digests(connection, digests)
-            # After them: what ends such a deletion counts the generation up at the same time.
-            for digest, generation in (await find_generations(connection, digests)).items():
+        async with self._database.writing_in_steps() as steps:
+            batch = await steps.run(partial(_lock, uploads=uploads))
+            for digest, generation in batch.generations.items():
                 self._blobs.use_generation(Digest(digest, 0), generation)
-            async with pausing(connection, seconds=_LOOK_SECONDS):  # nothing is changed yet
-                sizes = await asyncio.gather(
-                    *(self._blobs.stat(digest, is_newest=True) for digest in digests)
-                )
-            for upload, size_bytes in zip(uploads, sizes, strict=True):
-                outcome: _Outcome = _deleted_meanwhile()
-                is_there = size_bytes == upload.digest.size_bytes
-                if is_there and upload.digest.sha256 not in doomed:
-                    outcome = await _store(connection, upload, now, locked=locked)
-                if isinstance(outcome, Commit) and outcome.stays is None:
-                    stored.append((upload, outcome.replaced))
-                    change = change.plus(_change(upload, outcome.replaced))
-                outcomes.append(outcome)
-            if stored:
-                await add_usage(connection, uploads[0].key.namespace, change)
-                await end_leases(connection, [upload.key for upload, _ in stored], now=now)
-                news = [
-                    Notification.ready(upload.key, upload.digest).payload for upload, _ in stored
-                ]
-                await notify(connection, news)
-                gone = [row.digest for _, row in stored if row is not None]
-                await add_deletions(connection, gone)
-                await add_audit(connection, [_record(*each, now) for each in stored])
-        return outcomes
+            sizes = await asyncio.gather(
+                *(self._blobs.stat(digest, is_newest=True) for digest in digests)
+            )
+            are_there = [
+                size_bytes == digest.size_bytes and digest.sha256 not in batch.doomed
+                for digest, size_bytes in zip(digests, sizes, strict=True)
+            ]
+            return await steps.run(
+                partial(
+                    _store_all,
+                    uploads=uploads,
+                    are_there=are_there,
+                    locked=batch.locked,
+                    now=self._clock(),
+                ),
+                is_last=True,
+            )
 
 
-async def _in_the_way(connection: AsyncConnection, uploads: Sequence[Upload]) -> list[Digest]:
+class _Locked(NamedTuple):
+    """What a transaction has locked, and what it saw of it then.
+
+    Attributes:
+        locked: the blobs that are uploaded, and those that they will replace.
+        doomed: the SHA-256 of those that some server is deleting.
+        generations: of their names in the store, by SHA-256.
+    """
+
+    locked: Collection[Digest]
+    doomed: Collection[str]
+    generations: Mapping[str, int]
+
+
+async def _lock(connection: Transaction, *, uploads: Sequence[Upload]) -> _Locked:
+    """The first step; nothing is changed yet."""
+    digests = [upload.digest for upload in uploads]
+    # All locks at once: two transactions that take them in two steps could wait for each other.
+    locked = {*digests, *await _in_the_way(connection, uploads)}
+    await share_blobs(connection, list(locked))
+    doomed = await doomed_digests(connection, digests)
+    # After them: what ends such a deletion counts the generation up at the same time.
+    generations = await find_generations(connection, digests)
+    await pause(connection, seconds=_LOOK_SECONDS)
+    return _Locked(locked, doomed, generations)
+
+
+async def _store_all(
+    connection: Transaction,
+    *,
+    uploads: Sequence[Upload],
+    are_there: Sequence[bool],
+    locked: Collection[Digest],
+    now: datetime,
+) -> list[_Outcome]:
+    """The second step: stores the artifacts whose blobs are there."""
+    await end_pause(connection)
+    change = UsageChange()
+    stored: list[tuple[Upload, ArtifactRow | None]] = []
+    outcomes: list[_Outcome] = []
+    for upload, is_there in zip(uploads, are_there, strict=True):
+        outcome: _Outcome = _deleted_meanwhile()
+        if is_there:
+            outcome = await _store(connection, upload, now, locked=locked)
+        if isinstance(outcome, Commit) and outcome.stays is None:
+            stored.append((upload, outcome.replaced))
+            change = change.plus(_change(upload, outcome.replaced))
+        outcomes.append(outcome)
+    if stored:
+        await add_usage(connection, uploads[0].key.namespace, change)
+        await end_leases(connection, [upload.key for upload, _ in stored], now=now)
+        news = [Notification.ready(upload.key, upload.digest).payload for upload, _ in stored]
+        await notify(connection, news)
+        gone = [row.digest for _, row in stored if row is not None]
+        await add_deletions(connection, gone)
+        await add_audit(connection, [_record(*each, now) for each in stored])
+    return outcomes
+
+
+async def _in_the_way(connection: Transaction, uploads: Sequence[Upload]) -> list[Digest]:
     """Blobs of artifacts that uploads will replace, as far as that can be seen yet."""
     rows = [await find_stored(connection, upload.key) for upload in uploads if upload.replaces]
     return [row.digest for row in rows if row is not None]
 
 
 async def _store(
-    connection: AsyncConnection, upload: Upload, now: datetime, *, locked: Collection[Digest]
+    connection: Transaction, upload: Upload, now: datetime, *, locked: Collection[Digest]
 ) -> _Outcome:
     """Tries again when the artifact that was in the way is gone at the second look.
 
@@ -224,7 +272,7 @@ async def _store(
     )
     while True:
         if await insert_artifact(connection, new, now=now):
-            return Commit()
+            return Commit(stored=_row(new, now))
         existing = await find_stored(connection, upload.key)
         if existing is None:
             continue
@@ -235,7 +283,14 @@ async def _store(
         if existing.digest not in locked:
             return None
         if await replace_artifact(connection, new, replaces=existing, now=now):
-            return Commit(replaced=existing)
+            return Commit(stored=_row(new, now), replaced=existing)
+
+
+def _row(new: NewArtifact, now: datetime) -> ArtifactRow:
+    """What a query for it would find now."""
+    return ArtifactRow(
+        new.key, new.digest, new.metadata_header, new.compile_seconds, hits=0, created_at=now
+    )
 
 
 def _change(upload: Upload, replaced: ArtifactRow | None) -> UsageChange:
@@ -343,6 +398,8 @@ class UploadService:
             if is_due:
                 await asyncio.shield(self._drop_blob(upload.digest))
             raise
+        if commit.stored is not None:
+            self._artifacts.remember(commit.stored)
         self._wait_queue.wake(Notification.ready(upload.key, commit.stays or upload.digest))
         if commit.replaced is not None:
             self._artifacts.forget(upload.key)

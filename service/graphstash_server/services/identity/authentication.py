@@ -37,7 +37,7 @@ _MAX_UNKNOWN = 10_000
 """Ids of 16 characters: about 2 MB."""
 
 _AT_ONCE = 500
-"""Below every database's limit on parameters."""
+"""What one statement reads."""
 
 
 class KnownToken(NamedTuple):
@@ -103,8 +103,7 @@ class KnownTokens:
                 read_at = self._clock()
                 self._reading = set(batch)
                 try:
-                    async with self._database.reading() as connection:
-                        rows = await find_tokens(connection, list(batch))
+                    rows = await find_tokens(self._database, list(batch))
                 except Exception as error:  # noqa: BLE001 - it belongs to those who wait
                     self._settle(batch, error)
                 else:

@@ -163,8 +163,7 @@ class LeaseService:
             row = await self._artifacts.find(wanted.key)
             if row is not None:
                 return _ready(row.digest), row.digest
-            async with self._database.reading() as connection:
-                lease = await find_lease(connection, wanted.key)
+            lease = await find_lease(self._database, wanted.key)
             if lease is not None and lease.is_held(self._clock()):
                 return self._held(lease), None
             reply = await self._take(wanted)

@@ -3,18 +3,21 @@
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime, timedelta
 from functools import partial
+from typing import TypeAlias
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from graphstash_schema import Manifest, ManifestName, Namespace
+from graphstash_schema import ManifestName, Namespace
 from graphstash_schema.protocol import MAX_MANIFEST_ENTRIES
 from graphstash_server.actor import Actor
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
+from graphstash_server.db.prepared import Connection as Transaction
 from graphstash_server.db.queries.artifacts import pin_artifacts, unpin_artifacts
 from graphstash_server.db.queries.costs import MANIFEST_ENTRY_BYTES
 from graphstash_server.db.queries.locks import lock_name
 from graphstash_server.db.queries.manifests import (
+    EntryRow,
     add_run,
     count_entries,
     drop_unused_entries,
@@ -26,7 +29,10 @@ from graphstash_server.db.queries.usage import UsageChange, add_usage
 from graphstash_server.keys import StoredKey
 from graphstash_server.services.artifacts.room import Room, RoomKeeper
 
-__all__ = ["ManifestService", "PinService"]
+__all__ = ["ManifestService", "PinService", "StoredEntry"]
+
+StoredEntry: TypeAlias = EntryRow
+"""What services return about an entry."""
 
 _UNUSED = timedelta(days=90)
 """An entry that no run used for this long belongs to a model that is gone."""
@@ -47,11 +53,9 @@ class ManifestService:
         self._rooms = rooms
         self._clock = clock
 
-    async def get(self, namespace: Namespace, name: ManifestName) -> Manifest | None:
-        """The manifest; None when there is none."""
-        async with self._database.reading() as connection:
-            entries = await list_entries(connection, namespace, name)
-        return Manifest(name=name, entries=tuple(entries)) if entries else None
+    async def get(self, namespace: Namespace, name: ManifestName) -> list[EntryRow]:
+        """The entries of a manifest, most recently used first; none when there is no manifest."""
+        return await list_entries(self._database, namespace, name)
 
     async def merge(
         self,
@@ -61,36 +65,26 @@ class ManifestService:
         *,
         writer: str,
         actor: Actor,
-    ) -> tuple[Manifest, bool]:
+    ) -> tuple[list[EntryRow], bool]:
         """Adds what one run of a writer used; a key that is named twice counts once. Evictions that
         it needs are logged in the name of the actor.
 
         Returns:
-            The manifest, and whether it is a new one.
+            The entries of the manifest, and whether it is a new one.
 
         Raises:
             NoSpaceError: the namespace or the store has no room for so many more entries.
         """
-        now = self._clock()
         wanted = list(dict.fromkeys(keys))
-        async with self._database.reading() as connection:
-            known = {entry.key for entry in await list_entries(connection, namespace, name)}
-        more = sum(key.key not in known for key in wanted)
+        known = {entry.name for entry in await list_entries(self._database, namespace, name)}
+        more = sum((key.kind, key.device_type, key.fingerprint) not in known for key in wanted)
         room = Room(namespace, blob_bytes=0, row_bytes=more * MANIFEST_ENTRY_BYTES, actor=actor)
         await self._rooms.check(room)
         with self._rooms.opened(room):
             await self._rooms.take(room, room.row_bytes)
-            async with self._database.writing() as connection:
-                await lock_name(connection, f"manifests {namespace}")
-                before = await count_entries(connection, namespace)
-                is_new = not await count_entries(connection, namespace, name)
-                await add_run(connection, name, wanted, writer=writer, now=now)
-                await trim_entries(connection, namespace, name, keep=MAX_MANIFEST_ENTRIES)
-                await trim_entries(connection, namespace, keep=_MAX_ENTRIES)
-                added = await count_entries(connection, namespace) - before
-                await _count(connection, namespace, added)
-                entries = await list_entries(connection, namespace, name)
-        return Manifest(name=name, entries=tuple(entries)), is_new
+            async with self._database.writing_in_steps() as steps:
+                run = partial(_merge, name=name, keys=wanted, writer=writer, now=self._clock())
+                return await steps.run(run, is_last=True)
 
     async def drop_unused(self) -> None:
         """Deletes what no run used for `_UNUSED`, of all namespaces."""
@@ -103,7 +97,27 @@ class ManifestService:
                 await _count(connection, namespace, -dropped)
 
 
-async def _count(connection: AsyncConnection, namespace: str, more: int) -> None:
+async def _merge(
+    connection: Transaction,
+    *,
+    name: ManifestName,
+    keys: Sequence[StoredKey],
+    writer: str,
+    now: datetime,
+) -> tuple[list[EntryRow], bool]:
+    namespace = keys[0].namespace
+    await lock_name(connection, f"manifests {namespace}")
+    before = await count_entries(connection, namespace)
+    is_new = not await count_entries(connection, namespace, name)
+    await add_run(connection, name, keys, writer=writer, now=now)
+    await trim_entries(connection, namespace, name, keep=MAX_MANIFEST_ENTRIES)
+    await trim_entries(connection, namespace, keep=_MAX_ENTRIES)
+    added = await count_entries(connection, namespace) - before
+    await _count(connection, namespace, added)
+    return await list_entries(connection, namespace, name), is_new
+
+
+async def _count(connection: Transaction, namespace: str, more: int) -> None:
     if more:
         change = UsageChange(manifest_bytes=more * MANIFEST_ENTRY_BYTES)
         await add_usage(connection, namespace, change)
@@ -129,9 +143,16 @@ class PinService:
         job: ManifestName,
         change: Callable[[AsyncConnection, Sequence[StoredKey]], Awaitable[None]],
     ) -> int:
-        async with self._database.reading() as connection:
-            entries = await list_entries(connection, namespace, job)
-        keys = [StoredKey.of(namespace, entry.key) for entry in entries]
+        entries = await list_entries(self._database, namespace, job)
+        keys = [
+            StoredKey.parse(
+                namespace=namespace,
+                kind=entry.kind,
+                device_type=entry.device_type,
+                fingerprint=entry.fingerprint,
+            )
+            for entry in entries
+        ]
         async with self._database.writing() as connection:
             if keys:
                 await change(connection, keys)

@@ -1,0 +1,171 @@
+"""Reads: what requests ask the database most often, with one statement for all who ask the same.
+
+A read that has not begun yet is joined by whoever wants the same. One that has begun is not: what
+was committed meanwhile must be found, whoever committed it. So a crowd costs a statement or two,
+and nobody is told less than the database knew when they asked.
+
+Each lane runs one read, or on SQLite all that are wanted at that moment, on a connection that it
+keeps.
+"""
+
+import asyncio
+import sqlite3
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeAlias
+
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from graphstash_server.db.prepared import Compiled, Parameters, Prepared, Row
+from graphstash_server.db.sqlite import SqliteThread, as_core_says
+
+__all__ = ["Lane", "PostgresLane", "Reads", "SqliteLane"]
+
+Read: TypeAlias = tuple[Compiled, tuple[Any, ...]]
+"""A statement and its values."""
+
+Answer: TypeAlias = Sequence[Row] | Exception
+
+
+class Lane(Protocol):
+    """Runs reads, one call at a time.
+
+    Attributes:
+        at_once: how many reads one call takes.
+    """
+
+    at_once: int
+
+    async def fetch(self, wanted: Sequence[Read]) -> Sequence[Answer]:
+        """What each read finds, or why it failed."""
+
+    async def close(self) -> None:
+        """Gives the connection back."""
+
+
+class Reads:
+    """Distributes reads among lanes; use it on one event loop."""
+
+    def __init__(self, lanes: Sequence[Lane], *, is_postgresql: bool) -> None:
+        self._lanes = lanes
+        self._free = list(lanes)
+        self._is_postgresql = is_postgresql
+        self._wanted: dict[Read, list[asyncio.Future[Sequence[Row]]]] = {}
+        self._is_called = False
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def fetch(self, statement: Prepared, given: Parameters) -> Sequence[Row]:
+        """The rows of a statement, as they are at some time after this call."""
+        compiled = statement.postgresql if self._is_postgresql else statement.sqlite
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[Sequence[Row]] = loop.create_future()
+        self._wanted.setdefault((compiled, compiled.bind(given)), []).append(found)
+        if not self._is_called and self._free:
+            self._is_called = True
+            loop.call_soon(self._send)  # after whoever else asks in this turn of the loop
+        return await found
+
+    async def close(self) -> None:
+        """Waits for what is under way."""
+        if self._running:
+            await asyncio.wait(self._running)
+        for lane in self._lanes:
+            await lane.close()
+
+    def _send(self) -> None:
+        self._is_called = False
+        while self._wanted and self._free:
+            lane = self._free.pop()
+            batch = {read: self._wanted.pop(read) for read in list(self._wanted)[: lane.at_once]}
+            task = asyncio.get_running_loop().create_task(self._run(lane, batch))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+    async def _run(
+        self, lane: Lane, batch: "dict[Read, list[asyncio.Future[Sequence[Row]]]]"
+    ) -> None:
+        """An outermost frame: what fails belongs to those who wait for it."""
+        try:
+            answers = await lane.fetch(list(batch))
+        except Exception as error:  # noqa: BLE001 - see above
+            answers = [error] * len(batch)
+        finally:
+            self._free.append(lane)
+        for waiting, answer in zip(batch.values(), answers, strict=True):
+            for found in waiting:
+                if found.done():
+                    continue  # its caller was cancelled
+                if isinstance(answer, Exception):
+                    found.set_exception(answer)
+                else:
+                    found.set_result(answer)
+        self._send()
+
+
+class SqliteLane:
+    """A thread that takes every read that is wanted."""
+
+    at_once = 256
+
+    def __init__(self, thread: SqliteThread) -> None:
+        self._thread = thread
+
+    async def fetch(self, wanted: Sequence[Read]) -> Sequence[Answer]:
+        """Runs all of them in one call of the thread."""
+        return await self._thread.call(lambda connection: [_fetch(connection, *r) for r in wanted])
+
+    async def close(self) -> None:
+        """Ends the thread."""
+        await self._thread.close()
+
+
+def _fetch(connection: sqlite3.Connection, statement: Compiled, values: Sequence[Any]) -> Answer:
+    try:
+        return statement.rows(connection.execute(statement.sql, values).fetchall())
+    except sqlite3.Error as error:
+        return as_core_says(error)
+
+
+class PostgresLane:
+    """A connection of the pool, kept from the first read on. The driver has prepared every
+    statement that it has seen once.
+    """
+
+    at_once = 1
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._kept: AsyncConnection | None = None
+        self._driver: Any = None
+
+    async def fetch(self, wanted: Sequence[Read]) -> Sequence[Answer]:
+        """Runs one read; once more on another connection when the one that was kept has ended."""
+        ((statement, values),) = wanted
+        was_kept = self._kept is not None
+        try:
+            return [statement.rows(await self._fetch(statement.sql, values))]
+        except BaseException:
+            has_ended = self._driver is None or self._driver.is_closed()
+            await self._give_up()
+            if not (was_kept and has_ended):
+                raise
+        return [statement.rows(await self._fetch(statement.sql, values))]
+
+    async def close(self) -> None:
+        """Gives the connection back to the pool."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            await kept.close()
+
+    async def _fetch(self, sql: str, values: Sequence[Any]) -> Sequence[Row]:
+        if self._kept is None:
+            self._kept = await self._engine.connect()
+            self._driver = (await self._kept.get_raw_connection()).driver_connection
+        found: Sequence[Row] = await self._driver.fetch(sql, *values)
+        return found
+
+    async def _give_up(self) -> None:
+        """Takes another connection the next time: nobody knows what this one would say."""
+        kept, self._kept, self._driver = self._kept, None, None
+        if kept is not None:
+            await kept.invalidate()
+            await kept.close()

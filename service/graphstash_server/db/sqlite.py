@@ -1,0 +1,208 @@
+"""SQLite on its own driver: a connection in a thread, and a transaction in one call of that thread.
+
+A statement takes SQLite microseconds; handing it to a thread and its rows back takes longer. So a
+thread is called once for many statements: for all reads that are wanted at the same time
+(`db.reads`), and for a transaction, or for the part of it between two waits for something else.
+"""
+
+import asyncio
+import sqlite3
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Final, TypeAlias, TypeVar
+
+from sqlalchemy.engine import URL, Dialect
+from sqlalchemy.exc import DBAPIError
+
+__all__ = ["SqliteThread", "SqliteTransaction", "as_core_says", "set_pragmas"]
+
+T = TypeVar("T")
+
+_Work: TypeAlias = Callable[[sqlite3.Connection], Any]
+_Job: TypeAlias = "tuple[_Work, asyncio.Future[Any], asyncio.AbstractEventLoop]"
+
+_BUSY_MILLISECONDS: Final = 10_000
+
+
+class SqliteThread:
+    """One connection in a thread of its own, which begins with the first call."""
+
+    def __init__(self, url: URL, *, name: str, is_reader: bool = False) -> None:
+        """Prepares it; a reader can change nothing."""
+        self.dialect: Dialect = url.get_dialect()()
+        self._url = url
+        self._name = name
+        self._is_reader = is_reader
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def call(self, work: Callable[[sqlite3.Connection], T]) -> "asyncio.Future[T]":
+        """Runs `work` in the thread, after what was called before."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._jobs.put((work, future, loop))
+        return future
+
+    async def close(self) -> None:
+        """Ends the thread when it has done what was called, and its connection."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._jobs.put(None)
+            await asyncio.to_thread(thread.join)
+
+    def _run(self) -> None:
+        connection: sqlite3.Connection | None = None
+        while (job := self._jobs.get()) is not None:
+            work, future, loop = job
+            try:
+                if connection is None:
+                    connection = self._connect()
+                answer = partial(_settle, future, work(connection))
+            except sqlite3.Error as error:
+                answer = partial(_fail, future, as_core_says(error))
+            except BaseException as error:  # noqa: BLE001 - it belongs to the caller
+                answer = partial(_fail, future, error)
+            try:
+                loop.call_soon_threadsafe(answer)
+            except RuntimeError:  # the loop has ended, and nobody waits
+                break
+            del job, work, future, answer  # not kept while nothing is called
+        if connection is not None:
+            connection.close()
+
+    def _connect(self) -> sqlite3.Connection:
+        (path,), options = self.dialect.create_connect_args(self._url)
+        connection: sqlite3.Connection = sqlite3.connect(
+            path, **{**options, "isolation_level": None}
+        )
+        set_pragmas(connection, None)
+        if self._is_reader:
+            connection.execute("PRAGMA query_only=ON")
+        return connection
+
+
+class SqliteTransaction:
+    """A transaction on the connection of a thread.
+
+    What is run in it is the same coroutine as on PostgreSQL. It waits for nothing but statements,
+    which are done when they return, so the thread runs it from its beginning to its end.
+    """
+
+    def __init__(self, thread: SqliteThread) -> None:
+        """Begins nothing yet; the first `run` does."""
+        self.dialect = thread.dialect
+        self._thread = thread
+        self._connection: sqlite3.Connection | None = None
+        self._is_open = False
+
+    async def run(
+        self,
+        work: "Callable[[SqliteTransaction], Coroutine[Any, Any, T]]",
+        *,
+        is_last: bool = False,
+    ) -> T:
+        """Runs a part of the transaction in one call, and commits after the last one.
+
+        An exception rolls everything back. A caller that is cancelled waits for the thread: the
+        transaction must not go on behind its back.
+        """
+
+        def steps(connection: sqlite3.Connection) -> T:
+            try:
+                self._begin(connection)
+                result = _finish(work(self))
+                if is_last:
+                    connection.execute("COMMIT")
+                    self._is_open = False
+            except BaseException:
+                self._end(connection)
+                raise
+            return result
+
+        return await _to_its_end(self._thread.call(steps))
+
+    async def roll_back(self) -> None:
+        """Ends the transaction without a trace; does nothing when it has ended."""
+        if self._is_open:
+            await _to_its_end(self._thread.call(self._end))
+
+    def fetch(self, sql: str, values: Sequence[Any]) -> Sequence[Sequence[Any]]:
+        """Runs a statement and returns its rows. In the thread only."""
+        return self._open.execute(sql, values).fetchall()
+
+    def execute(self, sql: str, values: Sequence[Any]) -> int:
+        """Runs a statement and returns how many rows it changed. In the thread only."""
+        return self._open.execute(sql, values).rowcount
+
+    def execute_all(self, sql: str, values: Sequence[Sequence[Any]]) -> None:
+        """Runs a statement once for each of many parameters. In the thread only."""
+        self._open.executemany(sql, values)
+
+    def _begin(self, connection: sqlite3.Connection) -> None:
+        if self._connection is None:
+            connection.execute("BEGIN IMMEDIATE")
+            self._connection, self._is_open = connection, True
+        assert self._is_open  # noqa: S101 - what has ended is not gone on with
+
+    def _end(self, connection: sqlite3.Connection) -> None:
+        self._is_open = False
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+
+    @property
+    def _open(self) -> sqlite3.Connection:
+        assert self._connection is not None  # noqa: S101 - `run` begins it
+        return self._connection
+
+
+def set_pragmas(connection: Any, _record: Any) -> None:
+    """Prepares a new connection.
+
+    WAL lets readers continue while one writes. `synchronous=FULL` makes the commit wait for the
+    disk: with NORMAL a power cut could lose an artifact whose upload was acknowledged.
+    """
+    cursor = connection.cursor()
+    cursor.execute(f"PRAGMA busy_timeout={_BUSY_MILLISECONDS}")
+    cursor.execute("PRAGMA journal_mode=WAL")
+    cursor.execute("PRAGMA synchronous=FULL")
+    cursor.execute("PRAGMA foreign_keys=ON")
+    cursor.close()
+
+
+def as_core_says(error: sqlite3.Error) -> Exception:
+    """The same error as SQLAlchemy's connections raise it, so that both are handled alike."""
+    return DBAPIError.instance(None, None, error, sqlite3.Error)
+
+
+def _settle(future: "asyncio.Future[Any]", result: Any) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _fail(future: "asyncio.Future[Any]", error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
+async def _to_its_end(future: "asyncio.Future[T]") -> T:
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        await asyncio.wait([future])
+        raise
+
+
+def _finish(work: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine that waits for nothing."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    work.close()
+    raise RuntimeError("a transaction of SQLite waited for something else than its statements")

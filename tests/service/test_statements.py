@@ -1,0 +1,343 @@
+"""What requests cost the database: how many statements each takes, and who shares one."""
+
+import asyncio
+import json
+from datetime import timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from graphstash_schema import LookupRequest, Namespace, NamespacePolicy
+from graphstash_server.api.bodies import _plain_keys
+from graphstash_server.db.engine import Database
+from graphstash_server.db.queries.artifacts import find_artifact, find_stored
+from graphstash_server.db.queries.usage import UsageChange, add_usage, list_usage
+from graphstash_server.db.reads import PostgresLane, SqliteLane
+from graphstash_server.errors import ServerError
+from graphstash_server.keys import StoredKey
+from graphstash_server.services.namespaces import PolicyService
+from support.services import ACTOR, OVERWRITE, key_of
+from support.statements import recorded
+
+pytestmark = [pytest.mark.sql, pytest.mark.anyio]
+
+TEAM = Namespace("team")
+ONCE = NamespacePolicy()
+
+
+class HeldBack:
+    """Reads reach the database, and their answers wait until `may_return` is set."""
+
+    def __init__(self, monkeypatch):
+        self.has_read = asyncio.Event()
+        self.may_return = asyncio.Event()
+        for lane in (SqliteLane, PostgresLane):
+            monkeypatch.setattr(lane, "fetch", self._late(lane.fetch))
+
+    def _late(self, fetch):
+        async def late(lane, wanted):
+            answers = await fetch(lane, wanted)
+            self.has_read.set()
+            await self.may_return.wait()
+            return answers
+
+        return late
+
+
+async def test_an_artifact_that_is_not_in_memory_costs_one_statement(opened):
+    async with opened() as one, opened() as other:
+        await one.put(b"blob")
+        with recorded() as statements:
+            assert await other.get() == b"blob"
+            assert len(statements) == 1
+            assert await other.get(1) is None
+            assert len(statements) == 2
+            assert await other.get() == b"blob"
+        assert len(statements) == 2
+
+
+async def test_readers_of_one_key_share_a_statement(opened):
+    async with opened() as one, opened() as other:
+        await one.put(b"blob")
+        with recorded() as statements:
+            found = await asyncio.gather(*(other.get() for _ in range(50)))
+            missed = await asyncio.gather(*(other.get(1) for _ in range(50)))
+        assert set(found) == {b"blob"}
+        assert set(missed) == {None}
+        assert len(statements) == 2
+
+
+async def test_a_read_that_has_begun_is_not_joined(opened, monkeypatch):
+    """It may have missed what was stored since, and whoever asks then must find that."""
+    async with opened() as one, opened() as other:
+        held = HeldBack(monkeypatch)
+        early = asyncio.create_task(other.get())
+        await held.has_read.wait()
+        monkeypatch.undo()
+        await one.put(b"blob")
+        late = await other.get()
+        held.may_return.set()
+        assert late == b"blob"
+        assert await early is None
+        assert await other.get() == b"blob"
+
+
+async def test_what_a_process_has_stored_it_serves_without_a_statement(opened):
+    async with opened() as server:
+        await server.put(b"blob", policy=ONCE)
+        with recorded() as statements:
+            assert await server.get() == b"blob"
+        assert statements == []
+
+
+async def test_what_was_stored_and_deleted_or_replaced_is_not_served(opened):
+    async with opened() as server:
+        await server.put(b"blob", 1)
+        await server.context.artifacts.delete(key_of(1), actor=ACTOR)
+        await server.put(b"old", 2)
+        await server.put(b"new", 2, policy=OVERWRITE)
+        assert await server.get(1) is None
+        assert await server.get(2) == b"new"
+
+
+async def test_what_was_stored_and_evicted_is_not_served_while_its_blob_is_there(opened):
+    async with opened() as server:
+        await server.put(b"blob")
+        await server.context.evictor.shrink(None, goal_bytes=0, actor=ACTOR, reason="by this test")
+        assert await server.get() is None
+
+
+async def test_what_is_remembered_of_an_upload_is_what_the_database_says(opened):
+    async with opened() as one, opened() as other:
+        await one.put(b"blob", seconds=2.5)
+        mine, stored = [
+            (await server.context.artifacts.open(key_of())).row for server in (one, other)
+        ]
+        assert mine == stored
+
+
+async def test_an_upload_takes_few_statements_and_many_at_once_hardly_more(opened):
+    async with opened() as server:
+        await server.put(b"the first", 99, policy=ONCE)
+        with recorded() as statements:
+            await server.put(b"blob", policy=ONCE)
+        alone = len(statements)
+        with recorded() as statements:
+            await asyncio.gather(
+                *(server.put(b"blob %d" % number, number, policy=ONCE) for number in range(1, 17))
+            )
+        inserted = [each for each in statements if "INTO artifacts" in each.sql]
+        audited = [each for each in statements if "INTO audit" in each.sql]
+    # Two reads; the locks, marks and names of blobs; the artifact, counters, lease, news and log.
+    most = 11 if server.context.database.is_postgresql else 8
+    assert alone <= most, statements
+    assert len(inserted) == 16
+    assert len(audited) <= 2
+
+
+async def test_a_look_up_of_a_thousand_keys_is_one_statement(opened):
+    async with opened() as server:
+        for number in range(3):
+            await server.put(b"blob", number)
+        keys = [key_of(number) for number in range(1000)]
+        look_up = server.context.artifacts.lookup
+        assert len(await look_up(TEAM, keys, caller="")) == 3  # this one protects them, too
+        with recorded() as statements:
+            assert len(await look_up(TEAM, keys, caller="")) == 3
+        assert len(statements) == 1
+
+
+async def test_a_page_of_an_eviction_takes_few_statements(opened):
+    async with opened() as server:
+        await asyncio.gather(*(server.put(b"%04d" % number, number) for number in range(40)))
+        with recorded() as statements:
+            evicted = await server.context.evictor.shrink(
+                None, goal_bytes=0, actor=ACTOR, reason="by this test"
+            )
+        assert evicted == 40
+        assert len(statements) <= 20, statements
+
+
+async def test_a_merge_takes_as_many_statements_for_a_thousand_keys_as_for_one(opened):
+    async with opened() as server:
+        counts = []
+        await server.context.policies.limits()  # they are read every two seconds
+        for keys in ([key_of(0)], [key_of(number) for number in range(1000)]):
+            with recorded() as statements:
+                entries, _ = await server.context.manifests.merge(
+                    TEAM, "job", keys, writer="", actor=ACTOR
+                )
+            assert len(entries) == len(keys)
+            counts.append(len(statements))
+        assert counts[0] == counts[1]
+
+
+async def test_a_transaction_reads_the_same_rows_as_a_read_by_itself(opened):
+    async with opened() as server:
+        await server.put(b"blob", seconds=1.25)
+        database = server.context.database
+        alone = await find_artifact(database, key_of())
+        async with database.reading() as connection:
+            assert await find_artifact(connection, key_of()) == alone
+        async with database.writing_in_steps() as steps:
+            assert await steps.run(lambda each: find_stored(each, key_of())) == alone
+        assert alone.created_at.utcoffset() == timedelta(0)
+
+
+async def test_a_failing_step_leaves_nothing_behind(opened):
+    async with opened() as server:
+        database = server.context.database
+        await add_hit(database)
+
+        async def fail(connection):
+            await add_usage(connection, "team", UsageChange(hits=100))
+            raise LookupError("after a change")
+
+        async def fail_between():
+            async with database.writing_in_steps() as steps:
+                await steps.run(lambda each: add_usage(each, "team", UsageChange(hits=100)))
+                raise LookupError("between two steps")
+
+        with pytest.raises(LookupError):
+            async with database.writing_in_steps() as steps:
+                await steps.run(fail)
+        with pytest.raises(LookupError):
+            await fail_between()
+        await add_hit(database)
+        assert await hits(database) == 2
+
+
+async def test_a_step_whose_caller_is_cancelled_holds_up_nobody(opened):
+    async with opened() as server:
+        database = server.context.database
+        has_begun = asyncio.Event()
+
+        async def stay():
+            async with database.writing_in_steps() as steps:
+                await steps.run(lambda each: add_usage(each, "team", UsageChange(hits=100)))
+                has_begun.set()
+                await asyncio.Event().wait()
+
+        staying = asyncio.create_task(stay())
+        await has_begun.wait()
+        waiting = asyncio.create_task(add_hit(database))
+        staying.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await staying
+        await waiting
+        assert await hits(database) == 1
+
+
+async def add_hit(database):
+    async with database.writing_in_steps() as steps:
+        await steps.run(lambda each: add_usage(each, "team", UsageChange(hits=1)), is_last=True)
+
+
+async def hits(database):
+    ((_, *counters),) = await list_usage(database)
+    return UsageChange(*counters).hits
+
+
+async def test_a_read_reports_a_database_that_is_gone(tmp_path):
+    database = Database(f"sqlite+aiosqlite:///{tmp_path / 'no' / 'where'}")
+    with pytest.raises(ServerError, match="retry"):
+        await find_artifact(database, key_of())
+    await database.close()
+
+
+async def test_a_read_survives_the_end_of_its_connection(postgres, opened):
+    """A restarted database must not fail a request."""
+    async with opened() as server:
+        database = server.context.database
+        if not database.is_postgresql:
+            return
+        await server.put(b"blob")
+        assert await find_artifact(database, key_of()) is not None
+        name = database.url.database
+        ended = await asyncio.to_thread(
+            postgres.execute,
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+            f"WHERE datname = '{name}' AND pid <> pg_backend_pid()",
+        )
+        assert ended
+        assert await find_artifact(database, key_of()) is not None
+
+
+async def test_a_policy_of_a_server_whose_clock_is_behind_is_noticed(opened):
+    """Nothing but the rows themselves says whether one has changed."""
+    now = [100.0]
+    async with opened() as one, opened() as other:
+        here = PolicyService(
+            database=one.context.database, clock=opened.clock, seconds=lambda: now[0]
+        )
+        there = other.context.policies
+        await there.put(TEAM, NamespacePolicy(anonymous_read=True), ACTOR)
+        assert (await here.of(TEAM)).anonymous_read
+        opened.clock.turn(-3600)
+        await there.put(TEAM, NamespacePolicy(), ACTOR)
+        now[0] += 2
+        assert not (await here.of(TEAM)).anonymous_read
+
+
+GOOD = {"kind": "jax", "device_type": "cpu", "fingerprint": "a" * 64}
+ODD = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.just("a" * 64),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.sampled_from([*GOOD, "keys", "x"]), inner, max_size=4)
+    ),
+    max_leaves=5,
+)
+KEYS = st.one_of(
+    st.just(GOOD),
+    st.just({**GOOD, "kind": "triton"}),
+    st.fixed_dictionaries({}, optional=dict.fromkeys([*GOOD, "more"], ODD)).map(
+        lambda odd: GOOD | odd
+    ),
+    ODD,
+)
+BODIES = st.one_of(
+    st.lists(KEYS, max_size=4).map(lambda keys: {"keys": keys}),
+    st.lists(KEYS, max_size=4).map(lambda keys: {"keys": keys, "more": 1}),
+    ODD,
+)
+
+
+@given(BODIES)
+def test_a_list_of_keys_is_read_as_its_model_reads_it(body):
+    raw = json.dumps(body).encode()
+    plain = _plain_keys(raw, TEAM, max_keys=1000)
+    try:
+        model = LookupRequest.model_validate_json(raw)
+    except ValidationError:
+        assert plain is None
+    else:
+        assert plain == [StoredKey.of(TEAM, key) for key in model.keys]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"keys": [%s], "keys": []}',
+        b'{"keys": [], "keys": [%s]}',
+        b'{"keys": [%s]} x',
+        b'\xef\xbb\xbf{"keys": [%s]}',
+        b'{"keys": [{"kind": "triton", "kind": "jax", "device_type": "cpu", "fingerprint": "%s"}]}'
+        % (b"a" * 64),
+        b'{"keys": [%s, NaN]}',
+        b'{"keys": [%s, {"kind": "jax", "device_type": "cpu", "fingerprint": "'
+        + b"a" * 64
+        + b'", "more": 1}]}',
+    ],
+)
+def test_unusual_json_is_read_as_the_model_reads_it(raw):
+    raw = raw.replace(b"%s", json.dumps(GOOD).encode())
+    plain = _plain_keys(raw, TEAM, max_keys=1000)
+    try:
+        model = LookupRequest.model_validate_json(raw)
+    except ValidationError:
+        assert plain is None
+    else:
+        assert plain in (None, [StoredKey.of(TEAM, key) for key in model.keys])

@@ -1,0 +1,75 @@
+"""Every statement that this process sends to a database, whichever way it goes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
+
+from graphstash_server.db.reads import PostgresLane, SqliteLane
+from graphstash_server.db.sqlite import SqliteTransaction
+
+__all__ = ["Statement", "recorded"]
+
+
+class Statement(NamedTuple):
+    """One that was executed, as the driver got it, with the first of its parameters."""
+
+    sql: str
+    parameters: Any
+
+
+@contextmanager
+def recorded(naming: str = "") -> Iterator[list[Statement]]:
+    """Those that are executed until the end and have a word, in their order; an `executemany` is
+    one of them.
+
+    BEGIN and COMMIT, settings and explanations are none.
+    """
+    seen: list[Statement] = []
+
+    def add(sql: str, parameters: Any) -> None:
+        is_one = sql.lstrip().startswith(("SELECT", "UPDATE", "DELETE", "INSERT", "WITH"))
+        if is_one and naming in sql:
+            seen.append(Statement(sql, parameters))
+
+    def by_core(*arguments: Any) -> None:
+        _, _, sql, parameters, _, executemany = arguments
+        add(sql, parameters[0] if executemany else parameters)
+
+    event.listen(Engine, "before_cursor_execute", by_core)
+    with pytest.MonkeyPatch.context() as patch:
+        _record_lanes(patch, add)
+        _record_transactions(patch, add)
+        yield seen
+    event.remove(Engine, "before_cursor_execute", by_core)
+
+
+def _record_lanes(patch: pytest.MonkeyPatch, add: Any) -> None:
+    def recording(fetch: Any) -> Any:
+        async def record(lane: Any, wanted: Any) -> Any:
+            for compiled, values in wanted:
+                add(compiled.sql, values)
+            return await fetch(lane, wanted)
+
+        return record
+
+    for lane in (SqliteLane, PostgresLane):
+        patch.setattr(lane, "fetch", recording(lane.fetch))
+
+
+def _record_transactions(patch: pytest.MonkeyPatch, add: Any) -> None:
+    def recording(run: Any, first: Any) -> Any:
+        def record(transaction: SqliteTransaction, sql: str, values: Any) -> Any:
+            add(sql, first(values))
+            return run(transaction, sql, values)
+
+        return record
+
+    for name in ("fetch", "execute"):
+        run = getattr(SqliteTransaction, name)
+        patch.setattr(SqliteTransaction, name, recording(run, lambda values: values))
+    many = SqliteTransaction.execute_all
+    patch.setattr(SqliteTransaction, "execute_all", recording(many, lambda values: values[0]))
