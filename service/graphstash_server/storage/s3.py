@@ -231,6 +231,10 @@ class S3BlobStore:
                 opening.add_done_callback(_close_unread)
                 raise
 
+    def open_now(self, digest: Digest) -> None:  # noqa: ARG002 - the protocol's
+        """None: every answer of a bucket is waited for, see `BlobStore.open_now`."""
+        return
+
     async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:
         """The size of the object, see `BlobStore.stat`."""
         for key in self._keys(digest)[: 1 if is_newest else None]:

@@ -155,6 +155,21 @@ class ArtifactService:
                 return None
         return None
 
+    def open_now(self, key: StoredKey) -> OpenArtifact | None:
+        """Opens an artifact for reading, where its row and its file are in memory; None otherwise.
+
+        Raises:
+            ServerError: 503, as for `open`.
+        """
+        row = self._recent.get(key)
+        reader = self._blobs.open_now(row.digest) if row is not None else None
+        if row is None or reader is None:
+            return None
+        if reader.size_bytes != row.digest.size_bytes:
+            reader.close_now()
+            return None
+        return OpenArtifact(row, reader)
+
     async def link(self, key: StoredKey) -> tuple[ArtifactRow, str] | None:
         """Where a client can fetch an artifact by itself; None: `open` it, if it is there at all.
 
