@@ -87,7 +87,9 @@ async def get_artifact(call: NamespaceCall) -> Response:
         context.accounting.count_miss(key)
         raise absent(key)
     try:
-        answer = representation_of(artifact, asked, policy, context.settings)
+        answer = representation_of(
+            artifact.row, asked, policy, file=artifact.reader, settings=context.settings
+        )
     except BaseException:
         await artifact.reader.close()
         raise
@@ -118,7 +120,8 @@ async def head_artifact(call: NamespaceCall) -> Response:
     row = await call.context.artifacts.find(key)
     if row is None:
         raise absent(key)
-    status, headers = description_of(row, call.request.headers, policy)
+    asked = call.request.headers
+    status, headers = description_of(row, asked, changing=changes(policy))
     return Response(status_code=status, headers=headers)
 
 

@@ -6,14 +6,14 @@ their answers cannot differ. Request headers come as a mapping whose names are l
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from graphstash_schema import ErrorCode, NamespacePolicy, WriteMode
 from graphstash_schema.protocol import HEADER_ACCEPT_REDIRECT, HEADER_HITS, HEADER_METADATA
 from graphstash_server.api.conditions import lists_etag, requested_range
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
-from graphstash_server.services.artifacts.service import OpenArtifact, StoredArtifact
+from graphstash_server.services.artifacts.service import StoredArtifact
 from graphstash_server.settings import Settings
 
 __all__ = [
@@ -57,6 +57,15 @@ _CACHE_CONTROL: Final = {
 """A year where the artifact of a key never changes; revalidated every time where it may."""
 
 
+class LocalFile(Protocol):
+    """What a `BlobReader` says about its file."""
+
+    @property
+    def path(self) -> Path | None:
+        """Where the bytes are, if they are in a local file."""
+        ...
+
+
 class Representation(NamedTuple):
     """The answer to a GET.
 
@@ -96,20 +105,26 @@ def takes_link(settings: Settings, asked: Mapping[str, str]) -> bool:
 
 
 def representation_of(
-    artifact: OpenArtifact, asked: Mapping[str, str], policy: NamespacePolicy, settings: Settings
+    row: StoredArtifact,
+    asked: Mapping[str, str],
+    policy: NamespacePolicy,
+    *,
+    file: LocalFile | None,
+    settings: Settings,
 ) -> Representation:
     """The answer to a GET of an artifact that is there.
 
     Args:
-        artifact: with its bytes.
+        row: the artifact.
         asked: the headers of the request.
         policy: of its namespace.
+        file: where its bytes are; None when they were read already.
         settings: of the server.
 
     Raises:
         ServerError: 416 when no byte of the blob is in the requested range.
     """
-    row, changing = artifact.row, changes(policy)
+    changing = changes(policy)
     size_bytes = row.digest.size_bytes
     if lists_etag(asked.get("if-none-match"), row.digest.etag):
         return Representation(304, _unchanged(row, changing=changing), None, None)
@@ -118,8 +133,9 @@ def representation_of(
     )
     span = part or (0, size_bytes)
     accelerated = None
-    if HEADER_ACCEL in asked and not changing:  # the proxy lets its answers be kept
-        accelerated = _accelerated_path(artifact, asked, settings.blob_dir, part=part)
+    is_worth_it = HEADER_ACCEL in asked and size_bytes >= MIN_ACCELERATED_BYTES
+    if file is not None and is_worth_it and not changing:  # the proxy lets its answers be kept
+        accelerated = _accelerated_path(asked, file.path, settings.blob_dir, part=part)
     if accelerated is not None:
         headers = shared_headers(row, changing=changing)
         kept = {name: text for name, text in headers.items() if name not in _MADE_BY_THE_PROXY}
@@ -142,12 +158,12 @@ def whole_of(row: StoredArtifact, *, changing: bool) -> Representation:
 
 
 def description_of(
-    row: StoredArtifact, asked: Mapping[str, str], policy: NamespacePolicy
+    row: StoredArtifact, asked: Mapping[str, str], *, changing: bool
 ) -> tuple[int, Mapping[str, str]]:
     """Status and headers of the answer to a HEAD of an artifact that is there."""
     if lists_etag(asked.get("if-none-match"), row.digest.etag):
-        return 304, _unchanged(row, changing=changes(policy))
-    headers = shared_headers(row, changing=changes(policy))
+        return 304, _unchanged(row, changing=changing)
+    headers = shared_headers(row, changing=changing)
     headers["Content-Length"] = str(row.digest.size_bytes)
     headers[HEADER_HITS] = str(row.hits)
     return 200, headers
@@ -174,8 +190,8 @@ def _unchanged(row: StoredArtifact, *, changing: bool) -> dict[str, str]:
 
 
 def _accelerated_path(
-    artifact: OpenArtifact,
     asked: Mapping[str, str],
+    file: Path | None,
     blob_dir: Path,
     *,
     part: tuple[int, int] | None,
@@ -190,9 +206,6 @@ def _accelerated_path(
     directly and sends it gets the headers of a hit with an empty body, which does not match the
     digest: it harms only itself. The path contains nothing but the digest, which it gets anyway.
     """
-    if artifact.row.digest.size_bytes < MIN_ACCELERATED_BYTES:
-        return None
-    file = artifact.reader.path
     if file is None or not file.is_relative_to(blob_dir):
         return None
     if ("range" in asked and part is None) or any(name in asked for name in _OTHER_CONDITIONS):

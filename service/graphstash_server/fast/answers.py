@@ -26,6 +26,7 @@ from graphstash_server.api.problems import log_refusal, problem_response, refusa
 from graphstash_server.api.representation import (
     ACCEPT_REDIRECT,
     HEADER_ACCEL,
+    MIN_ACCELERATED_BYTES,
     Representation,
     absent,
     changes,
@@ -37,10 +38,9 @@ from graphstash_server.api.representation import (
 from graphstash_server.context import ProcessContext
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
-from graphstash_server.services.artifacts.service import OpenArtifact, StoredArtifact
+from graphstash_server.services.artifacts.service import StoredArtifact
 from graphstash_server.services.identity.principals import OPEN_ACCESS, OWNER, Principal
-from graphstash_server.storage import BlobReader
-from graphstash_server.storage.files import SMALL_BYTES, FileReader
+from graphstash_server.storage import SMALL_BYTES, BlobReader, FileReader
 
 __all__ = ["Answer", "FastPath", "FastRequest"]
 
@@ -73,8 +73,10 @@ might have learned about it since."""
 
 _NOTHING: Final[Mapping[str, str]] = {}
 
+_ACCEL: Final = {HEADER_ACCEL}
+
 _MAX_KEPT: Final = 1024
-"""As many as the rows in memory (`RecentRows`); at most 32 MiB more."""
+"""As many as the rows in memory (`RecentRows`); at most 32 MiB more for each table."""
 
 
 class FastRequest(NamedTuple):
@@ -171,13 +173,23 @@ class FastPath:
         """
         if request.refusal is not None:
             return self.refuse(request, request.refusal)
-        opened = self._context().artifacts.open_now(request.key)
-        if opened is None:
-            return None
+        artifacts = self._context().artifacts
         if request.method == b"HEAD":
-            _closed(opened.reader)
-            return self._describe(request, opened.row)
-        return self._hit(request, opened)
+            row = artifacts.find_now(request.key)
+            return None if row is None else self._describe(request, row)
+        found = artifacts.read_now(request.key)
+        if found is None:
+            return None
+        row, blob = found
+        try:
+            made, lines = self._represent(request, row, None)
+        except ServerError as error:
+            return self.refuse(request, error)
+        self._count(request, row, made, sent_bytes=_length(made))
+        start, stop = made.span or (0, 0)
+        if stop - start != len(blob):
+            blob = blob[start:stop]
+        return Answer(made.status, lines + _frame(request), blob)
 
     async def answer(self, request: FastRequest) -> Answer:
         """The answer, after whatever it takes.
@@ -194,7 +206,7 @@ class FastPath:
             else:
                 artifact = await artifacts.open(request.key)
                 if artifact is not None:
-                    return self._hit(request, artifact)
+                    return self._hit(request, artifact.row, artifact.reader)
                 self._context().accounting.count_miss(request.key)
         except ServerError as error:
             return self.refuse(request, error)
@@ -218,37 +230,49 @@ class FastPath:
         """Counts the bytes of an answer that were sent from its `reader`."""
         self._context().accounting.count_served(request.key, sent_bytes=sent_bytes)
 
-    def _hit(self, request: FastRequest, artifact: OpenArtifact) -> Answer:
-        """The answer to a GET; takes over the artifact."""
-        context, key, row, reader = self._context(), request.key, artifact.row, artifact.reader
-        if request.asked is _NOTHING:
-            made, lines = _whole(row, changing=changes(request.policy))
-        else:
-            try:
-                made = representation_of(artifact, request.asked, request.policy, context.settings)
-            except ServerError as error:
-                return self.refuse(request, error)._replace(reader=_closed(reader))
-            lines = _lines(made.headers)
-        accounting = context.accounting
-        accounting.count_answer(key, made.served, saved_seconds=row.compile_seconds)
+    def _hit(self, request: FastRequest, row: StoredArtifact, reader: BlobReader) -> Answer:
+        """The answer to a GET; takes over the reader."""
+        try:
+            made, lines = self._represent(request, row, reader)
+        except ServerError as error:
+            return self.refuse(request, error)._replace(reader=_closed(reader))
         headers = lines + _frame(request)
-        if made.span is None:
-            if made.served is not None:  # the proxy in front sends them
-                accounting.count_served(key, sent_bytes=made.served[1] - made.served[0])
+        if made.span is None:  # if there are bytes, the proxy in front sends them
+            self._count(request, row, made, sent_bytes=_length(made))
             return Answer(made.status, headers, reader=_closed(reader))
-        start, stop = made.span
-        if isinstance(reader, FileReader) and stop - start <= SMALL_BYTES:
-            body = reader.read_now(start, stop)
+        if isinstance(reader, FileReader) and _length(made) <= SMALL_BYTES:
+            body = reader.read_now(*made.span)
             if body is not None:
                 reader.close_now()
-                accounting.count_served(key, sent_bytes=len(body))
+                self._count(request, row, made, sent_bytes=len(body))
                 return Answer(made.status, headers, body)
+        self._count(request, row, made, sent_bytes=0)  # but see `count_sent`
         return Answer(made.status, headers, b"", reader, made.span)
+
+    def _represent(
+        self, request: FastRequest, row: StoredArtifact, reader: BlobReader | None
+    ) -> tuple[Representation, bytes]:
+        """The answer to a GET, and the lines of its headers."""
+        asked, policy = request.asked, request.policy
+        if not asked or (asked.keys() == _ACCEL and row.digest.size_bytes < MIN_ACCELERATED_BYTES):
+            return _whole(row, changing=changes(policy))
+        settings = self._context().settings
+        made = representation_of(row, asked, policy, file=reader, settings=settings)
+        return made, _lines(made.headers)
+
+    def _count(
+        self, request: FastRequest, row: StoredArtifact, made: Representation, *, sent_bytes: int
+    ) -> None:
+        self._context().accounting.count_answer(
+            request.key, made.served, saved_seconds=row.compile_seconds, sent_bytes=sent_bytes
+        )
 
     def _describe(self, request: FastRequest, row: StoredArtifact) -> Answer:
         """The answer to a HEAD."""
-        status, headers = description_of(row, request.asked, request.policy)
-        return Answer(status, _lines(headers) + _frame(request))
+        if request.asked:
+            status, headers = description_of(row, request.asked, changing=changes(request.policy))
+            return Answer(status, _lines(headers) + _frame(request))
+        return Answer(200, _description(row, changing=changes(request.policy)) + _frame(request))
 
     def _problem(self, request: FastRequest, made: Response) -> Answer:
         headers = b"".join(b"%b: %b\r\n" % header for header in made.raw_headers)
@@ -277,6 +301,18 @@ def _whole(row: StoredArtifact, *, changing: bool) -> tuple[Representation, byte
     """The answer with a whole artifact, and the lines of its headers."""
     made = whole_of(row, changing=changing)
     return made, _lines(made.headers)
+
+
+@lru_cache(_MAX_KEPT)
+def _description(row: StoredArtifact, *, changing: bool) -> bytes:
+    """The lines of the answer to a HEAD without conditions."""
+    return _lines(description_of(row, _NOTHING, changing=changing)[1])
+
+
+def _length(made: Representation) -> int:
+    """How many bytes are served, by whomever."""
+    start, stop = made.served or (0, 0)
+    return stop - start
 
 
 def _is_plain(fields: Mapping[bytes, bytes]) -> bool:

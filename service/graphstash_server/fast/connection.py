@@ -14,8 +14,7 @@ from graphstash_server.api.frame import internal_failure, shutting_down
 from graphstash_server.api.problems import logged_id
 from graphstash_server.connection import Connection
 from graphstash_server.fast.answers import Answer, FastPath, FastRequest
-from graphstash_server.storage import BlobReader
-from graphstash_server.storage.files import FileReader
+from graphstash_server.storage import BlobReader, FileReader
 
 __all__ = ["FastConnection"]
 

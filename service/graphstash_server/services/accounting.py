@@ -113,9 +113,23 @@ class Accounting:
         self._counts.use(key, 1, self._clock())
 
     def count_answer(
-        self, key: StoredKey, served: tuple[int, int] | None, *, saved_seconds: float
+        self,
+        key: StoredKey,
+        served: tuple[int, int] | None,
+        *,
+        saved_seconds: float,
+        sent_bytes: int = 0,
     ) -> None:
-        """An artifact is answered with these bytes, first and end (exclusive), or without any."""
+        """An artifact is answered.
+
+        Args:
+            key: its key.
+            served: which bytes are, from the first to the end (exclusive); None for none of them.
+            saved_seconds: what compiling it took.
+            sent_bytes: how many of them are known to go out; `count_served` counts others.
+        """
+        if sent_bytes:
+            self._counts.usage[key.namespace].served_bytes += sent_bytes
         if served is not None and served[0] == 0:
             self.count_hit(key, saved_seconds=saved_seconds)
         else:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from graphstash_schema import Digest
 from graphstash_server.errors import NoSpaceError
-from graphstash_server.storage.files import CHUNK_BYTES, FileReader
+from graphstash_server.storage.files import CHUNK_BYTES
 
 __all__ = ["CHUNK_BYTES", "BlobReader", "BlobStore", "ThrottledLog"]
 
@@ -81,8 +81,14 @@ class BlobStore(Protocol):
         """Opens a blob; None when it is absent."""
         ...
 
-    def open_now(self, digest: Digest) -> FileReader | None:
-        """Opens a blob where that takes no waiting; None says nothing about the blob."""
+    def read_now(self, digest: Digest) -> bytearray | None:
+        """All bytes of a blob of at most `SMALL_BYTES`, where that takes no waiting and they have
+        the length that the digest says; None says nothing about the blob.
+        """
+        ...
+
+    def stat_now(self, digest: Digest) -> int | None:
+        """What `stat` says, where that takes no waiting; None says nothing about the blob."""
         ...
 
     async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:

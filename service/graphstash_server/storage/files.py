@@ -9,7 +9,6 @@ calls), threads do everything.
 
 import asyncio
 import ctypes
-import errno
 import os
 import struct
 from collections.abc import AsyncIterator, Iterable
@@ -19,7 +18,7 @@ from typing import Final
 
 from graphstash_server.errors import ShortBlobError
 
-__all__ = ["CHUNK_BYTES", "SMALL_BYTES", "FileReader", "open_cached", "open_file"]
+__all__ = ["CHUNK_BYTES", "SMALL_BYTES", "FileReader", "open_cached", "open_file", "read_cached"]
 
 CHUNK_BYTES = 1024**2
 """How many bytes are read or written at a time: a thread hop costs about as much as copying
@@ -35,10 +34,11 @@ _AT_FDCWD: Final = -100
 _RESOLVE_CACHED: Final = 0x20
 _HOW: Final = struct.pack("QQQ", os.O_RDONLY | os.O_CLOEXEC, 0, _RESOLVE_CACHED)
 
-_PROBED_BYTES: Final = 128 * 1024
-"""The kernel reads ahead this far by default, so pages come and mostly go together."""
+_PROBED_BYTES: Final = 256 * 1024
+"""Pages come by read-ahead and go by reclaim, both in long runs. A page that is missing all the
+same is read by the event loop: one wait for the disk, of a page."""
 
-_syscall = ctypes.PyDLL(None, use_errno=True).syscall  # keeps the GIL: it does not wait
+_syscall = ctypes.PyDLL(None).syscall  # keeps the GIL: it does not wait
 _syscall.restype = ctypes.c_long
 _syscall.argtypes = (
     *(ctypes.c_long, ctypes.c_long, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t),
@@ -46,17 +46,28 @@ _syscall.argtypes = (
 
 
 def open_cached(path: bytes) -> int | None:
-    """Opens a file for reading; None when it is absent, or when that is not known in memory.
-
-    Raises:
-        OSError: when the process has no file descriptor left.
+    """Opens a file for reading; None when it cannot be opened, or when that is not known in
+    memory.
     """
     fd: int = _syscall(_OPENAT2, _AT_FDCWD, path, _HOW, len(_HOW))
-    if fd >= 0:
-        return fd
-    if (number := ctypes.get_errno()) in (errno.EMFILE, errno.ENFILE):
-        raise OSError(number, os.strerror(number))
-    return None
+    return fd if fd >= 0 else None
+
+
+def read_cached(path: bytes, size_bytes: int) -> bytearray | None:
+    """A whole file; None unless it is in memory and has this size."""
+    fd = open_cached(path)
+    if fd is None:
+        return None
+    found = bytearray(size_bytes + 1)  # which a file that is too long would fill
+    try:
+        if os.preadv(fd, [found], 0, os.RWF_NOWAIT) != size_bytes:
+            return None
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    del found[size_bytes:]
+    return found
 
 
 class FileReader:
@@ -75,8 +86,13 @@ class FileReader:
         return Path(self._name)
 
     def read_now(self, start: int, stop: int) -> bytearray | None:
-        """A part of the file, where it is in memory; None otherwise, and where the file ends."""
-        return _read_cached(self._fd, start, stop)
+        """A part of the file; None when not all of it is in memory, or the file is shorter."""
+        found = bytearray(stop - start)
+        try:
+            count = os.preadv(self._fd, [found], start, os.RWF_NOWAIT)
+        except OSError:
+            return None
+        return found if count == len(found) else None
 
     async def chunks(self, start: int, stop: int) -> AsyncIterator[bytes]:
         """A part of the file, see `BlobReader.chunks`."""
@@ -95,7 +111,7 @@ class FileReader:
     def _read_small(self, position: int, wanted: int) -> bytes | None:
         if wanted > SMALL_BYTES:
             return None
-        found = _read_cached(self._fd, position, position + wanted)
+        found = self.read_now(position, position + wanted)
         return None if found is None else bytes(found)
 
     async def send(self, socket_fd: int, start: int, stop: int) -> int:
@@ -144,20 +160,8 @@ def open_file(path: Path, threads: ThreadPoolExecutor) -> FileReader | None:
     return FileReader(fd, str(path), threads)
 
 
-def _read_cached(fd: int, start: int, stop: int) -> bytearray | None:
-    """The bytes from `start` (inclusive) to `stop` (exclusive); None when not all are in memory, or
-    the file has fewer.
-    """
-    found = bytearray(stop - start)
-    try:
-        count = os.preadv(fd, [found], start, os.RWF_NOWAIT)
-    except OSError:
-        return None
-    return found if count == len(found) else None
-
-
 def _is_cached(fd: int, start: int, stop: int) -> bool:
-    """Whether these bytes are in memory, by a sample of one byte in 128 KiB."""
+    """Whether these bytes are in memory, by a sample of one byte in 256 KiB."""
     byte = [bytearray(1)]
     try:
         for position in (*range(start, stop, _PROBED_BYTES), stop - 1):

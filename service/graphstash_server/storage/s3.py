@@ -231,9 +231,11 @@ class S3BlobStore:
                 opening.add_done_callback(_close_unread)
                 raise
 
-    def open_now(self, digest: Digest) -> None:  # noqa: ARG002 - the protocol's
-        """None: every answer of a bucket is waited for, see `BlobStore.open_now`."""
-        return
+    def read_now(self, digest: Digest) -> None:
+        """None: every answer of a bucket is waited for, see `BlobStore.read_now`."""
+
+    def stat_now(self, digest: Digest) -> None:
+        """None, see `read_now`."""
 
     async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:
         """The size of the object, see `BlobStore.stat`."""

@@ -172,9 +172,11 @@ class TieredBlobStore:
             self._complain(error)
         return await self._back.open(digest)
 
-    def open_now(self, digest: Digest) -> None:  # noqa: ARG002 - the protocol's
-        """None: a copy's time of use may have to be written, see `BlobStore.open_now`."""
-        return
+    def read_now(self, digest: Digest) -> None:
+        """None: a copy's time of use may have to be written, see `BlobStore.read_now`."""
+
+    def stat_now(self, digest: Digest) -> None:
+        """None: the back is asked, see `BlobStore.stat_now`."""
 
     async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:
         """What the back says, see `BlobStore.stat`."""

@@ -64,9 +64,11 @@ class MemoryBlobStore:
         blob = self.blobs.get(digest.sha256)
         return _MemoryReader(blob) if blob is not None else None
 
-    def open_now(self, digest: Digest) -> None:  # noqa: ARG002 - the protocol's
+    def read_now(self, digest: Digest) -> None:
         """None: what is not awaited cannot be made to fail."""
-        return
+
+    def stat_now(self, digest: Digest) -> None:
+        """None, see `read_now`."""
 
     async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:  # noqa: ARG002
         """See `BlobStore.stat`."""

@@ -31,7 +31,7 @@ from graphstash_server.keys import StoredKey
 from graphstash_server.services.accounting import Accounting
 from graphstash_server.services.artifacts.blobs import BlobCollector
 from graphstash_server.services.buckets import Buckets
-from graphstash_server.storage import BlobReader, BlobStore
+from graphstash_server.storage import SMALL_BYTES, BlobReader, BlobStore
 
 __all__ = ["ArtifactService", "OpenArtifact", "RecentRows", "StoredArtifact"]
 
@@ -155,20 +155,20 @@ class ArtifactService:
                 return None
         return None
 
-    def open_now(self, key: StoredKey) -> OpenArtifact | None:
-        """Opens an artifact for reading, where its row and its file are in memory; None otherwise.
-
-        Raises:
-            ServerError: 503, as for `open`.
-        """
+    def read_now(self, key: StoredKey) -> tuple[ArtifactRow, bytearray] | None:
+        """A small artifact and all of its bytes, where both are in memory; None otherwise."""
         row = self._recent.get(key)
-        reader = self._blobs.open_now(row.digest) if row is not None else None
-        if row is None or reader is None:
+        if row is None or row.digest.size_bytes > SMALL_BYTES:
             return None
-        if reader.size_bytes != row.digest.size_bytes:
-            reader.close_now()
+        blob = self._blobs.read_now(row.digest)
+        return None if blob is None else (row, blob)
+
+    def find_now(self, key: StoredKey) -> ArtifactRow | None:
+        """What `find` says, where row and blob are known in memory; None otherwise."""
+        row = self._recent.get(key)
+        if row is None or self._blobs.stat_now(row.digest) != row.digest.size_bytes:
             return None
-        return OpenArtifact(row, reader)
+        return row
 
     async def link(self, key: StoredKey) -> tuple[ArtifactRow, str] | None:
         """Where a client can fetch an artifact by itself; None: `open` it, if it is there at all.
