@@ -1,7 +1,6 @@
 """FastPath: reads a request for an artifact and makes its answer."""
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Final, NamedTuple
@@ -112,18 +111,11 @@ class Answer(NamedTuple):
 
 
 class FastPath:
-    """The fast path of one server.
-
-    Attributes:
-        answered: how many requests it took.
-        left: how many requests for artifacts it left to the application, by the reason.
-    """
+    """The fast path of one server."""
 
     def __init__(self, context: Callable[[], ProcessContext]) -> None:
         self._context = context
         self._new_id = request_ids()
-        self.answered = 0
-        self.left: Counter[str] = Counter()
 
     def read(
         self,
@@ -138,19 +130,20 @@ class FastPath:
         if method not in (b"GET", b"HEAD") or (found := _found(target)) is None:
             return None
         path, key = found
+        context = self._context()
+        reads = context.accounting.reads
         fields = dict(headers)
         if len(fields) != len(headers) or not fields.keys() <= _KNOWN or not _is_plain(fields):
-            self.left["headers"] += 1
+            reads["headers"] += 1
             return None
-        context = self._context()
         asked = _asked(fields)
         if takes_link(context.settings, asked):
-            self.left["redirect"] += 1
+            reads["redirect"] += 1
             return None
         principal = _principal(context, fields, is_owner=is_owner)
         policy = context.policies.now_of(key.namespace)
         if principal is None or policy is None or not _may_read(principal, key.namespace, policy):
-            self.left["caller"] += 1
+            reads["caller"] += 1
             return None
         refusal = None
         try:
@@ -159,7 +152,7 @@ class FastPath:
             refusal = error
         own_id = self._new_id()
         request_id = callers_request_id(headers) if _ID in fields else None
-        self.answered += 1
+        reads["fast"] += 1
         return FastRequest(
             *(method, path, key, asked, policy, request_id or own_id, own_id, scheme),
             refusal,

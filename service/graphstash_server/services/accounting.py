@@ -7,6 +7,7 @@ only statistics and the order of eviction depend on them.
 import asyncio
 import logging
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 
@@ -94,6 +95,8 @@ class Accounting:
         healed: rows that this process dropped because their blob was lost or damaged.
         reported: reports of wrong artifacts that this process got, of artifacts that were there.
         refused: how many requests this process refused, by code.
+        when_written: called with the keys whose hits are in the database now.
+        reads: how many GETs and HEADs of artifacts it got, by the way they took, see `fast`.
     """
 
     def __init__(self, *, database: Database, clock: Clock) -> None:
@@ -104,6 +107,8 @@ class Accounting:
         self.healed = 0
         self.reported = 0
         self.refused: Counter[ErrorCode] = Counter()
+        self.when_written: Callable[[Iterable[StoredKey]], None] = lambda _: None
+        self.reads: Counter[str] = Counter()
 
     def count_hit(self, key: StoredKey, *, saved_seconds: float) -> None:
         """An artifact is served from its first byte."""
@@ -215,6 +220,7 @@ class Accounting:
             if namespace in counts.usage:
                 change = UsageChange(**asdict(counts.usage[namespace]))
                 await add_counts(connection, namespace, change)
+        self.when_written([key for key, _ in uses])
         counts.uses.pop(namespace, None)
         counts.usage.pop(namespace, None)
 

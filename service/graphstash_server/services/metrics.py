@@ -183,6 +183,7 @@ class StatisticsService:
             healed=self._accounting.healed,
             reported=self._accounting.reported,
             refused=dict(sorted(self._accounting.refused.items())),
+            reads=dict(sorted(self._accounting.reads.items())),
             namespaces=tuple(
                 each.model_copy(update={"withheld": withheld[each.namespace]})
                 if each.namespace in withheld

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TypeAlias
@@ -80,6 +80,12 @@ class RecentRows:
         """Forgets a row that has changed; one that is being read now may be the old one."""
         self._keep(key, self._clock(), None)
 
+    def drop_used(self, keys: Iterable[StoredKey]) -> None:
+        """Forgets those of these rows that are kept: their hits have changed."""
+        for key in keys:
+            if key in self._rows:
+                self.drop(key)
+
     def _keep(self, key: StoredKey, at: datetime, row: ArtifactRow | None) -> None:
         self._rows[key] = (at, row)
         self._rows.move_to_end(key)
@@ -132,6 +138,7 @@ class ArtifactService:
         self._accounting = accounting
         self._clock = clock
         self._recent = RecentRows(clock=clock)
+        accounting.when_written = self._recent.drop_used
         self._protected = Buckets()
         self._verifying: dict[Digest, asyncio.Task[bool | None]] = {}
         self._verifiers = asyncio.Semaphore(_MAX_VERIFIED)
