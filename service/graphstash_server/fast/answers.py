@@ -167,22 +167,18 @@ class FastPath:
         if request.refusal is not None:
             return self.refuse(request, request.refusal)
         artifacts = self._context().artifacts
-        if request.method == b"HEAD":
-            row = artifacts.find_now(request.key)
-            return None if row is None else self._describe(request, row)
-        found = artifacts.read_now(request.key)
-        if found is None:
+        is_head = request.method == b"HEAD"
+        read = None if is_head else artifacts.read_now(request.key)
+        if read is not None:
+            return self._small_hit(request, *read)
+        opened = artifacts.open_now(request.key)
+        if opened is None:
             return None
-        row, blob = found
-        try:
-            made, lines = self._represent(request, row, None)
-        except ServerError as error:
-            return self.refuse(request, error)
-        self._count(request, row, made, sent_bytes=_length(made))
-        start, stop = made.span or (0, 0)
-        if stop - start != len(blob):
-            blob = blob[start:stop]
-        return Answer(made.status, lines + _frame(request), blob)
+        row, file = opened
+        if is_head:
+            file.close_now()
+            return self._describe(request, row)
+        return self._hit(request, row, file)
 
     async def answer(self, request: FastRequest) -> Answer:
         """The answer, after whatever it takes.
@@ -222,6 +218,18 @@ class FastPath:
     def count_sent(self, request: FastRequest, sent_bytes: int) -> None:
         """Counts the bytes of an answer that were sent from its `reader`."""
         self._context().accounting.count_served(request.key, sent_bytes=sent_bytes)
+
+    def _small_hit(self, request: FastRequest, row: StoredArtifact, blob: bytearray) -> Answer:
+        """The answer to a GET of an artifact that was read already."""
+        try:
+            made, lines = self._represent(request, row, None)
+        except ServerError as error:
+            return self.refuse(request, error)
+        self._count(request, row, made, sent_bytes=_length(made))
+        start, stop = made.span or (0, 0)
+        if stop - start != len(blob):
+            blob = blob[start:stop]
+        return Answer(made.status, lines + _frame(request), blob)
 
     def _hit(self, request: FastRequest, row: StoredArtifact, reader: BlobReader) -> Answer:
         """The answer to a GET; takes over the reader."""

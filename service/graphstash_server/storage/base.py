@@ -13,7 +13,7 @@ from typing import Protocol
 
 from graphstash_schema import Digest
 from graphstash_server.errors import NoSpaceError
-from graphstash_server.storage.files import CHUNK_BYTES
+from graphstash_server.storage.files import CHUNK_BYTES, FileReader
 
 __all__ = ["CHUNK_BYTES", "BlobReader", "BlobStore", "ThrottledLog"]
 
@@ -87,8 +87,10 @@ class BlobStore(Protocol):
         """
         ...
 
-    def stat_now(self, digest: Digest) -> int | None:
-        """What `stat` says, where that takes no waiting; None says nothing about the blob."""
+    def open_now(self, digest: Digest) -> FileReader | None:
+        """Opens a blob that is a local file, where that takes no waiting; None says nothing about
+        the blob.
+        """
         ...
 
     async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:

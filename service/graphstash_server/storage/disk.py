@@ -82,23 +82,19 @@ class DiskBlobStore:
 
     async def open(self, digest: Digest) -> BlobReader | None:
         """Opens a blob, see `BlobStore.open`; without a thread when its name is in memory."""
-        fd = open_cached(self._name(digest))
-        if fd is not None:
-            return FileReader(fd, os.fsdecode(self._name(digest)), self._readers)
+        if (reader := self.open_now(digest)) is not None:
+            return reader
         return await self._read(lambda: self._present(open_file(self._path(digest), self._readers)))
 
     def read_now(self, digest: Digest) -> bytearray | None:
         """Reads a small file that is in memory, see `BlobStore.read_now`."""
         return read_cached(self._name(digest), digest.size_bytes)
 
-    def stat_now(self, digest: Digest) -> int | None:
-        """The size of a file whose name is in memory, see `BlobStore.stat_now`."""
-        fd = open_cached(self._name(digest))
-        if fd is None:
-            return None
-        size_bytes = os.fstat(fd).st_size
-        os.close(fd)
-        return size_bytes
+    def open_now(self, digest: Digest) -> FileReader | None:
+        """Opens a file whose name is in memory, see `BlobStore.open_now`."""
+        name = self._name(digest)
+        fd = open_cached(name)
+        return None if fd is None else FileReader(fd, name, self._readers)
 
     async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:  # noqa: ARG002
         """The size of the file, see `BlobStore.stat`."""

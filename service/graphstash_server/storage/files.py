@@ -73,7 +73,7 @@ def read_cached(path: bytes, size_bytes: int) -> bytearray | None:
 class FileReader:
     """A `BlobReader` of an open file. What may wait for the disk is done by the store's threads."""
 
-    def __init__(self, fd: int, name: str, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, fd: int, name: bytes, threads: ThreadPoolExecutor) -> None:
         """Takes over an open file; `name` is its path."""
         self._fd = fd
         self._name = name
@@ -83,7 +83,7 @@ class FileReader:
     @property
     def path(self) -> Path:
         """Where the file is, or was: made when it is asked for, which few hits do."""
-        return Path(self._name)
+        return Path(os.fsdecode(self._name))
 
     def read_now(self, start: int, stop: int) -> bytearray | None:
         """A part of the file; None when not all of it is in memory, or the file is shorter."""
@@ -157,7 +157,7 @@ def open_file(path: Path, threads: ThreadPoolExecutor) -> FileReader | None:
         fd = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return None
-    return FileReader(fd, str(path), threads)
+    return FileReader(fd, os.fsencode(path), threads)
 
 
 def _is_cached(fd: int, start: int, stop: int) -> bool:

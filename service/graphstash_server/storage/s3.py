@@ -234,7 +234,7 @@ class S3BlobStore:
     def read_now(self, digest: Digest) -> None:
         """None: every answer of a bucket is waited for, see `BlobStore.read_now`."""
 
-    def stat_now(self, digest: Digest) -> None:
+    def open_now(self, digest: Digest) -> None:
         """None, see `read_now`."""
 
     async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:

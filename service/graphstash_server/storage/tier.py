@@ -175,8 +175,8 @@ class TieredBlobStore:
     def read_now(self, digest: Digest) -> None:
         """None: a copy's time of use may have to be written, see `BlobStore.read_now`."""
 
-    def stat_now(self, digest: Digest) -> None:
-        """None: the back is asked, see `BlobStore.stat_now`."""
+    def open_now(self, digest: Digest) -> None:
+        """None, see `read_now`."""
 
     async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:
         """What the back says, see `BlobStore.stat`."""

@@ -67,7 +67,7 @@ class MemoryBlobStore:
     def read_now(self, digest: Digest) -> None:
         """None: what is not awaited cannot be made to fail."""
 
-    def stat_now(self, digest: Digest) -> None:
+    def open_now(self, digest: Digest) -> None:
         """None, see `read_now`."""
 
     async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:  # noqa: ARG002

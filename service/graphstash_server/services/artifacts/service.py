@@ -31,7 +31,7 @@ from graphstash_server.keys import StoredKey
 from graphstash_server.services.accounting import Accounting
 from graphstash_server.services.artifacts.blobs import BlobCollector
 from graphstash_server.services.buckets import Buckets
-from graphstash_server.storage import SMALL_BYTES, BlobReader, BlobStore
+from graphstash_server.storage import SMALL_BYTES, BlobReader, BlobStore, FileReader
 
 __all__ = ["ArtifactService", "OpenArtifact", "RecentRows", "StoredArtifact"]
 
@@ -170,12 +170,18 @@ class ArtifactService:
         blob = self._blobs.read_now(row.digest)
         return None if blob is None else (row, blob)
 
-    def find_now(self, key: StoredKey) -> ArtifactRow | None:
-        """What `find` says, where row and blob are known in memory; None otherwise."""
+    def open_now(self, key: StoredKey) -> tuple[ArtifactRow, FileReader] | None:
+        """An artifact and its file, where row and name are in memory; None otherwise. The caller
+        closes the file.
+        """
         row = self._recent.get(key)
-        if row is None or self._blobs.stat_now(row.digest) != row.digest.size_bytes:
+        file = self._blobs.open_now(row.digest) if row is not None else None
+        if row is None or file is None:
             return None
-        return row
+        if file.size_bytes != row.digest.size_bytes:
+            file.close_now()
+            return None
+        return row, file
 
     async def link(self, key: StoredKey) -> tuple[ArtifactRow, str] | None:
         """Where a client can fetch an artifact by itself; None: `open` it, if it is there at all.
