@@ -45,7 +45,7 @@ class NamespaceStats(WireModel):
 
 
 class ServerStats(WireModel):
-    """One server. The numbers of the whole server, from `leases_held` to `refused`, are 0 or empty
+    """One server. The numbers of the whole server, from `leases_held` to `reads`, are 0 or empty
     for callers who may not read every namespace (a grant on the pattern `*`).
     """
 
@@ -61,5 +61,10 @@ class ServerStats(WireModel):
     )
     refused: dict[str, int] = Field(
         default_factory=dict, description="requests that this process refused, by error code"
+    )
+    reads: dict[str, int] = Field(
+        default_factory=dict,
+        description="GETs and HEADs of artifacts that this process got, by the way they took: "
+        "`fast`, or why they took the way of all other calls (`caller`, `headers`, `redirect`)",
     )
     namespaces: Items[NamespaceStats]

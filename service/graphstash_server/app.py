@@ -23,7 +23,7 @@ from graphstash_server.api.calls import OPEN_PATHS, SECURITY_SCHEMES
 from graphstash_server.api.frame import RequestFrame
 from graphstash_server.api.problems import add_problem_handlers
 from graphstash_server.clock import Clock, system_clock
-from graphstash_server.context import open_context
+from graphstash_server.context import ProcessContext, open_context
 from graphstash_server.settings import Settings
 from graphstash_server.storage import BlobStore
 
@@ -31,15 +31,21 @@ __all__ = ["ServerApp", "create_app"]
 
 
 class ServerApp(FastAPI):
-    """The ASGI application of one server; its methods work from the start of the lifespan on."""
+    """The ASGI application of one server; its methods work from the start of the lifespan on.
+
+    Attributes:
+        context: what the process has opened.
+    """
+
+    context: ProcessContext
 
     def count_refusal(self, code: ErrorCode) -> None:
         """Counts a refusal of a request that never reached the application."""
-        self.state.context.accounting.count_refusal(code)
+        self.context.accounting.count_refusal(code)
 
     def stop_waiting(self) -> None:
         """Answers every request that waits for a lease: the server is about to stop."""
-        self.state.context.wait_queue.close()
+        self.context.wait_queue.close()
 
 
 def create_app(
@@ -51,9 +57,9 @@ def create_app(
     """
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with open_context(settings, blob_store=blob_store, clock=clock) as context:
-            app.state.context = context
+            app.context = app.state.context = context
             yield
 
     app = ServerApp(

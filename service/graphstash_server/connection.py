@@ -147,9 +147,8 @@ class Connection(HttpToolsProtocol):
         """A head has arrived; the frame checks its content."""
         if len(self.pipeline) >= _MAX_PIPELINED:
             raise _TooManyError
-        self._is_in_head = False
+        self._head_is_complete()
         self._is_in_body = True
-        self._unset_head_timer()
         refusal = _unreadable(self.url, self.parser.get_http_version())
         if refusal is not None:
             self.scope["state"]["refusal"] = refusal
@@ -157,6 +156,10 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         if refusal is not None:
             self.cycle.keep_alive = False
+
+    def _head_is_complete(self) -> None:
+        self._is_in_head = False
+        self._unset_head_timer()
 
     def on_message_complete(self) -> None:
         """A request has arrived."""
@@ -227,7 +230,8 @@ class Connection(HttpToolsProtocol):
         """Sets the timer unless a request is being answered; a whole request costs none."""
         if self._is_in_body:
             self._drained_bytes += size_bytes
-        if self._head_timer is None and (self._is_in_head or not self.is_answering):
+        is_idle = not self.is_answering and self.timeout_keep_alive_task is None
+        if self._head_timer is None and (self._is_in_head or is_idle):
             self._drained_bytes = 0
             self._head_timer = self.loop.call_later(self.limits.header_seconds, self._head_is_late)
 
@@ -280,18 +284,26 @@ class _TooManyError(Exception):
 
 
 def connections(
-    limits: ListenSettings, *, count_refusal: Callable[[ErrorCode], None]
+    limits: ListenSettings,
+    *,
+    count_refusal: Callable[[ErrorCode], None],
+    kind: type[Connection] = Connection,
+    **members: object,
 ) -> type[Connection]:
     """The class of the connections of one server, as uvicorn expects it.
 
-    `count_refusal` is called for every request that is refused before the application gets it.
+    Args:
+        limits: the settings that hold the limits.
+        count_refusal: called for every request that is refused before the application gets it.
+        kind: what the class is derived from.
+        members: other attributes of the class.
     """
-    members = {
+    members |= {
         "limits": limits,
         "count_refusal": staticmethod(count_refusal),
         "by_address": defaultdict(dict),
     }
-    return type("Connection", (Connection,), members)
+    return type("Connection", (kind,), members)
 
 
 def _group_of(host: str) -> str:

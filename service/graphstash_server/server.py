@@ -25,6 +25,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from graphstash_server.app import create_app
 from graphstash_server.connection import Connection, connections, owner_connections
 from graphstash_server.errors import StartError
+from graphstash_server.fast.answers import FastPath
+from graphstash_server.fast.connection import FastConnection
 from graphstash_server.logs import WithoutQuery
 from graphstash_server.settings import Settings
 from graphstash_server.tls import tls_context
@@ -167,7 +169,12 @@ def make_server(
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http=connections(settings, count_refusal=app.count_refusal),
+        http=connections(
+            settings,
+            count_refusal=app.count_refusal,
+            kind=FastConnection,
+            fast=FastPath(lambda: app.context),
+        ),
         ws="none",
         lifespan="on",
         log_config=None,

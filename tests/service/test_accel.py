@@ -168,6 +168,17 @@ def test_the_header_sent_directly_gets_headers_and_no_byte(api):
     assert answer.headers["x-accel-redirect"] == f"/_blobs/sha256/{sha256[:2]}/{sha256}"
 
 
+@pytest.mark.parametrize(("size", "is_named"), [(256 * 1024 - 1, False), (256 * 1024, True)])
+def test_a_blob_that_is_cheaper_to_pass_on_is_passed_on(api, size, is_named):
+    blob = os.urandom(size)
+    api.put(blob)
+
+    answer = api.get(Graphstash_Accel="1")
+
+    assert ("x-accel-redirect" in answer.headers) == is_named
+    assert answer.content == (b"" if is_named else blob)
+
+
 def test_without_nginx_no_path_is_named(api):
     api.put(BLOB)
 

@@ -129,13 +129,14 @@ def test_artifacts_that_may_change_are_not_cached(api, connect):
 
 
 def test_the_proxy_in_front_sends_only_what_never_changes(api, connect):
-    api.put(OLD, 1)
+    large = OLD * (1024**2 // len(OLD))
+    api.put(large, 1)
     once = connect(api.url, f"{api.namespace}-other")
-    once.put(OLD, 1)
+    once.put(large, 1)
 
     through = api.get(1, Graphstash_Accel="1")
     assert "x-accel-redirect" not in through.headers
-    assert through.content == OLD
+    assert through.content == large
     assert through.headers["cache-control"] == "private, no-cache"
     assert "x-accel-redirect" in once.get(1, Graphstash_Accel="1").headers
 

@@ -35,6 +35,7 @@ _ROOT: Final = f"""<!doctype html>
 _NO_TOTALS: Final[dict[str, Any]] = {
     **dict.fromkeys(("leases_held", "waiters", "healed", "reported"), 0),
     "refused": {},
+    "reads": {},
 }
 """They would tell about namespaces that the caller may not read."""
 

@@ -12,19 +12,16 @@ from graphstash_schema import (
     ErrorCode,
     LookupRequest,
     LookupResponse,
-    NamespacePolicy,
     Scope,
     VerifyResponse,
-    WriteMode,
 )
 from graphstash_schema.protocol import (
     API_PREFIX,
     HEADER_ACCEPT_REDIRECT,
-    HEADER_HITS,
     HEADER_METADATA,
     MAX_LOOKUP_KEYS,
 )
-from graphstash_server.api.blobs import BlobResponse, accelerated_path
+from graphstash_server.api.blobs import BlobResponse
 from graphstash_server.api.bodies import body_chunks, read_keys, read_model
 from graphstash_server.api.calls import (
     BYTES,
@@ -35,10 +32,16 @@ from graphstash_server.api.calls import (
     json_answer,
     key_of,
 )
-from graphstash_server.api.conditions import lists_etag, requested_range
+from graphstash_server.api.representation import (
+    absent,
+    changes,
+    description_of,
+    representation_of,
+    shared_headers,
+    takes_link,
+)
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
-from graphstash_server.services.artifacts.service import StoredArtifact
 from graphstash_server.services.artifacts.uploads import Upload
 
 __all__ = ["router"]
@@ -50,7 +53,7 @@ _PATH: Final = "/{namespace}/artifacts/" + KEY
 
 def _absent_there(request: Request) -> ServerError:
     """The answer for an artifact that the caller may not read: as if it did not exist."""
-    return _absent(key_of(request))
+    return absent(key_of(request))
 
 
 @router.call(
@@ -67,47 +70,36 @@ def _absent_there(request: Request) -> ServerError:
 )
 async def get_artifact(call: NamespaceCall) -> Response:
     """Serves an artifact. Changes nothing but the usage counters."""
-    request, context, policy = call.request, call.context, call.policy
-    key = key_of(request)
-    if _takes_link(call) and (linked := await context.artifacts.link(key)) is not None:
+    context, policy, asked = call.context, call.policy, call.request.headers
+    key = key_of(call.request)
+    if takes_link(context.settings, asked) and (linked := await context.artifacts.link(key)):
         row, url = linked
         context.accounting.count_hit(key, saved_seconds=row.compile_seconds)
-        sent = {**_headers(row, None, policy), "Location": url, "Cache-Control": "no-store"}
+        sent = {
+            **shared_headers(row, changing=changes(policy)),
+            "Location": url,
+            "Cache-Control": "no-store",
+        }
         return Response(status_code=307, headers=sent)  # not to be cached: the link expires
     artifact = await context.artifacts.open(key)
     if artifact is None:
         context.accounting.count_miss(key)
-        raise _absent(key)
-    row = artifact.row
-    asked = request.headers
+        raise absent(key)
     try:
-        if lists_etag(asked.get("if-none-match"), row.digest.etag):
-            context.accounting.count_use(key)
-            await artifact.reader.close()
-            return Response(status_code=304, headers=_unchanged(row, policy))
-        span = requested_range(
-            asked.get("range"),
-            asked.get("if-range"),
-            etag=row.digest.etag,
-            size_bytes=row.digest.size_bytes,
+        answer = representation_of(
+            artifact.row, asked, policy, file=artifact.reader, settings=context.settings
         )
     except BaseException:
         await artifact.reader.close()
         raise
-    if span is None or span[0] == 0:
-        context.accounting.count_hit(key, saved_seconds=row.compile_seconds)
-    else:
-        context.accounting.count_use(key)
-    accelerated = None
-    if not _changes(policy):  # the proxy says by itself how long its answers may be kept
-        accelerated = accelerated_path(
-            request, artifact.reader.path, blob_dir=context.settings.blob_dir, span=span
-        )
+    saved_seconds = artifact.row.compile_seconds
+    context.accounting.count_answer(key, answer.served, saved_seconds=saved_seconds)
+    if answer.served is None:
+        await artifact.reader.close()
+        return Response(status_code=answer.status, headers=answer.headers)
     return BlobResponse(
         artifact,
-        span=span,
-        headers=_headers(row, span, policy),
-        accelerated=accelerated,
+        answer,
         sent=lambda sent_bytes: context.accounting.count_served(key, sent_bytes=sent_bytes),
     )
 
@@ -126,13 +118,10 @@ async def head_artifact(call: NamespaceCall) -> Response:
     key, policy = key_of(call.request), call.policy
     row = await call.context.artifacts.find(key)
     if row is None:
-        raise _absent(key)
-    if lists_etag(call.request.headers.get("if-none-match"), row.digest.etag):
-        return Response(status_code=304, headers=_unchanged(row, policy))
-    headers = _headers(row, None, policy)
-    headers["Content-Length"] = str(row.digest.size_bytes)
-    headers[HEADER_HITS] = str(row.hits)
-    return Response(status_code=200, headers=headers)
+        raise absent(key)
+    asked = call.request.headers
+    status, headers = description_of(row, asked, changing=changes(policy))
+    return Response(status_code=status, headers=headers)
 
 
 @router.call(
@@ -197,7 +186,7 @@ async def delete_artifact(call: NamespaceCall) -> Response:
     """Removes an artifact; a job that is reading it gets its bytes to the end."""
     key = key_of(call.request)
     if not await call.context.artifacts.delete(key, actor=call.actor):
-        raise _absent(key)
+        raise absent(key)
     return Response(status_code=204)
 
 
@@ -255,17 +244,6 @@ async def verify_artifact(call: NamespaceCall) -> Response:
     return json_answer(reply)
 
 
-def _takes_link(call: NamespaceCall) -> bool:
-    """Whether the client accepts a redirect to the blob store, and wants the whole blob."""
-    asked = call.request.headers
-    return (
-        call.context.settings.s3_redirect_bytes is not None
-        and asked.get(HEADER_ACCEPT_REDIRECT) == "1"
-        and "range" not in asked
-        and "if-none-match" not in asked
-    )
-
-
 async def _body(call: NamespaceCall, upload: Upload) -> AsyncIterator[bytes]:
     """The bytes of an artifact. They may take hours, so the rules are checked again at their end.
 
@@ -281,7 +259,7 @@ async def _body(call: NamespaceCall, upload: Upload) -> AsyncIterator[bytes]:
     where = upload.key.namespace
     policy = await context.policies.of(where)
     context.uploads.check(where, upload.digest.size_bytes, policy=policy)
-    if upload.replaces and not _changes(policy):
+    if upload.replaces and not changes(policy):
         raise ServerError(
             ErrorCode.UNAVAILABLE,
             f"the namespace {where} became write-once during the upload: nothing was stored, retry",
@@ -308,44 +286,3 @@ def _announced_digest(request: Request, size_bytes: int) -> Digest:
             "Repr-Digest is missing: send the SHA-256 of the body (RFC 9530)",
         )
     return Digest.parse_repr_digest(text, size_bytes=size_bytes)
-
-
-def _absent(key: StoredKey) -> ServerError:
-    return ServerError(
-        ErrorCode.NOT_FOUND, f"there is no artifact {key.key} in namespace {key.namespace}"
-    )
-
-
-def _changes(policy: NamespacePolicy) -> bool:
-    """Whether an artifact may be replaced under its key."""
-    return policy.mode is WriteMode.OVERWRITE
-
-
-def _unchanged(row: StoredArtifact, policy: NamespacePolicy) -> dict[str, str]:
-    """What a 304 repeats (RFC 9110 section 15.4.5)."""
-    return {"ETag": row.digest.etag, "Cache-Control": _CACHE_CONTROL[_changes(policy)]}
-
-
-def _headers(
-    row: StoredArtifact, span: tuple[int, int] | None, policy: NamespacePolicy
-) -> dict[str, str]:
-    headers = {
-        "Content-Type": "application/octet-stream",
-        "Content-Disposition": "attachment",
-        "ETag": row.digest.etag,
-        "Repr-Digest": row.digest.repr_digest,
-        "Accept-Ranges": "bytes",
-        "Cache-Control": _CACHE_CONTROL[_changes(policy)],
-    }
-    if row.metadata_header:
-        headers[HEADER_METADATA] = row.metadata_header
-    if span is not None:
-        headers["Content-Range"] = f"bytes {span[0]}-{span[1] - 1}/{row.digest.size_bytes}"
-    return headers
-
-
-_CACHE_CONTROL: Final = {
-    False: "private, max-age=31536000, immutable",
-    True: "private, no-cache",
-}
-"""A year where the artifact of a key never changes; revalidated every time where it may."""

@@ -9,7 +9,8 @@ import itertools
 import logging
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -23,11 +24,19 @@ from graphstash_schema.protocol import (
 from graphstash_server.api.problems import logged_id, problem_response
 from graphstash_server.errors import ServerError
 
-__all__ = ["RequestFrame"]
+__all__ = [
+    "MAX_HEADER_BYTES",
+    "RequestFrame",
+    "callers_request_id",
+    "frame_headers",
+    "internal_failure",
+    "request_ids",
+    "shutting_down",
+]
 
 _LOGGER = logging.getLogger(__name__)
 
-_MAX_HEADER_BYTES = 64 * 1024
+MAX_HEADER_BYTES: Final = 64 * 1024
 """Of all request headers together: four times the largest metadata header."""
 
 _MAX_TARGET_BYTES = 8 * 1024
@@ -61,7 +70,7 @@ _PAGES = frozenset({"/"})
 """They bring a Content-Security-Policy of their own."""
 
 
-def _request_ids() -> Callable[[], bytes]:
+def request_ids() -> Callable[[], bytes]:
     """Random for the process and counted within it: random bytes for each cost as much as a hit."""
     process = secrets.token_hex(8)
     numbers = itertools.count(1)
@@ -77,7 +86,7 @@ class RequestFrame:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._new_request_id = _request_ids()
+        self._new_request_id = request_ids()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
@@ -85,11 +94,11 @@ class RequestFrame:
             await self._app(scope, receive, send)
             return
         own_id = self._new_request_id()
-        request_id = _callers_request_id(scope) or own_id
+        request_id = callers_request_id(scope["headers"]) or own_id
         state = scope.setdefault("state", {})
         state["request_id"] = request_id.decode()
         state["server_request_id"] = own_id.decode()
-        own_headers = _own_headers(scope, request_id)
+        own_headers = frame_headers(scope["path"], scope["scheme"], request_id)
         is_started = False
 
         async def send_framed(message: Message) -> None:
@@ -108,36 +117,45 @@ class RequestFrame:
             await self._app(scope, receive, send_framed)
         except asyncio.CancelledError:
             if not is_started:  # the server shuts down and does not wait any longer
-                ending = ServerError(ErrorCode.UNAVAILABLE, "the server is shutting down; retry")
-                await problem_response(request_id.decode(), ending)(scope, receive, send_framed)
+                ending = problem_response(request_id.decode(), shutting_down())
+                await ending(scope, receive, send_framed)
             raise
         except Exception:
             _LOGGER.exception("%s %s failed (%s)", scope["method"], scope["path"], logged_id(state))
             if is_started:
                 raise  # cuts the connection, so that what was sent does not look complete
-            failure = ServerError(
-                ErrorCode.INTERNAL,
-                f"the server failed; see its log for request {request_id.decode()}",
-            )
+            failure = internal_failure(request_id.decode())
             await problem_response(request_id.decode(), failure)(scope, receive, send_framed)
 
 
-def _callers_request_id(scope: Scope) -> bytes | None:
+def callers_request_id(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
     """The caller's id if it is well-formed: the answer has it, so that both logs do."""
-    for name, value in scope["headers"]:
+    for name, value in headers:
         if name == _ID_NAME and _REQUEST_ID.fullmatch(value):
             return bytes(value)
     return None
 
 
-def _own_headers(scope: Scope, request_id: bytes) -> list[tuple[bytes, bytes]]:
+def frame_headers(path: str, scheme: str, request_id: bytes) -> list[tuple[bytes, bytes]]:
     """What every answer has."""
     headers = [(_PROTOCOL_NAME, _PROTOCOL), (_ID_NAME, request_id), *_SAFETY]
-    if scope["path"] not in _PAGES:
+    if path not in _PAGES:
         headers.append(_DATA_POLICY)
-    if scope["scheme"] == "https":
+    if scheme == "https":
         headers.append(_OVER_TLS)
     return headers
+
+
+def shutting_down() -> ServerError:
+    """The answer to a request that the end of the server has cut short."""
+    return ServerError(ErrorCode.UNAVAILABLE, "the server is shutting down; retry")
+
+
+def internal_failure(request_id: str) -> ServerError:
+    """The answer to a request that met an unexpected exception, which is in the log."""
+    return ServerError(
+        ErrorCode.INTERNAL, f"the server failed; see its log for request {request_id}"
+    )
 
 
 def _refusal(scope: Scope) -> ServerError | None:
@@ -153,11 +171,11 @@ def _refusal(scope: Scope) -> ServerError | None:
     if (refusal := scope["state"].get("refusal")) is not None:
         assert isinstance(refusal, ServerError)  # noqa: S101 - the connection found one
         return refusal
-    if size_bytes > _MAX_HEADER_BYTES:
+    if size_bytes > MAX_HEADER_BYTES:
         return ServerError(
             ErrorCode.HEADERS_TOO_LARGE,
-            f"the headers have {size_bytes} bytes; the limit is {_MAX_HEADER_BYTES}",
-            limit=_MAX_HEADER_BYTES,
+            f"the headers have {size_bytes} bytes; the limit is {MAX_HEADER_BYTES}",
+            limit=MAX_HEADER_BYTES,
         )
     return _target_refusal(scope) or _header_refusal(scope, watched, hosts=hosts)
 

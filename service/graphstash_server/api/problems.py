@@ -15,7 +15,15 @@ from graphstash_schema.protocol import PROBLEM_MEDIA_TYPE
 from graphstash_server.context import ProcessContext
 from graphstash_server.errors import ServerError
 
-__all__ = ["add_problem_handlers", "invalid_body", "problem_response", "refusals"]
+__all__ = [
+    "add_problem_handlers",
+    "invalid_body",
+    "log_refusal",
+    "logged_id",
+    "problem_response",
+    "refusal_response",
+    "refusals",
+]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -153,20 +161,33 @@ def _answer(
 ) -> Response:
     """Closes the connection where the rest of the body would be read as the next request."""
     headers = dict(headers or {})
+    if "expect" in request.headers or error.code is ErrorCode.UPLOAD_TIMEOUT:
+        headers["Connection"] = "close"
+    context: ProcessContext = request.app.state.context
+    state = request.scope["state"]
+    context.accounting.count_refusal(error.code)
+    log_refusal(error, method=request.method, path=request.url.path, state=state)
+    return refusal_response(state["request_id"], error, headers=headers)
+
+
+def refusal_response(
+    request_id: str, error: ServerError, *, headers: dict[str, str] | None = None
+) -> Response:
+    """The problem document with the headers that belong to its code, after those given."""
+    headers = dict(headers or {})
     if error.retry_after_seconds is not None:
         headers["Retry-After"] = str(max(math.ceil(error.retry_after_seconds), 1))
     elif error.code is ErrorCode.UNAVAILABLE:
         headers["Retry-After"] = _RETRY_SECONDS
-    context: ProcessContext = request.app.state.context
-    context.accounting.count_refusal(error.code)
-    request_id: str = request.scope["state"]["request_id"]
-    if "expect" in request.headers or error.code is ErrorCode.UPLOAD_TIMEOUT:
-        headers["Connection"] = "close"
     if error.code is ErrorCode.UNAUTHENTICATED:
         headers["WWW-Authenticate"] = _CHALLENGE
     if error.code is ErrorCode.RANGE_NOT_SATISFIABLE:
         headers["Content-Range"] = f"bytes */{error.limit:.0f}"
-    shown_id = logged_id(request.scope["state"])
-    level = logging.ERROR if error.code is ErrorCode.INTERNAL else logging.DEBUG
-    _LOGGER.log(level, "%s %s: %s (%s)", request.method, request.url.path, error, shown_id)
     return problem_response(request_id, error, headers=headers)
+
+
+def log_refusal(error: ServerError, *, method: str, path: str, state: Mapping[str, Any]) -> None:
+    """A refusal is the caller's business, unless the server itself failed."""
+    level = logging.ERROR if error.code is ErrorCode.INTERNAL else logging.DEBUG
+    if _LOGGER.isEnabledFor(level):
+        _LOGGER.log(level, "%s %s: %s (%s)", method, path, error, logged_id(state))

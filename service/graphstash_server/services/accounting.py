@@ -6,8 +6,9 @@ only statistics and the order of eviction depend on them.
 
 import asyncio
 import logging
-from collections import Counter
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 
 from graphstash_schema import ErrorCode
@@ -26,21 +27,52 @@ _LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
+class _Usage:
+    """What is added to the counters of one namespace; fields of `UsageChange`."""
+
+    hits: int = 0
+    misses: int = 0
+    served_bytes: int = 0
+    conflicts: int = 0
+    saved_seconds: float = 0.0
+
+    def add(self, other: "_Usage") -> None:
+        """Adds in place: a hit makes no new object."""
+        self.hits += other.hits
+        self.misses += other.misses
+        self.served_bytes += other.served_bytes
+        self.conflicts += other.conflicts
+        self.saved_seconds += other.saved_seconds
+
+
+@dataclass(slots=True)
+class _Use:
+    """How often an artifact was served, and when it was last requested."""
+
+    hits: int
+    at: datetime
+
+    def add(self, hits: int, at: datetime) -> None:
+        """Adds in place; a use that is merged back may be the older one."""
+        self.hits += hits
+        self.at = max(self.at, at)
+
+
+@dataclass(slots=True)
 class _Counts:
     """What changed since the last flush; merged back when the flush fails."""
 
-    usage: dict[str, UsageChange] = field(default_factory=dict)
-    uses: dict[str, dict[StoredKey, tuple[int, datetime]]] = field(default_factory=dict)
+    usage: defaultdict[str, _Usage] = field(default_factory=lambda: defaultdict(_Usage))
+    uses: defaultdict[str, dict[StoredKey, _Use]] = field(default_factory=lambda: defaultdict(dict))
     token_uses: dict[str, datetime] = field(default_factory=dict)
 
-    def add(self, namespace: str, change: UsageChange) -> None:
-        before = self.usage.get(namespace, _NOTHING)
-        self.usage[namespace] = before.plus(change)
-
     def use(self, key: StoredKey, hits: int, at: datetime) -> None:
-        uses = self.uses.setdefault(key.namespace, {})
+        uses = self.uses[key.namespace]
         before = uses.get(key)
-        uses[key] = (hits, at) if before is None else (before[0] + hits, max(before[1], at))
+        if before is None:
+            uses[key] = _Use(hits, at)
+        else:
+            before.add(hits, at)
 
     @property
     def namespaces(self) -> set[str]:
@@ -49,15 +81,12 @@ class _Counts:
 
     def merge(self, other: "_Counts") -> None:
         """Adds what could not be written."""
-        for namespace, change in other.usage.items():
-            self.add(namespace, change)
+        for namespace, usage in other.usage.items():
+            self.usage[namespace].add(usage)
         for uses in other.uses.values():
-            for key, (hits, at) in uses.items():
-                self.use(key, hits, at)
+            for key, use in uses.items():
+                self.use(key, use.hits, use.at)
         self.token_uses = other.token_uses | self.token_uses
-
-
-_NOTHING = UsageChange()
 
 
 class Accounting:
@@ -67,6 +96,8 @@ class Accounting:
         healed: rows that this process dropped because their blob was lost or damaged.
         reported: reports of wrong artifacts that this process got, of artifacts that were there.
         refused: how many requests this process refused, by code.
+        when_written: called with the keys whose hits are in the database now.
+        reads: how many GETs and HEADs of artifacts it got, by the way they took, see `fast`.
     """
 
     def __init__(self, *, database: Database, clock: Clock) -> None:
@@ -77,11 +108,38 @@ class Accounting:
         self.healed = 0
         self.reported = 0
         self.refused: Counter[ErrorCode] = Counter()
+        self.when_written: Callable[[Iterable[StoredKey]], None] = lambda _: None
+        self.reads: Counter[str] = Counter()
 
     def count_hit(self, key: StoredKey, *, saved_seconds: float) -> None:
         """An artifact is served from its first byte."""
-        self._counts.add(key.namespace, UsageChange(hits=1, saved_seconds=saved_seconds))
+        usage = self._counts.usage[key.namespace]
+        usage.hits += 1
+        usage.saved_seconds += saved_seconds
         self._counts.use(key, 1, self._clock())
+
+    def count_answer(
+        self,
+        key: StoredKey,
+        served: tuple[int, int] | None,
+        *,
+        saved_seconds: float,
+        sent_bytes: int = 0,
+    ) -> None:
+        """An artifact is answered.
+
+        Args:
+            key: its key.
+            served: which bytes are, from the first to the end (exclusive); None for none of them.
+            saved_seconds: what compiling it took.
+            sent_bytes: how many of them are known to go out; `count_served` counts others.
+        """
+        if sent_bytes:
+            self._counts.usage[key.namespace].served_bytes += sent_bytes
+        if served is not None and served[0] == 0:
+            self.count_hit(key, saved_seconds=saved_seconds)
+        else:
+            self.count_use(key)
 
     def count_use(self, key: StoredKey) -> None:
         """An artifact was requested without its bytes, or only a later part of them."""
@@ -89,15 +147,15 @@ class Accounting:
 
     def count_served(self, key: StoredKey, *, sent_bytes: int) -> None:
         """Bytes went out."""
-        self._counts.add(key.namespace, UsageChange(served_bytes=sent_bytes))
+        self._counts.usage[key.namespace].served_bytes += sent_bytes
 
     def count_miss(self, key: StoredKey) -> None:
         """An artifact was requested and absent."""
-        self._counts.add(key.namespace, UsageChange(misses=1))
+        self._counts.usage[key.namespace].misses += 1
 
     def count_conflict(self, key: StoredKey) -> None:
         """Other bytes were uploaded for a key that has an artifact."""
-        self._counts.add(key.namespace, UsageChange(conflicts=1))
+        self._counts.usage[key.namespace].conflicts += 1
 
     def count_token_use(self, token_id: str) -> None:
         """A caller presented a valid token."""
@@ -158,12 +216,15 @@ class Accounting:
 
         async def write(connection: Transaction) -> None:
             if uses:  # artifacts, then usage: the lock order of every transaction
-                await touch_artifacts(connection, [(key, *use) for key, use in uses])
+                used = [(key, use.hits, use.at) for key, use in uses]
+                await touch_artifacts(connection, used)
             if namespace in counts.usage:
-                await add_counts(connection, namespace, counts.usage[namespace])
+                change = UsageChange(**asdict(counts.usage[namespace]))
+                await add_counts(connection, namespace, change)
 
         async with self._database.writing_in_steps() as steps:
             await steps.run(write, is_last=True)
+        self.when_written([key for key, _ in uses])
         counts.uses.pop(namespace, None)
         counts.usage.pop(namespace, None)
 

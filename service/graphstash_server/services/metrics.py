@@ -199,5 +199,6 @@ class StatisticsService:
             healed=self._accounting.healed,
             reported=self._accounting.reported,
             refused=dict(sorted(self._accounting.refused.items())),
+            reads=dict(sorted(self._accounting.reads.items())),
             namespaces=tuple(namespaces),
         )

@@ -9,12 +9,21 @@ from graphstash_server.errors import StartError
 from graphstash_server.settings import Settings
 from graphstash_server.storage.base import BlobReader, BlobStore
 from graphstash_server.storage.disk import DiskBlobStore
+from graphstash_server.storage.files import SMALL_BYTES, FileReader
 from graphstash_server.storage.tier import TieredBlobStore
 
 if TYPE_CHECKING:
     from graphstash_server.storage.s3 import S3BlobStore
 
-__all__ = ["BlobReader", "BlobStore", "DiskBlobStore", "TieredBlobStore", "open_blob_store"]
+__all__ = [
+    "SMALL_BYTES",
+    "BlobReader",
+    "BlobStore",
+    "DiskBlobStore",
+    "FileReader",
+    "TieredBlobStore",
+    "open_blob_store",
+]
 
 
 @asynccontextmanager

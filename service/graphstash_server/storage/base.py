@@ -13,12 +13,9 @@ from typing import Protocol
 
 from graphstash_schema import Digest
 from graphstash_server.errors import NoSpaceError
+from graphstash_server.storage.files import CHUNK_BYTES, FileReader
 
 __all__ = ["CHUNK_BYTES", "BlobReader", "BlobStore", "ThrottledLog"]
-
-CHUNK_BYTES = 1024**2
-"""How many bytes are read or written at a time: a thread hop costs about as much as copying
-64 KiB, and at 1 MiB it no longer shows."""
 
 
 class BlobReader(Protocol):
@@ -82,6 +79,18 @@ class BlobStore(Protocol):
 
     async def open(self, digest: Digest) -> BlobReader | None:
         """Opens a blob; None when it is absent."""
+        ...
+
+    def read_now(self, digest: Digest) -> bytearray | None:
+        """All bytes of a blob of at most `SMALL_BYTES`, where that takes no waiting and they have
+        the length that the digest says; None says nothing about the blob.
+        """
+        ...
+
+    def open_now(self, digest: Digest) -> FileReader | None:
+        """Opens a blob that is a local file, where that takes no waiting; None says nothing about
+        the blob.
+        """
         ...
 
     async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from graphstash_schema import Digest, ErrorCode, InvalidValueError
-from graphstash_server.errors import NoSpaceError, ServerError, ShortBlobError
-from graphstash_server.storage.base import CHUNK_BYTES, BlobReader
+from graphstash_server.errors import NoSpaceError, ServerError
+from graphstash_server.storage.base import BlobReader
+from graphstash_server.storage.files import FileReader, open_cached, open_file, read_cached
 from graphstash_server.storage.upload import (
     DiskUpload,
     SpaceGuard,
@@ -28,7 +29,7 @@ from graphstash_server.storage.upload import (
 )
 from graphstash_server.storage.whole import read_whole
 
-__all__ = ["DiskBlobStore", "FileReader", "ServerLock", "open_file"]
+__all__ = ["DiskBlobStore", "ServerLock"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class DiskBlobStore:
             OSError: when the directory cannot be made or written.
         """
         self._blobs = directory / "sha256"
+        self._directory = os.fsencode(self._blobs)
         self._temporary = directory / "tmp"
         self._blobs.mkdir(parents=True, exist_ok=True)
         self._temporary.mkdir(parents=True, exist_ok=True)
@@ -77,8 +79,20 @@ class DiskBlobStore:
         return None
 
     async def open(self, digest: Digest) -> BlobReader | None:
-        """Opens a blob, see `BlobStore.open`; a small one is read in the same thread hop."""
+        """Opens a blob, see `BlobStore.open`; without a thread when its name is in memory."""
+        if (reader := self.open_now(digest)) is not None:
+            return reader
         return await self._read(lambda: self._present(open_file(self._path(digest), self._readers)))
+
+    def read_now(self, digest: Digest) -> bytearray | None:
+        """Reads a small file that is in memory, see `BlobStore.read_now`."""
+        return read_cached(self._name(digest), digest.size_bytes)
+
+    def open_now(self, digest: Digest) -> FileReader | None:
+        """Opens a file whose name is in memory, see `BlobStore.open_now`."""
+        name = self._name(digest)
+        fd = open_cached(name)
+        return None if fd is None else FileReader(fd, name, self._readers)
 
     async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:  # noqa: ARG002
         """The size of the file, see `BlobStore.stat`."""
@@ -119,6 +133,11 @@ class DiskBlobStore:
             self._blobs.stat()
         return found
 
+    def _name(self, digest: Digest) -> bytes:
+        """The path again, as a system call takes it: making a `Path` takes longer than a read."""
+        sha256 = digest.sha256
+        return b"%b/%b/%b" % (self._directory, sha256[:2].encode(), sha256.encode())
+
     def _path(self, digest: Digest) -> Path:
         return self._blobs / digest.sha256[:2] / digest.sha256
 
@@ -142,64 +161,6 @@ def _failures_named() -> Iterator[None]:
             ErrorCode.UNAVAILABLE,
             f"the blob store does not answer ({error.strerror}): retry later",
         ) from error
-
-
-class FileReader:
-    """A `BlobReader` of an open file; its bytes are read by the store's threads."""
-
-    def __init__(
-        self,
-        *,
-        fd: int,
-        path: Path,
-        size_bytes: int,
-        small: bytes | None,
-        threads: ThreadPoolExecutor,
-    ) -> None:
-        self._fd = fd
-        self._small = small
-        self._threads = threads
-        self.path = path
-        self.size_bytes = size_bytes
-
-    async def chunks(self, start: int, stop: int) -> AsyncIterator[bytes]:
-        """A part of the file, see `BlobReader.chunks`."""
-        if self._small is not None:
-            if stop > len(self._small):
-                raise ShortBlobError(f"{self.path.name} ends at {len(self._small)}, not {stop}")
-            if start < stop:
-                yield self._small[start:stop]
-            return
-        loop = asyncio.get_running_loop()
-        position = start
-        while position < stop:
-            wanted = min(CHUNK_BYTES, stop - position)
-            chunk = await loop.run_in_executor(self._threads, os.pread, self._fd, wanted, position)
-            if not chunk:
-                raise ShortBlobError(f"{self.path.name} ends at {position}, not {stop}")
-            position += len(chunk)
-            yield chunk
-
-    async def close(self) -> None:
-        """Closes the file."""
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1
-            os.close(fd)
-
-
-def open_file(path: Path, threads: ThreadPoolExecutor) -> FileReader | None:
-    """Opens a file, and reads it at once when it is small; None when it is absent. Blocks."""
-    try:
-        fd = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return None
-    size_bytes = os.fstat(fd).st_size
-    small = None
-    if size_bytes <= CHUNK_BYTES:
-        small = os.pread(fd, CHUNK_BYTES + 1, 0)
-        os.close(fd)
-        fd = -1
-    return FileReader(fd=fd, path=path, size_bytes=size_bytes, small=small, threads=threads)
 
 
 def _size(path: Path) -> int | None:

@@ -231,6 +231,12 @@ class S3BlobStore:
                 opening.add_done_callback(_close_unread)
                 raise
 
+    def read_now(self, digest: Digest) -> None:
+        """None: every answer of a bucket is waited for, see `BlobStore.read_now`."""
+
+    def open_now(self, digest: Digest) -> None:
+        """None, see `read_now`."""
+
     async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:
         """The size of the object, see `BlobStore.stat`."""
         for key in self._keys(digest)[: 1 if is_newest else None]:

@@ -25,7 +25,7 @@ from typing import TypeVar
 from graphstash_schema import Digest
 from graphstash_server.errors import NoSpaceError
 from graphstash_server.storage.base import BlobReader, BlobStore, ThrottledLog
-from graphstash_server.storage.disk import FileReader, open_file
+from graphstash_server.storage.files import FileReader, open_file
 from graphstash_server.storage.read_through import Place, ReadThroughFill, TierError
 from graphstash_server.storage.upload import SpaceGuard, remove_abandoned
 
@@ -171,6 +171,12 @@ class TieredBlobStore:
         except (OSError, TierError) as error:
             self._complain(error)
         return await self._back.open(digest)
+
+    def read_now(self, digest: Digest) -> None:
+        """None: a copy's time of use may have to be written, see `BlobStore.read_now`."""
+
+    def open_now(self, digest: Digest) -> None:
+        """None, see `read_now`."""
 
     async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:
         """What the back says, see `BlobStore.stat`."""

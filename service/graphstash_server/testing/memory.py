@@ -64,6 +64,12 @@ class MemoryBlobStore:
         blob = self.blobs.get(digest.sha256)
         return _MemoryReader(blob) if blob is not None else None
 
+    def read_now(self, digest: Digest) -> None:
+        """None: what is not awaited cannot be made to fail."""
+
+    def open_now(self, digest: Digest) -> None:
+        """None, see `read_now`."""
+
     async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:  # noqa: ARG002
         """See `BlobStore.stat`."""
         blob = self.blobs.get(digest.sha256)

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TypeAlias
@@ -31,7 +31,7 @@ from graphstash_server.keys import StoredKey
 from graphstash_server.services.accounting import Accounting
 from graphstash_server.services.artifacts.blobs import BlobCollector
 from graphstash_server.services.buckets import Buckets
-from graphstash_server.storage import BlobReader, BlobStore
+from graphstash_server.storage import SMALL_BYTES, BlobReader, BlobStore, FileReader
 
 __all__ = ["ArtifactService", "OpenArtifact", "RecentRows", "StoredArtifact"]
 
@@ -79,6 +79,12 @@ class RecentRows:
     def drop(self, key: StoredKey) -> None:
         """Forgets a row that has changed; one that is being read now may be the old one."""
         self._keep(key, self._clock(), None)
+
+    def drop_used(self, keys: Iterable[StoredKey]) -> None:
+        """Forgets those of these rows that are kept: their hits have changed."""
+        for key in keys:
+            if key in self._rows:
+                self.drop(key)
 
     def _keep(self, key: StoredKey, at: datetime, row: ArtifactRow | None) -> None:
         self._rows[key] = (at, row)
@@ -132,6 +138,7 @@ class ArtifactService:
         self._accounting = accounting
         self._clock = clock
         self._recent = RecentRows(clock=clock)
+        accounting.when_written = self._recent.drop_used
         self._protected = Buckets()
         self._verifying: dict[Digest, asyncio.Task[bool | None]] = {}
         self._verifiers = asyncio.Semaphore(_MAX_VERIFIED)
@@ -154,6 +161,27 @@ class ArtifactService:
             if await self.heal(row):
                 return None
         return None
+
+    def read_now(self, key: StoredKey) -> tuple[ArtifactRow, bytearray] | None:
+        """A small artifact and all of its bytes, where both are in memory; None otherwise."""
+        row = self._recent.get(key)
+        if row is None or row.digest.size_bytes > SMALL_BYTES:
+            return None
+        blob = self._blobs.read_now(row.digest)
+        return None if blob is None else (row, blob)
+
+    def open_now(self, key: StoredKey) -> tuple[ArtifactRow, FileReader] | None:
+        """An artifact and its file, where row and name are in memory; None otherwise. The caller
+        closes the file.
+        """
+        row = self._recent.get(key)
+        file = self._blobs.open_now(row.digest) if row is not None else None
+        if row is None or file is None:
+            return None
+        if file.size_bytes != row.digest.size_bytes:
+            file.close_now()
+            return None
+        return row, file
 
     async def link(self, key: StoredKey) -> tuple[ArtifactRow, str] | None:
         """Where a client can fetch an artifact by itself; None: `open` it, if it is there at all.

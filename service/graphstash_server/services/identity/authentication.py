@@ -77,8 +77,8 @@ class KnownTokens:
 
     async def find(self, token_id: str) -> KnownToken | None:
         """A token as it was at most two seconds ago; None when there is none, or it was revoked."""
-        seen = self._known.get(token_id) or self._unknown.get(token_id)
-        if seen is not None and seen.is_fresh(self._clock()):
+        seen = self._seen(token_id)
+        if seen is not None:
             return seen.token
         found = self._wanted.get(token_id)
         if found is None:
@@ -86,6 +86,16 @@ class KnownTokens:
         if self._reader is None:
             self._reader = asyncio.create_task(self._read())
         return await asyncio.shield(found)
+
+    def find_now(self, token_id: str) -> KnownToken | None:
+        """The same, where the database need not be asked; None otherwise, too."""
+        seen = self._seen(token_id)
+        return seen.token if seen is not None else None
+
+    def _seen(self, token_id: str) -> _Seen | None:
+        """What the database said, while it counts."""
+        seen = self._known.get(token_id) or self._unknown.get(token_id)
+        return seen if seen is not None and seen.is_fresh(self._clock()) else None
 
     def forget(self, token_id: str) -> None:
         """Makes the next use of a token query the database. A query that is under way may have been
@@ -209,6 +219,26 @@ class AccessService:
             )
         return principal
 
+    def principal_now(self, authorization: str | None) -> Principal | None:
+        """The same, where neither the database nor a provider need be asked; None otherwise, and
+        for whoever is refused.
+        """
+        if self.is_open:
+            return OPEN_ACCESS
+        if authorization is None:
+            return ANONYMOUS
+        scheme, _, credentials = authorization.partition(" ")
+        if scheme.lower() != "bearer":
+            return None
+        credentials = credentials.strip(" ")
+        form = TOKEN_FORM.fullmatch(credentials)
+        if form is not None:
+            token = self._tokens.find_now(form["id"])
+            principal = self._accept(token, form["id"], form["secret"])
+        else:
+            principal = self._verified_now(_name_of(credentials))
+        return None if principal is None or self._is_expired(principal) else principal
+
     def forget_token(self, token_id: str) -> None:
         """A token was revoked: its next use queries the database."""
         self._tokens.forget(token_id)
@@ -223,7 +253,10 @@ class AccessService:
         return await self._of_jwt(credentials, self._oidc) if self._oidc is not None else None
 
     async def _of_token(self, token_id: str, secret: str) -> Principal | None:
-        token = await self._tokens.find(token_id)
+        return self._accept(await self._tokens.find(token_id), token_id, secret)
+
+    def _accept(self, token: KnownToken | None, token_id: str, secret: str) -> Principal | None:
+        """Whose token it is, if the secret is right; counts its use."""
         if token is None:
             return None
         if not hmac.compare_digest(sha256_of_secret(secret), token.secret_sha256):
@@ -236,11 +269,11 @@ class AccessService:
         return token.principal
 
     async def _of_jwt(self, token: str, oidc: OidcVerifier) -> Principal | None:
-        name = hashlib.sha256(token.encode()).digest()
+        name = _name_of(token)
         now = self._clock()
-        verified = self._verified.get(name)
-        if verified is not None and timedelta(0) <= now - verified.at < MAX_DECISION_AGE:
-            return verified.principal
+        verified = self._verified_now(name)
+        if verified is not None:
+            return verified
         self._verified.pop(name, None)
         principal = await oidc.verify(token)
         if principal is not None:
@@ -248,3 +281,14 @@ class AccessService:
             if len(self._verified) > _MAX_VERIFIED:
                 self._verified.popitem(last=False)
         return principal
+
+    def _verified_now(self, name: bytes) -> Principal | None:
+        """Whose JWT was found good a moment ago."""
+        verified = self._verified.get(name)
+        if verified is None or not timedelta(0) <= self._clock() - verified.at < MAX_DECISION_AGE:
+            return None
+        return verified.principal
+
+
+def _name_of(jwt: str) -> bytes:
+    return hashlib.sha256(jwt.encode()).digest()

@@ -1,0 +1,238 @@
+"""FastConnection: offers each request to the fast path first, and writes its answers."""
+
+import asyncio
+import logging
+import os
+import socket
+from asyncio import Event, Future
+from typing import ClassVar, Final
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+from uvicorn.protocols.utils import get_client_addr
+
+from graphstash_server.api.frame import internal_failure, shutting_down
+from graphstash_server.api.problems import logged_id
+from graphstash_server.connection import Connection
+from graphstash_server.fast.answers import Answer, FastPath, FastRequest
+from graphstash_server.storage import BlobReader, FileReader
+
+__all__ = ["FastConnection"]
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class _Cycle:
+    """Stands where uvicorn looks for the request that is being answered (`RequestResponseCycle`).
+    Its request has no body, so nothing is ever received.
+    """
+
+    def __init__(self, *, keep_alive: bool, is_complete: bool = False) -> None:
+        self.keep_alive = keep_alive
+        self.response_complete = is_complete
+        self.disconnected = False
+        self.more_body = False
+        self.sent_bytes = 0  # of a body that is sent from a reader
+        self.message_event = Event()
+
+
+_ANSWERED: Final = _Cycle(keep_alive=True, is_complete=True)
+"""Of every request that was answered before the parser went on."""
+
+
+class FastConnection(Connection):
+    """A connection with the fast path. A request that it takes has no body and no predecessor that
+    still waits for its answer, so the order of the answers is that of the requests.
+    """
+
+    fast: ClassVar[FastPath]
+
+    _current: _Cycle | None = None  # not `cycle`: a later request may stand there
+    _writable: Future[None] | None = None
+
+    def on_headers_complete(self) -> None:
+        """A head has arrived."""
+        if not self._is_answered_fast():
+            super().on_headers_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Ends what is being sent."""
+        if self._current is not None:
+            self._current.disconnected = True
+        super().connection_lost(exc)
+        self._go_on()
+
+    def _is_answered_fast(self) -> bool:
+        """Begins an answer; False when the application has to."""
+        if self.is_answering or self.flow.write_paused:
+            return False
+        if self.transport.is_closing() or self.parser.get_http_version() != "1.1":
+            return False
+        try:
+            request = self.fast.read(
+                self.parser.get_method(),
+                self.url,
+                self.headers,
+                scheme=self.scheme or "http",
+                is_owner=self.is_owners,
+            )
+            if request is None:
+                return False
+            answer = self.fast.answer_now(request)
+        except Exception:
+            # The parser would take it for a malformed request. The application answers it.
+            _LOGGER.exception("the fast path failed, the application answers")
+            return False
+        self._head_is_complete()
+        keep_alive = self.parser.should_keep_alive()
+        if answer is not None and answer.reader is None:
+            self.cycle = _ANSWERED  # type: ignore[assignment]
+            self._write_whole(request, answer, keep_alive=keep_alive)
+        else:
+            cycle = self._current = _Cycle(keep_alive=keep_alive)
+            self.cycle = cycle  # type: ignore[assignment]
+            task = self.loop.create_task(self._answer(cycle, request, answer))
+            task.add_done_callback(self.tasks.discard)
+            self.tasks.add(task)
+        return True
+
+    def _write_whole(self, request: FastRequest, answer: Answer, *, keep_alive: bool) -> None:
+        head, keep_alive = self._head(request, answer, keep_alive=keep_alive)
+        self.transport.write(head + answer.body)
+        self._end(keep_alive=keep_alive)
+
+    def _end(self, *, keep_alive: bool) -> None:
+        if not keep_alive:
+            self.transport.close()
+        self.on_response_complete()
+
+    def _head(
+        self, request: FastRequest, answer: Answer, *, keep_alive: bool
+    ) -> tuple[bytes, bool]:
+        """The head of an answer, and whether the connection stays open after it."""
+        if self.access_log:
+            self.access_logger.info(
+                '%s - "%s %s HTTP/%s" %d',
+                get_client_addr(self.scope),
+                request.method.decode(),
+                request.path,
+                "1.1",
+                answer.status,
+            )
+        default = b""
+        for name, value in self.server_state.default_headers:
+            default += b"%b: %b\r\n" % (name, value)
+            if name == b"connection":  # the server is about to end
+                keep_alive = False
+        closing = b"" if keep_alive or b"\r\nconnection:" in default else b"connection: close\r\n"
+        head = STATUS_LINE[answer.status] + default + answer.headers + closing + b"\r\n"
+        return head, keep_alive
+
+    async def _answer(self, cycle: _Cycle, request: FastRequest, answer: Answer | None) -> None:
+        """Answers a request that something has to be waited for."""
+        try:
+            if answer is None:
+                answer = await self._answer_or_failure(cycle, request)
+            if answer.reader is not None:
+                try:
+                    await self._send(cycle, request, answer, answer.reader)
+                finally:
+                    await answer.reader.close()
+            elif not cycle.disconnected:
+                cycle.response_complete = True
+                self._write_whole(request, answer, keep_alive=cycle.keep_alive)
+        except Exception:
+            # Cuts the connection, so that what was sent does not look complete.
+            _LOGGER.exception("%s %s failed (%s)", *_names(request))
+            self.transport.close()
+
+    async def _answer_or_failure(self, cycle: _Cycle, request: FastRequest) -> Answer:
+        try:
+            return await self.fast.answer(request)
+        except asyncio.CancelledError:
+            if not cycle.disconnected:  # the server shuts down and does not wait any longer
+                cycle.response_complete = True
+                ending = self.fast.fail(request, shutting_down())
+                self._write_whole(request, ending, keep_alive=False)
+            raise
+        except Exception:
+            _LOGGER.exception("%s %s failed (%s)", *_names(request))
+            return self.fast.fail(request, internal_failure(request.request_id.decode()))
+
+    async def _send(
+        self, cycle: _Cycle, request: FastRequest, answer: Answer, reader: BlobReader
+    ) -> None:
+        """Sends an answer whose body is a blob's, in constant memory."""
+        head, keep_alive = self._head(request, answer, keep_alive=cycle.keep_alive)
+        start, stop = answer.span
+        is_direct = self.scheme != "https" and not self.transport.get_write_buffer_size()
+        try:
+            if isinstance(reader, FileReader) and is_direct:
+                await self._send_file(cycle, head, reader, start, stop)
+            else:
+                await self._send_chunks(cycle, head, reader, start, stop)
+        finally:
+            self.fast.count_sent(request, cycle.sent_bytes)
+        if not cycle.disconnected:
+            cycle.response_complete = True
+            self._end(keep_alive=keep_alive and cycle.keep_alive)
+
+    async def _send_chunks(
+        self, cycle: _Cycle, head: bytes, reader: BlobReader, start: int, stop: int
+    ) -> None:
+        self.transport.write(head)
+        async for chunk in reader.chunks(start, stop):
+            if self.flow.write_paused:
+                await self.flow.drain()
+            if cycle.disconnected:
+                return
+            self.transport.write(chunk)
+            cycle.sent_bytes += len(chunk)
+
+    async def _send_file(
+        self, cycle: _Cycle, head: bytes, file: FileReader, start: int, stop: int
+    ) -> None:
+        """Sends a part of a file past the transport, which has nothing to send meanwhile.
+
+        The socket is duplicated: its number stays ours when the transport closes, and the event
+        loop lets nobody else watch a transport's own.
+        """
+        fd = os.dup(self.transport.get_extra_info("socket").fileno())
+        with socket.socket(fileno=fd) as out:
+            try:
+                while head and not cycle.disconnected:
+                    try:
+                        head = head[out.send(head, socket.MSG_MORE) :]
+                    except BlockingIOError:
+                        await self._until_writable(out)
+                while (position := start + cycle.sent_bytes) < stop and not cycle.disconnected:
+                    try:
+                        cycle.sent_bytes += await file.send(fd, position, stop)
+                    except BlockingIOError:
+                        await self._until_writable(out)
+            except (ConnectionError, TimeoutError):  # the caller has hung up
+                self.transport.abort()
+                cycle.disconnected = True
+
+    async def _until_writable(self, out: socket.socket) -> None:
+        """Waits until the caller reads on, within the limit of every answer, or hangs up."""
+        self._writable = self.loop.create_future()
+        self.pause_writing()
+        self.loop.add_writer(out, self._go_on)
+        try:
+            await self._writable
+        finally:
+            self.loop.remove_writer(out)
+            self.resume_writing()
+
+    def _go_on(self) -> None:
+        if self._writable is not None and not self._writable.done():
+            self._writable.set_result(None)
+
+
+def _names(request: FastRequest) -> tuple[str, str, str]:
+    """A request in the log."""
+    state = {
+        "request_id": request.request_id.decode(),
+        "server_request_id": request.own_id.decode(),
+    }
+    return request.method.decode(), request.path, logged_id(state)
