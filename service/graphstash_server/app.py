@@ -8,6 +8,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from graphstash_schema import ArtifactKey, ErrorCode, ManifestEntry, Problem
+from graphstash_schema.explanation import Description
 from graphstash_server import __version__
 from graphstash_server.api import (
     admin,
@@ -85,7 +86,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = document["components"]["schemas"]
-        for model in (Problem, ArtifactKey, ManifestEntry):
+        for model in (Problem, ArtifactKey, ManifestEntry, Description):
             schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
             for name, definition in schema.pop("$defs", {}).items():
                 schemas.setdefault(name, definition)

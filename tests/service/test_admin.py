@@ -203,6 +203,8 @@ def test_the_description_lists_every_call_and_all_its_references_resolve(api):
         ("POST", "/v1/{namespace}/artifacts:lookup"),
         ("POST", "/v1/{namespace}/artifacts:verify"),
         ("POST", "/v1/{namespace}/artifacts:report"),
+        ("POST", "/v1/{namespace}/artifacts:describe"),
+        ("POST", "/v1/{namespace}/artifacts:explain"),
         ("POST", "/v1/{namespace}/artifacts:release"),
         ("GET", "/v1/{namespace}/manifests/{name}"),
         ("PUT", "/v1/{namespace}/manifests/{name}"),
