@@ -141,13 +141,15 @@ class ObjectReader:
 
 
 def size_of(found: Mapping[str, Any]) -> int:
-    """The size in a response.
+    """The size in a response; closes one that is refused.
 
     Raises:
         ServerError: `unavailable`, when the response is not that of an S3 server: the page of a
             proxy must not look like a damaged blob.
     """
     if "ETag" not in found or "ContentLength" not in found:
+        if "Body" in found:
+            found["Body"].close()  # its connection would stay open until it is found as garbage
         raise ServerError(
             ErrorCode.UNAVAILABLE,
             "the response of the blob store has no ETag or no length, so this is not an S3 server: "
