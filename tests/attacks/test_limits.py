@@ -156,9 +156,10 @@ def test_an_upload_breaks_off_after_half_of_it(limited, space):
     rogue = f"{space}-rogue"
     limited.fill(space, *_VICTIMS)
     limited.fill(rogue, 0, 1)
+    size_bytes = 6 * _MIB - 64 * 1024  # all of it fits beside the victim's, metadata included
 
     with Wire(limited.url) as wire:
-        wire.send(_announced(limited, rogue, 6 * _MIB, number=7))
+        wire.send(_announced(limited, rogue, size_bytes, number=7))
         assert wire.begin() == 100
         wire.send(bytes(5 * _MIB))
         until(lambda: limited.kept(rogue, range(2)) == [])
