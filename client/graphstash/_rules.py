@@ -170,10 +170,12 @@ def _bounded(
     def read(value: Any) -> float:
         try:
             got = convert(value)
+            if not math.isfinite(got):
+                got = math.nan
         except (TypeError, ValueError, OverflowError):
             got = math.nan
         is_low = got <= above if above is not None else got < least
-        if not math.isfinite(got) or is_low or (most is not None and got > most):
+        if math.isnan(got) or is_low or (most is not None and got > most):
             raise ValueError(f"it takes {what} ({limits})")
         return got
 

@@ -9,10 +9,9 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
-from datetime import datetime
 from typing import Annotated, Final
 
-from pydantic import Field
+from pydantic import AwareDatetime, Field
 
 from graphstash_schema.key import MAX_PARTS, ArtifactKey
 from graphstash_schema.model import Items, RequestModel, WireModel
@@ -59,7 +58,9 @@ _DIGEST: Final = re.compile(r"(sha256:)?[0-9a-f]{64}|[a-z2-7]{51,52}")
 _SHOWN: Final = 80
 _SHOWN_WORDS: Final = 8
 
-Parts = Annotated[dict[str, str], Field(default_factory=dict, max_length=MAX_PARTS)]
+_NAME: Final = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+PartName = Annotated[str, Field(pattern=f"^{_NAME}$")]
+Parts = Annotated[dict[PartName, str], Field(default_factory=dict, max_length=MAX_PARTS)]
 
 
 def is_of_program(name: str) -> bool:
@@ -76,9 +77,13 @@ def identity_of(parts: Mapping[str, str]) -> str:
 
 
 def bounded_parts(parts: Mapping[str, str]) -> dict[str, str]:
-    """Parts that fit `MAX_PARTS_CHARACTERS`: the largest values are replaced by their digest."""
+    """Parts that fit `MAX_PARTS_CHARACTERS`: the largest values are replaced by their digest. Those
+    whose names are out of form are left out.
+    """
     fitting = {
-        name: value.encode("utf-8", "replace").decode() for name, value in sorted(parts.items())
+        name: value.encode("utf-8", "replace").decode()
+        for name, value in sorted(parts.items())
+        if re.fullmatch(_NAME, name)
     }
     while _size(fitting) > MAX_PARTS_CHARACTERS:
         largest = max(fitting, key=lambda name: len(fitting[name]))
@@ -150,7 +155,7 @@ class Relative(WireModel):
     namespace: Namespace
     label: str = ""
     producer: str = ""
-    created_at: datetime
+    created_at: AwareDatetime
     is_same_program: bool = Field(description="whether the text of the program is the same")
     differences: Items[Difference] = Field(description="all parts that differ")
 
@@ -187,9 +192,9 @@ def compare(here: Mapping[str, str], there: Mapping[str, str]) -> tuple[Differen
 
 def words(difference: Difference, *, where: str = "there") -> str:
     """A difference for people: `XLA_FLAGS: --a=1 here, --a=2 there`."""
-    name = difference.part.removeprefix("env.").replace("_", " ")
-    if difference.part.startswith("env."):
-        name = difference.part.removeprefix("env.")
+    name = printable(difference.part.removeprefix("env."), most=_SHOWN)
+    if not difference.part.startswith("env."):
+        name = name.replace("_", " ")
     if difference.part in _TEXT:
         return "the program itself changed"
     if difference.part == "graph":
@@ -214,8 +219,9 @@ def _difference(name: str, here: str | None, there: str | None) -> Difference:
     if max(len(here), len(there)) <= _SHOWN:
         return Difference(part=name, here=here, there=there)
     ours, theirs = re.split(r"[\s;]+", here), re.split(r"[\s;]+", there)
-    only_here = [word for word in ours if word not in set(theirs)]
-    only_there = [word for word in theirs if word not in set(ours)]
+    known_here, known_there = set(ours), set(theirs)
+    only_here = [word for word in ours if word not in known_there]
+    only_there = [word for word in theirs if word not in known_here]
     if (not only_here and not only_there) or len(ours) == 1 or len(theirs) == 1:
         start = next(at for at, (a, b) in enumerate(_aligned(here, there)) if a != b)
         start = max(0, start - _SHOWN // 4)

@@ -47,8 +47,9 @@ def run(server, namespace, tmp_path):
 
 @pytest.fixture
 def explain(server, namespace, tmp_path):
-    def explain(host, *arguments):
-        return graphstash("explain", *arguments, GRAPHSTASH_CACHE_DIR=tmp_path / host)
+    def explain(host, *arguments, **variables):
+        settings = {"GRAPHSTASH_URL": server.url} | variables
+        return graphstash("explain", *arguments, GRAPHSTASH_CACHE_DIR=tmp_path / host, **settings)
 
     return explain
 
@@ -107,13 +108,31 @@ def test_a_run_without_a_server_says_why_nothing_was_found(run, explain):
         "1 miss: the cache could not help (connect)",
         "    jit(step)",
     ]
-    assert "the cache could not help (connect)" in explain("alone").stdout
+    asked = explain("alone", GRAPHSTASH_URL="http://127.0.0.1:9")
+    assert "the cache could not help (connect)" in asked.stdout
+
+
+def test_the_address_in_a_record_gets_no_token(run, explain, tmp_path):
+    """Only the one that this user has set is asked."""
+    run("host", {"step": {}})
+    other = explain("host", GRAPHSTASH_URL="http://127.0.0.1:9", GRAPHSTASH_TOKEN="secret")
+    assert other.returncode == 1
+    assert "the last run used http://" in other.stderr
+    assert "GRAPHSTASH_URL" in other.stderr
+
+
+def test_records_that_others_may_write_are_not_used(run, explain, tmp_path):
+    run("host", {"step": {}})
+    (tmp_path / "host" / "records").chmod(0o777)
+    outcome = explain("host")
+    assert outcome.returncode == 1
+    assert "open to other users" in outcome.stderr
 
 
 def test_all_processes_of_a_run_are_explained_together(run, tmp_path):
     outcome = run("several", {"step": {}}, command=("run", "--"))
     assert lines_of(outcome) == []
-    (first,) = (tmp_path / "several" / "runs").iterdir()
+    (first,) = (tmp_path / "several" / "records").iterdir()
     script = tmp_path / "several.py"
     both = (
         f"import subprocess, sys; [subprocess.run([sys.executable, {str(script)!r}]) for _ in 'ab']"
@@ -121,19 +140,21 @@ def test_all_processes_of_a_run_are_explained_together(run, tmp_path):
     (tmp_path / "both.py").write_text(both)
     settings = {"GRAPHSTASH_CACHE_DIR": tmp_path / "several", "GRAPHSTASH_URL": "none"}
     graphstash("run", "--", sys.executable, tmp_path / "both.py", check=True, **settings)
-    runs = sorted((tmp_path / "several" / "runs").iterdir())
+    runs = sorted((tmp_path / "several" / "records").iterdir())
     assert runs[0] == first
     assert [len(list(each.iterdir())) for each in runs] == [1, 2]
 
 
 def test_records_are_private_and_only_the_last_runs_are_kept(run, tmp_path, server, namespace):
-    runs = tmp_path / "host" / "runs"
+    runs = tmp_path / "host" / "records"
     for number in range(25):
         (runs / f"{number:020d}-1").mkdir(parents=True)
+    (runs / "another tool's").mkdir()
     run("host", {"step": {}})
-    kept = sorted(path.name for path in runs.iterdir())
+    kept = sorted(path.name for path in runs.iterdir() if path.name[0].isdigit())
     assert len(kept) == 20
     assert kept[:2] == [f"{number:020d}-1" for number in (6, 7)]
+    assert (runs / "another tool's").is_dir()
     (record,) = (runs / kept[-1]).iterdir()
     assert stat.S_IMODE(record.stat().st_mode) == 0o600
 
@@ -141,7 +162,7 @@ def test_records_are_private_and_only_the_last_runs_are_kept(run, tmp_path, serv
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"misses": 1}', '{"misses": [[{}, null, 0]]}'])
 def test_a_damaged_record_is_left_out(run, explain, tmp_path, content):
     run("host", {"step": {}})
-    (run_directory,) = (tmp_path / "host" / "runs").iterdir()
+    (run_directory,) = (tmp_path / "host" / "records").iterdir()
     (run_directory / "1.json").write_text(content)
     assert "1 miss" in explain("host").stdout
 
@@ -162,7 +183,7 @@ def test_a_miss_that_is_not_there_is_named(run, explain):
 
 def test_a_job_whose_record_cannot_be_written_ends_as_usual(run, tmp_path):
     (tmp_path / "host").mkdir(mode=0o700)
-    (tmp_path / "host" / "runs").write_text("a file")
+    (tmp_path / "host" / "records").write_text("a file")
     outcome = run("host", {"step": {}})
     assert "Traceback" not in outcome.stderr
 

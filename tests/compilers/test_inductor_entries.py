@@ -258,3 +258,16 @@ def test_where_a_name_is_missing_the_hook_says_so_once(host, monkeypatch, caplog
     assert len(warnings) == 1
     assert "RemoteFxGraphCache.backend_override_cls" in warnings[0]
     assert "graphs are not shared" in warnings[0]
+
+
+def test_no_secret_of_the_environment_is_in_a_description(host, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_REDIS_URL", "redis://user:secret@cache")
+    monkeypatch.setenv("TORCH_HUB_TOKEN", "secret")
+    monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE_GEMM", "0")
+    with host("a") as a:
+        compute()
+        misses = a.cache.log.misses
+    assert misses
+    for miss in misses:
+        assert "secret" not in miss.description.model_dump_json()
+    assert any("env.TORCHINDUCTOR_MAX_AUTOTUNE_GEMM" in miss.description.parts for miss in misses)

@@ -7,8 +7,8 @@ from harness import Data, instrumented, main
 with instrumented():
     from graphstash_schema import ArtifactMetadata, Digest, InvalidValueError
     from graphstash_schema.access import TOKEN_FORM
-    from graphstash_schema.artifact import MAX_COMPILE_SECONDS
     from graphstash_schema.errors import STATUS
+    from graphstash_schema.metadata import MAX_COMPILE_SECONDS
     from graphstash_schema.protocol import MAX_METADATA_BYTES
     from graphstash_server.api.conditions import lists_etag, requested_range, requested_wait
     from graphstash_server.errors import ServerError

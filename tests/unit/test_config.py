@@ -125,3 +125,11 @@ def test_a_setting_that_cannot_be_used_names_variable_value_and_range(variable, 
     assert variable in str(caught.value)
     assert value in str(caught.value)
     assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["wait_seconds", "publish_queue", "local_limit"])
+def test_a_number_without_end_is_refused_by_name(name):
+    with pytest.raises(ConfigError, match=f"GRAPHSTASH_{name.upper()}"):
+        ClientConfig.load({f"GRAPHSTASH_{name.upper()}": "9" * 400})
+    with pytest.raises(ConfigError):
+        ClientConfig.load({}, **{name: 10**400})

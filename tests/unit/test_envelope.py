@@ -25,11 +25,11 @@ def sealed(tmp_path, payload, *, key=KEY):
 
 
 def opened(blob, *, key=KEY, limit=LIMIT, is_proven=False):
+    terms = {"max_bytes": limit, "is_proven": lambda: is_proven}
     into = io.BytesIO()
-    told = unseal(io.BytesIO(blob), key, into, max_bytes=limit, is_proven=is_proven)
+    told = unseal(io.BytesIO(blob), key, into, **terms)
     at_once = io.BytesIO()
-    size = len(blob)
-    unseal(io.BytesIO(blob), key, at_once, max_bytes=limit, size_bytes=size, is_proven=is_proven)
+    unseal(io.BytesIO(blob), key, at_once, size_bytes=len(blob), **terms)
     assert at_once.getvalue() == into.getvalue()
     return told, into.getvalue()
 
@@ -169,3 +169,12 @@ def test_a_payload_that_changes_while_it_is_sealed_is_not_sealed(tmp_path, monke
 def test_whatever_a_publisher_says_of_its_time_is_brought_into_range(seconds):
     told, _ = opened(forged(b"graph", compile_seconds=seconds))
     assert 0 <= told.compile_seconds <= 7 * 24 * 3600
+
+
+def test_a_digest_that_was_computed_here_proves_nothing_by_itself():
+    """As that of an unsigned file on this host: its payload is hashed."""
+    frame = zstandard.ZstdCompressor(write_checksum=True).compress(b"other")
+    raw = forged(b"graph", raw_size=5)
+    blob = raw[: -len(zstandard.compress(b"graph"))] + frame
+    with pytest.raises(VerificationError):
+        opened(blob)

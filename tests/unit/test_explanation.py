@@ -3,11 +3,15 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from graphstash_schema import ArtifactKey
 from graphstash_schema.explanation import (
     MAX_LABEL_CHARACTERS,
     MAX_PARTS_CHARACTERS,
+    Description,
+    Difference,
+    Relative,
     bounded_parts,
     compare,
     described,
@@ -115,6 +119,31 @@ def test_a_large_value_still_tells_whether_it_differs():
     assert one["jax"] == "1"
     assert one["flags"] != other["flags"]
     assert told(one, other) == ["other flags"]
+
+
+def test_a_name_that_is_none_is_left_out_and_refused():
+    assert bounded_parts({"\x1b]0;owned": "x", "jax": "1"}) == {"jax": "1"}
+    with pytest.raises(ValidationError):
+        Description(key=KEY, environment={"\x1b]0;owned": "x"})
+    assert "\x1b" not in words(Difference(part="\x1b]0;owned", here="1", there="2"))
+
+
+def test_large_values_are_compared_in_one_pass():
+    """Not once for each word: a server compares hundreds of them."""
+    here, there = (" ".join(f"{letter}{n}" for n in range(200_000)) for letter in "ab")
+    (difference,) = compare({"flags": here}, {"flags": there})
+    assert difference.here.endswith("and 199992 more")
+
+
+def test_an_answer_with_a_time_without_a_zone_is_refused():
+    with pytest.raises(ValidationError):
+        Relative(
+            key=KEY,
+            namespace="team",
+            created_at="2026-01-01T00:00:00",
+            is_same_program=True,
+            differences=(),
+        )
 
 
 def test_a_label_is_one_line_of_bounded_length():

@@ -142,7 +142,7 @@ def unseal(
     *,
     max_bytes: int,
     size_bytes: int | None = None,
-    is_proven: bool = False,
+    is_proven: Callable[[], bool] = lambda: False,
     admit: Callable[[int], None] | None = None,
 ) -> Unsealed:
     """Checks an envelope against the key that was asked for and writes its payload.
@@ -155,8 +155,8 @@ def unseal(
         into: gets the payload.
         max_bytes: largest payload that is accepted.
         size_bytes: of the blob, if known: a small one is decompressed at once.
-        is_proven: whether the blob's digest is known to be right. Then the checksum of the frame is
-            enough, which tells what a decompressor or memory has done.
+        is_proven: whether the blob's digest is known to be right, asked after `admit`. Then the
+            checksum of the frame is enough, which tells what a decompressor or memory has done.
         admit: called with the payload's size, which bounds its decompression, before a byte is
             decompressed; what it raises passes through.
 
@@ -186,7 +186,7 @@ def unseal(
         raise VerificationError(Reason.TOO_LARGE, f"{raw_size} bytes; at most {max_bytes}")
     try:
         is_sound = _unpack(
-            envelope, into, raw_size, raw_sha256, size_bytes=size_bytes, is_proven=is_proven
+            envelope, into, raw_size, raw_sha256, size_bytes=size_bytes, is_proven=is_proven()
         )
     except zstandard.ZstdError as error:
         raise VerificationError(Reason.CORRUPT, f"envelope payload: {error}") from None

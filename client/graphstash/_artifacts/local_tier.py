@@ -4,6 +4,7 @@
     <root>/secret                 what this user's own artifacts are told by, see `_proof`
     <root>/locks/<3 hex>.lock     one download per host: taken while an artifact is fetched
     <root>/tmp/                   files that are being written
+    <root>/records/               what the last runs missed, see `_process.run_record`
 
 Everything is in directories that only this user can use, and is reached by a descriptor of the root
 that was checked: whoever may write to a directory above it can put another one in its place, with
@@ -37,7 +38,7 @@ from graphstash_schema.own_files import make_own_directory, open_own_directory
 
 __all__ = ["FOLDERS", "LocalTier"]
 
-FOLDERS: Final = ("v1", "locks", "tmp")
+FOLDERS: Final = ("v1", "locks", "tmp", "records")
 """What a tier consists of, beside its secret."""
 
 _NO_PROOF: Final = Provenance()

@@ -167,7 +167,7 @@ class Reader:
                 )
             try:
                 fetched = self._unpack_checked(
-                    envelope, namespace, key, into, digest=digest, proof=proof
+                    envelope, namespace, key, into, digest=digest, proof=proof, is_downloaded=True
                 )
             except VerificationError as error:
                 self._report(namespace, key, digest, error.reason)
@@ -184,7 +184,12 @@ class Reader:
         *,
         digest: Digest,
         proof: Provenance,
+        is_downloaded: bool = False,
     ) -> Fetched:
+        """Unpacks a blob with this digest if its provenance is good enough. The digest of one that
+        was downloaded is the one that the server announced; any other was computed here, and
+        proves what is inside only together with a signature.
+        """
         checked: list[bool] = []
 
         def admit(raw_size_bytes: int) -> None:
@@ -198,7 +203,7 @@ class Reader:
             into,
             max_bytes=limit,
             size_bytes=digest.size_bytes,
-            is_proven=True,
+            is_proven=lambda: is_downloaded or checked[0],
             admit=admit,
         )
         is_counted = self._signatures.policy is not SignaturePolicy.OFF

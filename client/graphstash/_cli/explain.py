@@ -1,5 +1,6 @@
 """`graphstash explain`: why a job compiled what it compiled."""
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated
 
@@ -9,9 +10,11 @@ from rich.markup import escape
 from graphstash._cli.output import Json, NamespaceOption, Url, fail, out, plural, print_json
 from graphstash._compile.explaining import Cause, causes_of, text_of
 from graphstash._http.client import ServerClient
-from graphstash._process.run_record import ProcessRecord, last_run, read_run
+from graphstash._process.run_record import ProcessRecord, read_last_run
 from graphstash.config import ClientConfig
 from graphstash.errors import CacheError, ConfigError
+from graphstash_schema import Namespace
+from graphstash_schema.names import printable
 
 __all__ = ["explain"]
 
@@ -38,10 +41,12 @@ def explain(
         config = ClientConfig.load(url=url, namespace=namespace, cache_dir=cache_dir)
     except ConfigError as error:
         fail(str(error), status=2)
-    run = last_run(config.cache_dir)
-    if run is None:
+    try:
+        records = read_last_run(config.cache_dir)
+    except OSError as error:
+        fail(f"the records of earlier runs are not used: {error}")
+    if records is None:
         fail(f"no run is recorded in {config.cache_dir}: start one with `graphstash run`")
-    records = list(read_run(run))
     wanted = [
         (description, reason)
         for record in records
@@ -52,7 +57,9 @@ def explain(
     ]
     if which != "last" and not wanted:
         fail(f"the last run has missed nothing that begins with {which!r}")
-    config = _of_run(config, records, url=url, namespace=namespace)
+    _check_server(config, records)
+    if records and namespace is None:
+        config = dataclasses.replace(config, namespace=Namespace(records[0].namespace))
     client = ServerClient(config)
     try:
         causes = causes_of(client, wanted)
@@ -76,18 +83,14 @@ def explain(
         out.print(escape(line), soft_wrap=True)
 
 
-def _of_run(
-    config: ClientConfig, records: list[ProcessRecord], *, url: str | None, namespace: str | None
-) -> ClientConfig:
-    """Asks where the run asked, unless the command line says otherwise."""
-    if not records:
-        return config
-    try:
-        return ClientConfig.load(
-            url=url or records[0].url or None, namespace=namespace or records[0].namespace
+def _check_server(config: ClientConfig, records: list[ProcessRecord]) -> None:
+    """Refuses to ask another server than the run: an address from a file never gets the token."""
+    asked = next((record.url for record in records), config.url)
+    if asked != config.url:
+        fail(
+            f"the last run used {printable(asked or 'no server', most=200)}, not "
+            f"{config.url or 'no server'}: set GRAPHSTASH_URL, or --url, to the one to ask"
         )
-    except ConfigError:  # a server's socket of then
-        return config
 
 
 def _as_json(cause: Cause) -> dict[str, object]:

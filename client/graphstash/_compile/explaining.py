@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from time import monotonic
 
 from graphstash._compile.stats import format_seconds, plural
 from graphstash._http.client import ServerClient
@@ -12,6 +13,7 @@ from graphstash_schema.names import printable
 __all__ = ["Cause", "causes_of", "text_of"]
 
 _MAX_ASKED = 64
+_MAX_SECONDS = 10.0
 _SHOWN_DIFFERENCES = 4
 _SHOWN_LABELS = 4
 
@@ -38,20 +40,20 @@ def causes_of(
     """The causes of misses, those of most misses first.
 
     Args:
-        server: is asked for the nearest artifacts, of 64 misses at most.
+        server: is asked for the nearest artifacts, of 64 misses at most, and no longer than 10 s.
         misses: what was compiled, and the reason where the cache could not help.
 
     Raises:
         CacheError: the server does not answer.
     """
     causes: dict[str, Cause] = {}
-    asked = 0
+    asked, until = 0, monotonic() + _MAX_SECONDS
     for description, reason in misses:
         nearest = None
         if reason is not None:
             text = f"the cache could not help ({reason})"
-        elif asked == _MAX_ASKED:
-            text = f"not explained: more than {_MAX_ASKED} misses"
+        elif asked == _MAX_ASKED or monotonic() > until:
+            text = f"not explained: at most {_MAX_ASKED} are, within {_MAX_SECONDS:g} s"
         else:
             asked += 1
             text, nearest = _cause(server.explain(description))

@@ -6,11 +6,12 @@ import logging
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from time import monotonic
 from typing import TYPE_CHECKING, Final
 
 from graphstash._compile.request import CompileRequest
 from graphstash._http.client import ServerClient
-from graphstash.errors import CacheError, Reason
+from graphstash.errors import Reason
 from graphstash_schema.protocol import MAX_DESCRIBE_BYTES, MAX_DESCRIPTIONS
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ _log = logging.getLogger("graphstash")
 
 _MAX_MISSES: Final = 512
 """Of one process: a job that compiles more has one cause for most of them."""
+
+_TELL_SECONDS: Final = 3.0
+"""After this long no further call is made: a job waits for it when it ends."""
 
 
 @dataclass(slots=True)
@@ -91,12 +95,13 @@ class MissLog:
         """Tells the server what the published artifacts are made of."""
         with self._lock:
             published, self._published = self._published, []
+        until = monotonic() + _TELL_SECONDS
         try:
             for batch in _batches(published):
-                if self._is_refused:
+                if self._is_refused or monotonic() > until:
                     return
                 server.describe(batch)
-        except CacheError as error:  # also a server of an earlier release, which has no such call
+        except Exception as error:  # noqa: BLE001 - also of an earlier server, without such a call
             self._is_refused = True
             _log.debug("the server does not take descriptions: %s", error)
 

@@ -1,15 +1,17 @@
 """Records of runs: what a run missed, kept on this host so that it can be explained later.
 
 A run is all processes that one `graphstash run` started, or one process that installed the cache by
-itself. Each process leaves a file of its own in the directory of its run, beside the local tier.
+itself. Each process leaves a file of its own in the directory of its run, in the local tier. Only
+this user can use these directories, or they are not used.
 """
 
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -19,10 +21,12 @@ from graphstash._compile.stats import Stats
 from graphstash._process.run_name import RUN_VARIABLE, new_run
 from graphstash.config import ClientConfig
 from graphstash_schema.explanation import Description
+from graphstash_schema.own_files import make_own_directory, open_own_directory
 
-__all__ = ["ProcessRecord", "last_run", "read_run", "save"]
+__all__ = ["ProcessRecord", "read_last_run", "save"]
 
-_FOLDER: Final = "runs"
+_FOLDER: Final = "records"
+_RUN: Final = re.compile(r"[0-9]{20}-[0-9]{1,20}")
 _KEPT: Final = 20
 _MAX_BYTES: Final = 32 * 1024**2
 
@@ -54,9 +58,9 @@ def save(config: ClientConfig, stats: Stats, misses: Sequence[Miss], *, started_
     Raises:
         OSError: it cannot be written.
     """
-    runs = config.cache_dir / _FOLDER
-    run = runs / Path(os.environ.get(RUN_VARIABLE) or new_run()).name
-    run.mkdir(mode=0o700, parents=True, exist_ok=True)
+    name = os.environ.get(RUN_VARIABLE, "")
+    if _RUN.fullmatch(name) is None:
+        name = new_run()
     record = {
         "argv": sys.argv,
         "url": config.url,
@@ -72,27 +76,53 @@ def save(config: ClientConfig, stats: Stats, misses: Sequence[Miss], *, started_
             for each in misses
         ],
     }
-    partial = run / f".{os.getpid()}"
-    with open(partial, "w", encoding="utf-8", opener=_private) as file:
-        json.dump(record, file)
-    partial.replace(run / f"{os.getpid()}.json")
-    for old in sorted(runs.iterdir())[:-_KEPT]:
-        shutil.rmtree(old, ignore_errors=True)
+    config.cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _opened(make_own_directory(config.cache_dir / _FOLDER)) as runs:
+        (runs / name).mkdir(mode=0o700, exist_ok=True)
+        partial = runs / name / f".{os.getpid()}"
+        with open(partial, "w", encoding="utf-8", opener=_private) as file:
+            json.dump(record, file)
+        partial.replace(runs / name / f"{os.getpid()}.json")
+        for old in _names(runs)[:-_KEPT]:
+            if old != name:
+                shutil.rmtree(runs / old, ignore_errors=True)
 
 
-def last_run(cache_dir: Path) -> Path | None:
-    """The directory of the run that began last; None when there is none."""
-    with suppress(OSError):
-        for run in sorted((cache_dir / _FOLDER).iterdir(), reverse=True):
-            if any(run.glob("*.json")):
-                return run
+def read_last_run(cache_dir: Path) -> list[ProcessRecord] | None:
+    """What the processes of the run left that began last; None when there is none.
+
+    Raises:
+        OSError: others than this user may write there.
+    """
+    try:
+        descriptor = open_own_directory(cache_dir / _FOLDER)
+    except FileNotFoundError:
+        return None
+    with _opened(descriptor) as runs:
+        for name in reversed(_names(runs)):
+            if any((runs / name).glob("*.json")):
+                return list(_read(runs / name))
     return None
 
 
-def read_run(run: Path) -> Iterator[ProcessRecord]:
+@contextmanager
+def _opened(descriptor: int) -> Iterator[Path]:
+    """The directory that a descriptor stands for, wherever it is moved; closed at the end."""
+    try:
+        yield Path(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
+
+
+def _names(runs: Path) -> list[str]:
+    """The runs, the oldest first; whatever else lies there is not ours."""
+    return sorted(each.name for each in runs.iterdir() if _RUN.fullmatch(each.name))
+
+
+def _read(run: Path) -> Iterator[ProcessRecord]:
     """What the processes of a run left; a damaged record is left out."""
     for path in sorted(run.glob("*.json")):
-        with suppress(OSError, ValueError, KeyError, TypeError):
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             if path.stat().st_size > _MAX_BYTES:
                 continue
             read = json.loads(path.read_text("utf-8"))

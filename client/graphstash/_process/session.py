@@ -209,7 +209,7 @@ class Session:
             lines = text_of(causes_of(self._cache.stash.server, wanted))
             if (more := self.stats().misses - len(misses)) > 0:
                 lines.append(f"{plural(more, 'miss')}: small programs, which are not compared")
-        except CacheError as error:
+        except Exception as error:  # noqa: BLE001 - whatever a server answers: the job has ended well
             lines = [f"the misses cannot be explained: {error}"]
         print("\n".join(f"graphstash: {line}" for line in lines), file=sys.stderr, flush=True)  # noqa: T201
 
@@ -221,7 +221,7 @@ class Session:
 
             try:
                 run_record.save(self.config, stats, misses, started_at=self._started_at)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 _log.debug("the record of this run cannot be written: %s", error)
 
     def _tell(self, stats: Stats) -> None:

@@ -19,8 +19,23 @@ __all__ = ["KeyInfo"]
 _LINE: Final = re.compile(r"\[(\w+)\] (\w+)(?:\[([^\]]*)\])?: (.*)", re.DOTALL)
 _TENSOR: Final = re.compile(r"dtype=torch\.(\w+), shape=torch\.Size\(\[([^\]]*)\]\)")
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
-_READ: Final = re.compile(r"(TORCH|TORCHINDUCTOR|TORCHDYNAMO|ATEN|INDUCTOR)_[A-Z0-9_]{1,40}")
-_SAME_CODE: Final = re.compile(r"\w*(_DIR|_LOGS?|_LOG_\w+|_DEBUG|_TRACE|_PATH|_REPORT\w*)")
+_READ: Final = frozenset(
+    {
+        *("ATEN_CPU_CAPABILITY", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_CUDA_ARCH_LIST"),
+        *(
+            f"TORCHINDUCTOR_{name}"
+            for name in (
+                *("COORDINATE_DESCENT_TUNING", "CPP_WRAPPER", "CUDAGRAPHS", "EPILOGUE_FUSION"),
+                *("FREEZING", "LAYOUT_OPTIMIZATION", "MAX_AUTOTUNE", "MAX_AUTOTUNE_CONV_BACKENDS"),
+                *("MAX_AUTOTUNE_GEMM", "MAX_AUTOTUNE_GEMM_BACKENDS", "MAX_AUTOTUNE_POINTWISE"),
+                *("MAX_FUSION_SIZE", "MULTI_KERNEL", "PERMUTE_FUSION", "SHAPE_PADDING"),
+                *("SIMDLEN", "SPLIT_REDUCTIONS", "USE_FAST_MATH", "GROUP_FUSION"),
+            )
+        ),
+    }
+)
+"""Variables that choose code and hold no secret. Others, such as the address of a Redis with its
+password, stay on this host."""
 _MAX_VALUE: Final = 200
 _MAX_KEYS: Final = 64
 
@@ -76,11 +91,7 @@ def _input(value: str) -> str:
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that torch reads its defaults from: what they change counts as no setting."""
-    return {
-        f"env.{name}": value
-        for name, value in environ.items()
-        if _READ.fullmatch(name) and not _SAME_CODE.fullmatch(name)
-    }
+    return {f"env.{name}": value for name, value in environ.items() if name in _READ}
 
 
 def _is_default(name: str) -> bool:

@@ -4,6 +4,7 @@ Near is, in this order: the same key in another namespace; the same program in a
 a program that its user calls by the same name. Among those, fewer differences are nearer.
 """
 
+import asyncio
 import heapq
 from collections.abc import Sequence
 from datetime import timedelta
@@ -53,6 +54,7 @@ class ExplanationService:
     def __init__(self, *, database: Database, clock: Clock) -> None:
         self._database = database
         self._clock = clock
+        self._comparing = asyncio.Semaphore(1)  # the interpreter's lock lets one of them on anyway
 
     async def describe(self, namespace: Namespace, given: Sequence[Description]) -> int:
         """Stores descriptions of artifacts that are there and that nobody has described; returns
@@ -87,11 +89,9 @@ class ExplanationService:
             if not rows:
                 stored = await count_artifacts(connection, namespace)
                 undescribed = max(0, stored - await count_descriptions(connection, namespace))
-        relatives = heapq.nsmallest(
-            _COMPARED, (_relative(row, wanted) for row in rows.values()), key=_distance
-        )
-        relatives.sort(key=lambda each: (_distance(each)[:3], _unlikeness(each)))  # a stable sort
-        return ExplainResponse(relatives=tuple(relatives[:_RELATIVES]), undescribed=undescribed)
+        async with self._comparing:
+            relatives = await asyncio.to_thread(_nearest, list(rows.values()), wanted)
+        return ExplainResponse(relatives=relatives, undescribed=undescribed)
 
     async def namespaces(self) -> Sequence[str]:
         """Where anything was ever stored."""
@@ -121,6 +121,13 @@ class ExplanationService:
                 connection, namespace, kind, wanted.label, limit=_CANDIDATES
             )
         return found
+
+
+def _nearest(rows: Sequence[DescribedRow], wanted: Description) -> tuple[Relative, ...]:
+    """Compares them; takes some milliseconds for many large ones, so it runs in a thread."""
+    relatives = heapq.nsmallest(_COMPARED, (_relative(row, wanted) for row in rows), key=_distance)
+    relatives.sort(key=lambda each: (_distance(each)[:3], _unlikeness(each)))  # a stable sort
+    return tuple(relatives[:_RELATIVES])
 
 
 def _distance(relative: Relative) -> tuple[bool, bool, int, float]:
