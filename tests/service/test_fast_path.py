@@ -19,6 +19,11 @@ import httpx
 import pytest
 
 from graphstash_schema import ArtifactMetadata, Digest
+from graphstash_server.db.queries.artifacts import ArtifactRow
+from graphstash_server.services.artifacts.service import RecentRows
+from graphstash_server.testing import LiveServer
+from support.moto import s3_settings
+from support.services import FakeClock, key_of
 from support.waiting import until
 from support.wire import Wire
 
@@ -457,3 +462,67 @@ def test_http_1_0_is_the_applications(api, blob):
     assert fast == slow
     assert fast[1] == blob
     assert taken["fast"] == 0
+
+
+@pytest.mark.parametrize("case", ["nothing of it", "a part", "plain", "a proxy in front"])
+def test_both_ways_answer_alike_where_blobs_are_in_s3(
+    tmp_path, moto, s3_credentials, connect, case
+):
+    """Readers of S3 are no files."""
+    settings = s3_settings(f"http://127.0.0.1:{moto.port}", moto.new_bucket())
+    with LiveServer(tmp_path, **settings) as server:
+        api = connect(server.url, "team")
+        assert api.put(SMALL).status_code == 201
+        warm(api)
+        both_ways(api, "GET", api.path(), *CASES[case])
+
+
+def test_requests_in_one_segment_are_answered_whole_while_the_last_is_read_slowly(api):
+    """The time that a connection may be idle does not run from the first answer on."""
+    large = os.urandom(32_000_000)
+    api.put(SMALL, 1)
+    api.put(large, 2)
+    warm_keys = [api.get(1), api.get(2)]
+    assert all(each.status_code == 200 for each in warm_keys)
+    where = httpx.URL(api.url)
+    heads = [f"GET {api.path(number)} HTTP/1.1\r\nHost: a\r\n" for number in (1, 2)]
+    with socket.create_connection((where.host, where.port), timeout=30) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        client.sendall(f"{heads[0]}\r\n{heads[1]}Connection: close\r\n\r\n".encode())
+        time.sleep(7)  # longer than an idle connection is kept
+        received = bytearray()
+        while more := client.recv(1 << 20):
+            received += more
+    assert received.endswith(large)
+
+
+def test_the_policy_of_one_namespace_stays_when_that_of_another_changes(
+    guarded, namespace, connect
+):
+    """Whoever asks first after the change goes the fast way."""
+    api = connect(guarded.url, namespace)
+    api.http.headers["Authorization"] = f"Bearer {guarded.admin}"
+    guarded.set_policy(namespace, mode="overwrite")
+    assert api.put(SMALL).status_code == 201
+    for number in range(3):
+        other = f"{namespace}-{number}"
+        guarded.set_policy(other, mode="overwrite")
+        api.http.get(f"/v1/{other}/manifests/none")  # reads the policies
+        for _ in range(3):
+            assert api.get().headers["cache-control"] == "private, no-cache"
+
+
+def test_an_older_read_does_not_replace_a_newer_row():
+    clock = FakeClock()
+    rows = RecentRows(clock=clock)
+    old, new = (
+        ArtifactRow(key_of(), Digest.of(text), "", 1.0, 0, clock(), None) for text in (b"a", b"b")
+    )
+    began = clock()
+    clock.turn(0.5)
+    rows.drop(old.key)
+    rows.add(new, read_at=clock())
+    clock.turn(0.1)
+    rows.add(new, read_at=clock())
+    rows.add(old, read_at=began)
+    assert rows.get(new.key) == new

@@ -190,11 +190,17 @@ def _fail(future: "asyncio.Future[Any]", error: BaseException) -> None:
 
 
 async def _to_its_end(future: "asyncio.Future[T]") -> T:
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        await asyncio.wait([future])
-        raise
+    """Its result; who is cancelled, however often, waits for it all the same."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        future.exception()  # nobody else asks for it
+        raise cancelled
+    return future.result()
 
 
 def _finish(work: Coroutine[Any, Any, T]) -> T:

@@ -51,6 +51,7 @@ class FastConnection(Connection):
 
     def on_headers_complete(self) -> None:
         """A head has arrived."""
+        self._unset_keepalive_if_required()  # of an answer to a request in the same segment
         if not self._is_answered_fast():
             super().on_headers_complete()
 
@@ -132,14 +133,18 @@ class FastConnection(Connection):
         try:
             if answer is None:
                 answer = await self._answer_or_failure(cycle, request)
-            if answer.reader is not None:
-                try:
+            start, stop = answer.span
+            try:
+                if cycle.disconnected:
+                    pass
+                elif answer.reader is not None and start < stop:
                     await self._send(cycle, request, answer, answer.reader)
-                finally:
+                else:
+                    cycle.response_complete = True
+                    self._write_whole(request, answer, keep_alive=cycle.keep_alive)
+            finally:
+                if answer.reader is not None:
                     await answer.reader.close()
-            elif not cycle.disconnected:
-                cycle.response_complete = True
-                self._write_whole(request, answer, keep_alive=cycle.keep_alive)
         except Exception:
             # Cuts the connection, so that what was sent does not look complete.
             _LOGGER.exception("%s %s failed (%s)", *_names(request))
@@ -203,18 +208,20 @@ class FastConnection(Connection):
                     try:
                         head = head[out.send(head, socket.MSG_MORE) :]
                     except BlockingIOError:
-                        await self._until_writable(out)
+                        await self._until_writable(cycle, out)
                 while (position := start + cycle.sent_bytes) < stop and not cycle.disconnected:
                     try:
                         cycle.sent_bytes += await file.send(fd, position, stop)
                     except BlockingIOError:
-                        await self._until_writable(out)
+                        await self._until_writable(cycle, out)
             except (ConnectionError, TimeoutError):  # the caller has hung up
                 self.transport.abort()
                 cycle.disconnected = True
 
-    async def _until_writable(self, out: socket.socket) -> None:
+    async def _until_writable(self, cycle: _Cycle, out: socket.socket) -> None:
         """Waits until the caller reads on, within the limit of every answer, or hangs up."""
+        if cycle.disconnected:  # while a thread was sending: nobody would end the wait
+            return
         self._writable = self.loop.create_future()
         self.pause_writing()
         self.loop.add_writer(out, self._go_on)

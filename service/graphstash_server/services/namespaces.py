@@ -189,6 +189,15 @@ class PolicyService:
         """The rules of a namespace: its own, or the default ones."""
         if not self._is_younger(self._tried_at, _FRESH_SECONDS):
             await self._refresh()
+        return self._in_memory(namespace)
+
+    def now_of(self, namespace: Namespace) -> NamespacePolicy | None:
+        """The same, where the table need not be read; None otherwise."""
+        if not self._is_younger(self._tried_at, _FRESH_SECONDS):
+            return None
+        return self._in_memory(namespace)
+
+    def _in_memory(self, namespace: Namespace) -> NamespacePolicy:
         known = self._known.get(namespace)
         if known is not None:
             return known
@@ -197,12 +206,6 @@ class PolicyService:
             return _DEFAULT
         self._known[namespace] = PolicyRow(*row).policy
         return self._known[namespace]
-
-    def now_of(self, namespace: Namespace) -> NamespacePolicy | None:
-        """The same, where the table need not be read; None otherwise."""
-        if not self._is_younger(self._tried_at, _FRESH_SECONDS):
-            return None
-        return self._known.get(namespace, _DEFAULT)
 
     async def limits(self) -> Mapping[str, int]:
         """Limits in bytes of the namespaces whose policy has one."""

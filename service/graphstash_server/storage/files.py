@@ -135,8 +135,13 @@ class FileReader:
         """The same in a thread. It has file descriptors of its own: those of the caller, when they
         are closed meanwhile, might already be those of somebody else.
         """
-        mine = os.dup(socket_fd), os.dup(self._fd)
-        sending = self._threads.submit(os.sendfile, *mine, start, stop - start)
+        mine = [os.dup(socket_fd)]
+        try:
+            mine.append(os.dup(self._fd))
+        except OSError:
+            _close(mine)
+            raise
+        sending = self._threads.submit(os.sendfile, mine[0], mine[1], start, stop - start)
         sending.add_done_callback(lambda _: _close(mine))
         return await asyncio.wrap_future(sending)
 

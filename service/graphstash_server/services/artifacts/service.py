@@ -70,9 +70,9 @@ class RecentRows:
         return row
 
     def add(self, row: ArtifactRow, *, read_at: datetime) -> None:
-        """Keeps a row that was read at a time, unless it was dropped since."""
+        """Keeps a row that was read at a time, unless it was dropped or read again since."""
         since, kept = self._rows.get(row.key, (read_at, row))
-        if kept is None and since >= read_at:
+        if since > read_at or (kept is None and since == read_at):
             return
         self._keep(row.key, read_at, row)
 
