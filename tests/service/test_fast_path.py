@@ -477,25 +477,6 @@ def test_both_ways_answer_alike_where_blobs_are_in_s3(
         both_ways(api, "GET", api.path(), *CASES[case])
 
 
-def test_requests_in_one_segment_are_answered_whole_while_the_last_is_read_slowly(api):
-    """The time that a connection may be idle does not run from the first answer on."""
-    large = os.urandom(32_000_000)
-    api.put(SMALL, 1)
-    api.put(large, 2)
-    warm_keys = [api.get(1), api.get(2)]
-    assert all(each.status_code == 200 for each in warm_keys)
-    where = httpx.URL(api.url)
-    heads = [f"GET {api.path(number)} HTTP/1.1\r\nHost: a\r\n" for number in (1, 2)]
-    with socket.create_connection((where.host, where.port), timeout=30) as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
-        client.sendall(f"{heads[0]}\r\n{heads[1]}Connection: close\r\n\r\n".encode())
-        time.sleep(7)  # longer than an idle connection is kept
-        received = bytearray()
-        while more := client.recv(1 << 20):
-            received += more
-    assert received.endswith(large)
-
-
 def test_the_policy_of_one_namespace_stays_when_that_of_another_changes(
     guarded, namespace, connect
 ):
