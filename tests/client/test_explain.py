@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from support.processes import graphstash, python
+from support.server import Server
 
 JOB = """
 import sys
@@ -85,10 +86,13 @@ def test_misses_are_grouped_by_what_differs_from_the_teams_artifacts(run, explai
     assert chosen[0]["nearest"] is None
 
 
-def test_what_lies_in_a_namespace_that_was_not_read_is_named(run, namespace):
+def test_what_lies_in_a_namespace_that_was_not_read_is_named(run, namespace, tmp_path):
+    """On a server of its own: sixteen namespaces are looked through."""
     parts = {"step": {"jax": "0.10.2"}}
-    run("there", parts, GRAPHSTASH_NAMESPACE=f"{namespace}-theirs")
-    here = run("here", parts)
+    with Server(tmp_path / "server") as server:
+        own = {"GRAPHSTASH_URL": server.url}
+        run("there", parts, GRAPHSTASH_NAMESPACE=f"{namespace}-theirs", **own)
+        here = run("here", parts, **own)
     assert lines_of(here)[0] == (
         f"1 miss: it is stored in the namespace {namespace}-theirs, which was not read"
     )

@@ -250,6 +250,7 @@ def test_both_ways_count_alike(api, connect, eventually):
         ask(api.url, "HEAD", mine.path(7), *aside)
         sent = 2 * len(SMALL) + len(LARGE) + 15
         eventually(lambda mine=mine, sent=sent: mine.stats().get("served_bytes") == sent)
+        eventually(lambda mine=mine: mine.stats()["misses"] == 1)
         counted.append(mine.stats() | {"namespace": ""})
 
     assert counted[0] == counted[1]
