@@ -136,11 +136,7 @@ class ServerClient:
         missing: list[schema.ArtifactKey] = []
         for start in range(0, len(wanted), MAX_LOOKUP_KEYS):
             request = schema.LookupRequest(keys=wanted[start : start + MAX_LOOKUP_KEYS])
-            answer = self._transport.call(
-                "POST",
-                f"{API_PREFIX}/{self.config.namespace}/artifacts:lookup",
-                json=request.model_dump_json().encode(),
-            )
+            answer = self._post("lookup", request)
             reply = _parsed(schema.LookupResponse, answer)
             found += reply.found
             missing += reply.missing
@@ -152,12 +148,7 @@ class ServerClient:
         Raises:
             CacheError: the server does not answer.
         """
-        answer = self._transport.call(
-            "POST",
-            f"{API_PREFIX}/{self.config.namespace}/artifacts:verify",
-            json=key.model_dump_json().encode(),
-            patience_seconds=_VERIFY_SECONDS,
-        )
+        answer = self._post("verify", key, patience_seconds=_VERIFY_SECONDS)
         return _parsed(schema.VerifyResponse, answer)
 
     def describe(self, descriptions: Sequence[Description]) -> None:
@@ -170,11 +161,7 @@ class ServerClient:
         from graphstash_schema.explanation import DescribeRequest
 
         request = DescribeRequest(artifacts=tuple(descriptions))
-        self._transport.call(
-            "POST",
-            f"{API_PREFIX}/{self.config.namespace}/artifacts:describe",
-            json=request.model_dump_json().encode(),
-        )
+        self._post("describe", request)
 
     def explain(self, wanted: Description) -> ExplainResponse:
         """The nearest artifacts to one that is missed.
@@ -182,11 +169,7 @@ class ServerClient:
         Raises:
             CacheError: the server does not answer.
         """
-        answer = self._transport.call(
-            "POST",
-            f"{API_PREFIX}/{self.config.namespace}/artifacts:explain",
-            json=wanted.model_dump_json().encode(),
-        )
+        answer = self._post("explain", wanted)
         from graphstash_schema.explanation import ExplainResponse
 
         return _parsed(ExplainResponse, answer)
@@ -205,12 +188,24 @@ class ServerClient:
             CacheError: the server does not accept it.
         """
         request = schema.ReportRequest(key=key, digest=str(digest), reason=reason)
-        answer = self._transport.call(
-            "POST",
-            f"{API_PREFIX}/{namespace or self.config.namespace}/artifacts:report",
-            json=request.model_dump_json().encode(),
-        )
+        answer = self._post("report", request, namespace=namespace)
         return _parsed(schema.ReportResponse, answer)
+
+    def _post(
+        self,
+        action: str,
+        body: BaseModel,
+        *,
+        namespace: schema.Namespace | None = None,
+        patience_seconds: float = 0.0,
+    ) -> Answer:
+        """Asks something of the artifacts of a namespace."""
+        return self._transport.call(
+            "POST",
+            f"{API_PREFIX}/{namespace or self.config.namespace}/artifacts:{action}",
+            json=body.model_dump_json().encode(),
+            patience_seconds=patience_seconds,
+        )
 
     def acquire(self, key: schema.ArtifactKey, *, wait_seconds: float = 0.0) -> schema.LeaseReply:
         """Acquires the right to compile; waits on the server while another job holds it.
