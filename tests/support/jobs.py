@@ -145,6 +145,7 @@ class Jobs:
         errors.touch()
         settings = {"cache_dir": directory / "tier", "stats_file": stats, **settings}
         environ = os.environ | {"PJRT_DEVICE": "CPU"}
+        environ.pop("XLA_FLAGS", None)  # torch_xla sets it in the tests' own process
         environ |= {f"GRAPHSTASH_{name.upper()}": str(v) for name, v in settings.items()}
         if under == "python -I":
             environ["GRAPHSTASH_AUTOLOAD"] = "1"
