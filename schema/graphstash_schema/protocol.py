@@ -13,6 +13,7 @@ __all__ = [
     "DEFAULT_MAX_ARTIFACT_BYTES",
     "HEADER_ACCEPT_REDIRECT",
     "HEADER_HITS",
+    "HEADER_JOB",
     "HEADER_LEASE",
     "HEADER_METADATA",
     "HEADER_PROTOCOL",
@@ -44,6 +45,10 @@ HEADER_PROTOCOL: Final = "Graphstash-Protocol"
 
 HEADER_METADATA: Final = "Graphstash-Metadata"
 """PUT request and GET/HEAD response: base64url (no padding) of `ArtifactMetadata` as JSON."""
+
+HEADER_JOB: Final = "Graphstash-Job"
+"""Request: the job that the caller is a run of, a manifest name; the history counts by it. One that
+is out of form is ignored."""
 
 HEADER_LEASE: Final = "Graphstash-Lease"
 """PUT and DELETE of a lease: the token that the grant returned."""

@@ -1,0 +1,113 @@
+"""Run: what the cache did for one run of a job, as its processes report when they end.
+
+A run is all processes that one `graphstash run` started, or one process that installed the cache by
+itself. Each process reports for itself, and a report that is sent again replaces itself.
+"""
+
+import re
+from typing import Annotated, Final
+
+from pydantic import AwareDatetime, Field
+
+from graphstash_schema.errors import ErrorCode
+from graphstash_schema.explanation import MAX_LABEL_CHARACTERS
+from graphstash_schema.key import ArtifactKey, ArtifactKind, DeviceType
+from graphstash_schema.model import Items, RequestModel, WireModel
+from graphstash_schema.names import LINE, ManifestName, Word
+from graphstash_schema.stats import Count
+
+__all__ = [
+    "MAX_RUN_COUNTS",
+    "MAX_RUN_MISSES",
+    "Run",
+    "RunCounts",
+    "RunList",
+    "RunMiss",
+    "RunName",
+    "RunReport",
+]
+
+MAX_RUN_COUNTS: Final = 32
+"""Most pairs of kind and device type in one report."""
+
+MAX_RUN_MISSES: Final = 64
+"""Most misses that one report names: those that took longest to compile."""
+
+Seconds = Annotated[float, Field(ge=0, le=1e9)]
+Line = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS, pattern=LINE)]
+
+
+class RunName(Word):
+    """Names a run, or a process of it: 1 to 64 characters, safe in a path."""
+
+    __slots__ = ()
+    form = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+    what = "run name"
+    code = ErrorCode.INVALID_NAME
+
+
+class RunCounts(RequestModel):
+    """What the cache did for one kind on one device type. Every hit counts once, where its bytes
+    came from.
+    """
+
+    kind: ArtifactKind
+    device_type: DeviceType
+    hits_server: Count = Field(default=0, description="fetched when they were needed")
+    hits_prefetched: Count = Field(default=0, description="fetched before they were needed")
+    hits_host: Count = Field(default=0, description="were on this host before the run began")
+    misses: Count = Field(default=0, description="compiled because nobody had them")
+    fallbacks: Count = Field(default=0, description="compiled because the cache could not help")
+    compile_seconds: Seconds = Field(default=0.0, description="spent on misses and fallbacks")
+    saved_compile_seconds: Seconds = Field(
+        default=0.0, description="what compiling the hits had taken, summed: compilers' time"
+    )
+
+
+class RunMiss(RequestModel):
+    """One program that was compiled."""
+
+    key: ArtifactKey
+    label: Line = Field(default="", description="what its user calls it; shown, never trusted")
+    seconds: Seconds = Field(description="it took to compile")
+    cause: Line = Field(default="", description="why it missed, in words; empty when unknown")
+
+
+class RunReport(RequestModel):
+    """What one process of a run reports when it ends."""
+
+    job: ManifestName | None = Field(default=None, description="the job that this is a run of")
+    program: Line = Field(default="", description="the script's name, without its arguments")
+    producer: Line = Field(default="", description="user@host:process")
+    started_at: AwareDatetime
+    seconds: Seconds = Field(description="from the start of the process to its end")
+    saved_wall_seconds: Seconds = Field(
+        default=0.0,
+        description="estimate of how much earlier the process ended: the union of the intervals "
+        "in which a hit stood for a compilation, less what the hits took",
+    )
+    counts: Items[RunCounts] = Field(default=(), max_length=MAX_RUN_COUNTS)
+    misses: Items[RunMiss] = Field(default=(), max_length=MAX_RUN_MISSES)
+
+
+class Run(WireModel):
+    """One run: the sums of its processes, and the longest of their times."""
+
+    run: RunName
+    job: ManifestName | None = None
+    program: str = ""
+    producer: str = ""
+    started_at: AwareDatetime
+    seconds: float
+    processes: Count
+    saved_wall_seconds: float = Field(description="of the process that it is largest for")
+    counts: Items[RunCounts] = ()
+    misses: Items[RunMiss] = Field(
+        default=(), description="the longest first; only where one run is asked for"
+    )
+
+
+class RunList(WireModel):
+    """The latest first."""
+
+    runs: Items[Run]
