@@ -269,7 +269,7 @@ def test_another_protocol_version_is_refused(api, problem, version):
     problem(api.get(Graphstash_Protocol=version), 400, "unsupported_protocol", "version 1")
 
 
-def test_a_row_whose_blob_was_lost_is_dropped_and_can_be_stored_again(api, file_of):
+def test_a_row_whose_blob_was_lost_is_dropped_and_can_be_stored_again(api, file_of, caplog):
     blob = b"lost" + api.namespace.encode()
     api.put(blob)
     api.get()
@@ -278,6 +278,7 @@ def test_a_row_whose_blob_was_lost_is_dropped_and_can_be_stored_again(api, file_
 
     assert api.get().status_code == 404
     assert api.http.get("/v1/stats").json()["healed"] == healed + 1
+    assert f"of {api.namespace}: its blob {Digest.of(blob)} is lost" in caplog.text
     assert api.stats()["artifacts"] == 0
     assert api.put(blob).status_code == 201
     assert api.get().content == blob

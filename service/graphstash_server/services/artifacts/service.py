@@ -304,6 +304,12 @@ class ArtifactService:
             return False
         if is_dropped:
             self._accounting.count_healed()
+            _LOGGER.warning(
+                "dropped %s of %s: its blob %s is lost or damaged; the next job stores it again",
+                row.key.key,
+                row.key.namespace,
+                row.digest,
+            )
         return is_dropped
 
     def remember(self, row: ArtifactRow) -> None:
