@@ -43,7 +43,7 @@ def proxy(s3):
 def opened(tmp_path, database_url, proxy, bucket, monkeypatch):
     """Opens servers on one bucket; an S3 that does not answer is given up after a moment."""
     monkeypatch.setattr(bucket_module, "_ATTEMPTS", 1)
-    monkeypatch.setattr(bucket_module, "_READ_SECONDS", 1.0)
+    monkeypatch.setattr(bucket_module, "_READ_SECONDS", 3.0)
     clock = FakeClock()
 
     @asynccontextmanager
