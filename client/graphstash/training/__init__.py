@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from graphstash.training.checkpoints import Checkpoint, CheckpointError, Checkpoints
     from graphstash.training.data.batches import Batches
     from graphstash.training.data.device_loader import DeviceLoader, to_device
+    from graphstash.training.fusion import Fusion, FusionError, fuse
     from graphstash.training.loop.events import (
         Callback,
         DivergedError,
@@ -48,6 +49,8 @@ __all__ = [
     "DeviceLoader",
     "DeviceState",
     "DivergedError",
+    "Fusion",
+    "FusionError",
     "LogEntry",
     "LossScale",
     "StopTraining",
@@ -55,6 +58,7 @@ __all__ = [
     "TrainingResult",
     "clip_grad_norm_",
     "clip_grad_value_",
+    "fuse",
     "to_device",
     "traced_step",
     "train",
@@ -64,6 +68,7 @@ _NAMES = {
     "checkpoints": "Checkpoint CheckpointError Checkpoints",
     "data.batches": "Batches",
     "data.device_loader": "DeviceLoader to_device",
+    "fusion": "Fusion FusionError fuse",
     "loop.events": "Callback DivergedError LogEntry StopTraining TrainingResult",
     "loop.trainer": "train",
     "optimizers": "LAMB SGD Adam AdamW",
