@@ -210,6 +210,7 @@ def test_the_description_lists_every_call_and_all_its_references_resolve(api):
         ("PUT", "/v1/{namespace}/manifests/{name}"),
         ("GET", "/healthz"),
         ("GET", "/readyz"),
+        ("GET", "/metrics"),
         ("GET", "/v1/stats"),
         ("GET", "/v1/stats/history"),
         ("GET", "/v1/{namespace}/runs"),

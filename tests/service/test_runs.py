@@ -422,6 +422,7 @@ async def test_processes_that_end_together_are_all_in_the_run(opened):
         assert (await other.context.runs.list_latest(TEAM, job=ManifestName("x"))).runs == ()
 
 
+@pytest.mark.extended
 def test_a_restarted_server_knows_the_runs_of_all_workers(start, connect):
     server = start("--workers", "2")
     api = connect(server.url)

@@ -223,6 +223,10 @@ class FastPath:
         """The answer to a request that the server itself could not finish."""
         return self._problem(request, problem_response(request.request_id.decode(), error))
 
+    def count_answer(self, request: FastRequest, status: int) -> None:
+        """Counts an answer, whatever it is."""
+        self._context().accounting.counters.count_request(request.method, status)
+
     def count_sent(self, request: FastRequest, sent_bytes: int) -> None:
         """Counts the bytes of an answer that were sent from its `reader`."""
         accounting = self._context().accounting

@@ -119,6 +119,7 @@ class FastConnection(Connection):
                 "1.1",
                 answer.status,
             )
+        self.fast.count_answer(request, answer.status)
         default = b""
         for name, value in self.server_state.default_headers:
             default += b"%b: %b\r\n" % (name, value)

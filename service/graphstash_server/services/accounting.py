@@ -15,6 +15,7 @@ from typing import Final, TypeAlias
 from graphstash_schema import ErrorCode
 from graphstash_schema.history import Step
 from graphstash_server.clock import Clock
+from graphstash_server.counters import Counters
 from graphstash_server.db.engine import Database
 from graphstash_server.db.prepared import Connection as Transaction
 from graphstash_server.db.queries.artifacts import touch_artifacts
@@ -176,6 +177,7 @@ class Accounting:
     """The caller of `run` cancels it and calls `flush` at the end.
 
     Attributes:
+        counters: what this host counts for Prometheus.
         healed: rows that this process dropped because their blob was lost or damaged.
         reported: reports of wrong artifacts that this process got, of artifacts that were there.
         refused: how many requests this process refused, by code.
@@ -183,9 +185,10 @@ class Accounting:
         reads: how many GETs and HEADs of artifacts it got, by the way they took, see `fast`.
     """
 
-    def __init__(self, *, database: Database, clock: Clock) -> None:
+    def __init__(self, *, database: Database, counters: Counters, clock: Clock) -> None:
         self._database = database
         self._clock = clock
+        self.counters = counters
         self._counts = _Counts()
         self._flushing = asyncio.Lock()  # one flush at a time, so that counts merge back in order
         self.healed = 0
@@ -256,6 +259,7 @@ class Accounting:
     def count_healed(self) -> None:
         """A row was dropped because its blob was lost or damaged."""
         self.healed += 1
+        self.counters.count_healed()
 
     def count_reported(self) -> None:
         """A client reported an artifact as wrong."""
@@ -264,6 +268,7 @@ class Accounting:
     def count_refusal(self, code: ErrorCode) -> None:
         """A request was refused."""
         self.refused[code] += 1
+        self.counters.count_refusal(code)
 
     async def flush(self) -> None:
         """Writes the counts to the database; when that fails they are kept for the next time.
