@@ -25,6 +25,7 @@ from graphstash_schema.protocol import (
 from graphstash_server.api.problems import logged_id, problem_response
 from graphstash_server.counters import Counters
 from graphstash_server.errors import ServerError
+from graphstash_server.logs import REQUEST
 
 __all__ = [
     "MAX_HEADER_BYTES",
@@ -108,6 +109,7 @@ class RequestFrame:
         state = scope.setdefault("state", {})
         state["request_id"] = request_id.decode()
         state["server_request_id"] = own_id.decode()
+        REQUEST.set(state)
         own_headers = frame_headers(scope["path"], scope["scheme"], request_id)
         is_started = False
 

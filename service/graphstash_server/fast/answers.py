@@ -99,6 +99,14 @@ class FastRequest(NamedTuple):
     scheme: str
     refusal: ServerError | None
 
+    @property
+    def state(self) -> dict[str, str]:
+        """Its ids, as the application has them."""
+        return {
+            "request_id": self.request_id.decode(),
+            "server_request_id": self.own_id.decode(),
+        }
+
 
 class Answer(NamedTuple):
     """What is sent.
@@ -212,10 +220,7 @@ class FastPath:
     def refuse(self, request: FastRequest, error: ServerError) -> Answer:
         """The answer to a request that is refused; counts it."""
         self._context().accounting.count_refusal(error.code)
-        state = {
-            "request_id": request.request_id.decode(),
-            "server_request_id": request.own_id.decode(),
-        }
+        state = request.state
         log_refusal(error, method=request.method.decode(), path=request.path, state=state)
         return self._problem(request, refusal_response(state["request_id"], error))
 
