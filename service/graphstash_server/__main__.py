@@ -173,9 +173,8 @@ def _run(settings: "Settings", listener: socket.socket, port_file: Path | None) 
 
 def _set_up_logging(settings: "Settings") -> None:
     process = "" if settings.workers == 1 else " [%(process)d]"
-    set_up_logging(
-        settings.log_level.upper(), form=f"%(asctime)s{process} %(levelname)s %(name)s: %(message)s"
-    )
+    form = f"%(asctime)s{process} %(levelname)s %(name)s: %(message)s"
+    set_up_logging(settings.log_level.upper(), form=form if settings.log_format == "text" else None)
     logging.getLogger("alembic").setLevel("WARNING")
 
 

@@ -14,10 +14,13 @@ from graphstash_server.api import (
     admin,
     artifacts,
     explanations,
+    history,
     leases,
     manifests,
+    metrics,
     namespaces,
     quarantine,
+    runs,
     tokens,
 )
 from graphstash_server.api.calls import OPEN_PATHS, SECURITY_SCHEMES
@@ -25,6 +28,7 @@ from graphstash_server.api.frame import RequestFrame
 from graphstash_server.api.problems import add_problem_handlers
 from graphstash_server.clock import Clock, system_clock
 from graphstash_server.context import ProcessContext, open_context
+from graphstash_server.counters import Counters
 from graphstash_server.settings import Settings
 from graphstash_server.storage import BlobStore
 
@@ -50,16 +54,24 @@ class ServerApp(FastAPI):
 
 
 def create_app(
-    settings: Settings, *, blob_store: BlobStore | None = None, clock: Clock = system_clock
+    settings: Settings,
+    *,
+    blob_store: BlobStore | None = None,
+    counters: Counters | None = None,
+    clock: Clock = system_clock,
 ) -> ServerApp:
     """The ASGI application of one server.
 
-    A given `blob_store` replaces the one of the settings, and the caller closes it.
+    A given `blob_store` replaces the one of the settings, and the caller closes it. `counters` are
+    those of a worker among others.
     """
+    counters = counters or Counters.alone()
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with open_context(settings, blob_store=blob_store, clock=clock) as context:
+        async with open_context(
+            settings, blob_store=blob_store, counters=counters, clock=clock
+        ) as context:
             app.context = app.state.context = context
             yield
 
@@ -72,11 +84,14 @@ def create_app(
         redirect_slashes=False,
     )
     routes = list(app.routes)
-    for api in (artifacts, explanations, quarantine, leases, manifests, namespaces, tokens, admin):
+    for api in (
+        *(artifacts, explanations, quarantine, leases, manifests, runs, namespaces, tokens),
+        *(history, metrics, admin),
+    ):
         app.include_router(api.router)
         routes += api.router.routes
     add_problem_handlers(app, routes)
-    app.add_middleware(RequestFrame)
+    app.add_middleware(RequestFrame, counters=counters)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 

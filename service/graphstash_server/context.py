@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from graphstash_server.clock import Clock, jitter
+from graphstash_server.counters import Counters
 from graphstash_server.db.engine import Database
 from graphstash_server.db.migrate import check_revision, migrate
 from graphstash_server.db.notifications import Listener
@@ -21,12 +22,15 @@ from graphstash_server.services.artifacts.quarantine import QuarantineService
 from graphstash_server.services.artifacts.room import RoomKeeper
 from graphstash_server.services.artifacts.service import ArtifactService
 from graphstash_server.services.artifacts.uploads import CommitBatcher, UploadService
+from graphstash_server.services.exposition import ExpositionService
+from graphstash_server.services.history import HistoryService
 from graphstash_server.services.identity.audit import AuditService
 from graphstash_server.services.identity.authentication import AccessService, KnownTokens
 from graphstash_server.services.identity.oidc import OidcVerifier
 from graphstash_server.services.identity.tokens import TokenService, revoked_in
 from graphstash_server.services.jobs.leases import LeaseService
 from graphstash_server.services.jobs.manifests import ManifestService, PinService
+from graphstash_server.services.jobs.runs import RunService
 from graphstash_server.services.maintenance.reconciler import FsckService, Reconciler
 from graphstash_server.services.maintenance.schedule import Maintenance, RetentionService
 from graphstash_server.services.metrics import HealthService, StatisticsService
@@ -48,12 +52,18 @@ class ProcessContext:
     """What the HTTP calls and the commands use. Opened and closed by `open_services`."""
 
     def __init__(
-        self, settings: Settings, *, database: Database, blobs: BlobStore, clock: Clock
+        self,
+        settings: Settings,
+        *,
+        database: Database,
+        blobs: BlobStore,
+        counters: Counters,
+        clock: Clock,
     ) -> None:
         self.settings = settings
         self.database = database
-        self.wait_queue = WaitQueue()
-        self.accounting = Accounting(database=database, clock=clock)
+        self.wait_queue = WaitQueue(counters=counters)
+        self.accounting = Accounting(database=database, counters=counters, clock=clock)
         self.audit = AuditService(database=database)
         self.tokens = TokenService(database=database, clock=clock)
         self.access = AccessService(
@@ -107,11 +117,17 @@ class ProcessContext:
             clock=clock,
         )
         self.leases = LeaseService(
-            database=database, artifacts=self.artifacts, wait_queue=self.wait_queue, clock=clock
+            database=database,
+            artifacts=self.artifacts,
+            wait_queue=self.wait_queue,
+            counters=counters,
+            clock=clock,
         )
         self.explanations = ExplanationService(database=database, clock=clock)
         self.manifests = ManifestService(database=database, rooms=self.rooms, clock=clock)
         self.pins = PinService(database=database)
+        self.history = HistoryService(database=database, clock=clock)
+        self.runs = RunService(database=database, clock=clock)
         self.health = HealthService(database=database, blobs=blobs)
         self.statistics = StatisticsService(
             database=database,
@@ -119,6 +135,12 @@ class ProcessContext:
             leases=self.leases,
             wait_queue=self.wait_queue,
             clock=clock,
+        )
+        self.exposition = ExpositionService(
+            database=database,
+            counters=counters,
+            leases=self.leases,
+            store_limit_bytes=settings.store_limit_bytes,
         )
         self.retention = RetentionService(database=database, clock=clock)
         self.reconciler = Reconciler(
@@ -143,6 +165,8 @@ class ProcessContext:
             reconciler=self.reconciler,
             manifests=self.manifests,
             explanations=self.explanations,
+            history=self.history,
+            runs=self.runs,
             audit=self.audit,
             tokens=self.tokens,
             clock=clock,
@@ -156,7 +180,11 @@ class ProcessContext:
 
 @asynccontextmanager
 async def open_context(
-    settings: Settings, *, blob_store: BlobStore | None, clock: Clock
+    settings: Settings,
+    *,
+    blob_store: BlobStore | None,
+    counters: Counters | None = None,
+    clock: Clock,
 ) -> AsyncIterator[ProcessContext]:
     """Opens everything that a server needs, including its background tasks.
 
@@ -172,7 +200,7 @@ async def open_context(
         started_at = clock()
         await prepare_database(settings, is_migrating=settings.auto_migrate)
         context = await stack.enter_async_context(
-            open_services(settings, blob_store=blob_store, clock=clock)
+            open_services(settings, blob_store=blob_store, counters=counters, clock=clock)
         )
         try:
             await context.reconciler.check_store_not_empty()
@@ -194,12 +222,17 @@ async def open_context(
             ),
         )
         stack.push_async_callback(_cancel, tasks)
+        context.accounting.counters.begin()
         yield context
 
 
 @asynccontextmanager
 async def open_services(
-    settings: Settings, *, blob_store: BlobStore | None, clock: Clock
+    settings: Settings,
+    *,
+    blob_store: BlobStore | None,
+    counters: Counters | None = None,
+    clock: Clock,
 ) -> AsyncIterator[ProcessContext]:
     """Opens database and blob store, and closes them in reverse; does nothing by itself.
 
@@ -213,7 +246,10 @@ async def open_services(
         blobs = blob_store
         if blobs is None:
             blobs = await stack.enter_async_context(open_blob_store(settings))
-        yield ProcessContext(settings, database=database, blobs=blobs, clock=clock)
+        counters = counters or Counters.alone()
+        yield ProcessContext(
+            settings, database=database, blobs=blobs, counters=counters, clock=clock
+        )
 
 
 async def prepare_database(settings: Settings, *, is_migrating: bool) -> None:
@@ -252,6 +288,7 @@ def _listener(context: ProcessContext) -> Listener:
 
     def is_listening(is_it: bool) -> None:  # noqa: FBT001 - the listener calls it
         wait_queue.are_informed = is_it
+        context.accounting.counters.set_listening(is_it)
         wait_queue.look_again()
 
     return Listener(context.database, heard=heard, is_listening=is_listening)

@@ -1,9 +1,24 @@
 """What the server logs: one line per event, whatever callers sent, and no query strings."""
 
+import json
 import logging
-from typing import Final
+from collections.abc import Mapping
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any, Final
 
-__all__ = ["EscapingFormatter", "WithoutQuery", "printable", "set_up_logging"]
+__all__ = [
+    "REQUEST",
+    "EscapingFormatter",
+    "JsonFormatter",
+    "WithoutQuery",
+    "ids_of",
+    "printable",
+    "set_up_logging",
+]
+
+REQUEST: Final[ContextVar[Mapping[str, Any] | None]] = ContextVar("request", default=None)
+"""The state of the request that is being answered: what is logged meanwhile has its ids."""
 
 _INDENT: Final = "    "
 """Before each line of a traceback, so that none can look like an entry of its own."""
@@ -33,6 +48,35 @@ class EscapingFormatter(logging.Formatter):
         return "\n".join(_INDENT + printable(line) for line in lines)
 
 
+def ids_of(state: Mapping[str, Any]) -> dict[str, str]:
+    """The ids of a request as fields of an entry: the server's own, and the caller's where there is
+    one.
+    """
+    own, answered = state["server_request_id"], state["request_id"]
+    return {"request": own} | ({"caller_request": answered} if own != answered else {})
+
+
+class JsonFormatter(logging.Formatter):
+    """An object a line: `time`, `level`, `logger`, `process`, `message`, for what belongs to a
+    request also `request` and `caller_request`, and `traceback`.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line of ASCII without control characters."""
+        state = getattr(record, "state", None) or REQUEST.get()
+        entry = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "process": record.process,
+            "message": record.getMessage(),
+            **(ids_of(state) if state is not None else {}),
+        }
+        if record.exc_info:
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(entry).replace("\x7f", "\\u007f")  # the only one that JSON lets be
+
+
 class WithoutQuery(logging.Filter):
     """Takes the query out of uvicorn's access log: callers put secrets there by mistake."""
 
@@ -44,8 +88,8 @@ class WithoutQuery(logging.Filter):
         return True
 
 
-def set_up_logging(level: str, *, form: str) -> None:
-    """Logs to standard error, from a level on; `form` is a format of `logging`."""
+def set_up_logging(level: str, *, form: str | None) -> None:
+    """Logs to standard error, from a level on; `form` is a format of `logging`, None for JSON."""
     handler = logging.StreamHandler()
-    handler.setFormatter(EscapingFormatter(form))
+    handler.setFormatter(JsonFormatter() if form is None else EscapingFormatter(form))
     logging.basicConfig(level=level, handlers=[handler])

@@ -24,6 +24,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from graphstash_server.app import create_app
 from graphstash_server.connection import Connection, connections, owner_connections
+from graphstash_server.counters import Counters
 from graphstash_server.errors import StartError
 from graphstash_server.fast.answers import FastPath
 from graphstash_server.fast.connection import FastConnection
@@ -157,7 +158,11 @@ class _OneLine(logging.Filter):
 
 
 def make_server(
-    settings: Settings, *, when_ready: Callable[[], None], lifeline: int | None = None
+    settings: Settings,
+    *,
+    when_ready: Callable[[], None],
+    lifeline: int | None = None,
+    counters: Counters | None = None,
 ) -> GraphstashServer:
     """A server that is not running yet.
 
@@ -165,7 +170,7 @@ def make_server(
         StartError: when the files of TLS cannot be used.
     """
     tls = tls_context(settings)
-    app = create_app(settings)
+    app = create_app(settings, counters=counters)
     config = uvicorn.Config(
         app,
         loop="uvloop",
@@ -201,9 +206,10 @@ def run_server(
     *,
     when_ready: Callable[[], None],
     lifeline: int | None = None,
+    counters: Counters | None = None,
 ) -> bool:
     """Serves until a signal; False when it could not start."""
-    server = make_server(settings, when_ready=when_ready, lifeline=lifeline)
+    server = make_server(settings, when_ready=when_ready, lifeline=lifeline, counters=counters)
     signal.signal(signal.SIGTERM, _stop)
     try:
         server.run(sockets=listeners)
@@ -215,7 +221,12 @@ def run_server(
 
 
 def run_worker(
-    settings: Settings, listeners: list[socket.socket], *, say: int, lifeline: int
+    settings: Settings,
+    listeners: list[socket.socket],
+    *,
+    say: int,
+    lifeline: int,
+    counters: Counters,
 ) -> NoReturn:
     """Serves in a process that was just forked, and exits.
 
@@ -235,7 +246,9 @@ def run_worker(
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENT_SIGNALS)
-        is_fine = run_server(settings, listeners, when_ready=tell, lifeline=lifeline)
+        is_fine = run_server(
+            settings, listeners, when_ready=tell, lifeline=lifeline, counters=counters
+        )
     except Exception:
         _LOGGER.exception("worker %d failed", os.getpid())
     finally:

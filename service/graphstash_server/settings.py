@@ -84,6 +84,13 @@ class ListenSettings(_Group):
     default: below the 30 after which container runtimes kill."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Minimum severity of log messages."""
+    log_format: Literal["text", "json"] = "text"
+    """`text`, lines for people, or `json`, an object a line with the ids of the request. `text` by
+    default."""
+    metrics: Literal["off", "loopback", "token", "open"] = "token"
+    """Who may read `GET /metrics`: nobody (`off`), callers on this host without a proxy in between
+    (`loopback`), a token with a grant on `*` such as `read:*` (`token`), or everybody who reaches
+    the port (`open`). They name namespaces. `token` by default."""
     access_log: bool = False
     """Log every request. Off by default, because it slows down small hits."""
 

@@ -31,6 +31,7 @@ from math import inf
 from time import monotonic
 from typing import NoReturn
 
+from graphstash_server.counters import HostCounters
 from graphstash_server.server import PARENT_SIGNALS, run_worker
 from graphstash_server.settings import Settings
 
@@ -80,6 +81,7 @@ class _Worker:
     slot: _Slot
     says: int | None  # the pipe through which it tells that it is ready, until it has
     started_at: float
+    row: int  # of the counters
     kill_at: float = inf  # a successor that does not get ready, or a worker that does not stop
     is_ready: bool = False
     is_ending: bool = False
@@ -94,6 +96,8 @@ class _Supervisor:
         self._when_ready = when_ready
         self._slots = [_Slot() for _ in range(settings.workers)]
         self._alive: dict[int, _Worker] = {}
+        # Of each slot one that serves, one that starts and two that end, which take seconds.
+        self._counters = HostCounters(4 * settings.workers)
         self._outdated: deque[_Worker] = deque()  # what a rolling restart has yet to replace
         self._is_prepared = False
         self._is_announced = False
@@ -198,6 +202,7 @@ class _Supervisor:
             worker = self._alive.pop(pid, None)
             if worker is not None:  # process 1 inherits strangers
                 self._hang_up(worker)
+                self._counters.give_back(worker.row)
                 self._replace(worker, _how(status))
 
     def _replace(self, worker: _Worker, ended: str) -> None:
@@ -247,24 +252,26 @@ class _Supervisor:
 
     def _start(self, slot: _Slot, *, kill_at: float = inf) -> _Worker | None:
         says, say = os.pipe()
+        row = self._counters.take()
         signal.pthread_sigmask(signal.SIG_BLOCK, PARENT_SIGNALS)  # the child is not ready for them
         try:
             pid = os.fork()
             if pid == 0:
-                self._be_worker(say)
+                self._be_worker(say, row)
         except OSError as error:
             os.close(says)
+            self._counters.give_back(row)
             slot.start_at = monotonic() + _MAX_PAUSE_SECONDS
             _LOGGER.error("cannot start a worker (%s); will retry", error.strerror)  # noqa: TRY400 - the traceback says nothing more
             return None
         finally:
             os.close(say)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENT_SIGNALS)
-        worker = self._alive[pid] = _Worker(pid, slot, says, monotonic(), kill_at)
+        worker = self._alive[pid] = _Worker(pid, slot, says, monotonic(), row, kill_at)
         self._selector.register(says, selectors.EVENT_READ, worker)
         return worker
 
-    def _be_worker(self, say: int) -> NoReturn:
+    def _be_worker(self, say: int, row: int) -> NoReturn:
         """Closes the parent's files, and serves; never returns into the parent's frames."""
         try:
             signal.set_wakeup_fd(-1)
@@ -274,7 +281,13 @@ class _Supervisor:
             for pipe in (self._held, *(other.says for other in self._alive.values())):
                 if pipe is not None:
                     os.close(pipe)
-            run_worker(self._settings, self._listeners, say=say, lifeline=self._lifeline)
+            run_worker(
+                self._settings,
+                self._listeners,
+                say=say,
+                lifeline=self._lifeline,
+                counters=self._counters.of(row),
+            )
         finally:
             os._exit(1)
 

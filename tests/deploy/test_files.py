@@ -20,14 +20,16 @@ COMBINATIONS = {
     "s3": ("compose.yaml", "compose.s3.yaml"),
     "tls": ("compose.yaml", "compose.tls.yaml"),
     "both": ("compose.yaml", "compose.s3.yaml", "compose.tls.yaml"),
+    "observe": ("compose.yaml", "compose.observe.yaml"),
 }
-ALL = ("compose.yaml", "compose.s3.yaml", "compose.tls.yaml")
+ALL = ("compose.yaml", "compose.s3.yaml", "compose.tls.yaml", "compose.observe.yaml")
 NEEDED = {
     "GRAPHSTASH_DATABASE_PASSWORD": "secret",
     "AWS_ACCESS_KEY_ID": "key",
     "AWS_SECRET_ACCESS_KEY": "secret",
     "GRAPHSTASH_TLS_CERTIFICATE": "/tls/crt",
     "GRAPHSTASH_TLS_KEY": "/tls/key",
+    "GRAPHSTASH_GRAFANA_PASSWORD": "secret",
 }
 OURS = ("migrate", "server-1", "server-2", "nginx", "bucket")
 
@@ -109,7 +111,7 @@ def test_servers_get_settings_that_exist(composed):
 
 def test_images_are_pinned_by_version(composed):
     for name, service in composed["services"].items():
-        assert re.fullmatch(r"[a-z/]+:\d+\.\d+[\w.-]*", service["image"]), name
+        assert re.fullmatch(r"[a-z/]+:v?\d+\.\d+[\w.-]*", service["image"]), name
         if service["image"].startswith("graphstash:"):
             assert service["pull_policy"] == "never", "a stranger may own the name in a registry"
 
@@ -133,16 +135,23 @@ def test_podman_takes_every_tmpfs(composed):
             assert "mode=1777" in options, f"{name}: root's, and the container is another user's"
 
 
-def test_only_nginx_is_published_and_only_on_loopback(composed):
+def test_only_nginx_and_grafana_are_published_and_only_on_loopback(composed):
     published = {
         name: each["ports"] for name, each in composed["services"].items() if "ports" in each
     }
 
-    assert published == {"nginx": ["127.0.0.1:8077:8080"]}
+    with_page = {"grafana": ["127.0.0.1:3000:3000"]} if "grafana" in composed["services"] else {}
+    assert published == {"nginx": ["127.0.0.1:8077:8080"], **with_page}
     assert composed["networks"]["back"]["internal"] is True
-    others = {"nginx": {"front"}, "server-1": {"out"}, "server-2": {"out"}}
+    others = {
+        "nginx": {"front", "back"},
+        "server-1": {"out", "back"},
+        "server-2": {"out", "back"},
+        "prometheus": {"back", "observe"},
+        "grafana": {"front", "observe"},
+    }
     for name, service in composed["services"].items():
-        assert set(service["networks"]) == {"back"} | others.get(name, set()), name
+        assert set(service["networks"]) == others.get(name, {"back"}), name
 
 
 def test_the_servers_reach_their_identity_providers(composed):
@@ -172,7 +181,7 @@ def test_every_lasting_service_is_watched_bounded_and_given_time_to_end(composed
         assert "mem_limit" in service, name
         assert "max-size" in service["logging"]["options"], name
         assert int(service["stop_grace_period"].rstrip("s")) > 30, name
-        shutdown = service["environment"].get("GRAPHSTASH_SHUTDOWN_SECONDS", 0)
+        shutdown = service.get("environment", {}).get("GRAPHSTASH_SHUTDOWN_SECONDS", 0)
         assert int(service["stop_grace_period"].rstrip("s")) > int(shutdown) + 10, name
 
 

@@ -11,6 +11,7 @@ from fastapi.routing import APIRoute
 
 from graphstash_schema import AccessKind, Digest, Grant, NamespacePattern, TokenRequest
 from graphstash_server.app import create_app
+from graphstash_server.counters import Counters
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.tokens import find_tokens
 from graphstash_server.errors import ServerError
@@ -436,7 +437,7 @@ async def services(database_url, clock):
         is_open=False,
         tokens=KnownTokens(database=database, clock=clock),
         oidc=None,
-        accounting=Accounting(database=database, clock=clock),
+        accounting=Accounting(database=database, counters=Counters.alone(), clock=clock),
         clock=clock,
     )
     yield access, TokenService(database=database, clock=clock)

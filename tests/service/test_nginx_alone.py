@@ -4,6 +4,9 @@ import json
 import socket
 import threading
 
+import httpx
+import pytest
+
 from support.nginx import Nginx, free_port, in_front_of
 
 
@@ -14,6 +17,35 @@ def test_refusals_of_nginx_are_problem_documents(through, api, problem):
         "too_large",
     )
     problem(through.http.get("/", headers={"X-Long": "x" * 100_000}), 431, "headers_too_large")
+
+
+@pytest.mark.parametrize(
+    ("path", "headers"),
+    [
+        ("/metrics", []),
+        ("/metrics?x=1", []),
+        ("//metrics", []),
+        ("/./metrics", []),
+        ("/%6Detrics", []),
+        ("/x/../metrics", []),
+        ("/metrics", ["Content-Length: 2", "", "{}"]),
+        ("/metrics", ["Content-Length: 20000", "", "x" * 20000]),
+    ],
+)
+def test_metrics_are_given_to_nobody(through, api, path, headers):
+    """It would answer with those of either server."""
+    assert "graphstash_hits_total" in api.http.get("/metrics").text  # the server itself gives them
+
+    where = httpx.URL(through.url)
+    head = [f"GET {path} HTTP/1.1", "Host: a", "Connection: close", *(headers or ["", ""])]
+    with socket.create_connection((where.host, where.port), timeout=20) as client:
+        client.sendall("\r\n".join(head).encode())
+        received = b""
+        while more := client.recv(1 << 20):
+            received += more
+    assert received.startswith(b"HTTP/1.1 404 "), received[:500]
+    assert b"graphstash_" not in received
+    assert b'"code":"unknown_path"' in received
 
 
 def test_no_server_at_all_is_a_problem_that_passes(tmp_path, problem, connect):

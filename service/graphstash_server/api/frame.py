@@ -9,6 +9,7 @@ import itertools
 import logging
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -22,7 +23,9 @@ from graphstash_schema.protocol import (
     PROTOCOL_VERSION,
 )
 from graphstash_server.api.problems import logged_id, problem_response
+from graphstash_server.counters import Counters
 from graphstash_server.errors import ServerError
+from graphstash_server.logs import REQUEST
 
 __all__ = [
     "MAX_HEADER_BYTES",
@@ -84,8 +87,9 @@ def request_ids() -> Callable[[], bytes]:
 class RequestFrame:
     """ASGI middleware; other scopes than HTTP pass through."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, counters: Counters) -> None:
         self._app = app
+        self._counters = counters
         self._new_request_id = request_ids()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,11 +97,19 @@ class RequestFrame:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        began = time.perf_counter()
+        try:
+            await self._answer(scope, receive, send)
+        finally:
+            self._counters.count_seconds(time.perf_counter() - began)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         own_id = self._new_request_id()
         request_id = callers_request_id(scope["headers"]) or own_id
         state = scope.setdefault("state", {})
         state["request_id"] = request_id.decode()
         state["server_request_id"] = own_id.decode()
+        REQUEST.set(state)
         own_headers = frame_headers(scope["path"], scope["scheme"], request_id)
         is_started = False
 
@@ -105,6 +117,7 @@ class RequestFrame:
             nonlocal is_started
             if message["type"] == "http.response.start":
                 is_started = True
+                self._counters.count_request(scope["method"].encode(), message["status"])
                 message["headers"] = [*message.get("headers", ()), *own_headers]
             await send(message)
 

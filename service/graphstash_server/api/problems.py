@@ -190,4 +190,5 @@ def log_refusal(error: ServerError, *, method: str, path: str, state: Mapping[st
     """A refusal is the caller's business, unless the server itself failed."""
     level = logging.ERROR if error.code is ErrorCode.INTERNAL else logging.DEBUG
     if _LOGGER.isEnabledFor(level):
-        _LOGGER.log(level, "%s %s: %s (%s)", method, path, error, logged_id(state))
+        said = (method, path, error, logged_id(state))
+        _LOGGER.log(level, "%s %s: %s (%s)", *said, extra={"state": state})

@@ -118,7 +118,9 @@ class FastConnection(Connection):
                 request.path,
                 "1.1",
                 answer.status,
+                extra={"state": request.state},
             )
+        self.fast.count_answer(request, answer.status)
         default = b""
         for name, value in self.server_state.default_headers:
             default += b"%b: %b\r\n" % (name, value)
@@ -147,7 +149,7 @@ class FastConnection(Connection):
                     await answer.reader.close()
         except Exception:
             # Cuts the connection, so that what was sent does not look complete.
-            _LOGGER.exception("%s %s failed (%s)", *_names(request))
+            _LOGGER.exception("%s %s failed (%s)", *_names(request), extra={"state": request.state})
             self.transport.close()
 
     async def _answer_or_failure(self, cycle: _Cycle, request: FastRequest) -> Answer:
@@ -160,7 +162,7 @@ class FastConnection(Connection):
                 self._write_whole(request, ending, keep_alive=False)
             raise
         except Exception:
-            _LOGGER.exception("%s %s failed (%s)", *_names(request))
+            _LOGGER.exception("%s %s failed (%s)", *_names(request), extra={"state": request.state})
             return self.fast.fail(request, internal_failure(request.request_id.decode()))
 
     async def _send(
@@ -238,8 +240,4 @@ class FastConnection(Connection):
 
 def _names(request: FastRequest) -> tuple[str, str, str]:
     """A request in the log."""
-    state = {
-        "request_id": request.request_id.decode(),
-        "server_request_id": request.own_id.decode(),
-    }
-    return request.method.decode(), request.path, logged_id(state)
+    return request.method.decode(), request.path, logged_id(request.state)

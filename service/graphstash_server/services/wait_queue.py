@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import NamedTuple, Self
 
 from graphstash_schema import Digest, InvalidValueError
+from graphstash_server.counters import Counters
 from graphstash_server.keys import StoredKey
 
 __all__ = ["Notification", "Ticket", "WaitQueue"]
@@ -72,7 +73,8 @@ class WaitQueue:
         is_closed: whether the server is stopping, so that no request should wait any longer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, counters: Counters) -> None:
+        self._counters = counters
         self.are_informed = False
         self._waiting: dict[StoredKey, list[Ticket]] = {}
         self.is_closed = False
@@ -87,9 +89,11 @@ class WaitQueue:
         """Queues for a key. Join before the first look, so that no change is missed in between."""
         ticket = Ticket()
         self._waiting.setdefault(key, []).append(ticket)
+        self._counters.add_waiters(1)
         try:
             yield ticket
         finally:
+            self._counters.add_waiters(-1)
             line = self._waiting[key]
             was_needed = line[0] is ticket or ticket.is_set()
             line.remove(ticket)

@@ -13,6 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Digest, ErrorCode, LeaseReply, LeaseRequest, LeaseState
 from graphstash_server.clock import Clock, jitter
+from graphstash_server.counters import Counters
 from graphstash_server.db.engine import Database
 from graphstash_server.db.notifications import notify
 from graphstash_server.db.queries.artifacts import find_artifact
@@ -65,12 +66,14 @@ class LeaseService:
         database: Database,
         artifacts: ArtifactService,
         wait_queue: WaitQueue,
+        counters: Counters,
         clock: Clock,
         new_token: Callable[[], str] = lambda: secrets.token_hex(16),
     ) -> None:
         self._database = database
         self._artifacts = artifacts
         self._wait_queue = wait_queue
+        self._counters = counters
         self._clock = clock
         self._new_token = new_token
         # A thousand callers may join at once: the upload that they wait for does not queue behind.
@@ -168,6 +171,8 @@ class LeaseService:
                 return self._held(lease), None
             reply = await self._take(wanted)
             if reply is not None:
+                if lease is not None and lease.released_at is None:
+                    self._counters.count_expired_lease()
                 return reply, None
 
     async def _take(self, wanted: Acquisition) -> LeaseReply | None:

@@ -1,0 +1,173 @@
+"""HostCounters: what the workers of one host count for `GET /metrics`, in memory that they share.
+
+The parent maps the memory before it forks. Each worker has a row that nobody else writes to, so no
+lock is needed, and whichever worker is asked adds the rows up. A row outlives its worker: the next
+one goes on counting in it, so no count is lost with a process, however it ends, and none goes back.
+"""
+
+import mmap
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+from graphstash_schema import STATUS, ErrorCode
+
+__all__ = ["BUCKETS", "Counted", "Counters", "HostCounters"]
+
+BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Seconds: upper ends, included. The longest wait for a lease is a minute."""
+
+_METHODS: Final = ("GET", "HEAD", "PUT", "POST", "DELETE", "other")
+_STATUSES: Final = sorted({200, 201, 202, 204, 206, 304, 307, *STATUS.values()})
+
+
+def _layout() -> Iterator[tuple[str, ...]]:
+    for method in _METHODS:
+        for status in (*_STATUSES, "other"):
+            yield "requests", method, str(status)
+    for code in ErrorCode:
+        yield "refused", code.value
+    for bucket in range(len(BUCKETS) + 1):
+        yield "seconds", str(bucket)
+    yield ("microseconds",)
+    yield from (("healed",), ("leases_expired",))
+    yield from (("workers",), ("waiters",), ("listening",))  # of the living: `end` clears them
+
+
+_CELL: Final = {name: number for number, name in enumerate(_layout())}
+_WORKERS, _WAITERS, _LISTENING = (_CELL[name,] for name in ("workers", "waiters", "listening"))
+_SECONDS: Final = _CELL["seconds", "0"]
+_REQUEST: Final = {
+    (method.encode(), status): _CELL["requests", method, str(status)]
+    for method in _METHODS
+    for status in _STATUSES
+}
+
+
+class Counted(NamedTuple):
+    """The sums of all workers.
+
+    Attributes:
+        requests: by method and status.
+        refused: by error code; also what never reached a call.
+        seconds: how many requests took as long as each of `BUCKETS`, or longer than the last;
+            without reads of artifacts in front of the framework.
+        total_seconds: of these.
+        healed: rows dropped because their blob was lost or damaged.
+        leases_expired: leases that another process took because they were not released in time.
+        workers: processes that serve.
+        waiters: requests that wait for a lease.
+        listening: processes that get the database's notifications.
+    """
+
+    requests: dict[tuple[str, str], int]
+    refused: dict[str, int]
+    seconds: Sequence[int]
+    total_seconds: float
+    healed: int
+    leases_expired: int
+    workers: int
+    waiters: int
+    listening: int
+
+
+class HostCounters:
+    """The rows of all workers. Made before they are forked."""
+
+    def __init__(self, workers: int = 1) -> None:
+        """Maps a row for each worker that may live at a time."""
+        size_bytes = 8 * len(_CELL)
+        cells = memoryview(mmap.mmap(-1, workers * size_bytes)).cast("q")
+        self._rows = [
+            cells[number * len(_CELL) : (number + 1) * len(_CELL)] for number in range(workers)
+        ]
+        self._free = list(range(workers))
+
+    def take(self) -> int:
+        """A row for a process that is about to be forked."""
+        return self._free.pop()
+
+    def give_back(self, row: int) -> None:
+        """Its process has ended, or was never there. What it counted stays."""
+        for cell in (_WORKERS, _WAITERS, _LISTENING):
+            self._rows[row][cell] = 0
+        self._free.append(row)
+
+    def of(self, row: int) -> "Counters":
+        """What the worker of a row counts with."""
+        return Counters(self._rows[row], self)
+
+    def sums(self) -> Counted:
+        """Everything that was counted since the server was started."""
+        sums = [sum(cells) for cells in zip(*self._rows, strict=True)]
+        named = dict(zip(_CELL, sums, strict=True))
+        buckets = len(BUCKETS) + 1
+        return Counted(
+            requests={key[1:]: named[key] for key in _CELL if key[0] == "requests" and named[key]},  # type: ignore[misc] # their length
+            refused={key[1]: named[key] for key in _CELL if key[0] == "refused" and named[key]},
+            seconds=sums[_SECONDS : _SECONDS + buckets],
+            total_seconds=named["microseconds",] / 1e6,
+            **{
+                name: named[name,]
+                for name in ("healed", "leases_expired", "workers", "waiters", "listening")
+            },
+        )
+
+
+class Counters:
+    """What one worker counts; each call takes a fraction of a microsecond.
+
+    Attributes:
+        host: those of all workers.
+    """
+
+    def __init__(self, cells: "memoryview[int]", host: HostCounters) -> None:
+        self._cells = cells
+        self.host = host
+
+    @classmethod
+    def alone(cls) -> "Counters":
+        """Of a server that is one process."""
+        host = HostCounters()
+        return host.of(host.take())
+
+    def begin(self) -> None:
+        """This worker serves."""
+        self._cells[_WORKERS] = 1
+        self._cells[_WAITERS] = self._cells[_LISTENING] = 0
+
+    def count_request(self, method: bytes, status: int) -> None:
+        """A request was answered."""
+        cell = _REQUEST.get((method, status))
+        self._cells[cell if cell is not None else _other(method, status)] += 1
+
+    def count_seconds(self, seconds: float) -> None:
+        """A request took so long."""
+        self._cells[_SECONDS + bisect_left(BUCKETS, seconds)] += 1
+        self._cells[_CELL["microseconds",]] += int(seconds * 1e6)
+
+    def count_refusal(self, code: ErrorCode) -> None:
+        """A request was refused."""
+        self._cells[_CELL["refused", code.value]] += 1
+
+    def count_healed(self) -> None:
+        """A row was dropped because its blob was lost or damaged."""
+        self._cells[_CELL["healed",]] += 1
+
+    def count_expired_lease(self) -> None:
+        """A lease was taken from a holder who did not release it in time."""
+        self._cells[_CELL["leases_expired",]] += 1
+
+    def add_waiters(self, more: int) -> None:
+        """More requests, or fewer, wait for a lease."""
+        self._cells[_WAITERS] += more
+
+    def set_listening(self, is_it: bool) -> None:  # noqa: FBT001 - it is a gauge
+        """Whether this process gets the database's notifications."""
+        self._cells[_LISTENING] = is_it
+
+
+def _other(method: bytes, status: int) -> int:
+    name = method.decode("latin-1")
+    known = name if name in _METHODS else "other"
+    return _CELL["requests", known, str(status) if status in _STATUSES else "other"]

@@ -1,0 +1,200 @@
+"""ExpositionService: what `GET /metrics` says, in the text format of Prometheus.
+
+What this host has counted comes from memory that its workers share (`counters`). What is in the
+database is the same wherever it is asked: of several servers on one database, one answer counts.
+"""
+
+import heapq
+from collections.abc import Iterable
+from operator import attrgetter
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+)
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from graphstash_server import __version__
+from graphstash_server.counters import BUCKETS, Counted, Counters
+from graphstash_server.db.engine import Database
+from graphstash_server.db.queries.usage import UsageChange, list_usage
+from graphstash_server.errors import ServerError
+from graphstash_server.services.jobs.leases import LeaseService
+
+__all__ = ["MAX_LABELLED", "OTHER", "ExpositionService"]
+
+MAX_LABELLED = 50
+"""Namespaces with series of their own: those with the most hits and misses."""
+
+OTHER = "(other)"
+"""The label of all others; no namespace has that name."""
+
+_STORED = ("size_bytes", "metadata_bytes", "manifest_bytes")
+
+
+class ExpositionService:
+    """Safe for concurrent calls."""
+
+    def __init__(
+        self,
+        *,
+        database: Database,
+        counters: Counters,
+        leases: LeaseService,
+        store_limit_bytes: int | None,
+    ) -> None:
+        self._database = database
+        self._counters = counters
+        self._leases = leases
+        self._store_limit_bytes = store_limit_bytes
+
+    async def read(self) -> bytes:
+        """All series. Without those of the database, while it does not answer."""
+        host = list(_of_host(self._counters.host.sums(), self._database.is_postgresql))
+        limit = self._store_limit_bytes
+        if limit is not None:
+            host.append(_gauge("store_limit_bytes", "Hard limit of all that is stored.", limit))
+        try:
+            rows = await list_usage(self._database)
+            held = await self._leases.count_held()
+        except ServerError:
+            return _text([*host, _gauge("database_up", _DATABASE_UP, 0)])
+        usage = {row[0]: UsageChange(*row[1:]) for row in rows}
+        return _text(
+            [
+                *host,
+                _gauge("database_up", _DATABASE_UP, 1),
+                _gauge("leases_held", "Leases that have not expired.", held),
+                *_of_database(usage),
+            ]
+        )
+
+
+_DATABASE_UP = "Whether the database answered this scrape."
+
+
+def _of_host(counted: Counted, is_postgresql: bool) -> Iterable[Metric]:  # noqa: FBT001
+    build = InfoMetricFamily("graphstash_build", "The release that runs.")
+    build.add_metric([], {"version": __version__})
+    yield build
+    requests = _counter("requests", "Requests that were answered.", ["method", "status"])
+    for labels, count in counted.requests.items():
+        requests.add_metric(labels, count)
+    yield requests
+    refused = _counter("refused", "Requests that were refused, by error code.", ["code"])
+    for code, count in counted.refused.items():
+        refused.add_metric([code], count)
+    yield refused
+    yield _histogram(counted)
+    yield _counter(
+        "healed", "Artifacts dropped because their blob was lost or damaged.", value=counted.healed
+    )
+    yield _counter(
+        "leases_expired",
+        "Leases that another process took, because their holder did not release them in time.",
+        value=counted.leases_expired,
+    )
+    yield _gauge("lease_waiters", "Requests that wait for a lease.", counted.waiters)
+    yield _gauge("workers", "Processes of this host that serve.", counted.workers)
+    if is_postgresql:
+        yield _gauge(
+            "listener_connected",
+            "Whether every process gets the notifications of PostgreSQL; 0 means that some poll.",
+            counted.workers > 0 and counted.listening == counted.workers,
+        )
+
+
+def _histogram(counted: Counted) -> Metric:
+    """Cumulative, as the format has it."""
+    buckets = []
+    total = 0
+    for end, count in zip((*map(str, BUCKETS), "+Inf"), counted.seconds, strict=True):
+        total += count
+        buckets.append((end, float(total)))
+    seconds = HistogramMetricFamily(
+        "graphstash_request_seconds",
+        "How long requests took, with their waits and transfers, without the reads of artifacts "
+        "that are answered in front of the framework.",
+    )
+    seconds.add_metric([], buckets, counted.total_seconds)
+    return seconds
+
+
+def _of_database(usage: dict[str, UsageChange]) -> Iterable[Metric]:
+    total = UsageChange(*map(sum, zip(UsageChange(), *usage.values(), strict=True)))
+    for name, text, of in _COUNTERS:
+        yield _counter(name, f"{text}, in all namespaces.", value=of(total))
+    yield _gauge("artifacts", "Artifacts that are stored.", total.artifacts)
+    yield _gauge("store_bytes", "What is stored, as the limits count it.", _bytes_of(total))
+
+    largest = set(
+        heapq.nlargest(
+            MAX_LABELLED, usage, key=lambda name: (usage[name].hits + usage[name].misses, name)
+        )
+    )
+    shown = {name: usage[name] for name in sorted(largest)}
+    for name, change in usage.items():
+        if name not in largest:
+            shown[OTHER] = shown.get(OTHER, UsageChange()).plus(change)
+    for name, text, of in _COUNTERS:
+        metric = _counter(f"namespace_{name}", f"{text}.", ["namespace"])
+        for label, change in shown.items():
+            metric.add_metric([label], of(change))
+        yield metric
+    stored = GaugeMetricFamily(
+        "graphstash_namespace_bytes",
+        "What is stored, as the limits count it.",
+        labels=["namespace"],
+    )
+    for label, change in shown.items():
+        stored.add_metric([label], _bytes_of(change))
+    yield stored
+
+
+_COUNTERS = [
+    ("hits", "Artifacts that were served", attrgetter("hits")),
+    ("misses", "Artifacts that were asked for and absent", attrgetter("misses")),
+    ("served_bytes", "Bytes of artifacts that were sent", attrgetter("served_bytes")),
+    ("puts", "Artifacts that were stored", attrgetter("puts")),
+    ("evictions", "Artifacts that were evicted", attrgetter("evictions")),
+    (
+        "saved_compile_seconds",
+        "Compilers' time that hits avoided, summed",
+        attrgetter("saved_seconds"),
+    ),
+]
+
+
+def _bytes_of(change: UsageChange) -> int:
+    return sum(getattr(change, name) for name in _STORED)
+
+
+def _counter(
+    name: str, text: str, labels: list[str] | None = None, *, value: float | None = None
+) -> CounterMetricFamily:
+    return CounterMetricFamily(f"graphstash_{name}", text, labels=labels, value=value)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"graphstash_{name}", text, value=value)
+
+
+class _Collected(Collector):
+    """What was collected already."""
+
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        """All of it."""
+        return self._metrics
+
+
+def _text(metrics: list[Metric]) -> bytes:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collected(metrics))
+    return generate_latest(registry)

@@ -1,0 +1,100 @@
+"""What a server logs as JSON: an object a line, whatever callers sent, with the ids of requests."""
+
+import io
+import json
+import logging
+import socket
+import sys
+
+import httpx
+import pytest
+
+from graphstash_server.logs import REQUEST, JsonFormatter
+from support.waiting import until
+
+HOSTILE = '\n\r\t\x00\x1b[2J\x7f\x9b\u202e\u2028\\"} {"level": "forged\ud800'
+
+
+@pytest.fixture
+def logged():
+    """Logs a message, and gives what was written."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter())
+    logger = logging.getLogger("graphstash_server.test")
+    logger.addHandler(handler)
+    logger.propagate = False
+
+    def log(message, *arguments, **options):
+        logger.warning(message, *arguments, **options)
+        return stream.getvalue()
+
+    yield log
+    logger.removeHandler(handler)
+    logger.propagate = True
+
+
+def test_an_entry_is_one_line_of_ascii_without_control_characters(logged):
+    written = logged("%s", HOSTILE)
+
+    assert written.endswith("\n")
+    line = written[:-1]
+    assert line.isascii()
+    assert line.isprintable()
+    entry = json.loads(line)
+    assert entry["message"] == HOSTILE
+    assert (entry["level"], entry["logger"]) == ("WARNING", "graphstash_server.test")
+    assert entry["time"].endswith("+00:00")
+
+
+def test_a_traceback_is_in_its_entry(logged):
+    error = ValueError(HOSTILE)
+    written = logged("failed", exc_info=(ValueError, error, None))
+
+    assert written.count("\n") == 1
+    assert "ValueError: " in json.loads(written)["traceback"]
+
+
+def test_what_is_logged_for_a_request_has_its_ids(logged):
+    token = REQUEST.set({"server_request_id": "own", "request_id": "own"})
+    try:
+        alone = json.loads(logged("a").splitlines()[-1])
+        state = {"server_request_id": "own-2", "request_id": "theirs"}
+        both = json.loads(logged("b", extra={"state": state}).splitlines()[-1])
+    finally:
+        REQUEST.reset(token)
+    neither = json.loads(logged("c").splitlines()[-1])
+
+    assert alone["request"] == "own"
+    assert "caller_request" not in alone
+    assert (both["request"], both["caller_request"]) == ("own-2", "theirs")
+    assert "request" not in neither
+
+
+def test_a_server_logs_json_with_the_ids_of_both_ways(start, connect):
+    command = ("env", "GRAPHSTASH_LOG_FORMAT=json", sys.executable, "-m", "graphstash_server")
+    server = start("--access-log", "--log-level", "debug", command=command)
+    api = connect(server.url)
+    api.put(b"blob", 1)
+    fast = api.get(1, X_Request_Id="mine-1").headers["x-request-id"]
+    slow = api.http.get("/healthz", headers={"X-Request-Id": "mine-2"}).headers["x-request-id"]
+    refused = api.get(404, X_Request_Id="mine-3").headers["x-request-id"]
+    where = httpx.URL(server.url)
+    with socket.create_connection((where.host, where.port), timeout=20) as client:
+        client.sendall(b"GET /\x1b[2J\x9b HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        while client.recv(65536):
+            pass
+
+    def entries():
+        lines = [line for line in server.log.splitlines() if line.startswith("{")]
+        return [json.loads(line) for line in lines]
+
+    def messages(request_id):
+        return [each["message"] for each in entries() if each.get("caller_request") == request_id]
+
+    until(lambda: messages(refused) and messages(slow) and messages(fast))
+    assert any("artifacts/jax" in each and each.endswith("200") for each in messages(fast))
+    assert any("/healthz" in each for each in messages(slow))
+    assert any("not_found" in each or "404" in each for each in messages(refused))
+    assert all(line.isprintable() for line in server.log.splitlines())
+    assert {each["process"] for each in entries()} == {server.process.pid}

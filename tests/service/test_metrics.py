@@ -1,0 +1,288 @@
+"""GET /metrics: what it counts, for whom, and that no count goes back when a worker ends."""
+
+import asyncio
+import os
+import sqlite3
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from graphstash_schema import ErrorCode, LeaseRequest
+from graphstash_server.counters import BUCKETS, Counters, HostCounters
+from graphstash_server.services.exposition import MAX_LABELLED, OTHER
+from graphstash_server.services.jobs.leases import Acquisition
+from graphstash_server.testing import LiveServer
+from support.services import key_of
+from support.waiting import until
+
+pytestmark = [pytest.mark.sql, pytest.mark.anyio]
+
+
+def parsed(text):
+    """The value of each series, by its name and labels."""
+    return {
+        (sample.name.removeprefix("graphstash_"), *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def scrape(http):
+    answer = http.get("/metrics")
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    return parsed(answer.text)
+
+
+def test_requests_hits_and_refusals_are_counted(api):
+    before = Counter(scrape(api.http))
+    api.put(b"blob", 1, seconds=2.5)
+    assert api.get(1).content == b"blob"
+    assert api.get(1, X_Unheard_Of="behind the fast path").content == b"blob"
+    assert api.get(2).status_code == 404
+    assert api.http.head(api.path(1)).status_code == 200
+    assert api.put(b"other", 1).status_code == 409
+
+    def counted():
+        now = scrape(api.http)
+        return {name: value - before[name] for name, value in now.items()}
+
+    until(lambda: counted()["hits_total",] == 2)
+    more = counted()
+    assert more["requests_total", "PUT", "201"] == 1
+    assert more["requests_total", "PUT", "409"] == 1
+    assert more["requests_total", "GET", "404"] == 1
+    assert more["requests_total", "HEAD", "200"] == 1
+    assert more["requests_total", "GET", "200"] >= 2 + 1  # and those of this test
+    assert more["refused_total", "not_found"] == 1
+    assert more["refused_total", "conflict"] == 1
+    assert more["misses_total",] == 1
+    assert more["puts_total",] == 1
+    assert more["saved_compile_seconds_total",] == 5.0
+    assert more["served_bytes_total",] == 8
+    assert more["artifacts",] == 1
+    assert more["store_bytes",] >= 4096
+    assert (before["workers",], before["database_up",]) == (1, 1)
+    assert more["request_seconds_count",] >= 4
+    assert more["request_seconds_bucket", "+Inf"] == more["request_seconds_count",]
+
+
+def test_every_series_says_what_it_is(api):
+    families = list(text_string_to_metric_families(api.http.get("/metrics").text))
+    assert len(families) > 20
+    for family in families:
+        assert family.documentation.endswith("."), family.name
+        assert family.type in {"counter", "gauge", "histogram", "info"}, family.name
+        assert family.name.startswith("graphstash_")
+
+
+@pytest.mark.parametrize(
+    ("setting", "headers", "status"),
+    [
+        ("off", {}, 404),
+        ("open", {}, 200),
+        ("token", {}, 200),  # everybody is somebody on a server without authentication
+        ("loopback", {}, 200),
+        ("loopback", {"X-Forwarded-For": "127.0.0.1"}, 403),
+        ("loopback", {"Forwarded": "for=127.0.0.1"}, 403),
+        ("loopback", {"Via": "1.1 proxy"}, 403),
+        ("loopback", {"X-Real-IP": "::1"}, 403),
+    ],
+)
+def test_a_setting_says_who_may_read_them(tmp_path, setting, headers, status):
+    with LiveServer(tmp_path, metrics=setting, log_level="error") as server:
+        answer = httpx.get(f"{server.url}/metrics", headers=headers, trust_env=False)
+        assert answer.status_code == status, answer.text
+        assert ("graphstash_" in answer.text) == (status == 200)
+        if setting == "off":
+            assert "GRAPHSTASH_METRICS" in answer.text
+
+
+def test_with_authentication_they_need_a_grant_on_everything(guarded, api, problem):
+    team = guarded.http(guarded.token(f"admin:{api.namespace}"))
+    refused = problem(team.get("/metrics"), 403, "forbidden", "read:*")
+    assert api.namespace not in refused["detail"]
+    problem(guarded.http().get("/metrics"), 401, "unauthenticated")
+    assert scrape(guarded.http(guarded.token("read:*")))["workers",] == 1
+
+
+async def test_namespaces_have_series_up_to_a_limit(opened):
+    async with opened() as server:
+        for number in range(MAX_LABELLED + 5):
+            where = f"team-{number:02}"
+            await server.put(b"blob", namespace=where)
+            key = key_of(0, where)
+            for _ in range(number):
+                server.context.accounting.count_miss(key)
+        await server.context.accounting.flush()
+
+        found = parsed((await server.context.exposition.read()).decode())
+        misses = {key[1]: found[key] for key in found if key[0] == "namespace_misses_total"}
+        assert len(misses) == MAX_LABELLED + 1
+        assert misses[OTHER] == 0 + 1 + 2 + 3 + 4
+        assert misses["team-54"] == 54
+        assert sum(misses.values()) == found["misses_total",]
+        stored = {key[1]: found[key] for key in found if key[0] == "namespace_bytes"}
+        assert stored.keys() == misses.keys()
+        assert sum(stored.values()) == found["store_bytes",] == 4096 * (MAX_LABELLED + 5)
+        assert not any(key_of().fingerprint in label for key in found for label in key)
+
+
+async def test_the_limit_of_the_store_is_a_series_where_there_is_one(opened):
+    async with opened() as server:
+        assert b"store_limit_bytes" not in await server.context.exposition.read()
+    async with opened(store_limit_bytes=10**9) as server:
+        text = (await server.context.exposition.read()).decode()
+        assert parsed(text)["store_limit_bytes",] == 10**9
+
+
+async def test_a_lease_that_nobody_released_in_time_is_counted(opened):
+    async with opened() as server:
+        leases = server.context.leases
+
+        async def acquire():
+            gone = asyncio.get_running_loop().create_future()
+            request = LeaseRequest(ttl_seconds=1, holder="a host")
+            wanted = Acquisition(key_of(), request, wait_seconds=0, caller="me")
+            return await leases.acquire(wanted, gone=gone)
+
+        async def expired():
+            found = parsed((await server.context.exposition.read()).decode())
+            return found["leases_expired_total",], found["leases_held",], found["lease_waiters",]
+
+        first = await acquire()
+        assert await expired() == (0, 1, 0)
+        opened.clock.turn(2)
+        assert await expired() == (0, 0, 0)
+        second = await acquire()
+        assert await expired() == (1, 1, 0)
+        assert second.fencing > first.fencing
+        await leases.release(key_of(), token=second.token)
+        await acquire()
+        assert await expired() == (1, 1, 0)
+
+
+def test_what_waits_is_counted_while_it_waits(api):
+    waiting = httpx.Client(base_url=api.url, timeout=60, trust_env=False)
+    token = api.acquire(1).json()["token"]
+    before = scrape(api.http)["lease_waiters",]
+    with ThreadPoolExecutor(1) as thread, waiting:
+        answer = thread.submit(
+            lambda: waiting.post(api.lease_path(1), json={}, headers={"Prefer": "wait=30"})
+        )
+        until(lambda: scrape(api.http)["lease_waiters",] == before + 1)
+        released = api.http.delete(
+            api.lease_path(1), params={"outcome": "failed"}, headers={"Graphstash-Lease": token}
+        )
+        assert released.status_code in {200, 204}, released.text
+        assert answer.result().status_code == 201
+    until(lambda: scrape(api.http)["lease_waiters",] == before)
+
+
+def test_the_listener_of_postgresql_is_a_series(live_server, api):
+    found = scrape(api.http)
+    if "postgresql" in str(live_server._settings.database_url):
+        until(lambda: scrape(api.http)["listener_connected",] == 1)
+    else:
+        assert ("listener_connected",) not in found
+
+
+def test_a_server_without_its_database_still_says_what_it_counted(tmp_path):
+    with (
+        LiveServer(tmp_path / "data", log_level="error") as server,
+        httpx.Client(base_url=server.url, trust_env=False) as http,
+    ):
+        assert scrape(http)["database_up",] == 1
+        database = sqlite3.connect(tmp_path / "data" / "graphstash.sqlite3")
+        database.execute("DROP TABLE usage")
+        database.close()
+        found = scrape(http)
+        assert found["database_up",] == 0
+        assert found["requests_total", "GET", "200"] >= 1
+        assert ("hits_total",) not in found
+
+
+def test_no_count_goes_back_when_a_worker_is_killed_or_replaced(start, connect):
+    server = start("--workers", "2")
+    api = connect(server.url)
+    api.put(b"blob", 1)
+
+    def ask(times):
+        for _ in range(times):
+            with connect(server.url).http as client:  # a connection of its own, to either worker
+                assert client.get(api.path(1)).status_code == 200
+
+    def scraped():
+        with connect(server.url).http as client:
+            return scrape(client)
+
+    ask(40)
+    first = scraped()
+    assert first["workers",] == 2
+    assert first["requests_total", "GET", "200"] == 40
+    for pid in server.workers:
+        server.kill_worker(pid)
+        until(lambda pid=pid: not _serves(pid))
+    until(lambda: _answers(server.url) and scraped()["workers",] == 2)
+    second = scraped()
+    assert second["requests_total", "GET", "200"] > 40  # and the scrapes
+    assert second["requests_total", "PUT", "201"] == 1
+    ask(10)
+    assert scraped()["requests_total", "GET", "200"] >= second["requests_total", "GET", "200"] + 10
+
+
+def _serves(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _answers(url):
+    try:
+        return httpx.get(f"{url}/healthz", trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def test_rows_are_added_up_and_outlive_their_workers():
+    host = HostCounters(2)
+    rows = [host.take(), host.take()]
+    one, other = map(host.of, rows)
+    for each in (one, other):
+        each.begin()
+        each.add_waiters(2)
+        each.set_listening(True)
+        each.count_refusal(ErrorCode.CONFLICT)
+    one.count_request(b"GET", 200)
+    host.give_back(rows[0])
+
+    sums = host.sums()
+    assert (sums.workers, sums.waiters, sums.listening) == (1, 2, 1)
+    assert (sums.requests, sums.refused) == ({("GET", "200"): 1}, {"conflict": 2})
+    again = host.of(host.take())
+    again.begin()
+    again.count_request(b"GET", 200)
+    assert host.sums().requests == {("GET", "200"): 2}
+    assert host.sums().workers == 2
+    assert other.host is host
+
+
+def test_other_methods_statuses_and_long_times_have_a_place():
+    counters = Counters.alone()
+    for method, status in ((b"GET", 299), (b"BREW", 200), (b"\xff", 777), (b"other", 200)):
+        counters.count_request(method, status)
+    for seconds in (0.0, 0.005, 0.0051, 60.0, 3600.0):
+        counters.count_seconds(seconds)
+    sums = counters.host.sums()
+    assert sums.requests == {
+        ("GET", "other"): 1,
+        ("other", "200"): 2,
+        ("other", "other"): 1,
+    }
+    assert list(sums.seconds) == [2, 1, *[0] * (len(BUCKETS) - 3), 1, 1]
+    assert sums.total_seconds == pytest.approx(3660.0101)
