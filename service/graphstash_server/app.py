@@ -15,6 +15,7 @@ from graphstash_server.api import (
     artifacts,
     explanations,
     leases,
+    listing,
     manifests,
     namespaces,
     quarantine,
@@ -72,7 +73,10 @@ def create_app(
         redirect_slashes=False,
     )
     routes = list(app.routes)
-    for api in (artifacts, explanations, quarantine, leases, manifests, namespaces, tokens, admin):
+    for api in (
+        *(artifacts, listing, explanations, quarantine, leases, manifests),
+        *(namespaces, tokens, admin),
+    ):
         app.include_router(api.router)
         routes += api.router.routes
     add_problem_handlers(app, routes)

@@ -17,6 +17,7 @@ from graphstash_server.services.accounting import Accounting
 from graphstash_server.services.artifacts.blobs import BlobCollector
 from graphstash_server.services.artifacts.eviction import Evictor
 from graphstash_server.services.artifacts.explanations import ExplanationService
+from graphstash_server.services.artifacts.listing import ListingService
 from graphstash_server.services.artifacts.quarantine import QuarantineService
 from graphstash_server.services.artifacts.room import RoomKeeper
 from graphstash_server.services.artifacts.service import ArtifactService
@@ -110,6 +111,7 @@ class ProcessContext:
             database=database, artifacts=self.artifacts, wait_queue=self.wait_queue, clock=clock
         )
         self.explanations = ExplanationService(database=database, clock=clock)
+        self.listing = ListingService(database=database)
         self.manifests = ManifestService(database=database, rooms=self.rooms, clock=clock)
         self.pins = PinService(database=database)
         self.health = HealthService(database=database, blobs=blobs)

@@ -57,6 +57,7 @@ __all__ = [
     "json_answer",
     "key_of",
     "manifest_of",
+    "query_parameters",
     "until_gone",
 ]
 
@@ -375,6 +376,27 @@ class Calls(APIRouter):
             return handler
 
         return declare
+
+
+def query_parameters(model: type[BaseModel]) -> list[dict[str, Any]]:
+    """OpenAPI: the fields of a model as parameters of the query."""
+    schema = model.model_json_schema()
+    defined = schema.get("$defs", {})
+    return [
+        {"name": name, "in": "query", "required": False, "schema": _resolved(each, defined)}
+        for name, each in schema["properties"].items()
+    ]
+
+
+def _resolved(schema: Any, defined: Mapping[str, Any]) -> Any:
+    """A schema with its references filled in: a parameter has no definitions of its own."""
+    if isinstance(schema, list):
+        return [_resolved(each, defined) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    referred = defined.get(str(schema.get("$ref", "")).rpartition("/")[2], {})
+    own = {name: each for name, each in schema.items() if name != "$ref"}
+    return {name: _resolved(each, defined) for name, each in (referred | own).items()}
 
 
 def key_of(request: Request) -> StoredKey:
