@@ -186,15 +186,27 @@ def test_run_imports_nothing_heavy_before_the_job():
         (("status", "--url", "http://host:port"), 2, "expected http://host:port"),
         (("run", "--naemspace", "x", "--", "true"), 2, "No such option: --naemspace"),
         (("run", "--job"), 2, "requires an argument"),
-        (("run", "--job=a/b", "true"), 2, "GRAPHSTASH_JOB='a/b'"),
+        (("run", "--job=a/b", "true"), 2, "--job='a/b'"),
         (("run", "--", "/"), 127, "not found on PATH"),
-        (("prefetch", "no/job"), 2, "GRAPHSTASH_JOB"),
+        (("prefetch", "no/job"), 2, "manifest name 'no/job'"),
+        (("ls", "--namespace", "Bad"), 2, "--namespace='Bad'"),
+        (("ls", "--sort", "size", "--after", "x"), 2, "raise --limit"),
+        (("ls", "--kind", "java"), 2, "'triton'"),
+        (("show", "xyz"), 2, "write 4 to 64 of its characters"),
+        (("show", "a/b"), 2, "is no key: write kind/device type/fingerprint"),
+        (("export", "x", "--job", "a", "--local"), 2, "leave out --local"),
+        (("export", "x", "--fingerprint", "X"), 2, "--fingerprint"),
+        (("import", "no-such-file"), 3, "there is no such file; nothing was imported"),
+        (("nothing",), 2, "No such command 'nothing'; see `graphstash --help`"),
+        (("prefetch", "job"), 1, "error: set GRAPHSTASH_URL"),
     ],
 )
 def test_bad_input_gets_one_clear_line(arguments, status, told):
     result = graphstash(*arguments)
     assert result.returncode == status
     assert told in result.stderr
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("graphstash: error: ")
     assert "Traceback" not in result.stderr
 
 

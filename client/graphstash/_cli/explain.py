@@ -14,6 +14,7 @@ from graphstash._process.run_record import ProcessRecord, read_last_run
 from graphstash.config import ClientConfig
 from graphstash.errors import CacheError, ConfigError
 from graphstash_schema import Namespace
+from graphstash_schema.exit_status import ExitStatus
 from graphstash_schema.names import printable
 
 __all__ = ["explain"]
@@ -24,12 +25,12 @@ def explain(
         str,
         typer.Argument(
             help="`last` for the last run on this host, or the beginning of a fingerprint or a "
-            "label of what it missed"
+            "label of what it missed."
         ),
     ] = "last",
     url: Url = None,
     namespace: NamespaceOption = None,
-    cache_dir: Annotated[Path | None, typer.Option(help="Directory of the local tier")] = None,
+    cache_dir: Annotated[Path | None, typer.Option(help="Directory of the local tier.")] = None,
     as_json: Json = False,  # noqa: FBT002 - typer
 ) -> None:
     """Say why a run compiled: which flag, version, shape or line differs from what is stored.
@@ -40,7 +41,7 @@ def explain(
     try:
         config = ClientConfig.load(url=url, namespace=namespace, cache_dir=cache_dir)
     except ConfigError as error:
-        fail(str(error), status=2)
+        fail(str(error), status=ExitStatus.USAGE)
     try:
         records = read_last_run(config.cache_dir)
     except OSError as error:

@@ -14,6 +14,7 @@ from typing import IO, TYPE_CHECKING, Final, TypeVar
 
 import graphstash_schema as schema
 from graphstash._http.download import Downloaded, download
+from graphstash._http.errors import problem_of
 from graphstash._http.transport import Answer, Transport
 from graphstash._trust.provenance import BoundedReader
 from graphstash.config import ClientConfig, holder_name
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from graphstash_schema.explanation import Description, ExplainResponse
+    from graphstash_schema.listing import ArtifactList, ArtifactQuery, ListedArtifact
 
 __all__ = ["ServerClient"]
 
@@ -141,6 +143,37 @@ class ServerClient:
             found += reply.found
             missing += reply.missing
         return schema.LookupResponse(found=tuple(found), missing=tuple(missing))
+
+    def list_artifacts(self, query: ArtifactQuery) -> ArtifactList:
+        """A page of the namespace's artifacts.
+
+        Raises:
+            CacheError: the server does not answer, or is older than this call.
+        """
+        from urllib.parse import urlencode
+
+        from graphstash_schema.listing import ArtifactList
+
+        wanted = query.model_dump(mode="json", exclude_defaults=True)
+        path = f"{API_PREFIX}/{self.config.namespace}/artifacts?{urlencode(wanted)}"
+        answer = self._transport.call("GET", path)
+        if answer.status == 404:
+            raise _refused(answer, self.config)
+        return _parsed(ArtifactList, answer)
+
+    def every_artifact(self, query: ArtifactQuery) -> Iterator[ListedArtifact]:
+        """The artifacts of a page and of all that follow, in constant memory.
+
+        Raises:
+            CacheError: as `list_artifacts`.
+        """
+        following: str | None = query.after
+        while following is not None:
+            page = self.list_artifacts(query.model_copy(update={"after": following}))
+            yield from page.artifacts
+            if page.next == following:  # a server that sends us round in a circle
+                return
+            following = page.next
 
     def verify(self, key: schema.ArtifactKey) -> schema.VerifyResponse:
         """Asks the server to read an artifact's blob again, and to drop it if it is damaged.
@@ -322,6 +355,16 @@ def _read_chunks(file: IO[bytes], size_bytes: int) -> Iterator[bytes]:
     envelope = BoundedReader(file, size_bytes)  # its provenance follows it in the file
     while chunk := envelope.read(_CHUNK_BYTES):
         yield chunk
+
+
+def _refused(answer: Answer, config: ClientConfig) -> RefusedError:
+    """What the 404 of a GET that is no miss says."""
+    problem = problem_of(answer.body)
+    if problem is not None and problem.code is schema.ErrorCode.UNKNOWN_PATH:
+        told = f"{config.url} is older than this command"
+    else:
+        told = problem.detail if problem else f"{config.url} answered 404"
+    return RefusedError(told, code=problem.code if problem else None, status=404)
 
 
 def _parsed(model: type[_Model], answer: Answer) -> _Model:
