@@ -1,13 +1,13 @@
 """The artifacts of a namespace, newest first.
 
 Revision: 0010
-Follows: 0008
+Follows: 0009
 """
 
 from alembic import op
 
 revision = "0010"
-down_revision = "0008"
+down_revision = "0009"
 branch_labels = None
 depends_on = None
 

@@ -9,16 +9,19 @@ from fastapi.openapi.utils import get_openapi
 
 from graphstash_schema import ArtifactKey, ErrorCode, ManifestEntry, Problem
 from graphstash_schema.explanation import Description
+from graphstash_schema.listing import ArtifactQuery
 from graphstash_server import __version__
 from graphstash_server.api import (
     admin,
     artifacts,
     explanations,
+    history,
     leases,
     listing,
     manifests,
     namespaces,
     quarantine,
+    runs,
     tokens,
 )
 from graphstash_server.api.calls import OPEN_PATHS, SECURITY_SCHEMES
@@ -74,8 +77,8 @@ def create_app(
     )
     routes = list(app.routes)
     for api in (
-        *(artifacts, listing, explanations, quarantine, leases, manifests),
-        *(namespaces, tokens, admin),
+        *(artifacts, listing, explanations, quarantine, leases, manifests, runs),
+        *(namespaces, tokens, history, admin),
     ):
         app.include_router(api.router)
         routes += api.router.routes
@@ -90,7 +93,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = document["components"]["schemas"]
-        for model in (Problem, ArtifactKey, ManifestEntry, Description):
+        for model in (Problem, ArtifactKey, ManifestEntry, Description, ArtifactQuery):
             schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
             for name, definition in schema.pop("$defs", {}).items():
                 schemas.setdefault(name, definition)

@@ -22,7 +22,7 @@ from graphstash_server.api.problems import invalid_body
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
 
-__all__ = ["ListOfKeys", "body_chunks", "read_keys", "read_model", "read_query"]
+__all__ = ["ListOfKeys", "body_chunks", "read_keys", "read_model"]
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -184,18 +184,6 @@ async def _read_json(call: Call, *, max_bytes: int, max_keys: int | None, way_ou
     if max_keys is not None and (count := _count_keys(raw)) > max_keys:
         raise ServerError(ErrorCode.TOO_MANY_KEYS, f"{count} keys, {way_out}", limit=max_keys)
     return bytes(raw) or b"{}"
-
-
-def read_query(call: Call, model: type[M]) -> M:
-    """The parameters of the query, in the form that the call expects.
-
-    Raises:
-        ServerError: 400, which names the first that is wrong.
-    """
-    try:
-        return model.model_validate(dict(call.request.query_params))
-    except ValidationError as error:
-        raise invalid_body(error) from None
 
 
 def _parsed(raw: bytes, model: type[M]) -> M:

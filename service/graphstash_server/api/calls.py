@@ -33,6 +33,7 @@ from graphstash_schema import (
     Word,
 )
 from graphstash_schema.protocol import API_PREFIX
+from graphstash_schema.run import RunName
 from graphstash_server.actor import Actor
 from graphstash_server.api.problems import refusals
 from graphstash_server.context import ProcessContext
@@ -57,7 +58,6 @@ __all__ = [
     "json_answer",
     "key_of",
     "manifest_of",
-    "query_parameters",
     "until_gone",
 ]
 
@@ -300,6 +300,8 @@ _IN_PATH: Final[dict[str, tuple[dict[str, Any], ErrorCode | None]]] = {
     "device_type": (_formed(DeviceType), ErrorCode.INVALID_DEVICE_TYPE),
     "fingerprint": (_formed(Fingerprint), ErrorCode.INVALID_FINGERPRINT),
     "name": (_formed(ManifestName), ErrorCode.INVALID_NAME),
+    "run": (_formed(RunName), ErrorCode.INVALID_NAME),
+    "process": (_formed(RunName), ErrorCode.INVALID_NAME),
     "id": ({"type": "string"}, None),
 }
 """Schema of every word of a path, and the error code of a malformed one."""
@@ -376,27 +378,6 @@ class Calls(APIRouter):
             return handler
 
         return declare
-
-
-def query_parameters(model: type[BaseModel]) -> list[dict[str, Any]]:
-    """OpenAPI: the fields of a model as parameters of the query."""
-    schema = model.model_json_schema()
-    defined = schema.get("$defs", {})
-    return [
-        {"name": name, "in": "query", "required": False, "schema": _resolved(each, defined)}
-        for name, each in schema["properties"].items()
-    ]
-
-
-def _resolved(schema: Any, defined: Mapping[str, Any]) -> Any:
-    """A schema with its references filled in: a parameter has no definitions of its own."""
-    if isinstance(schema, list):
-        return [_resolved(each, defined) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    referred = defined.get(str(schema.get("$ref", "")).rpartition("/")[2], {})
-    own = {name: each for name, each in schema.items() if name != "$ref"}
-    return {name: _resolved(each, defined) for name, each in (referred | own).items()}
 
 
 def key_of(request: Request) -> StoredKey:

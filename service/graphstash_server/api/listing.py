@@ -5,14 +5,8 @@ from fastapi import Response
 from graphstash_schema import ErrorCode, Scope
 from graphstash_schema.listing import ArtifactList, ArtifactQuery
 from graphstash_schema.protocol import API_PREFIX
-from graphstash_server.api.bodies import read_query
-from graphstash_server.api.calls import (
-    Calls,
-    NamespaceCall,
-    in_namespace,
-    json_answer,
-    query_parameters,
-)
+from graphstash_server.api.calls import Calls, NamespaceCall, in_namespace, json_answer
+from graphstash_server.api.queries import parameters_of, read_query
 
 __all__ = ["router"]
 
@@ -23,7 +17,7 @@ router = Calls(prefix=API_PREFIX, tags=["artifacts"])
     "GET",
     "/{namespace}/artifacts",
     needs=in_namespace(Scope.READ),
-    query=query_parameters(ArtifactQuery),
+    query=parameters_of(ArtifactQuery),
     answers={200: {"model": ArtifactList}},
     refuses=[ErrorCode.INVALID_REQUEST, ErrorCode.INVALID_DEVICE_TYPE],
 )

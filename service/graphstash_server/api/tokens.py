@@ -17,7 +17,7 @@ from graphstash_schema import (
     TokenRequest,
 )
 from graphstash_schema.protocol import ADMIN_PREFIX
-from graphstash_server.api.bodies import read_model, read_query
+from graphstash_server.api.bodies import read_model
 from graphstash_server.api.calls import (
     ADMINISTRATOR,
     KNOWN,
@@ -25,8 +25,8 @@ from graphstash_server.api.calls import (
     Call,
     Calls,
     json_answer,
-    query_parameters,
 )
+from graphstash_server.api.queries import parameters_of, read_query
 from graphstash_server.errors import ServerError
 from graphstash_server.services.identity.audit import MAX_AUDIT_ENTRIES
 
@@ -133,7 +133,7 @@ async def revoke_token(call: Call) -> Response:
     "GET",
     "/audit",
     needs=ADMINISTRATOR,
-    query=query_parameters(_AuditQuery),
+    query=parameters_of(_AuditQuery),
     answers={200: {"model": AuditLog}},
     refuses=[ErrorCode.INVALID_REQUEST, ErrorCode.INVALID_NAMESPACE],
 )
