@@ -40,6 +40,7 @@ from graphstash._cli.output import (
     shown,
 )
 from graphstash._cli.prewarm import prewarm
+from graphstash._cli.report import report
 from graphstash.config import NO_SERVER, ClientConfig
 from graphstash.errors import CacheError, ConfigError, RefusedError, VerificationError
 from graphstash_schema import InvalidValueError, ManifestName, NamespaceStats, ServerStats
@@ -306,6 +307,7 @@ app.command(rich_help_panel=_JOBS)(doctor)
 app.command(rich_help_panel=_JOBS)(login)
 app.command(rich_help_panel=_SERVER)(ls)
 app.command(rich_help_panel=_SERVER)(show)
+app.command(rich_help_panel=_SERVER)(report)
 app.command(rich_help_panel=_SERVER)(export)
 app.command("import", rich_help_panel=_SERVER)(import_)
 app.add_typer(keys, name="keys", rich_help_panel=_ADMINISTRATION)

@@ -81,7 +81,9 @@ def _cause(answer: ExplainResponse) -> tuple[str, Relative | None]:
         unknown = ""
         if answer.undescribed:
             unknown = f" ({plural(answer.undescribed, 'artifact')} here without a description)"
-        return f"new program: nothing like it is stored{unknown}", None
+        where = " in the namespaces that were looked through, which are not all"
+        partly = where if answer.is_partial else ""
+        return f"new program: nothing like it is stored{partly}{unknown}", None
     nearest = answer.relatives[0]
     if not nearest.differences:
         return f"it is stored in the namespace {nearest.namespace}, which was not read", nearest

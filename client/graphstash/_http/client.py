@@ -8,7 +8,7 @@ which imports each when it is used: most jobs need few of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Final, TypeVar
 
@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from graphstash_schema.explanation import Description, ExplainResponse
+    from graphstash_schema.history import History
     from graphstash_schema.listing import ArtifactList, ArtifactQuery, ListedArtifact
+    from graphstash_schema.run import Run, RunList, RunName
 
 __all__ = ["ServerClient"]
 
@@ -150,16 +152,10 @@ class ServerClient:
         Raises:
             CacheError: the server does not answer, or is older than this call.
         """
-        from urllib.parse import urlencode
-
         from graphstash_schema.listing import ArtifactList
 
         wanted = query.model_dump(mode="json", exclude_defaults=True)
-        path = f"{API_PREFIX}/{self.config.namespace}/artifacts?{urlencode(wanted)}"
-        answer = self._transport.call("GET", path)
-        if answer.status == 404:
-            raise _refused(answer, self.config)
-        return _parsed(ArtifactList, answer)
+        return self._read(f"{API_PREFIX}/{self.config.namespace}/artifacts", wanted, ArtifactList)
 
     def every_artifact(self, query: ArtifactQuery) -> Iterator[ListedArtifact]:
         """The artifacts of a page and of all that follow, in constant memory.
@@ -314,6 +310,46 @@ class ServerClient:
             CacheError: the server does not answer.
         """
         return _parsed(schema.ServerStats, self._transport.call("GET", f"{API_PREFIX}/stats"))
+
+    def runs(self, job: schema.ManifestName | None = None, *, limit: int = 20) -> RunList:
+        """The runs of a namespace, or of one job in it, that reported last, without their misses.
+
+        Raises:
+            CacheError: the server does not answer, or is older than this call.
+        """
+        from graphstash_schema.run import RunList
+
+        wanted = {"limit": limit, **({} if job is None else {"job": job})}
+        return self._read(f"{API_PREFIX}/{self.config.namespace}/runs", wanted, RunList)
+
+    def run(self, name: RunName) -> Run:
+        """One run, with what it missed.
+
+        Raises:
+            CacheError: there is none, or the server does not answer.
+        """
+        from graphstash_schema.run import Run
+
+        return self._read(f"{API_PREFIX}/{self.config.namespace}/runs/{name}", {}, Run)
+
+    def history(self, **wanted: str) -> History:
+        """What the server did, by hour or by day; `wanted` is the query of `GET /v1/stats/history`.
+
+        Raises:
+            CacheError: the server does not answer, or is older than this call.
+        """
+        from graphstash_schema.history import History
+
+        return self._read(f"{API_PREFIX}/stats/history", wanted, History)
+
+    def _read(self, path: str, query: Mapping[str, object], model: type[_Model]) -> _Model:
+        """Reads something of which a 404 is no miss."""
+        from urllib.parse import urlencode
+
+        answer = self._transport.call("GET", f"{path}?{urlencode(query)}" if query else path)
+        if answer.status == 404:
+            raise _refused(answer, self.config)
+        return _parsed(model, answer)
 
     def exchange(self, request: schema.TokenExchange) -> schema.TokenIssued:
         """Exchanges the JWT that the configuration has as its token for a token of the server.
