@@ -149,9 +149,9 @@ def test_a_month_is_reported_in_markdown(two_runs, command, hosts, namespace, re
 
     text = command("report", "--namespace", namespace).stdout
     assert text.startswith(f"# graphstash in {NOW:%B %Y}, namespace ")
-    assert "**1 min 30 s of compiling were not spent.**" in text
+    assert "**1 min 30 s of compile time was not spent.**" in text
     assert "## By kind of artifact" in text
-    assert "| jit\\(new\\) | " in text
+    assert "| jit(new) | " in text
     assert "ended about 1 min 0 s earlier together, by their own estimate" in text
 
 
@@ -179,10 +179,20 @@ def test_a_month_out_of_form_is_refused(command, month):
     assert f"--month={month!r}: expected a year and a month" in told
 
 
-def test_hostile_labels_are_text_in_markdown_and_in_a_terminal(report_run, command, namespace):
+def test_hostile_labels_are_text_in_markdown_and_in_a_terminal(
+    report_run, command, namespace, hosts
+):
     hostile = "<script>alert(1)</script>|[x](http://evil)\u202e`"
     report_run("run-1", (hostile, "# heading | cell"), job="hostile")
+    assert hosts("reader").get(key_of(7)) is None
+    until(
+        lambda: json.loads(command("report", "--namespace", namespace, "--json").stdout)["total"][
+            "misses"
+        ]
+    )
     told = command("report", "--namespace", namespace).stdout
+    assert "| \\<script\\>alert(1)\\</script\\>\\|\\[x\\](http\\://evil)\\\\u202e\\` |" in told
+    assert "| # heading \\| cell |" in told
     told += command("explain", "--job", "hostile").stdout
     assert "\u202e" not in told
     made = json.loads(command("report", "--namespace", namespace, "--json").stdout)

@@ -38,7 +38,10 @@ from graphstash_schema.listing import ArtifactQuery, ListedArtifact, ListOrder
 
 __all__ = ["DeviceTypeOption", "KindOption", "find_one", "ls", "show"]
 
-KindOption = Annotated[ArtifactKind | None, typer.Option(help="Only artifacts of this kind.")]
+KindOption = Annotated[
+    ArtifactKind | None,
+    typer.Option(metavar="KIND", help=f"Only artifacts of this kind: {', '.join(ArtifactKind)}."),
+]
 DeviceTypeOption = Annotated[
     str | None, typer.Option(help="Only artifacts for this device type, e.g. `cuda-sm_90`.")
 ]
@@ -78,12 +81,13 @@ def ls(
     sort: Annotated[
         Sort,
         typer.Option(
-            help="What comes first: the newest, the least fingerprint, or the largest size, "
-            "compile time, number of hits or time of last use. The last four read the whole "
-            "list first."
+            metavar="ORDER",
+            help=f"What comes first: {', '.join(Sort)}. The last four read the whole list first.",
         ),
     ] = Sort.NEWEST,
-    limit: Annotated[int, typer.Option(min=0, help="Most artifacts; 0 lists all.")] = 50,
+    limit: Annotated[
+        int, typer.Option(min=0, metavar="COUNT", help="Most artifacts; 0 lists all.")
+    ] = 50,
     after: Annotated[
         str, typer.Option(help="Go on after this place, which the page before ended with.")
     ] = "",

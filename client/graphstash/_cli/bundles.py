@@ -357,7 +357,8 @@ class _Export:
 
     def __init__(self, config: ClientConfig, source: _Source, file: Path) -> None:
         self._config, self._source, self._file = config, source, file
-        self._spool = file.with_name(f"{file.name}.partial")
+        self._directory = file.with_name(f"{file.name}.partial")
+        self._spool = self._directory
         try:
             self._signatures = Signatures(config, secret=lambda: None)
         except ConfigError as error:
@@ -369,7 +370,15 @@ class _Export:
     def run(self) -> dict[str, Any]:
         if not self._file.parent.is_dir():
             raise FileNotFoundError(f"there is no directory {self._file.parent}")
-        os.close(make_own_directory(self._spool))
+        descriptor = make_own_directory(self._directory)
+        try:
+            # By its descriptor: whoever may write above it could put another one in its place.
+            self._spool = Path(f"/proc/self/fd/{descriptor}")
+            return self._run()
+        finally:
+            os.close(descriptor)
+
+    def _run(self) -> dict[str, Any]:
         with TemporaryFile(dir=self._spool) as lines, byte_progress() as progress:
             count = self._collect(lines, progress)
             if not count:
@@ -454,7 +463,7 @@ class _Export:
     def _remove_spool(self) -> None:
         for path in self._spool.iterdir():
             path.unlink()
-        self._spool.rmdir()
+        self._directory.rmdir()
 
 
 class _Import:

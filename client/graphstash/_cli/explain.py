@@ -23,7 +23,7 @@ from graphstash._cli.output import (
     say,
     shown,
 )
-from graphstash._compile.explaining import Cause, causes_of, text_of
+from graphstash._compile.explaining import Cause, cause_of, causes_of, text_of
 from graphstash._http.client import ServerClient
 from graphstash._process.run_record import ProcessRecord, read_last_run
 from graphstash.config import ClientConfig
@@ -133,20 +133,28 @@ def _explain_stored(config: ClientConfig, prefix: str, *, as_json: bool) -> None
     with closing(_server(config)) as server:
         try:
             found = find_one(server, prefix)
+            if found.description is None:
+                fail(
+                    f"nobody has described {found.key}: `graphstash show {prefix}` has what is "
+                    "known"
+                )
+            answer = server.explain(found.description)
         except CacheError as error:
             fail_for(error)
-    if found.description is None:
-        fail(f"nobody has described {found.key}: `graphstash show {prefix}` has what is known")
-    causes = _causes(config, [(found.description, None)])
+    others = tuple(each for each in answer.relatives if each.differences)  # no copies of itself
+    text, nearest = cause_of(answer.model_copy(update={"relatives": others}))
+    name = shown(found.label, most=128) or str(found.key)
+    cause = Cause(text, [name], nearest)
     if as_json:
-        print_json([_as_json(cause) for cause in causes])
+        print_json([_as_json(cause)])
         return
-    say(f"{shown(found.label, most=128) or found.key} is stored in {config.namespace}")
-    for cause in causes:
-        _, *rest = text_of([cause])
-        say(f"compared with its nearest relative: {cause.text}")
-        for line in rest[1:]:
-            say(line)
+    say(f"{name} is stored in {config.namespace}")
+    if nearest is None:
+        say("nothing else like it is stored")
+        return
+    say(f"compared with its nearest relative: {text}")
+    for line in text_of([cause])[2:]:
+        say(line)
 
 
 def _server(config: ClientConfig) -> ServerClient:

@@ -60,7 +60,7 @@ Url = Annotated[
     ),
 ]
 NamespaceOption = Annotated[
-    str | None, typer.Option(help="Namespace to read and write. [default: default]")
+    str | None, typer.Option(help="Namespace of the artifacts. [default: default]")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 

@@ -41,7 +41,8 @@ _TITLES: Final = {
 _MAX_RUNS_READ: Final = 50
 """Runs whose misses are asked for: those that compiled longest."""
 _SHOWN_MISSES: Final = 10
-_MARKDOWN: Final = re.compile(r"([\\`*_{}\[\]()<>#+!|~&-])")
+_MARKDOWN: Final = re.compile(r"([\\`*_\[\]<>|~&]|:(?=//))")
+"""What means something in the cell of a table; also what makes a link of a bare address."""
 
 
 @dataclass
@@ -234,7 +235,7 @@ def _markdown(made: MonthReport, since: datetime) -> str:
         lines += ["Nothing was looked up in this month, or no history of it is kept.", ""]
         return "\n".join(lines)
     lines.append(
-        f"**{format_seconds(total.saved_compile_seconds)} of compiling were not spent.** "
+        f"**{format_seconds(total.saved_compile_seconds)} of compile time was not spent.** "
         f"{total.hits:,} of {total.hits + total.misses:,} look-ups were hits "
         f"({total.hit_rate:.0%}); {format_bytes(total.served_bytes)} were served, and "
         f"{total.puts:,} artifacts were stored.\n\n"
