@@ -17,7 +17,9 @@ def main() -> None:
             try:
                 launch.start()
             except launcher.CannotRunError as error:
-                print(f"graphstash: {error}", file=sys.stderr)  # noqa: T201
+                from graphstash_schema.exit_status import error_line
+
+                print(error_line(str(error)), file=sys.stderr)  # noqa: T201
                 sys.exit(error.status)
     from graphstash._cli.main import main as command_line
 

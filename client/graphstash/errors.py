@@ -14,6 +14,7 @@
         │   ├── ConflictError  409: other bytes are stored under the key
         │   └── LeaseLostError 410: the lease expired or was released
         ├── VerificationError  bytes that do not match what they claim to be; never used
+        │   └── BundleError    a bundle that is not as it was exported; names the entry
         └── LocalTierError     the local disk cannot be read or written
 
 A miss is not an error: it is `None`.
@@ -26,6 +27,7 @@ from graphstash_schema import ErrorCode, Namespace
 from graphstash_schema.names import printable
 
 __all__ = [
+    "BundleError",
     "BusyError",
     "CacheError",
     "ConfigError",
@@ -294,6 +296,16 @@ class VerificationError(CacheError):
         super().__init__(reason, detail)
         self.namespace = namespace
         self.earlier = earlier
+
+
+class BundleError(VerificationError):
+    """A bundle, or an artifact in one, that is not used."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(Reason.CORRUPT, detail)
+
+    def __str__(self) -> str:
+        return self.detail
 
 
 class LocalTierError(CacheError):

@@ -28,6 +28,7 @@ from graphstash import ClientConfig, Reason
 from graphstash._cli.main import complete_app
 from graphstash._rules import Rule
 from graphstash_schema import RETRYABLE, STATUS, ErrorCode
+from graphstash_schema.exit_status import MEANINGS
 from graphstash_schema.settings import accepted_range, accepted_words
 from graphstash_server.settings import Settings
 
@@ -257,6 +258,14 @@ def command_line() -> Any:
 def _command_line() -> str:
     root = command_line()
     text = f"# Command line\n\n{root.help}\n\n"
+    text += (
+        "`graphstash --install-completion` lets your shell complete commands, options and values. "
+        "[JSON output](../json-output.md) describes what `--json` prints. An error is one line on "
+        "standard error, which begins with `graphstash: error:`.\n\n## Exit status\n\n"
+    )
+    rows = ((str(status.value), meaning) for status, meaning in MEANINGS.items())
+    text += _table(("status", "meaning"), rows)
+    text += "\n`graphstash run` ends with the status of its command.\n\n"
     for path, command in _commands(root, "graphstash"):
         if not hasattr(command, "commands"):
             text += _command(path, command)

@@ -164,6 +164,10 @@ class ExplainResponse(WireModel):
     """The nearest artifacts of all namespaces that the caller may read, nearest first."""
 
     relatives: Items[Relative]
+    is_partial: bool = Field(
+        default=False,
+        description="whether the caller may read more namespaces than were looked through",
+    )
     undescribed: int = Field(
         default=0,
         description="where nothing is near: artifacts of the namespace that nobody has described",

@@ -41,43 +41,43 @@ _OPEN = (
 def serve(
     *,
     host: Annotated[
-        str | None, typer.Option(help="Address to listen on [default: 127.0.0.1]")
+        str | None, typer.Option(help="Address to listen on. [default: 127.0.0.1]")
     ] = None,
     port: Annotated[
-        str | None, typer.Option(help="TCP port; 0 takes a free one [default: 8077]")
+        str | None, typer.Option(help="TCP port; 0 takes a free one. [default: 8077]")
     ] = None,
     workers: Annotated[
         str | None,
         typer.Option(
-            help="Processes that serve the port, 1 to 64; SIGHUP replaces them one by one "
+            help="Processes that serve the port, 1 to 64; SIGHUP replaces them one by one. "
             "[default: 1]"
         ),
     ] = None,
     data_dir: Annotated[
-        Path | None, typer.Option(help="Directory of the database and the blobs")
+        Path | None, typer.Option(help="Directory of the database and the blobs.")
     ] = None,
     max_artifact_bytes: Annotated[
-        str | None, typer.Option(help="Largest artifact accepted, e.g. 500MB [default: 4GiB]")
+        str | None, typer.Option(help="Largest artifact accepted, e.g. 500MB. [default: 4GiB]")
     ] = None,
     store_limit_bytes: Annotated[
         str | None,
-        typer.Option(help="Limit for all artifacts together, e.g. 200GiB [default: none]"),
+        typer.Option(help="Limit for all artifacts together, e.g. 200GiB. [default: none]"),
     ] = None,
     min_free_bytes: Annotated[
         str | None,
-        typer.Option(help="Free space that uploads leave on the disk [default: 256MiB]"),
+        typer.Option(help="Free space that uploads leave on the disk. [default: 256MiB]"),
     ] = None,
     log_level: Annotated[
-        str | None, typer.Option(help="debug, info, warning or error [default: info]")
+        str | None, typer.Option(help="debug, info, warning or error. [default: info]")
     ] = None,
     port_file: Annotated[
-        Path | None, typer.Option(help="File that gets the port when the server is ready")
+        Path | None, typer.Option(help="File that gets the port when the server is ready.")
     ] = None,
     auth: Annotated[
         str | None,
         typer.Option(
             help="Authentication: tokens (of `graphstash token create` or an OIDC provider), or "
-            "none [default: tokens]"
+            "none. [default: tokens]"
         ),
     ] = None,
     insecure: Annotated[
@@ -85,12 +85,12 @@ def serve(
         typer.Option(
             "--insecure",
             help="For tests: require no token, wherever the server listens. Anyone who reaches it "
-            "can run code in every job that reads the cache",
+            "can run code in every job that reads the cache.",
         ),
     ] = None,
     access_log: Annotated[
         bool | None,
-        typer.Option("--access-log/--no-access-log", help="Log every request [default: no]"),
+        typer.Option("--access-log/--no-access-log", help="Log every request. [default: no]"),
     ] = None,
 ) -> None:
     """Run the cache server; it needs no configuration.

@@ -9,6 +9,7 @@ from fastapi.openapi.utils import get_openapi
 
 from graphstash_schema import ArtifactKey, ErrorCode, ManifestEntry, Problem
 from graphstash_schema.explanation import Description
+from graphstash_schema.listing import ArtifactQuery
 from graphstash_server import __version__
 from graphstash_server.api import (
     admin,
@@ -16,6 +17,7 @@ from graphstash_server.api import (
     explanations,
     history,
     leases,
+    listing,
     manifests,
     metrics,
     namespaces,
@@ -85,8 +87,8 @@ def create_app(
     )
     routes = list(app.routes)
     for api in (
-        *(artifacts, explanations, quarantine, leases, manifests, runs, namespaces, tokens),
-        *(history, metrics, admin),
+        *(artifacts, listing, explanations, quarantine, leases, manifests, runs),
+        *(namespaces, tokens, history, metrics, admin),
     ):
         app.include_router(api.router)
         routes += api.router.routes
@@ -101,7 +103,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = document["components"]["schemas"]
-        for model in (Problem, ArtifactKey, ManifestEntry, Description):
+        for model in (Problem, ArtifactKey, ManifestEntry, Description, ArtifactQuery):
             schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
             for name, definition in schema.pop("$defs", {}).items():
                 schemas.setdefault(name, definition)

@@ -18,6 +18,7 @@ from graphstash_server.services.accounting import Accounting
 from graphstash_server.services.artifacts.blobs import BlobCollector
 from graphstash_server.services.artifacts.eviction import Evictor
 from graphstash_server.services.artifacts.explanations import ExplanationService
+from graphstash_server.services.artifacts.listing import ListingService
 from graphstash_server.services.artifacts.quarantine import QuarantineService
 from graphstash_server.services.artifacts.room import RoomKeeper
 from graphstash_server.services.artifacts.service import ArtifactService
@@ -124,6 +125,7 @@ class ProcessContext:
             clock=clock,
         )
         self.explanations = ExplanationService(database=database, clock=clock)
+        self.listing = ListingService(database=database)
         self.manifests = ManifestService(database=database, rooms=self.rooms, clock=clock)
         self.pins = PinService(database=database)
         self.history = HistoryService(database=database, clock=clock)

@@ -2,6 +2,8 @@ import itertools
 import json
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -11,6 +13,7 @@ import pytest
 from reference import command_line
 
 from graphstash._cli import launcher
+from graphstash_schema.exit_status import MEANINGS, ExitStatus
 from support import processes
 
 graphstash = partial(processes.graphstash, COLUMNS="200", GRAPHSTASH_URL="none")
@@ -186,15 +189,27 @@ def test_run_imports_nothing_heavy_before_the_job():
         (("status", "--url", "http://host:port"), 2, "expected http://host:port"),
         (("run", "--naemspace", "x", "--", "true"), 2, "No such option: --naemspace"),
         (("run", "--job"), 2, "requires an argument"),
-        (("run", "--job=a/b", "true"), 2, "GRAPHSTASH_JOB='a/b'"),
+        (("run", "--job=a/b", "true"), 2, "--job='a/b'"),
         (("run", "--", "/"), 127, "not found on PATH"),
-        (("prefetch", "no/job"), 2, "GRAPHSTASH_JOB"),
+        (("prefetch", "no/job"), 2, "manifest name 'no/job'"),
+        (("ls", "--namespace", "Bad"), 2, "--namespace='Bad'"),
+        (("ls", "--sort", "size", "--after", "x"), 2, "raise --limit"),
+        (("ls", "--kind", "java"), 2, "'triton'"),
+        (("show", "xyz"), 2, "write 4 to 64 of its characters"),
+        (("show", "a/b"), 2, "is no key: write kind/device type/fingerprint"),
+        (("export", "x", "--job", "a", "--local"), 2, "leave out --local"),
+        (("export", "x", "--fingerprint", "X"), 2, "--fingerprint"),
+        (("import", "no-such-file"), 3, "there is no such file; nothing was imported"),
+        (("nothing",), 2, "No such command 'nothing'; see `graphstash --help`"),
+        (("prefetch", "job"), 1, "error: set GRAPHSTASH_URL"),
     ],
 )
 def test_bad_input_gets_one_clear_line(arguments, status, told):
     result = graphstash(*arguments)
     assert result.returncode == status
     assert told in result.stderr
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("graphstash: error: ")
     assert "Traceback" not in result.stderr
 
 
@@ -257,10 +272,82 @@ def test_no_help_has_markup_that_a_terminal_would_swallow():
             assert "<" not in re.sub(r"`[^`]*`", "", told or "")
 
 
-def test_the_help_names_every_command():
-    result = graphstash("--help")
-    for command in ("run", "status", "prefetch", "keys", "serve"):
-        assert command in result.stdout
+def test_the_help_groups_every_command_and_names_every_exit_status():
+    told = graphstash("--help").stdout
+    panels = [line for line in told.splitlines() if line.startswith("╭")]
+    assert [panel.strip("╭─╮ ") for panel in panels] == [
+        *("Options", "Jobs", "The server and its artifacts", "Administration")
+    ]
+    for command in command_line().commands:
+        assert re.search(rf"^│ {command} ", told, re.MULTILINE)
+    for status, meaning in MEANINGS.items():
+        assert f"{status.value}: {meaning.replace('`', '')}" in told
+
+
+def test_every_option_and_argument_is_explained_in_a_sentence():
+    commands = [("graphstash", command_line())]
+    for path, command in commands:
+        commands += [(f"{path} {n}", each) for n, each in getattr(command, "commands", {}).items()]
+        for parameter in command.params:
+            if not getattr(parameter, "hidden", False) and parameter.name != "help":
+                told = (parameter.help or "").partition(" [default: ")[0]
+                assert told.endswith("."), f"{path} {parameter.name}"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_commands_options_and_values(shell):
+    words = "graphstash ls --kind tri"
+    asked = {"_GRAPHSTASH_COMPLETE": f"complete_{shell}", "COMP_WORDS": words, "COMP_CWORD": "3"}
+    asked |= {"_TYPER_COMPLETE_ARGS": words, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    result = processes.python(
+        "import sys; sys.argv = ['graphstash']; from graphstash.__main__ import main; main()",
+        **asked,
+    )
+    assert "triton" in result.stdout
+    assert "jax" not in result.stdout
+
+
+def test_the_completion_of_a_shell_is_shown():
+    command = f"{sys.executable} -m graphstash --show-completion; exit $?"
+    told = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert "complete -o default -F _graphstash_completion graphstash" in told.stdout
+
+
+def test_an_interrupted_command_ends_with_its_status(server, tmp_path):
+    """Ctrl-C while a server does not answer."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        command = [sys.executable, "-m", "graphstash", "ls", "--url"]
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        settings = {"GRAPHSTASH_FIRST_BYTE_SECONDS": "60", "GRAPHSTASH_CACHE_DIR": str(tmp_path)}
+        process = subprocess.Popen(
+            [*command, url], env=os.environ | settings, stderr=subprocess.PIPE, text=True
+        )
+        connection, _ = silent.accept()
+        with connection:
+            process.send_signal(signal.SIGINT)
+            _, told = process.communicate(timeout=60)
+    assert process.returncode == ExitStatus.INTERRUPTED
+    assert "Traceback" not in told
+
+
+def test_a_job_starts_without_the_rest_of_the_command_line():
+    """What `run` imports before its command takes its place."""
+    code = """
+        import os, sys
+
+        def stop(*_):
+            heavy = {"typer", "rich", "click", "pydantic", "httpx"} & set(sys.modules)
+            print(sorted(heavy), len(sys.modules))
+            os._exit(0)
+
+        os.execve = stop
+        sys.argv = ["graphstash", "run", "--", "true"]
+        from graphstash.__main__ import main
+        main()
+    """
+    heavy, count = processes.python(code, check=True).stdout.rsplit(maxsplit=1)
+    assert heavy == "[]"
+    assert int(count) < 150
 
 
 def test_a_wrong_setting_never_stops_a_job(tmp_path):

@@ -200,6 +200,7 @@ def test_the_description_lists_every_call_and_all_its_references_resolve(api):
     assert calls == {
         *((method, f"/v1/{{namespace}}/artifacts/{key}") for method in _ARTIFACT_METHODS),
         *((method, f"/v1/{{namespace}}/leases/{key}") for method in ("POST", "PUT", "DELETE")),
+        ("GET", "/v1/{namespace}/artifacts"),
         ("POST", "/v1/{namespace}/artifacts:lookup"),
         ("POST", "/v1/{namespace}/artifacts:verify"),
         ("POST", "/v1/{namespace}/artifacts:report"),

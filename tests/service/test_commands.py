@@ -187,7 +187,11 @@ def test_a_job_is_pinned_and_unpinned(api, monkeypatch):
     )
     assert "2 artifacts evicted" in run(gc)
     assert "0 artifacts evicted" in run(gc)
+    told = json.loads(run(pin, "gpt", "--namespace", "team", "--json"))
+    assert (told["job"], told["artifacts"], told["pinned_until"][:4]) == ("gpt", 1, "9999")
     assert "no longer pinned" in run(unpin, "gpt", "--namespace", "team")
+    told = json.loads(run(unpin, "gpt", "--namespace", "team", "--json"))
+    assert told == {"job": "gpt", "artifacts": 1, "pinned_until": None}
     monkeypatch.setenv("GRAPHSTASH_SOFT_LIMIT_BYTES", "9000")
     assert "1 artifact evicted" in run(gc)
 
@@ -206,6 +210,8 @@ def test_the_commands_need_a_migrated_database(tmp_path, monkeypatch, database_u
 
     assert f"revision none and is at {newest_revision()}" in run(migrate)
     assert f"is at revision {newest_revision()}: nothing to do" in run(migrate)
+    known = {"before": newest_revision(), "revision": newest_revision()}
+    assert json.loads(run(migrate, "--json")) == known
     assert "nothing to do" in run(migrate, "--check")
     assert "0 artifacts evicted" in run(gc)
 

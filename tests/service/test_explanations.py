@@ -81,7 +81,9 @@ def test_the_same_program_is_nearer_than_the_same_name_and_fewer_differences_are
 def test_a_new_program_has_no_relative_and_the_undescribed_are_counted(api):
     api.put(b"of an earlier release", 1)
     answer = explain(api, description(api, 2))
-    assert answer.json() == {"relatives": [], "undescribed": 1}
+    known = answer.json()
+    known.pop("is_partial")
+    assert known == {"relatives": [], "undescribed": 1}
 
 
 def test_what_was_said_first_stays_and_what_is_absent_is_not_described(api):
@@ -128,6 +130,16 @@ def test_who_may_not_read_a_namespace_learns_nothing_of_it(guarded, api):
         assert hidden.status_code == 404
         told = {"artifacts": [description(api, 1)]}
         assert reader.post(f"/v1/{team}/artifacts:describe", json=told).status_code == 403
+
+
+@pytest.mark.parametrize(("most", "is_partial"), [(1, True), (10**6, False)])
+def test_an_explanation_says_whether_it_has_looked_everywhere(api, monkeypatch, most, is_partial):
+    monkeypatch.setattr("graphstash_server.api.explanations.MAX_NAMESPACES", most)
+    api.put(b"executable", 1)
+    other = api.path(1).replace(api.namespace, f"{api.namespace}-other", 1)
+    digest = {"Repr-Digest": Digest.of(b"executable").repr_digest}
+    assert api.http.put(other, content=b"executable", headers=digest).status_code == 201
+    assert explain(api, description(api, 2)).json()["is_partial"] is is_partial
 
 
 def test_a_withheld_artifact_is_nobodys_relative(api):

@@ -363,7 +363,10 @@ def command(command_on):
 
 def test_the_command_changes_only_what_is_named(command):
     command("set", "team", "--mode", "read_only", "--limit", "10GiB", "--trusted")
-    command("set", "team", "--max-artifact", "1MiB", "--limit", "none")
+    (told,) = json.loads(
+        command("set", "team", "--max-artifact", "1MiB", "--limit", "none", "--json")
+    )
+    assert told["policy"]["max_artifact_bytes"] == 1024**2
 
     (shown,) = json.loads(command("show", "team", "--json"))
     assert shown["policy"] == {
@@ -381,6 +384,9 @@ def test_the_command_takes_a_policy_away_and_names_what_it_cannot_do(command):
     command("set", "team", "--requests-per-second", "100", "--anonymous-read")
 
     assert "the defaults apply" in command("remove", "team")
+    command("set", "team", "--trusted")
+    told = json.loads(command("remove", "team", "--json"))
+    assert told == {"namespace": "team", "removed": True}
     assert "no policy" in command("remove", "team", status=1)
     assert "no policy" in command("show", "team", status=1)
     assert "give at least one option" in command("set", "team", status=2)

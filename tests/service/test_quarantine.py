@@ -434,7 +434,8 @@ def test_the_command_lists_releases_and_deletes(command, connect):
     assert len(json.loads(command("list", "--json"))["artifacts"]) == 2
 
     command("release", names[0])
-    command("delete", names[1])
+    decided = json.loads(command("delete", names[1], "--json"))
+    assert decided == {"artifact": names[1], "decision": "delete"}
 
     assert api.get(1).content == BLOB
     assert api.put(b"right", 2).status_code == 201

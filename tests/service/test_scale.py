@@ -8,6 +8,7 @@ import pytest
 from sqlalchemy import text
 
 from graphstash_schema import ArtifactKey, LeaseRequest, Namespace
+from graphstash_schema.listing import ArtifactQuery
 from graphstash_server.actor import Actor
 from graphstash_server.clock import system_clock
 from graphstash_server.context import open_services, prepare_database
@@ -104,6 +105,24 @@ async def test_what_is_asked_often_goes_by_an_index(filled):
         assert len(plans) > 6
         for statement, plan in plans.items():
             assert not reads_everything(plan), f"{statement[:500]}\n{plan[:500]}"
+
+
+@pytest.mark.parametrize("order", ["fingerprint", "newest"])
+async def test_a_page_of_artifacts_goes_along_an_index(filled, order):
+    """Nothing is sorted but what was stored at the same moment."""
+    async with open_services(filled, blob_store=None, clock=system_clock) as context:
+        query = ArtifactQuery(order=order, limit=10)
+        first = await context.listing.list_artifacts(Namespace("bench"), query)
+        with recorded("artifacts") as statements:
+            after = query.model_copy(update={"after": first.next, "device_type": "cuda-sm_90"})
+            await context.listing.list_artifacts(Namespace("bench"), after)
+        assert len(statements) == 2
+        for statement, parameters in statements:
+            plan = await plan_of(context.database, statement, parameters)
+            assert not reads_everything(plan), plan
+            assert "TEMP B-TREE FOR ORDER BY" not in plan, plan
+            index = "ix_artifacts_namespace_created_at" if order == "newest" else "artifacts"
+            assert index in plan, plan
 
 
 async def test_eviction_pages_along_the_order_of_value(filled):

@@ -94,7 +94,7 @@ def test_a_taken_port_is_one_line(refusal):
         port = str(taken.getsockname()[1])
         said = refusal("--port", port, status=1)
 
-    assert said.startswith(f"graphstash: cannot listen on 127.0.0.1 port {port}: ")
+    assert said.startswith(f"graphstash: error: cannot listen on 127.0.0.1 port {port}: ")
 
 
 def test_a_data_directory_that_cannot_be_made_is_one_line(tmp_path, refusal):
@@ -108,7 +108,7 @@ def test_a_data_directory_that_cannot_be_made_is_one_line(tmp_path, refusal):
 def test_a_wrong_option_is_one_line_naming_option_value_and_range(refusal):
     said = refusal("--port", "99999", status=2)
 
-    assert said.startswith("graphstash: --port=99999 is not valid: ")
+    assert said.startswith("graphstash: error: --port=99999 is not valid: ")
     assert "65,535" in said
 
 
@@ -117,7 +117,7 @@ def test_a_count_of_workers_out_of_range_is_one_line_naming_the_range(refusal, c
     said = refusal("--workers", count, status=2)
 
     assert said == (
-        f"graphstash: --workers={count} is not valid: it takes a whole number (1 to 64)\n"
+        f"graphstash: error: --workers={count} is not valid: it takes a whole number (1 to 64)\n"
     )
 
 

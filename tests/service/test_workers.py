@@ -357,7 +357,9 @@ def test_a_server_whose_workers_cannot_start_exits_with_the_reason(tmp_path, pro
     assert said.returncode == 1
     assert "file is not a database" in said.stderr
     assert re.search(r"worker \d+ ended with exit code 1: the server cannot start", said.stderr)
-    assert said.stderr.endswith("graphstash: the server did not start; the reason is above\n")
+    assert said.stderr.endswith(
+        "graphstash: error: the server did not start; the reason is above\n"
+    )
     assert said.stdout == ""
 
 

@@ -5,12 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from graphstash._compile.explaining import cause_of
 from graphstash_schema import ArtifactKey
 from graphstash_schema.explanation import (
     MAX_LABEL_CHARACTERS,
     MAX_PARTS_CHARACTERS,
     Description,
     Difference,
+    ExplainResponse,
     Relative,
     bounded_parts,
     compare,
@@ -159,3 +161,20 @@ def test_a_program_is_the_same_under_other_flags():
 def test_parts_have_one_digest_in_any_order():
     assert digest_of_parts({"a": "1", "b": "2"}) == digest_of_parts({"b": "2", "a": "1"})
     assert digest_of_parts({"a": "1"}) != digest_of_parts({"a": "2"})
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        ({}, "new program: nothing like it is stored"),
+        (
+            {"is_partial": True, "undescribed": 2},
+            (
+                "new program: nothing like it is stored in the namespaces that were looked "
+                "through, which are not all (2 artifacts here without a description)"
+            ),
+        ),
+    ],
+)
+def test_an_explanation_that_has_not_looked_everywhere_says_so(answer, told):
+    assert cause_of(ExplainResponse(relatives=(), **answer)) == (told, None)

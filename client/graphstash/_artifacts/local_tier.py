@@ -33,7 +33,7 @@ from filelock import FileLock, Timeout
 from graphstash._artifacts.spill import SpillFile
 from graphstash._trust.provenance import Provenance, append_provenance, open_ours
 from graphstash.errors import LocalTierError
-from graphstash_schema import ArtifactKey, Namespace
+from graphstash_schema import ArtifactKey, InvalidValueError, Namespace
 from graphstash_schema.own_files import make_own_directory, open_own_directory
 
 __all__ = ["FOLDERS", "LocalTier"]
@@ -95,6 +95,17 @@ class LocalTier:
             self._place / "v1" / namespace / key.kind / key.device_type / key.fingerprint[:2]
         ) / key.fingerprint
 
+    def has(self, namespace: Namespace, key: ArtifactKey) -> bool:
+        """Whether there is an envelope; whether it is sound shows when it is used."""
+        return self.path(namespace, key).is_file()
+
+    def keys(self, namespace: Namespace) -> Iterator[ArtifactKey]:
+        """The keys of a namespace's envelopes, in no order."""
+        for path in (self._place / "v1" / namespace).glob("*/*/??/*"):
+            kind, device_type, _, fingerprint = path.parts[-4:]
+            with contextlib.suppress(InvalidValueError):  # what somebody else has put there
+                yield ArtifactKey.parse(kind, device_type, fingerprint)
+
     def open(self, namespace: Namespace, key: ArtifactKey) -> IO[bytes] | None:
         """Opens an envelope for reading, or gives None; an open one survives its eviction."""
         path = self.path(namespace, key)
@@ -107,6 +118,11 @@ class LocalTier:
         with contextlib.suppress(OSError):  # the time of last use is only a hint
             os.utime(file.fileno())
         return file
+
+    @property
+    def is_private(self) -> bool:
+        """Whether nothing of it outlives this process."""
+        return self._is_private
 
     @contextmanager
     def temporary(self) -> Iterator[SpillFile]:

@@ -1,22 +1,43 @@
-"""`graphstash explain`: why a job compiled what it compiled."""
+"""`graphstash explain`: why a job compiled what it compiled, and how two runs of a job differ."""
 
 import dataclasses
+from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Final
 
 import typer
-from rich.markup import escape
 
-from graphstash._cli.output import Json, NamespaceOption, Url, fail, out, plural, print_json
-from graphstash._compile.explaining import Cause, causes_of, text_of
+from graphstash._cli.artifacts import find_one
+from graphstash._cli.output import (
+    Json,
+    NamespaceOption,
+    Url,
+    fail,
+    fail_for,
+    format_seconds,
+    load_config,
+    plural,
+    print_json,
+    print_table,
+    say,
+    shown,
+)
+from graphstash._compile.explaining import Cause, cause_of, causes_of, text_of
 from graphstash._http.client import ServerClient
 from graphstash._process.run_record import ProcessRecord, read_last_run
 from graphstash.config import ClientConfig
 from graphstash.errors import CacheError, ConfigError
-from graphstash_schema import Namespace
-from graphstash_schema.names import printable
+from graphstash_schema import InvalidValueError, ManifestName, Namespace
+from graphstash_schema.exit_status import ExitStatus
+from graphstash_schema.explanation import Description
+from graphstash_schema.run import MAX_LISTED_RUNS, Run, RunMiss, RunName
 
 __all__ = ["explain"]
+
+_MAX_SHOWN_LABELS: Final = 4
+
+_HITS: Final = ("hits_server", "hits_prefetched", "hits_host")
 
 
 def explain(
@@ -24,63 +45,123 @@ def explain(
         str,
         typer.Argument(
             help="`last` for the last run on this host, or the beginning of a fingerprint or a "
-            "label of what it missed"
+            "label of what it missed, or of the fingerprint of a stored artifact."
         ),
     ] = "last",
+    *,
+    job: Annotated[
+        str | None,
+        typer.Option(help="Compare the last two runs of this job (`graphstash run --job`)."),
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help="With --job: compare its last run with this one instead; the beginning of its "
+            "name is enough."
+        ),
+    ] = None,
     url: Url = None,
     namespace: NamespaceOption = None,
-    cache_dir: Annotated[Path | None, typer.Option(help="Directory of the local tier")] = None,
-    as_json: Json = False,  # noqa: FBT002 - typer
+    cache_dir: Annotated[Path | None, typer.Option(help="Directory of the local tier.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Say why a run compiled: which flag, version, shape or line differs from what is stored.
 
-    Each graph that the run missed is compared with the nearest artifacts in all namespaces that you
-    may read. `graphstash run --explain` says the same at the end of a job.
+    Each graph that the run missed is compared with the nearest artifacts in the namespaces that you
+    may read, 16 of them at most. `graphstash run --explain` says the same at the end of a job. Of
+    a stored artifact, it says what differs in the artifacts that are nearest to it.
+
+        graphstash explain --job nightly --against 00012345678901234567-99
     """
-    try:
-        config = ClientConfig.load(url=url, namespace=namespace, cache_dir=cache_dir)
-    except ConfigError as error:
-        fail(str(error), status=2)
+    config = load_config(url=url, namespace=namespace, cache_dir=cache_dir)
+    if job is not None:
+        _compare(config, job, against, as_json=as_json)
+        return
+    if against is not None:
+        fail("--against goes with --job, which names the job", status=ExitStatus.USAGE)
     try:
         records = read_last_run(config.cache_dir)
     except OSError as error:
         fail(f"the records of earlier runs are not used: {error}")
-    if records is None:
-        fail(f"no run is recorded in {config.cache_dir}: start one with `graphstash run`")
     wanted = [
         (description, reason)
-        for record in records
+        for record in records or ()
         for description, reason, _ in record.misses
         if which == "last"
         or description.key.fingerprint.startswith(which)
         or description.label.startswith(which)
     ]
+    if not wanted and _is_fingerprint(which):
+        _explain_stored(config, which, as_json=as_json)
+        return
+    if records is None:
+        fail(f"no run is recorded in {config.cache_dir}: start one with `graphstash run`")
     if which != "last" and not wanted:
-        fail(f"the last run has missed nothing that begins with {which!r}")
+        fail(f"the last run has missed nothing that begins with {shown(which)!r}")
     _check_server(config, records)
     if records and namespace is None:
         config = dataclasses.replace(config, namespace=Namespace(records[0].namespace))
-    client = ServerClient(config)
-    try:
-        causes = causes_of(client, wanted)
-    except CacheError as error:
-        fail(str(error))
-    finally:
-        client.close()
+    causes = _causes(config, wanted)
     if as_json:
         print_json([_as_json(cause) for cause in causes])
         return
-    command = " ".join(records[0].argv) if records else ""
+    command = shown(" ".join(records[0].argv), most=2000) if records else ""
     hits = sum(
         int(record.stats.get(f"hits_{source}", 0))
         for record in records
         for source in ("local", "remote", "ranks")
     )
-    out.print(
-        f"{escape(command)}: {plural(hits, 'hit')}, {plural(len(wanted), 'miss')}", soft_wrap=True
-    )
+    say(f"{command}: {plural(hits, 'hit')}, {plural(len(wanted), 'miss')}")
     for line in text_of(causes):
-        out.print(escape(line), soft_wrap=True)
+        say(line)
+
+
+def _is_fingerprint(text: str) -> bool:
+    return 4 <= len(text) <= 64 and not set(text) - set("0123456789abcdef")
+
+
+def _causes(config: ClientConfig, wanted: Iterable[tuple[Description, str | None]]) -> list[Cause]:
+    with closing(_server(config)) as server:
+        try:
+            return causes_of(server, list(wanted))
+        except CacheError as error:
+            fail_for(error)
+
+
+def _explain_stored(config: ClientConfig, prefix: str, *, as_json: bool) -> None:
+    """What differs in the artifacts that are nearest to one that is stored."""
+    with closing(_server(config)) as server:
+        try:
+            found = find_one(server, prefix)
+            if found.description is None:
+                fail(
+                    f"nobody has described {found.key}: `graphstash show {prefix}` has what is "
+                    "known"
+                )
+            answer = server.explain(found.description)
+        except CacheError as error:
+            fail_for(error)
+    others = tuple(each for each in answer.relatives if each.differences)  # no copies of itself
+    text, nearest = cause_of(answer.model_copy(update={"relatives": others}))
+    name = shown(found.label, most=128) or str(found.key)
+    cause = Cause(text, [name], nearest)
+    if as_json:
+        print_json([_as_json(cause)])
+        return
+    say(f"{name} is stored in {config.namespace}")
+    if nearest is None:
+        say("nothing else like it is stored")
+        return
+    say(f"compared with its nearest relative: {text}")
+    for line in text_of([cause])[2:]:
+        say(line)
+
+
+def _server(config: ClientConfig) -> ServerClient:
+    try:
+        return ServerClient(config)
+    except ConfigError as error:
+        fail(str(error), status=ExitStatus.USAGE)
 
 
 def _check_server(config: ClientConfig, records: list[ProcessRecord]) -> None:
@@ -88,7 +169,7 @@ def _check_server(config: ClientConfig, records: list[ProcessRecord]) -> None:
     asked = next((record.url for record in records), config.url)
     if asked != config.url:
         fail(
-            f"the last run used {printable(asked or 'no server', most=200)}, not "
+            f"the last run used {shown(asked or 'no server')}, not "
             f"{config.url or 'no server'}: set GRAPHSTASH_URL, or --url, to the one to ask"
         )
 
@@ -99,3 +180,105 @@ def _as_json(cause: Cause) -> dict[str, object]:
         "labels": cause.labels,
         "nearest": None if cause.nearest is None else cause.nearest.model_dump(mode="json"),
     }
+
+
+# --- two runs of a job
+
+
+def _compare(config: ClientConfig, job: str, against: str | None, *, as_json: bool) -> None:
+    """How the last run of a job differs from another one."""
+    try:
+        name = ManifestName(job)
+    except InvalidValueError as error:
+        fail(str(error), status=ExitStatus.USAGE)
+    with closing(_server(config)) as server:
+        try:
+            runs = server.runs(name, limit=MAX_LISTED_RUNS).runs
+            if not runs:
+                fail(
+                    f"no run of the job {name} is reported in the namespace {config.namespace}: "
+                    f"start one with `graphstash run --job {name}`"
+                )
+            last = server.run(runs[0].run)
+            other = _other(server, runs[1:], against)
+        except CacheError as error:
+            fail_for(error)
+    missed_before = {_name(miss) for miss in other.misses} if other else set()
+    new = [miss for miss in last.misses if _name(miss) not in missed_before]
+    again = [miss for miss in last.misses if _name(miss) in missed_before]
+    if as_json:
+        print_json(
+            {
+                "job": name,
+                "run": last.model_dump(mode="json"),
+                "against": None if other is None else other.model_dump(mode="json"),
+                "new": [each.model_dump(mode="json") for each in new],
+                "again": [each.model_dump(mode="json") for each in again],
+            }
+        )
+        return
+    _print_runs(last, other)
+    if not last.misses:
+        say("\nthe last run missed nothing")
+    _print_misses("missed, not by the run before" if other else "missed", new)
+    _print_misses("missed by both", again)
+
+
+def _other(server: ServerClient, earlier: Iterable[Run], against: str | None) -> Run | None:
+    if against is None:
+        other = next(iter(earlier), None)
+        return None if other is None else server.run(other.run)
+    names = [each.run for each in earlier if each.run.startswith(against)]
+    if len(names) > 1 and against not in names:
+        fail(f"{len(names)} runs begin with {shown(against)!r}: write more of it")
+    if not names:
+        try:
+            names = [RunName(against)]  # older than those that are listed
+        except InvalidValueError as error:
+            fail(str(error), status=ExitStatus.USAGE)
+    return server.run(RunName(against) if against in names else names[0])
+
+
+def _print_runs(last: Run, other: Run | None) -> None:
+    runs = [last, *([other] if other else [])]
+    rows = [
+        ("run", *(each.run for each in runs)),
+        ("started", *(f"{each.started_at:%Y-%m-%d %H:%M}" for each in runs)),
+        ("program", *(shown(each.program, most=40) for each in runs)),
+        ("took", *(format_seconds(each.seconds) for each in runs)),
+        ("processes", *(f"{each.processes}" for each in runs)),
+        (
+            "hits",
+            *(f"{_sum(each, 'hits_server', 'hits_prefetched', 'hits_host')}" for each in runs),
+        ),
+        ("misses", *(f"{_sum(each, 'misses')}" for each in runs)),
+        ("fallbacks", *(f"{_sum(each, 'fallbacks')}" for each in runs)),
+        ("compiling", *(format_seconds(_sum(each, "compile_seconds")) for each in runs)),
+        ("not spent", *(format_seconds(_sum(each, "saved_compile_seconds")) for each in runs)),
+    ]
+    headings = ("", "last run", *(("against",) if other else ()))
+    print_table(headings, rows, flexible=1)
+
+
+def _sum(run: Run, *names: str) -> Any:
+    return sum(getattr(each, name) for each in run.counts for name in names)
+
+
+def _print_misses(title: str, misses: list[RunMiss]) -> None:
+    if not misses:
+        return
+    causes: dict[str, list[RunMiss]] = {}
+    for miss in misses:
+        causes.setdefault(miss.cause or "for no known cause", []).append(miss)
+    say(f"\n{title}:")
+    for cause, each in sorted(causes.items(), key=lambda one: -len(one[1])):
+        seconds = format_seconds(sum(miss.seconds for miss in each))
+        say(f"{plural(len(each), 'miss')} ({seconds}): {shown(cause)}")
+        names = list(dict.fromkeys(_name(miss) for miss in each))
+        more = len(names) - _MAX_SHOWN_LABELS
+        told = ", ".join(names[:_MAX_SHOWN_LABELS])
+        say(f"    {told}" + (f" and {more} more" if more > 0 else ""))
+
+
+def _name(miss: RunMiss) -> str:
+    return shown(miss.label, most=80) or f"{miss.key.kind} {miss.key.fingerprint[:12]}"

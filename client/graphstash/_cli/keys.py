@@ -26,6 +26,7 @@ from graphstash._trust.trusted_keys import RevokedKey, TrustedKey, TrustedKeys
 from graphstash.config import ClientConfig
 from graphstash.errors import ConfigError
 from graphstash_schema import InvalidValueError, NamespacePattern, SigningKeyId
+from graphstash_schema.exit_status import ExitStatus
 
 __all__ = ["keys"]
 
@@ -34,11 +35,11 @@ keys = typer.Typer(
     no_args_is_help=True,
 )
 
-PrivateFile = Annotated[Path, typer.Argument(help="File of the private key")]
+PrivateFile = Annotated[Path, typer.Argument(help="File of the private key.")]
 TrustFile = Annotated[
     Path | None,
     typer.Option(
-        help="Trusted-keys file [default: GRAPHSTASH_TRUSTED_KEYS]",
+        help="Trusted-keys file. [default: GRAPHSTASH_TRUSTED_KEYS]",
     ),
 ]
 
@@ -72,17 +73,17 @@ class _TakesPublicKey(TyperCommand):
 
 @keys.command(cls=_TakesPublicKey)
 def trust(
-    public: Annotated[str, typer.Argument(help="The public key, as `keys generate` prints it")],
+    public: Annotated[str, typer.Argument(help="The public key, as `keys generate` prints it.")],
     *,
-    name: Annotated[str, typer.Option(help="Name of the key, for people")] = "",
+    name: Annotated[str, typer.Option(help="Name of the key, for people.")] = "",
     namespace: Annotated[
         list[str] | None,
         typer.Option(
-            help="Namespaces in which to trust it, e.g. 'ci-*'; may be repeated [default: *]"
+            help="Namespaces in which to trust it, e.g. 'ci-*'; may be repeated. [default: *]"
         ),
     ] = None,
     not_after: Annotated[
-        datetime | None, typer.Option(help="Expiry (UTC): signatures are not accepted after it")
+        datetime | None, typer.Option(help="Expiry (UTC): signatures are not accepted after it.")
     ] = None,
     file: TrustFile = None,
     as_json: Json = False,
@@ -107,9 +108,9 @@ def trust(
 
 @keys.command()
 def revoke(
-    key_id: Annotated[str, typer.Argument(help="The key's id; see `keys list`")],
+    key_id: Annotated[str, typer.Argument(help="The key's id; see `keys list`.")],
     *,
-    reason: Annotated[str, typer.Option(help="Reason, for people")],
+    reason: Annotated[str, typer.Option(help="Reason, for people.")],
     file: TrustFile = None,
     as_json: Json = False,
 ) -> None:
@@ -214,6 +215,6 @@ def _told() -> Iterator[None]:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         what = ".".join(map(str, first["loc"]))
-        fail(f"{what}: {first['msg']}", status=2)
+        fail(f"{what}: {first['msg']}", status=ExitStatus.USAGE)
     except (ConfigError, InvalidValueError) as error:
-        fail(str(error), status=2)
+        fail(str(error), status=ExitStatus.USAGE)

@@ -29,6 +29,7 @@ from graphstash_schema import (
     TokenInfo,
     TokenIssued,
 )
+from graphstash_schema.exit_status import ExitStatus
 from graphstash_schema.names import printable
 
 __all__ = ["login"]
@@ -44,35 +45,35 @@ _MAX_HOURS: Final = 24 * 365
 
 def login(
     *,
-    oidc: Annotated[bool, typer.Option("--oidc", help="Log in with a JWT (required)")] = False,
+    oidc: Annotated[bool, typer.Option("--oidc", help="Log in with a JWT (required).")] = False,
     audience: Annotated[
         str | None,
         typer.Option(
             help="Audience for which GitHub is to sign the JWT: the server's "
-            "GRAPHSTASH_OIDC_AUDIENCE. A JWT in a file has its own"
+            "GRAPHSTASH_OIDC_AUDIENCE. A JWT in a file has its own."
         ),
     ] = None,
     jwt_file: Annotated[
         Path | None,
         typer.Option(
             help="File with the JWT, such as a service-account token of Kubernetes; - is standard "
-            "input. By default GitHub Actions is asked for one"
+            "input. By default GitHub Actions is asked for one."
         ),
     ] = None,
     token_file: Annotated[
         Path | None,
-        typer.Option(help="File that gets the token; by default GRAPHSTASH_TOKEN_FILE"),
+        typer.Option(help="File that gets the token; by default GRAPHSTASH_TOKEN_FILE."),
     ] = None,
     grant: Annotated[
         list[str] | None,
         typer.Option(
             help="A grant of the token, e.g. `write:ci`; may be repeated. By default it gets all "
-            "that the JWT has"
+            "that the JWT has."
         ),
     ] = None,
     hours: Annotated[
         float | None,
-        typer.Option(help="Lifetime of the token; by default as long as the server allows"),
+        typer.Option(help="Lifetime of the token; by default as long as the server allows."),
     ] = None,
     url: Url = None,
     as_json: Json = False,
@@ -85,9 +86,12 @@ def login(
         graphstash login --oidc --audience graphstash.internal --grant write:ci --hours 2
     """
     if not oidc:
-        fail("say how to log in: graphstash login --oidc", status=2)
+        fail("say how to log in: graphstash login --oidc", status=ExitStatus.USAGE)
     if hours is not None and not MIN_EXCHANGED_SECONDS / 3600 <= hours <= _MAX_HOURS:
-        fail(f"--hours {hours:g}: expected from 1/60 (a minute) to {_MAX_HOURS} hours", status=2)
+        fail(
+            f"--hours {hours:g}: expected from 1/60 (a minute) to {_MAX_HOURS} hours",
+            status=ExitStatus.USAGE,
+        )
     try:
         config = ClientConfig.load(url=url, token_file=token_file)
         path = _place_of_token(config)
@@ -99,9 +103,12 @@ def login(
             issued = _exchange(config, _jwt(jwt_file, audience), request)
             file.write(issued.token + "\n")
     except ValidationError as error:
-        fail(f"--grant, --hours: {error.errors(include_url=False)[0]['msg']}", status=2)
+        fail(
+            f"--grant, --hours: {error.errors(include_url=False)[0]['msg']}",
+            status=ExitStatus.USAGE,
+        )
     except (ConfigError, ValueError) as error:
-        fail(str(error), status=2)
+        fail(str(error), status=ExitStatus.USAGE)
     except CacheError as error:
         fail(str(error))
     _show(issued.info, config, as_json=as_json)

@@ -1,20 +1,21 @@
 """The command line: `graphstash run`, `status`, `prefetch`, and the commands of other packages.
 
 The server adds its commands by the entry-point group `graphstash.commands`, so that the client
-never imports the server.
+never imports the server. Every error ends as one line, `graphstash: error: ...`, and with a status
+of `ExitStatus`.
 """
 
+import sys
 from functools import cache
 from importlib.metadata import entry_points, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final, NoReturn
 
 import typer
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
 
 from graphstash._artifacts.stash import Stash
+from graphstash._cli.artifacts import ls, show
+from graphstash._cli.bundles import export, import_
 from graphstash._cli.doctor.command import doctor
 from graphstash._cli.explain import explain
 from graphstash._cli.keys import keys
@@ -24,36 +25,81 @@ from graphstash._cli.output import (
     Json,
     NamespaceOption,
     Url,
+    blamed,
+    count_progress,
     err,
     fail,
+    fail_for,
     format_bytes,
     format_seconds,
-    out,
+    load_config,
     plural,
     print_json,
+    print_table,
+    say,
+    shown,
 )
 from graphstash._cli.prewarm import prewarm
+from graphstash._cli.report import report
 from graphstash.config import NO_SERVER, ClientConfig
 from graphstash.errors import CacheError, ConfigError, RefusedError, VerificationError
-from graphstash_schema import ManifestName, NamespaceStats, ServerStats
-from graphstash_schema.names import printable
+from graphstash_schema import InvalidValueError, ManifestName, NamespaceStats, ServerStats
+from graphstash_schema.exit_status import MEANINGS, ExitStatus, error_line
 
 __all__ = ["app", "complete_app", "main"]
+
+_JOBS: Final = "Jobs"
+_SERVER: Final = "The server and its artifacts"
+_ADMINISTRATION: Final = "Administration"
+
+_PANELS: Final = {
+    **dict.fromkeys(("serve",), _SERVER),
+    **dict.fromkeys(("token", "namespace", "quarantine", "audit"), _ADMINISTRATION),
+    **dict.fromkeys(("gc", "fsck", "pin", "unpin", "migrate"), _ADMINISTRATION),
+}
+"""Where the help lists the commands of the server's package."""
+
+_EXITS: Final = "Exit status:\n\n" + "\n".join(
+    f"- {status.value}: {meaning}" for status, meaning in MEANINGS.items()
+)
 
 app = typer.Typer(
     name="graphstash",
     help="A shared compilation cache for machine-learning training.",
+    epilog=_EXITS,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="markdown",  # paragraphs are filled, and [default: 1] is no markup
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 
 
+_ClickError: Final[type[Exception]] = next(
+    each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException"
+)
+"""What is raised for a command line that cannot be used. Typer brings a click of its own."""
+
+
 def main() -> None:
     """Reads the command line, and runs the command."""
-    complete_app()()
+    try:
+        status = complete_app()(prog_name="graphstash", standalone_mode=False)
+    except _ClickError as error:
+        _tell(error)
+        status = ExitStatus.USAGE
+    except typer.Abort:
+        status = ExitStatus.INTERRUPTED
+    sys.exit(status if isinstance(status, int) else ExitStatus.OK)
+
+
+def _tell(error: Any) -> None:
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+        return
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "graphstash"
+    message = error.format_message().rstrip(".").replace("Value error, ", "")
+    print(error_line(f"{message}; see `{command} --help`"), file=sys.stderr)  # noqa: T201
 
 
 @cache
@@ -62,9 +108,9 @@ def complete_app() -> typer.Typer:
     for command in entry_points(group="graphstash.commands"):
         loaded = command.load()
         if isinstance(loaded, typer.Typer):  # a group of commands
-            app.add_typer(loaded, name=command.name)
+            app.add_typer(loaded, name=command.name, rich_help_panel=_PANELS.get(command.name))
         else:
-            app.command(command.name)(loaded)
+            app.command(command.name, rich_help_panel=_PANELS.get(command.name))(loaded)
     return app
 
 
@@ -78,7 +124,7 @@ def _show_version(value: bool) -> None:
 def _root(
     _version: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version"),
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
     pass
@@ -88,6 +134,7 @@ def _root(
     # The first word that is not an option begins the command; the rest belongs to the command.
     context_settings={"allow_extra_args": True, "allow_interspersed_args": False},
     options_metavar="[OPTIONS] [--] COMMAND [ARGS]...",
+    rich_help_panel=_JOBS,
 )
 def run(
     context: typer.Context,
@@ -95,20 +142,21 @@ def run(
     namespace: NamespaceOption = None,
     job: Annotated[
         str | None,
-        typer.Option(help="Name under which this job's artifacts are remembered and prefetched"),
+        typer.Option(help="Name under which this job's artifacts are remembered and prefetched."),
     ] = None,
-    cache_dir: Annotated[Path | None, typer.Option(help="Directory of the local tier")] = None,
+    cache_dir: Annotated[Path | None, typer.Option(help="Directory of the local tier.")] = None,
     stats_file: Annotated[
-        Path | None, typer.Option(help="File that gets one JSON line per process")
+        Path | None, typer.Option(help="File that gets one JSON line per process.")
     ] = None,
     read_only: Annotated[
-        bool | None, typer.Option("--read-only/--read-write", help="Download only; publish nothing")
+        bool | None,
+        typer.Option("--read-only/--read-write", help="Download only; publish nothing."),
     ] = None,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="No summary line at the end")
+        bool, typer.Option("--quiet", "-q", help="Print no summary line at the end.")
     ] = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Say at the end why graphs were compiled")
+        bool, typer.Option("--explain", help="Say at the end why graphs were compiled.")
     ] = False,
 ) -> None:
     """Run a command with the cache in every Python process that it starts.
@@ -122,7 +170,7 @@ def run(
     if not command:
         fail(
             "nothing to run: write the command after `--`, e.g. graphstash run -- python train.py",
-            status=2,
+            status=ExitStatus.USAGE,
         )
     given = {
         "url": url,
@@ -138,7 +186,7 @@ def run(
         # Without the environment: what is wrong there is for the job to say, which runs anyway.
         config = ClientConfig.load({}, **given)
     except ConfigError as error:
-        fail(str(error), status=2)
+        fail(blamed(error, given), status=ExitStatus.USAGE)
     settings = {
         name: str(getattr(config, name)) for name, value in given.items() if value is not None
     }
@@ -147,31 +195,24 @@ def run(
     try:
         Launch(command, settings).start()
     except CannotRunError as error:
-        fail(str(error), status=error.status)
+        fail(str(error), status=ExitStatus(error.status))
 
 
-@app.command()
+@app.command(rich_help_panel=_SERVER)
 def status(url: Url = None, namespace: NamespaceOption = None, as_json: Json = False) -> None:
-    """Show whether the server answers, what it holds, and this host's local tier."""
-    config = _config(url=url, namespace=namespace)
+    """Show whether the server answers, what it holds, and this host's local tier.
+
+    "Saved" adds up what compiling the hits had taken.
+    """
+    config = load_config(url=url, namespace=namespace)
     with _stash(config) as stash:
         try:
             server = stash.server.server_stats()
         except CacheError as error:
             if as_json:
                 print_json({"url": config.url, "reachable": False, "error": str(error)})
-            elif not config.url:
-                err.print(f"[red]no server[/red]: {escape(error.detail)}", soft_wrap=True)
-            else:
-                is_refused = isinstance(error, RefusedError)
-                failure = "the server refuses" if is_refused else "the server does not answer"
-                err.print(
-                    f"[red]{failure}[/red]: {escape(str(error))}\n"
-                    "Jobs run without the cache. "
-                    "[bold]graphstash doctor[/bold] suggests a fix.",
-                    soft_wrap=True,
-                )
-            raise typer.Exit(1) from None
+                raise typer.Exit(ExitStatus.FAILED) from None
+            _tell_unreachable(config, error)
         directory, size = str(stash.local.root), stash.local.size_bytes()
     if as_json:
         print_json(
@@ -184,17 +225,39 @@ def status(url: Url = None, namespace: NamespaceOption = None, as_json: Json = F
         )
         return
     _show_server(config, server)
-    out.print(f"local tier: {format_bytes(size)} in {escape(directory)}", soft_wrap=True)
+    say(f"local tier: {format_bytes(size)} in {directory}")
 
 
-@app.command()
+def _tell_unreachable(config: ClientConfig, error: CacheError) -> NoReturn:
+    if not config.url:
+        fail(f"no server: {error.detail}")
+    is_refused = isinstance(error, RefusedError)
+    failure = "the server refuses" if is_refused else "the server does not answer"
+    fail(
+        f"{failure}: {error.detail}. Jobs run without the cache; `graphstash doctor` suggests a fix"
+    )
+
+
+@app.command(rich_help_panel=_JOBS)
 def prefetch(
-    job: Annotated[str, typer.Argument(help="The job's name, as given to `graphstash run --job`")],
+    job: Annotated[str, typer.Argument(help="The job's name, as given to `graphstash run --job`.")],
     url: Url = None,
     namespace: NamespaceOption = None,
+    as_json: Json = False,
 ) -> None:
-    """Download the artifacts that earlier runs of a job used."""
-    config = _config(url=url, namespace=namespace, job=job)
+    """Download the artifacts that earlier runs of a job used.
+
+    They are in this host's local tier when the job starts.
+    """
+    try:
+        ManifestName(job)
+    except InvalidValueError as error:
+        fail(str(error), status=ExitStatus.USAGE)
+    config = load_config(url=url, namespace=namespace, job=job)
+    fetched: list[str] = []
+    missing: list[str] = []
+    rejected: list[dict[str, str]] = []
+    size = 0
     with _stash(config) as stash:
         try:
             manifest = stash.server.manifest(ManifestName(job))
@@ -202,82 +265,82 @@ def prefetch(
                 fail(
                     f"no artifacts are remembered for job {job!r} in namespace {config.namespace!r}"
                 )
-            fetched = missing = refused = size = 0
-            with _progress() as progress:
+            with count_progress() as progress:
                 for entry in progress.track(manifest.entries, description="artifacts"):
                     try:
                         artifact = stash.ensure_local(entry.key)
                     except VerificationError as error:  # the others may be sound
-                        err.print(f"[red]rejected:[/red] {escape(str(error))}", soft_wrap=True)
-                        refused += 1
+                        err.print(f"rejected: {error}", markup=False, soft_wrap=True)
+                        rejected.append({"key": str(entry.key), "error": str(error)})
                         continue
-                    fetched += artifact is not None and artifact.source == "remote"
-                    missing += artifact is None
-                    size += artifact.size_bytes if artifact else 0
+                    if artifact is None:
+                        missing.append(str(entry.key))
+                    elif artifact.source == "remote":
+                        fetched.append(str(entry.key))
+                        size += artifact.size_bytes
         except CacheError as error:
-            fail(str(error))
-    here = len(manifest.entries) - fetched - missing - refused
-    out.print(
-        f"{fetched} fetched ({format_bytes(size)}), {here} already here, "
-        f"{missing} no longer on the server" + (f", {refused} rejected" if refused else "")
+            fail_for(error)
+    here = len(manifest.entries) - len(fetched) - len(missing) - len(rejected)
+    if as_json:
+        print_json(
+            {
+                "job": job,
+                "namespace": config.namespace,
+                "fetched": len(fetched),
+                "fetched_bytes": size,
+                "present": here,
+                "missing": missing,
+                "rejected": rejected,
+            }
+        )
+        return
+    say(
+        f"{len(fetched)} fetched ({format_bytes(size)}), {here} already here, "
+        f"{len(missing)} no longer on the server"
+        + (f", {len(rejected)} rejected" if rejected else "")
     )
 
 
-app.command()(explain)
-app.command()(prewarm)
-app.add_typer(keys, name="keys")
-app.command()(login)
-app.command()(doctor)
-
-
-def _config(**settings: Any) -> ClientConfig:
-    try:
-        return ClientConfig.load(**settings)
-    except ConfigError as error:
-        fail(str(error), status=2)
+app.command(rich_help_panel=_JOBS)(explain)
+app.command(rich_help_panel=_JOBS)(prewarm)
+app.command(rich_help_panel=_JOBS)(doctor)
+app.command(rich_help_panel=_JOBS)(login)
+app.command(rich_help_panel=_SERVER)(ls)
+app.command(rich_help_panel=_SERVER)(show)
+app.command(rich_help_panel=_SERVER)(report)
+app.command(rich_help_panel=_SERVER)(export)
+app.command("import", rich_help_panel=_SERVER)(import_)
+app.add_typer(keys, name="keys", rich_help_panel=_ADMINISTRATION)
 
 
 def _stash(config: ClientConfig) -> Stash:
     try:
         return Stash(config)
     except ConfigError as error:  # a file that a setting names
-        fail(str(error), status=2)
+        fail(str(error), status=ExitStatus.USAGE)
 
 
 def _show_server(config: ClientConfig, server: ServerStats) -> None:
-    out.print(
-        f"[green]{escape(config.url)}[/green]  "
-        f"graphstash {escape(printable(server.version, most=40))}, "
+    say(
+        f"{config.url}: graphstash {shown(server.version, most=40)}, "
         f"up {format_seconds(server.uptime_seconds)}, {plural(server.leases_held, 'lease')} held, "
         f"{server.waiters} waiting"
     )
-    table = Table()
-    table.add_column("namespace")
-    for heading in ("artifacts", "size", "hits", "misses", "hit rate", "served", "saved"):
-        table.add_column(heading, justify="right")
-    for row in server.namespaces:
-        table.add_row(*_cells(row))
-    if server.namespaces:
-        out.print(table)
-    else:
-        out.print("nothing stored yet")
+    if not server.namespaces:
+        say("nothing stored yet")
+        return
+    headings = ("namespace", ">artifacts", ">size", ">hits", ">hit rate", ">served", ">saved")
+    print_table(headings, map(_cells, server.namespaces), flexible=0)
 
 
 def _cells(row: NamespaceStats) -> tuple[str, ...]:
     asked = row.hits + row.misses
     return (
-        escape(printable(row.namespace, most=64)),
+        shown(row.namespace, most=64),
         f"{row.artifacts}",
         format_bytes(row.size_bytes),
         f"{row.hits}",
-        f"{row.misses}",
         f"{row.hits / asked:.0%}" if asked else "-",
         format_bytes(row.served_bytes),
         format_seconds(row.saved_seconds),
-    )
-
-
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=err
     )

@@ -1,25 +1,52 @@
-"""Output of the command line: how every command prints, formats quantities and fails."""
+"""How every command reads its settings, prints, formats quantities and fails.
+
+What others sent is never markup: `say` and `print_table` print plain text, and whoever passes
+names, labels or metadata to them makes them `shown` first.
+"""
 
 import json
-from typing import Annotated, NoReturn
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Any, Final, NoReturn
 
 import typer
 from rich.console import Console
-from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
 from graphstash._compile.stats import format_seconds, plural
+from graphstash.config import ENVIRONMENT_PREFIX, ClientConfig
+from graphstash.errors import CacheError, ConfigError, TransportError
+from graphstash_schema.exit_status import ExitStatus, error_line
+from graphstash_schema.names import printable
 
 __all__ = [
     "Json",
     "NamespaceOption",
     "Url",
+    "blamed",
+    "byte_progress",
+    "count_progress",
     "err",
     "fail",
+    "fail_for",
+    "format_age",
     "format_bytes",
     "format_seconds",
+    "load_config",
     "out",
     "plural",
     "print_json",
+    "print_table",
+    "say",
+    "shown",
 ]
 
 out = Console(highlight=False)
@@ -28,23 +55,117 @@ err = Console(stderr=True, highlight=False)
 Url = Annotated[
     str | None,
     typer.Option(
-        help="URL of the server, e.g. http://cache.internal:8077 [default: this user's server on "
-        "this host]"
+        help="URL of the server, e.g. `http://cache.internal:8077`. [default: this user's server "
+        "on this host]"
     ),
 ]
-NamespaceOption = Annotated[str | None, typer.Option(help="Namespace to read and write")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts")]
+NamespaceOption = Annotated[
+    str | None, typer.Option(help="Namespace of the artifacts. [default: default]")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+
+_MIN_COLUMN: Final = 8
+_GAP: Final = "  "
 
 
-def fail(message: str, *, status: int = 1) -> NoReturn:
-    """Prints a message on standard error and ends the command with a status."""
-    err.print(f"[red]graphstash:[/red] {escape(message)}", soft_wrap=True)
-    raise typer.Exit(status)
+def load_config(**options: Any) -> ClientConfig:
+    """The settings of a command: its options, then the environment; ends it when one is wrong."""
+    try:
+        return ClientConfig.load(**options)
+    except ConfigError as error:
+        fail(blamed(error, options), status=ExitStatus.USAGE)
+
+
+def blamed(error: ConfigError, options: dict[str, Any]) -> str:
+    """What is wrong with the settings, by the options that set them, not by their variables."""
+    text = str(error)
+    for name, value in options.items():
+        if value is not None:
+            variable = ENVIRONMENT_PREFIX + name.upper()
+            text = text.replace(f"{variable}=", f"--{name.replace('_', '-')}=")
+    return text
+
+
+def fail(message: str, *, status: ExitStatus = ExitStatus.FAILED) -> NoReturn:
+    """Prints what is wrong on standard error and ends the command."""
+    err.print(Text(error_line(message)), soft_wrap=True)
+    raise typer.Exit(int(status))
+
+
+def fail_for(error: CacheError) -> NoReturn:
+    """Ends the command because the cache cannot help."""
+    advice = "; `graphstash doctor` finds the cause" if isinstance(error, TransportError) else ""
+    fail(error.detail + advice)
+
+
+def say(text: str, *, style: str = "") -> None:
+    """Prints plain text; a line is as long as it is."""
+    out.print(Text(text, style=style), soft_wrap=True)
+
+
+def shown(text: str, *, most: int = 200) -> str:
+    """Text of a stranger, fit for a terminal."""
+    return printable(text, most=most)
 
 
 def print_json(value: object) -> None:
     """Prints a value for scripts."""
     typer.echo(json.dumps(value, indent=2))
+
+
+def print_table(
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    flexible: int,
+    below: Sequence[str] = (),
+) -> None:
+    """Prints texts in columns, numbers to the right: a heading that begins with `>` says so.
+
+    A row is one line, so that `grep` finds whole words in it. Only a terminal that is too narrow
+    gets the column `flexible` shortened. `below` has a second line for each row.
+    """
+    table = [[each.removeprefix(">") for each in headings], *map(list, rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    if out.is_terminal:
+        spare = sum(widths) + len(_GAP) * (len(widths) - 1) - out.width
+        widths[flexible] = max(_MIN_COLUMN, widths[flexible] - max(0, spare))
+    for number, row in enumerate(table):
+        cells = []
+        for heading, cell, width in zip(headings, row, widths, strict=True):
+            fitting = cell if len(cell) <= width else f"{cell[: width - 1]}…"
+            is_number = heading.startswith(">")
+            cells.append(fitting.rjust(width) if is_number else fitting.ljust(width))
+        say(_GAP.join(cells).rstrip(), style="" if number else "bold")
+        if number and below:
+            say(below[number - 1], style="dim")
+
+
+def byte_progress() -> Progress:
+    """A bar of bytes, on standard error; nothing where that is no terminal."""
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        DownloadColumn(binary_units=True),
+        TimeRemainingColumn(),
+        console=err,
+        disable=not err.is_terminal,
+        transient=True,
+        expand=True,
+    )
+
+
+def count_progress() -> Progress:
+    """A bar of things, on standard error; nothing where that is no terminal."""
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        console=err,
+        disable=not err.is_terminal,
+        transient=True,
+        expand=True,
+    )
 
 
 def format_bytes(size: float) -> str:
@@ -54,3 +175,12 @@ def format_bytes(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def format_age(then: datetime) -> str:
+    """How long ago something was, in its largest unit: `45 s`, `12 min`, `3 h`, `9 d`."""
+    seconds = max(0.0, (datetime.now(UTC) - then).total_seconds())
+    for unit, size, most in (("s", 1, 60), ("min", 60, 60), ("h", 3600, 48)):
+        if seconds < size * most:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86400:.0f} d"

@@ -20,6 +20,7 @@ from graphstash._cli.output import (
 )
 from graphstash.config import ClientConfig
 from graphstash.errors import CacheError, ConfigError
+from graphstash_schema.exit_status import ExitStatus
 
 if TYPE_CHECKING:
     from graphstash.hooks.jax.prewarm import Prewarmed
@@ -32,14 +33,14 @@ def prewarm(
         str,
         typer.Argument(
             help="module:function or script.py:function. It is called with the topology's devices "
-            "and returns (jitted function, abstract arguments)"
+            "and returns (jitted function, abstract arguments)."
         ),
     ],
     *,
-    topology: Annotated[str, typer.Option(help="Topology to compile for, e.g. v5e:2x2")],
-    platform: Annotated[str, typer.Option(help="Platform of the topology")] = "tpu",
+    topology: Annotated[str, typer.Option(help="Topology to compile for, e.g. v5e:2x2.")],
+    platform: Annotated[str, typer.Option(help="Platform of the topology.")] = "tpu",
     url: Url = None,
-    namespace: Annotated[str | None, typer.Option(help="Namespace to publish to")] = None,
+    namespace: Annotated[str | None, typer.Option(help="Namespace to publish to.")] = None,
     as_json: Json = False,
 ) -> None:
     """Compile a JAX train step ahead of time, on a host without the device.
@@ -60,9 +61,12 @@ def prewarm(
     except ModuleNotFoundError as error:
         if error.name not in {"jax", "jaxlib"}:
             raise
-        fail(f"{error.name} is not installed in this environment: pip install jax libtpu", status=2)
+        fail(
+            f"{error.name} is not installed in this environment: pip install jax libtpu",
+            status=ExitStatus.USAGE,
+        )
     except ConfigError as error:
-        fail(str(error), status=2)
+        fail(str(error), status=ExitStatus.USAGE)
     except CacheError as error:
         fail(str(error))
     if as_json:

@@ -10,7 +10,7 @@ from graphstash._http.client import ServerClient
 from graphstash_schema.explanation import Description, ExplainResponse, Relative, words
 from graphstash_schema.names import printable
 
-__all__ = ["Cause", "causes_of", "text_of"]
+__all__ = ["Cause", "cause_of", "causes_of", "text_of"]
 
 _MAX_ASKED = 64
 _MAX_SECONDS = 10.0
@@ -56,7 +56,7 @@ def causes_of(
             text = f"not explained: at most {_MAX_ASKED} are, within {_MAX_SECONDS:g} s"
         else:
             asked += 1
-            text, nearest = _cause(server.explain(description))
+            text, nearest = cause_of(server.explain(description))
         cause = causes.setdefault(text, Cause(text, nearest=nearest))
         cause.labels.append(_name(description))
     return sorted(causes.values(), key=lambda each: -len(each.labels))
@@ -76,12 +76,15 @@ def text_of(causes: Sequence[Cause]) -> list[str]:
     return lines
 
 
-def _cause(answer: ExplainResponse) -> tuple[str, Relative | None]:
+def cause_of(answer: ExplainResponse) -> tuple[str, Relative | None]:
+    """What an explanation says, in a sentence, and the artifact that it compares with."""
     if not answer.relatives:
         unknown = ""
         if answer.undescribed:
             unknown = f" ({plural(answer.undescribed, 'artifact')} here without a description)"
-        return f"new program: nothing like it is stored{unknown}", None
+        where = " in the namespaces that were looked through, which are not all"
+        partly = where if answer.is_partial else ""
+        return f"new program: nothing like it is stored{partly}{unknown}", None
     nearest = answer.relatives[0]
     if not nearest.differences:
         return f"it is stored in the namespace {nearest.namespace}, which was not read", nearest

@@ -8,12 +8,13 @@ which imports each when it is used: most jobs need few of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Final, TypeVar
 
 import graphstash_schema as schema
 from graphstash._http.download import Downloaded, download
+from graphstash._http.errors import problem_of
 from graphstash._http.transport import Answer, Transport
 from graphstash._trust.provenance import BoundedReader
 from graphstash.config import ClientConfig, holder_name
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from graphstash_schema.explanation import Description, ExplainResponse
+    from graphstash_schema.history import History
+    from graphstash_schema.listing import ArtifactList, ArtifactQuery, ListedArtifact
+    from graphstash_schema.run import Run, RunList, RunName
 
 __all__ = ["ServerClient"]
 
@@ -141,6 +145,31 @@ class ServerClient:
             found += reply.found
             missing += reply.missing
         return schema.LookupResponse(found=tuple(found), missing=tuple(missing))
+
+    def list_artifacts(self, query: ArtifactQuery) -> ArtifactList:
+        """A page of the namespace's artifacts.
+
+        Raises:
+            CacheError: the server does not answer, or is older than this call.
+        """
+        from graphstash_schema.listing import ArtifactList
+
+        wanted = query.model_dump(mode="json", exclude_defaults=True)
+        return self._read(f"{API_PREFIX}/{self.config.namespace}/artifacts", wanted, ArtifactList)
+
+    def every_artifact(self, query: ArtifactQuery) -> Iterator[ListedArtifact]:
+        """The artifacts of a page and of all that follow, in constant memory.
+
+        Raises:
+            CacheError: as `list_artifacts`.
+        """
+        following: str | None = query.after
+        while following is not None:
+            page = self.list_artifacts(query.model_copy(update={"after": following}))
+            yield from page.artifacts
+            if page.next == following:  # a server that sends us round in a circle
+                return
+            following = page.next
 
     def verify(self, key: schema.ArtifactKey) -> schema.VerifyResponse:
         """Asks the server to read an artifact's blob again, and to drop it if it is damaged.
@@ -282,6 +311,46 @@ class ServerClient:
         """
         return _parsed(schema.ServerStats, self._transport.call("GET", f"{API_PREFIX}/stats"))
 
+    def runs(self, job: schema.ManifestName | None = None, *, limit: int = 20) -> RunList:
+        """The runs of a namespace, or of one job in it, that reported last, without their misses.
+
+        Raises:
+            CacheError: the server does not answer, or is older than this call.
+        """
+        from graphstash_schema.run import RunList
+
+        wanted = {"limit": limit, **({} if job is None else {"job": job})}
+        return self._read(f"{API_PREFIX}/{self.config.namespace}/runs", wanted, RunList)
+
+    def run(self, name: RunName) -> Run:
+        """One run, with what it missed.
+
+        Raises:
+            CacheError: there is none, or the server does not answer.
+        """
+        from graphstash_schema.run import Run
+
+        return self._read(f"{API_PREFIX}/{self.config.namespace}/runs/{name}", {}, Run)
+
+    def history(self, **wanted: str) -> History:
+        """What the server did, by hour or by day; `wanted` is the query of `GET /v1/stats/history`.
+
+        Raises:
+            CacheError: the server does not answer, or is older than this call.
+        """
+        from graphstash_schema.history import History
+
+        return self._read(f"{API_PREFIX}/stats/history", wanted, History)
+
+    def _read(self, path: str, query: Mapping[str, object], model: type[_Model]) -> _Model:
+        """Reads something of which a 404 is no miss."""
+        from urllib.parse import urlencode
+
+        answer = self._transport.call("GET", f"{path}?{urlencode(query)}" if query else path)
+        if answer.status == 404:
+            raise _refused(answer, self.config)
+        return _parsed(model, answer)
+
     def exchange(self, request: schema.TokenExchange) -> schema.TokenIssued:
         """Exchanges the JWT that the configuration has as its token for a token of the server.
 
@@ -322,6 +391,16 @@ def _read_chunks(file: IO[bytes], size_bytes: int) -> Iterator[bytes]:
     envelope = BoundedReader(file, size_bytes)  # its provenance follows it in the file
     while chunk := envelope.read(_CHUNK_BYTES):
         yield chunk
+
+
+def _refused(answer: Answer, config: ClientConfig) -> RefusedError:
+    """What the 404 of a GET that is no miss says."""
+    problem = problem_of(answer.body)
+    if problem is not None and problem.code is schema.ErrorCode.UNKNOWN_PATH:
+        told = f"{config.url} is older than this command"
+    else:
+        told = problem.detail if problem else f"{config.url} answered 404"
+    return RefusedError(told, code=problem.code if problem else None, status=404)
 
 
 def _parsed(model: type[_Model], answer: Answer) -> _Model:

@@ -60,10 +60,9 @@ async def explain_miss(call: NamespaceCall) -> Response:
     """The nearest artifacts in all namespaces that the caller may read, and how they differ."""
     wanted = await read_model(call, Description, max_bytes=8 * MAX_PARTS_CHARACTERS)
     _check(wanted)
-    readable = await _readable(call)
-    return json_answer(
-        await call.context.explanations.explain(call.namespace, wanted, readable=readable)
-    )
+    readable, is_partial = await _readable(call)
+    explained = await call.context.explanations.explain(call.namespace, wanted, readable=readable)
+    return json_answer(explained.model_copy(update={"is_partial": is_partial}))
 
 
 def _check(description: Description) -> None:
@@ -76,17 +75,19 @@ def _check(description: Description) -> None:
         )
 
 
-async def _readable(call: NamespaceCall) -> list[Namespace]:
-    """Namespaces that the caller may read, the one of the call first; not all, if they are many."""
+async def _readable(call: NamespaceCall) -> tuple[list[Namespace], bool]:
+    """Namespaces that the caller may read, the one of the call first, `MAX_NAMESPACES` at most; and
+    whether there are more.
+    """
     readable = [call.namespace]
     principal = call.principal
     for name in await call.context.explanations.namespaces():
-        if len(readable) == MAX_NAMESPACES:
-            break
         where = Namespace(name)
         policy = await call.context.policies.of(where)
         if where != call.namespace and (
             principal is OPEN_ACCESS or principal.may_read(where, policy)
         ):
+            if len(readable) == MAX_NAMESPACES:
+                return readable, True
             readable.append(where)
-    return readable
+    return readable, False

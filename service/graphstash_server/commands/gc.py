@@ -56,21 +56,24 @@ def gc(
             typer.echo(_line(each))
 
     async def work(context: "ProcessContext") -> None:
+        from rich.console import Console
+
         from graphstash_server.actor import Actor
         from graphstash_server.clock import system_clock
         from graphstash_server.services.maintenance.garbage import GarbageWanted, collect_garbage
 
-        totals = await collect_garbage(
-            GarbageWanted(dry_run, age, toolchain, namespace, system_clock() - orphan_age),
-            actor=Actor.local(),
-            evictor=context.evictor,
-            collector=context.collector,
-            artifacts=context.artifacts,
-            retention=context.retention,
-            reconciler=context.reconciler,
-            maintenance=context.maintenance,
-            found=found,
-        )
+        with Console(stderr=True).status("collecting garbage"):
+            totals = await collect_garbage(
+                GarbageWanted(dry_run, age, toolchain, namespace, system_clock() - orphan_age),
+                actor=Actor.local(),
+                evictor=context.evictor,
+                collector=context.collector,
+                artifacts=context.artifacts,
+                retention=context.retention,
+                reconciler=context.reconciler,
+                maintenance=context.maintenance,
+                found=found,
+            )
         if as_json:
             return
         evicted = plural(totals.evicted, "artifact")

@@ -1,11 +1,12 @@
 """`graphstash migrate`: upgrades the database as a separate step."""
 
 import asyncio
+import json
 from typing import Annotated
 
 import typer
 
-from graphstash_server.commands.running import fail, load
+from graphstash_server.commands.running import Json, fail, load
 
 __all__ = ["migrate"]
 
@@ -15,6 +16,7 @@ def migrate(
     check: Annotated[
         bool, typer.Option("--check", help="Only check whether it is needed: exit code 1 if so.")
     ] = False,
+    as_json: Json = False,
 ) -> None:
     """Upgrade the database to the revision of this release.
 
@@ -31,14 +33,20 @@ def migrate(
         keep_private(settings)
         if check:
             asyncio.run(prepare_database(settings, is_migrating=False))
-            typer.echo(f"the database is at revision {newest_revision()}: nothing to do")
+            _tell(newest_revision(), newest_revision(), as_json=as_json)
             return
         before = asyncio.run(find_revision(settings.database_url))
         asyncio.run(prepare_database(settings, is_migrating=True))
         after = asyncio.run(find_revision(settings.database_url))
     except (StartError, OSError) as error:
         fail(str(error))
-    if before == after:
+    _tell(before, after, as_json=as_json)
+
+
+def _tell(before: str | None, after: str | None, *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({"before": before, "revision": after}, indent=2))
+    elif before == after:
         typer.echo(f"the database is at revision {after}: nothing to do")
     else:
         typer.echo(f"the database was at revision {before or 'none'} and is at {after}")

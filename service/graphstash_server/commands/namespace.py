@@ -87,6 +87,7 @@ def set_(
         str | None,
         typer.Option(help="Limit of each server process, e.g. 100, or none."),
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Change the policy of a namespace; options that are not given keep their value."""
     where = parse(Namespace, name)
@@ -116,13 +117,13 @@ def set_(
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             fail(f"{first['loc'][0]}={first['input']} is not valid: {first['msg']}", status=2)
-        _show([await context.policies.put(where, policy, Actor.local())], as_json=False)
+        _show([await context.policies.put(where, policy, Actor.local())], as_json=as_json)
 
     run_with_services(work)
 
 
 @namespace.command()
-def remove(name: _Name) -> None:
+def remove(name: _Name, *, as_json: Json = False) -> None:
     """Remove a policy, so that the defaults apply. Artifacts stay."""
     where = parse(Namespace, name)
 
@@ -131,7 +132,10 @@ def remove(name: _Name) -> None:
 
         if not await context.policies.remove(where, Actor.local()):
             fail(f"the namespace {where} has no policy of its own")
-        typer.echo(f"{where}: the defaults apply")
+        if as_json:
+            typer.echo(json.dumps({"namespace": where, "removed": True}, indent=2))
+        else:
+            typer.echo(f"{where}: the defaults apply")
 
     run_with_services(work)
 

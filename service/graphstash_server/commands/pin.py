@@ -1,12 +1,20 @@
 """`graphstash pin` and `unpin`: keep a job's artifacts from eviction."""
 
+import json
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from graphstash_schema import ManifestName, Namespace
-from graphstash_server.commands.running import fail, parse, parse_age, plural, run_with_services
+from graphstash_server.commands.running import (
+    Json,
+    fail,
+    parse,
+    parse_age,
+    plural,
+    run_with_services,
+)
 
 if TYPE_CHECKING:
     from graphstash_server.context import ProcessContext
@@ -26,6 +34,7 @@ def pin(
     for_: Annotated[
         str | None, typer.Option("--for", help="How long, e.g. 30d. By default until unpinned.")
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Protect the artifacts of a job from eviction.
 
@@ -38,22 +47,27 @@ def pin(
         count = await context.pins.pin(
             parse(Namespace, namespace), parse(ManifestName, job), until=until
         )
-        _say(count, job, "pinned until unpinned" if for_ is None else f"pinned for {for_}")
+        what = "pinned until unpinned" if for_ is None else f"pinned for {for_}"
+        _say(count, job, what, until=until, as_json=as_json)
 
     run_with_services(work)
 
 
-def unpin(job: _Job, *, namespace: _Namespace = "default") -> None:
+def unpin(job: _Job, *, namespace: _Namespace = "default", as_json: Json = False) -> None:
     """Allow eviction of a job's artifacts again."""
 
     async def work(context: "ProcessContext") -> None:
         count = await context.pins.unpin(parse(Namespace, namespace), parse(ManifestName, job))
-        _say(count, job, "no longer pinned")
+        _say(count, job, "no longer pinned", until=None, as_json=as_json)
 
     run_with_services(work)
 
 
-def _say(count: int, job: str, what: str) -> None:
+def _say(count: int, job: str, what: str, *, until: datetime | None, as_json: bool) -> None:
     if not count:
         fail(f"the job {job} has no manifest: run it with `graphstash run --job {job}` first")
+    if as_json:
+        pinned = until.isoformat() if until else None
+        typer.echo(json.dumps({"job": job, "artifacts": count, "pinned_until": pinned}, indent=2))
+        return
     typer.echo(f"{plural(count, 'artifact')} of the job {job}: {what}")

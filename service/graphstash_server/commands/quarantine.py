@@ -1,5 +1,6 @@
 """`graphstash quarantine list|release|delete`: reviews artifacts that were reported as wrong."""
 
+import json
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -63,18 +64,20 @@ def list_(
 
 
 @quarantine.command()
-def release(artifact: _Artifact) -> None:
+def release(artifact: _Artifact, *, as_json: Json = False) -> None:
     """Serve an artifact again, because the report was wrong."""
-    _decide(artifact, "release", "served again")
+    _decide(artifact, "release", "served again", as_json=as_json)
 
 
 @quarantine.command()
-def delete(artifact: _Artifact) -> None:
+def delete(artifact: _Artifact, *, as_json: Json = False) -> None:
     """Delete an artifact: the next job that needs it compiles it again."""
-    _decide(artifact, "delete", "deleted")
+    _decide(artifact, "delete", "deleted", as_json=as_json)
 
 
-def _decide(artifact: str, method: Literal["release", "delete"], done: str) -> None:
+def _decide(
+    artifact: str, method: Literal["release", "delete"], done: str, *, as_json: bool
+) -> None:
     key = _parse(artifact)
 
     async def work(context: "ProcessContext") -> None:
@@ -82,7 +85,10 @@ def _decide(artifact: str, method: Literal["release", "delete"], done: str) -> N
 
         if not await getattr(context.quarantine, method)(key, actor=Actor.local()):
             fail(f"{artifact} is not withheld: see `graphstash quarantine list`")
-        typer.echo(f"{artifact} is {done}")
+        if as_json:
+            typer.echo(json.dumps({"artifact": artifact, "decision": method}, indent=2))
+        else:
+            typer.echo(f"{artifact} is {done}")
 
     run_with_services(work)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 import typer
 
 from graphstash_schema import InvalidValueError, Word
+from graphstash_schema.exit_status import error_line
 from graphstash_server.logs import printable, set_up_logging
 
 if TYPE_CHECKING:
@@ -139,5 +140,5 @@ def size_of(size_bytes: float) -> str:
 
 def fail(message: str, *, status: int = 1) -> NoReturn:
     """Prints the reason, and exits."""
-    print(f"graphstash: {message}", file=sys.stderr)  # noqa: T201
+    print(error_line(message), file=sys.stderr)  # noqa: T201
     raise SystemExit(status)

@@ -133,6 +133,7 @@ artifacts = Table(
     Index(None, "sha256"),
     Index(None, "eviction_rank"),
     Index(None, "namespace", "eviction_rank"),
+    Index(None, "namespace", "created_at"),
     Index(None, "last_used_at"),
     *(
         # What no upload can drive out, which is little: it is added up when a limit is reached.

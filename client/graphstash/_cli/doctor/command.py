@@ -49,7 +49,7 @@ def doctor(
         typer.Option(
             "--probe",
             help="Also import the compilers in a Python under `graphstash run` (up to 2 minutes), "
-            "and take and release a lease",
+            "and take and release a lease.",
         ),
     ] = False,
     as_json: Json = False,

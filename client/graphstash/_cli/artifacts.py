@@ -1,0 +1,356 @@
+"""`graphstash ls` and `show`: what a namespace holds."""
+
+import heapq
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from enum import StrEnum
+from typing import Annotated, Any, Final
+
+import typer
+
+from graphstash._artifacts.local_tier import LocalTier
+from graphstash._cli.output import (
+    Json,
+    NamespaceOption,
+    Url,
+    err,
+    fail,
+    fail_for,
+    format_age,
+    format_bytes,
+    format_seconds,
+    load_config,
+    print_json,
+    print_table,
+    say,
+    shown,
+)
+from graphstash._http.client import ServerClient
+from graphstash._trust.policy import Signatures
+from graphstash._trust.provenance import Provenance, SignedSubject
+from graphstash._trust.trusted_keys import TrustedKeys
+from graphstash.config import ClientConfig, SignaturePolicy
+from graphstash.errors import CacheError, ConfigError
+from graphstash_schema import ArtifactKey, ArtifactKind, Digest, InvalidValueError, Namespace
+from graphstash_schema.exit_status import ExitStatus
+from graphstash_schema.explanation import is_of_program
+from graphstash_schema.listing import ArtifactQuery, ListedArtifact, ListOrder
+
+__all__ = ["DeviceTypeOption", "KindOption", "find_one", "ls", "show"]
+
+KindOption = Annotated[
+    ArtifactKind | None,
+    typer.Option(metavar="KIND", help=f"Only artifacts of this kind: {', '.join(ArtifactKind)}."),
+]
+DeviceTypeOption = Annotated[
+    str | None, typer.Option(help="Only artifacts for this device type, e.g. `cuda-sm_90`.")
+]
+
+_MIN_PREFIX: Final = 4
+_SHOWN_FINGERPRINT: Final = 12
+_SHOWN_VALUE: Final = 300
+
+
+class Sort(StrEnum):
+    """What `ls` begins with."""
+
+    NEWEST = "newest"
+    FINGERPRINT = "fingerprint"
+    SIZE = "size"
+    COMPILE = "compile"
+    HITS = "hits"
+    USED = "used"
+
+
+_BY: Final[dict[Sort, Callable[[ListedArtifact], Any]]] = {
+    Sort.SIZE: lambda each: each.size_bytes,
+    Sort.COMPILE: lambda each: each.metadata.compile_seconds if each.metadata else 0.0,
+    Sort.HITS: lambda each: each.hits,
+    Sort.USED: lambda each: each.last_used_at,
+}
+"""Orders that the server has no index for: all pages are read, and the first are kept."""
+
+
+def ls(
+    label: Annotated[
+        str, typer.Argument(help="Only artifacts whose label has this text, in any case.")
+    ] = "",
+    *,
+    kind: KindOption = None,
+    device_type: DeviceTypeOption = None,
+    sort: Annotated[
+        Sort,
+        typer.Option(
+            metavar="ORDER",
+            help=f"What comes first: {', '.join(Sort)}. The last four read the whole list first.",
+        ),
+    ] = Sort.NEWEST,
+    limit: Annotated[
+        int, typer.Option(min=0, metavar="COUNT", help="Most artifacts; 0 lists all.")
+    ] = 50,
+    after: Annotated[
+        str, typer.Option(help="Go on after this place, which the page before ended with.")
+    ] = "",
+    url: Url = None,
+    namespace: NamespaceOption = None,
+    as_json: Json = False,
+) -> None:
+    """List the artifacts of a namespace.
+
+    Each has two lines: what it is, and where it runs and who made it. A fingerprint's first
+    characters are enough for `graphstash show` and `graphstash explain`.
+    """
+    config = load_config(url=url, namespace=namespace)
+    if after and sort in _BY:
+        fail(
+            f"--after goes with --sort newest or fingerprint, not with {sort}: raise --limit",
+            status=ExitStatus.USAGE,
+        )
+    chosen = {
+        "order": ListOrder.NEWEST if sort is Sort.NEWEST else ListOrder.FINGERPRINT,
+        "kind": kind,
+        "device_type": device_type,
+        "label": label,
+        "after": after,
+    }
+    try:
+        query = ArtifactQuery.model_validate(chosen)
+    except ValueError as error:
+        fail(_first_line(error), status=ExitStatus.USAGE)
+    with closing(_server(config)) as server:
+        try:
+            found, following = _listed(server, query, sort=sort, limit=limit)
+        except CacheError as error:
+            fail_for(error)
+    if as_json:
+        print_json(
+            {
+                "namespace": config.namespace,
+                "artifacts": [each.model_dump(mode="json") for each in found],
+                "next": following,
+            }
+        )
+        return
+    if not found:
+        say(f"no such artifacts in the namespace {config.namespace}")
+        return
+    _print_list(found)
+    if following is not None:
+        err.print(f"more: --after {following}", markup=False, soft_wrap=True)
+
+
+def show(
+    artifact: Annotated[
+        str,
+        typer.Argument(
+            help="The beginning of a fingerprint, or a key: `kind/device type/fingerprint`."
+        ),
+    ],
+    *,
+    url: Url = None,
+    namespace: NamespaceOption = None,
+    as_json: Json = False,
+) -> None:
+    """Show all that is known of one artifact: parts, label, signature, hits.
+
+    Says whether its signature is trusted on this host, by the metadata that the server has; the
+    bytes are checked when a job fetches them.
+    """
+    config = load_config(url=url, namespace=namespace)
+    with closing(_server(config)) as server:
+        try:
+            found = find_one(server, artifact)
+        except CacheError as error:
+            fail_for(error)
+    trust = _trust_of(config, found)
+    with closing(LocalTier(config.cache_dir, limit_bytes=config.local_limit)) as tier:
+        is_here = tier.has(config.namespace, found.key)
+    if as_json:
+        known = found.model_dump(mode="json")
+        print_json(
+            {"namespace": config.namespace, **known, "trust": trust, "is_on_this_host": is_here}
+        )
+        return
+    _print_one(config.namespace, found, trust, is_here=is_here)
+
+
+def find_one(server: ServerClient, text: str) -> ListedArtifact:
+    """The artifact that a prefix or a key names, with its details; ends the command when there is
+    none, or several.
+    """
+    wanted: ArtifactKey | None = None
+    prefix = text
+    if "/" in text:
+        try:
+            wanted = ArtifactKey.parse(*text.split("/")[-3:])
+        except (InvalidValueError, TypeError):
+            fail(
+                f"{shown(text)!r} is no key: write kind/device type/fingerprint, or the beginning "
+                "of a fingerprint",
+                status=ExitStatus.USAGE,
+            )
+        prefix = wanted.fingerprint
+    elif not _MIN_PREFIX <= len(prefix) <= 64 or set(prefix) - set("0123456789abcdef"):
+        fail(
+            f"{shown(text)!r} is no fingerprint: write {_MIN_PREFIX} to 64 of its characters, "
+            "0-9 and a-f; `graphstash ls` shows them",
+            status=ExitStatus.USAGE,
+        )
+    query = ArtifactQuery(fingerprint=prefix, details=True, limit=3)
+    found = [each for each in server.every_artifact(query) if wanted is None or each.key == wanted]
+    if not found:
+        fail(
+            f"no artifact of the namespace {server.config.namespace} begins with {prefix!r}: "
+            "`graphstash ls` lists them, --namespace chooses another namespace"
+        )
+    if len(found) > 1:
+        several = ", ".join(str(each.key) for each in found[:3])
+        fail(f"{len(found)} artifacts begin with {prefix!r}: {several}; write more of it")
+    return found[0]
+
+
+def _server(config: ClientConfig) -> ServerClient:
+    try:
+        return ServerClient(config)
+    except ConfigError as error:
+        fail(str(error), status=ExitStatus.USAGE)
+
+
+def _listed(
+    server: ServerClient, query: ArtifactQuery, *, sort: Sort, limit: int
+) -> tuple[list[ListedArtifact], str | None]:
+    if sort in _BY:
+        with err.status("reading the list"):
+            every = server.every_artifact(query.model_copy(update={"limit": 500}))
+            if not limit:
+                return sorted(every, key=_BY[sort], reverse=True), None
+            return heapq.nlargest(limit, every, key=_BY[sort]), None
+    found: list[ListedArtifact] = []
+    for page in _pages(server, query, limit):
+        found += page.artifacts
+        if page.next is None or len(found) == limit:
+            return found, page.next
+    return found, None
+
+
+def _pages(server: ServerClient, query: ArtifactQuery, limit: int) -> Iterator[Any]:
+    """Pages that hold `limit` artifacts together; all, when it is 0."""
+    left = limit
+    while True:
+        most = min(left, 500) if limit else 500
+        page = server.list_artifacts(query.model_copy(update={"limit": most}))
+        left -= len(page.artifacts)
+        yield page
+        query = query.model_copy(update={"after": page.next or ""})
+
+
+def _print_list(found: list[ListedArtifact]) -> None:
+    lines: list[str] = []
+
+    def rows() -> Iterator[tuple[str, ...]]:
+        for each in found:
+            metadata = each.metadata
+            producer = f", by {shown(metadata.producer)}" if metadata and metadata.producer else ""
+            lines.append(f"{' ' * (_SHOWN_FINGERPRINT + 2)}on {each.key.device_type}{producer}")
+            yield (
+                each.key.fingerprint[:_SHOWN_FINGERPRINT],
+                each.key.kind.value,
+                format_bytes(each.size_bytes),
+                f"{_seconds(each):.1f} s",
+                f"{each.hits}",
+                format_age(each.created_at),
+                shown(each.label, most=128) or "-",
+            )
+
+    headings = ("fingerprint", "kind", ">size", ">compile", ">hits", ">age", "label")
+    print_table(headings, list(rows()), flexible=6, below=lines)
+
+
+def _print_one(
+    namespace: Namespace, found: ListedArtifact, trust: dict[str, Any], *, is_here: bool
+) -> None:
+    metadata = found.metadata
+    lines = {
+        "label": shown(found.label, most=128) or "none",
+        "namespace": namespace,
+        "kind": found.key.kind.value,
+        "device type": found.key.device_type,
+        "fingerprint": found.key.fingerprint,
+        "digest": found.digest,
+        "size": f"{format_bytes(found.size_bytes)} ({found.size_bytes} bytes)",
+        "unpacked": format_bytes(metadata.raw_size_bytes) if metadata else "unknown",
+        "compile time": format_seconds(_seconds(found)) if metadata else "unknown",
+        "toolchain": (shown(metadata.toolchain, most=256) if metadata else "") or "unknown",
+        "made by": (shown(metadata.producer, most=128) if metadata else "") or "unknown",
+        "stored": f"{found.created_at:%Y-%m-%d %H:%M} UTC ({format_age(found.created_at)} ago)",
+        "last used": f"{found.last_used_at:%Y-%m-%d %H:%M} UTC",
+        "hits": f"{found.hits}",
+        "signature": trust["text"],
+        "on this host": "yes" if is_here else "no",
+    }
+    for name, value in lines.items():
+        say(f"{name:13} {value}")
+    description = found.description
+    parts = description.parts if description else metadata.parts if metadata else {}
+    if not parts:
+        say("parts         unknown: its publisher has not described it")
+    for title, is_wanted in (("the program", True), ("its environment", False)):
+        chosen = {name: value for name, value in parts.items() if is_of_program(name) is is_wanted}
+        if chosen:
+            say(f"\n{title}", style="bold")
+        for name, value in sorted(chosen.items()):
+            say(f"  {shown(name)}: {shown(value, most=_SHOWN_VALUE)}")
+
+
+def _trust_of(config: ClientConfig, found: ListedArtifact) -> dict[str, Any]:
+    """What this host's settings say of an artifact's signature.
+
+    `state` is unsigned, unchecked, trusted or refused.
+    """
+    signature = found.metadata.signature if found.metadata else None
+    told: dict[str, Any] = {"key_id": signature.key_id if signature else None}
+    by = f"by key {signature.key_id}" if signature else ""
+    try:
+        signatures = Signatures(config, secret=lambda: None)
+        name = _name_of(config, signature.key_id) if signature else ""
+    except ConfigError as error:
+        fail(str(error), status=ExitStatus.USAGE)
+    if signatures.policy is SignaturePolicy.OFF:
+        text = f"{by}, which this host does not check (GRAPHSTASH_SIGNATURES=off)"
+        unsigned = "none, and this host requires none"
+        return told | {
+            "state": "unchecked" if signature else "unsigned",
+            "text": text if signature else unsigned,
+        }
+    raw_size = found.metadata.raw_size_bytes if found.metadata else 0
+    digest = Digest.parse(found.digest, size_bytes=found.size_bytes)
+    subject = SignedSubject(config.namespace, found.key, digest, raw_size)
+    try:
+        is_signed = signatures.check(subject, Provenance(signature=signature))
+    except CacheError as error:
+        return told | {"state": "refused", "text": f"refused on this host: {error.detail}"}
+    if not is_signed:
+        return told | {"state": "unsigned", "text": "none; this host accepts unsigned artifacts"}
+    return told | {"state": "trusted", "text": f"{by}{name}, trusted on this host"}
+
+
+def _name_of(config: ClientConfig, key_id: str) -> str:
+    if config.trusted_keys is None:
+        return ""
+    trusted = TrustedKeys.read(config.trusted_keys).keys
+    name = next((each.name for each in trusted if each.key_id == key_id), "")
+    return f" ({shown(name)})" if name else ""
+
+
+def _seconds(each: ListedArtifact) -> float:
+    return each.metadata.compile_seconds if each.metadata else 0.0
+
+
+def _first_line(error: ValueError) -> str:
+    """What is wrong with an option, of what pydantic says."""
+    errors = getattr(error, "errors", None)
+    if errors is None:
+        return str(error)
+    first = errors(include_url=False)[0]
+    name = "".join(map(str, first["loc"])).replace("_", "-")
+    return f"--{name}={first['input']!r}: {first['msg'].removeprefix('Value error, ')}"

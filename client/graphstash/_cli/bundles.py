@@ -1,0 +1,645 @@
+"""`graphstash export` and `import`: bundles for hosts that no network connects with a server."""
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, suppress
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Annotated, Any, Final, NoReturn, Protocol, TypeVar
+
+import typer
+from rich.progress import Progress, TaskID
+
+from graphstash._artifacts.bundle import (
+    Bundle,
+    BundleEntry,
+    Found,
+    Part,
+    check_blob,
+    line_of,
+    write_bundle,
+)
+from graphstash._artifacts.local_tier import LocalTier
+from graphstash._cli.artifacts import DeviceTypeOption, KindOption
+from graphstash._cli.output import (
+    Json,
+    NamespaceOption,
+    Url,
+    byte_progress,
+    err,
+    fail,
+    fail_for,
+    format_bytes,
+    load_config,
+    plural,
+    print_json,
+    say,
+)
+from graphstash._http.client import ServerClient
+from graphstash._trust.policy import Signatures
+from graphstash._trust.provenance import BoundedReader, SignedSubject, digest_of, read_provenance
+from graphstash.config import ClientConfig, SignaturePolicy
+from graphstash.errors import (
+    BundleError,
+    BusyError,
+    CacheError,
+    ConfigError,
+    ConflictError,
+    LocalTierError,
+    Reason,
+)
+from graphstash_schema import (
+    ArtifactKey,
+    ArtifactKind,
+    ArtifactMetadata,
+    DeviceType,
+    ManifestName,
+)
+from graphstash_schema.envelope import read_envelope_head
+from graphstash_schema.exit_status import ExitStatus
+from graphstash_schema.explanation import Description
+from graphstash_schema.listing import ArtifactQuery, ListedArtifact
+from graphstash_schema.own_files import make_own_directory
+from graphstash_schema.protocol import MAX_DESCRIPTIONS
+
+__all__ = ["export", "import_"]
+
+_COPY_BYTES: Final = 1024**2
+_PATIENCE_SECONDS: Final = 60.0
+_MOST_SECONDS: Final = 3600.0
+_TRIES: Final = 8
+_BATCH: Final = 500
+
+_T = TypeVar("_T")
+
+BundleFile = Annotated[Path, typer.Argument(help="The bundle's file.", show_default=False)]
+
+
+def export(
+    file: BundleFile,
+    *,
+    job: Annotated[
+        str | None,
+        typer.Option(help="Only what earlier runs of this job used (`graphstash run --job`)."),
+    ] = None,
+    kind: KindOption = None,
+    device_type: DeviceTypeOption = None,
+    fingerprint: Annotated[
+        list[str] | None,
+        typer.Option(help="Only fingerprints that begin so; may be repeated."),
+    ] = None,
+    local: Annotated[
+        bool, typer.Option("--local", help="Take them from this host's local tier, not a server.")
+    ] = False,
+    url: Url = None,
+    namespace: NamespaceOption = None,
+    as_json: Json = False,
+) -> None:
+    """Write artifacts of a namespace to one file, for hosts without a network to the server.
+
+    Every artifact is verified as a job would: digest, key, payload, and the signature if this host
+    checks signatures. What does not verify is left out and named, and the exit status is 1. The
+    same artifacts always make the same file.
+
+    Downloads are kept in `FILE.partial` until the bundle is complete, so an export that was
+    interrupted goes on where it stopped when you run it again. Example:
+
+        graphstash export nightly.bundle --job nightly
+    """
+    config = load_config(url=url, namespace=namespace)
+    chosen = _Chosen.of(kind, device_type, fingerprint)
+    if local and job is not None:
+        fail(
+            "--job goes with a server, which remembers what jobs used: leave out --local",
+            status=ExitStatus.USAGE,
+        )
+    with closing(_source(config, job, chosen, is_local=local)) as source:
+        try:
+            told = _Export(config, source, file).run()
+        except BundleError as error:
+            fail(str(error))
+        except CacheError as error:
+            _fail_midway(error)
+        except OSError as error:
+            fail(f"{file}: {error.strerror or error}; run it again to go on where it stopped")
+    if as_json:
+        print_json(told)
+    else:
+        say(
+            f"{plural(told['artifacts'], 'artifact')} ({format_bytes(told['size_bytes'])}) of the "
+            f"namespace {config.namespace} in {file}"
+        )
+    if told["rejected"]:
+        raise typer.Exit(ExitStatus.FAILED)
+
+
+def import_(
+    file: BundleFile,
+    *,
+    local: Annotated[
+        bool, typer.Option("--local", help="Into this host's local tier; needs no server.")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Only verify the bundle; import nothing.")
+    ] = False,
+    url: Url = None,
+    namespace: Annotated[
+        str | None,
+        typer.Option(help="Namespace that gets the artifacts. [default: the bundle's]"),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Publish the artifacts of a bundle to a server, or to this host.
+
+    The whole bundle is verified before anything is published: its form, and each artifact's digest,
+    key and payload, and its signature if this host checks signatures. If anything is wrong, nothing
+    is imported, the entry is named, and the exit status is 3.
+
+    What is there already is skipped, so an import that was interrupted goes on when you run it
+    again. Where other bytes are stored under a key, the first stay.
+    """
+    config = load_config(url=url, namespace=namespace)
+    try:
+        with Bundle(file) as bundle:
+            target = config.namespace if namespace is not None else bundle.namespace
+            told = _Import(dataclasses.replace(config, namespace=target), bundle).run(
+                None if check else "local" if local else "server"
+            )
+    except BundleError as error:
+        fail(f"{file}: {error}; nothing was imported", status=ExitStatus.REFUSED)
+    except ConfigError as error:
+        fail(str(error), status=ExitStatus.USAGE)
+    except CacheError as error:
+        _fail_midway(error)
+    if as_json:
+        print_json({"file": str(file), **told})
+        return
+    size = format_bytes(told["size_bytes"])
+    if check:
+        say(f"sound: {plural(told['artifacts'], 'artifact')} ({size}) of {bundle.namespace}")
+        return
+    differing = told["differing"]
+    say(
+        f"{told['imported']} imported into {told['namespace']}, {told['present']} already there"
+        + (f", {len(differing)} with other bytes there, which stay" if differing else "")
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chosen:
+    """Which artifacts are exported."""
+
+    kind: ArtifactKind | None
+    device_type: str
+    prefixes: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls,
+        kind: ArtifactKind | None,
+        device_type: str | None,
+        prefixes: Iterable[str] | None,
+    ) -> "_Chosen":
+        """Ends the command when an option is out of form."""
+        try:
+            if device_type is not None:
+                DeviceType(device_type)
+            for each in prefixes or ():
+                ArtifactQuery(fingerprint=each)
+        except ValueError as error:
+            what = "--device-type" if "device type" in str(error) else "--fingerprint"
+            fail(
+                f"{what} is out of form: `graphstash ls` shows those of the namespace",
+                status=ExitStatus.USAGE,
+            )
+        found: list[str] = []
+        for each in sorted(set(prefixes or ())):  # one that another begins with says nothing more
+            if not found or not each.startswith(found[-1]):
+                found.append(each)
+        return cls(kind, device_type or "", tuple(found))
+
+    def __contains__(self, key: ArtifactKey) -> bool:
+        return (
+            self.kind in (None, key.kind)
+            and self.device_type in ("", key.device_type)
+            and (not self.prefixes or key.fingerprint.startswith(self.prefixes))
+        )
+
+
+class _Source(Protocol):
+    """Where artifacts are exported from."""
+
+    def entries(self) -> Iterator[BundleEntry]:
+        """Those that are wanted, in the order of a bundle."""
+
+    def fetch(self, entry: BundleEntry, into: IO[bytes]) -> bool:
+        """Writes the blob; False when it is not there any more, or is another one."""
+
+    def close(self) -> None:
+        """Ends the use of it."""
+
+
+class _ServerSource:
+    def __init__(self, config: ClientConfig, job: str | None, chosen: _Chosen) -> None:
+        self._server = ServerClient(_patient(config))
+        self._job, self._chosen = job, chosen
+
+    def entries(self) -> Iterator[BundleEntry]:
+        for listed in self._by_job() if self._job is not None else self._by_prefix():
+            yield BundleEntry(
+                key=listed.key,
+                sha256=listed.digest.removeprefix("sha256:"),
+                size_bytes=listed.size_bytes,
+                metadata=listed.metadata,
+                description=listed.description,
+            )
+
+    def fetch(self, entry: BundleEntry, into: IO[bytes]) -> bool:
+        downloaded = _patiently(lambda: self._server.download(entry.key, into))
+        return downloaded is not None and downloaded.digest == entry.digest
+
+    def close(self) -> None:
+        self._server.close()
+
+    def _by_prefix(self) -> Iterator[ListedArtifact]:
+        for prefix in self._chosen.prefixes or ("",):
+            yield from self._listed(
+                ArtifactQuery(
+                    fingerprint=prefix,
+                    kind=self._chosen.kind,
+                    device_type=self._chosen.device_type or None,
+                    details=True,
+                )
+            )
+
+    def _by_job(self) -> Iterator[ListedArtifact]:
+        job = ManifestName(str(self._job))
+        manifest = _patiently(lambda: self._server.manifest(job))
+        if manifest is None:
+            fail(
+                f"no artifacts are remembered for job {job!r} in the namespace "
+                f"{self._server.config.namespace}"
+            )
+        keys = {entry.key for entry in manifest.entries if entry.key in self._chosen}
+        for fingerprint in sorted({key.fingerprint for key in keys}):
+            query = ArtifactQuery(fingerprint=fingerprint, details=True)
+            yield from (each for each in self._listed(query) if each.key in keys)
+
+    def _listed(self, query: ArtifactQuery) -> Iterator[ListedArtifact]:
+        while True:
+            page = _patiently(partial(self._server.list_artifacts, query))
+            yield from page.artifacts
+            if page.next is None:
+                return
+            query = query.model_copy(update={"after": page.next})
+
+
+class _TierSource:
+    def __init__(self, config: ClientConfig, chosen: _Chosen) -> None:
+        self._tier = LocalTier(config.cache_dir, limit_bytes=config.local_limit)
+        self._namespace, self._chosen = config.namespace, chosen
+
+    def entries(self) -> Iterator[BundleEntry]:
+        keys = [key for key in self._tier.keys(self._namespace) if key in self._chosen]
+        for key in sorted(keys, key=lambda key: (key.fingerprint, key.kind.value, key.device_type)):
+            envelope = self._tier.open(self._namespace, key)
+            if envelope is None:
+                continue
+            with envelope:
+                proof, size = read_provenance(envelope)
+                digest = digest_of(envelope, size)
+                try:
+                    raw_size = int(read_envelope_head(envelope.read)["raw_size"])
+                except (KeyError, TypeError, ValueError):
+                    raw_size = 0  # not an envelope: it is rejected below
+            yield BundleEntry(
+                key=key,
+                sha256=digest.sha256,
+                size_bytes=size,
+                metadata=ArtifactMetadata(
+                    compile_seconds=proof.compile_seconds,
+                    raw_size_bytes=max(0, raw_size),
+                    signature=proof.signature,
+                ),
+            )
+
+    def fetch(self, entry: BundleEntry, into: IO[bytes]) -> bool:
+        envelope = self._tier.open(self._namespace, entry.key)
+        if envelope is None:
+            return False
+        with envelope:
+            part = BoundedReader(envelope, entry.size_bytes)
+            while chunk := part.read(_COPY_BYTES):
+                into.write(chunk)
+        return True
+
+    def close(self) -> None:
+        self._tier.close()
+
+
+def _source(config: ClientConfig, job: str | None, chosen: _Chosen, *, is_local: bool) -> _Source:
+    try:
+        if job is not None:
+            ManifestName(job)
+        if is_local:
+            return _TierSource(config, chosen)
+        return _ServerSource(config, job, chosen)
+    except ValueError as error:  # also a file that a setting names
+        fail(str(error), status=ExitStatus.USAGE)
+
+
+class _Export:
+    """One export. Blobs are collected in a directory beside the bundle; what is there stays."""
+
+    def __init__(self, config: ClientConfig, source: _Source, file: Path) -> None:
+        self._config, self._source, self._file = config, source, file
+        self._directory = file.with_name(f"{file.name}.partial")
+        self._spool = self._directory
+        try:
+            self._signatures = Signatures(config, secret=lambda: None)
+        except ConfigError as error:
+            fail(str(error), status=ExitStatus.USAGE)
+        self._fetched = self._reused = self._size = 0
+        self._gone: list[str] = []
+        self._rejected: list[dict[str, str]] = []
+
+    def run(self) -> dict[str, Any]:
+        if not self._file.parent.is_dir():
+            raise FileNotFoundError(f"there is no directory {self._file.parent}")
+        descriptor = make_own_directory(self._directory)
+        try:
+            # By its descriptor: whoever may write above it could put another one in its place.
+            self._spool = Path(f"/proc/self/fd/{descriptor}")
+            return self._run()
+        finally:
+            os.close(descriptor)
+
+    def _run(self) -> dict[str, Any]:
+        with TemporaryFile(dir=self._spool) as lines, byte_progress() as progress:
+            count = self._collect(lines, progress)
+            if not count:
+                self._remove_spool()
+                fail(
+                    f"there is nothing to export in the namespace {self._config.namespace}: "
+                    "`graphstash ls` lists its artifacts"
+                )
+            task = progress.add_task("writing", total=self._size)
+            size = write_bundle(
+                self._file,
+                namespace=self._config.namespace,
+                lines=lines,
+                artifacts=count,
+                blob_of=self._place_of,
+                written=lambda more: progress.advance(task, more),
+            )
+        self._remove_spool()
+        return {
+            "file": str(self._file),
+            "namespace": self._config.namespace,
+            "artifacts": count,
+            "size_bytes": size,
+            "fetched": self._fetched,
+            "reused": self._reused,
+            "gone": self._gone,
+            "rejected": self._rejected,
+        }
+
+    def _collect(self, lines: IO[bytes], progress: Progress) -> int:
+        count, task = 0, progress.add_task("fetching", total=None)
+        for entry in self._source.entries():
+            try:
+                is_there = self._bring(entry)
+            except BundleError as error:
+                self._place_of(entry).unlink(missing_ok=True)
+                self._rejected.append({"key": str(entry.key), "error": str(error)})
+                err.print(f"rejected: {entry.key}: {error}", markup=False, soft_wrap=True)
+                continue
+            if not is_there:
+                self._gone.append(str(entry.key))
+                err.print(f"gone meanwhile: {entry.key}", markup=False, soft_wrap=True)
+                continue
+            lines.write(line_of(entry))
+            count += 1
+            self._size += entry.size_bytes
+            progress.update(task, completed=self._size)
+        progress.update(task, visible=False)
+        return count
+
+    def _bring(self, entry: BundleEntry) -> bool:
+        """Has the verified blob in the directory; False when it is gone."""
+        place = self._place_of(entry)
+        if place.exists():
+            with suppress(BundleError):
+                self._check(entry, place)
+                self._reused += 1
+                return True
+        partial = place.with_name(f".{place.name}")
+        with partial.open("w+b") as file:
+            if not self._source.fetch(entry, file):
+                partial.unlink()
+                return False
+        partial.replace(place)
+        self._check(entry, place)
+        self._fetched += 1
+        return True
+
+    def _check(self, entry: BundleEntry, place: Path) -> None:
+        with place.open("rb") as blob:
+            check_blob(
+                entry,
+                blob,
+                namespace=self._config.namespace,
+                signatures=self._signatures,
+                max_bytes=self._config.max_artifact,
+            )
+
+    def _place_of(self, entry: BundleEntry) -> Path:
+        return self._spool / entry.sha256
+
+    def _remove_spool(self) -> None:
+        for path in self._spool.iterdir():
+            path.unlink()
+        self._directory.rmdir()
+
+
+class _Import:
+    """One import: the whole bundle is verified, then published."""
+
+    def __init__(self, config: ClientConfig, bundle: Bundle) -> None:
+        self._config, self._bundle = config, bundle
+        self._signatures = Signatures(config, secret=lambda: None)
+        self._is_elsewhere = config.namespace != bundle.namespace
+        if (
+            self._is_elsewhere
+            and self._signatures.policy is SignaturePolicy.REQUIRE
+            and config.signing_key is None
+        ):
+            raise ConfigError(
+                f"the bundle is of the namespace {bundle.namespace}, which its signatures name: "
+                "leave out --namespace, or set GRAPHSTASH_SIGNING_KEY to sign its artifacts for "
+                f"{config.namespace}"
+            )
+        self._imported = self._present = 0
+        self._differing: list[str] = []
+
+    def run(self, into: str | None) -> dict[str, Any]:
+        with byte_progress() as progress:
+            task = progress.add_task("verifying", total=self._bundle.size_bytes)
+            for found in self._bundle.entries():
+                self._check(found)
+                progress.advance(task, found.entry.size_bytes)
+            progress.update(task, visible=False)
+            task = progress.add_task("importing", total=self._bundle.size_bytes)
+            if into == "server":
+                self._publish(progress, task)
+            elif into == "local":
+                self._keep(progress, task)
+        return {
+            "namespace": self._config.namespace,
+            "into": into,
+            "artifacts": self._bundle.artifacts,
+            "size_bytes": self._bundle.size_bytes,
+            "imported": self._imported,
+            "present": self._present,
+            "differing": self._differing,
+        }
+
+    def _check(self, found: Found) -> None:
+        number, entry, blob = found
+        try:
+            check_blob(
+                entry,
+                _as_file(blob),
+                namespace=self._bundle.namespace,
+                signatures=self._signatures,
+                max_bytes=self._config.max_artifact,
+            )
+        except BundleError as error:
+            raise BundleError(f"entry {number} ({entry.name}, {entry.key}): {error}") from error
+        except OSError as error:
+            raise BundleError(f"entry {number} ({entry.name}): {error}") from error
+
+    def _publish(self, progress: Progress, task: TaskID) -> None:
+        with closing(ServerClient(_patient(self._config))) as server:
+            if server.is_known and server.is_read_only:
+                raise ConfigError("GRAPHSTASH_READ_ONLY is set: nothing can be published")
+            entries = self._bundle.entries()
+            while batch := list(islice(entries, _BATCH)):
+                wanted = [found.entry.key for found in batch]
+                reply = _patiently(partial(server.lookup, wanted))
+                there = {each.key: each.digest for each in reply.found}
+                described: list[Description] = []
+                for found in batch:
+                    self._publish_one(server, found, there.get(found.entry.key))
+                    progress.advance(task, found.entry.size_bytes)
+                    if found.entry.description is not None:
+                        described.append(found.entry.description)
+                    if len(described) == MAX_DESCRIPTIONS // 4:
+                        _describe(server, described)
+                _describe(server, described)
+
+    def _publish_one(self, server: ServerClient, found: Found, there: str | None) -> None:
+        entry = found.entry
+        if there is None:
+            metadata = self._metadata_of(found)
+            try:
+                _patiently(
+                    lambda: server.upload(entry.key, _as_file(found.blob), entry.digest, metadata)
+                )
+            except ConflictError:
+                there = ""
+            else:
+                self._imported += 1
+                return
+        if there == str(entry.digest):
+            self._present += 1
+        else:
+            self._differing.append(str(entry.key))
+
+    def _keep(self, progress: Progress, task: TaskID) -> None:
+        limit = self._config.local_limit
+        if self._bundle.size_bytes > limit:
+            raise ConfigError(
+                f"the bundle has {format_bytes(self._bundle.size_bytes)}, more than "
+                f"GRAPHSTASH_LOCAL_LIMIT ({format_bytes(limit)}): raise it"
+            )
+        tier = LocalTier(self._config.cache_dir, limit_bytes=limit)
+        with closing(tier):
+            if tier.is_private:
+                raise ConfigError(tier.troubles[0].detail)
+            for found in self._bundle.entries():
+                self._keep_one(tier, found)
+                progress.advance(task, found.entry.size_bytes)
+
+    def _keep_one(self, tier: LocalTier, found: Found) -> None:
+        entry = found.entry
+        if tier.has(self._config.namespace, entry.key):
+            self._present += 1
+            return
+        metadata = self._metadata_of(found)
+        proof = entry.proof.model_copy(update={"signature": metadata.signature})
+        with tier.temporary() as envelope:
+            found.blob.seek(0)
+            while chunk := found.blob.read(_COPY_BYTES):
+                envelope.write(chunk)
+            envelope.seek(0)
+            if digest_of(envelope, entry.size_bytes) != entry.digest:
+                raise LocalTierError(f"{entry.name} in the bundle was changed meanwhile")
+            if not tier.adopt(self._config.namespace, entry.key, envelope, proof=proof):
+                raise tier.troubles[-1]
+        self._imported += 1
+
+    def _metadata_of(self, found: Found) -> ArtifactMetadata:
+        """What is published with it: in another namespace, with a signature of this host."""
+        entry = found.entry
+        found.blob.seek(0)
+        raw_size = int(read_envelope_head(_as_file(found.blob).read)["raw_size"])
+        metadata = entry.metadata or ArtifactMetadata(compile_seconds=0, raw_size_bytes=raw_size)
+        if self._is_elsewhere:
+            subject = SignedSubject(self._config.namespace, entry.key, entry.digest, raw_size)
+            signature = self._signatures.prove(subject).signature
+            metadata = metadata.model_copy(update={"signature": signature})
+        return metadata
+
+
+def _fail_midway(error: CacheError) -> NoReturn:
+    if error.reason is Reason.NO_SERVER:
+        fail_for(error)
+    fail(f"{error.detail}; run it again to go on where it stopped")
+
+
+def _describe(server: ServerClient, described: list[Description]) -> None:
+    """Tells what artifacts were made of. A server that does not take it has the artifacts."""
+    if described:
+        with suppress(CacheError):
+            server.describe(described)
+        described.clear()
+
+
+def _as_file(part: Part) -> Any:
+    """A part is all that readers of envelopes need of a file."""
+    return part
+
+
+def _patient(config: ClientConfig) -> ClientConfig:
+    """Settings for somebody who waits for the whole, not for a job that could compile instead."""
+    return dataclasses.replace(
+        config,
+        connect_seconds=max(10.0, config.connect_seconds),
+        first_byte_seconds=max(_PATIENCE_SECONDS, config.first_byte_seconds),
+        fetch_seconds=_MOST_SECONDS,
+    )
+
+
+def _patiently(call: Callable[[], _T]) -> _T:
+    """The answer of a call; waits as long as a busy server asks for, some times."""
+    for _ in range(_TRIES):
+        try:
+            return call()
+        except BusyError as error:
+            time.sleep(min(max(error.retry_after_seconds, 0.1), _PATIENCE_SECONDS))
+    return call()

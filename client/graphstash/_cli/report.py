@@ -1,0 +1,290 @@
+"""`graphstash report`: what the cache saved in a month, in Markdown for a manager."""
+
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Annotated, Any, Final
+
+import typer
+
+from graphstash._cli.output import (
+    Json,
+    Url,
+    count_progress,
+    fail,
+    fail_for,
+    format_bytes,
+    format_seconds,
+    load_config,
+    print_json,
+    shown,
+)
+from graphstash._http.client import ServerClient
+from graphstash.config import ClientConfig
+from graphstash.errors import CacheError, ConfigError
+from graphstash_schema import Namespace
+from graphstash_schema.exit_status import ExitStatus
+from graphstash_schema.history import OTHERS, Grouping, HistoryPoint, Step
+from graphstash_schema.run import MAX_LISTED_RUNS, Run, RunMiss
+
+__all__ = ["report"]
+
+_GROUPINGS: Final = (Grouping.NAMESPACE, Grouping.JOB, Grouping.KIND, Grouping.DEVICE_TYPE)
+_TITLES: Final = {
+    Grouping.NAMESPACE: "By namespace",
+    Grouping.JOB: "By job",
+    Grouping.KIND: "By kind of artifact",
+    Grouping.DEVICE_TYPE: "By device type",
+}
+_MAX_RUNS_READ: Final = 50
+"""Runs whose misses are asked for: those that compiled longest."""
+_SHOWN_MISSES: Final = 10
+_MARKDOWN: Final = re.compile(r"([\\`*_\[\]<>|~&]|:(?=//))")
+"""What means something in the cell of a table; also what makes a link of a bare address."""
+
+
+@dataclass
+class Sums:
+    """What a group did in the month."""
+
+    group: str = ""
+    hits: int = 0
+    misses: int = 0
+    served_bytes: int = 0
+    puts: int = 0
+    saved_compile_seconds: float = 0.0
+
+    def add(self, point: HistoryPoint) -> None:
+        """Adds one step."""
+        self.hits += point.hits
+        self.misses += point.misses
+        self.served_bytes += point.served_bytes
+        self.puts += point.puts
+        self.saved_compile_seconds += point.saved_compile_seconds
+
+    @property
+    def hit_rate(self) -> float | None:
+        """From 0 to 1; None when nothing was asked for."""
+        asked = self.hits + self.misses
+        return self.hits / asked if asked else None
+
+
+@dataclass
+class MissSums:
+    """What was compiled under one name."""
+
+    label: str
+    namespace: str
+    cause: str = ""
+    misses: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class MonthReport:
+    """What a report says.
+
+    Attributes:
+        month: such as 2026-11.
+        namespace: the only one that it is about; None for all that may be read.
+        total: of all groups.
+        by: groups, those with the most look-ups first.
+        misses: what was compiled longest, of the runs that were looked at.
+        runs: how many of them began in the month and are known.
+        runs_read: how many of those the misses come from.
+        saved_wall_seconds: estimate of how much earlier the processes of these runs ended.
+    """
+
+    month: str
+    namespace: str | None
+    total: Sums
+    by: dict[str, list[Sums]]
+    misses: list[MissSums] = field(default_factory=list)
+    runs: int = 0
+    runs_read: int = 0
+    saved_wall_seconds: float = 0.0
+
+
+def report(
+    *,
+    month: Annotated[
+        str | None, typer.Option(help="Month in UTC, e.g. `2026-11`. [default: this month]")
+    ] = None,
+    url: Url = None,
+    namespace: Annotated[
+        str | None, typer.Option(help="Only this namespace. [default: all that you may read]")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Print what the cache saved in a month, in Markdown.
+
+    Compile time that was not spent, hit rates by namespace, job, kind and device type, and what was
+    compiled most. Example:
+
+        graphstash report --month 2026-11 > november.md
+    """
+    config = load_config(url=url, namespace=namespace)
+    since, until = _month(month)
+    try:
+        server = ServerClient(config)
+    except ConfigError as error:
+        fail(str(error), status=ExitStatus.USAGE)
+    with closing(server):
+        try:
+            made = _read(server, since, until, namespace)
+        except CacheError as error:
+            fail_for(error)
+    if as_json:
+        print_json(asdict(made))
+    else:
+        typer.echo(_markdown(made, since))
+
+
+def _month(text: str | None) -> tuple[datetime, datetime]:
+    now = datetime.now(UTC)
+    try:
+        since = datetime.strptime(text, "%Y-%m").replace(tzinfo=UTC) if text else now
+    except ValueError:
+        since = datetime.min.replace(tzinfo=UTC)
+    if not 2000 <= since.year < 9999:
+        fail(
+            f"--month={text!r}: expected a year and a month, e.g. 2026-11", status=ExitStatus.USAGE
+        )
+    since = since.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
+    years, months = divmod(since.month, 12)
+    return since, since.replace(year=since.year + years, month=months + 1)
+
+
+def _read(
+    server: ServerClient, since: datetime, until: datetime, namespace: str | None
+) -> MonthReport:
+    query = {"since": since.isoformat(), "until": until.isoformat(), "step": Step.DAY.value}
+    if namespace is not None:
+        query["namespace"] = namespace
+    groups: dict[str, list[Sums]] = {}
+    for by in _GROUPINGS:
+        if namespace is None or by is not Grouping.NAMESPACE:
+            groups[by.value] = _sums(server.history(**query, by=by.value).points)
+    (total,) = _sums(server.history(**query, by=Grouping.NONE.value).points) or [Sums()]
+    made = MonthReport(f"{since:%Y-%m}", namespace, total, groups)
+    names = [each.group for each in groups.get(Grouping.NAMESPACE.value, ()) if each.misses]
+    chosen = [namespace] if namespace is not None else [each for each in names if each != OTHERS]
+    _add_runs(server.config, made, [Namespace(each) for each in chosen], since, until)
+    return made
+
+
+def _sums(points: Iterable[HistoryPoint]) -> list[Sums]:
+    groups: dict[str, Sums] = {}
+    for point in points:
+        groups.setdefault(point.group, Sums(point.group)).add(point)
+    return sorted(groups.values(), key=lambda each: (-each.saved_compile_seconds, each.group))
+
+
+def _add_runs(
+    config: ClientConfig,
+    made: MonthReport,
+    namespaces: Sequence[Namespace],
+    since: datetime,
+    until: datetime,
+) -> None:
+    """Adds what runs have reported: how much earlier they ended, and what they compiled."""
+    found: list[tuple[float, Namespace, Run]] = []
+    with count_progress() as progress:
+        for where in progress.track(namespaces, description="runs"):
+            with closing(ServerClient(_in(config, where))) as server:
+                for run in server.runs(limit=MAX_LISTED_RUNS).runs:
+                    if since <= run.started_at < until:
+                        seconds = sum(each.compile_seconds for each in run.counts)
+                        found.append((seconds, where, run))
+        found.sort(key=lambda each: -each[0])
+        made.runs = len(found)
+        made.saved_wall_seconds = sum(run.saved_wall_seconds for _, _, run in found)
+        read = [each for each in found[:_MAX_RUNS_READ] if each[0] > 0]
+        made.runs_read = len(read)
+        sums: dict[tuple[str, str], MissSums] = {}
+        for _, where, run in progress.track(read, description="misses"):
+            with closing(ServerClient(_in(config, where))) as server:
+                for miss in server.run(run.run).misses:
+                    _add_miss(sums, where, miss)
+    longest = sorted(sums.values(), key=lambda each: -each.seconds)
+    made.misses = longest[:_SHOWN_MISSES]
+
+
+def _add_miss(sums: dict[tuple[str, str], MissSums], where: Namespace, miss: RunMiss) -> None:
+    label = miss.label or f"{miss.key.kind} {miss.key.fingerprint[:12]}"
+    each = sums.setdefault((where, label), MissSums(label, where))
+    each.misses += 1
+    each.seconds += miss.seconds
+    each.cause = miss.cause or each.cause
+
+
+def _in(config: ClientConfig, namespace: Namespace) -> ClientConfig:
+    return replace(config, namespace=namespace)
+
+
+# --- Markdown
+
+
+def _markdown(made: MonthReport, since: datetime) -> str:
+    total = made.total
+    where = f", namespace {_plain(made.namespace)}" if made.namespace else ""
+    lines = [f"# graphstash in {since:%B %Y}{where}", ""]
+    if total.hit_rate is None:
+        lines += ["Nothing was looked up in this month, or no history of it is kept.", ""]
+        return "\n".join(lines)
+    lines.append(
+        f"**{format_seconds(total.saved_compile_seconds)} of compile time was not spent.** "
+        f"{total.hits:,} of {total.hits + total.misses:,} look-ups were hits "
+        f"({total.hit_rate:.0%}); {format_bytes(total.served_bytes)} were served, and "
+        f"{total.puts:,} artifacts were stored.\n\n"
+        "This is the time of compilers, summed over all hosts: the computing that was not done, "
+        "not how much earlier jobs ended.\n"
+    )
+    if made.saved_wall_seconds:
+        lines.append(
+            f"The latest runs of the month ({made.runs} that reported) ended about "
+            f"{format_seconds(made.saved_wall_seconds)} earlier together, by their own estimate.\n"
+        )
+    for by in _GROUPINGS:
+        lines += _groups(_TITLES[by], made.by.get(by.value, []))
+    return "\n".join(lines + _misses(made))
+
+
+def _groups(title: str, groups: Sequence[Sums]) -> list[str]:
+    if not any(each.hits or each.misses for each in groups):
+        return []
+    lines = [f"## {title}", "", "| | not spent | hits | misses | hit rate | served |"]
+    lines.append("|---|---:|---:|---:|---:|---:|")
+    for each in groups:
+        rate = "" if each.hit_rate is None else f"{each.hit_rate:.0%}"
+        lines.append(
+            f"| {_plain(each.group) or 'not named'} | {format_seconds(each.saved_compile_seconds)} "
+            f"| {each.hits:,} | {each.misses:,} | {rate} | {format_bytes(each.served_bytes)} |"
+        )
+    return [*lines, ""]
+
+
+def _misses(made: MonthReport) -> list[str]:
+    if not made.misses:
+        return []
+    lines = [
+        "## Compiled longest",
+        "",
+        f"Of the {made.runs_read} runs that compiled longest.",
+        "",
+        "| program | namespace | compiled | times | why |",
+        "|---|---|---:|---:|---|",
+    ]
+    lines += [
+        f"| {_plain(each.label)} | {_plain(each.namespace)} | {format_seconds(each.seconds)} "
+        f"| {each.misses} | {_plain(each.cause) or 'not known'} |"
+        for each in made.misses
+    ]
+    return [*lines, ""]
+
+
+def _plain(text: Any) -> str:
+    """Text of a stranger that Markdown shows as it is."""
+    return _MARKDOWN.sub(r"\\\1", shown(str(text), most=128))

@@ -1,0 +1,161 @@
+"""Statements that list the artifacts of a namespace, a page at a time."""
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, Final, NamedTuple
+
+from sqlalchemy import Column, ColumnElement, and_, literal, select, tuple_
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from graphstash_schema import Digest
+from graphstash_server.db.queries.shared import KEY_COLUMNS, KNOWN_KINDS, stored_key
+from graphstash_server.db.tables import artifacts, descriptions, environments
+from graphstash_server.keys import StoredKey
+
+__all__ = ["ListedRow", "Place", "Wanted", "list_page"]
+
+_BEYOND_HEX: Final = "g"
+"""Sorts after every hex digit."""
+
+_KEY: Final = (artifacts.c.fingerprint, artifacts.c.kind, artifacts.c.device_type)
+_BY_TIME: Final = (artifacts.c.created_at, *_KEY)
+
+_LISTED = (
+    select(
+        *(artifacts.c[name] for name in KEY_COLUMNS),
+        *(artifacts.c[name] for name in ("sha256", "size_bytes", "metadata_header", "hits")),
+        artifacts.c.created_at,
+        artifacts.c.last_used_at,
+        descriptions.c.label,
+        descriptions.c.parts.label("program"),
+        environments.c.parts.label("environment"),
+    )
+    .outerjoin(descriptions)
+    .outerjoin(environments, environments.c.id == descriptions.c.environment)
+    .where(artifacts.c.withheld_at.is_(None), artifacts.c.kind.in_(KNOWN_KINDS))
+)
+
+
+class Place(NamedTuple):
+    """Where a page ends: the key of its last artifact, and when that was stored."""
+
+    created_at: datetime
+    fingerprint: str
+    kind: str
+    device_type: str
+
+
+class Wanted(NamedTuple):
+    """Which artifacts; texts that are empty choose all.
+
+    Attributes:
+        namespace: of all of them.
+        is_newest_first: or by fingerprint.
+        after: where the page before ended.
+        fingerprint: its beginning.
+    """
+
+    namespace: str
+    is_newest_first: bool
+    after: Place | None
+    kind: str
+    device_type: str
+    fingerprint: str
+    label: str
+
+
+class ListedRow(NamedTuple):
+    """An artifact that may be served; its parts are None where nobody has described it."""
+
+    key: StoredKey
+    digest: Digest
+    metadata_header: str
+    hits: int
+    created_at: datetime
+    last_used_at: datetime
+    label: str
+    program: dict[str, str] | None
+    environment: dict[str, str] | None
+
+    @property
+    def place(self) -> Place:
+        """Where a page ends that ends with it."""
+        return Place(
+            self.created_at, self.key.fingerprint, self.key.kind.value, self.key.device_type
+        )
+
+
+async def list_page(
+    connection: AsyncConnection, wanted: Wanted, *, limit: int, most_scanned: int
+) -> tuple[list[ListedRow], Place | None]:
+    """A page, and where it ends if there may be more.
+
+    At most `most_scanned` artifacts are looked through, all of them in the order of an index: few
+    may be wanted of a million.
+    """
+    order, within = _order_of(wanted), _range_of(wanted)
+    ends = select(*_BY_TIME).where(within).order_by(*order).offset(most_scanned - 1).limit(1)
+    end = (await connection.execute(ends)).first()
+    last = None if end is None else Place(*end)
+    chosen = _LISTED.where(within, *_filters_of(wanted))
+    if last is not None:
+        chosen = chosen.where(~_is_after(wanted, last))
+    found = [
+        _row(each) for each in await connection.execute(chosen.order_by(*order).limit(limit + 1))
+    ]
+    if len(found) > limit:
+        return found[:limit], found[limit - 1].place
+    return found, last
+
+
+def _order_of(wanted: Wanted) -> Sequence[ColumnElement[Any]]:
+    return [column.desc() for column in _BY_TIME] if wanted.is_newest_first else _KEY
+
+
+def _range_of(wanted: Wanted) -> ColumnElement[bool]:
+    """What an index chooses."""
+    chosen = [artifacts.c.namespace == wanted.namespace]
+    if wanted.fingerprint:
+        chosen.append(artifacts.c.fingerprint >= wanted.fingerprint)
+        chosen.append(artifacts.c.fingerprint < wanted.fingerprint + _BEYOND_HEX)
+    if wanted.after is not None:
+        chosen.append(_is_after(wanted, wanted.after))
+    return and_(*chosen)
+
+
+def _is_after(wanted: Wanted, place: Place) -> ColumnElement[bool]:
+    if wanted.is_newest_first:
+        return tuple_(*_BY_TIME) < _values(_BY_TIME, place)
+    return tuple_(*_KEY) > _values(_KEY, place[1:])
+
+
+def _values(columns: Sequence[Column[Any]], values: Sequence[Any]) -> ColumnElement[Any]:
+    paired = zip(columns, values, strict=True)
+    return tuple_(*(literal(value, column.type) for column, value in paired))
+
+
+def _filters_of(wanted: Wanted) -> list[ColumnElement[bool]]:
+    filters = []
+    if wanted.kind:
+        filters.append(artifacts.c.kind == wanted.kind)
+    if wanted.device_type:
+        filters.append(artifacts.c.device_type == wanted.device_type)
+    if wanted.label:
+        filters.append(descriptions.c.label.icontains(wanted.label, autoescape=True))
+    return filters
+
+
+def _row(found: Any) -> ListedRow:
+    is_described = found.environment is not None
+    return ListedRow(
+        stored_key(found),
+        Digest(found.sha256, found.size_bytes),
+        found.metadata_header,
+        found.hits,
+        found.created_at,
+        found.last_used_at,
+        found.label or "",
+        json.loads(found.program) if is_described else None,
+        json.loads(found.environment) if is_described else None,
+    )

@@ -1,0 +1,107 @@
+"""ListingService: pages of the artifacts of a namespace."""
+
+from datetime import datetime
+from typing import Final
+
+from graphstash_schema import (
+    ArtifactMetadata,
+    DeviceType,
+    ErrorCode,
+    Fingerprint,
+    InvalidValueError,
+    Namespace,
+)
+from graphstash_schema.explanation import Description
+from graphstash_schema.listing import (
+    MAX_DETAILED_ARTIFACTS,
+    ArtifactList,
+    ArtifactQuery,
+    ListedArtifact,
+    ListOrder,
+)
+from graphstash_server.db.engine import Database
+from graphstash_server.db.queries.listing import ListedRow, Place, Wanted, list_page
+from graphstash_server.errors import ServerError
+
+__all__ = ["ListingService"]
+
+_SCANNED: Final = 5000
+"""Artifacts that one call looks through: some milliseconds of the database."""
+
+
+class ListingService:
+    """Safe for concurrent calls."""
+
+    def __init__(self, *, database: Database) -> None:
+        self._database = database
+
+    async def list_artifacts(self, namespace: Namespace, query: ArtifactQuery) -> ArtifactList:
+        """A page of what may be served.
+
+        Raises:
+            ServerError: 400, when `after` is no `next` of a page in this order.
+        """
+        is_newest_first = query.order is ListOrder.NEWEST
+        wanted = Wanted(
+            namespace=namespace,
+            is_newest_first=is_newest_first,
+            after=_place_of(query.after) if query.after else None,
+            kind=query.kind or "",
+            device_type=query.device_type or "",
+            fingerprint=query.fingerprint,
+            label=query.label,
+        )
+        limit = min(query.limit, MAX_DETAILED_ARTIFACTS) if query.details else query.limit
+        async with self._database.reading() as connection:
+            rows, last = await list_page(connection, wanted, limit=limit, most_scanned=_SCANNED)
+        return ArtifactList(
+            artifacts=tuple(_listed(row, with_details=query.details) for row in rows),
+            next=None if last is None else _text_of(last),
+        )
+
+
+def _listed(row: ListedRow, *, with_details: bool) -> ListedArtifact:
+    metadata = description = None
+    if row.metadata_header:
+        try:
+            metadata = ArtifactMetadata.from_header(row.metadata_header)
+        except InvalidValueError:  # stored by a release with other rules
+            metadata = None
+    if metadata is not None and not with_details:
+        metadata = metadata.model_copy(update={"parts": {}})
+    if with_details and row.program is not None and row.environment is not None:
+        description = Description(
+            key=row.key.key, label=row.label, program=row.program, environment=row.environment
+        )
+    return ListedArtifact(
+        key=row.key.key,
+        digest=str(row.digest),
+        size_bytes=row.digest.size_bytes,
+        created_at=row.created_at,
+        last_used_at=row.last_used_at,
+        hits=row.hits,
+        label=row.label,
+        metadata=metadata,
+        description=description,
+    )
+
+
+def _text_of(place: Place) -> str:
+    return "/".join((place.created_at.isoformat(), *place[1:]))
+
+
+def _place_of(text: str) -> Place:
+    try:
+        created_at, fingerprint, kind, device_type = text.split("/")
+        at = datetime.fromisoformat(created_at)
+        place = Place(at, Fingerprint(fingerprint), kind, DeviceType(device_type))
+        is_one = at.tzinfo is not None and kind.isidentifier()
+    except ValueError:
+        is_one = False
+    if not is_one:
+        raise ServerError(
+            ErrorCode.INVALID_REQUEST,
+            f"after={text[:120]!r} does not come from a page: use its `next` as it is, or leave it "
+            "out to begin",
+        )
+    return place

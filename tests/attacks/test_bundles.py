@@ -1,0 +1,431 @@
+"""A bundle passes through many hands before it is imported: whoever changes it, imports nothing."""
+
+import hashlib
+import io
+import os
+import random
+import tarfile
+
+import pytest
+from typer.testing import CliRunner
+
+from graphstash._artifacts.bundle import Bundle, BundleEntry, BundleHead, line_of
+from graphstash._cli.main import app
+from graphstash.errors import BundleError
+from graphstash_schema import ArtifactKey, ArtifactMetadata
+from graphstash_schema.exit_status import ExitStatus
+from support.bombs import bomb
+from support.guarded_server import DEVICE, fingerprint
+from support.signing import flipped, sealed, signature_of
+
+NUMBERS = sorted(range(3), key=fingerprint)
+"""Of three artifacts, in the order of a bundle."""
+
+
+def key_of(number):
+    return ArtifactKey.parse("jax", DEVICE, fingerprint(number))
+
+
+class Forge:
+    """Makes bundles as an attacker does who knows the format.
+
+    Attributes:
+        entries: what the manifest says.
+        blobs: of each, in its order.
+    """
+
+    def __init__(self, directory, namespace, *, signing_key=None):
+        self.directory, self.namespace = directory, namespace
+        self.entries, self.blobs = [], []
+        for number in NUMBERS:
+            envelope = sealed(directory, key_of(number), b"executable %d" % number * 99)
+            signature = None
+            if signing_key is not None:
+                signature = signature_of(signing_key, namespace, key_of(number), envelope)
+            metadata = ArtifactMetadata(
+                compile_seconds=1.0, raw_size_bytes=envelope.raw_size_bytes, signature=signature
+            )
+            self.add(key_of(number), envelope.path.read_bytes(), metadata)
+
+    def add(self, key, blob, metadata=None):
+        sha256 = hashlib.sha256(blob).hexdigest()
+        self.entries.append(
+            BundleEntry(key=key, sha256=sha256, size_bytes=len(blob), metadata=metadata)
+        )
+        self.blobs.append(blob)
+
+    def manifest(self, *, lines=None, artifacts=None):
+        head = BundleHead(
+            namespace=self.namespace,
+            artifacts=len(self.entries) if artifacts is None else artifacts,
+        )
+        return line_of(head) + b"".join(lines or map(line_of, self.entries))
+
+    def write(self, *, manifest=None, members=None):
+        """A tar file of a manifest and members; by default those of an honest export."""
+        manifest = self.manifest() if manifest is None else manifest
+        name = f"manifest-{hashlib.sha256(manifest).hexdigest()}.jsonl"
+        honest = [
+            (member(entry.name, len(blob)), blob)
+            for entry, blob in zip(self.entries, self.blobs, strict=True)
+        ]
+        path = self.directory / "forged.bundle"
+        path.unlink(missing_ok=True)
+        with tarfile.open(path, "w", format=tarfile.GNU_FORMAT) as tar:
+            for info, content in [(member(name, len(manifest)), manifest), *(members or honest)]:
+                tar.addfile(info, io.BytesIO(content))
+        path.chmod(0o600)
+        return path
+
+
+def member(name, size=0, **changes):
+    info = tarfile.TarInfo(name)
+    info.size = size
+    for change, value in changes.items():
+        setattr(info, change, value)
+    return info
+
+
+def is_sound(path):
+    """Whether a bundle and all its blobs are what its manifest says."""
+    try:
+        with Bundle(path) as bundle:
+            return all(
+                hashlib.sha256(blob.read()).hexdigest() == entry.sha256
+                for _, entry, blob in bundle.entries()
+            )
+    except BundleError:
+        return False
+
+
+@pytest.fixture
+def forge(tmp_path, space):
+    return Forge(tmp_path, space)
+
+
+@pytest.fixture
+def refuse(fort, space, tmp_path):
+    """Imports a file with the right to write, and expects that nothing comes of it."""
+    token = fort.token(f"write:{space}")
+
+    def run(path, **settings):
+        variables = {
+            "GRAPHSTASH_URL": fort.url,
+            "GRAPHSTASH_TOKEN": token,
+            "GRAPHSTASH_CACHE_DIR": str(tmp_path / "host"),
+            **{f"GRAPHSTASH_{name.upper()}": str(value) for name, value in settings.items()},
+        }
+        return CliRunner().invoke(app, ["import", str(path)], env=variables)
+
+    def refuse(path, *named, **settings):
+        with fort.withstands():
+            result = run(path, **settings)
+        assert result.exit_code == ExitStatus.REFUSED, result.output
+        assert result.stderr.endswith("; nothing was imported\n")
+        for name in named:
+            assert name in result.stderr
+
+    refuse.run = run
+    return refuse
+
+
+def test_an_honest_bundle_is_imported(forge, refuse, fort, space):
+    """What is forged below differs from this one in one thing."""
+    result = refuse.run(forge.write())
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "3 imported" in result.stdout
+    got = fort.http(fort.admin).get(key_of(NUMBERS[0]).artifact_path(space))
+    assert got.content == forge.blobs[0]
+
+
+def test_any_byte_is_changed(forge, tmp_path):
+    """Of the headers, the manifest, the padding and the end; each blob by its digest."""
+    honest = forge.write().read_bytes()
+    assert is_sound(forge.directory / "forged.bundle")
+    seed = 7
+    places = {*range(0, len(honest), 97), *random.Random(seed).sample(range(len(honest)), 200)}
+    path = tmp_path / "changed"
+    path.touch(mode=0o600)
+    for place in sorted(places):
+        changed = bytearray(honest)
+        changed[place] ^= 0x41
+        path.write_bytes(changed)
+        assert not is_sound(path), place
+
+
+def test_a_byte_of_a_blob_is_changed(forge, refuse):
+    path = forge.write()
+    content = bytearray(path.read_bytes())
+    content[content.index(forge.blobs[1]) + 100] ^= 1
+    path.write_bytes(content)
+    refuse(path, "entry 2", str(key_of(NUMBERS[1])), "its bytes were changed")
+
+
+def test_the_file_is_cut_anywhere(forge, tmp_path):
+    honest = forge.write().read_bytes()
+    path = tmp_path / "cut"
+    path.touch(mode=0o600)
+    for size in (*range(0, len(honest), 512), len(honest) - 1):
+        path.write_bytes(honest[:size])
+        assert not is_sound(path), size
+
+
+def test_the_file_is_cut_in_the_second_entry(forge, refuse):
+    path = forge.write()
+    content = path.read_bytes()
+    path.write_bytes(content[: content.index(forge.blobs[1]) + 5])
+    refuse(path, "entry 2", f"is cut: 5 of {len(forge.blobs[1])} bytes are there")
+
+
+def test_the_entries_change_places(forge, refuse):
+    forge.entries.reverse()
+    forge.blobs.reverse()
+    refuse(forge.write(), "artifact 2 in the manifest", "not in order")
+
+
+def test_the_blobs_change_places(forge, refuse):
+    manifest = forge.manifest()
+    forge.entries.reverse()
+    forge.blobs.reverse()
+    refuse(forge.write(manifest=manifest), "entry 1", "is in its place")
+
+
+def test_an_entry_comes_twice(forge, refuse):
+    forge.entries.insert(1, forge.entries[0])
+    forge.blobs.insert(1, forge.blobs[0])
+    refuse(forge.write(), "artifact 2 in the manifest", "is there twice")
+
+
+def test_a_blob_is_left_out(forge, refuse):
+    manifest = forge.manifest()
+    del forge.entries[1], forge.blobs[1]
+    refuse(forge.write(manifest=manifest), "entry 2", "is in its place")
+
+
+def test_an_artifact_is_left_out_of_the_manifest_alone(forge, refuse):
+    lines = list(map(line_of, forge.entries))
+    refuse(
+        forge.write(manifest=forge.manifest(lines=lines[:2], artifacts=2)), "after the last entry"
+    )
+    refuse(forge.write(manifest=forge.manifest(lines=lines[:2])), "announces 3 artifacts")
+
+
+def test_something_is_added_at_the_end(forge, refuse):
+    path = forge.write()
+    with path.open("ab") as file:
+        file.write(bytes(tarfile.RECORDSIZE))
+    refuse(path, "after the last entry")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"type": tarfile.SYMTYPE, "linkname": "/etc/passwd", "size": 0},
+        {"type": tarfile.LNKTYPE, "linkname": "blobs/other", "size": 0},
+        {"name": "../../etc/cron.d/job"},
+        {"name": "/etc/cron.d/job"},
+        {"name": "blobs/\x1b[2J"},
+        {"type": tarfile.DIRTYPE, "size": 0},
+        {"type": tarfile.FIFOTYPE, "size": 0},
+        {"type": tarfile.CHRTYPE, "size": 0},
+        {"mode": 0o4755},
+        {"uid": 1000},
+        {"mtime": 1},
+        {"uname": "root"},
+    ],
+    ids=(
+        *("symlink", "hard link", "dots", "root", "escape", "directory", "fifo", "device"),
+        *("setuid", "owner", "time", "user"),
+    ),
+)
+def test_an_entry_is_something_else(forge, refuse, changes):
+    members = [
+        (member(entry.name, len(blob)), blob)
+        for entry, blob in zip(forge.entries, forge.blobs, strict=True)
+    ]
+    for name, value in changes.items():
+        setattr(members[1][0], name, value)
+    path = forge.write(members=members)
+    refuse(path, "entry 2", "is in its place")
+    assert not any("cron" in str(each) for each in path.parent.rglob("*"))
+
+
+def test_an_entry_is_hidden_behind_a_long_name(forge, refuse):
+    """Another header in front, as tar writes it for names that do not fit."""
+    members = [(member("x" * 300, 1), b"x")]
+    refuse(forge.write(members=members), "entry 1", "is in its place")
+
+
+@pytest.mark.parametrize("size", [2**33, 2**62])
+def test_a_blob_declares_a_huge_size(forge, refuse, size):
+    forge.entries[1] = forge.entries[1].model_copy(update={"size_bytes": size})
+    manifest = forge.manifest()
+    members = [
+        (member(entry.name, len(blob)), blob)
+        for entry, blob in zip(forge.entries, forge.blobs, strict=True)
+    ]
+    refuse(forge.write(manifest=manifest, members=members), "entry 2")
+    content = forge.write(manifest=manifest, members=members).read_bytes()
+    header = member(forge.entries[1].name, size).tobuf(tarfile.GNU_FORMAT)
+    path = forge.directory / "forged.bundle"
+    place = content.index(forge.entries[1].name.encode() + b"\0")
+    path.write_bytes(content[:place] + header + content[place + 512 :])
+    refuse(path, "entry 2", "is cut")
+
+
+def test_the_manifest_declares_a_huge_size(forge, refuse):
+    path = forge.write()
+    content = path.read_bytes()
+    name = content[: content.index(b"\0")].decode()
+    path.write_bytes(member(name, 2**40).tobuf(tarfile.GNU_FORMAT) + content[512:])
+    refuse(path, "the manifest is cut")
+
+
+def test_a_line_of_the_manifest_has_no_end(forge, refuse):
+    manifest = forge.manifest() + b" " * 10 * 1024**2
+    refuse(forge.write(manifest=manifest), "artifact 4 in the manifest", "more than")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"{}\n", b"null\n", b"[" * 100_000 + b"\n", b"\xff\n", b'{"key":1}\n', b"\n"],
+    ids=["nothing", "null", "depth", "no UTF-8", "number", "empty"],
+)
+def test_a_line_of_the_manifest_is_no_artifact(forge, refuse, line):
+    lines = [line_of(forge.entries[0]), line, line_of(forge.entries[2])]
+    refuse(forge.write(manifest=forge.manifest(lines=lines)), "artifact 2 in the manifest")
+
+
+def test_the_manifest_says_one_thing_twice(forge, refuse):
+    """A reader that takes the first, and one that takes the last, would see two bundles."""
+    line = line_of(forge.entries[1])
+    twice = line.replace(b'"sha256":', b'"sha256":"' + b"0" * 64 + b'","sha256":', 1)
+    lines = [line_of(forge.entries[0]), twice, line_of(forge.entries[2])]
+    refuse(forge.write(manifest=forge.manifest(lines=lines)), "artifact 2", "not in the form")
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("kind", "../x"),
+        ("device_type", "../../x"),
+        ("fingerprint", "0" * 63 + "/"),
+    ],
+)
+def test_a_key_is_a_path(forge, refuse, part, value):
+    line = line_of(forge.entries[1])
+    old = getattr(forge.entries[1].key, part)
+    lines = [
+        line_of(forge.entries[0]),
+        line.replace(f'"{part}":"{old}"'.encode(), f'"{part}":"{value}"'.encode()),
+        line_of(forge.entries[2]),
+    ]
+    refuse(forge.write(manifest=forge.manifest(lines=lines)), "artifact 2 in the manifest")
+
+
+def test_an_intact_blob_comes_under_another_key(forge, refuse):
+    wrong = forge.entries[1].model_copy(
+        update={"sha256": forge.entries[0].sha256, "size_bytes": forge.entries[0].size_bytes}
+    )
+    forge.entries[1], forge.blobs[1] = wrong, forge.blobs[0]
+    refuse(forge.write(), "entry 2", "asked for")
+
+
+def test_a_blob_is_no_envelope(forge, refuse):
+    key = forge.entries[1].key
+    forge.entries[1:], forge.blobs[1:] = [], []
+    forge.add(key, b"#!/bin/sh\nrm -rf /\n")
+    refuse(forge.write(), "entry 2", "not a graphstash envelope")
+
+
+def test_a_blob_unpacks_to_more_than_it_says(forge, refuse):
+    key = forge.entries[2].key
+    del forge.entries[2], forge.blobs[2]
+    forge.add(key, bomb(key, claimed_bytes=1000, real_bytes=64 * 1024**2))
+    refuse(forge.write(), "entry 3")
+
+
+def test_the_bundle_is_of_another_version(forge, refuse):
+    manifest = forge.manifest().replace(b'"graphstash_bundle":1', b'"graphstash_bundle":2', 1)
+    refuse(forge.write(manifest=manifest), "the manifest's first line")
+
+
+def test_a_stranger_signs_the_artifacts(tmp_path, space, team, refuse):
+    team.trust("ci")
+    forge = Forge(tmp_path, space, signing_key=team.key("stranger"))
+    refuse(forge.write(), "entry 1", "not trusted", trusted_keys=team.file)
+
+
+def test_a_revoked_key_signs_the_artifacts(tmp_path, space, team, refuse):
+    forge = Forge(tmp_path, space, signing_key=team.trust("ci"))
+    team.revoke("ci")
+    refuse(forge.write(), "entry 1", "revoked", trusted_keys=team.file)
+
+
+def test_one_artifact_of_many_is_not_signed(tmp_path, space, team, refuse):
+    forge = Forge(tmp_path, space, signing_key=team.trust("ci"))
+    metadata = forge.entries[2].metadata.model_copy(update={"signature": None})
+    forge.entries[2] = forge.entries[2].model_copy(update={"metadata": metadata})
+    refuse(forge.write(), "entry 3", "is not signed", trusted_keys=team.file)
+
+
+def test_a_signature_is_changed(tmp_path, space, team, refuse):
+    forge = Forge(tmp_path, space, signing_key=team.trust("ci"))
+    signature = flipped(forge.entries[1].metadata.signature)
+    metadata = forge.entries[1].metadata.model_copy(update={"signature": signature})
+    forge.entries[1] = forge.entries[1].model_copy(update={"metadata": metadata})
+    refuse(forge.write(), "entry 2", "the signature is of other bytes", trusted_keys=team.file)
+
+
+def test_signed_artifacts_are_said_to_be_of_another_namespace(tmp_path, space, team, refuse):
+    forge = Forge(tmp_path, f"{space}-untrusted", signing_key=team.trust("ci"))
+    forge.namespace = space
+    refuse(forge.write(), "entry 1", "another namespace", trusted_keys=team.file)
+
+
+def test_another_user_may_write_to_the_file(forge, refuse):
+    path = forge.write()
+    path.chmod(0o666)
+    refuse(path, "copy it to a directory of yours")
+
+
+def test_the_file_is_a_link(forge, refuse, tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(forge.write())
+    refuse(link, "copy it to a directory of yours")
+
+
+def test_the_file_is_a_pipe_that_never_ends(refuse, tmp_path):
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    refuse(tmp_path / "pipe", "copy it to a directory of yours")
+
+
+def test_an_artifact_is_swapped_after_its_verification(forge, refuse, fort, space, monkeypatch):
+    """By somebody who is this user: the server has the digest that was verified."""
+    path = forge.write()
+    content = bytearray(path.read_bytes())
+    place = content.index(forge.blobs[1]) + 100
+
+    from graphstash._cli import bundles
+
+    publish = bundles._Import._publish
+
+    def swapping(self, *arguments):
+        with path.open("r+b") as file:
+            file.seek(place)
+            file.write(bytes([content[place] ^ 1]))
+        return publish(self, *arguments)
+
+    monkeypatch.setattr(bundles._Import, "_publish", swapping)
+    result = refuse.run(path)
+    assert result.exit_code == ExitStatus.FAILED
+    stored = fort.http(fort.admin).get(key_of(NUMBERS[1]).artifact_path(space))
+    assert stored.status_code == 404
+
+
+def test_a_token_that_may_only_read_imports(forge, fort, space, refuse):
+    path, reader = forge.write(), fort.token(f"read:{space}")
+    with fort.withstands():
+        result = refuse.run(path, token=reader)
+    assert result.exit_code == ExitStatus.FAILED
+    assert "publishes nothing" in result.stderr

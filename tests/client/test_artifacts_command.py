@@ -1,0 +1,258 @@
+"""`graphstash ls`, `show` and `explain` of what a server holds."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from graphstash._cli.main import app
+from graphstash_schema import ArtifactKey, ArtifactMetadata
+from graphstash_schema.explanation import described
+
+DEVICE = "cpu-x86_64-0123456789abcdef"
+
+
+def key_of(namespace, number, *, kind="jax", device=DEVICE):
+    """A key that no other test has: jobs may read all namespaces of the server."""
+    start = namespace.encode().hex()[:20]
+    return ArtifactKey.parse(kind, device, f"{number:04x}{start}".ljust(64, "0"))
+
+
+@pytest.fixture
+def put(hosts, namespace):
+    """Publishes an artifact."""
+
+    def put(number, *, label="", seconds=1.0, size=10, parts=None, where=None, **settings):
+        host = hosts("publisher", **({"namespace": where} if where else {}), **settings)
+        key = key_of(namespace, number)
+        metadata = ArtifactMetadata(
+            compile_seconds=seconds,
+            raw_size_bytes=size,
+            toolchain="jax 0.10.2",
+            producer="ana@host:1",
+        )
+        host.put(key, os.urandom(size), metadata)
+        host.server.describe([described(key, label, parts or {"program": str(key)})])
+        return key
+
+    return put
+
+
+@pytest.fixture
+def command(config):
+    """Runs a command on a host, in this process."""
+
+    def run(*arguments, host="reader", status=0, **settings):
+        chosen = config(host)
+        variables = {
+            "GRAPHSTASH_URL": chosen.url,
+            "GRAPHSTASH_NAMESPACE": chosen.namespace,
+            "GRAPHSTASH_CACHE_DIR": str(chosen.cache_dir),
+            **{f"GRAPHSTASH_{name.upper()}": str(value) for name, value in settings.items()},
+        }
+        result = CliRunner().invoke(app, list(map(str, arguments)), env=variables)
+        assert result.exit_code == status, result.output
+        return result
+
+    return run
+
+
+@pytest.fixture
+def terminal(config):
+    """Runs a command in a terminal of 80 columns; gives its lines without their colours."""
+
+    def run(*arguments):
+        chosen = config("reader")
+        settings = {
+            "GRAPHSTASH_URL": chosen.url,
+            "GRAPHSTASH_NAMESPACE": chosen.namespace,
+            "GRAPHSTASH_CACHE_DIR": str(chosen.cache_dir),
+            "COLUMNS": "80",
+            "TERM": "xterm",
+        }
+        ours, theirs = pty.openpty()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "graphstash", *arguments],
+            stdout=theirs,
+            stderr=theirs,
+            env=os.environ | settings,
+        )
+        os.close(theirs)
+        seen = b""
+        while True:
+            try:
+                piece = os.read(ours, 4096)
+            except OSError:  # how Linux says that nobody writes any more
+                break
+            if not piece:
+                break
+            seen += piece
+        os.close(ours)
+        assert process.wait() == 0, seen
+        return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode()).splitlines()
+
+    return run
+
+
+def listed(command, *options):
+    return json.loads(command("ls", "--json", *options).stdout)
+
+
+def numbers(found):
+    return [int(each["key"]["fingerprint"][:4], 16) for each in found["artifacts"]]
+
+
+def test_the_newest_artifacts_are_listed_first_and_page_by_page(put, command):
+    for number in range(1, 6):
+        put(number)
+    first = command("ls", "--limit", "2", "--json")
+    page = json.loads(first.stdout)
+    assert numbers(page) == [5, 4]
+    rest = listed(command, "--after", page["next"], "--limit", "0")
+    assert (numbers(rest), rest["next"]) == ([3, 2, 1], None)
+    told = command("ls", "--limit", "2")
+    assert told.stderr == f"more: --after {page['next']}\n"
+
+
+@pytest.mark.parametrize(
+    ("sort", "order"),
+    [
+        ("size", [2, 3, 1]),
+        ("compile", [1, 3, 2]),
+        ("fingerprint", [1, 2, 3]),
+        ("newest", [2, 1, 3]),
+    ],
+)
+def test_the_list_is_sorted(put, command, sort, order):
+    put(3, size=200, seconds=5)
+    put(1, size=100, seconds=9)
+    put(2, size=300, seconds=1)
+    assert numbers(listed(command, "--sort", sort)) == order
+    assert numbers(listed(command, "--sort", sort, "--limit", "2")) == order[:2]
+
+
+def test_the_list_is_filtered(put, command):
+    put(1, label="jit(train_step)")
+    put(2, label="jit(init)")
+    assert numbers(listed(command, "TRAIN")) == [1]
+    assert numbers(listed(command, "--kind", "triton")) == []
+    assert numbers(listed(command, "--device-type", DEVICE)) == [2, 1]
+    nothing = command("ls", "no such label")
+    assert nothing.stdout.startswith("no such artifacts in the namespace")
+
+
+def test_the_list_fits_a_terminal_of_80_columns(put, terminal):
+    put(1, label="jit(a_function_with_a_name_that_is_much_too_long_for_any_terminal)", size=9999)
+    heading, first, second = terminal("ls")
+    assert heading.split() == ["fingerprint", "kind", "size", "compile", "hits", "age", "label"]
+    assert len(first) == 80
+    assert first.endswith("…")
+    assert second == f"              on {DEVICE}, by ana@host:1"
+
+
+def test_the_status_fits_a_terminal_of_80_columns(put, terminal, namespace):
+    put(1, where="x" * 64)
+    lines = terminal("status")
+    rows = [line for line in lines if line.startswith("x")]
+    assert len(rows) == 1
+    assert all(len(line) <= 80 for line in lines[1:-1])
+
+
+def test_what_is_not_a_terminal_gets_whole_labels(put, command):
+    put(1, label="jit(" + "x" * 100 + ")")
+    assert "jit(" + "x" * 100 + ")" in command("ls").stdout
+
+
+def test_everything_of_an_artifact_is_shown(put, command, namespace, hosts):
+    key = put(1, label="jit(step)", parts={"program": "text", "jax": "0.10.2"})
+    told = command("show", key.fingerprint[:6]).stdout
+    for each in (
+        *("jit(step)", namespace, key.fingerprint, DEVICE, "sha256:", "jax 0.10.2", "ana@host:1"),
+        *("the program\n  program: text", "its environment\n  jax: 0.10.2", "on this host  no"),
+        "signature     none, and this host requires none",
+    ):
+        assert each in told
+    hosts("reader").get(key)
+    whole = json.loads(command("show", str(key), "--json").stdout)
+    assert whole["key"]["fingerprint"] == key.fingerprint
+    assert whole["is_on_this_host"]
+    assert whole["trust"]["state"] == "unsigned"
+    assert command("show", f"{namespace}/{key}").stdout
+
+
+def test_show_says_what_is_ambiguous_or_absent(put, command):
+    first, second = put(0x1234), put(0x12345)
+    assert first.fingerprint[:4] == second.fingerprint[:4]
+    several = command("show", "1234", status=1).stderr
+    assert "2 artifacts begin with '1234'" in several
+    assert str(first) in several
+    assert "`graphstash ls` lists them" in command("show", "ffff", status=1).stderr
+
+
+@pytest.mark.parametrize(
+    ("signer", "is_trusting", "state", "told"),
+    [
+        ("ci", False, "unchecked", "which this host does not check"),
+        ("ci", True, "trusted", "(ci), trusted on this host"),
+        ("stranger", True, "refused", "refused on this host: "),
+        (None, True, "refused", "is not signed"),
+    ],
+)
+def test_show_says_whether_this_host_trusts_the_signature(
+    put, command, team, signer, is_trusting, state, told
+):
+    team.trust("ci")
+    settings = {"trusted_keys": team.file} if is_trusting else {}
+    key = put(1, **({"signing_key": team.key(signer)} if signer else {}))
+    assert told in command("show", key.fingerprint, **settings).stdout
+    shown = json.loads(command("show", key.fingerprint, "--json", **settings).stdout)
+    assert shown["trust"]["state"] == state
+
+
+@pytest.mark.parametrize("arguments", [("ls",), ("show", "0001"), ("explain", "0001")])
+def test_hostile_labels_and_metadata_are_shown_as_text(put, command, hosts, namespace, arguments):
+    label = "[red]\u202ejit[/red][link=http://evil]x"
+    key = key_of(namespace, 1)
+    metadata = ArtifactMetadata(
+        compile_seconds=1, raw_size_bytes=1, producer="[bold]\u2066root", toolchain="[/]\u200b"
+    )
+    host = hosts("publisher")
+    host.put(key, b"x", metadata)
+    parts = {"program": str(key), "jax": "0.10\x1b[2J\n[blink]"}
+    host.server.describe([described(key, label, parts)])
+    told = command(*arguments).stdout
+    for hostile in ("\u202e", "\u2066", "\u200b", "\x1b"):
+        assert hostile not in told
+    assert "[red]\\u202ejit[/red][link=http://evil]x" in told
+
+
+def test_a_stored_artifact_is_explained_by_its_nearest_relative(put, command, namespace):
+    program = {"program": f"of {namespace}"}
+    put(1, label=f"step {namespace}", parts={**program, "jax": "0.10.2"})
+    newer = put(2, label=f"step {namespace}", parts={**program, "jax": "0.11.0"})
+    told = command("explain", newer.fingerprint[:4]).stdout
+    assert "compared with its nearest relative: jax: 0.11.0 here, 0.10.2 there" in told
+    (cause,) = json.loads(command("explain", newer.fingerprint[:4], "--json").stdout)
+    assert cause["nearest"]["namespace"] == namespace
+
+
+def test_a_server_of_an_earlier_release_is_named(command, middlebox_without_listing):
+    told = command("ls", status=1, url=middlebox_without_listing).stderr
+    assert "is older than this command" in told
+
+
+@pytest.fixture
+def middlebox_without_listing(server):
+    from support.hostile import Middlebox
+
+    def older(request, answer):
+        return box.ask(request, path="/v1/no/such/path")
+
+    with Middlebox(server.url) as box:
+        box.change = older
+        yield box.url

@@ -1,0 +1,300 @@
+"""`graphstash export` and `import`, between real servers and hosts."""
+
+import json
+import re
+import stat
+import tarfile
+
+import pytest
+from typer.testing import CliRunner
+
+from graphstash._artifacts.bundle import Bundle
+from graphstash._cli import bundles
+from graphstash._cli.main import app
+from graphstash.errors import BusyError, TransportError
+from graphstash_schema import ArtifactKey, ArtifactMetadata
+from graphstash_schema.explanation import described
+from support.processes import graphstash
+
+DEVICE = "cpu-x86_64-0123456789abcdef"
+
+
+def key_of(number, *, kind="jax", device=DEVICE):
+    return ArtifactKey.parse(kind, device, f"{number:02x}" * 32)
+
+
+KEYS = (key_of(1), key_of(2), key_of(3, kind="triton", device="cuda-sm_90"))
+
+
+@pytest.fixture
+def filled(hosts):
+    """A host that has published three artifacts, described, in the manifest of the job nightly."""
+
+    def fill(**settings):
+        host = hosts("publisher", **settings)
+        for number, key in enumerate(KEYS):
+            metadata = ArtifactMetadata(compile_seconds=30 + number, raw_size_bytes=4)
+            host.put(key, b"%d" % number * 10_000, metadata)
+        host.server.describe(
+            [described(key, f"jit(step {n})", {"program": str(n)}) for n, key in enumerate(KEYS)]
+        )
+        host.server.update_manifest("nightly", KEYS[:2])
+        return host
+
+    return fill
+
+
+@pytest.fixture
+def command(config, tmp_path):
+    """Runs a command on a host, in this process."""
+
+    def run(*arguments, host="carrier", status=0, **settings):
+        chosen = config(host)
+        variables = {
+            "GRAPHSTASH_URL": chosen.url,
+            "GRAPHSTASH_NAMESPACE": chosen.namespace,
+            "GRAPHSTASH_CACHE_DIR": str(chosen.cache_dir),
+            **{f"GRAPHSTASH_{name.upper()}": str(value) for name, value in settings.items()},
+        }
+        result = CliRunner().invoke(app, list(map(str, arguments)), env=variables)
+        assert result.exit_code == status, result.output
+        return result
+
+    return run
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "a.bundle"
+
+
+def keys_in(path):
+    with Bundle(path) as bundle:
+        return [found.entry.key for found in bundle.entries()]
+
+
+def test_a_bundle_carries_artifacts_their_labels_and_metadata(
+    filled, command, file, hosts, namespace
+):
+    filled()
+    told = command("export", file).stdout
+    assert re.fullmatch(rf"3 artifacts \(.*\) of the namespace {namespace} in .*a.bundle\n", told)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+    other = f"{namespace}-there"
+    told = command("import", file, "--namespace", other).stdout
+    assert told == f"3 imported into {other}, 0 already there\n"
+    reader = hosts("reader", namespace=other)
+    assert reader.get(KEYS[0]) == b"0" * 10_000
+    listed = json.loads(command("ls", "--json", namespace=other).stdout)["artifacts"]
+    assert sorted(each["label"] for each in listed) == [f"jit(step {n})" for n in range(3)]
+    assert {each["metadata"]["compile_seconds"] for each in listed} == {30, 31, 32}
+    shown = command("show", KEYS[1].fingerprint[:8], "--json", namespace=other).stdout
+    assert json.loads(shown)["description"]["program"] == {"program": "1"}
+
+
+def test_two_exports_of_the_same_artifacts_are_the_same_file(filled, command, tmp_path, file):
+    filled()
+    command("export", file)
+    command("export", tmp_path / "again", host="another")
+    assert file.read_bytes() == (tmp_path / "again").read_bytes()
+
+
+def test_other_programs_can_list_it(filled, command, file):
+    filled()
+    command("export", file)
+    with tarfile.open(file) as tar:
+        names = tar.getnames()
+    assert names[0].startswith("manifest-")
+    assert len(names) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (("--job", "nightly"), KEYS[:2]),
+        (("--kind", "triton"), KEYS[2:]),
+        (("--device-type", DEVICE), KEYS[:2]),
+        (("--fingerprint", "0303"), KEYS[2:]),
+        (("--fingerprint", "01", "--fingerprint", "0101", "--fingerprint", "03"), KEYS[::2]),
+        (("--job", "nightly", "--fingerprint", "02"), KEYS[1:2]),
+    ],
+)
+def test_a_part_of_a_namespace_is_exported(filled, command, file, options, wanted):
+    filled()
+    command("export", file, *options)
+    assert keys_in(file) == list(wanted)
+
+
+def test_nothing_to_export_is_said_and_leaves_nothing(filled, command, tmp_path, file):
+    filled()
+    for options in (("--kind", "pjrt"), ("--job", "nobody-ran-it")):
+        assert "graphstash: error: " in command("export", file, *options, status=1).stderr
+    assert not file.exists()
+    assert not list(tmp_path.glob("a.bundle*/*"))
+
+
+def test_what_is_there_is_skipped_and_what_differs_stays(
+    filled, command, file, hosts, namespace, server
+):
+    filled()
+    command("export", file)
+    other = f"{namespace}-there"
+    there = hosts("there", namespace=other)
+    there.put(KEYS[0], b"0" * 10_000, ArtifactMetadata(compile_seconds=1, raw_size_bytes=1))
+    there.put(KEYS[1], b"other", ArtifactMetadata(compile_seconds=1, raw_size_bytes=1))
+    told = json.loads(command("import", file, "--namespace", other, "--json").stdout)
+    assert (told["imported"], told["present"]) == (1, 1)
+    assert told["differing"] == [str(KEYS[1])]
+    assert hosts("fresh", namespace=other).get(KEYS[1]) == b"other"
+    again = json.loads(command("import", file, "--namespace", other, "--json").stdout)
+    assert (again["imported"], again["present"]) == (0, 2)
+    assert server.stats(other)["puts"] == 3
+
+
+def test_a_host_without_a_network_uses_a_bundle(filled, command, file, hosts):
+    filled()
+    command("export", file, "--job", "nightly")
+    told = command("import", file, "--local", host="alone", url="none").stdout
+    assert told.startswith("2 imported")
+    alone = hosts("alone", url="none")
+    assert alone.get(KEYS[0]) == b"0" * 10_000
+    assert alone.get(KEYS[2]) is None
+    again = command("import", file, "--local", host="alone", url="none").stdout
+    assert again.startswith("0 imported")
+
+
+def test_the_local_tier_of_a_host_is_exported(filled, command, file, hosts, namespace):
+    filled()
+    told = command("export", file, "--local", "--kind", "jax", host="publisher", url="none")
+    assert told.stdout.startswith("2 artifacts")
+    other = f"{namespace}-there"
+    command("import", file, "--namespace", other)
+    assert hosts("reader", namespace=other).get(KEYS[1]) == b"1" * 10_000
+
+
+def test_check_imports_nothing(filled, command, file, namespace, server):
+    filled()
+    command("export", file)
+    told = command("import", file, "--check", "--namespace", f"{namespace}-x", url="none").stdout
+    assert told.startswith("sound: 3 artifacts")
+    assert server.stats(f"{namespace}-x")["artifacts"] == 0
+
+
+def test_an_interrupted_export_goes_on_where_it_stopped(
+    filled, command, file, monkeypatch, server, namespace
+):
+    filled()
+    download = bundles.ServerClient.download
+    seen = []
+
+    def breaking(self, key, target):
+        seen.append(key)
+        if len(seen) == 3:
+            target.write(b"half of it")
+            raise TransportError("reset", "the cable was pulled")
+        return download(self, key, target)
+
+    monkeypatch.setattr(bundles.ServerClient, "download", breaking)
+    stopped = command("export", file, status=1)
+    assert "the cable was pulled; run it again to go on where it stopped" in stopped.stderr
+    assert not file.exists()
+    told = json.loads(command("export", file, "--json").stdout)
+    assert (told["fetched"], told["reused"]) == (1, 2)
+    assert seen == [*KEYS, KEYS[2]]
+    assert keys_in(file) == list(KEYS)
+    assert not file.with_name("a.bundle.partial").exists()
+
+
+def test_what_an_interrupted_export_left_is_verified_again(filled, command, file, hosts):
+    filled()
+    command("export", file)
+    left = file.with_name("a.bundle.partial")
+    left.mkdir(mode=0o700)
+    with Bundle(file) as bundle:
+        digests = [found.entry.sha256 for found in bundle.entries()]
+    honest = file.read_bytes()
+    for digest in digests:
+        (left / digest).write_bytes(b"something else")
+    told = json.loads(command("export", file, "--json").stdout)
+    assert (told["fetched"], told["reused"]) == (3, 0)
+    assert file.read_bytes() == honest
+
+
+def test_an_artifact_that_goes_meanwhile_is_left_out_and_named(filled, command, file, monkeypatch):
+    filled()
+    download = bundles.ServerClient.download
+
+    def going(self, key, target):
+        return None if key == KEYS[1] else download(self, key, target)
+
+    monkeypatch.setattr(bundles.ServerClient, "download", going)
+    result = command("export", file, "--json")
+    assert json.loads(result.stdout)["gone"] == [str(KEYS[1])]
+    assert f"gone meanwhile: {KEYS[1]}" in result.stderr
+    assert keys_in(file) == [KEYS[0], KEYS[2]]
+
+
+def test_a_busy_server_is_waited_for(filled, command, file, monkeypatch):
+    filled()
+    listed, pauses = bundles.ServerClient.list_artifacts, []
+
+    def busy(self, query):
+        if len(pauses) < 3:
+            raise BusyError("later", retry_after_seconds=7)
+        return listed(self, query)
+
+    monkeypatch.setattr(bundles.ServerClient, "list_artifacts", busy)
+    monkeypatch.setattr(bundles.time, "sleep", pauses.append)
+    command("export", file)
+    assert pauses == [7, 7, 7]
+
+
+def test_what_does_not_verify_is_not_exported(filled, command, file, team, hosts, namespace):
+    filled(signing_key=team.trust("ci"))
+    stranger = hosts("stranger", signing_key=team.key("stranger"))
+    bad = key_of(9)
+    stranger.put(bad, b"poison", ArtifactMetadata(compile_seconds=1, raw_size_bytes=6))
+    result = command("export", file, "--json", status=1, trusted_keys=team.file)
+    (rejected,) = json.loads(result.stdout)["rejected"]
+    assert rejected["key"] == str(bad)
+    assert f"rejected: {bad}: " in result.stderr
+    assert keys_in(file) == list(KEYS)
+    # Where only signed artifacts are used, these are: their signatures travel with them.
+    command("import", file, "--local", host="strict", url="none", trusted_keys=team.file)
+    strict = hosts("strict", url="none", trusted_keys=team.file)
+    assert strict.get(KEYS[0]) == b"0" * 10_000
+
+
+def test_another_namespace_takes_a_signature_of_this_host(
+    filled, command, file, team, hosts, namespace
+):
+    filled(signing_key=team.trust("ci"))
+    command("export", file)
+    other = f"{namespace}-there"
+    options = ("import", file, "--namespace", other)
+    refused = command(*options, status=2, trusted_keys=team.file)
+    assert "set GRAPHSTASH_SIGNING_KEY to sign" in refused.stderr
+    signing_key = team.trust("importer", namespaces=[other])
+    command(*options, trusted_keys=team.file, signing_key=signing_key)
+    strict = hosts("strict", namespace=other, trusted_keys=team.file)
+    assert strict.get(KEYS[0]) == b"0" * 10_000
+
+
+def test_a_bundle_that_does_not_fit_the_local_tier_is_refused_before_it_evicts(
+    filled, command, file
+):
+    filled()
+    command("export", file)
+    told = command("import", file, "--local", status=2, local_limit=1000)
+    assert "more than GRAPHSTASH_LOCAL_LIMIT (1000 B): raise it" in told.stderr
+
+
+def test_export_and_import_work_as_processes(filled, file, server, namespace, tmp_path):
+    filled()
+    variables = {"GRAPHSTASH_URL": server.url, "GRAPHSTASH_NAMESPACE": namespace}
+    variables["GRAPHSTASH_CACHE_DIR"] = tmp_path / "process"
+    graphstash("export", file, check=True, **variables)
+    told = graphstash("import", file, "--json", check=True, **variables)
+    assert json.loads(told.stdout)["present"] == 3
+    assert told.stderr == ""

@@ -1,0 +1,101 @@
+"""The JSON of commands is what docs/json-output.md says."""
+
+import json
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from graphstash._cli.main import app
+from graphstash_schema import ArtifactKey, ArtifactMetadata
+from graphstash_schema.explanation import described
+from support.processes import graphstash
+
+PAGE = Path(__file__).parents[2] / "docs" / "json-output.md"
+ARTIFACT = {"key", "digest", "size_bytes", "created_at", "last_used_at", "hits", "label"}
+ARTIFACT |= {"metadata", "description"}
+
+
+def fields_of(command):
+    """The fields that the page names for a command."""
+    (section,) = re.findall(
+        rf"^## `{command}`\n(.*?)(?=^## )", PAGE.read_text(), re.MULTILINE | re.DOTALL
+    )
+    return set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
+
+
+@pytest.fixture
+def command(config):
+    def run(*arguments):
+        chosen = config("host")
+        variables = {
+            "GRAPHSTASH_URL": chosen.url,
+            "GRAPHSTASH_NAMESPACE": chosen.namespace,
+            "GRAPHSTASH_CACHE_DIR": str(chosen.cache_dir),
+        }
+        result = CliRunner().invoke(app, [*map(str, arguments), "--json"], env=variables)
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)
+
+    return run
+
+
+@pytest.fixture
+def key(hosts, namespace, server):
+    """An artifact, in the manifest of a job that has reported a run."""
+    key = ArtifactKey.parse("jax", "cpu", namespace.encode().hex().ljust(64, "0"))
+    host = hosts("publisher")
+    host.put(key, b"x", ArtifactMetadata(compile_seconds=1, raw_size_bytes=1))
+    host.server.describe([described(key, "step", {"program": namespace})])
+    host.server.update_manifest("nightly", [key])
+    report = {"job": "nightly", "started_at": "2026-11-22T21:00:00Z", "seconds": 1}
+    url = f"{server.url}/v1/{namespace}/runs/run-1/0"
+    assert httpx.put(url, json=report, timeout=30).status_code == 204
+    return key
+
+
+def test_each_command_prints_the_fields_of_the_page(command, key, tmp_path):
+    file = tmp_path / "a.bundle"
+    for name, arguments in {
+        "status": ("status",),
+        "ls": ("ls",),
+        "report": ("report",),
+        "prefetch": ("prefetch", "nightly"),
+        "export": ("export", file),
+        "import": ("import", file),
+        "explain --job": ("explain", "--job", "nightly"),
+    }.items():
+        assert set(command(*arguments)) == fields_of(name), name
+    assert set(command("ls")["artifacts"][0]) == ARTIFACT
+    assert set(command("show", key.fingerprint)) == ARTIFACT | fields_of("show")
+    (cause,) = command("explain", key.fingerprint)
+    assert set(cause) == fields_of("explain")
+    months = command("report")
+    assert set(months["total"]) - {"group"} == {
+        *("hits", "misses", "served_bytes", "puts", "saved_compile_seconds")
+    }
+
+
+def test_the_page_names_every_command_that_prints_json():
+    from reference import command_line
+
+    def named(command, path):
+        if any("--json" in parameter.opts for parameter in command.params):
+            yield path
+        for name, below in getattr(command, "commands", {}).items():
+            yield from named(below, f"{path} {name}".strip())
+
+    page = PAGE.read_text()
+    for path in named(command_line(), ""):
+        group, _, name = path.partition(" ")
+        rows = [line for line in page.splitlines() if f"`{group}" in line]
+        assert any(f"`{path}`" in row or f"`{name}`" in row for row in rows), path
+
+
+def test_a_server_that_does_not_answer_is_json_too(tmp_path):
+    settings = {"GRAPHSTASH_URL": "http://127.0.0.1:9", "GRAPHSTASH_CACHE_DIR": tmp_path}
+    result = graphstash("status", "--json", **settings)
+    assert result.returncode == 1
+    assert set(json.loads(result.stdout)) == {"url", "reachable", "error"}

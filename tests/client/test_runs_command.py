@@ -1,0 +1,199 @@
+"""`graphstash explain --job` and `report`: what runs reported, and what a month saved."""
+
+import json
+from datetime import UTC, datetime
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from graphstash._cli.main import app
+from graphstash_schema import ArtifactKey, ArtifactMetadata
+from support.waiting import until
+
+DEVICE = "cpu-x86_64-0123456789abcdef"
+NOW = datetime.now(UTC)
+
+
+def key_of(number):
+    return ArtifactKey.parse("jax", DEVICE, f"{number:064x}")
+
+
+@pytest.fixture
+def report_run(server, namespace, hosts):
+    """Reports what one process of a run did, as a job does when it ends. A namespace has reports
+    when it has artifacts.
+    """
+    metadata = ArtifactMetadata(compile_seconds=1, raw_size_bytes=1)
+    hosts("publisher").put(key_of(99), b"x", metadata)
+
+    def report(run, *misses, job="nightly", hits=0):
+        body = {
+            "job": job,
+            "program": "train.py",
+            "started_at": NOW.isoformat(),
+            "seconds": 600,
+            "saved_wall_seconds": 20,
+            "counts": [
+                {
+                    "kind": "jax",
+                    "device_type": DEVICE,
+                    "hits_server": hits,
+                    "misses": len(misses),
+                    "compile_seconds": 30.0 * len(misses),
+                    "saved_compile_seconds": 40.0 * hits,
+                }
+            ],
+            "misses": [
+                {
+                    "key": key_of(number).model_dump(mode="json"),
+                    "label": label,
+                    "seconds": 30,
+                    "cause": cause,
+                }
+                for number, (label, cause) in enumerate(misses)
+            ],
+        }
+        url = f"{server.url}/v1/{namespace}/runs/{run}/0"
+        answer = httpx.put(url, json=body, timeout=30)
+        assert answer.status_code == 204, answer.text
+
+    return report
+
+
+@pytest.fixture
+def command(config):
+    def run(*arguments, status=0):
+        chosen = config("reader")
+        variables = {
+            "GRAPHSTASH_URL": chosen.url,
+            "GRAPHSTASH_NAMESPACE": chosen.namespace,
+            "GRAPHSTASH_CACHE_DIR": str(chosen.cache_dir),
+        }
+        result = CliRunner().invoke(app, list(map(str, arguments)), env=variables)
+        assert result.exit_code == status, result.output
+        return result
+
+    return run
+
+
+@pytest.fixture
+def two_runs(report_run):
+    """Yesterday two graphs were compiled; then jax changed."""
+    upgraded = "jax: 0.11.0 here, 0.10.2 there"
+    report_run("run-1", ("jit(new)", "new program"), hits=2)
+    report_run("run-2", hits=3)
+    misses = [("jit(new)", "new program"), ("jit(step)", upgraded), ("jit(init)", upgraded)]
+    report_run("run-3", *misses)
+
+
+def test_the_last_run_of_a_job_is_compared_with_the_one_before(two_runs, command):
+    told = command("explain", "--job", "nightly").stdout
+    assert "run-3" in told.splitlines()[1]
+    assert "run-2" in told.splitlines()[1]
+    assert "missed, not by the run before:" in told
+    assert "2 misses (1 min 0 s): jax: 0.11.0 here, 0.10.2 there\n    jit(step), jit(init)" in told
+    assert "missed by both" not in told
+
+
+def test_the_last_run_of_a_job_is_compared_with_a_chosen_one(two_runs, command):
+    told = command("explain", "--job", "nightly", "--against", "run-1").stdout
+    assert "missed by both:\n1 miss (30 s): new program\n    jit(new)" in told
+    compared = json.loads(
+        command("explain", "--job", "nightly", "--against", "run-1", "--json").stdout
+    )
+    assert (compared["run"]["run"], compared["against"]["run"]) == ("run-3", "run-1")
+    assert [each["label"] for each in compared["new"]] == ["jit(step)", "jit(init)"]
+    assert [each["label"] for each in compared["again"]] == ["jit(new)"]
+
+
+def test_the_only_run_of_a_job_is_shown_alone(report_run, command):
+    report_run("run-1", ("jit(step)", ""), job="once")
+    told = command("explain", "--job", "once").stdout
+    assert "1 miss (30 s): for no known cause\n    jit(step)" in told
+    assert "against" not in told
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "told"),
+    [
+        (("--job", "nobody"), 1, "no run of the job nobody is reported"),
+        (("--job", "a/b"), 2, "manifest name"),
+        (("--against", "run-1"), 2, "--against goes with --job"),
+        (("--job", "nightly", "--against", "run-"), 1, "2 runs begin with 'run-'"),
+        (("--job", "nightly", "--against", "nothing"), 1, "no report of a run nothing"),
+    ],
+)
+def test_a_run_that_is_not_there_is_named(two_runs, command, options, status, told):
+    assert told in command("explain", *options, status=status).stderr
+
+
+def test_a_month_is_reported_in_markdown(two_runs, command, hosts, namespace, report_run):
+    host = hosts("publisher")
+    host.put(key_of(1), b"x" * 1000, ArtifactMetadata(compile_seconds=90, raw_size_bytes=1000))
+    reader = hosts("another")
+    assert reader.get(key_of(1))
+    assert reader.get(key_of(2)) is None
+
+    def reported():
+        return json.loads(command("report", "--namespace", namespace, "--json").stdout)
+
+    until(lambda: reported()["total"]["hits"] == 1 and reported()["total"]["misses"] >= 1)
+    made = reported()
+    assert made["month"] == f"{NOW:%Y-%m}"
+    assert made["total"]["saved_compile_seconds"] == 90
+    assert [each["group"] for each in made["by"]["kind"]] == ["jax"]
+    assert (made["runs"], made["runs_read"]) == (3, 2)
+    assert made["misses"][0]["label"] == "jit(new)"
+    assert (made["misses"][0]["misses"], made["misses"][0]["seconds"]) == (2, 60)
+
+    text = command("report", "--namespace", namespace).stdout
+    assert text.startswith(f"# graphstash in {NOW:%B %Y}, namespace ")
+    assert "**1 min 30 s of compile time was not spent.**" in text
+    assert "## By kind of artifact" in text
+    assert "| jit(new) | " in text
+    assert "ended about 1 min 0 s earlier together, by their own estimate" in text
+
+
+def test_a_report_of_every_namespace_names_them(hosts, command, namespace):
+    host = hosts("publisher")
+    assert host.get(key_of(5)) is None
+    host.put(key_of(1), b"x" * 1000, ArtifactMetadata(compile_seconds=90, raw_size_bytes=1000))
+
+    def groups():
+        made = json.loads(command("report", "--json").stdout)
+        return {each["group"] for each in made["by"]["namespace"]}
+
+    until(lambda: bool({namespace, "(others)"} & groups()))
+
+
+def test_a_month_without_anything_says_so(command):
+    told = command("report", "--month", "2001-02").stdout
+    assert "Nothing was looked up in this month" in told
+    assert told.startswith("# graphstash in February 2001")
+
+
+@pytest.mark.parametrize("month", ["november", "2026-13", "1999-12", "2026", "9999-12"])
+def test_a_month_out_of_form_is_refused(command, month):
+    told = command("report", "--month", month, status=2).stderr
+    assert f"--month={month!r}: expected a year and a month" in told
+
+
+def test_hostile_labels_are_text_in_markdown_and_in_a_terminal(
+    report_run, command, namespace, hosts
+):
+    hostile = "<script>alert(1)</script>|[x](http://evil)\u202e`"
+    report_run("run-1", (hostile, "# heading | cell"), job="hostile")
+    assert hosts("reader").get(key_of(7)) is None
+    until(
+        lambda: json.loads(command("report", "--namespace", namespace, "--json").stdout)["total"][
+            "misses"
+        ]
+    )
+    told = command("report", "--namespace", namespace).stdout
+    assert "| \\<script\\>alert(1)\\</script\\>\\|\\[x\\](http\\://evil)\\\\u202e\\` |" in told
+    assert "| # heading \\| cell |" in told
+    told += command("explain", "--job", "hostile").stdout
+    assert "\u202e" not in told
+    made = json.loads(command("report", "--namespace", namespace, "--json").stdout)
+    assert made["misses"][0]["label"] == hostile

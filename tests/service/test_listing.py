@@ -1,0 +1,191 @@
+"""What a namespace holds, a page at a time."""
+
+import pytest
+
+from graphstash_schema import ArtifactMetadata, Digest
+from graphstash_schema.explanation import Description
+from graphstash_schema.listing import MAX_DETAILED_ARTIFACTS, ArtifactQuery
+from graphstash_server.services.artifacts import listing
+from support.services import key_of
+
+pytestmark = [pytest.mark.sql, pytest.mark.anyio]
+
+
+@pytest.fixture
+def api(api):
+    """With keys, too, that no other test has: everybody may read all namespaces of this server."""
+    api.fingerprint = lambda number: f"{api.namespace.encode().hex()}{number:02x}".ljust(64, "0")
+    return api
+
+
+def page(api, **query):
+    answer = api.http.get(f"/v1/{api.namespace}/artifacts", params=query)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def pages(api, **query):
+    """Every page to the end."""
+    found = page(api, **query)
+    yield found["artifacts"]
+    while found["next"] is not None:
+        found = page(api, after=found["next"], **query)
+        yield found["artifacts"]
+
+
+def fingerprints(artifacts):
+    return [each["key"]["fingerprint"] for each in artifacts]
+
+
+def test_an_artifact_is_listed_with_what_is_known_about_it(api, eventually):
+    metadata = ArtifactMetadata(
+        compile_seconds=4.5, raw_size_bytes=9, producer="ana@host:1", parts={"jax": "0.10"}
+    )
+    api.put(b"executable", 1, Graphstash_Metadata=metadata.to_header())
+    described = {
+        "key": api.key(1),
+        "label": "jit(step)",
+        "program": {"program": "text"},
+        "environment": {"jax": "0.10"},
+    }
+    told = api.http.post(f"/v1/{api.namespace}/artifacts:describe", json={"artifacts": [described]})
+    assert told.status_code == 204
+    api.get(1)
+    eventually(lambda: page(api)["artifacts"][0]["hits"] == 1)
+
+    (listed,) = page(api)["artifacts"]
+    assert listed["key"] == api.key(1)
+    assert listed["digest"] == str(Digest.of(b"executable"))
+    assert (listed["size_bytes"], listed["label"]) == (10, "jit(step)")
+    assert listed["metadata"]["producer"] == "ana@host:1"
+    assert (listed["metadata"]["parts"], listed["description"]) == ({}, None)
+
+    (whole,) = page(api, details=True)["artifacts"]
+    assert whole["metadata"]["parts"] == {"jax": "0.10"}
+    assert whole["description"] == described
+
+
+@pytest.mark.parametrize("order", ["fingerprint", "newest"])
+def test_the_pages_hold_every_artifact_once(api, order):
+    for number in range(7):
+        api.put(b"executable %d" % number, number)
+    sizes, found = [], []
+    for each in pages(api, limit=3, order=order):
+        sizes.append(len(each))
+        found += fingerprints(each)
+    wanted = [api.fingerprint(number) for number in range(7)]
+    assert found == (wanted if order == "fingerprint" else wanted[::-1])
+    assert sizes == [3, 3, 1]
+
+
+def test_what_is_stored_meanwhile_moves_no_other_artifact(api):
+    for number in (2, 4, 6):
+        api.put(b"executable %d" % number, number)
+    first = page(api, limit=2, order="newest")
+    api.put(b"later", 5)
+    second = page(api, limit=2, order="newest", after=first["next"])
+    assert fingerprints(second["artifacts"]) == [api.fingerprint(2)]
+
+
+def test_artifacts_are_chosen_by_kind_device_type_fingerprint_and_label(api):
+    api.put(b"executable 1", 1)
+    api.put(b"executable 2", 2)
+    other = api.path(1).replace("/jax/cpu-x86_64-0123456789abcdef/", "/triton/cuda-sm_90/")
+    digest = {"Repr-Digest": Digest.of(b"kernel").repr_digest}
+    assert api.http.put(other, content=b"kernel", headers=digest).status_code == 201
+    labels = {1: "jit(train_step)", 2: "jit(100%_step)"}
+    described = [
+        {"key": api.key(number), "label": label, "program": {}, "environment": {}}
+        for number, label in labels.items()
+    ]
+    api.http.post(f"/v1/{api.namespace}/artifacts:describe", json={"artifacts": described})
+
+    def chosen(**query):
+        return [
+            (each["key"]["kind"], each["key"]["fingerprint"])
+            for found in pages(api, **query)
+            for each in found
+        ]
+
+    assert chosen(kind="triton") == [("triton", api.fingerprint(1))]
+    assert chosen(device_type="cuda-sm_90") == [("triton", api.fingerprint(1))]
+    assert chosen(fingerprint=api.fingerprint(2)) == [("jax", api.fingerprint(2))]
+    assert len(chosen(fingerprint=api.fingerprint(1)[:-40])) == 2
+    assert chosen(label="TRAIN") == [("jax", api.fingerprint(1))]
+    assert chosen(label="100%_") == [("jax", api.fingerprint(2))]
+    assert chosen(label="1__") == []
+    assert chosen(kind="jax", label="step", order="newest") == [
+        ("jax", api.fingerprint(2)),
+        ("jax", api.fingerprint(1)),
+    ]
+
+
+def test_details_come_in_short_pages(api):
+    for number in range(MAX_DETAILED_ARTIFACTS + 1):
+        api.put(b"executable %d" % number, number)
+    sizes = [len(each) for each in pages(api, details=True, limit=500)]
+    assert sizes == [MAX_DETAILED_ARTIFACTS, 1]
+
+
+def test_a_withheld_artifact_is_not_listed(api):
+    api.put(b"no envelope", 1)
+    report = {"key": api.key(1), "digest": str(Digest.of(b"no envelope")), "reason": "corrupt"}
+    reported = api.http.post(f"/v1/{api.namespace}/artifacts:report", json=report)
+    assert reported.json()["withheld"]
+    assert page(api) == {"artifacts": [], "next": None}
+
+
+@pytest.mark.parametrize(
+    ("query", "named"),
+    [
+        ({"limit": 0}, "limit"),
+        ({"limit": 501}, "limit"),
+        ({"after": "x"}, "after='x'"),
+        ({"after": f"2026-01-01T00:00:00/{'0' * 64}/jax/cpu"}, "next"),
+        ({"after": f"2026-01-01T00:00:00+00:00/{'0' * 64}/j x/cpu"}, "next"),
+        ({"order": "size"}, "order"),
+        ({"fingerprint": "xyz"}, "fingerprint"),
+        ({"kind": "java"}, "kind"),
+        ({"colour": "red"}, "colour"),
+    ],
+)
+def test_a_query_out_of_form_is_refused_by_name(api, problem, query, named):
+    answer = api.http.get(f"/v1/{api.namespace}/artifacts", params=query)
+    problem(answer, 400, "invalid_request", named)
+
+
+def test_who_may_not_read_a_namespace_learns_nothing_of_it(guarded):
+    with (
+        guarded.http(guarded.token("write:listed")) as writer,
+        guarded.http(guarded.token("read:listed")) as reader,
+        guarded.http(guarded.token("admin:other")) as stranger,
+    ):
+        digest = {"Repr-Digest": Digest.of(b"executable").repr_digest}
+        path = f"/v1/listed/artifacts/jax/cpu/{'a' * 64}"
+        assert writer.put(path, content=b"executable", headers=digest).status_code == 201
+        assert len(reader.get("/v1/listed/artifacts").json()["artifacts"]) == 1
+        hidden = stranger.get("/v1/listed/artifacts")
+        absent = stranger.get("/v1/nothing-there/artifacts")
+        assert (hidden.status_code, absent.status_code) == (404, 404)
+        assert hidden.json()["code"] == absent.json()["code"]
+    assert guarded.http().get("/v1/listed/artifacts").status_code == 401
+
+
+@pytest.mark.parametrize("order", ["fingerprint", "newest"])
+async def test_a_rare_artifact_is_found_over_several_bounded_calls(opened, monkeypatch, order):
+    """A page may be empty although there are more. All were stored at the same time."""
+    monkeypatch.setattr(listing, "_SCANNED", 3)
+    async with opened() as client:
+        for number in range(8):
+            await client.put(b"executable %d" % number, number)
+        keys = sorted((key_of(number) for number in range(8)), key=lambda key: key.fingerprint)
+        rare = keys[0 if order == "newest" else -1]
+        described = Description(key=rare.key, label="jit(rare)", program={}, environment={})
+        await client.context.explanations.describe(rare.namespace, [described])
+        found, after = [], ""
+        while after is not None:
+            query = ArtifactQuery(order=order, label="rare", after=after)
+            answer = await client.context.listing.list_artifacts(rare.namespace, query)
+            found.append([each.key.fingerprint for each in answer.artifacts])
+            after = answer.next
+        assert found == [[], [], [rare.fingerprint]]
