@@ -81,7 +81,7 @@ def test_the_same_host_needs_the_server_only_once(warm, cold):
     warm.run("b")
     again = warm.run("b", url="http://127.0.0.1:9")
     assert_is_warm(again, cold)
-    assert again.stats["hits_local"] == PROGRAMS
+    assert again.stats["hits_host"] == PROGRAMS
 
 
 @pytest.mark.extended

@@ -4,7 +4,8 @@
     <root>/secret                 what this user's own artifacts are told by, see `_proof`
     <root>/locks/<3 hex>.lock     one download per host: taken while an artifact is fetched
     <root>/tmp/                   files that are being written
-    <root>/records/               what the last runs missed, see `_process.run_record`
+    <root>/records/               what the last runs missed (`_process.run_record`) and
+                                  downloaded (`run_downloads`)
 
 Everything is in directories that only this user can use, and is reached by a descriptor of the root
 that was checked: whoever may write to a directory above it can put another one in its place, with
@@ -94,6 +95,10 @@ class LocalTier:
         return (
             self._place / "v1" / namespace / key.kind / key.device_type / key.fingerprint[:2]
         ) / key.fingerprint
+
+    def run_folder(self, run: str) -> Path:
+        """Where the processes of a run leave what they tell each other."""
+        return self._place / "records" / run
 
     def open(self, namespace: Namespace, key: ArtifactKey) -> IO[bytes] | None:
         """Opens an envelope for reading, or gives None; an open one survives its eviction."""

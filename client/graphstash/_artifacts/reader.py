@@ -14,6 +14,7 @@ from typing import IO, Literal, cast
 
 from graphstash._artifacts.envelope import Unsealed, unseal
 from graphstash._artifacts.local_tier import LocalTier
+from graphstash._artifacts.run_downloads import RunDownloads
 from graphstash._http.client import ServerClient
 from graphstash._trust.policy import Signatures
 from graphstash._trust.provenance import (
@@ -62,13 +63,21 @@ class Reader:
         server: asked for what this host does not have.
         tier: this host's disk.
         signatures: what may be used.
+        downloads: gets the keys of what is downloaded.
     """
 
-    def __init__(self, server: ServerClient, tier: LocalTier, signatures: Signatures) -> None:
+    def __init__(
+        self,
+        server: ServerClient,
+        tier: LocalTier,
+        signatures: Signatures,
+        downloads: RunDownloads,
+    ) -> None:
         self._server = server
         self._config = server.config
         self._tier = tier
         self._signatures = signatures
+        self._downloads = downloads
         self._reported: set[tuple[Namespace, ArtifactKey]] = set()
         self._is_told_in_time = True
 
@@ -173,6 +182,7 @@ class Reader:
                 self._report(namespace, key, digest, error.reason)
                 raise
             self._tier.adopt(namespace, key, envelope, proof=proof)
+        self._downloads.add(key, "server")
         return dataclasses.replace(fetched, source="remote", size_bytes=digest.size_bytes)
 
     def _unpack_checked(

@@ -15,6 +15,7 @@ from typing import IO, Any, Self, TypeAlias, cast
 from graphstash._artifacts.envelope import seal
 from graphstash._artifacts.local_tier import LocalTier
 from graphstash._artifacts.reader import Fetched, Reader
+from graphstash._artifacts.run_downloads import RunDownloads
 from graphstash._http.client import ServerClient
 from graphstash._trust.policy import Signatures
 from graphstash._trust.provenance import SignedSubject
@@ -37,20 +38,23 @@ class Stash:
         config: the settings.
         server: calls the server directly: look-ups, leases, manifests, statistics.
         local: this host's disk.
+        downloads: what this run has brought there.
 
     Args:
         config: URL, namespaces, keys, limits.
+        run: the run that this process is part of, where it shares its disk with others of it.
 
     Raises:
         ConfigError: on construction, when a file that it names cannot be used.
     """
 
-    def __init__(self, config: ClientConfig) -> None:
+    def __init__(self, config: ClientConfig, *, run: str = "") -> None:
         self.config = config
         self.server = ServerClient(config)
         self.local = LocalTier(config.cache_dir, limit_bytes=config.local_limit)
         self._signatures = Signatures(config, secret=self.local.secret)
-        self._reader = Reader(self.server, self.local, self._signatures)
+        self.downloads = RunDownloads(self.local.run_folder(run) if run else None)
+        self._reader = Reader(self.server, self.local, self._signatures, self.downloads)
 
     def __enter__(self) -> Self:
         return self

@@ -74,7 +74,7 @@ def explain(
     hits = sum(
         int(record.stats.get(f"hits_{source}", 0))
         for record in records
-        for source in ("local", "remote", "ranks")
+        for source in ("server", "prefetched", "host", "ranks")
     )
     out.print(
         f"{escape(command)}: {plural(hits, 'hit')}, {plural(len(wanted), 'miss')}", soft_wrap=True

@@ -253,7 +253,7 @@ def _show_server(config: ClientConfig, server: ServerStats) -> None:
     )
     table = Table()
     table.add_column("namespace")
-    for heading in ("artifacts", "size", "hits", "misses", "hit rate", "served", "saved"):
+    for heading in ("artifacts", "size", "hits", "misses", "hit rate", "served", "compiling saved"):
         table.add_column(heading, justify="right")
     for row in server.namespaces:
         table.add_row(*_cells(row))

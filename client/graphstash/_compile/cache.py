@@ -15,8 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Final, Literal
+from typing import Final
 
+from graphstash._artifacts.run_downloads import Source
 from graphstash._artifacts.stash import Destination, Fetched, Stash
 from graphstash._compile.in_flight import HeldLease, InFlightCompile
 from graphstash._compile.misses import MissLog
@@ -65,12 +66,12 @@ class FetchedPack:
     Attributes:
         payload: None when it is of no use.
         compile_seconds: what all its compilations had taken.
-        source: this host's disk, or the server.
+        source: where it came from.
     """
 
     payload: bytes | None
     compile_seconds: float = 0.0
-    source: Literal["local", "remote"] = "local"
+    source: Source = "host"
 
 
 class CompileCache:
@@ -171,9 +172,10 @@ class CompileCache:
                 is_found, held = self._wait_or_start(key, destination)
             if is_found:
                 return None
-            self.counters.add(misses=1)
+            self.counters.miss(key)
         except CacheError as error:
             self.record_fallback(error)
+            self.counters.uncached(key)
             fallback_reason = error.reason
             # What did not verify is still stored under the key; a second upload is refused anyway,
             # unless the server finds its bytes damaged and drops them.
@@ -182,6 +184,7 @@ class CompileCache:
             _log.debug("cache look-up failed", exc_info=True)
             fallback_reason = Reason.INTERNAL
             self.record_fallback(CacheError(fallback_reason, repr(error)))
+            self.counters.uncached(key)
         self.log.add(request, reason=fallback_reason)
         return self._begin(request, lease=held, fallback_reason=fallback_reason, wanted=wanted)
 
@@ -194,6 +197,7 @@ class CompileCache:
         """Counts that the compiler could not load a verified artifact; this host forgets it."""
         self.stash.forget(key)
         self.record_fallback(CacheError(Reason.REJECTED, detail))
+        self.counters.uncached(key)
 
     def get(self, key: ArtifactKey) -> bytes | None:
         """The payload if it is stored; never raises or compiles."""
@@ -262,7 +266,8 @@ class CompileCache:
             return None
         if fetched is None:
             return None
-        return FetchedPack(payload.getvalue(), fetched.compile_seconds, fetched.source)
+        source = self._source_of(key, fetched)
+        return FetchedPack(payload.getvalue(), fetched.compile_seconds, source)
 
     def store_pack(
         self, key: ArtifactKey, payload: bytes, metadata: ArtifactMetadata, *, artifact_count: int
@@ -337,14 +342,19 @@ class CompileCache:
             return False
 
     def _found(self, key: ArtifactKey, destination: Destination, *, since: float) -> Fetched | None:
-        """Fetches the artifact; what was saved is its compilation less all the time `since`."""
+        """Fetches the artifact, and counts the hit of who has looked for it `since` then."""
         fetched = self._fetch(key, destination)
         if fetched is not None:
-            self.counters.add(
-                **{f"hits_{fetched.source}": 1},
-                saved_seconds=max(0.0, fetched.compile_seconds - (monotonic() - since)),
+            self.counters.hit(
+                key,
+                self._source_of(key, fetched),
+                began=since,
+                compile_seconds=fetched.compile_seconds,
             )
         return fetched
+
+    def _source_of(self, key: ArtifactKey, fetched: Fetched) -> Source:
+        return "server" if fetched.source == "remote" else self.stash.downloads.source_of(key)
 
     def _fetch(self, key: ArtifactKey, destination: Destination) -> Fetched | None:
         started = monotonic()

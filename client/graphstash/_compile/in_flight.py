@@ -171,7 +171,7 @@ class InFlightCompile:
         self.is_compiling = False
         self._done = done
         self._unsent = (payload, compile_seconds)
-        self._owner.counters.add(compile_seconds=compile_seconds)
+        self._owner.counters.compiled(self.key, seconds=compile_seconds)
 
         def work() -> None:
             outcome = LeaseOutcome.FAILED

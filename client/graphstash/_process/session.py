@@ -23,6 +23,7 @@ from graphstash import hooks
 from graphstash._compile.stats import Counters, Stats, plural
 from graphstash._executor import BoundedExecutor
 from graphstash._process.notices import notices, tell_once
+from graphstash._process.run_name import this_run
 from graphstash.config import ClientConfig
 from graphstash.errors import CacheError, ConfigError, VerificationError
 from graphstash_schema import ManifestName
@@ -47,12 +48,16 @@ _FILES: Final = ("ca_file", "client_cert", "signing_key", "trusted_keys")
 class Session:
     """Owns the stash, the publisher and the installed hooks of this process.
 
+    Attributes:
+        run: the run that this process is part of.
+
     Raises:
         ConfigError: on construction, when a file that a setting names cannot be used.
     """
 
-    def __init__(self, config: ClientConfig) -> None:
+    def __init__(self, config: ClientConfig, *, run: str = "") -> None:
         self.config = config
+        self.run = run or this_run()
         self._pid = os.getpid()
         self._started_at = time.time()
         self._closed = False
@@ -76,7 +81,9 @@ class Session:
                 from graphstash._compile.cache import CompileCache
 
                 self._cache = CompileCache(
-                    Stash(self.config), counters=self._counters, publisher=self._publisher
+                    Stash(self.config, run=self.run),
+                    counters=self._counters,
+                    publisher=self._publisher,
                 )
             return self._cache
 
@@ -220,7 +227,9 @@ class Session:
             from graphstash._process import run_record
 
             try:
-                run_record.save(self.config, stats, misses, started_at=self._started_at)
+                run_record.save(
+                    self.config, stats, misses, run=self.run, started_at=self._started_at
+                )
             except (OSError, ValueError) as error:
                 _log.debug("the record of this run cannot be written: %s", error)
 
@@ -316,7 +325,7 @@ def _after_fork() -> None:
     if parent is None or parent.is_closed:
         return
     try:
-        _current = Session(parent.config)
+        _current = Session(parent.config, run=parent.run)
     except (ConfigError, OSError):
         _current = None
         parent.end_in_child()
