@@ -245,6 +245,9 @@ class SharingSettings:
     job: ManifestName | None = setting(None, text(ManifestName))
     """Name under which the server remembers the artifacts of this job, so that the next run fetches
     them at its start."""
+    report_runs: bool = setting(True, flag())
+    """Tell the server, when a process ends that used the cache, what it counted and what it
+    compiled: the script's name, never its arguments."""
     wait_seconds: float = setting(1200.0, number(most=86400))
     """How long the job may wait in vain for others that compile the same graphs, in all; half of it
     for one holder. Waits that brought the artifact may take twice as long in addition. 0 never

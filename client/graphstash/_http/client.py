@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from graphstash_schema.explanation import Description, ExplainResponse
+    from graphstash_schema.run import RunName, RunReport
 
 __all__ = ["ServerClient"]
 
@@ -72,6 +73,10 @@ class ServerClient:
     def is_known(self) -> bool:
         """Whether there is a server; without one, every call raises `CacheError`."""
         return bool(self.config.url)
+
+    def name_job(self, job: schema.ManifestName) -> None:
+        """Says from now on which job the calls belong to."""
+        self._transport.job = job
 
     @property
     def is_read_only(self) -> bool:
@@ -273,6 +278,18 @@ class ServerClient:
         body = schema.ManifestUpdate(keys=newest).model_dump_json().encode()
         with self._writing():
             self._transport.call("PUT", self._manifest_path(name), json=body)
+
+    def report_run(self, run: RunName, process: RunName, report: RunReport) -> None:
+        """Says what one process of a run did; a report that is sent again replaces itself.
+
+        Raises:
+            CacheError: the server does not accept it; earlier ones have no such call.
+        """
+        self._transport.call(
+            "PUT",
+            f"{API_PREFIX}/{self.config.namespace}/runs/{run}/{process}",
+            json=report.model_dump_json().encode(),
+        )
 
     def server_stats(self) -> schema.ServerStats:
         """The server's statistics.

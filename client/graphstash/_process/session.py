@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -31,6 +31,7 @@ from graphstash_schema import ManifestName
 if TYPE_CHECKING:
     from graphstash._artifacts.stash import Stash
     from graphstash._compile.cache import CompileCache
+    from graphstash._compile.explaining import Cause
     from graphstash_schema import ArtifactKey
 
 __all__ = ["Session", "add_hook", "get_or_compile", "install", "stats", "uninstall"]
@@ -139,6 +140,7 @@ class Session:
         if self._closed or self._pid != os.getpid():  # a forked child does not own the session
             return
         self._closed = True
+        until = time.monotonic() + self.config.drain_seconds
         for hook in self._hooks.values():
             if hook is not None:
                 with suppress(Exception):
@@ -158,7 +160,9 @@ class Session:
         stats = self.stats()
         self._tell(stats)
         self._record(stats)
-        self._explain()
+        causes = self._explain()
+        if time.monotonic() < until:
+            self._report(causes)
         with suppress(OSError):
             if self._cache is not None:
                 self._cache.stash.close()
@@ -173,6 +177,8 @@ class Session:
         """
         if self.config.job is None:
             self.config = replace(self.config, job=ManifestName(job))
+            if self._cache is not None:
+                self._stash.server.name_job(ManifestName(job))
             self.start_prefetch()
 
     def start_prefetch(self) -> None:
@@ -202,23 +208,45 @@ class Session:
             with suppress(CacheError, OSError):
                 cache.stash.server.update_manifest(self.config.job, cache.used)
 
-    def _explain(self) -> None:
+    def _explain(self) -> Sequence["Cause"]:
+        """Says why this process compiled, where that is asked for; gives what it found."""
         misses = () if self._cache is None else self._cache.log.misses
         if self._cache is None or not self.config.explain or not misses:
-            return
+            return ()
         from graphstash._compile.explaining import causes_of, text_of
 
         wanted = [
             (each.description, None if each.reason is None else each.reason.value)
             for each in misses
         ]
+        causes: list[Cause] = []
         try:
-            lines = text_of(causes_of(self._cache.stash.server, wanted))
+            causes = causes_of(self._cache.stash.server, wanted)
+            lines = text_of(causes)
             if (more := self.stats().misses - len(misses)) > 0:
                 lines.append(f"{plural(more, 'miss')}: small programs, which are not compared")
         except Exception as error:  # noqa: BLE001 - whatever a server answers: the job has ended well
             lines = [f"the misses cannot be explained: {error}"]
         print("\n".join(f"graphstash: {line}" for line in lines), file=sys.stderr, flush=True)  # noqa: T201
+        return causes
+
+    def _report(self, causes: Sequence["Cause"]) -> None:
+        """Tells the server what this process counted; a server that takes no reports is left alone,
+        and whatever else goes wrong costs the job nothing but one call's time.
+        """
+        cache, stats = self._cache, self.stats()
+        if cache is None or not cache.stash.server.is_known or not self.config.report_runs:
+            return
+        if not (stats.hits or stats.misses or stats.fallbacks):
+            return
+        from graphstash._process import run_report
+
+        try:
+            report = run_report.report_of(cache, job=self.config.job, causes=causes)
+            process = run_report.name_of_process()
+            cache.stash.server.report_run(run_report.RunName(self.run), process, report)
+        except Exception as error:  # noqa: BLE001 - the job has ended well, and ends so
+            _log.debug("the run is not reported: %s", error)
 
     def _record(self, stats: Stats) -> None:
         """Leaves what `graphstash explain` reads."""
