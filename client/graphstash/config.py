@@ -245,6 +245,12 @@ class SharingSettings:
     job: ManifestName | None = setting(None, text(ManifestName))
     """Name under which the server remembers the artifacts of this job, so that the next run fetches
     them at its start."""
+    fail_on_miss: bool = setting(False, flag())
+    """End the job before it compiles anything: with exit status 86 when nobody has the artifact,
+    with 75 when the cache could not help, so that nothing is compiled either way."""
+    max_compile_seconds: float = setting(0.0, number(most=1e7))
+    """End the job with exit status 86 when the compilations of its processes on this host have
+    taken that long in all, or one that runs would pass it. 0 is no limit."""
     report_runs: bool = setting(True, flag())
     """Tell the server, when a process ends that used the cache, what it counted and what it
     compiled: the script's name, never its arguments."""

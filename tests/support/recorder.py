@@ -12,6 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from support.waiting import until
+
 __all__ = ["Recorded", "Recorder"]
 
 _METHODS = ["GET", "HEAD", "PUT", "POST", "DELETE"]
@@ -47,16 +49,8 @@ class Recorder:
         self.url = ""
 
     def __enter__(self) -> Self:
-        started = threading.Event()
-        startup = self._server.startup
-
-        async def announcing(*args: object, **kwargs: object) -> None:
-            await startup(*args, **kwargs)
-            started.set()
-
-        self._server.startup = announcing
         self._thread.start()
-        assert started.wait(20)
+        until(lambda: self._server.started)
         port = self._server.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         return self

@@ -19,6 +19,7 @@ from typing import Final
 
 from graphstash._artifacts.run_downloads import Source
 from graphstash._artifacts.stash import Destination, Fetched, Stash
+from graphstash._compile.compile_limit import CompileLimit
 from graphstash._compile.in_flight import HeldLease, InFlightCompile
 from graphstash._compile.misses import MissLog
 from graphstash._compile.request import CompileRequest
@@ -80,6 +81,7 @@ class CompileCache:
     Attributes:
         waits: how long it may still wait for compilations of others.
         log: what had to be compiled.
+        limit: how much may be compiled; None where that is not limited.
 
     Args:
         stash: closed by whoever made it.
@@ -93,6 +95,7 @@ class CompileCache:
         self.publisher = publisher
         self.waits = WaitBudget(stash.config.wait_seconds)
         self.log = MissLog()
+        self.limit: CompileLimit | None = None
         # Each use is one bytecode operation: safe between threads.
         self._open: set[InFlightCompile] = set()
         self._leases: list[HeldLease] = []
@@ -300,6 +303,15 @@ class CompileCache:
     def forget(self, compilation: InFlightCompile) -> None:
         """A compilation has ended."""
         self._open.discard(compilation)
+        if self.limit is not None:
+            self.limit.ended(compilation.key)
+
+    def compiled(self, key: ArtifactKey, *, seconds: float) -> None:
+        """This thread has just compiled something."""
+        self.counters.compiled(key, seconds=seconds)
+        if self.limit is not None:
+            self.limit.compiled(seconds)
+            self.limit.ended(key)
 
     def abandon_unfinished(self) -> None:
         """Releases the leases of unfinished compilations; uploads continue."""
@@ -329,6 +341,8 @@ class CompileCache:
             self, request, lease=lease, fallback_reason=fallback_reason, wanted=wanted
         )
         self._open.add(compilation)
+        if self.limit is not None:
+            self.limit.begin(request, fallback_reason)
         return compilation
 
     def _is_healed(self, key: ArtifactKey, reason: Reason) -> bool:

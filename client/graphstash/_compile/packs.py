@@ -92,6 +92,8 @@ class Packs:
         entry = self._entries.get(key)
         if entry is None and not self.is_alone(key):
             self._cache.counters.miss(key)
+            if self._cache.limit is not None:
+                self._cache.limit.check(CompileRequest(key), None)
             with self._lock:
                 self._begun[key] = monotonic()
         if entry is None or entry.payload is None:
@@ -131,7 +133,7 @@ class Packs:
         if not fits:
             return seconds
         self._cache.waits.compiled(seconds)
-        self._cache.counters.compiled(key, seconds=seconds)
+        self._cache.compiled(key, seconds=seconds)
         return None
 
     def reject(self, key: ArtifactKey) -> None:

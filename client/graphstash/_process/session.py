@@ -31,6 +31,7 @@ from graphstash_schema import ManifestName
 if TYPE_CHECKING:
     from graphstash._artifacts.stash import Stash
     from graphstash._compile.cache import CompileCache
+    from graphstash._compile.compile_limit import CompileLimit
     from graphstash._compile.explaining import Cause
     from graphstash_schema import ArtifactKey
 
@@ -65,6 +66,7 @@ class Session:
         self._counters = Counters()
         self._making = threading.Lock()  # guards the field below
         self._cache: CompileCache | None = None
+        self._ending = threading.Lock()
         self._publisher = BoundedExecutor(
             "graphstash-publish", workers=1, capacity=config.publish_queue
         )
@@ -86,7 +88,17 @@ class Session:
                     counters=self._counters,
                     publisher=self._publisher,
                 )
+                if self.config.fail_on_miss or self.config.max_compile_seconds:
+                    self._cache.limit = self._limit(self._cache.stash)
             return self._cache
+
+    def _limit(self, stash: "Stash") -> "CompileLimit":
+        from graphstash._compile.compile_limit import CompileLimit  # few jobs have one
+
+        folder = stash.local.run_folder(self.run)
+        with suppress(OSError):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        return CompileLimit(self.config, self._end_job, shared=folder / "compile-seconds")
 
     @property
     def _stash(self) -> "Stash":
@@ -145,6 +157,31 @@ class Session:
             if hook is not None:
                 with suppress(Exception):
                     hook.close()
+        self._finish(until)
+        with suppress(OSError):
+            if self._cache is not None:
+                self._cache.stash.close()
+
+    def _end_job(self, why: str, *, status: int) -> None:
+        """Ends this process, and the others of its run: see `CompileLimit`.
+
+        Compilers call in threads of their own and swallow what is raised there, so nothing is. The
+        hooks stay: the one that called is inside its compiler.
+        """
+        from graphstash._process import run_end
+
+        with self._ending:  # other threads that would compile wait here for the end
+            if not run_end.is_first(status):
+                run_end.wait_for_end(status)
+            print(f"graphstash: the job ends: {why}", file=sys.stderr, flush=True)  # noqa: T201
+            if not self._closed:
+                self._closed = True
+                with suppress(Exception):
+                    self._finish(time.monotonic() + self.config.drain_seconds, explain=True)
+            run_end.leave(status)
+
+    def _finish(self, until: float, *, explain: bool = False) -> None:
+        """Waits for uploads, tells what has happened, and lets go of what others wait for."""
         if not self._publisher.drain(self.config.drain_seconds):
             _log.warning(
                 "graphstash: uploads did not finish within %g s (GRAPHSTASH_DRAIN_SECONDS)",
@@ -160,12 +197,9 @@ class Session:
         stats = self.stats()
         self._tell(stats)
         self._record(stats)
-        causes = self._explain()
+        causes = self._explain(asked=explain or self.config.explain)
         if time.monotonic() < until:
             self._report(causes)
-        with suppress(OSError):
-            if self._cache is not None:
-                self._cache.stash.close()
 
     def name_job(self, job: str) -> None:
         """Remembers this job's artifacts under a name from now on, and starts the prefetch.
@@ -208,10 +242,10 @@ class Session:
             with suppress(CacheError, OSError):
                 cache.stash.server.update_manifest(self.config.job, cache.used)
 
-    def _explain(self) -> Sequence["Cause"]:
+    def _explain(self, *, asked: bool) -> Sequence["Cause"]:
         """Says why this process compiled, where that is asked for; gives what it found."""
         misses = () if self._cache is None else self._cache.log.misses
-        if self._cache is None or not self.config.explain or not misses:
+        if self._cache is None or not asked or not misses:
             return ()
         from graphstash._compile.explaining import causes_of, text_of
 
