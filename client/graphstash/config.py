@@ -244,7 +244,12 @@ class SharingSettings:
     """Fetch artifacts, but neither publish any nor take leases."""
     job: ManifestName | None = setting(None, text(ManifestName))
     """Name under which the server remembers the artifacts of this job, so that the next run fetches
-    them at its start."""
+    them at its start. By default a name that follows from the command, the script and the versions
+    of the compilers: `auto-<16 hex digits>`."""
+    prefetch_limit: int = setting(2 * 1024**3, size())
+    """Most bytes that a run downloads to this host before they are needed, those first that took
+    longest to compile for their size. 0 downloads none, and remembers nothing for a job without a
+    name."""
     fail_on_miss: bool = setting(False, flag())
     """End the job before it compiles anything: with exit status 86 when nobody has the artifact,
     with 75 when the cache could not help, so that nothing is compiled either way."""

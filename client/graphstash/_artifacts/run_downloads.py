@@ -47,6 +47,20 @@ class RunDownloads:
             finally:
                 os.close(descriptor)
 
+    def claim(self, name: str) -> bool:
+        """Whether this is the first process of the run that claims something."""
+        if self._folder is None:
+            return True
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            os.close(os.open(self._folder / name, flags, 0o600))
+        except FileExistsError:
+            return False
+        except OSError:  # it does so for itself
+            return True
+        return True
+
     def source_of(self, key: ArtifactKey) -> Source:
         """Where the bytes came from that are on this host's disk."""
         known = self._known.get(str(key))

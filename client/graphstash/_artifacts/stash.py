@@ -23,7 +23,7 @@ from graphstash.config import ClientConfig
 from graphstash.errors import CacheError, ConflictError, LocalTierError, Reason
 from graphstash_schema import ArtifactKey, ArtifactMetadata, Digest
 
-__all__ = ["Destination", "Fetched", "Stash"]
+__all__ = ["Destination", "Fetched", "Stash", "nowhere"]
 
 Destination: TypeAlias = Path | io.BytesIO
 """Where a payload goes: a file, which appears whole by rename, or memory."""
@@ -38,6 +38,7 @@ class Stash:
         config: the settings.
         server: calls the server directly: look-ups, leases, manifests, statistics.
         local: this host's disk.
+        signatures: what may be used.
         downloads: what this run has brought there.
 
     Args:
@@ -52,9 +53,9 @@ class Stash:
         self.config = config
         self.server = ServerClient(config)
         self.local = LocalTier(config.cache_dir, limit_bytes=config.local_limit)
-        self._signatures = Signatures(config, secret=self.local.secret)
+        self.signatures = Signatures(config, secret=self.local.secret)
         self.downloads = RunDownloads(self.local.run_folder(run) if run else None)
-        self._reader = Reader(self.server, self.local, self._signatures, self.downloads)
+        self._reader = Reader(self.server, self.local, self.signatures, self.downloads)
 
     def __enter__(self) -> Self:
         return self
@@ -109,7 +110,15 @@ class Stash:
         Raises:
             CacheError: the cache cannot say, or what it gave does not verify.
         """
-        return self._reader.read(key, cast("IO[bytes]", _Nowhere()))
+        return self._reader.read(key, nowhere())
+
+    def claim_prefetch(self, job: str) -> bool:
+        """Whether this process prefetches for its run; True for the first that asks."""
+        return self.downloads.claim(f"prefetch-{job}")
+
+    def is_on_this_host(self, key: ArtifactKey) -> bool:
+        """Whether the local tier has something under the key, sound or not."""
+        return any(self.local.path(name, key).exists() for name in self.config.readable)
 
     def forget(self, key: ArtifactKey) -> None:
         """Removes an artifact that turned out to be of no use from this host's disk."""
@@ -153,7 +162,7 @@ class Stash:
                         f"GRAPHSTASH_MAX_ARTIFACT allows {self.config.max_artifact}",
                     )
                 digest = Digest(sealed.sha256, sealed.size_bytes)
-                proof = self._signatures.prove(
+                proof = self.signatures.prove(
                     SignedSubject(self.config.namespace, key, digest, sealed.raw_size_bytes)
                 )
                 proof = proof.model_copy(update={"compile_seconds": metadata.compile_seconds})
@@ -171,9 +180,12 @@ class Stash:
             raise LocalTierError(str(error)) from error
 
 
-class _Nowhere(io.RawIOBase):
+def nowhere() -> IO[bytes]:
     """Takes bytes and forgets them: verification without a second copy."""
+    return cast("IO[bytes]", _Nowhere())
 
+
+class _Nowhere(io.RawIOBase):
     def writable(self) -> bool:
         return True
 

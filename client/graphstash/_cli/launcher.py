@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, NoReturn
 
-from graphstash._process.run_name import RUN_VARIABLE, new_run
+from graphstash._process.run_name import COMMAND_VARIABLE, RUN_VARIABLE, joined, new_run
 from graphstash.hooks import AUTOLOAD
 
 __all__ = ["CannotRunError", "Launch", "read"]
@@ -76,6 +76,7 @@ class Launch(NamedTuple):
             f"GRAPHSTASH_{name.upper()}": value for name, value in self.settings.items()
         }
         environment |= {"PYTHONPATH": _python_path(), AUTOLOAD: "1", RUN_VARIABLE: new_run()}
+        environment[COMMAND_VARIABLE] = joined(self.command)
         sys.stdout.flush()
         sys.stderr.flush()
         try:

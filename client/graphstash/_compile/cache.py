@@ -252,8 +252,7 @@ class CompileCache:
 
     def is_on_this_host(self, key: ArtifactKey) -> bool:
         """Whether the local tier has something under the key."""
-        local = self.stash.local
-        return any(local.path(namespace, key).exists() for namespace in self.config.readable)
+        return self.stash.is_on_this_host(key)
 
     def fetch_pack(self, key: ArtifactKey) -> FetchedPack | None:
         """What is stored under the key of a pack, or None; never raises, and counts no hit."""

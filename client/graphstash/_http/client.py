@@ -8,7 +8,7 @@ which imports each when it is used: most jobs need few of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Final, TypeVar
 
@@ -93,8 +93,11 @@ class ServerClient:
         target: IO[bytes],
         *,
         namespace: schema.Namespace | None = None,
+        between_chunks: Callable[[], None] = lambda: None,
     ) -> Downloaded | None:
         """Writes an artifact's blob to the file `target` and checks its digest.
+
+        What is given as `between_chunks` is called while bytes come.
 
         Returns:
             What came, None for a miss.
@@ -103,7 +106,9 @@ class ServerClient:
             CacheError: the server does not answer, or its bytes are not what it announced.
         """
         path = key.artifact_path(namespace or self.config.namespace)
-        return download(self._transport, path, target, config=self.config)
+        return download(
+            self._transport, path, target, config=self.config, between_chunks=between_chunks
+        )
 
     def upload(
         self,

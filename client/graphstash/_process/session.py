@@ -17,15 +17,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from graphstash import hooks
 from graphstash._compile.stats import Counters, Stats, plural
 from graphstash._executor import BoundedExecutor
 from graphstash._process.notices import notices, tell_once
-from graphstash._process.run_name import this_run
+from graphstash._process.run_name import command_of_run, this_run
 from graphstash.config import ClientConfig
-from graphstash.errors import CacheError, ConfigError, VerificationError
+from graphstash.errors import CacheError, ConfigError
 from graphstash_schema import ManifestName
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ class Session:
         self._making = threading.Lock()  # guards the field below
         self._cache: CompileCache | None = None
         self._ending = threading.Lock()
+        self._is_prefetching = False
+        self._prefetched_for: ManifestName | None = None
         self._publisher = BoundedExecutor(
             "graphstash-publish", workers=1, capacity=config.publish_queue
         )
@@ -88,9 +91,31 @@ class Session:
                     counters=self._counters,
                     publisher=self._publisher,
                 )
+                self._cache.stash.server.name_job(self.job)
                 if self.config.fail_on_miss or self.config.max_compile_seconds:
                     self._cache.limit = self._limit(self._cache.stash)
-            return self._cache
+        self.start_prefetch()
+        return self._cache
+
+    @property
+    def job(self) -> ManifestName:
+        """What this process is a run of: the name that it was given, or one that follows from its
+        command.
+        """
+        return self.config.job or self._own_names[0]
+
+    @cached_property
+    def _own_names(self) -> tuple[ManifestName, ...]:
+        from graphstash._process.job_name import names_of
+
+        return names_of(command_of_run())
+
+    @property
+    def _manifests(self) -> tuple[ManifestName, ...]:
+        """The manifests that tell what this run may need: the first that there is counts."""
+        if self.config.job is not None:
+            return (self.config.job,)
+        return self._own_names if self.config.prefetch_limit else ()
 
     def _limit(self, stash: "Stash") -> "CompileLimit":
         from graphstash._compile.compile_limit import CompileLimit  # few jobs have one
@@ -212,35 +237,50 @@ class Session:
         if self.config.job is None:
             self.config = replace(self.config, job=ManifestName(job))
             if self._cache is not None:
-                self._stash.server.name_job(ManifestName(job))
+                self._cache.stash.server.name_job(self.job)
             self.start_prefetch()
 
     def start_prefetch(self) -> None:
-        """Starts to download this job's artifacts to the local tier, if the job has a name."""
-        if self.config.job is not None and self.config.url:
+        """Starts to download what earlier runs of this job used; once for a name."""
+        if not self.config.url or not self.config.prefetch_limit:
+            return
+        if self._prefetched_for != self.config.job or not self._is_prefetching:
+            self._prefetched_for, self._is_prefetching = self.config.job, True
             self._prefetcher.submit(self._prefetch)
 
     def _prefetch(self) -> None:
-        """Downloads what earlier runs of this job used, most recent first."""
-        if self.config.job is None:
+        """Downloads what the first manifest that there is names. One process of a run does it."""
+        stash = self._stash
+        names = self._manifests
+        if not stash.claim_prefetch(names[0]):
             return
+        from graphstash._artifacts.prefetch import Prefetch
+
+        prefetch = Prefetch(
+            stash,
+            limit_bytes=self.config.prefetch_limit,
+            is_stopped=lambda: self._closed,
+            count=lambda size: self._counters.add(prefetched_bytes=size),
+        )
         try:
-            manifest = self._stash.server.manifest(self.config.job)
-            for entry in manifest.entries if manifest else ():
-                if self._closed:
-                    return
-                with suppress(VerificationError):  # met, and counted, if the job wants it
-                    self._stash.ensure_local(entry.key)
-        except CacheError as error:
-            self.cache.record_fallback(error)
+            prefetch.server.name_job(names[0])
+            found = (prefetch.server.manifest(name) for name in names)
+            manifest = next((each for each in found if each is not None), None)
+            if manifest is not None:
+                prefetch.fetch(entry.key for entry in manifest.entries)
+        except (CacheError, OSError, RuntimeError) as error:  # no thread can be started at the end
+            _log.debug("nothing is prefetched: %s", error)
+        finally:
+            prefetch.close()
 
     def _remember(self) -> None:
+        """Adds what this process used to the manifests of its job."""
         cache = self._cache
-        if self.config.job is None or cache is None or not cache.used:
+        if cache is None or not cache.used or cache.stash.server.is_read_only:
             return
-        if not cache.stash.server.is_read_only:
-            with suppress(CacheError, OSError):
-                cache.stash.server.update_manifest(self.config.job, cache.used)
+        with suppress(CacheError, OSError):
+            for name in self._manifests:
+                cache.stash.server.update_manifest(name, cache.used)
 
     def _explain(self, *, asked: bool) -> Sequence["Cause"]:
         """Says why this process compiled, where that is asked for; gives what it found."""
@@ -276,7 +316,7 @@ class Session:
         from graphstash._process import run_report
 
         try:
-            report = run_report.report_of(cache, job=self.config.job, causes=causes)
+            report = run_report.report_of(cache, job=self.job, causes=causes)
             process = run_report.name_of_process()
             cache.stash.server.report_run(run_report.RunName(self.run), process, report)
         except Exception as error:  # noqa: BLE001 - the job has ended well, and ends so
@@ -422,7 +462,8 @@ def _session(settings: dict[str, Any]) -> Session | None:
                 tell_once([f"disabled: {error}; the job runs without the cache"])
                 return None
             tell_once(notices(config, os.environ))
-            _current.start_prefetch()
+            if config.job is not None:
+                _current.start_prefetch()
             atexit.register(_current.close)
         elif settings and not _current.is_closed and not _keeps_to(_current, settings):
             return None
