@@ -47,3 +47,32 @@ def test_counters_add_up_and_report_the_first_fallback_of_a_reason():
     snapshot = counters.snapshot()
     assert (snapshot.hits_host, snapshot.wait_seconds) == (3, 1.5)
     assert snapshot.fallbacks == {"reset": 2}
+
+
+def test_a_notebook_shows_a_table_in_which_everything_is_text():
+    stats = Stats(hits_server=2, misses=1, fallbacks={"<script>alert(1)</script>": 1})
+    shown = stats._repr_html_()
+    assert "<table>" in shown
+    assert "2 (2 server)" in shown
+    assert "<script>" not in shown
+    assert "&lt;script&gt;" in shown
+
+
+def test_print_shows_a_line_for_each_figure_that_there_is():
+    stats = Stats(hits_prefetched=3, hits_ranks=1, misses=2, compile_seconds=4.2, published=2)
+    stats = replace(stats, saved_compile_seconds=60, saved_wall_seconds=30.2)
+    assert str(stats).splitlines() == [
+        "hits             4 (3 prefetched, 1 another rank)",
+        "misses           2 (4.2 s of compiling)",
+        "compiling saved  1 min 0 s",
+        "wall time saved  about 30 s",
+        "published        2",
+    ]
+
+
+def test_scalars_are_named_for_the_curves_of_a_tracker():
+    scalars = Stats(hits_host=2, misses=1, saved_wall_seconds=1.5, fallbacks={"a": 2}).scalars()
+    assert scalars["graphstash/hits"] == scalars["graphstash/hits_host"] == 2
+    assert scalars["graphstash/fallbacks"] == 2
+    assert scalars["graphstash/saved_wall_seconds"] == 1.5
+    assert all(isinstance(value, float) for value in scalars.values())

@@ -5,6 +5,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from html import escape
 from time import monotonic
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
@@ -84,6 +85,53 @@ class Stats:
         """How many hits came from where; sources without any are left out."""
         counts = {source: int(getattr(self, f"hits_{source}")) for source in _SOURCES}
         return {source: count for source, count in counts.items() if count}
+
+    def scalars(self) -> dict[str, float]:
+        """What to draw over a training: `graphstash/hits`, `graphstash/misses`, ...; times in
+        seconds.
+        """
+        figures = {
+            "hits": self.hits,
+            **{f"hits_{source}": getattr(self, f"hits_{source}") for source in _SOURCES},
+            "misses": self.misses,
+            "fallbacks": sum(self.fallbacks.values()),
+            "compile_seconds": self.compile_seconds,
+            "saved_compile_seconds": self.saved_compile_seconds,
+            "saved_wall_seconds": self.saved_wall_seconds,
+        }
+        return {f"graphstash/{name}": float(value) for name, value in figures.items()}
+
+    def __str__(self) -> str:
+        """A few lines for people."""
+        rows = self._rows()
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+    def _repr_html_(self) -> str:
+        """A table, for notebooks."""
+        rows = "".join(
+            f"<tr><th style='text-align:left'>{escape(name)}</th><td>{escape(value)}</td></tr>"
+            for name, value in self._rows()
+        )
+        return f"<table>{rows}</table>"
+
+    def _rows(self) -> list[tuple[str, str]]:
+        """What there is to tell, and only that."""
+        sources = [f"{count} {_SOURCES[name]}" for name, count in self.hits_by_source.items()]
+        rows = [("hits", f"{self.hits}" + (f" ({', '.join(sources)})" if sources else ""))]
+        compiled = f" ({format_seconds(self.compile_seconds)} of compiling)"
+        rows.append(("misses", f"{self.misses}" + (compiled if self.compile_seconds else "")))
+        if self.waits:
+            rows.append(("waits", f"{self.waits} ({format_seconds(self.wait_seconds)})"))
+        if self.hits:
+            rows.append(("compiling saved", format_seconds(self.saved_compile_seconds)))
+            rows.append(("wall time saved", f"about {format_seconds(self.saved_wall_seconds)}"))
+        others = {name: getattr(self, name) for name in ("published", "conflicts", "unsigned")}
+        rows += [(name, f"{count}") for name, count in others.items() if count]
+        if self.fallbacks:
+            reasons = ", ".join(f"{name} {n}" for name, n in sorted(self.fallbacks.items()))
+            rows.append(("fallbacks", f"{sum(self.fallbacks.values())} ({reasons})"))
+        return rows
 
     def summary(self) -> str:
         """One line for people, e.g. `12 hits, 1 miss, 8 min 20 s of compiling saved (about 2 min

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         StopTraining,
         TrainingResult,
     )
+    from graphstash.training.loop.trackers import TensorBoardCallback, WandbCallback
     from graphstash.training.loop.trainer import train
     from graphstash.training.optimizers import LAMB, SGD, Adam, AdamW
     from graphstash.training.optimizers.gradients import (
@@ -51,8 +52,10 @@ __all__ = [
     "LogEntry",
     "LossScale",
     "StopTraining",
+    "TensorBoardCallback",
     "TracedStep",
     "TrainingResult",
+    "WandbCallback",
     "clip_grad_norm_",
     "clip_grad_value_",
     "to_device",
@@ -65,6 +68,7 @@ _NAMES = {
     "data.batches": "Batches",
     "data.device_loader": "DeviceLoader to_device",
     "loop.events": "Callback DivergedError LogEntry StopTraining TrainingResult",
+    "loop.trackers": "TensorBoardCallback WandbCallback",
     "loop.trainer": "train",
     "optimizers": "LAMB SGD Adam AdamW",
     "optimizers.gradients": "LossScale clip_grad_norm_ clip_grad_value_",
