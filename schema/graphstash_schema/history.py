@@ -1,13 +1,24 @@
 """History: what a server did, by hour or by day, as `GET /v1/stats/history` gives it."""
 
+from collections.abc import Mapping
+from datetime import timedelta
 from enum import StrEnum
+from typing import Final
 
 from pydantic import AwareDatetime, Field
 
 from graphstash_schema.model import Items, WireModel
 from graphstash_schema.stats import Count
 
-__all__ = ["Grouping", "History", "HistoryPoint", "Step"]
+__all__ = [
+    "HISTORY_KEPT",
+    "MAX_HISTORY_GROUPS",
+    "OTHERS",
+    "Grouping",
+    "History",
+    "HistoryPoint",
+    "Step",
+]
 
 
 class Step(StrEnum):
@@ -15,6 +26,19 @@ class Step(StrEnum):
 
     HOUR = "hour"
     DAY = "day"
+
+
+HISTORY_KEPT: Final[Mapping[Step, timedelta]] = {
+    Step.HOUR: timedelta(days=31),
+    Step.DAY: timedelta(days=400),
+}
+"""How long a server keeps points, and the longest time that one answer covers."""
+
+MAX_HISTORY_GROUPS: Final = 20
+"""Most groups that one answer tells apart: those with the most hits and misses."""
+
+OTHERS: Final = "(others)"
+"""The group of all others; no namespace, kind, device type or job has that name."""
 
 
 class Grouping(StrEnum):
@@ -31,7 +55,12 @@ class HistoryPoint(WireModel):
     """One step of one group."""
 
     at: AwareDatetime = Field(description="its beginning, UTC")
-    group: str = Field(default="", description="the namespace, kind, device type or job")
+    group: str = Field(
+        default="",
+        description="the namespace, kind, device type or job; empty for calls without a job, and "
+        "for jobs and device types beyond what a server tells apart in a step; `(others)` for all "
+        "but the largest groups of the answer",
+    )
     hits: Count = 0
     misses: Count = 0
     served_bytes: Count = 0

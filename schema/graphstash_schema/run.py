@@ -5,6 +5,7 @@ itself. Each process reports for itself, and a report that is sent again replace
 """
 
 import re
+from datetime import UTC, datetime, timedelta
 from typing import Annotated, Final
 
 from pydantic import AwareDatetime, Field
@@ -17,8 +18,12 @@ from graphstash_schema.names import LINE, ManifestName, Word
 from graphstash_schema.stats import Count
 
 __all__ = [
+    "MAX_LISTED_RUNS",
+    "MAX_RUN_BYTES",
     "MAX_RUN_COUNTS",
     "MAX_RUN_MISSES",
+    "MAX_RUN_SECONDS",
+    "RUNS_KEPT",
     "Run",
     "RunCounts",
     "RunList",
@@ -33,7 +38,23 @@ MAX_RUN_COUNTS: Final = 32
 MAX_RUN_MISSES: Final = 64
 """Most misses that one report names: those that took longest to compile."""
 
-Seconds = Annotated[float, Field(ge=0, le=1e9)]
+MAX_RUN_BYTES: Final = 64 * 1024
+"""Largest report; a process that has more to say names fewer misses."""
+
+MAX_LISTED_RUNS: Final = 100
+"""Most runs in one `RunList`."""
+
+RUNS_KEPT: Final = timedelta(days=90)
+"""How long a server keeps a report, unless others need its room."""
+
+MAX_RUN_SECONDS: Final = 1e9
+"""Longest time in a report, and in the sum of many."""
+
+Seconds = Annotated[float, Field(ge=0, le=MAX_RUN_SECONDS)]
+Start = Annotated[
+    AwareDatetime,
+    Field(ge=datetime(2000, 1, 1, tzinfo=UTC), lt=datetime(9999, 1, 1, tzinfo=UTC)),
+]
 Line = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS, pattern=LINE)]
 
 
@@ -81,7 +102,7 @@ class RunReport(RequestModel):
     job: ManifestName | None = Field(default=None, description="the job that this is a run of")
     program: Line = Field(default="", description="the script's name, without its arguments")
     producer: Line = Field(default="", description="user@host:process")
-    started_at: AwareDatetime
+    started_at: Start = Field(description="by the clock of its host")
     seconds: Seconds = Field(description="from the start of the process to its end")
     saved_wall_seconds: Seconds = Field(
         default=0.0,
@@ -93,7 +114,9 @@ class RunReport(RequestModel):
 
 
 class Run(WireModel):
-    """One run: the sums of its processes, and the longest of their times."""
+    """One run: the sums of its processes, and the longest of their times. Job, program and producer
+    are those of the process that started first.
+    """
 
     run: RunName
     job: ManifestName | None = None
@@ -103,13 +126,17 @@ class Run(WireModel):
     seconds: float
     processes: Count
     saved_wall_seconds: float = Field(description="of the process that it is largest for")
-    counts: Items[RunCounts] = ()
+    counts: Items[RunCounts] = Field(
+        default=(), description="those with the most hits and misses, `MAX_RUN_COUNTS` at most"
+    )
     misses: Items[RunMiss] = Field(
-        default=(), description="the longest first; only where one run is asked for"
+        default=(),
+        description="the longest first, each key once, `MAX_RUN_MISSES` at most; only where one "
+        "run is asked for",
     )
 
 
 class RunList(WireModel):
-    """The latest first."""
+    """The one that reported last comes first."""
 
     runs: Items[Run]

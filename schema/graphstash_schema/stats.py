@@ -3,16 +3,17 @@
 Totals are kept in the database and outlive a restart; they lag by the accounting interval.
 """
 
-from typing import Annotated
+from typing import Annotated, Final
 
 from pydantic import Field
 
 from graphstash_schema.model import Items, WireModel
 
-__all__ = ["NamespaceStats", "ServerStats"]
+__all__ = ["MAX_COUNT", "NamespaceStats", "ServerStats"]
 
+MAX_COUNT: Final = 2**63 - 1
 
-Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 """As large as a database keeps it; a client can print it and calculate with it."""
 
 

@@ -14,10 +14,12 @@ from graphstash_server.api import (
     admin,
     artifacts,
     explanations,
+    history,
     leases,
     manifests,
     namespaces,
     quarantine,
+    runs,
     tokens,
 )
 from graphstash_server.api.calls import OPEN_PATHS, SECURITY_SCHEMES
@@ -72,7 +74,10 @@ def create_app(
         redirect_slashes=False,
     )
     routes = list(app.routes)
-    for api in (artifacts, explanations, quarantine, leases, manifests, namespaces, tokens, admin):
+    for api in (
+        *(artifacts, explanations, quarantine, leases, manifests, runs, namespaces, tokens),
+        *(history, admin),
+    ):
         app.include_router(api.router)
         routes += api.router.routes
     add_problem_handlers(app, routes)

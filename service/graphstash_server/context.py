@@ -21,12 +21,14 @@ from graphstash_server.services.artifacts.quarantine import QuarantineService
 from graphstash_server.services.artifacts.room import RoomKeeper
 from graphstash_server.services.artifacts.service import ArtifactService
 from graphstash_server.services.artifacts.uploads import CommitBatcher, UploadService
+from graphstash_server.services.history import HistoryService
 from graphstash_server.services.identity.audit import AuditService
 from graphstash_server.services.identity.authentication import AccessService, KnownTokens
 from graphstash_server.services.identity.oidc import OidcVerifier
 from graphstash_server.services.identity.tokens import TokenService, revoked_in
 from graphstash_server.services.jobs.leases import LeaseService
 from graphstash_server.services.jobs.manifests import ManifestService, PinService
+from graphstash_server.services.jobs.runs import RunService
 from graphstash_server.services.maintenance.reconciler import FsckService, Reconciler
 from graphstash_server.services.maintenance.schedule import Maintenance, RetentionService
 from graphstash_server.services.metrics import HealthService, StatisticsService
@@ -112,6 +114,8 @@ class ProcessContext:
         self.explanations = ExplanationService(database=database, clock=clock)
         self.manifests = ManifestService(database=database, rooms=self.rooms, clock=clock)
         self.pins = PinService(database=database)
+        self.history = HistoryService(database=database, clock=clock)
+        self.runs = RunService(database=database, clock=clock)
         self.health = HealthService(database=database, blobs=blobs)
         self.statistics = StatisticsService(
             database=database,
@@ -143,6 +147,8 @@ class ProcessContext:
             reconciler=self.reconciler,
             manifests=self.manifests,
             explanations=self.explanations,
+            history=self.history,
+            runs=self.runs,
             audit=self.audit,
             tokens=self.tokens,
             clock=clock,

@@ -39,6 +39,8 @@ CASES = {
     "usual headers": ["Accept: */*", "Accept-Encoding: gzip, br", "User-Agent: any/1"],
     "an id": ["X-Request-Id: mine.1"],
     "an id that is none": ["X-Request-Id: <script>"],
+    "a job": ["Graphstash-Job: train-gpt.1"],
+    "a job that is none": ["Graphstash-Job: ../<script>"],
     "the protocol": ["Graphstash-Protocol: 1"],
     "another protocol": ["Graphstash-Protocol: 99"],
     "authorization that nobody asked for": ["Authorization: Bearer nonsense"],

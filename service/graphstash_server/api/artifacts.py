@@ -18,6 +18,7 @@ from graphstash_schema import (
 from graphstash_schema.protocol import (
     API_PREFIX,
     HEADER_ACCEPT_REDIRECT,
+    HEADER_JOB,
     HEADER_METADATA,
     MAX_LOOKUP_KEYS,
 )
@@ -32,6 +33,7 @@ from graphstash_server.api.calls import (
     json_answer,
     key_of,
 )
+from graphstash_server.api.conditions import job_named
 from graphstash_server.api.representation import (
     absent,
     changes,
@@ -71,10 +73,10 @@ def _absent_there(request: Request) -> ServerError:
 async def get_artifact(call: NamespaceCall) -> Response:
     """Serves an artifact. Changes nothing but the usage counters."""
     context, policy, asked = call.context, call.policy, call.request.headers
-    key = key_of(call.request)
+    key, job = key_of(call.request), job_named(asked.get(HEADER_JOB))
     if takes_link(context.settings, asked) and (linked := await context.artifacts.link(key)):
         row, url = linked
-        context.accounting.count_hit(key, saved_seconds=row.compile_seconds)
+        context.accounting.count_hit(key, saved_seconds=row.compile_seconds, job=job)
         sent = {
             **shared_headers(row, changing=changes(policy)),
             "Location": url,
@@ -83,7 +85,7 @@ async def get_artifact(call: NamespaceCall) -> Response:
         return Response(status_code=307, headers=sent)  # not to be cached: the link expires
     artifact = await context.artifacts.open(key)
     if artifact is None:
-        context.accounting.count_miss(key)
+        context.accounting.count_miss(key, job=job)
         raise absent(key)
     try:
         answer = representation_of(
@@ -93,14 +95,16 @@ async def get_artifact(call: NamespaceCall) -> Response:
         await artifact.reader.close()
         raise
     saved_seconds = artifact.row.compile_seconds
-    context.accounting.count_answer(key, answer.served, saved_seconds=saved_seconds)
+    context.accounting.count_answer(key, answer.served, saved_seconds=saved_seconds, job=job)
     if answer.served is None:
         await artifact.reader.close()
         return Response(status_code=answer.status, headers=answer.headers)
     return BlobResponse(
         artifact,
         answer,
-        sent=lambda sent_bytes: context.accounting.count_served(key, sent_bytes=sent_bytes),
+        sent=lambda sent_bytes: context.accounting.count_served(
+            key, sent_bytes=sent_bytes, job=job
+        ),
     )
 
 
@@ -164,6 +168,7 @@ async def put_artifact(call: NamespaceCall) -> Response:
         only_if_absent=request.headers.get("if-none-match", "").strip() == "*",
         actor=call.actor,
         policy=call.policy,
+        job=job_named(request.headers.get(HEADER_JOB)),
     )
     is_new = await call.context.uploads.publish(upload, _body(call, upload))
     headers = {

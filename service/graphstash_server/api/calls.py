@@ -33,6 +33,7 @@ from graphstash_schema import (
     Word,
 )
 from graphstash_schema.protocol import API_PREFIX
+from graphstash_schema.run import RunName
 from graphstash_server.actor import Actor
 from graphstash_server.api.problems import refusals
 from graphstash_server.context import ProcessContext
@@ -299,6 +300,8 @@ _IN_PATH: Final[dict[str, tuple[dict[str, Any], ErrorCode | None]]] = {
     "device_type": (_formed(DeviceType), ErrorCode.INVALID_DEVICE_TYPE),
     "fingerprint": (_formed(Fingerprint), ErrorCode.INVALID_FINGERPRINT),
     "name": (_formed(ManifestName), ErrorCode.INVALID_NAME),
+    "run": (_formed(RunName), ErrorCode.INVALID_NAME),
+    "process": (_formed(RunName), ErrorCode.INVALID_NAME),
     "id": ({"type": "string"}, None),
 }
 """Schema of every word of a path, and the error code of a malformed one."""

@@ -1,18 +1,24 @@
-"""What request headers ask for: conditions (RFC 9110 section 13), ranges (14), preferences (7240).
+"""What request headers ask for: conditions (RFC 9110 section 13), ranges (14), preferences (7240);
+and for which job.
 
 A header that cannot be understood is ignored, as these specifications say.
 """
 
 import re
 
-from graphstash_schema import ErrorCode
+from graphstash_schema import ErrorCode, ManifestName
 from graphstash_server.errors import ServerError
 
-__all__ = ["lists_etag", "requested_range", "requested_wait"]
+__all__ = ["job_named", "lists_etag", "requested_range", "requested_wait"]
 
 _RANGE = re.compile(r"bytes=\s*(\d{0,19})\s*-\s*(\d{0,19})\s*", re.IGNORECASE)
 _WAIT = re.compile(r"(?:^|,)\s*wait\s*=\s*\"?(\d{1,9})\"?\s*(?:$|[,;])", re.IGNORECASE)
 _ETAG = re.compile(r'(?:W/)?("[^"]*")')
+
+
+def job_named(header: str | None) -> str:
+    """The job of `HEADER_JOB`; empty for none."""
+    return header if header is not None and ManifestName.form.fullmatch(header) else ""
 
 
 def lists_etag(header: str | None, etag: str) -> bool:

@@ -1,9 +1,9 @@
 """Administration: the caller's own access, tokens, and the audit log."""
 
-from typing import Any, Final
+from typing import Final
 
 from fastapi import Response
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from graphstash_schema import (
     Access,
@@ -26,7 +26,7 @@ from graphstash_server.api.calls import (
     Calls,
     json_answer,
 )
-from graphstash_server.api.problems import invalid_body
+from graphstash_server.api.queries import parameters_of, read_query
 from graphstash_server.errors import ServerError
 from graphstash_server.services.identity.audit import MAX_AUDIT_ENTRIES
 
@@ -47,15 +47,6 @@ class _AuditQuery(BaseModel):
         default=None, ge=1, le=_MAX_ID, description="`next_before` of the page before"
     )
     namespace: Namespace | None = Field(default=None, description="only what happened in it")
-
-
-def _parameters(model: type[BaseModel]) -> list[dict[str, Any]]:
-    """OpenAPI: the fields of a model as parameters of the query."""
-    properties = model.model_json_schema()["properties"]
-    return [
-        {"name": name, "in": "query", "required": False, "schema": schema}
-        for name, schema in properties.items()
-    ]
 
 
 @router.call("GET", "/access", needs=KNOWN, answers={200: {"model": Access}})
@@ -142,16 +133,13 @@ async def revoke_token(call: Call) -> Response:
     "GET",
     "/audit",
     needs=ADMINISTRATOR,
-    query=_parameters(_AuditQuery),
+    query=parameters_of(_AuditQuery),
     answers={200: {"model": AuditLog}},
     refuses=[ErrorCode.INVALID_REQUEST, ErrorCode.INVALID_NAMESPACE],
 )
 async def get_audit(call: Call) -> Response:
     """Who wrote or deleted artifacts or changed permissions, newest first."""
-    try:
-        wanted = _AuditQuery.model_validate(dict(call.request.query_params))
-    except ValidationError as error:
-        raise invalid_body(error) from None
+    wanted = read_query(call, _AuditQuery)
     log = await call.context.audit.read(
         limit=wanted.limit, before=wanted.before, namespace=wanted.namespace
     )

@@ -35,11 +35,13 @@ __all__ = [
     "descriptions",
     "environments",
     "generations",
+    "history",
     "leases",
     "manifest_entries",
     "metadata",
     "namespaces",
     "reports",
+    "runs",
     "tokens",
     "usage",
 ]
@@ -283,6 +285,50 @@ usage = Table(
 )
 """`artifacts` and the bytes of what is stored change in the transaction of the row they count; the
 rest lags by the flush interval. An artifact counts in full although equal blobs are kept once."""
+
+history = Table(
+    "history",
+    metadata,
+    Column("namespace", String(64), primary_key=True),
+    Column("step", String(8), primary_key=True, comment="hour or day"),
+    Column("at", UtcTime, primary_key=True, comment="beginning of the step"),
+    Column("kind", String(32), primary_key=True),
+    Column("device_type", String(128), primary_key=True, comment="empty for those beyond a limit"),
+    Column("job", String(128), primary_key=True, comment="empty for none, or beyond a limit"),
+    Column("hits", BigInteger, nullable=False),
+    Column("misses", BigInteger, nullable=False),
+    Column("served_bytes", BigInteger, nullable=False),
+    Column("puts", BigInteger, nullable=False),
+    Column("saved_compile_seconds", Double, nullable=False),
+    Index(None, "step", "at"),
+)
+"""What was served, by hour and by day: every count is in a row of each. Written with `usage`, and
+deleted by age; lags by the flush interval."""
+
+runs = Table(
+    "runs",
+    metadata,
+    Column("namespace", String(64), primary_key=True),
+    Column("run", String(64), primary_key=True),
+    Column("process", String(64), primary_key=True),
+    Column("job", String(128), nullable=False, comment="empty for none"),
+    Column("writer", String(128), nullable=False, comment="who reported it"),
+    Column("reported_at", UtcTime, nullable=False, comment="by the server's clock"),
+    Column("size_bytes", Integer, nullable=False, comment="of the row, about"),
+    Column("program", String(128), nullable=False),
+    Column("producer", String(128), nullable=False),
+    Column("started_at", UtcTime, nullable=False, comment="by the client's clock"),
+    Column("seconds", Double, nullable=False),
+    Column("saved_wall_seconds", Double, nullable=False),
+    Column("counts", Text, nullable=False, comment="JSON"),
+    Column("misses", Text, nullable=False, comment="JSON"),
+    Index(None, "namespace", "reported_at", "run", "size_bytes"),
+    Index(None, "namespace", "job", "reported_at", "run"),
+    Index(None, "writer", "reported_at", "size_bytes"),
+    Index(None, "reported_at"),
+)
+"""What processes reported at their end, one row each. Rows are deleted by age, and by whole runs
+beyond the limits of a caller and of a namespace."""
 
 tokens = Table(
     "tokens",

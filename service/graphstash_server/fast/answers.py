@@ -14,7 +14,13 @@ from graphstash_schema import (
     Namespace,
     NamespacePolicy,
 )
-from graphstash_schema.protocol import HEADER_PROTOCOL, HEADER_REQUEST_ID, PROTOCOL_VERSION
+from graphstash_schema.protocol import (
+    HEADER_JOB,
+    HEADER_PROTOCOL,
+    HEADER_REQUEST_ID,
+    PROTOCOL_VERSION,
+)
+from graphstash_server.api.conditions import job_named
 from graphstash_server.api.frame import (
     MAX_HEADER_BYTES,
     callers_request_id,
@@ -56,11 +62,12 @@ _READ_HERE: Final = {
 
 _ID: Final = HEADER_REQUEST_ID.lower().encode()
 _PROTOCOL: Final = HEADER_PROTOCOL.lower().encode()
+_JOB: Final = HEADER_JOB.lower().encode()
 _SPOKEN: Final = str(PROTOCOL_VERSION).encode()
 
 _KNOWN: Final = frozenset(
     {
-        *(b"host", b"connection", b"authorization", _ID, _PROTOCOL, *_READ_HERE),
+        *(b"host", b"connection", b"authorization", _ID, _JOB, _PROTOCOL, *_READ_HERE),
         # Nothing in the application reads these.
         *(b"accept", b"accept-encoding", b"accept-language", b"cache-control", b"pragma"),
         *(b"user-agent", b"x-forwarded-for", b"x-forwarded-proto", b"x-real-ip", b"via"),
@@ -84,6 +91,7 @@ class FastRequest(NamedTuple):
     method: bytes
     path: str
     key: StoredKey
+    job: str
     asked: Mapping[str, str]
     policy: NamespacePolicy
     request_id: bytes
@@ -154,8 +162,8 @@ class FastPath:
         request_id = callers_request_id(headers) if _ID in fields else None
         reads["fast"] += 1
         return FastRequest(
-            *(method, path, key, asked, policy, request_id or own_id, own_id, scheme),
-            refusal,
+            *(method, path, key, _job(fields.get(_JOB)), asked, policy),
+            *(request_id or own_id, own_id, scheme, refusal),
         )
 
     def answer_now(self, request: FastRequest) -> Answer | None:
@@ -196,7 +204,7 @@ class FastPath:
                 artifact = await artifacts.open(request.key)
                 if artifact is not None:
                     return self._hit(request, artifact.row, artifact.reader)
-                self._context().accounting.count_miss(request.key)
+                self._context().accounting.count_miss(request.key, job=request.job)
         except ServerError as error:
             return self.refuse(request, error)
         return self.refuse(request, absent(request.key))
@@ -217,7 +225,8 @@ class FastPath:
 
     def count_sent(self, request: FastRequest, sent_bytes: int) -> None:
         """Counts the bytes of an answer that were sent from its `reader`."""
-        self._context().accounting.count_served(request.key, sent_bytes=sent_bytes)
+        accounting = self._context().accounting
+        accounting.count_served(request.key, sent_bytes=sent_bytes, job=request.job)
 
     def _small_hit(self, request: FastRequest, row: StoredArtifact, blob: bytearray) -> Answer:
         """The answer to a GET of an artifact that was read already."""
@@ -265,7 +274,11 @@ class FastPath:
         self, request: FastRequest, row: StoredArtifact, made: Representation, *, sent_bytes: int
     ) -> None:
         self._context().accounting.count_answer(
-            request.key, made.served, saved_seconds=row.compile_seconds, sent_bytes=sent_bytes
+            request.key,
+            made.served,
+            saved_seconds=row.compile_seconds,
+            job=request.job,
+            sent_bytes=sent_bytes,
         )
 
     def _describe(self, request: FastRequest, row: StoredArtifact) -> Answer:
@@ -279,6 +292,11 @@ class FastPath:
         headers = b"".join(b"%b: %b\r\n" % header for header in made.raw_headers)
         body = b"" if request.method == b"HEAD" else bytes(made.body)
         return Answer(made.status_code, headers + _frame(request), body)
+
+
+@lru_cache(_MAX_KEPT)
+def _job(header: bytes | None) -> str:
+    return job_named(None if header is None else header.decode("latin-1"))
 
 
 @lru_cache(_MAX_KEPT)

@@ -8,14 +8,17 @@ import asyncio
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Final, TypeAlias
 
 from graphstash_schema import ErrorCode
+from graphstash_schema.history import Step
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.prepared import Connection as Transaction
 from graphstash_server.db.queries.artifacts import touch_artifacts
+from graphstash_server.db.queries.history import HistoryChange, add_history, begin_of
 from graphstash_server.db.queries.tokens import touch_tokens
 from graphstash_server.db.queries.usage import UsageChange, add_counts, find_namespaces
 from graphstash_server.errors import ServerError
@@ -26,13 +29,26 @@ __all__ = ["Accounting"]
 _LOGGER = logging.getLogger(__name__)
 
 
+MAX_GROUPS: Final = 128
+"""Of one namespace that an hour, or a day, of the history tells apart. Callers name jobs, and the
+device types of misses: what is beyond counts for its kind only."""
+
+_MAX_IN_MEMORY: Final = 16_384
+"""Groups that are counted between two flushes, and those that wait in vain for one, by hour and
+namespace."""
+
+_Group: TypeAlias = tuple[str, str, str, str]
+"""Namespace, kind, device type and job."""
+
+
 @dataclass(slots=True)
 class _Usage:
-    """What is added to the counters of one namespace; fields of `UsageChange`."""
+    """What is added to the counters of one group."""
 
     hits: int = 0
     misses: int = 0
     served_bytes: int = 0
+    puts: int = 0
     conflicts: int = 0
     saved_seconds: float = 0.0
 
@@ -41,8 +57,52 @@ class _Usage:
         self.hits += other.hits
         self.misses += other.misses
         self.served_bytes += other.served_bytes
+        self.puts += other.puts
         self.conflicts += other.conflicts
         self.saved_seconds += other.saved_seconds
+
+    @property
+    def change(self) -> UsageChange:
+        """Of the namespace; an upload is counted there in its own transaction."""
+        return UsageChange(
+            hits=self.hits,
+            misses=self.misses,
+            served_bytes=self.served_bytes,
+            conflicts=self.conflicts,
+            saved_seconds=self.saved_seconds,
+        )
+
+    @property
+    def step(self) -> HistoryChange:
+        """Of the history."""
+        return HistoryChange(
+            hits=self.hits,
+            misses=self.misses,
+            served_bytes=self.served_bytes,
+            puts=self.puts,
+            saved_compile_seconds=self.saved_seconds,
+        )
+
+
+class _Groups(dict[_Group, _Usage]):
+    """The counters of each group; when there are too many, new ones share those of their kind."""
+
+    def __missing__(self, group: _Group) -> _Usage:
+        """The counters of a group that is new."""
+        shared = (*group[:2], "", "")
+        if len(self) >= _MAX_IN_MEMORY and group != shared:
+            return self[shared]
+        usage = self[group] = _Usage()
+        return usage
+
+    def merge(self, other: "_Groups") -> None:
+        """Adds all of them."""
+        for group, usage in other.items():
+            self[group].add(usage)
+
+
+_Hours: TypeAlias = defaultdict[datetime, _Groups]
+"""What was counted in one namespace, by the hour of the flush that found it."""
 
 
 @dataclass(slots=True)
@@ -58,13 +118,29 @@ class _Use:
         self.at = max(self.at, at)
 
 
+def _no_hours() -> _Hours:
+    return defaultdict(_Groups)
+
+
 @dataclass(slots=True)
 class _Counts:
-    """What changed since the last flush; merged back when the flush fails."""
+    """What changed since the last flush; merged back when the flush fails.
 
-    usage: defaultdict[str, _Usage] = field(default_factory=lambda: defaultdict(_Usage))
+    Attributes:
+        new: counted since then.
+        usage: of each namespace, what a flush has found.
+        uses: of each namespace, the artifacts that were requested.
+        token_uses: when each token was used last.
+    """
+
+    new: _Groups = field(default_factory=_Groups)
+    usage: defaultdict[str, _Hours] = field(default_factory=lambda: defaultdict(_no_hours))
     uses: defaultdict[str, dict[StoredKey, _Use]] = field(default_factory=lambda: defaultdict(dict))
     token_uses: dict[str, datetime] = field(default_factory=dict)
+
+    def of(self, key: StoredKey, job: str) -> _Usage:
+        """The counters that a request counts in."""
+        return self.new[key.namespace, key.kind._value_, key.device_type, job]
 
     def use(self, key: StoredKey, hits: int, at: datetime) -> None:
         uses = self.uses[key.namespace]
@@ -74,6 +150,12 @@ class _Counts:
         else:
             before.add(hits, at)
 
+    def date(self, hour: datetime) -> None:
+        """Says when it was that all that is new was counted."""
+        for group, usage in self.new.items():
+            self.usage[group[0]][hour][group].add(usage)
+        self.new.clear()
+
     @property
     def namespaces(self) -> set[str]:
         """Where something changed."""
@@ -81,8 +163,9 @@ class _Counts:
 
     def merge(self, other: "_Counts") -> None:
         """Adds what could not be written."""
-        for namespace, usage in other.usage.items():
-            self.usage[namespace].add(usage)
+        for namespace, hours in other.usage.items():
+            for hour, groups in hours.items():
+                self.usage[namespace][hour].merge(groups)
         for uses in other.uses.values():
             for key, use in uses.items():
                 self.use(key, use.hits, use.at)
@@ -111,11 +194,14 @@ class Accounting:
         self.when_written: Callable[[Iterable[StoredKey]], None] = lambda _: None
         self.reads: Counter[str] = Counter()
 
-    def count_hit(self, key: StoredKey, *, saved_seconds: float) -> None:
-        """An artifact is served from its first byte."""
-        usage = self._counts.usage[key.namespace]
+    def count_hit(
+        self, key: StoredKey, *, saved_seconds: float, job: str = "", sent_bytes: int = 0
+    ) -> None:
+        """An artifact is served from its first byte, for a job."""
+        usage = self._counts.of(key, job)
         usage.hits += 1
         usage.saved_seconds += saved_seconds
+        usage.served_bytes += sent_bytes
         self._counts.use(key, 1, self._clock())
 
     def count_answer(
@@ -124,6 +210,7 @@ class Accounting:
         served: tuple[int, int] | None,
         *,
         saved_seconds: float,
+        job: str = "",
         sent_bytes: int = 0,
     ) -> None:
         """An artifact is answered.
@@ -132,30 +219,35 @@ class Accounting:
             key: its key.
             served: which bytes are, from the first to the end (exclusive); None for none of them.
             saved_seconds: what compiling it took.
+            job: the one that asked; empty for none.
             sent_bytes: how many of them are known to go out; `count_served` counts others.
         """
-        if sent_bytes:
-            self._counts.usage[key.namespace].served_bytes += sent_bytes
         if served is not None and served[0] == 0:
-            self.count_hit(key, saved_seconds=saved_seconds)
-        else:
-            self.count_use(key)
+            self.count_hit(key, saved_seconds=saved_seconds, job=job, sent_bytes=sent_bytes)
+            return
+        if sent_bytes:
+            self.count_served(key, sent_bytes=sent_bytes, job=job)
+        self.count_use(key)
 
     def count_use(self, key: StoredKey) -> None:
         """An artifact was requested without its bytes, or only a later part of them."""
         self._counts.use(key, 0, self._clock())
 
-    def count_served(self, key: StoredKey, *, sent_bytes: int) -> None:
+    def count_served(self, key: StoredKey, *, sent_bytes: int, job: str = "") -> None:
         """Bytes went out."""
-        self._counts.usage[key.namespace].served_bytes += sent_bytes
+        self._counts.of(key, job).served_bytes += sent_bytes
 
-    def count_miss(self, key: StoredKey) -> None:
+    def count_miss(self, key: StoredKey, *, job: str = "") -> None:
         """An artifact was requested and absent."""
-        self._counts.usage[key.namespace].misses += 1
+        self._counts.of(key, job).misses += 1
+
+    def count_put(self, key: StoredKey, *, job: str = "") -> None:
+        """An artifact was stored."""
+        self._counts.of(key, job).puts += 1
 
     def count_conflict(self, key: StoredKey) -> None:
         """Other bytes were uploaded for a key that has an artifact."""
-        self._counts.usage[key.namespace].conflicts += 1
+        self._counts.of(key, "").conflicts += 1
 
     def count_token_use(self, token_id: str) -> None:
         """A caller presented a valid token."""
@@ -181,6 +273,7 @@ class Accounting:
         """
         async with self._flushing:
             counts, self._counts = self._counts, _Counts()
+            counts.date(begin_of(Step.HOUR, self._clock()))
             failure: ServerError | None = None
             try:
                 await self._drop_unknown(counts)
@@ -214,13 +307,23 @@ class Accounting:
         """
         uses = sorted(counts.uses.get(namespace, {}).items(), key=lambda use: use[0].columns)
 
+        hours = counts.usage.get(namespace, _no_hours())
+
         async def write(connection: Transaction) -> None:
-            if uses:  # artifacts, then usage: the lock order of every transaction
+            if uses:  # artifacts, then usage, then history: the lock order of every transaction
                 used = [(key, use.hits, use.at) for key, use in uses]
                 await touch_artifacts(connection, used)
-            if namespace in counts.usage:
-                change = UsageChange(**asdict(counts.usage[namespace]))
-                await add_counts(connection, namespace, change)
+            if hours:
+                total = _Usage()
+                for groups in hours.values():
+                    for usage in groups.values():
+                        total.add(usage)
+                await add_counts(connection, namespace, total.change)
+            for hour, groups in sorted(hours.items()):
+                changes = {
+                    group[1:]: usage.step for group, usage in groups.items() if any(usage.step)
+                }
+                await add_history(connection, namespace, hour, changes, max_groups=MAX_GROUPS)
 
         async with self._database.writing_in_steps() as steps:
             await steps.run(write, is_last=True)

@@ -65,6 +65,7 @@ class Upload:
         toolchain: what compiled it; empty when it is not known.
         only_if_absent: refuse even the same bytes when the key has some (`If-None-Match: *`).
         policy: of the namespace.
+        job: the one that it was compiled for; empty for none.
     """
 
     key: StoredKey
@@ -75,6 +76,7 @@ class Upload:
     only_if_absent: bool
     actor: Actor
     policy: NamespacePolicy
+    job: str = ""
 
     @property
     def replaces(self) -> bool:
@@ -400,6 +402,7 @@ class UploadService:
             raise
         if commit.stored is not None:
             self._artifacts.remember(commit.stored)
+            self._accounting.count_put(upload.key, job=upload.job)
         self._wait_queue.wake(Notification.ready(upload.key, commit.stays or upload.digest))
         if commit.replaced is not None:
             self._artifacts.forget(upload.key)

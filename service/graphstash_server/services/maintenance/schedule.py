@@ -26,9 +26,11 @@ from graphstash_server.errors import ServerError
 from graphstash_server.services.artifacts.blobs import BlobCollector
 from graphstash_server.services.artifacts.eviction import Evictor
 from graphstash_server.services.artifacts.explanations import ExplanationService
+from graphstash_server.services.history import HistoryService
 from graphstash_server.services.identity.audit import AuditService
 from graphstash_server.services.identity.tokens import TokenService
 from graphstash_server.services.jobs.manifests import ManifestService
+from graphstash_server.services.jobs.runs import RunService
 from graphstash_server.services.maintenance.reconciler import Reconciler
 
 __all__ = ["Candidate", "Maintenance", "RetentionService"]
@@ -113,6 +115,8 @@ class Maintenance:
         reconciler: Reconciler,
         manifests: ManifestService,
         explanations: ExplanationService,
+        history: HistoryService,
+        runs: RunService,
         audit: AuditService,
         tokens: TokenService,
         clock: Clock,
@@ -127,6 +131,8 @@ class Maintenance:
         self._reconciler = reconciler
         self._manifests = manifests
         self._explanations = explanations
+        self._history = history
+        self._runs = runs
         self._audit = audit
         self._tokens = tokens
         self._clock = clock
@@ -162,6 +168,9 @@ class Maintenance:
             await self._manifests.drop_unused()
         if await self._is_due("drop unused environments", _HOURLY):
             await self._explanations.drop_unused()
+        if await self._is_due("drop old history and runs", _HOURLY):
+            await self._history.drop_old()
+            await self._runs.drop_old()
         if await self._is_due("retention", _HOURLY):
             await self.retain()
         if await self._is_due("prune the audit log", _HOURLY):

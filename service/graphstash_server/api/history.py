@@ -1,0 +1,73 @@
+"""The history of hits and misses."""
+
+from datetime import UTC, datetime
+from typing import Annotated
+
+from fastapi import Response
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
+
+from graphstash_schema import ErrorCode, Namespace
+from graphstash_schema.history import Grouping, History, Step
+from graphstash_schema.protocol import API_PREFIX
+from graphstash_server.api.calls import KNOWN, Call, Calls, json_answer
+from graphstash_server.api.queries import parameters_of, read_query
+
+__all__ = ["router"]
+
+router = Calls(tags=["administration"])
+
+Time = Annotated[
+    AwareDatetime,
+    Field(ge=datetime(2000, 1, 1, tzinfo=UTC), lt=datetime(9999, 1, 1, tzinfo=UTC)),
+]
+
+
+class _HistoryQuery(BaseModel):
+    """Which points are wanted."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    since: Time | None = Field(
+        default=None,
+        description="the first step is the one it is in, such as 2026-01-31T00:00:00Z; a day of "
+        "hours or 30 days before `until` if it is not given",
+    )
+    until: Time | None = Field(
+        default=None, description="the last step begins before it; now if it is not given"
+    )
+    step: Step = Field(default=Step.HOUR, description="how long one point lasts")
+    by: Grouping = Field(default=Grouping.NONE, description="what points are told apart by")
+    namespace: Namespace | None = Field(default=None, description="only what happened in it")
+
+
+@router.call(
+    "GET",
+    API_PREFIX + "/stats/history",
+    needs=KNOWN,
+    query=parameters_of(_HistoryQuery),
+    answers={200: {"model": History}},
+    refuses=[ErrorCode.INVALID_REQUEST, ErrorCode.INVALID_NAMESPACE],
+)
+async def get_history(call: Call) -> Response:
+    """What was served and saved by hour or by day, in the namespaces that the caller may read."""
+    wanted = read_query(call, _HistoryQuery)
+    history = await call.context.history.read(
+        since=wanted.since,
+        until=wanted.until,
+        step=wanted.step,
+        by=wanted.by,
+        namespaces=await _readable(call, wanted.namespace),
+    )
+    return json_answer(history)
+
+
+async def _readable(call: Call, wanted: Namespace | None) -> list[str] | None:
+    """The namespaces that are asked for and that the caller may read; None for all there are."""
+    if call.principal.may_see_totals:
+        return None if wanted is None else [wanted]
+    names = await call.context.history.namespaces() if wanted is None else [wanted]
+    return [
+        name
+        for name in names
+        if call.principal.may_read(Namespace(name), await call.context.policies.of(Namespace(name)))
+    ]

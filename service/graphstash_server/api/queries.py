@@ -1,0 +1,33 @@
+"""The query of a URL, as a model."""
+
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from graphstash_server.api.calls import Call
+from graphstash_server.api.problems import invalid_body
+
+__all__ = ["parameters_of", "read_query"]
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def parameters_of(model: type[BaseModel]) -> list[dict[str, Any]]:
+    """OpenAPI: the fields of a model as parameters of the query."""
+    properties = model.model_json_schema(ref_template="#/components/schemas/{model}")["properties"]
+    return [
+        {"name": name, "in": "query", "required": False, "schema": schema}
+        for name, schema in properties.items()
+    ]
+
+
+def read_query(call: Call, model: type[M]) -> M:
+    """The query of a request.
+
+    Raises:
+        ServerError: 400, for the first parameter that is not valid.
+    """
+    try:
+        return model.model_validate(dict(call.request.query_params))
+    except ValidationError as error:
+        raise invalid_body(error) from None

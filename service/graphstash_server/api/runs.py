@@ -1,0 +1,103 @@
+"""What runs report, and what they reported."""
+
+from typing import Final
+
+from fastapi import Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from graphstash_schema import ErrorCode, ManifestName, Namespace, Scope
+from graphstash_schema.protocol import API_PREFIX
+from graphstash_schema.run import (
+    MAX_LISTED_RUNS,
+    MAX_RUN_BYTES,
+    Run,
+    RunList,
+    RunName,
+    RunReport,
+)
+from graphstash_server.api.bodies import read_model
+from graphstash_server.api.calls import Calls, NamespaceCall, in_namespace, json_answer
+from graphstash_server.api.queries import parameters_of, read_query
+from graphstash_server.errors import ServerError
+
+__all__ = ["router"]
+
+router = Calls(prefix=API_PREFIX, tags=["runs"])
+
+_PATH: Final = "/{namespace}/runs"
+
+
+class _RunsQuery(BaseModel):
+    """Which runs are wanted."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    job: ManifestName | None = Field(default=None, description="only runs of it")
+    limit: int = Field(default=20, ge=1, le=MAX_LISTED_RUNS, description="most runs")
+
+
+def _absent_there(request: Request) -> ServerError:
+    """The answer for a run that the caller may not read: as if it did not exist."""
+    return _absent(Namespace(request.path_params["namespace"]), RunName(request.path_params["run"]))
+
+
+@router.call(
+    "PUT",
+    _PATH + "/{run}/{process}",
+    needs=in_namespace(Scope.READ),
+    body=RunReport,
+    answers={204: {"description": "stored, in place of what the process reported before"}},
+    refuses=[
+        ErrorCode.INVALID_KIND,
+        ErrorCode.INVALID_DEVICE_TYPE,
+        ErrorCode.INVALID_FINGERPRINT,
+        ErrorCode.CONFLICT,
+        ErrorCode.INSUFFICIENT_STORAGE,
+    ],
+)
+async def put_report(call: NamespaceCall) -> Response:
+    """Stores what one process of a run says at its end. Whoever may read the namespace may report,
+    and a run belongs to who reported it first.
+    """
+    words = call.request.path_params
+    run, process = RunName(words["run"]), RunName(words["process"])
+    report = await read_model(call, RunReport, max_bytes=MAX_RUN_BYTES)
+    await call.context.runs.put(call.namespace, run, process, report, writer=call.principal.party)
+    return Response(status_code=204)
+
+
+@router.call(
+    "GET",
+    _PATH,
+    needs=in_namespace(Scope.READ),
+    query=parameters_of(_RunsQuery),
+    answers={200: {"model": RunList}},
+    refuses=[ErrorCode.INVALID_REQUEST, ErrorCode.INVALID_NAME],
+)
+async def list_runs(call: NamespaceCall) -> Response:
+    """The runs that reported last, without their misses."""
+    wanted = read_query(call, _RunsQuery)
+    return json_answer(
+        await call.context.runs.list_latest(call.namespace, job=wanted.job, limit=wanted.limit)
+    )
+
+
+@router.call(
+    "GET",
+    _PATH + "/{run}",
+    needs=in_namespace(Scope.READ, absent=_absent_there),
+    answers={200: {"model": Run}},
+)
+async def get_run(call: NamespaceCall) -> Response:
+    """One run, with what it missed."""
+    name = RunName(call.request.path_params["run"])
+    run = await call.context.runs.find(call.namespace, name)
+    if run is None:
+        raise _absent(call.namespace, name)
+    return json_answer(run)
+
+
+def _absent(where: Namespace, run: RunName) -> ServerError:
+    return ServerError(
+        ErrorCode.NOT_FOUND, f"there is no report of a run {run} in namespace {where}"
+    )

@@ -1,0 +1,219 @@
+"""Statements on `history`."""
+
+from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime
+from typing import Final, NamedTuple, TypeAlias
+
+from sqlalchemy import (
+    ColumnElement,
+    and_,
+    bindparam,
+    case,
+    delete,
+    func,
+    literal,
+    or_,
+    select,
+    text,
+)
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from graphstash_schema.history import OTHERS, Grouping, HistoryPoint, Step
+from graphstash_server.db.prepared import Connection, Prepared, is_one_of
+from graphstash_server.db.queries.shared import Upsert, insert_in, new_values, prefixed
+from graphstash_server.db.tables import history
+
+__all__ = [
+    "Asked",
+    "Group",
+    "HistoryChange",
+    "add_history",
+    "begin_of",
+    "drop_history",
+    "list_points",
+    "rank_groups",
+]
+
+Group: TypeAlias = tuple[str, str, str]
+"""Kind, device type and job."""
+
+_GROUP: Final = ("kind", "device_type", "job")
+
+
+class HistoryChange(NamedTuple):
+    """What is added to a row; the fields are the table's columns."""
+
+    hits: int = 0
+    misses: int = 0
+    served_bytes: int = 0
+    puts: int = 0
+    saved_compile_seconds: float = 0.0
+
+    def plus(self, other: "HistoryChange") -> "HistoryChange":
+        """Both changes at once."""
+        return HistoryChange._make(a + b for a, b in zip(self, other, strict=True))
+
+
+def begin_of(step: Step, at: datetime) -> datetime:
+    """When the step began that a UTC time is in."""
+    hour = 0 if step is Step.DAY else at.hour
+    return at.replace(hour=hour, minute=0, second=0, microsecond=0)
+
+
+async def add_history(
+    connection: Connection,
+    namespace: str,
+    at: datetime,
+    changes: Mapping[Group, HistoryChange],
+    *,
+    max_groups: int,
+) -> None:
+    """Adds to the hour and to the day of a time.
+
+    A step has at most `max_groups` rows, and one more for each kind, which all further device types
+    and jobs share. The caller has locked the namespace's row of `usage`.
+    """
+    if not changes:
+        return
+    begins = {step: begin_of(step, at) for step in Step}
+    found = await _LIST_GROUPS.fetch(
+        connection, {"of_namespace": namespace, **{f"of_{step}": at for step, at in begins.items()}}
+    )
+    rows = []
+    for step in Step:
+        known = {tuple(group) for name, *group in found if name == step}
+        for group, change in _bounded(changes, known, max_groups=max_groups).items():
+            columns = dict(zip(_GROUP, group, strict=True))
+            where = {"namespace": namespace, "step": step.value, "at": begins[step]}
+            rows.append(prefixed("new_", {**where, **columns, **change._asdict()}))
+    await _ADD.execute_all(connection, rows)
+
+
+def _bounded(
+    changes: Mapping[Group, HistoryChange], known: Collection[tuple[str, ...]], *, max_groups: int
+) -> dict[Group, HistoryChange]:
+    bounded: dict[Group, HistoryChange] = {}
+    free = max_groups - len(known)
+    for group, change in changes.items():
+        shared = (group[0], "", "")
+        if group not in known and group != shared:
+            free -= 1
+        place = group if group in known or free >= 0 else shared
+        bounded[place] = bounded.get(place, HistoryChange()).plus(change)
+    return bounded
+
+
+_LIST_GROUPS = Prepared(
+    lambda _: select(history.c.step, *(history.c[name] for name in _GROUP)).where(
+        history.c.namespace == bindparam("of_namespace"),
+        or_(
+            *(
+                and_(
+                    history.c.step == literal(step.value, history.c.step.type),
+                    history.c.at == bindparam(f"of_{step}", type_=history.c.at.type),
+                )
+                for step in Step
+            )
+        ),
+    )
+)
+
+
+def _add(dialect: str) -> Upsert:
+    names = ("namespace", "step", "at", *_GROUP, *HistoryChange._fields)
+    statement = insert_in(dialect, history).values(new_values(history, names))
+    return statement.on_conflict_do_update(
+        index_elements=list(history.primary_key),
+        set_={name: history.c[name] + statement.excluded[name] for name in HistoryChange._fields},
+    )
+
+
+_ADD = Prepared(_add)
+
+
+class Asked(NamedTuple):
+    """Which rows are added up.
+
+    Attributes:
+        step: hours or days.
+        since: their first one begins then.
+        until: their last one begins before.
+        namespaces: of these namespaces; None for all.
+    """
+
+    step: Step
+    since: datetime
+    until: datetime
+    namespaces: Sequence[str] | None
+
+
+async def rank_groups(
+    connection: AsyncConnection, asked: Asked, by: Grouping, *, limit: int
+) -> list[str]:
+    """The groups with the most hits and misses, the largest first."""
+    column = history.c[by.value]
+    requests = func.sum(history.c.hits + history.c.misses)
+    statement = (
+        select(column)
+        .where(*_chosen(connection, asked))
+        .group_by(column)
+        .order_by(requests.desc(), column)
+        .limit(limit)
+    )
+    return list(await connection.scalars(statement, _given(asked)))
+
+
+async def list_points(
+    connection: AsyncConnection, asked: Asked, by: Grouping, *, shown: Sequence[str]
+) -> list[HistoryPoint]:
+    """The sums of each step and group, in their order; `OTHERS` has what is in no group of `shown`,
+    if there are any.
+    """
+    group: ColumnElement[str] = literal("") if by is Grouping.NONE else history.c[by.value]
+    if shown:
+        is_shown = is_one_of(history.c[by.value], "shown", connection.dialect.name)
+        group = case((is_shown, group), else_=OTHERS)
+    sums = (func.sum(history.c[name]) for name in HistoryChange._fields)
+    order = (history.c.at, text("group_name"))  # not the expression: it has parameters
+    statement = (
+        select(history.c.at, group.label("group_name"), *sums)
+        .where(*_chosen(connection, asked))
+        .group_by(*order)
+        .order_by(*order)
+    )
+    given = _given(asked) | ({"shown": shown} if shown else {})
+    return [
+        HistoryPoint(
+            at=at,
+            group=name,
+            hits=int(hits),
+            misses=int(misses),
+            served_bytes=int(served_bytes),
+            puts=int(puts),
+            saved_compile_seconds=saved,
+        )
+        for at, name, hits, misses, served_bytes, puts, saved in await connection.execute(
+            statement, given
+        )
+    ]
+
+
+def _chosen(connection: AsyncConnection, asked: Asked) -> list[ColumnElement[bool]]:
+    chosen = [
+        history.c.step == asked.step.value,
+        history.c.at >= asked.since,
+        history.c.at < asked.until,
+    ]
+    if asked.namespaces is not None:
+        chosen.append(is_one_of(history.c.namespace, "names", connection.dialect.name))
+    return chosen
+
+
+def _given(asked: Asked) -> dict[str, object]:
+    return {} if asked.namespaces is None else {"names": asked.namespaces}
+
+
+async def drop_history(connection: AsyncConnection, step: Step, *, before: datetime) -> int:
+    """Deletes steps that began before a time; returns how many rows."""
+    statement = delete(history).where(history.c.step == step.value, history.c.at < before)
+    return (await connection.execute(statement)).rowcount

@@ -1,0 +1,168 @@
+"""Statements on `runs`."""
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import NamedTuple
+
+from sqlalchemy import ColumnElement, and_, delete, func, literal, or_, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from graphstash_server.db.queries.shared import insert_into
+from graphstash_server.db.tables import runs
+
+__all__ = [
+    "HeldRun",
+    "ReportRow",
+    "count_processes",
+    "delete_old_runs",
+    "delete_runs",
+    "find_writer",
+    "list_latest",
+    "list_reports",
+    "list_runs",
+    "put_report",
+    "size_of",
+]
+
+
+class ReportRow(NamedTuple):
+    """What one process reported; the fields are the table's columns."""
+
+    namespace: str
+    run: str
+    process: str
+    job: str
+    writer: str
+    reported_at: datetime
+    size_bytes: int
+    program: str
+    producer: str
+    started_at: datetime
+    seconds: float
+    saved_wall_seconds: float
+    counts: str
+    misses: str
+
+
+class HeldRun(NamedTuple):
+    """A run as limits see it."""
+
+    namespace: str
+    run: str
+    writer: str
+    reports: int
+    size_bytes: int
+
+
+async def put_report(connection: AsyncConnection, row: ReportRow) -> None:
+    """Stores a report, in place of what the same process has reported before."""
+    statement = insert_into(connection, runs).values(row._asdict())
+    statement = statement.on_conflict_do_update(
+        index_elements=list(runs.primary_key),
+        set_={
+            column.name: statement.excluded[column.name]
+            for column in runs.c
+            if not column.primary_key
+        },
+    )
+    await connection.execute(statement)
+
+
+async def find_writer(connection: AsyncConnection, namespace: str, run: str) -> str | None:
+    """Who reported a run; None when nobody has."""
+    statement = select(runs.c.writer).where(_is_run(namespace, run)).limit(1)
+    return (await connection.execute(statement)).scalar()
+
+
+async def count_processes(
+    connection: AsyncConnection, namespace: str, run: str, *, but: str
+) -> int:
+    """How many processes of a run have reported, beside one."""
+    statement = (
+        select(func.count()).select_from(runs).where(_is_run(namespace, run), runs.c.process != but)
+    )
+    return int(await connection.scalar(statement) or 0)
+
+
+async def size_of(
+    connection: AsyncConnection, *, namespace: str | None = None, writer: str | None = None
+) -> tuple[int, int]:
+    """How many reports a namespace or a caller has, and their bytes."""
+    statement = select(func.count(), func.coalesce(func.sum(runs.c.size_bytes), 0)).where(
+        _of(namespace, writer)
+    )
+    reports, size_bytes = (await connection.execute(statement)).one()
+    return int(reports), int(size_bytes)
+
+
+async def list_runs(
+    connection: AsyncConnection, *, namespace: str | None = None, writer: str | None = None
+) -> list[HeldRun]:
+    """The runs of a namespace or of a caller, those that reported last at the end."""
+    key = (runs.c.namespace, runs.c.run, runs.c.writer)
+    statement = (
+        select(*key, func.count(), func.sum(runs.c.size_bytes))
+        .where(_of(namespace, writer))
+        .group_by(*key)
+        .order_by(func.max(runs.c.reported_at), *key)
+    )
+    return [
+        HeldRun(where, run, by, int(reports), int(size_bytes))
+        for where, run, by, reports, size_bytes in await connection.execute(statement)
+    ]
+
+
+async def delete_runs(connection: AsyncConnection, gone: Sequence[HeldRun]) -> None:
+    """Deletes all reports of runs."""
+    for each in gone:
+        await connection.execute(delete(runs).where(_is_run(each.namespace, each.run)))
+
+
+async def delete_old_runs(connection: AsyncConnection, *, before: datetime, limit: int) -> int:
+    """Deletes up to `limit` reports that came before a time; returns how many."""
+    key = tuple(runs.primary_key)
+    statement = (
+        select(*key).where(runs.c.reported_at < before).order_by(runs.c.reported_at).limit(limit)
+    )
+    old = (await connection.execute(statement)).all()
+    for row in old:
+        is_it = and_(*(column == value for column, value in zip(key, row, strict=True)))
+        await connection.execute(delete(runs).where(is_it))
+    return len(old)
+
+
+async def list_latest(
+    connection: AsyncConnection, namespace: str, *, job: str | None, limit: int
+) -> list[tuple[str, int]]:
+    """The names of the runs that reported last, and how many processes each has."""
+    statement = (
+        select(runs.c.run, func.count())
+        .where(runs.c.namespace == namespace)
+        .group_by(runs.c.run)
+        .order_by(func.max(runs.c.reported_at).desc(), runs.c.run)
+        .limit(limit)
+    )
+    if job is not None:
+        statement = statement.where(runs.c.job == job)
+    return [(name, int(count)) for name, count in await connection.execute(statement)]
+
+
+async def list_reports(
+    connection: AsyncConnection, namespace: str, names: Sequence[str], *, with_misses: bool
+) -> list[ReportRow]:
+    """All reports of some runs; the misses are empty unless they are wanted."""
+    columns = [runs.c[name] for name in ReportRow._fields if name != "misses"]
+    misses = runs.c.misses if with_misses else literal("[]")
+    statement = select(*columns, misses).where(runs.c.namespace == namespace, runs.c.run.in_(names))
+    return [ReportRow._make(row) for row in await connection.execute(statement)]
+
+
+def _is_run(namespace: str, run: str) -> ColumnElement[bool]:
+    return and_(runs.c.namespace == namespace, runs.c.run == run)
+
+
+def _of(namespace: str | None, writer: str | None) -> ColumnElement[bool]:
+    return or_(
+        *([runs.c.namespace == namespace] if namespace is not None else []),
+        *([runs.c.writer == writer] if writer is not None else []),
+    )

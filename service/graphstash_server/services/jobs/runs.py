@@ -1,0 +1,301 @@
+"""RunService: what processes of jobs report at their end, and what is said of a whole run.
+
+Whoever may read a namespace may report, so reports are bounded: in a namespace in which something
+was stored; each caller in all namespaces together; each namespace. Beyond a limit the oldest runs
+go. In a namespace it is those of the caller who has the most there: nobody pushes out the reports
+of somebody who has fewer. A run belongs to who reported it first.
+"""
+
+import asyncio
+import heapq
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from pydantic import TypeAdapter
+from pydantic_core import from_json
+
+from graphstash_schema import ErrorCode, ManifestName, Namespace
+from graphstash_schema.run import (
+    MAX_LISTED_RUNS,
+    MAX_RUN_COUNTS,
+    MAX_RUN_MISSES,
+    MAX_RUN_SECONDS,
+    RUNS_KEPT,
+    Run,
+    RunCounts,
+    RunList,
+    RunMiss,
+    RunName,
+    RunReport,
+)
+from graphstash_schema.stats import MAX_COUNT
+from graphstash_server.clock import Clock
+from graphstash_server.db.engine import Database
+from graphstash_server.db.queries.locks import lock_name
+from graphstash_server.db.queries.runs import (
+    HeldRun,
+    ReportRow,
+    count_processes,
+    delete_old_runs,
+    delete_runs,
+    find_writer,
+    list_latest,
+    list_reports,
+    list_runs,
+    put_report,
+    size_of,
+)
+from graphstash_server.db.queries.shared import KNOWN_KINDS
+from graphstash_server.db.queries.usage import find_namespaces
+from graphstash_server.errors import ServerError
+
+__all__ = ["MAX_PROCESSES", "MAX_REPORTS", "MAX_REPORT_BYTES", "RunService"]
+
+MAX_PROCESSES: Final = 512
+"""Of one run."""
+
+MAX_REPORTS: Final = 16_384
+MAX_REPORT_BYTES: Final = 64 * 1024**2
+"""Of one namespace, and of one caller in all namespaces."""
+
+_LEFT: Final = 7 / 8
+"""Of a limit that was passed, so that not every report after it looks for old ones."""
+
+_ROW_BYTES: Final = 512
+"""Of a row and its indexes, beside what was reported."""
+
+_MAX_LISTED_REPORTS: Final = 8192
+"""Of one list: runs of very many processes are listed in smaller numbers."""
+
+_PRUNED_AT_ONCE: Final = 500
+
+_COUNTS: Final = TypeAdapter(tuple[RunCounts, ...])
+_MISSES: Final = TypeAdapter(tuple[RunMiss, ...])
+
+
+class RunService:
+    """Safe for concurrent calls."""
+
+    def __init__(
+        self,
+        *,
+        database: Database,
+        clock: Clock,
+        max_reports: int = MAX_REPORTS,
+        max_bytes: int = MAX_REPORT_BYTES,
+    ) -> None:
+        self._database = database
+        self._clock = clock
+        self._max_reports = max_reports
+        self._max_bytes = max_bytes
+        self._summing = asyncio.Semaphore(1)  # the interpreter's lock lets one of them on anyway
+
+    async def put(
+        self,
+        namespace: Namespace,
+        run: RunName,
+        process: RunName,
+        report: RunReport,
+        *,
+        writer: str,
+    ) -> None:
+        """Stores what a process reports, in place of what it has reported before.
+
+        Raises:
+            ServerError: 404 where nothing was ever stored; 409 for a run of somebody else; 413 for
+                a run of too many processes.
+        """
+        counts = _COUNTS.dump_json(report.counts, exclude_defaults=True).decode()
+        misses = _MISSES.dump_json(report.misses, exclude_defaults=True).decode()
+        row = ReportRow(
+            namespace=namespace,
+            run=run,
+            process=process,
+            job=report.job or "",
+            writer=writer,
+            reported_at=self._clock(),
+            size_bytes=_ROW_BYTES + len(counts.encode()) + len(misses.encode()),
+            program=report.program,
+            producer=report.producer,
+            started_at=report.started_at,
+            seconds=report.seconds,
+            saved_wall_seconds=report.saved_wall_seconds,
+            counts=counts,
+            misses=misses,
+        )
+        if not await find_namespaces(self._database, [namespace]):
+            raise ServerError(
+                ErrorCode.NOT_FOUND,
+                f"nothing was ever stored in the namespace {namespace}, so it keeps no reports of "
+                "runs: publish an artifact first",
+            )
+        async with self._database.writing() as connection:
+            await lock_name(connection, f"runs {namespace}")
+            owner = await find_writer(connection, namespace, run)
+            if owner not in (None, writer):
+                raise ServerError(
+                    ErrorCode.CONFLICT,
+                    f"the run {run} in the namespace {namespace} was reported by another caller: "
+                    "choose another name",
+                )
+            others = await count_processes(connection, namespace, run, but=process)
+            if others >= MAX_PROCESSES:
+                raise ServerError(
+                    ErrorCode.TOO_LARGE,
+                    f"{others} processes of the run {run} have reported, the limit is "
+                    f"{MAX_PROCESSES}: the others need not",
+                    limit=MAX_PROCESSES,
+                )
+            await put_report(connection, row)
+            if self._is_too_much(*await size_of(connection, writer=writer)):
+                held = await list_runs(connection, writer=writer)
+                await delete_runs(connection, self._surplus(held))
+            if self._is_too_much(*await size_of(connection, namespace=namespace)):
+                held = await list_runs(connection, namespace=namespace)
+                await delete_runs(connection, self._surplus(held))
+
+    async def list_latest(
+        self, namespace: Namespace, *, job: ManifestName | None = None, limit: int = 20
+    ) -> RunList:
+        """The runs that reported last, of a job or of all.
+
+        Args:
+            namespace: where.
+            job: only its runs; None for all.
+            limit: most runs, 1 to `MAX_LISTED_RUNS`.
+        """
+        async with self._database.reading() as connection:
+            latest = await list_latest(
+                connection, namespace, job=job, limit=min(limit, MAX_LISTED_RUNS)
+            )
+            names: list[str] = []
+            processes = 0
+            for name, count in latest:
+                processes += count
+                if names and processes > _MAX_LISTED_REPORTS:
+                    break
+                names.append(name)
+            reports = await list_reports(connection, namespace, names, with_misses=False)
+        of_run: defaultdict[str, list[ReportRow]] = defaultdict(list)
+        for report in reports:
+            of_run[report.run].append(report)
+        async with self._summing:
+            runs = await asyncio.to_thread(
+                lambda: tuple(_sum(of_run[name]) for name in names if of_run[name])
+            )
+        return RunList(runs=runs)
+
+    async def find(self, namespace: Namespace, run: RunName) -> Run | None:
+        """One run, with what it missed; None when there is none."""
+        async with self._database.reading() as connection:
+            reports = await list_reports(connection, namespace, [run], with_misses=True)
+        if not reports:
+            return None
+        async with self._summing:
+            return await asyncio.to_thread(_sum, reports)
+
+    async def drop_old(self) -> None:
+        """Deletes reports that are older than `RUNS_KEPT`."""
+        before = self._clock() - RUNS_KEPT
+        dropped = _PRUNED_AT_ONCE
+        while dropped == _PRUNED_AT_ONCE:
+            async with self._database.writing() as connection:
+                dropped = await delete_old_runs(connection, before=before, limit=_PRUNED_AT_ONCE)
+
+    def _is_too_much(self, reports: int, size_bytes: int) -> bool:
+        return reports > self._max_reports or size_bytes > self._max_bytes
+
+    def _surplus(self, held: Sequence[HeldRun]) -> list[HeldRun]:
+        """The runs that have to go, of those given with the oldest first: each time the oldest one
+        of whoever has the most.
+        """
+        of_writer: defaultdict[str, deque[HeldRun]] = defaultdict(deque)
+        share: defaultdict[str, float] = defaultdict(float)
+        for run in held:
+            of_writer[run.writer].append(run)
+            share[run.writer] += self._share(run)
+        reports = sum(run.reports for run in held)
+        size_bytes = sum(run.size_bytes for run in held)
+        largest = [(-each, writer) for writer, each in share.items()]
+        heapq.heapify(largest)
+        gone = []
+        while (
+            reports > self._max_reports * _LEFT or size_bytes > self._max_bytes * _LEFT
+        ) and largest:
+            held_by, writer = largest[0]
+            run = of_writer[writer].popleft()
+            gone.append(run)
+            reports -= run.reports
+            size_bytes -= run.size_bytes
+            if of_writer[writer]:
+                heapq.heapreplace(largest, (held_by + self._share(run), writer))
+            else:
+                heapq.heappop(largest)
+        return gone
+
+    def _share(self, run: HeldRun) -> float:
+        return max(run.reports / self._max_reports, run.size_bytes / self._max_bytes)
+
+
+def _sum(reports: Sequence[ReportRow]) -> Run:
+    """What its processes reported, as one; may take a second for very many, so it runs in a
+    thread.
+    """
+    first = min(reports, key=lambda each: (each.started_at, each.process))
+    return Run(
+        run=RunName(first.run),
+        job=ManifestName(first.job) if first.job else None,
+        program=first.program,
+        producer=first.producer,
+        started_at=first.started_at,
+        seconds=max(each.seconds for each in reports),
+        processes=len(reports),
+        saved_wall_seconds=max(each.saved_wall_seconds for each in reports),
+        counts=_sum_counts(count for each in reports for count in from_json(each.counts)),
+        misses=_longest(miss for each in reports for miss in from_json(each.misses)),
+    )
+
+
+_SUMMED: Final = [name for name in RunCounts.model_fields if name not in ("kind", "device_type")]
+_REQUESTS: Final = ("hits_server", "hits_prefetched", "hits_host", "misses", "fallbacks")
+_MAX_SUM: Final = {
+    name: MAX_RUN_SECONDS if name.endswith("_seconds") else MAX_COUNT for name in _SUMMED
+}
+
+
+def _sum_counts(reported: Iterable[dict[str, Any]]) -> tuple[RunCounts, ...]:
+    """Their sums; what a server of a later release stored may have kinds that are unknown here."""
+    sums: dict[tuple[str, str], dict[str, float]] = {}
+    for counts in reported:
+        if counts["kind"] in KNOWN_KINDS:
+            group = (counts["kind"], counts["device_type"])
+            fields = sums.setdefault(group, dict.fromkeys(_SUMMED, 0))
+            for name in _SUMMED:
+                fields[name] = min(fields[name] + counts.get(name, 0), _MAX_SUM[name])
+
+    def order(group: tuple[str, str]) -> tuple[float, tuple[str, str]]:
+        return -sum(sums[group][name] for name in _REQUESTS), group
+
+    return tuple(
+        RunCounts.model_validate({"kind": group[0], "device_type": group[1], **sums[group]})
+        for group in heapq.nsmallest(MAX_RUN_COUNTS, sums, key=order)
+    )
+
+
+def _longest(reported: Iterable[dict[str, Any]]) -> tuple[RunMiss, ...]:
+    longest: dict[tuple[str, ...], dict[str, Any]] = {}
+    for miss in reported:
+        key = tuple(miss["key"].values())
+        if miss["key"]["kind"] in KNOWN_KINDS and (
+            key not in longest or longest[key]["seconds"] < miss["seconds"]
+        ):
+            longest[key] = miss
+
+    def order(key: tuple[str, ...]) -> tuple[float, tuple[str, ...]]:
+        return -longest[key]["seconds"], key
+
+    return tuple(
+        RunMiss.model_validate(longest[key])
+        for key in heapq.nsmallest(MAX_RUN_MISSES, longest, key=order)
+    )

@@ -1,0 +1,384 @@
+"""The history: what was served, by hour and by day, and what it costs to know it."""
+
+from datetime import UTC, datetime, timedelta
+from itertools import product
+
+import pytest
+import sqlalchemy as sa
+
+from graphstash_schema import Digest
+from graphstash_schema.history import HISTORY_KEPT, MAX_HISTORY_GROUPS, OTHERS, Grouping, Step
+from graphstash_server.db.tables import history
+from graphstash_server.errors import ServerError
+from graphstash_server.services import accounting
+from graphstash_server.services.accounting import MAX_GROUPS
+from support.services import ACTOR, key_of
+from support.statements import recorded
+from support.waiting import until
+
+pytestmark = [pytest.mark.sql, pytest.mark.anyio]
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+"""Of the clock that tests turn."""
+HOUR = 3600
+DAY = 24 * HOUR
+
+
+async def rows(server, *columns):
+    """Every row of the table, or some columns of it."""
+    chosen = [history.c[name] for name in columns] or list(history.c)
+    async with server.context.database.reading() as connection:
+        return sorted(map(tuple, await connection.execute(sa.select(*chosen))))
+
+
+async def hit(server, number=0, *, job="", namespace="team", times=1):
+    for _ in range(times):
+        server.context.accounting.count_hit(
+            key_of(number, namespace), saved_seconds=2.5, job=job, sent_bytes=10
+        )
+
+
+async def points(server, **asked):
+    """Hits of every point that has some, by its time and group."""
+    found = await server.context.history.read(**asked)
+    return {(each.at, each.group): each.hits for each in found.points if each.hits}
+
+
+async def test_hits_misses_and_uploads_count_in_their_hour_and_day(opened):
+    async with opened() as server:
+        opened.clock.turn(13 * HOUR + 59)
+        await server.put(b"blob", seconds=2.5)
+        await hit(server, job="nightly", times=2)
+        server.context.accounting.count_miss(key_of(7), job="nightly")
+        await server.context.accounting.flush()
+        opened.clock.turn(HOUR)
+        await hit(server)
+        await server.context.accounting.flush()
+
+        hour, day = START + timedelta(hours=13), START
+        numbers = ("hits", "misses", "served_bytes", "puts", "saved_compile_seconds")
+        assert await rows(server, "step", "at", "job", *numbers) == [
+            ("day", day, "", 1, 0, 10, 1, 2.5),
+            ("day", day, "nightly", 2, 1, 20, 0, 5.0),
+            ("hour", hour, "", 0, 0, 0, 1, 0.0),
+            ("hour", hour, "nightly", 2, 1, 20, 0, 5.0),
+            ("hour", hour + timedelta(hours=1), "", 1, 0, 10, 0, 2.5),
+        ]
+        usage = await server.used()
+        assert (usage.hits, usage.misses, usage.served_bytes, usage.puts) == (3, 1, 30, 1)
+
+
+async def test_points_are_told_apart_by_what_is_asked_for(opened):
+    async with opened() as server:
+        for namespace in ("team", "other"):
+            await server.put(b"blob", namespace=namespace)
+        await hit(server, job="a", times=3)
+        await hit(server, namespace="other", job="b", times=2)
+        await server.context.accounting.flush()
+        opened.clock.turn(DAY)
+        await hit(server, job="b")
+        await server.context.accounting.flush()
+        opened.clock.turn(1)
+        next_day = START + timedelta(days=1)
+
+        async def by(grouping, **asked):
+            return await points(server, step=Step.DAY, by=grouping, **asked)
+
+        assert await by(Grouping.NONE) == {(START, ""): 5, (next_day, ""): 1}
+        assert await by(Grouping.JOB) == {(START, "a"): 3, (START, "b"): 2, (next_day, "b"): 1}
+        assert await by(Grouping.NAMESPACE) == {
+            (START, "other"): 2,
+            (START, "team"): 3,
+            (next_day, "team"): 1,
+        }
+        assert await by(Grouping.KIND) == {(START, "jax"): 5, (next_day, "jax"): 1}
+        assert await by(Grouping.DEVICE_TYPE) == {(START, "cpu"): 5, (next_day, "cpu"): 1}
+        assert await by(Grouping.JOB, namespaces=["other"]) == {(START, "b"): 2}
+        assert await by(Grouping.NONE, namespaces=[]) == {}
+        hours = await points(server)  # those of the last day, from the one in which it began
+        assert hours == {(START, ""): 5, (next_day, ""): 1}
+        last = await points(server, since=START + timedelta(minutes=59), until=next_day)
+        assert last == {(START, ""): 5}  # the hour it is in; the end is excluded
+
+
+async def test_only_the_largest_groups_of_an_answer_have_names(opened):
+    async with opened() as server:
+        await server.put(b"blob")
+        for number in range(MAX_HISTORY_GROUPS + 5):
+            await hit(server, job=f"job-{number:02}", times=1 + number)
+        await server.context.accounting.flush()
+        opened.clock.turn(1)
+
+        found = {
+            group: hits for (_, group), hits in (await points(server, by=Grouping.JOB)).items()
+        }
+        largest = {f"job-{number:02}": 1 + number for number in range(5, MAX_HISTORY_GROUPS + 5)}
+        assert found == largest | {OTHERS: 1 + 2 + 3 + 4 + 5}
+
+
+async def test_an_hour_has_a_bounded_number_of_groups_and_loses_no_count(opened):
+    """Whoever may read names as many jobs, and device types of misses, as they like."""
+    async with opened() as one, opened() as other:
+        await one.put(b"blob")
+        await hit(one, job="known")
+        await one.context.accounting.flush()
+        for server, number in product((one, other), range(3 * MAX_GROUPS)):
+            await hit(server, job=f"job-{number}-{id(server)}")
+            key = key_of()._replace(device_type=f"none-{number}")
+            server.context.accounting.count_miss(key)
+        await hit(other, job="known")
+        await one.context.accounting.flush()
+        await other.context.accounting.flush()
+
+        for step in Step:
+            columns = ("step", "job", "device_type", "hits", "misses")
+            found = [row[1:] for row in await rows(one, *columns) if row[0] == step]
+            assert len(found) <= MAX_GROUPS + 1
+            assert sum(hits for *_, hits, _ in found) == 6 * MAX_GROUPS + 2
+            assert sum(misses for *_, misses in found) == 6 * MAX_GROUPS
+            assert ("known", "cpu", 2, 0) in found  # what was there keeps its place
+
+
+async def test_what_is_not_yet_written_is_bounded_too(opened, monkeypatch):
+    monkeypatch.setattr(accounting, "_MAX_IN_MEMORY", 50)
+    async with opened() as server:
+        await server.put(b"blob")
+        await server.context.accounting.flush()
+        for number in range(500):
+            await hit(server, job=f"job-{number}")
+        assert len(server.context.accounting._counts.new) == 51
+        await server.context.accounting.flush()
+        assert (await server.used()).hits == 500
+
+
+async def test_misses_in_namespaces_that_never_were_leave_nothing(opened):
+    async with opened() as server:
+        server.context.accounting.count_miss(key_of(1, "nowhere"), job="x")
+        await server.context.accounting.flush()
+        assert await rows(server) == []
+
+
+async def test_what_could_not_be_written_keeps_its_hour(opened, monkeypatch):
+    async with opened() as server:
+        await server.put(b"blob")
+        await server.context.accounting.flush()
+        await hit(server, job="a")
+        with monkeypatch.context() as patch:
+            patch.setattr(accounting, "add_history", _refuse)
+            with pytest.raises(ServerError):
+                await server.context.accounting.flush()
+        assert (await server.used()).hits == 0  # it is one transaction
+        opened.clock.turn(2 * HOUR)
+        await hit(server, job="a")
+        await server.context.accounting.flush()
+        found = await points(server, until=START + timedelta(hours=3))
+        assert found == {(START, ""): 1, (START + timedelta(hours=2), ""): 1}
+        assert (await server.used()).hits == 2
+
+
+async def _refuse(*_, **__):
+    raise ServerError("unavailable", "not now")
+
+
+async def test_a_clock_that_is_set_back_counts_in_the_hour_that_it_says(opened):
+    async with opened() as server:
+        await server.put(b"blob")
+        for turn in (0, -5 * HOUR, 5 * HOUR):
+            opened.clock.turn(turn)
+            await hit(server)
+            await server.context.accounting.flush()
+        before = START - timedelta(hours=5)
+        found = await points(server, since=before, until=START + timedelta(hours=1))
+        assert found == {(before, ""): 1, (START, ""): 2}
+
+
+async def test_hours_and_days_are_dropped_when_they_are_old(opened):
+    async with opened() as server:
+        await server.put(b"blob")
+        await hit(server)
+        await server.context.accounting.flush()
+        for step in Step:
+            opened.clock.now = START + HISTORY_KEPT[step]
+            await server.context.maintenance.run_once()
+            assert step in {row[0] for row in await rows(server, "step")}
+            opened.clock.turn(HOUR)  # when the chore is due again
+            await server.context.maintenance.run_once()
+            assert step not in {row[0] for row in await rows(server, "step")}
+        assert await rows(server) == []
+
+
+async def test_a_flush_takes_as_many_statements_for_many_groups_as_for_one(opened):
+    async with opened() as server:
+        await server.put(b"blob")
+        await server.context.accounting.flush()
+        counts = []
+        for jobs in (1, 100):
+            for number in range(jobs):
+                await hit(server, job=f"job-{number}")
+            with recorded() as statements:
+                await server.context.accounting.flush()
+            counts.append(len(statements))
+        # Whether the namespace is known; the artifact, the counters; which groups there are, these.
+        assert counts == [5, 5]
+
+
+async def test_a_hit_of_a_job_costs_no_statement(opened):
+    async with opened() as server:
+        await server.put(b"blob")
+        with recorded() as statements:
+            await hit(server, job="a")
+            assert await server.get() == b"blob"
+        assert [each for each in statements if "history" in each.sql] == []
+
+
+async def test_a_deleted_artifact_leaves_its_history(opened):
+    async with opened() as server:
+        await server.put(b"blob")
+        await hit(server)
+        await server.context.accounting.flush()
+        await server.context.artifacts.delete(key_of(), actor=ACTOR)
+        opened.clock.turn(1)
+        assert await points(server) == {(START, ""): 1}
+
+
+def asked(api, **query):
+    """The points of a namespace."""
+    answer = api.http.get("/v1/stats/history", params={"namespace": api.namespace, **query})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["points"]
+
+
+@pytest.mark.parametrize("aside", [{}, {"X_Unheard_Of": "1"}])
+def test_hits_and_misses_count_for_the_job_of_the_request(api, aside):
+    """On the fast path, and behind it."""
+    api.put(b"blob", 1, seconds=1.5, Graphstash_Job="builder")
+    api.get(1, Graphstash_Job="train-gpt", **aside)
+    api.get(2, Graphstash_Job="train-gpt", **aside)
+    api.get(1, Range="bytes=1-", Graphstash_Job="train-gpt", **aside)
+    api.get(1, **aside)
+
+    def by_job():
+        return {each.pop("group"): each for each in asked(api, by="job")}
+
+    expected = {
+        "builder": (0, 0, 0, 1, 0.0),
+        "train-gpt": (1, 1, 7, 0, 1.5),
+        "": (1, 0, 4, 0, 1.5),
+    }
+    names = ("hits", "misses", "served_bytes", "puts", "saved_compile_seconds")
+    until(
+        lambda: (
+            {job: tuple(point[name] for name in names) for job, point in by_job().items()}
+            == expected
+        )
+    )
+
+
+@pytest.mark.parametrize("aside", [{}, {"X_Unheard_Of": "1"}])
+@pytest.mark.parametrize(
+    "job",
+    [
+        "",
+        "a b",
+        "-x",
+        "x" * 129,
+        "../x",
+        "<script>",
+        "a\tb",
+        "(others)",
+        b"\xff".decode("latin-1"),
+    ],
+)
+def test_a_job_that_is_out_of_form_is_none(api, job, aside):
+    api.put(b"blob", 1)
+    sent = {name.replace("_", "-"): value for name, value in aside.items()}
+    answer = api.http.get(
+        api.path(1), headers=[("Graphstash-Job", job.encode("latin-1")), *sent.items()]
+    )
+    assert answer.content == b"blob"
+    until(lambda: sum(each["hits"] for each in asked(api)) == 1)
+    assert {each["group"] for each in asked(api, by="job")} == {""}
+
+
+def test_large_bodies_count_for_the_job_as_well(api):
+    blob = bytes(3_000_000)
+    api.put(blob, 1)
+    assert api.get(1, Graphstash_Job="large").content == blob
+    until(
+        lambda: (
+            ("large", len(blob))
+            in {(each["group"], each["served_bytes"]) for each in asked(api, by="job")}
+        )
+    )
+
+
+def test_who_may_not_read_a_namespace_sees_none_of_its_points(guarded, namespace_of):
+    team, hidden = namespace_of("team"), namespace_of("hidden")
+    with (
+        guarded.http(guarded.token(f"write:{team}", f"write:{hidden}")) as writer,
+        guarded.http(guarded.token(f"read:{team}")) as reader,
+        guarded.http(guarded.admin) as admin,
+        guarded.http(None) as nobody,
+    ):
+        for where in (team, hidden):
+            guarded_put(writer, where)
+
+        def seen(client, **query):
+            answer = client.get("/v1/stats/history", params={"by": "namespace", **query})
+            return {each["group"] for each in answer.json()["points"]}
+
+        until(lambda: seen(writer) == {team, hidden})
+        assert seen(admin, namespace=hidden) == {hidden}
+        assert seen(reader) == {team}
+        assert seen(reader, namespace=hidden) == set()
+        assert nobody.get("/v1/stats/history").status_code == 401
+
+
+@pytest.fixture
+def namespace_of(api):
+    return lambda name: f"{api.namespace}-{name}"
+
+
+def guarded_put(client, where, number=0):
+    key = key_of(number, where)
+    digest = {"Repr-Digest": Digest.of(b"blob").repr_digest}
+    answer = client.put(key.artifact_path, content=b"blob", headers=digest)
+    assert answer.status_code == 201, answer.text
+
+
+@pytest.mark.parametrize(
+    ("query", "named"),
+    [
+        ({"step": "week"}, "step"),
+        ({"by": "fingerprint"}, "by"),
+        ({"namespace": "No Namespace"}, "namespace"),
+        ({"since": "yesterday"}, "since"),
+        ({"since": "2026-01-01T00:00:00"}, "timezone"),
+        ({"since": "0001-01-01T00:00:00+23:00"}, "since"),
+        ({"until": "9999-12-31T23:59:59-23:00"}, "until"),
+        ({"since": "2026-01-02T00:00:00Z", "until": "2026-01-01T00:00:00Z"}, "begin before"),
+        ({"since": "2026-01-01T00:00:00Z", "until": "2026-02-01T00:00:01Z"}, "31 days"),
+        (
+            {"since": "2025-01-01T00:00:00Z", "until": "2026-02-06T00:00:00Z", "step": "day"},
+            "400 days",
+        ),
+    ],
+)
+def test_a_query_that_cannot_be_answered_says_why(api, problem, query, named):
+    answer = api.http.get("/v1/stats/history", params=query)
+    code = "invalid_namespace" if "namespace" in query else "invalid_request"
+    problem(answer, 400, code, named)
+
+
+def test_what_several_workers_and_a_restarted_server_served_adds_up(start, connect):
+    server = start("--workers", "2")
+    api = connect(server.url)
+    api.put(b"blob", 1)
+    for _ in range(20):
+        with connect(server.url).http as client:  # a connection of its own, to either worker
+            assert client.get(api.path(1), headers={"Graphstash-Job": "j"}).content == b"blob"
+    server.stop()  # each worker writes what it has counted
+    again = start("--workers", "2")
+    found = asked(connect(again.url), by="job")
+    assert sum(each["hits"] for each in found if each["group"] == "j") == 20
+    assert sum(each["puts"] for each in found) == 1
