@@ -3,10 +3,14 @@
 import json
 import socket
 import sys
+from datetime import UTC, datetime
 
+import httpx
 import pytest
 
-from graphstash_schema.run import RunReport
+from graphstash._process.run_report import fitting
+from graphstash_schema.run import MAX_RUN_BYTES, MAX_RUN_MISSES, RunMiss, RunReport
+from support.host import key
 from support.processes import graphstash
 from support.recorder import Recorder
 
@@ -155,3 +159,52 @@ def test_hostile_labels_and_names_reach_the_server_as_one_line(recorder, namespa
     shown = json.dumps([report.program, report.misses[0].label])
     assert "\\u001b" not in shown
     assert "\\n" not in shown
+
+
+def test_the_server_adds_up_the_processes_of_a_run(server, namespace, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        JOB + "\nimport os\nif os.fork() == 0:\n    build(3, 'three', 0)\nelse:\n    os.wait()"
+    )
+    settings = {"GRAPHSTASH_URL": server.url, "GRAPHSTASH_NAMESPACE": namespace}
+    for host in ("a", "b"):
+        settings["GRAPHSTASH_CACHE_DIR"] = tmp_path / host
+        command = ("run", "--job", "mine", "--", sys.executable, script, "1,2")
+        graphstash(*command, check=True, **settings)
+    listed = httpx.get(f"{server.url}/v1/{namespace}/runs", params={"job": "mine"}).json()["runs"]
+    assert [run["processes"] for run in listed] == [2, 2]
+    sums = [run["counts"][0] for run in listed]  # the latest first
+    assert [each["misses"] for each in sums] == [0, 3]
+    assert sums[0]["hits_server"] + sums[0]["hits_prefetched"] == 3
+
+
+def test_a_report_that_is_too_long_names_the_misses_that_took_longest():
+    misses = [
+        RunMiss(
+            key=key(number),
+            label="\N{ELEPHANT}" * 128,
+            cause="\N{ELEPHANT}" * 128,
+            seconds=99 - number,
+        )
+        for number in range(MAX_RUN_MISSES)
+    ]
+    report = RunReport(started_at=datetime.now(UTC), seconds=1, misses=tuple(misses))
+    sent = fitting(report)
+    assert len(report.model_dump_json().encode()) > MAX_RUN_BYTES
+    assert len(sent.model_dump_json().encode()) <= MAX_RUN_BYTES
+    assert sent.misses == tuple(misses[: len(sent.misses)])
+    assert sent.misses
+
+
+def test_a_report_of_the_most_and_longest_misses_is_taken(server, namespace, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(JOB.replace("jit(step", "\\N{SNOWMAN}" * 300))
+    settings = {"GRAPHSTASH_URL": server.url, "GRAPHSTASH_NAMESPACE": namespace}
+    settings |= {"GRAPHSTASH_CACHE_DIR": tmp_path / "a", "GRAPHSTASH_EXPLAIN": "true"}
+    numbers = ",".join(["0"] + [f"{number}" for number in range(100, 170)])
+    fast = script.read_text().replace("float(number) / 100", "0")
+    script.write_text(fast)
+    graphstash("run", "--", sys.executable, script, numbers, check=True, **settings)
+    (listed,) = httpx.get(f"{server.url}/v1/{namespace}/runs").json()["runs"]
+    path = f"{server.url}/v1/{namespace}/runs/{listed['run']}"
+    assert len(httpx.get(path).json()["misses"]) == MAX_RUN_MISSES

@@ -19,6 +19,7 @@ from graphstash_schema.explanation import MAX_LABEL_CHARACTERS
 from graphstash_schema.key import ArtifactKind, DeviceType
 from graphstash_schema.names import line_of
 from graphstash_schema.run import (
+    MAX_RUN_BYTES,
     MAX_RUN_COUNTS,
     MAX_RUN_MISSES,
     RunCounts,
@@ -27,7 +28,7 @@ from graphstash_schema.run import (
     RunReport,
 )
 
-__all__ = ["RunName", "name_of_process", "report_of"]
+__all__ = ["RunName", "fitting", "name_of_process", "report_of"]
 
 _HOST_CHARACTERS: Final = 40
 
@@ -43,7 +44,7 @@ def report_of(
         causes: why it compiled, where somebody has asked for that.
     """
     started = _started_at()
-    return RunReport(
+    report = RunReport(
         job=job,
         program=_line(Path(sys.argv[0] if sys.argv else "").name or "python"),
         producer=_line(holder_name()),
@@ -53,6 +54,14 @@ def report_of(
         counts=tuple(_counts(cache))[:MAX_RUN_COUNTS],
         misses=tuple(_misses(cache, causes)),
     )
+    return fitting(report)
+
+
+def fitting(report: RunReport) -> RunReport:
+    """The report with as many misses as a server takes in one."""
+    while report.misses and len(report.model_dump_json().encode()) > MAX_RUN_BYTES:
+        report = report.model_copy(update={"misses": report.misses[: len(report.misses) // 2]})
+    return report
 
 
 def name_of_process() -> RunName:
