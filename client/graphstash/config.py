@@ -244,7 +244,21 @@ class SharingSettings:
     """Fetch artifacts, but neither publish any nor take leases."""
     job: ManifestName | None = setting(None, text(ManifestName))
     """Name under which the server remembers the artifacts of this job, so that the next run fetches
-    them at its start."""
+    them at its start. By default a name that follows from the command, the script and the versions
+    of the compilers: `auto-<16 hex digits>`."""
+    prefetch_limit: int = setting(2 * 1024**3, size())
+    """Most bytes that a run downloads to this host before they are needed, those first that took
+    longest to compile for their size. 0 downloads none, and remembers nothing for a job without a
+    name."""
+    fail_on_miss: bool = setting(False, flag())
+    """End the job before it compiles anything: with exit status 86 when nobody has the artifact,
+    with 75 when the cache could not help, so that nothing is compiled either way."""
+    max_compile_seconds: float = setting(0.0, number(most=1e7))
+    """End the job with exit status 86 when the compilations of its processes on this host have
+    taken that long in all, or one that runs would pass it. 0 is no limit."""
+    report_runs: bool = setting(True, flag())
+    """Tell the server, when a process ends that used the cache, what it counted and what it
+    compiled: the script's name, never its arguments."""
     wait_seconds: float = setting(1200.0, number(most=86400))
     """How long the job may wait in vain for others that compile the same graphs, in all; half of it
     for one holder. Waits that brought the artifact may take twice as long in addition. 0 never

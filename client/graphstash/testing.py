@@ -655,7 +655,10 @@ class _Store:
         artifacts = {key: self._find((request.where[0], key)) for key in keys}
         found = tuple(
             ArtifactInfo(
-                key=key, digest=str(Digest.of(artifact.blob)), size_bytes=len(artifact.blob)
+                key=key,
+                digest=str(Digest.of(artifact.blob)),
+                size_bytes=len(artifact.blob),
+                compile_seconds=artifact.metadata.compile_seconds if artifact.metadata else 0.0,
             )
             for key, artifact in artifacts.items()
             if artifact

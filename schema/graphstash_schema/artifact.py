@@ -21,6 +21,9 @@ class ArtifactInfo(WireModel):
     key: ArtifactKey
     digest: str = Field(description="`sha256:<hex>` of the blob")
     size_bytes: int = Field(ge=0)
+    compile_seconds: float | None = Field(
+        default=None, ge=0, description="what making it took; earlier servers do not say"
+    )
     metadata: ArtifactMetadata | None = None
     created_at: datetime | None = None
 

@@ -74,7 +74,9 @@ class RunCounts(RequestModel):
 
     kind: ArtifactKind
     device_type: DeviceType
-    hits_server: Count = Field(default=0, description="fetched when they were needed")
+    hits_server: Count = Field(
+        default=0, description="fetched when they were needed, from the server or another rank"
+    )
     hits_prefetched: Count = Field(default=0, description="fetched before they were needed")
     hits_host: Count = Field(default=0, description="were on this host before the run began")
     misses: Count = Field(default=0, description="compiled because nobody had them")

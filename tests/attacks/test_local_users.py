@@ -311,7 +311,7 @@ def test_something_else_lies_where_an_artifact_was_kept(
 
     second = job(**settings)
     assert second.build(key(1)) == OWN
-    assert second.stats.hits_remote == 1
+    assert second.stats.hits_server == 1
 
 
 def test_a_pipe_in_the_place_of_the_hosts_secret_is_replaced(job, key, team, tmp_path):

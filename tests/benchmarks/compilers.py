@@ -149,7 +149,8 @@ def measure(figures, arm, *, cold, warm):
     add("cold / warm", cold["step_seconds"][0] / warm["step_seconds"][0])
     add("compiled cold", cold["counted"]["misses"])
     add("compiled warm", warm["counted"]["misses"])
-    add("fetched", sum(warm["counted"][f"hits_{way}"] for way in ("local", "remote", "ranks")))
+    counts = warm["counted"].items()
+    add("fetched", sum(count for name, count in counts if name.startswith("hits_")))
     add("fetched, KiB", warm["counted"]["fetched_bytes"] / 1024)
     if arm.hook in ("inductor", "triton"):
         add("g++ or ptxas runs cold", cold["made"])

@@ -279,7 +279,7 @@ def test_who_has_no_token_goes_on_reading_what_everybody_may(
     for number in (0, 7, 1, 8):  # 7 and 8 are compiled here
         host.build(key(number))
         assert host.publisher.drain(20)
-    assert host.stats.hits_remote == 2
+    assert host.stats.hits_server == 2
     host.close()
     assert reader.server.is_read_only
 

@@ -62,7 +62,7 @@ def lines_of(outcome):
     return [
         re.sub(varying, "", line.removeprefix(prefix))
         for line in outcome.stderr.splitlines()
-        if line.startswith(prefix) and "saved" not in line
+        if line.startswith(prefix) and not re.match(r"\d+ hits?, ", line.removeprefix(prefix))
     ]
 
 

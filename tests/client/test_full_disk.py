@@ -86,7 +86,7 @@ def test_a_full_disk_turns_no_hit_into_a_compilation(hosts, disk):
         assert reader.build(key()) == GRAPH
     assert reader.compiles == 0
     stats = reader.stats
-    assert (stats.hits_remote, stats.hits_local) == (2, 0)
+    assert (stats.hits_server, stats.hits_host) == (2, 0)
     assert stats.fallbacks == {"local_io": 2}  # it was not kept here, and is counted
     assert list((disk / "tier" / "tmp").iterdir()) == []
 
@@ -132,7 +132,7 @@ def test_an_unusable_cache_directory_is_told_once_counted_and_no_obstacle(
     for number in range(1, 3):
         reader.build(key(number))
     stats = reader.stats
-    assert (stats.hits_remote, stats.published, reader.compiles) == (1, 1, 1)
+    assert (stats.hits_server, stats.published, reader.compiles) == (1, 1, 1)
     assert stats.fallbacks == {"local_io": 1}
     (line,) = [record.getMessage() for record in caplog.records]
     assert str(place) in line

@@ -51,7 +51,7 @@ def test_another_host_gets_a_hundred_programs_with_one_download(jobs, server, na
     assert server.stats(namespace)["artifacts"] == 1
     assert other.build(range(100)) == set(range(100))
     stats = other.end()
-    assert (stats.hits_remote, stats.misses, stats.published) == (100, 0, 0)
+    assert (stats.hits_server, stats.misses, stats.published) == (100, 0, 0)
     assert stats.fallbacks == {}
     assert server.stats(namespace)["artifacts"] == 1
 
@@ -62,7 +62,7 @@ def test_the_same_host_gets_them_without_a_server(jobs):
     first.end()
     again = jobs("a", url="http://127.0.0.1:9")
     assert again.build(range(3)) == {0, 1, 2}
-    assert again.end().hits_local == 3
+    assert again.end().hits_host == 3
     assert again.fallbacks == {}
 
 

@@ -404,7 +404,7 @@ def test_a_refused_artifact_is_counted_and_compiled_and_not_uploaded(
 
     assert host.build(key()) == PAYLOAD  # its own, from its disk
     assert host.compiles == 1
-    assert host.stats.hits_local == 1
+    assert host.stats.hits_host == 1
 
 
 def withheld(server, namespace):
@@ -516,7 +516,7 @@ def test_where_signatures_are_preferred_unsigned_hits_are_counted(cached, team):
     for number in (1, 1, 2, 2):
         reader.build(key(number))
     stats = reader.stats
-    assert (stats.hits_remote, stats.hits_local, stats.unsigned) == (2, 2, 2)
+    assert (stats.hits_server, stats.hits_host, stats.unsigned) == (4, 0, 2)
     assert "2 unsigned" in stats.summary()
     assert stats.fallbacks == {}
 

@@ -71,7 +71,7 @@ def test_a_graph_is_compiled_once(host):
         assert a.stats.published == a.stats.misses == 2  # the graph, and AOTAutograd's entry
     with host("b") as b:
         compute()
-        assert (b.stats.hits_remote, b.stats.misses) == (2, 0)
+        assert (b.stats.hits_server, b.stats.misses) == (2, 0)
         assert counters["inductor"]["fxgraph_cache_hit"] == 1
         assert counters["aot_autograd"]["autograd_cache_hit"] == 1
 
@@ -179,7 +179,7 @@ def test_every_kind_comes_back_byte_for_byte(host):
     with host("b") as b:
         for cache, value in caches.items():
             assert cache(cache.__name__).get("key") == value
-        assert b.stats.hits_remote == len(caches)
+        assert b.stats.hits_server == len(caches)
         assert {key.kind for key in b.cache.used} == {
             ArtifactKind.INDUCTOR,
             ArtifactKind.AOT_AUTOGRAD,

@@ -78,7 +78,7 @@ def test_an_object_is_built_once(host, commands):
         assert next(iter(a.cache.used)).device_type.platform == "cpu"
     with host("b") as b:
         assert answer(build(SOURCE)) == 42
-        assert (b.stats.hits_remote, b.stats.misses) == (1, 0)
+        assert (b.stats.hits_server, b.stats.misses) == (1, 0)
     assert len(commands) == 1
 
 
@@ -97,7 +97,7 @@ def test_the_place_of_files_does_not_matter_and_their_content_does(host, command
         assert answer(build(including(header), name="here")) == 42
     with host("b") as b:
         assert answer(build(including(header), name="there")) == 42
-        assert b.stats.hits_remote == 1
+        assert b.stats.hits_server == 1
         assert answer(build(SOURCE.replace("42", "43"), name="other")) == 43
         assert answer(build(SOURCE, name="flags", cflags=("shared", "fPIC", "O2"))) == 42
         assert b.stats.misses == 2
@@ -115,7 +115,7 @@ def test_a_host_with_the_default_directory_shares_with_one_that_sets_it(
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "shared"))
         assert Path(cache_dir()).parent == tmp_path / "shared"
         assert answer(build(including(header))) == 42
-        assert b.stats.hits_remote == 1
+        assert b.stats.hits_server == 1
     assert len(commands) == 1
 
 
@@ -154,7 +154,7 @@ def test_a_damaged_object_is_built_here(host, server, commands, fault):
         proxy.fault = fault
         with host("b", url=proxy.url) as b:
             assert answer(build(SOURCE)) == 42
-            assert b.stats.hits_remote == 0
+            assert b.stats.hits_server == 0
     assert len(commands) == 2
 
 

@@ -81,7 +81,7 @@ def test_the_same_host_needs_the_server_only_once(warm, cold):
     warm.run("b")
     again = warm.run("b", url="http://127.0.0.1:9")
     assert_is_warm(again, cold)
-    assert again.stats["hits_local"] == PROGRAMS
+    assert again.stats["hits_host"] == PROGRAMS
 
 
 @pytest.mark.extended
@@ -221,3 +221,17 @@ def test_where_the_private_name_is_missing_the_hook_says_so_once_and_is_not_inst
     assert len(outcome.report["compiled"]) == PROGRAMS
     assert outcome.stats == {}
     assert outcome.report["state"]["jax_compilation_cache_dir"] is None
+
+
+def test_a_job_that_is_to_fail_on_a_miss_ends_before_anything_is_compiled(jobs):
+    ended = jobs.start("a", fail_on_miss=True)
+    assert ended.status() == 86
+    errors = ended.errors.read_text()
+    assert "the job ends: " in errors
+    assert "would be compiled: nobody has it" in errors
+    assert ended.report.read_text() == ""
+
+
+@pytest.mark.extended
+def test_a_job_that_is_to_fail_on_a_miss_runs_where_everything_is_there(warm, cold):
+    assert_is_warm(warm.run("b", fail_on_miss=True), cold)

@@ -74,13 +74,13 @@ def test_the_result_is_right_and_the_reason_is_counted(faults, fault):
 
 def test_a_plug_in_that_is_loaded_already_is_served(faults):
     sound = faults["sound"]
-    assert (sound["stats"]["misses"], sound["stats"]["hits_local"]) == (1, 1)
+    assert (sound["stats"]["misses"], sound["stats"]["hits_host"]) == (1, 1)
     assert sound["results"] == [faults["plain"]] * 2
 
 
 def test_damaged_artifacts_are_never_loaded(faults):
     for fault in (Fault.FLIP, Fault.TRUNCATE, Fault.SWAP):
-        assert faults[fault]["stats"]["hits_remote"] == 0
+        assert faults[fault]["stats"]["hits_server"] == 0
 
 
 def test_uninstalling_puts_the_functions_of_the_plug_in_back(faults):
@@ -98,7 +98,7 @@ def test_threads_that_compile_at_once_share_their_programs(jobs, environment, se
     assert cold["results"] == warm["results"]
     assert len(set(warm["results"])) == 6
     assert (cold["stats"]["misses"], cold["stats"]["published"]) == (6, 6)
-    assert (warm["stats"]["hits_remote"], warm["stats"]["misses"]) == (6, 0)
+    assert (warm["stats"]["hits_server"], warm["stats"]["misses"]) == (6, 0)
 
 
 @pytest.mark.extended
@@ -115,7 +115,7 @@ def test_an_interrupt_while_compiling_is_raised_when_the_framework_is_back_in_py
     assert handled["raised"] == "SystemExit('stopped')"
     for case in process["interrupts"]:
         assert case["result"] == process["plain"]
-        assert (case["stats"]["misses"], case["stats"]["hits_local"]) == (1, 1)
+        assert (case["stats"]["misses"], case["stats"]["hits_host"]) == (1, 1)
 
 
 @pytest.mark.extended

@@ -42,7 +42,7 @@ def test_what_one_host_compiled_another_does_not(job, server, namespace, mode, l
     assert warm.report["compiles"] == 0
     assert warm.hits == cold.report["compiles"]
     assert warm.stats["published"] == 0
-    assert warm.stats["saved_seconds"] > 0
+    assert warm.stats["saved_compile_seconds"] > 0
     assert warm.report["losses"] == cold.report["losses"]
     assert f"{warm.hits} hits" in warm.errors
 
@@ -114,7 +114,7 @@ def test_a_job_with_a_name_finds_its_artifacts_on_its_disk_beforehand(job, serve
     assert told.stdout.startswith("2 fetched")
     offline = job("b", url="http://127.0.0.1:9", cache_dir=tier).finish()
     assert offline.report["compiles"] == 0
-    assert offline.stats["hits_local"] == 2
+    assert offline.stats["hits_host"] == 2
 
 
 @pytest.mark.extended
@@ -141,7 +141,7 @@ def test_the_same_host_needs_the_server_only_once(job):
     cold = job("a").finish()
     again = job("a", url="http://127.0.0.1:9").finish()
     assert again.report["compiles"] == 0
-    assert again.stats["hits_local"] == cold.report["compiles"]
+    assert again.stats["hits_host"] == cold.report["compiles"]
     assert again.stats["fallbacks"] == {}
     assert again.report["losses"] == cold.report["losses"]
 
@@ -183,7 +183,7 @@ def test_torchrun_and_shells_in_between_are_fine(job, tmp_path):
     lines = [json.loads(line) for line in running.stats.read_text().splitlines()]
     assert len(lines) == 2
     assert sum(line["misses"] for line in lines) == 2
-    assert sum(line["hits_local"] + line["hits_remote"] for line in lines) == 2
+    assert sum(line["hits_host"] + line["hits_server"] for line in lines) == 2
     assert outcome.report["losses"]
 
 
@@ -215,7 +215,7 @@ def test_forked_children_share_with_all_others_and_with_each_other(job):
     assert len(children) == 3
     assert sum(child["misses"] for child in children) == 2
     assert sum(child["published"] for child in children) == 2
-    assert sum(child["hits_local"] + child["hits_remote"] for child in children) == 4
+    assert sum(child["hits_host"] + child["hits_server"] for child in children) == 4
     assert all(child["fallbacks"] == {} for child in children)
     elsewhere = job("b").finish()
     assert elsewhere.report["compiles"] == 0

@@ -61,14 +61,14 @@ def test_training_finishes_with_the_same_losses_and_the_reason_is_counted(outcom
 @pytest.mark.extended
 def test_no_damaged_artifact_stays_on_this_host(outcomes, tmp_path_factory):
     for fault in (Fault.FLIP, Fault.TRUNCATE):
-        assert outcomes[fault].stats["hits_remote"] == 0
+        assert outcomes[fault].stats["hits_server"] == 0
         assert outcomes[fault].report["compiles"] == 2
 
 
 @pytest.mark.extended
 def test_one_of_two_swapped_artifacts_is_the_right_one_and_the_other_never_arrives(outcomes):
     outcome = outcomes[Fault.SWAP]
-    assert outcome.stats["hits_remote"] == 1
+    assert outcome.stats["hits_server"] == 1
     assert outcome.report["compiles"] == 1
 
 

@@ -58,7 +58,7 @@ def test_what_one_host_compiled_another_does_not(triton, cold, warm):
     assert warm.report["ptxas"] == 0
     assert warm.hits == KERNELS
     assert warm.stats["published"] == 0
-    assert warm.stats["saved_seconds"] > 0
+    assert warm.stats["saved_compile_seconds"] > 0
     assert warm.report["kernels"] == cold.report["kernels"]
     assert len({kernel["cubin"] for kernel in cold.report["kernels"]}) == KERNELS
 

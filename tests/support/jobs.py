@@ -44,7 +44,7 @@ class Outcome:
 
     @property
     def hits(self) -> int:
-        return self.stats["hits_local"] + self.stats["hits_remote"]
+        return sum(count for name, count in self.stats.items() if name.startswith("hits_"))
 
 
 @dataclass

@@ -179,6 +179,37 @@ def test_the_lock_of_an_artifact_keeps_a_second_process_waiting_only_so_long(tmp
         holder.stdout.close()
 
 
+def test_who_says_that_it_goes_on_is_waited_for(tmp_path):
+    holder, waiter = (LocalTier(tmp_path, limit_bytes=1000) for _ in range(2))
+    got = []
+
+    def wait():
+        with waiter.exclusive(key(1), timeout_seconds=1, most_seconds=60):
+            got.append("the lock")
+
+    with holder.exclusive(key(1), timeout_seconds=1) as going_on:
+        thread = threading.Thread(target=wait)
+        thread.start()
+        until = time.monotonic() + 2.5  # longer than it waits for one that says nothing
+        while time.monotonic() < until:
+            going_on()
+            time.sleep(0.05)
+        got.append("released")
+    thread.join(20)
+    assert got == ["released", "the lock"]
+
+
+def test_a_download_is_seen_by_others_until_it_ends(tmp_path):
+    one, other = (LocalTier(tmp_path, limit_bytes=1000) for _ in range(2))
+    assert not other.is_downloading()
+    with one.downloading():
+        assert other.is_downloading()
+        with other.downloading():
+            pass
+        assert other.is_downloading()
+    assert not other.is_downloading()
+
+
 def test_sixteen_threads_see_whole_files_only(tmp_path):
     tier = LocalTier(tmp_path, limit_bytes=10**9)
     contents = {bytes([n]) * 200_000 for n in range(4)}

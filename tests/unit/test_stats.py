@@ -1,37 +1,78 @@
+from dataclasses import replace
+
 from graphstash._compile.stats import Counters, Stats
 from graphstash.errors import Reason
 
 
 def test_the_summary_is_one_readable_line():
-    stats = Stats(hits_local=10, hits_remote=2, misses=1, saved_seconds=500.2)
-    assert stats.summary() == "12 hits (10 local), 1 miss, 8 min 20 s of compiling saved"
+    stats = Stats(hits_host=10, hits_server=2, misses=1, saved_compile_seconds=500.2)
+    stats = replace(stats, saved_wall_seconds=125)
+    assert stats.summary() == (
+        "12 hits, 1 miss, 8 min 20 s of compiling saved (about 2 min 5 s of wall time); "
+        "hits: 2 server, 10 this host"
+    )
 
 
 def test_the_summary_names_waits_uploads_and_fallbacks_when_there_are_any():
     stats = Stats(
-        hits_remote=1,
+        hits_server=1,
         misses=2,
         waits=1,
         published=2,
-        saved_seconds=3.14,
+        saved_compile_seconds=3.14,
+        saved_wall_seconds=2.0,
         fallbacks={"timeout": 2, "connect": 1},
     )
     assert stats.summary() == (
         "1 hit, 2 misses, 1 wait, 2 published, 3 fallbacks (connect 1, timeout 2), "
-        "3.1 s of compiling saved"
+        "3.1 s of compiling saved (about 2.0 s of wall time); hits: 1 server"
     )
 
 
 def test_hours_are_told_in_hours():
-    assert Stats(saved_seconds=7300).summary().endswith("2 h 1 min of compiling saved")
+    stats = Stats(hits_ranks=1, saved_compile_seconds=7300, saved_wall_seconds=3600)
+    assert "2 h 1 min of compiling saved (about 1 h 0 min of wall time)" in stats.summary()
+
+
+def test_a_process_without_hits_says_nothing_of_savings():
+    assert Stats(misses=2, published=2).summary() == "0 hits, 2 misses, 2 published"
 
 
 def test_counters_add_up_and_report_the_first_fallback_of_a_reason():
     counters = Counters()
-    counters.add(hits_local=1, saved_seconds=1.5)
-    counters.add(hits_local=2)
+    counters.add(hits_host=1, wait_seconds=1.5)
+    counters.add(hits_host=2)
     assert counters.fallback(Reason.RESET)
     assert not counters.fallback(Reason.RESET)
     snapshot = counters.snapshot()
-    assert (snapshot.hits_local, snapshot.saved_seconds) == (3, 1.5)
+    assert (snapshot.hits_host, snapshot.wait_seconds) == (3, 1.5)
     assert snapshot.fallbacks == {"reset": 2}
+
+
+def test_a_notebook_shows_a_table_in_which_everything_is_text():
+    stats = Stats(hits_server=2, misses=1, fallbacks={"<script>alert(1)</script>": 1})
+    shown = stats._repr_html_()
+    assert "<table>" in shown
+    assert "2 (2 server)" in shown
+    assert "<script>" not in shown
+    assert "&lt;script&gt;" in shown
+
+
+def test_print_shows_a_line_for_each_figure_that_there_is():
+    stats = Stats(hits_prefetched=3, hits_ranks=1, misses=2, compile_seconds=4.2, published=2)
+    stats = replace(stats, saved_compile_seconds=60, saved_wall_seconds=30.2)
+    assert str(stats).splitlines() == [
+        "hits             4 (3 prefetched, 1 another rank)",
+        "misses           2 (4.2 s of compiling)",
+        "compiling saved  1 min 0 s",
+        "wall time saved  about 30 s",
+        "published        2",
+    ]
+
+
+def test_scalars_are_named_for_the_curves_of_a_tracker():
+    scalars = Stats(hits_host=2, misses=1, saved_wall_seconds=1.5, fallbacks={"a": 2}).scalars()
+    assert scalars["graphstash/hits"] == scalars["graphstash/hits_host"] == 2
+    assert scalars["graphstash/fallbacks"] == 2
+    assert scalars["graphstash/saved_wall_seconds"] == 1.5
+    assert all(isinstance(value, float) for value in scalars.values())

@@ -4,7 +4,8 @@
     <root>/secret                 what this user's own artifacts are told by, see `_proof`
     <root>/locks/<3 hex>.lock     one download per host: taken while an artifact is fetched
     <root>/tmp/                   files that are being written
-    <root>/records/               what the last runs missed, see `_process.run_record`
+    <root>/records/               what the last runs missed (`_process.run_record`) and
+                                  downloaded (`run_downloads`)
 
 Everything is in directories that only this user can use, and is reached by a descriptor of the root
 that was checked: whoever may write to a directory above it can put another one in its place, with
@@ -16,16 +17,17 @@ over its limit.
 
 import atexit
 import contextlib
+import fcntl
 import os
 import secrets
 import shutil
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from time import time
+from time import monotonic, time
 from typing import IO, Final
 
 from filelock import FileLock, Timeout
@@ -46,6 +48,9 @@ _NO_PROOF: Final = Provenance()
 _SECRET_BYTES: Final = 32
 
 _MAX_TROUBLES: Final = 1000
+
+_TOUCH_SECONDS: Final = 0.5
+"""How often somebody who downloads tells those who wait."""
 
 _STALE_SECONDS: Final = 24 * 3600.0
 """A temporary file of this age belongs to a process that died."""
@@ -105,6 +110,10 @@ class LocalTier:
             kind, device_type, _, fingerprint = path.parts[-4:]
             with contextlib.suppress(InvalidValueError):  # what somebody else has put there
                 yield ArtifactKey.parse(kind, device_type, fingerprint)
+
+    def run_folder(self, run: str) -> Path:
+        """Where the processes of a run leave what they tell each other."""
+        return self._place / "records" / run
 
     def open(self, namespace: Namespace, key: ArtifactKey) -> IO[bytes] | None:
         """Opens an envelope for reading, or gives None; an open one survives its eviction."""
@@ -203,23 +212,75 @@ class LocalTier:
         return secret if is_ours and len(secret) == _SECRET_BYTES else None
 
     @contextmanager
-    def exclusive(self, key: ArtifactKey, *, timeout_seconds: float) -> Iterator[None]:
+    def exclusive(
+        self, key: ArtifactKey, *, timeout_seconds: float, most_seconds: float = 0.0
+    ) -> Iterator[Callable[[], None]]:
         """Keeps other processes of this host from fetching the same artifact meanwhile.
 
         When the time is over, or the file system knows no locks, it goes on without: two downloads
         are a waste, not a fault.
+
+        Args:
+            key: what is fetched.
+            timeout_seconds: how long to wait for one that says nothing.
+            most_seconds: how long to wait for one that says again and again that it goes on.
+
+        Returns:
+            Says that this one goes on.
         """
-        name = f"{key.fingerprint[:3]}.lock"
-        lock = FileLock(self._place / "locks" / name, timeout=timeout_seconds)
+        path = self._place / "locks" / f"{key.fingerprint[:3]}.lock"
+        goes_on = path.with_suffix(".on")  # whoever tries to take the lock touches its own file
+        lock = FileLock(path, timeout=timeout_seconds)
+        until = monotonic() + most_seconds
+        is_held = False
+        while not is_held:
+            try:
+                lock.acquire(poll_interval=0.02)
+                is_held = True
+            except Timeout:
+                if monotonic() > until or not _is_younger(goes_on, timeout_seconds):
+                    break
+            except (OSError, NotImplementedError):
+                break
         try:
-            lock.acquire(poll_interval=0.02)
-        except (Timeout, OSError, NotImplementedError):
-            yield
-            return
-        try:
-            yield
+            yield _touching(goes_on) if is_held else lambda: None
         finally:
             lock.release()
+
+    @contextmanager
+    def downloading(self) -> Iterator[None]:
+        """While some process of this host downloads what is needed now, prefetching makes room."""
+        with self._opened_lock("downloading") as descriptor:
+            if descriptor is not None:
+                with contextlib.suppress(OSError):
+                    fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            yield
+
+    def is_downloading(self) -> bool:
+        """Whether any does."""
+        with self._opened_lock("downloading") as descriptor:
+            if descriptor is not None:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return True
+                except OSError:
+                    return False
+        return False
+
+    @contextmanager
+    def _opened_lock(self, name: str) -> Iterator[int | None]:
+        """The descriptor of a lock's file, by which it is released; None where there is none."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            descriptor = os.open(self._place / "locks" / name, flags, 0o600)
+        except OSError:
+            yield None
+            return
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
     def size_bytes(self) -> int:
         """Bytes of all envelopes, by looking at each."""
@@ -281,6 +342,31 @@ class LocalTier:
             with contextlib.suppress(OSError):
                 if path.stat().st_mtime < oldest and path.is_file():
                     path.unlink()
+
+
+def _is_younger(path: Path, seconds: float) -> bool:
+    """Whether a file was touched within the last seconds."""
+    try:
+        return time() - path.stat().st_mtime < seconds
+    except OSError:
+        return False
+
+
+def _touching(path: Path) -> Callable[[], None]:
+    """Touches a file, twice per second at most."""
+    touched = 0.0
+
+    def touch() -> None:
+        nonlocal touched
+        if monotonic() - touched > _TOUCH_SECONDS:
+            touched = monotonic()
+            with contextlib.suppress(OSError):
+                flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+                descriptor = os.open(path, flags, 0o600)
+                os.utime(descriptor)
+                os.close(descriptor)
+
+    return touch
 
 
 def _size_of(path: Path) -> int | None:

@@ -9,11 +9,14 @@ may have it sound.
 
 import dataclasses
 import logging
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import IO, Literal, cast
 
 from graphstash._artifacts.envelope import Unsealed, unseal
 from graphstash._artifacts.local_tier import LocalTier
+from graphstash._artifacts.run_downloads import RunDownloads
 from graphstash._http.client import ServerClient
 from graphstash._trust.policy import Signatures
 from graphstash._trust.provenance import (
@@ -62,13 +65,25 @@ class Reader:
         server: asked for what this host does not have.
         tier: this host's disk.
         signatures: what may be used.
+        downloads: gets the keys of what is downloaded.
+        between_chunks: of a prefetch, which makes room while it downloads; None for what is needed.
     """
 
-    def __init__(self, server: ServerClient, tier: LocalTier, signatures: Signatures) -> None:
+    def __init__(
+        self,
+        server: ServerClient,
+        tier: LocalTier,
+        signatures: Signatures,
+        downloads: RunDownloads,
+        *,
+        between_chunks: Callable[[], None] | None = None,
+    ) -> None:
         self._server = server
         self._config = server.config
         self._tier = tier
         self._signatures = signatures
+        self._downloads = downloads
+        self._between_chunks = between_chunks
         self._reported: set[tuple[Namespace, ArtifactKey]] = set()
         self._is_told_in_time = True
 
@@ -81,11 +96,13 @@ class Reader:
         if fetched := self._from_disk(key, into):
             return fetched
         # No longer than a server needs to begin its answer: behind a server that hangs, no process
-        # must wait for all others first. A download that takes longer is made twice.
+        # must wait for all others first. Who receives bytes says so, and is waited for.
         patience = self._config.connect_seconds + self._config.first_byte_seconds
-        with self._tier.exclusive(key, timeout_seconds=patience):
+        with self._tier.exclusive(
+            key, timeout_seconds=patience, most_seconds=self._config.fetch_seconds
+        ) as going_on:
             # Another process of this host may have fetched it while this one waited.
-            return self._from_disk(key, into) or self._from_server(key, into)
+            return self._from_disk(key, into) or self._from_server(key, into, going_on)
 
     def _from_disk(self, key: ArtifactKey, into: IO[bytes]) -> Fetched | None:
         for namespace in self._config.readable:
@@ -125,11 +142,13 @@ class Reader:
             return _local(unsealed, namespace, proof, is_unsigned=False)
         return self._unpack_checked(part, namespace, key, into, digest=digest, proof=proof)
 
-    def _from_server(self, key: ArtifactKey, into: IO[bytes]) -> Fetched | None:
+    def _from_server(
+        self, key: ArtifactKey, into: IO[bytes], going_on: Callable[[], None]
+    ) -> Fetched | None:
         refused: list[VerificationError] = []
         for namespace in self._config.readable if self._server.is_known else ():
             try:
-                fetched = self._from_namespace(namespace, key, into)
+                fetched = self._from_namespace(namespace, key, into, going_on)
             except VerificationError as error:
                 refused.append(error)
                 _take_back(into)
@@ -146,17 +165,37 @@ class Reader:
         return None
 
     def _from_namespace(
-        self, namespace: Namespace, key: ArtifactKey, into: IO[bytes]
+        self,
+        namespace: Namespace,
+        key: ArtifactKey,
+        into: IO[bytes],
+        going_on: Callable[[], None],
     ) -> Fetched | None:
         """Downloads and verifies; a `VerificationError` of this names the namespace."""
         try:
-            return self._download(namespace, key, into)
+            return self._download(namespace, key, into, going_on)
         except VerificationError as error:
             raise VerificationError(error.reason, error.detail, namespace=namespace) from error
 
-    def _download(self, namespace: Namespace, key: ArtifactKey, into: IO[bytes]) -> Fetched | None:
+    def _download(
+        self,
+        namespace: Namespace,
+        key: ArtifactKey,
+        into: IO[bytes],
+        going_on: Callable[[], None],
+    ) -> Fetched | None:
+        is_prefetch = self._between_chunks is not None
+
+        def between_chunks() -> None:
+            going_on()
+            if self._between_chunks is not None:
+                self._between_chunks()
+
         with self._tier.temporary() as envelope:
-            downloaded = self._server.download(key, envelope, namespace=namespace)
+            with nullcontext() if is_prefetch else self._tier.downloading():
+                downloaded = self._server.download(
+                    key, envelope, namespace=namespace, between_chunks=between_chunks
+                )
             if downloaded is None:
                 return None
             digest, metadata = downloaded.digest, downloaded.metadata
@@ -173,6 +212,7 @@ class Reader:
                 self._report(namespace, key, digest, error.reason)
                 raise
             self._tier.adopt(namespace, key, envelope, proof=proof)
+        self._downloads.add(key, "prefetched" if is_prefetch else "server")
         return dataclasses.replace(fetched, source="remote", size_bytes=digest.size_bytes)
 
     def _unpack_checked(

@@ -15,6 +15,7 @@ from typing import Self, TypeAlias
 from graphstash._artifacts.envelope import Nowhere, seal
 from graphstash._artifacts.local_tier import LocalTier
 from graphstash._artifacts.reader import Fetched, Reader
+from graphstash._artifacts.run_downloads import RunDownloads
 from graphstash._http.client import ServerClient
 from graphstash._trust.policy import Signatures
 from graphstash._trust.provenance import SignedSubject
@@ -37,20 +38,24 @@ class Stash:
         config: the settings.
         server: calls the server directly: look-ups, leases, manifests, statistics.
         local: this host's disk.
+        signatures: what may be used.
+        downloads: what this run has brought there.
 
     Args:
         config: URL, namespaces, keys, limits.
+        run: the run that this process is part of, where it shares its disk with others of it.
 
     Raises:
         ConfigError: on construction, when a file that it names cannot be used.
     """
 
-    def __init__(self, config: ClientConfig) -> None:
+    def __init__(self, config: ClientConfig, *, run: str = "") -> None:
         self.config = config
         self.server = ServerClient(config)
         self.local = LocalTier(config.cache_dir, limit_bytes=config.local_limit)
-        self._signatures = Signatures(config, secret=self.local.secret)
-        self._reader = Reader(self.server, self.local, self._signatures)
+        self.signatures = Signatures(config, secret=self.local.secret)
+        self.downloads = RunDownloads(self.local.run_folder(run) if run else None)
+        self._reader = Reader(self.server, self.local, self.signatures, self.downloads)
 
     def __enter__(self) -> Self:
         return self
@@ -107,6 +112,14 @@ class Stash:
         """
         return self._reader.read(key, Nowhere())
 
+    def claim_prefetch(self, job: str) -> bool:
+        """Whether this process prefetches for its run; True for the first that asks."""
+        return self.downloads.claim(f"prefetch-{job}")
+
+    def is_on_this_host(self, key: ArtifactKey) -> bool:
+        """Whether the local tier has something under the key, sound or not."""
+        return any(self.local.has(name, key) for name in self.config.readable)
+
     def forget(self, key: ArtifactKey) -> None:
         """Removes an artifact that turned out to be of no use from this host's disk."""
         for namespace in self.config.readable:
@@ -149,7 +162,7 @@ class Stash:
                         f"GRAPHSTASH_MAX_ARTIFACT allows {self.config.max_artifact}",
                     )
                 digest = Digest(sealed.sha256, sealed.size_bytes)
-                proof = self._signatures.prove(
+                proof = self.signatures.prove(
                     SignedSubject(self.config.namespace, key, digest, sealed.raw_size_bytes)
                 )
                 proof = proof.model_copy(update={"compile_seconds": metadata.compile_seconds})

@@ -109,7 +109,7 @@ def explain(
     hits = sum(
         int(record.stats.get(f"hits_{source}", 0))
         for record in records
-        for source in ("local", "remote", "ranks")
+        for source in ("server", "prefetched", "host", "ranks")
     )
     say(f"{command}: {plural(hits, 'hit')}, {plural(len(wanted), 'miss')}")
     for line in text_of(causes):
@@ -144,7 +144,7 @@ def _explain_stored(config: ClientConfig, prefix: str, *, as_json: bool) -> None
     others = tuple(each for each in answer.relatives if each.differences)  # no copies of itself
     text, nearest = cause_of(answer.model_copy(update={"relatives": others}))
     name = shown(found.label, most=128) or str(found.key)
-    cause = Cause(text, [name], nearest)
+    cause = Cause(text, [name], nearest=nearest)
     if as_json:
         print_json([_as_json(cause)])
         return

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, NoReturn
 
-from graphstash._process.run_name import RUN_VARIABLE, new_run
+from graphstash._process.run_name import COMMAND_VARIABLE, RUN_VARIABLE, joined, new_run
 from graphstash.hooks import AUTOLOAD
 
 __all__ = ["CannotRunError", "Launch", "read"]
@@ -25,6 +25,7 @@ _VALUES: Final[Mapping[str, tuple[str, str]]] = {
     "--url": ("url", r"https?://[a-z0-9][a-z0-9.-]*(:[1-9][0-9]{0,3})?|none"),
     "--namespace": ("namespace", _NAME),
     "--job": ("job", _NAME),
+    "--max-compile-seconds": ("max_compile_seconds", r"[1-9][0-9]{0,6}"),
     "--cache-dir": ("cache_dir", r"/[\w./-]+"),
     "--stats-file": ("stats_file", r"/[\w./-]+"),
 }
@@ -36,7 +37,11 @@ _FLAGS: Final[Mapping[str, tuple[str, str]]] = {
     "--quiet": ("summary", "false"),
     "-q": ("summary", "false"),
     "--explain": ("explain", "true"),
+    "--fail-on-miss": ("fail_on_miss", "true"),
 }
+
+_ENDING: Final = ("GRAPHSTASH_FAIL_ON_MISS", "GRAPHSTASH_MAX_COMPILE_SECONDS")
+"""Settings that may end a job: then `graphstash run` stays, to end all of it."""
 
 
 class CannotRunError(Exception):
@@ -59,6 +64,7 @@ class Launch(NamedTuple):
 
     def start(self) -> NoReturn:
         """Replaces this process by the command: signals and the exit status need no forwarding.
+        Only where the job may be ended before its time does it wait for the command.
 
         Raises:
             CannotRunError: there is no such program, or it cannot be run.
@@ -70,10 +76,16 @@ class Launch(NamedTuple):
             f"GRAPHSTASH_{name.upper()}": value for name, value in self.settings.items()
         }
         environment |= {"PYTHONPATH": _python_path(), AUTOLOAD: "1", RUN_VARIABLE: new_run()}
+        environment[COMMAND_VARIABLE] = joined(self.command)
         sys.stdout.flush()
         sys.stderr.flush()
         try:
-            os.execve(program, list(self.command), environment)  # noqa: S606 - running it is the job
+            if any(environment.get(name) for name in _ENDING):
+                from graphstash._process.run_end import may_end, supervise  # few jobs need it
+
+                if may_end(environment):
+                    supervise(program, self.command, environment)
+            os.execve(program, list(self.command), environment)  # noqa: S606 - it is the job
         except OSError as error:
             raise CannotRunError(f"{program}: {error.strerror}", status=126) from None
 

@@ -158,11 +158,23 @@ def run(
     explain: Annotated[
         bool, typer.Option("--explain", help="Say at the end why graphs were compiled.")
     ] = False,
+    fail_on_miss: Annotated[
+        bool,
+        typer.Option(
+            "--fail-on-miss",
+            help="End the job before it compiles anything: exit status 86, or 75 when the cache "
+            "could not help.",
+        ),
+    ] = False,
+    max_compile_seconds: Annotated[
+        float | None,
+        typer.Option(help="End the job with exit status 86 when it has compiled for so long."),
+    ] = None,
 ) -> None:
     """Run a command with the cache in every Python process that it starts.
 
     The script needs no change; torchrun, subprocesses and shells in between are fine. The command
-    runs even if the cache fails. Example:
+    runs even if the cache fails, unless --fail-on-miss asks otherwise. Example:
 
         graphstash run -- python train.py
     """
@@ -181,6 +193,8 @@ def run(
         "read_only": read_only,
         "summary": False if quiet else None,
         "explain": explain or None,
+        "fail_on_miss": fail_on_miss or None,
+        "max_compile_seconds": max_compile_seconds,
     }
     try:
         # Without the environment: what is wrong there is for the job to say, which runs anyway.

@@ -15,9 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Final, Literal
+from typing import Final
 
+from graphstash._artifacts.run_downloads import Source
 from graphstash._artifacts.stash import Destination, Fetched, Stash
+from graphstash._compile.compile_limit import CompileLimit
 from graphstash._compile.in_flight import HeldLease, InFlightCompile
 from graphstash._compile.misses import MissLog
 from graphstash._compile.request import CompileRequest
@@ -65,12 +67,12 @@ class FetchedPack:
     Attributes:
         payload: None when it is of no use.
         compile_seconds: what all its compilations had taken.
-        source: this host's disk, or the server.
+        source: where it came from.
     """
 
     payload: bytes | None
     compile_seconds: float = 0.0
-    source: Literal["local", "remote"] = "local"
+    source: Source = "host"
 
 
 class CompileCache:
@@ -79,6 +81,7 @@ class CompileCache:
     Attributes:
         waits: how long it may still wait for compilations of others.
         log: what had to be compiled.
+        limit: how much may be compiled; None where that is not limited.
 
     Args:
         stash: closed by whoever made it.
@@ -92,6 +95,7 @@ class CompileCache:
         self.publisher = publisher
         self.waits = WaitBudget(stash.config.wait_seconds)
         self.log = MissLog()
+        self.limit: CompileLimit | None = None
         # Each use is one bytecode operation: safe between threads.
         self._open: set[InFlightCompile] = set()
         self._leases: list[HeldLease] = []
@@ -171,9 +175,10 @@ class CompileCache:
                 is_found, held = self._wait_or_start(key, destination)
             if is_found:
                 return None
-            self.counters.add(misses=1)
+            self.counters.miss(key)
         except CacheError as error:
             self.record_fallback(error)
+            self.counters.uncached(key)
             fallback_reason = error.reason
             # What did not verify is still stored under the key; a second upload is refused anyway,
             # unless the server finds its bytes damaged and drops them.
@@ -182,6 +187,7 @@ class CompileCache:
             _log.debug("cache look-up failed", exc_info=True)
             fallback_reason = Reason.INTERNAL
             self.record_fallback(CacheError(fallback_reason, repr(error)))
+            self.counters.uncached(key)
         self.log.add(request, reason=fallback_reason)
         return self._begin(request, lease=held, fallback_reason=fallback_reason, wanted=wanted)
 
@@ -194,6 +200,7 @@ class CompileCache:
         """Counts that the compiler could not load a verified artifact; this host forgets it."""
         self.stash.forget(key)
         self.record_fallback(CacheError(Reason.REJECTED, detail))
+        self.counters.uncached(key)
 
     def get(self, key: ArtifactKey) -> bytes | None:
         """The payload if it is stored; never raises or compiles."""
@@ -245,8 +252,7 @@ class CompileCache:
 
     def is_on_this_host(self, key: ArtifactKey) -> bool:
         """Whether the local tier has something under the key."""
-        local = self.stash.local
-        return any(local.path(namespace, key).exists() for namespace in self.config.readable)
+        return self.stash.is_on_this_host(key)
 
     def fetch_pack(self, key: ArtifactKey) -> FetchedPack | None:
         """What is stored under the key of a pack, or None; never raises, and counts no hit."""
@@ -262,7 +268,8 @@ class CompileCache:
             return None
         if fetched is None:
             return None
-        return FetchedPack(payload.getvalue(), fetched.compile_seconds, fetched.source)
+        source = self._source_of(key, fetched)
+        return FetchedPack(payload.getvalue(), fetched.compile_seconds, source)
 
     def store_pack(
         self, key: ArtifactKey, payload: bytes, metadata: ArtifactMetadata, *, artifact_count: int
@@ -295,6 +302,15 @@ class CompileCache:
     def forget(self, compilation: InFlightCompile) -> None:
         """A compilation has ended."""
         self._open.discard(compilation)
+        if self.limit is not None:
+            self.limit.ended(compilation.key)
+
+    def compiled(self, key: ArtifactKey, *, seconds: float) -> None:
+        """This thread has just compiled something."""
+        self.counters.compiled(key, seconds=seconds)
+        if self.limit is not None:
+            self.limit.compiled(seconds)
+            self.limit.ended(key)
 
     def abandon_unfinished(self) -> None:
         """Releases the leases of unfinished compilations; uploads continue."""
@@ -324,6 +340,8 @@ class CompileCache:
             self, request, lease=lease, fallback_reason=fallback_reason, wanted=wanted
         )
         self._open.add(compilation)
+        if self.limit is not None:
+            self.limit.begin(request, fallback_reason)
         return compilation
 
     def _is_healed(self, key: ArtifactKey, reason: Reason) -> bool:
@@ -337,14 +355,19 @@ class CompileCache:
             return False
 
     def _found(self, key: ArtifactKey, destination: Destination, *, since: float) -> Fetched | None:
-        """Fetches the artifact; what was saved is its compilation less all the time `since`."""
+        """Fetches the artifact, and counts the hit of who has looked for it `since` then."""
         fetched = self._fetch(key, destination)
         if fetched is not None:
-            self.counters.add(
-                **{f"hits_{fetched.source}": 1},
-                saved_seconds=max(0.0, fetched.compile_seconds - (monotonic() - since)),
+            self.counters.hit(
+                key,
+                self._source_of(key, fetched),
+                began=since,
+                compile_seconds=fetched.compile_seconds,
             )
         return fetched
+
+    def _source_of(self, key: ArtifactKey, fetched: Fetched) -> Source:
+        return "server" if fetched.source == "remote" else self.stash.downloads.source_of(key)
 
     def _fetch(self, key: ArtifactKey, destination: Destination) -> Fetched | None:
         started = monotonic()

@@ -7,6 +7,7 @@ from time import monotonic
 
 from graphstash._compile.stats import format_seconds, plural
 from graphstash._http.client import ServerClient
+from graphstash_schema import ArtifactKey
 from graphstash_schema.explanation import Description, ExplainResponse, Relative, words
 from graphstash_schema.names import printable
 
@@ -25,11 +26,13 @@ class Cause:
     Attributes:
         text: in a sentence.
         labels: of the programs.
+        keys: of the programs.
         nearest: the artifact that one of them was compared with; None where there is none.
     """
 
     text: str
     labels: list[str] = field(default_factory=list)
+    keys: list[ArtifactKey] = field(default_factory=list)
     nearest: Relative | None = None
 
 
@@ -59,6 +62,7 @@ def causes_of(
             text, nearest = cause_of(server.explain(description))
         cause = causes.setdefault(text, Cause(text, nearest=nearest))
         cause.labels.append(_name(description))
+        cause.keys.append(description.key)
     return sorted(causes.values(), key=lambda each: -len(each.labels))
 
 

@@ -15,7 +15,6 @@ from typing import Protocol
 
 from graphstash._artifacts.stash import Destination, Fetched
 from graphstash._compile.request import CompileRequest
-from graphstash._compile.stats import Counters
 from graphstash._executor import BoundedExecutor
 from graphstash._http.client import ServerClient
 from graphstash.errors import CacheError, LeaseLostError, LocalTierError, Reason
@@ -91,12 +90,13 @@ class Owner(Protocol):
     """What a compilation needs of the cache that handed it out.
 
     Attributes:
-        counters: get the seconds that the compiler took.
         publisher: runs the upload.
     """
 
-    counters: Counters
     publisher: BoundedExecutor
+
+    def compiled(self, key: ArtifactKey, *, seconds: float) -> None:
+        """This thread has just compiled something."""
 
     def store(
         self, key: ArtifactKey, payload: Path, metadata: ArtifactMetadata, *, local_only: bool
@@ -171,7 +171,7 @@ class InFlightCompile:
         self.is_compiling = False
         self._done = done
         self._unsent = (payload, compile_seconds)
-        self._owner.counters.add(compile_seconds=compile_seconds)
+        self._owner.compiled(self.key, seconds=compile_seconds)
 
         def work() -> None:
             outcome = LeaseOutcome.FAILED

@@ -21,8 +21,9 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import monotonic
-from typing import Final, Literal, TypeAlias
+from typing import Final, TypeAlias
 
+from graphstash._artifacts.run_downloads import Source
 from graphstash._compile.cache import CompileCache, FetchedPack
 from graphstash._compile.request import CompileRequest
 from graphstash.errors import CacheError, Reason
@@ -55,7 +56,7 @@ class _Entry:
 
     payload: bytes | None
     compile_seconds: float
-    source: Literal["local", "remote"] = "local"
+    source: Source = "host"
 
 
 class Packs:
@@ -85,16 +86,21 @@ class Packs:
 
     def get(self, key: ArtifactKey) -> bytes | None:
         """The payload; None when the caller compiles, or looks it up alone: see `is_alone`."""
+        began = monotonic()
         if key not in self._entries and not self._is_read:
             self._read_for(key)
         entry = self._entries.get(key)
         if entry is None and not self.is_alone(key):
-            self._cache.counters.add(misses=1)
+            self._cache.counters.miss(key)
+            if self._cache.limit is not None:
+                self._cache.limit.check(CompileRequest(key), None)
             with self._lock:
                 self._begun[key] = monotonic()
         if entry is None or entry.payload is None:
             return None
-        self._cache.counters.add(**{f"hits_{entry.source}": 1}, saved_seconds=entry.compile_seconds)
+        self._cache.counters.hit(
+            key, entry.source, began=began, compile_seconds=entry.compile_seconds
+        )
         return entry.payload
 
     def is_alone(self, key: ArtifactKey) -> bool:
@@ -127,7 +133,7 @@ class Packs:
         if not fits:
             return seconds
         self._cache.waits.compiled(seconds)
-        self._cache.counters.add(compile_seconds=seconds)
+        self._cache.compiled(key, seconds=seconds)
         return None
 
     def reject(self, key: ArtifactKey) -> None:

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any, Final, Protocol
 
 import zstandard
@@ -202,6 +203,7 @@ class RankCoordinator:
 
     def _artifact(self, key: ArtifactKey, name: str, word: dict[str, Any]) -> bytes | None:
         """The bytes that the leader loads, wherever they are to be had."""
+        began = monotonic()
         found = self._cache.get(key)
         if found is not None and hashlib.sha256(found).hexdigest() == word["sha256"]:
             return found
@@ -218,7 +220,7 @@ class RankCoordinator:
             if zstandard.frame_content_size(compressed) == word["size"]:
                 payload = zstandard.decompress(compressed)
         if hashlib.sha256(payload).hexdigest() == word["sha256"]:
-            self._cache.counters.add(hits_ranks=1)
+            self._cache.counters.hit(key, "ranks", began=began, compile_seconds=0.0)
             return payload
         self._disagree(f"neither the cache nor the leader gives the {word['size']} bytes of {key}")
         return None

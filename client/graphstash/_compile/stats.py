@@ -3,20 +3,40 @@
 import dataclasses
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from html import escape
+from time import monotonic
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
+from graphstash._compile.saved_time import SavedTime
 from graphstash.errors import Reason
 
-__all__ = ["Counters", "Stats", "format_seconds", "plural"]
+if TYPE_CHECKING:
+    from graphstash_schema import ArtifactKey
+
+__all__ = ["Counters", "HitSource", "Stats", "format_seconds", "plural"]
+
+HitSource: TypeAlias = Literal["server", "prefetched", "host", "ranks"]
+"""Where the bytes of a hit came from, see the fields of `Stats`."""
+
+_SOURCES: Final[Mapping[HitSource, str]] = {
+    "server": "server",
+    "prefetched": "prefetched",
+    "host": "this host",
+    "ranks": "another rank",
+}
 
 
 @dataclass(frozen=True)
 class Stats:
-    """A snapshot of the counters.
+    """A snapshot of the counters. Each hit counts once, where its bytes came from.
 
     Attributes:
-        hits_local: artifacts taken from this host's disk.
-        hits_remote: artifacts fetched from the server.
+        hits_server: artifacts that this run downloaded when they were needed.
+        hits_prefetched: artifacts that this run downloaded before they were needed.
+        hits_host: artifacts that were on this host: its disk had them before this run began, or
+            this run has made them here.
         hits_ranks: artifacts taken from another rank of the same job.
         unsigned: hits that nobody vouches for, where signatures are preferred.
         misses: artifacts that had to be compiled because nobody had them.
@@ -24,16 +44,21 @@ class Stats:
         wait_seconds: time spent waiting for them.
         published: artifacts stored on the server by this process.
         conflicts: uploads refused because other bytes were there first.
-        fetched_bytes: received, compressed.
+        fetched_bytes: received when they were needed, compressed.
+        prefetched_bytes: received before, whether needed or not, compressed.
         published_bytes: sent, compressed.
         fetch_seconds: time from asking to verified bytes, over all hits.
         compile_seconds: time spent compiling after misses and fallbacks.
-        saved_seconds: what the compilations behind the hits had taken.
+        saved_compile_seconds: what the compilations behind the hits had taken, summed: compilers'
+            time, also of those that would have run side by side.
+        saved_wall_seconds: estimate of how much later the process would be without its hits, see
+            `graphstash._compile.saved_time`.
         fallbacks: compilations or uploads without the cache's help, by reason.
     """
 
-    hits_local: int = 0
-    hits_remote: int = 0
+    hits_server: int = 0
+    hits_prefetched: int = 0
+    hits_host: int = 0
     hits_ranks: int = 0
     unsigned: int = 0
     misses: int = 0
@@ -42,21 +67,77 @@ class Stats:
     published: int = 0
     conflicts: int = 0
     fetched_bytes: int = 0
+    prefetched_bytes: int = 0
     published_bytes: int = 0
     fetch_seconds: float = 0.0
     compile_seconds: float = 0.0
-    saved_seconds: float = 0.0
+    saved_compile_seconds: float = 0.0
+    saved_wall_seconds: float = 0.0
     fallbacks: dict[str, int] = field(default_factory=dict)
 
     @property
     def hits(self) -> int:
         """All hits, wherever they came from."""
-        return self.hits_local + self.hits_remote + self.hits_ranks
+        return sum(self.hits_by_source.values())
+
+    @property
+    def hits_by_source(self) -> Mapping[HitSource, int]:
+        """How many hits came from where; sources without any are left out."""
+        counts = {source: int(getattr(self, f"hits_{source}")) for source in _SOURCES}
+        return {source: count for source, count in counts.items() if count}
+
+    def scalars(self) -> dict[str, float]:
+        """What to draw over a training: `graphstash/hits`, `graphstash/misses`, ...; times in
+        seconds.
+        """
+        figures = {
+            "hits": self.hits,
+            **{f"hits_{source}": getattr(self, f"hits_{source}") for source in _SOURCES},
+            "misses": self.misses,
+            "fallbacks": sum(self.fallbacks.values()),
+            "compile_seconds": self.compile_seconds,
+            "saved_compile_seconds": self.saved_compile_seconds,
+            "saved_wall_seconds": self.saved_wall_seconds,
+        }
+        return {f"graphstash/{name}": float(value) for name, value in figures.items()}
+
+    def __str__(self) -> str:
+        """A few lines for people."""
+        rows = self._rows()
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+    def _repr_html_(self) -> str:
+        """A table, for notebooks."""
+        rows = "".join(
+            f"<tr><th style='text-align:left'>{escape(name)}</th><td>{escape(value)}</td></tr>"
+            for name, value in self._rows()
+        )
+        return f"<table>{rows}</table>"
+
+    def _rows(self) -> list[tuple[str, str]]:
+        """What there is to tell, and only that."""
+        sources = [f"{count} {_SOURCES[name]}" for name, count in self.hits_by_source.items()]
+        rows = [("hits", f"{self.hits}" + (f" ({', '.join(sources)})" if sources else ""))]
+        compiled = f" ({format_seconds(self.compile_seconds)} of compiling)"
+        rows.append(("misses", f"{self.misses}" + (compiled if self.compile_seconds else "")))
+        if self.waits:
+            rows.append(("waits", f"{self.waits} ({format_seconds(self.wait_seconds)})"))
+        if self.hits:
+            rows.append(("compiling saved", format_seconds(self.saved_compile_seconds)))
+            rows.append(("wall time saved", f"about {format_seconds(self.saved_wall_seconds)}"))
+        others = {name: getattr(self, name) for name in ("published", "conflicts", "unsigned")}
+        rows += [(name, f"{count}") for name, count in others.items() if count]
+        if self.fallbacks:
+            reasons = ", ".join(f"{name} {n}" for name, n in sorted(self.fallbacks.items()))
+            rows.append(("fallbacks", f"{sum(self.fallbacks.values())} ({reasons})"))
+        return rows
 
     def summary(self) -> str:
-        """One line for people, e.g. `12 hits (10 local), 1 miss, 8 min 20 s of compiling saved`."""
-        local = f" ({self.hits_local} local)" if self.hits_local else ""
-        told = [f"{plural(self.hits, 'hit')}{local}", plural(self.misses, "miss")]
+        """One line for people, e.g. `12 hits, 1 miss, 8 min 20 s of compiling saved (about 2 min
+        5 s of wall time); hits: 2 server, 10 this host`.
+        """
+        told = [plural(self.hits, "hit"), plural(self.misses, "miss")]
         if self.unsigned:
             told.append(f"{self.unsigned} unsigned")
         if self.waits:
@@ -66,7 +147,14 @@ class Stats:
         if self.fallbacks:
             reasons = ", ".join(f"{name} {n}" for name, n in sorted(self.fallbacks.items()))
             told.append(f"{plural(sum(self.fallbacks.values()), 'fallback')} ({reasons})")
-        told.append(f"{format_seconds(self.saved_seconds)} of compiling saved")
+        if self.hits:
+            told.append(
+                f"{format_seconds(self.saved_compile_seconds)} of compiling saved "
+                f"(about {format_seconds(self.saved_wall_seconds)} of wall time); hits: "
+                + ", ".join(
+                    f"{count} {_SOURCES[name]}" for name, count in self.hits_by_source.items()
+                )
+            )
         return ", ".join(told)
 
 
@@ -74,14 +162,47 @@ class Counters:
     """Counts from many threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards both fields below
+        self._lock = threading.Lock()  # guards the fields below
         self._sums: Counter[str] = Counter()
+        self._by_kind: dict[tuple[str, str], Counter[str]] = {}
         self._fallbacks: Counter[str] = Counter()
+        self._saved = SavedTime()
 
     def add(self, **amounts: float) -> None:
         """Adds to fields of `Stats` by name."""
         with self._lock:
             self._sums.update(amounts)
+
+    def hit(
+        self, key: "ArtifactKey", source: HitSource, *, began: float, compile_seconds: float
+    ) -> None:
+        """Counts a hit of this thread.
+
+        Args:
+            key: what was found.
+            source: where.
+            began: when the thread began to look for it, as `time.monotonic` counts.
+            compile_seconds: what its compilation had taken.
+        """
+        with self._lock:
+            self._count(key, **{f"hits_{source}": 1}, saved_compile_seconds=compile_seconds)
+            self._saved.hit(began, monotonic(), compile_seconds=compile_seconds)
+
+    def miss(self, key: "ArtifactKey") -> None:
+        """Counts something that nobody has."""
+        with self._lock:
+            self._count(key, misses=1)
+
+    def uncached(self, key: "ArtifactKey") -> None:
+        """Counts a compilation that the cache could not help with; `fallback` counts the reason."""
+        with self._lock:
+            self._kind(key)["fallbacks"] += 1
+
+    def compiled(self, key: "ArtifactKey", *, seconds: float) -> None:
+        """Counts what this thread has just compiled."""
+        with self._lock:
+            self._count(key, compile_seconds=seconds)
+            self._saved.compiled(monotonic(), seconds=seconds)
 
     def fallback(self, reason: Reason) -> bool:
         """Counts one fallback; True when it is the first for this reason."""
@@ -92,9 +213,24 @@ class Counters:
     def snapshot(self) -> Stats:
         """The present state."""
         with self._lock:
-            sums = dict(self._sums)
+            sums: dict[str, float] = dict(self._sums)
             fallbacks = dict(self._fallbacks)
+            sums["saved_wall_seconds"] = self._saved.wall_seconds
         return dataclasses.replace(Stats(fallbacks=fallbacks), **sums)  # type: ignore[arg-type] # fields by name
+
+    def by_kind(self) -> Mapping[tuple[str, str], Mapping[str, float]]:
+        """The same by kind and device type: hits, misses, fallbacks, and seconds, by the names of
+        `RunCounts`.
+        """
+        with self._lock:
+            return {pair: dict(counts) for pair, counts in self._by_kind.items()}
+
+    def _count(self, key: "ArtifactKey", **amounts: float) -> None:
+        self._sums.update(amounts)
+        self._kind(key).update(amounts)
+
+    def _kind(self, key: "ArtifactKey") -> Counter[str]:
+        return self._by_kind.setdefault((key.kind, key.device_type), Counter())
 
 
 def plural(count: int, noun: str) -> str:

@@ -8,7 +8,7 @@ which imports each when it is used: most jobs need few of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Final, TypeVar
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from graphstash_schema.explanation import Description, ExplainResponse
     from graphstash_schema.history import History
     from graphstash_schema.listing import ArtifactList, ArtifactQuery, ListedArtifact
-    from graphstash_schema.run import Run, RunList, RunName
+    from graphstash_schema.run import Run, RunList, RunName, RunReport
 
 __all__ = ["ServerClient"]
 
@@ -77,6 +77,10 @@ class ServerClient:
         """Whether there is a server; without one, every call raises `CacheError`."""
         return bool(self.config.url)
 
+    def name_job(self, job: schema.ManifestName) -> None:
+        """Says from now on which job the calls belong to."""
+        self._transport.job = job
+
     @property
     def is_read_only(self) -> bool:
         """Whether this job publishes nothing: by its settings, without a server, or refused."""
@@ -92,8 +96,11 @@ class ServerClient:
         target: IO[bytes],
         *,
         namespace: schema.Namespace | None = None,
+        between_chunks: Callable[[], None] = lambda: None,
     ) -> Downloaded | None:
         """Writes an artifact's blob to the file `target` and checks its digest.
+
+        What is given as `between_chunks` is called while bytes come.
 
         Returns:
             What came, None for a miss.
@@ -102,7 +109,9 @@ class ServerClient:
             CacheError: the server does not answer, or its bytes are not what it announced.
         """
         path = key.artifact_path(namespace or self.config.namespace)
-        return download(self._transport, path, target, config=self.config)
+        return download(
+            self._transport, path, target, config=self.config, between_chunks=between_chunks
+        )
 
     def upload(
         self,
@@ -302,6 +311,18 @@ class ServerClient:
         body = schema.ManifestUpdate(keys=newest).model_dump_json().encode()
         with self._writing():
             self._transport.call("PUT", self._manifest_path(name), json=body)
+
+    def report_run(self, run: RunName, process: RunName, report: RunReport) -> None:
+        """Says what one process of a run did; a report that is sent again replaces itself.
+
+        Raises:
+            CacheError: the server does not accept it; earlier ones have no such call.
+        """
+        self._transport.call(
+            "PUT",
+            f"{API_PREFIX}/{self.config.namespace}/runs/{run}/{process}",
+            json=report.model_dump_json().encode(),
+        )
 
     def server_stats(self) -> schema.ServerStats:
         """The server's statistics.

@@ -1,5 +1,6 @@
 """Download: an artifact's blob as a file that has the digest which the server announced."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO
 
@@ -28,7 +29,12 @@ class Downloaded:
 
 
 def download(
-    transport: Transport, path: str, target: IO[bytes], *, config: ClientConfig
+    transport: Transport,
+    path: str,
+    target: IO[bytes],
+    *,
+    config: ClientConfig,
+    between_chunks: Callable[[], None] = lambda: None,
 ) -> Downloaded | None:
     """Writes a blob to `target`, which is at its beginning afterwards; None for a miss.
 
@@ -38,6 +44,7 @@ def download(
         target: a file that gets the bytes; they are worth nothing unless this function returns.
             Whoever reads them does so through this file: its name may lead to another one by then.
         config: limits of size and time.
+        between_chunks: called again and again while bytes come; what it raises ends the download.
 
     Raises:
         CacheError: the server cannot say, or its bytes are not what it announced.
@@ -45,16 +52,22 @@ def download(
     deadline = Deadline(config.fetch_seconds)
     took_redirects = transport.takes_redirects
     try:
-        return _download(transport, path, target, config, deadline)
+        return _download(transport, path, target, config, deadline, between_chunks=between_chunks)
     except (TransportError, VerificationError):
         if transport.takes_redirects or not took_redirects:
             raise
     # Where the server sent us, the blob could not be had: the server itself has it.
-    return _download(transport, path, target, config, deadline)
+    return _download(transport, path, target, config, deadline, between_chunks=between_chunks)
 
 
 def _download(
-    transport: Transport, path: str, target: IO[bytes], config: ClientConfig, deadline: Deadline
+    transport: Transport,
+    path: str,
+    target: IO[bytes],
+    config: ClientConfig,
+    deadline: Deadline,
+    *,
+    between_chunks: Callable[[], None],
 ) -> Downloaded | None:
     with transport.download(path, deadline=deadline) as (answer, chunks):
         if answer.status == 404:
@@ -86,6 +99,7 @@ def _download(
             for chunk in chunks:
                 hasher.update(chunk)
                 target.write(chunk)
+                between_chunks()
                 if hasher.size_bytes > announced.size_bytes:
                     break
             target.seek(0)

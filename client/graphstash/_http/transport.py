@@ -21,6 +21,7 @@ from graphstash.config import ClientConfig
 from graphstash.errors import BusyError, CacheError, Reason, RefusedError, TransportError
 from graphstash_schema.protocol import (
     HEADER_ACCEPT_REDIRECT,
+    HEADER_JOB,
     HEADER_PROTOCOL,
     PROTOCOL_VERSION,
 )
@@ -59,12 +60,14 @@ class Transport:
         ConfigError: on construction, when a certificate's file cannot be used.
 
     Attributes:
+        job: what the caller is a run of; sent along, so that the server counts by it.
         takes_redirects: whether downloads may come from where the server says. The first that
             fails there ends this for the process, and says nothing against the server.
     """
 
     def __init__(self, config: ClientConfig, *, breaker: CircuitBreaker | None = None) -> None:
         self._config = config
+        self.job = config.job
         self._breaker = breaker or CircuitBreaker()
         self._credentials = Credentials(config)
         # Loading the system's certificate authorities takes some 20 ms: it is delayed until needed.
@@ -245,7 +248,7 @@ class Transport:
                     client.stream(
                         method,
                         path,
-                        headers=headers,
+                        headers={**headers, HEADER_JOB: self.job} if self.job else headers,
                         content=content,
                         timeout=timeout,
                         auth=_Bearer(token) if token else None,

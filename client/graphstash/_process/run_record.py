@@ -7,7 +7,6 @@ this user can use these directories, or they are not used.
 
 import json
 import os
-import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import Any, Final
 
 from graphstash._compile.misses import Miss
 from graphstash._compile.stats import Stats
-from graphstash._process.run_name import RUN_VARIABLE, new_run
+from graphstash._process.run_name import is_run
 from graphstash.config import ClientConfig
 from graphstash_schema.explanation import Description
 from graphstash_schema.own_files import make_own_directory, open_own_directory
@@ -26,7 +25,6 @@ from graphstash_schema.own_files import make_own_directory, open_own_directory
 __all__ = ["ProcessRecord", "read_last_run", "save"]
 
 _FOLDER: Final = "records"
-_RUN: Final = re.compile(r"[0-9]{20}-[0-9]{1,20}")
 _KEPT: Final = 20
 _MAX_BYTES: Final = 32 * 1024**2
 
@@ -52,15 +50,14 @@ class ProcessRecord:
     misses: Sequence[tuple[Description, str | None, float]]
 
 
-def save(config: ClientConfig, stats: Stats, misses: Sequence[Miss], *, started_at: float) -> None:
-    """Leaves the record of this process; the oldest runs beyond twenty are removed.
+def save(
+    config: ClientConfig, stats: Stats, misses: Sequence[Miss], *, run: str, started_at: float
+) -> None:
+    """Leaves the record of this process of a run; the oldest runs beyond twenty are removed.
 
     Raises:
         OSError: it cannot be written.
     """
-    name = os.environ.get(RUN_VARIABLE, "")
-    if _RUN.fullmatch(name) is None:
-        name = new_run()
     record = {
         "argv": sys.argv,
         "url": config.url,
@@ -78,13 +75,13 @@ def save(config: ClientConfig, stats: Stats, misses: Sequence[Miss], *, started_
     }
     config.cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _opened(make_own_directory(config.cache_dir / _FOLDER)) as runs:
-        (runs / name).mkdir(mode=0o700, exist_ok=True)
-        partial = runs / name / f".{os.getpid()}"
+        (runs / run).mkdir(mode=0o700, exist_ok=True)
+        partial = runs / run / f".{os.getpid()}"
         with open(partial, "w", encoding="utf-8", opener=_private) as file:
             json.dump(record, file)
-        partial.replace(runs / name / f"{os.getpid()}.json")
+        partial.replace(runs / run / f"{os.getpid()}.json")
         for old in _names(runs)[:-_KEPT]:
-            if old != name:
+            if old != run:
                 shutil.rmtree(runs / old, ignore_errors=True)
 
 
@@ -116,7 +113,7 @@ def _opened(descriptor: int) -> Iterator[Path]:
 
 def _names(runs: Path) -> list[str]:
     """The runs, the oldest first; whatever else lies there is not ours."""
-    return sorted(each.name for each in runs.iterdir() if _RUN.fullmatch(each.name))
+    return sorted(each.name for each in runs.iterdir() if is_run(each.name))
 
 
 def _read(run: Path) -> Iterator[ProcessRecord]:

@@ -14,22 +14,26 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from graphstash import hooks
 from graphstash._compile.stats import Counters, Stats, plural
 from graphstash._executor import BoundedExecutor
 from graphstash._process.notices import notices, tell_once
+from graphstash._process.run_name import command_of_run, this_run
 from graphstash.config import ClientConfig
-from graphstash.errors import CacheError, ConfigError, VerificationError
+from graphstash.errors import CacheError, ConfigError
 from graphstash_schema import ManifestName
 
 if TYPE_CHECKING:
     from graphstash._artifacts.stash import Stash
     from graphstash._compile.cache import CompileCache
+    from graphstash._compile.compile_limit import CompileLimit
+    from graphstash._compile.explaining import Cause
     from graphstash_schema import ArtifactKey
 
 __all__ = ["Session", "add_hook", "get_or_compile", "install", "stats", "uninstall"]
@@ -47,18 +51,25 @@ _FILES: Final = ("ca_file", "client_cert", "signing_key", "trusted_keys")
 class Session:
     """Owns the stash, the publisher and the installed hooks of this process.
 
+    Attributes:
+        run: the run that this process is part of.
+
     Raises:
         ConfigError: on construction, when a file that a setting names cannot be used.
     """
 
-    def __init__(self, config: ClientConfig) -> None:
+    def __init__(self, config: ClientConfig, *, run: str = "") -> None:
         self.config = config
+        self.run = run or this_run()
         self._pid = os.getpid()
         self._started_at = time.time()
         self._closed = False
         self._counters = Counters()
         self._making = threading.Lock()  # guards the field below
         self._cache: CompileCache | None = None
+        self._ending = threading.Lock()
+        self._is_prefetching = False
+        self._prefetched_for: ManifestName | None = None
         self._publisher = BoundedExecutor(
             "graphstash-publish", workers=1, capacity=config.publish_queue
         )
@@ -76,9 +87,43 @@ class Session:
                 from graphstash._compile.cache import CompileCache
 
                 self._cache = CompileCache(
-                    Stash(self.config), counters=self._counters, publisher=self._publisher
+                    Stash(self.config, run=self.run),
+                    counters=self._counters,
+                    publisher=self._publisher,
                 )
-            return self._cache
+                self._cache.stash.server.name_job(self.job)
+                if self.config.fail_on_miss or self.config.max_compile_seconds:
+                    self._cache.limit = self._limit(self._cache.stash)
+        self.start_prefetch()
+        return self._cache
+
+    @property
+    def job(self) -> ManifestName:
+        """What this process is a run of: the name that it was given, or one that follows from its
+        command.
+        """
+        return self.config.job or self._own_names[0]
+
+    @cached_property
+    def _own_names(self) -> tuple[ManifestName, ...]:
+        from graphstash._process.job_name import names_of
+
+        return names_of(command_of_run())
+
+    @property
+    def _manifests(self) -> tuple[ManifestName, ...]:
+        """The manifests that tell what this run may need: the first that there is counts."""
+        if self.config.job is not None:
+            return (self.config.job,)
+        return self._own_names if self.config.prefetch_limit else ()
+
+    def _limit(self, stash: "Stash") -> "CompileLimit":
+        from graphstash._compile.compile_limit import CompileLimit  # few jobs have one
+
+        folder = stash.local.run_folder(self.run)
+        with suppress(OSError):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        return CompileLimit(self.config, self._end_job, shared=folder / "compile-seconds")
 
     @property
     def _stash(self) -> "Stash":
@@ -132,10 +177,36 @@ class Session:
         if self._closed or self._pid != os.getpid():  # a forked child does not own the session
             return
         self._closed = True
+        until = time.monotonic() + self.config.drain_seconds
         for hook in self._hooks.values():
             if hook is not None:
                 with suppress(Exception):
                     hook.close()
+        self._finish(until)
+        with suppress(OSError):
+            if self._cache is not None:
+                self._cache.stash.close()
+
+    def _end_job(self, why: str, *, status: int) -> None:
+        """Ends this process, and the others of its run: see `CompileLimit`.
+
+        Compilers call in threads of their own and swallow what is raised there, so nothing is. The
+        hooks stay: the one that called is inside its compiler.
+        """
+        from graphstash._process import run_end
+
+        with self._ending:  # other threads that would compile wait here for the end
+            if not run_end.is_first(status):
+                run_end.wait_for_end(status)
+            print(f"graphstash: the job ends: {why}", file=sys.stderr, flush=True)  # noqa: T201
+            if not self._closed:
+                self._closed = True
+                with suppress(Exception):
+                    self._finish(time.monotonic() + self.config.drain_seconds, explain=True)
+            run_end.leave(status)
+
+    def _finish(self, until: float, *, explain: bool = False) -> None:
+        """Waits for uploads, tells what has happened, and lets go of what others wait for."""
         if not self._publisher.drain(self.config.drain_seconds):
             _log.warning(
                 "graphstash: uploads did not finish within %g s (GRAPHSTASH_DRAIN_SECONDS)",
@@ -151,10 +222,9 @@ class Session:
         stats = self.stats()
         self._tell(stats)
         self._record(stats)
-        self._explain()
-        with suppress(OSError):
-            if self._cache is not None:
-                self._cache.stash.close()
+        causes = self._explain(asked=explain or self.config.explain)
+        if time.monotonic() < until:
+            self._report(causes)
 
     def name_job(self, job: str) -> None:
         """Remembers this job's artifacts under a name from now on, and starts the prefetch.
@@ -166,52 +236,91 @@ class Session:
         """
         if self.config.job is None:
             self.config = replace(self.config, job=ManifestName(job))
+            if self._cache is not None:
+                self._cache.stash.server.name_job(self.job)
             self.start_prefetch()
 
     def start_prefetch(self) -> None:
-        """Starts to download this job's artifacts to the local tier, if the job has a name."""
-        if self.config.job is not None and self.config.url:
+        """Starts to download what earlier runs of this job used; once for a name."""
+        if not self.config.url or not self.config.prefetch_limit:
+            return
+        if self._prefetched_for != self.config.job or not self._is_prefetching:
+            self._prefetched_for, self._is_prefetching = self.config.job, True
             self._prefetcher.submit(self._prefetch)
 
     def _prefetch(self) -> None:
-        """Downloads what earlier runs of this job used, most recent first."""
-        if self.config.job is None:
+        """Downloads what the first manifest that there is names. One process of a run does it."""
+        stash = self._stash
+        names = self._manifests
+        if not stash.claim_prefetch(names[0]):
             return
+        from graphstash._artifacts.prefetch import Prefetch
+
+        prefetch = Prefetch(
+            stash,
+            limit_bytes=self.config.prefetch_limit,
+            is_stopped=lambda: self._closed,
+            count=lambda size: self._counters.add(prefetched_bytes=size),
+        )
         try:
-            manifest = self._stash.server.manifest(self.config.job)
-            for entry in manifest.entries if manifest else ():
-                if self._closed:
-                    return
-                with suppress(VerificationError):  # met, and counted, if the job wants it
-                    self._stash.ensure_local(entry.key)
-        except CacheError as error:
-            self.cache.record_fallback(error)
+            prefetch.server.name_job(names[0])
+            found = (prefetch.server.manifest(name) for name in names)
+            manifest = next((each for each in found if each is not None), None)
+            if manifest is not None:
+                prefetch.fetch(entry.key for entry in manifest.entries)
+        except (CacheError, OSError, RuntimeError) as error:  # no thread can be started at the end
+            _log.debug("nothing is prefetched: %s", error)
+        finally:
+            prefetch.close()
 
     def _remember(self) -> None:
+        """Adds what this process used to the manifests of its job."""
         cache = self._cache
-        if self.config.job is None or cache is None or not cache.used:
+        if cache is None or not cache.used or cache.stash.server.is_read_only:
             return
-        if not cache.stash.server.is_read_only:
-            with suppress(CacheError, OSError):
-                cache.stash.server.update_manifest(self.config.job, cache.used)
+        with suppress(CacheError, OSError):
+            for name in self._manifests:
+                cache.stash.server.update_manifest(name, cache.used)
 
-    def _explain(self) -> None:
+    def _explain(self, *, asked: bool) -> Sequence["Cause"]:
+        """Says why this process compiled, where that is asked for; gives what it found."""
         misses = () if self._cache is None else self._cache.log.misses
-        if self._cache is None or not self.config.explain or not misses:
-            return
+        if self._cache is None or not asked or not misses:
+            return ()
         from graphstash._compile.explaining import causes_of, text_of
 
         wanted = [
             (each.description, None if each.reason is None else each.reason.value)
             for each in misses
         ]
+        causes: list[Cause] = []
         try:
-            lines = text_of(causes_of(self._cache.stash.server, wanted))
+            causes = causes_of(self._cache.stash.server, wanted)
+            lines = text_of(causes)
             if (more := self.stats().misses - len(misses)) > 0:
                 lines.append(f"{plural(more, 'miss')}: small programs, which are not compared")
         except Exception as error:  # noqa: BLE001 - whatever a server answers: the job has ended well
             lines = [f"the misses cannot be explained: {error}"]
         print("\n".join(f"graphstash: {line}" for line in lines), file=sys.stderr, flush=True)  # noqa: T201
+        return causes
+
+    def _report(self, causes: Sequence["Cause"]) -> None:
+        """Tells the server what this process counted; a server that takes no reports is left alone,
+        and whatever else goes wrong costs the job nothing but one call's time.
+        """
+        cache, stats = self._cache, self.stats()
+        if cache is None or not cache.stash.server.is_known or not self.config.report_runs:
+            return
+        if not (stats.hits or stats.misses or stats.fallbacks):
+            return
+        from graphstash._process import run_report
+
+        try:
+            report = run_report.report_of(cache, job=self.job, causes=causes)
+            process = run_report.name_of_process()
+            cache.stash.server.report_run(run_report.RunName(self.run), process, report)
+        except Exception as error:  # noqa: BLE001 - the job has ended well, and ends so
+            _log.debug("the run is not reported: %s", error)
 
     def _record(self, stats: Stats) -> None:
         """Leaves what `graphstash explain` reads."""
@@ -220,7 +329,9 @@ class Session:
             from graphstash._process import run_record
 
             try:
-                run_record.save(self.config, stats, misses, started_at=self._started_at)
+                run_record.save(
+                    self.config, stats, misses, run=self.run, started_at=self._started_at
+                )
             except (OSError, ValueError) as error:
                 _log.debug("the record of this run cannot be written: %s", error)
 
@@ -316,7 +427,7 @@ def _after_fork() -> None:
     if parent is None or parent.is_closed:
         return
     try:
-        _current = Session(parent.config)
+        _current = Session(parent.config, run=parent.run)
     except (ConfigError, OSError):
         _current = None
         parent.end_in_child()
@@ -351,7 +462,8 @@ def _session(settings: dict[str, Any]) -> Session | None:
                 tell_once([f"disabled: {error}; the job runs without the cache"])
                 return None
             tell_once(notices(config, os.environ))
-            _current.start_prefetch()
+            if config.job is not None:
+                _current.start_prefetch()
             atexit.register(_current.close)
         elif settings and not _current.is_closed and not _keeps_to(_current, settings):
             return None

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         StopTraining,
         TrainingResult,
     )
+    from graphstash.training.loop.trackers import TensorBoardCallback, WandbCallback
     from graphstash.training.loop.trainer import train
     from graphstash.training.optimizers import LAMB, SGD, Adam, AdamW
     from graphstash.training.optimizers.gradients import (
@@ -54,8 +55,10 @@ __all__ = [
     "LogEntry",
     "LossScale",
     "StopTraining",
+    "TensorBoardCallback",
     "TracedStep",
     "TrainingResult",
+    "WandbCallback",
     "clip_grad_norm_",
     "clip_grad_value_",
     "fuse",
@@ -70,6 +73,7 @@ _NAMES = {
     "data.device_loader": "DeviceLoader to_device",
     "fusion": "Fusion FusionError fuse",
     "loop.events": "Callback DivergedError LogEntry StopTraining TrainingResult",
+    "loop.trackers": "TensorBoardCallback WandbCallback",
     "loop.trainer": "train",
     "optimizers": "LAMB SGD Adam AdamW",
     "optimizers.gradients": "LossScale clip_grad_norm_ clip_grad_value_",

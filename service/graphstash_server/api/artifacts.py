@@ -218,9 +218,10 @@ async def lookup_artifacts(call: NamespaceCall) -> Response:
     caller = call.principal.party
     found = await call.context.artifacts.lookup(where, list(asked), caller=caller)
     there = [
-        f'{{"key":{key.json},"digest":"{digest}","size_bytes":{digest.size_bytes}}}'
-        for key, digest in ((key, found.get(key)) for key in asked)
-        if digest is not None
+        f'{{"key":{key.json},"digest":"{each.digest}","size_bytes":{each.digest.size_bytes},'
+        f'"compile_seconds":{each.compile_seconds}}}'
+        for key, each in ((key, found.get(key)) for key in asked)
+        if each is not None
     ]
     missing = [key.json for key in asked if key not in found]
     reply = f'{{"found":[{",".join(there)}],"missing":[{",".join(missing)}]}}'  # LookupResponse

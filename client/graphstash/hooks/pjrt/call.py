@@ -248,6 +248,6 @@ class AheadOfTimeCall(Call):
         if self._request is None or self.cache.stash.server.is_read_only:
             return
         if not self.cache.stash.server.lookup([self._request.key]).found:
-            self.cache.counters.add(misses=1)
+            self.cache.counters.miss(self._request.key)
             self.compilation = self.cache.begin(self._request)
             self.publish_executable(self.args.executable, compile_seconds=compile_seconds)

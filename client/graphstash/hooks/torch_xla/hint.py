@@ -141,8 +141,9 @@ class HintMode:
         for name in new:
             self._known.add(name)
             self._quiet_steps = 0
-            self._cache.counters.add(misses=1)
-            self._publish(name, self._cache.begin(self._fingerprints.request(name)), seconds)
+            request = self._fingerprints.request(name)
+            self._cache.counters.miss(request.key)
+            self._publish(name, self._cache.begin(request), seconds)
         self._quiet_steps += 1
         if pending.compilation is not None and new:
             self._publish_hint(pending.compilation, new)
@@ -197,14 +198,11 @@ class HintMode:
 
 
 class _FallbacksOnly(Counters):
-    """Passes fallbacks on and counts nothing else."""
+    """Passes fallbacks on; nobody looks at what else it counts."""
 
     def __init__(self, main: Counters) -> None:
         super().__init__()
         self._main = main
-
-    def add(self, **_amounts: float) -> None:
-        """Counts nothing."""
 
     def fallback(self, reason: Reason) -> bool:
         return self._main.fallback(reason)

@@ -29,6 +29,7 @@ from graphstash_server.keys import StoredKey
 
 __all__ = [
     "ArtifactRow",
+    "FoundArtifact",
     "FoundArtifacts",
     "NewArtifact",
     "delete_artifact",
@@ -75,6 +76,7 @@ _FIND_MANY = Prepared(
         artifacts.c.fingerprint,
         artifacts.c.sha256,
         artifacts.c.size_bytes,
+        artifacts.c.compile_seconds,
         case((artifacts.c.looked_up_until >= bindparam("until"), 1), else_=0),
     ).where(
         artifacts.c.namespace == bindparam("of_namespace"),
@@ -138,10 +140,17 @@ class NewArtifact(NamedTuple):
     toolchain: str
 
 
+class FoundArtifact(NamedTuple):
+    """What a look-up tells of an artifact."""
+
+    digest: Digest
+    compile_seconds: float
+
+
 class FoundArtifacts(NamedTuple):
     """What a look-up tells, and those of them that no earlier one protects for long enough."""
 
-    digests: dict[StoredKey, Digest]
+    artifacts: dict[StoredKey, FoundArtifact]
     unprotected: list[StoredKey]
 
 
@@ -173,11 +182,11 @@ async def find_artifacts(
         },
     )
     found = FoundArtifacts({}, [])
-    for kind, device_type, fingerprint, sha256, size_bytes, is_protected in rows:
+    for kind, device_type, fingerprint, sha256, size_bytes, seconds, is_protected in rows:
         key = wanted.get((kind, device_type, fingerprint))
         if key is None:
             continue
-        found.digests[key] = Digest(sha256, size_bytes)
+        found.artifacts[key] = FoundArtifact(Digest(sha256, size_bytes), seconds)
         if not is_protected:
             found.unprotected.append(key)
     return found

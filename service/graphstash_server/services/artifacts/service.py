@@ -15,6 +15,7 @@ from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.artifacts import (
     ArtifactRow,
+    FoundArtifact,
     delete_artifact,
     find_artifact,
     find_artifacts,
@@ -249,7 +250,7 @@ class ArtifactService:
 
     async def lookup(
         self, namespace: Namespace, keys: Sequence[StoredKey], *, caller: str
-    ) -> dict[StoredKey, Digest]:
+    ) -> dict[StoredKey, FoundArtifact]:
         """Those of many artifacts that exist; most of them are protected from eviction for
         `LOOKUP_PIN_SECONDS` at least.
 
@@ -263,7 +264,7 @@ class ArtifactService:
         if loose := loose[: self._allowance(namespace, caller, len(loose))]:
             async with self._database.writing() as connection:
                 await note_look_up(connection, loose, until=promised + _PIN)
-        return found.digests
+        return found.artifacts
 
     def _allowance(self, namespace: Namespace, caller: str, wanted: int) -> int:
         """How many artifacts a caller's look-up may protect now."""

@@ -1,0 +1,138 @@
+"""Prefetch: brings artifacts to this host's disk before they are needed, out of the way of what is.
+
+It has connections of its own, so that a slow one of them holds nothing up, and trouble that it
+meets does not stop what the job asks for. Where the job downloads something meanwhile, a prefetch
+that has begun pauses between two pieces; one that the job wants itself goes on, and the job takes
+what comes of it. What does not verify is left to the job, which meets and counts it if it wants it.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from time import monotonic, sleep
+from typing import Final
+
+from graphstash._artifacts.envelope import Nowhere
+from graphstash._artifacts.reader import Reader
+from graphstash._artifacts.stash import Stash
+from graphstash._executor import BoundedExecutor
+from graphstash._http.client import ServerClient
+from graphstash.errors import CacheError, Reason, VerificationError
+from graphstash_schema import ArtifactInfo, ArtifactKey
+
+__all__ = ["Prefetch"]
+
+_log = logging.getLogger("graphstash")
+
+_WORKERS: Final = 8
+"""Downloads at once: round trips overlap, and a server serves other jobs as well."""
+
+_LEAST_BYTES: Final = 4096
+"""What any request costs, counted in bytes."""
+
+_LOOK_SECONDS: Final = 0.2
+"""How often it looks whether it is still wanted."""
+
+_PAUSE_SECONDS: Final = 0.02
+_MAX_PAUSE_SECONDS: Final = 2.0
+"""What one download pauses in all: a server does not keep one open for ever."""
+
+
+class Prefetch:
+    """Downloads what is absent on this host, the most valuable first.
+
+    Args:
+        stash: whose disk gets it; stays the caller's.
+        limit_bytes: most bytes to download.
+        is_stopped: asked again and again; when it is true, nothing more is downloaded.
+        count: gets the bytes of each download.
+    """
+
+    def __init__(
+        self,
+        stash: Stash,
+        *,
+        limit_bytes: int,
+        is_stopped: Callable[[], bool],
+        count: Callable[[int], None],
+    ) -> None:
+        self._stash = stash
+        self._limit_bytes = limit_bytes
+        self._is_stopped = is_stopped
+        self._count = count
+        self.server = ServerClient(stash.config)
+
+    def fetch(self, keys: Iterable[ArtifactKey]) -> None:
+        """Downloads them side by side; returns when all are here, or enough.
+
+        Raises:
+            CacheError: the server does not say what it has.
+        """
+        wanted = self._in_order(keys)
+        # Threads that do not keep the process from ending.
+        workers = BoundedExecutor("graphstash-fetch", workers=_WORKERS, capacity=len(wanted))
+        for key in wanted:
+            workers.submit(partial(self._fetch, key))
+        while not workers.drain(_LOOK_SECONDS) and not self._is_stopped():
+            pass
+        workers.close()
+
+    def close(self) -> None:
+        """Closes its connections."""
+        self.server.close()
+
+    def _in_order(self, keys: Iterable[ArtifactKey]) -> Sequence[ArtifactKey]:
+        """What is absent here and on the server, within the limit; by seconds saved per byte."""
+        absent = [key for key in keys if not self._stash.is_on_this_host(key)]
+        if not absent:
+            return ()
+        found = self.server.lookup(absent).found
+        chosen, left = [], self._limit_bytes
+        for info in sorted(found, key=_value, reverse=True):
+            if info.size_bytes <= left:
+                left -= info.size_bytes
+                chosen.append(info.key)
+        if len(self._stash.config.readable) > 1:  # where the others are nobody has said
+            known = {info.key for info in found}
+            chosen += [key for key in absent if key not in known]
+        return chosen
+
+    def _fetch(self, key: ArtifactKey) -> None:
+        if self._is_stopped():
+            return
+        reader = Reader(
+            self.server,
+            self._stash.local,
+            self._stash.signatures,
+            self._stash.downloads,
+            between_chunks=self._pacing(),
+        )
+        try:
+            fetched = reader.read(key, Nowhere())
+        except VerificationError:
+            return
+        except CacheError as error:
+            _log.debug("not prefetched: %s", error)
+            return
+        if fetched is not None and fetched.source == "remote":
+            self._count(fetched.size_bytes)
+
+    def _pacing(self) -> Callable[[], None]:
+        """Called between two pieces of one download."""
+        left = _MAX_PAUSE_SECONDS
+
+        def pause() -> None:
+            nonlocal left
+            began = monotonic()
+            while left > 0 and self._stash.local.is_downloading():
+                sleep(_PAUSE_SECONDS)
+                left -= monotonic() - began
+                began = monotonic()
+            if self._is_stopped():
+                raise CacheError(Reason.TIMEOUT, "the job ends")
+
+        return pause
+
+
+def _value(info: ArtifactInfo) -> float:
+    return (info.compile_seconds or 0.0) / max(info.size_bytes, _LEAST_BYTES)

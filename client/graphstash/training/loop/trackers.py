@@ -1,0 +1,87 @@
+"""Callbacks that draw what the cache did beside a run's other curves; they import no tracker.
+
+    from torch.utils.tensorboard import SummaryWriter
+    from graphstash import training
+
+    training.train(..., callbacks=[training.TensorBoardCallback(SummaryWriter("runs/1"))])
+
+Other loops log `graphstash.stats().scalars()` where they log their loss.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from graphstash._process.session import stats
+from graphstash.training.loop.events import Callback, LogEntry, TrainingResult
+
+__all__ = ["TensorBoardCallback", "WandbCallback"]
+
+_STEP = "graphstash/step"
+
+
+class _Writer(Protocol):
+    """What the writers of torch, TensorBoard and tensorboardX have in common."""
+
+    def add_scalar(self, tag: str, value: Any, step: Any, /) -> Any:
+        """Adds a point to a curve."""
+
+
+class _Run(Protocol):
+    """A run of Weights & Biases."""
+
+    def define_metric(self, name: str, *, step_metric: str) -> Any:
+        """Says which value is the horizontal axis of a curve."""
+
+    def log(self, data: dict[str, Any], /) -> Any:
+        """Adds points to curves."""
+
+
+class TensorBoardCallback(Callback):
+    """Writes hits, misses and what they saved at each logging boundary and at the end.
+
+    Args:
+        writer: a `SummaryWriter` of torch or tensorboardX, or a `tensorboard.summary.Writer`; stays
+            open. Of a job with several processes each writes its own: give one to the first only.
+    """
+
+    def __init__(self, writer: _Writer) -> None:
+        self._writer = writer
+
+    def on_log(self, entry: LogEntry) -> None:
+        """Writes the figures as of now."""
+        self._write(entry.step)
+
+    def on_end(self, result: TrainingResult) -> None:
+        """Writes the figures of the whole run."""
+        self._write(result.step)
+
+    def _write(self, step: int) -> None:
+        for name, value in stats().scalars().items():
+            self._writer.add_scalar(name, value, step)
+
+
+class WandbCallback(Callback):
+    """Logs hits, misses and what they saved at each logging boundary and at the end.
+
+    The curves have an axis of their own, `graphstash/step`: the run's other values may be logged at
+    any step.
+
+    Args:
+        run: what `wandb.init` returned; stays open.
+    """
+
+    def __init__(self, run: _Run) -> None:
+        self._run = run
+        run.define_metric("graphstash/*", step_metric=_STEP)
+
+    def on_log(self, entry: LogEntry) -> None:
+        """Logs the figures as of now."""
+        self._log(entry.step)
+
+    def on_end(self, result: TrainingResult) -> None:
+        """Logs the figures of the whole run."""
+        self._log(result.step)
+
+    def _log(self, step: int) -> None:
+        scalars: Mapping[str, float] = stats().scalars()
+        self._run.log({_STEP: step, **scalars})

@@ -1,0 +1,185 @@
+"""Jobs that are to end rather than compile: real processes under `graphstash run`, and alone."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.processes import graphstash, python
+from support.waiting import until
+
+BUILD = """
+import os, sys, time
+import graphstash
+from graphstash_schema import ArtifactKey
+
+def build(number, *, seconds=0.0, label="jit(step)"):
+    key = ArtifactKey.parse("schedule", "cpu", f"{number:064x}")
+
+    def compile_payload():
+        print("compiling", number, flush=True)
+        time.sleep(seconds)
+        return b"x"
+
+    graphstash.get_or_compile(key, compile_payload, parts={"number": str(number)}, label=label)
+"""
+
+
+@pytest.fixture
+def settings(server, namespace, tmp_path):
+    return {
+        "GRAPHSTASH_URL": server.url,
+        "GRAPHSTASH_NAMESPACE": namespace,
+        "GRAPHSTASH_CACHE_DIR": tmp_path / "tier",
+    }
+
+
+@pytest.fixture
+def run(settings, tmp_path):
+    """Runs a script under `graphstash run`."""
+
+    def run(code, *options, command=(sys.executable,), **variables):
+        script = tmp_path / "train.py"
+        script.write_text(BUILD + code)
+        return graphstash("run", *options, "--", *command, script, **settings | variables)
+
+    return run
+
+
+def test_a_job_that_would_compile_ends_before_it_does_and_says_why(run):
+    outcome = run("build(1)\nprint('trained')", "--fail-on-miss")
+    assert outcome.returncode == 86
+    assert outcome.stdout == ""
+    assert "the job ends: jit(step) (schedule 000000000000) would be compiled: nobody has it" in (
+        outcome.stderr
+    )
+    assert "1 miss: new program: nothing like it is stored" in outcome.stderr
+
+
+def test_a_job_that_finds_everything_runs_to_its_end(run):
+    assert run("build(1)").returncode == 0
+    outcome = run("build(1)\nprint('trained')\nsys.exit(3)", "--fail-on-miss")
+    assert (outcome.stdout, outcome.returncode) == ("trained\n", 3)
+
+
+def test_a_cache_that_cannot_help_ends_it_with_another_status(run):
+    outcome = run("build(1)", "--fail-on-miss", GRAPHSTASH_URL="http://127.0.0.1:9")
+    assert outcome.returncode == 75
+    assert "would be compiled: the cache could not help (connect)" in outcome.stderr
+    assert outcome.stdout == ""
+
+
+def test_without_graphstash_run_the_process_ends_itself(settings):
+    outcome = python(BUILD + "build(1)", **settings, GRAPHSTASH_FAIL_ON_MISS=1)
+    assert (outcome.returncode, outcome.stdout) == (86, "")
+
+
+def test_no_lease_of_a_job_that_ended_keeps_others_waiting(run, settings):
+    assert run("build(1)", "--fail-on-miss").returncode == 86
+    code = """
+stash = graphstash.Stash(graphstash.ClientConfig.load())
+key = ArtifactKey.parse("schedule", "cpu", f"{1:064x}")
+print(stash.server.acquire(key, wait_seconds=0).state)
+"""
+    assert python(BUILD + code, check=True, **settings).stdout == "granted\n"
+
+
+@pytest.mark.extended
+def test_the_whole_run_ends_whatever_lies_between(run):
+    """A launcher that does not care what becomes of its children, in sessions of their own."""
+    code = """
+import subprocess
+if len(sys.argv) > 1:
+    build(1)
+sleep = "print('ready', flush=True)\\ntime.sleep(1000)"
+stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\\n" + sleep
+for program in ("import time\\n" + sleep, stubborn):
+    child = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True
+    )
+    child.stdout.readline()
+    print(child.pid, flush=True)
+subprocess.run([sys.executable, __file__, "child"])
+time.sleep(1000)
+"""
+    outcome = run(code, "--fail-on-miss")
+    assert outcome.returncode == 86
+    children = outcome.stdout.split()
+    assert len(children) == 2
+    until(lambda: not any(is_running(child) for child in children))
+
+
+def is_running(process):
+    """Whether a process lives; one that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_seconds_of_all_processes_count_and_the_next_compilation_does_not_begin(run):
+    code = """
+import subprocess
+if len(sys.argv) > 1:
+    build(int(sys.argv[1]), seconds=0.6)
+else:
+    for number in (1, 2, 3, 4):
+        subprocess.run([sys.executable, __file__, str(number)])
+"""
+    outcome = run(code, "--max-compile-seconds", "1")
+    assert outcome.returncode == 86
+    assert outcome.stdout.split() == ["compiling", "1", "compiling", "2"]
+    assert "and the limit is 1 s" in outcome.stderr
+
+
+def test_a_compilation_that_does_not_end_is_ended(run):
+    outcome = run("build(1, seconds=1000)", "--max-compile-seconds", "1")
+    assert outcome.returncode == 86
+    assert "a compilation that has not ended" in outcome.stderr
+
+
+def test_what_was_compiled_before_the_limit_is_published(run, tmp_path):
+    assert run("build(1, seconds=0.1)\nbuild(2, seconds=1000)", "--max-compile-seconds", "1")
+    outcome = run("build(1)", "--fail-on-miss", GRAPHSTASH_CACHE_DIR=tmp_path / "other")
+    assert outcome.returncode == 0
+
+
+def test_training_between_compilations_does_not_count(run):
+    code = "build(1)\ntime.sleep(1.5)\nbuild(2)\nprint('trained')"
+    assert run(code, "--max-compile-seconds", "1").stdout.endswith("trained\n")
+
+
+def test_statuses_and_signals_of_a_supervised_command_are_its_own(settings, tmp_path):
+    script = tmp_path / "wait.py"
+    script.write_text("import time\nprint('ready', flush=True)\ntime.sleep(1000)")
+    environment = os.environ | {name: str(value) for name, value in settings.items()}
+    command = ["-m", "graphstash", "run", "--fail-on-miss", "--", sys.executable, script]
+    process = subprocess.Popen(
+        [sys.executable, *map(str, command)], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == -signal.SIGTERM
+    process.stdout.close()
+
+
+@pytest.mark.parametrize("value", ["", "0", "false"])
+def test_a_job_that_may_not_be_ended_replaces_graphstash_run(settings, value):
+    code = "import os; print(os.getpid())"
+    environment = os.environ | {name: str(each) for name, each in settings.items()}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "graphstash", "run", "--", sys.executable, "-c", code],
+        env=environment | {"GRAPHSTASH_FAIL_ON_MISS": value},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.communicate(timeout=60)[0] == f"{process.pid}\n"
+
+
+def test_hostile_labels_are_shown_as_text(run):
+    outcome = run("build(1, label='\\x1b]0;owned\\x07')", "--fail-on-miss")
+    assert outcome.returncode == 86
+    assert "\x1b" not in outcome.stderr

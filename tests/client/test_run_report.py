@@ -1,0 +1,210 @@
+"""What a process tells the server when it ends, as it stands on the wire."""
+
+import json
+import socket
+import sys
+from datetime import UTC, datetime
+
+import httpx
+import pytest
+
+from graphstash._process.run_report import fitting
+from graphstash_schema.run import MAX_RUN_BYTES, MAX_RUN_MISSES, RunMiss, RunReport
+from support.host import key
+from support.processes import graphstash
+from support.recorder import Recorder
+
+JOB = """
+import sys, time
+import graphstash
+from graphstash_schema import ArtifactKey
+
+def build(number, label, seconds):
+    key = ArtifactKey.parse("schedule", "cpu", f"{number:064x}")
+    parts = {"number": str(number)}
+    graphstash.get_or_compile(key, lambda: time.sleep(seconds) or b"x", parts=parts, label=label)
+
+for number in sys.argv[1].split(","):
+    build(int(number), f"jit(step{number})", float(number) / 100)
+"""
+
+
+@pytest.fixture
+def recorder(server):
+    with Recorder(server.url) as recorder:
+        recorder.answer = lambda request: 204 if is_report(request) else None
+        yield recorder
+
+
+def is_report(request):
+    return "/runs/" in request.path
+
+
+def reports_in(recorder):
+    sent = [request for request in recorder.requests if is_report(request)]
+    return [(each, RunReport.model_validate_json(each.body)) for each in sent]
+
+
+@pytest.fixture
+def run(recorder, namespace, tmp_path):
+    def run(host, *arguments, options=(), **variables):
+        script = tmp_path / "train.py"
+        script.write_text(JOB)
+        settings = {
+            "GRAPHSTASH_URL": recorder.url,
+            "GRAPHSTASH_NAMESPACE": namespace,
+            "GRAPHSTASH_CACHE_DIR": tmp_path / host,
+        }
+        command = ("run", *options, "--", sys.executable, script, *arguments)
+        return graphstash(*command, check=True, **settings | variables)
+
+    return run
+
+
+def test_a_process_reports_what_it_compiled_and_what_it_found(run, recorder, namespace):
+    run("a", "1,5")
+    run("b", "1,5,9", options=("--job", "mine"))
+
+    (first, cold), (second, warm) = reports_in(recorder)
+    assert first.method == "PUT"
+    assert first.path.startswith(f"/v1/{namespace}/runs/")
+    assert first.path.split("/")[4] != second.path.split("/")[4]  # another run
+    (counts,) = cold.counts
+    assert (counts.kind, counts.device_type) == ("schedule", "cpu")
+    assert (counts.misses, counts.hits_server, counts.fallbacks) == (2, 0, 0)
+    assert counts.compile_seconds >= 0.06
+    assert cold.program == "train.py"
+    assert cold.producer.split(":")[0].endswith(f"@{socket.gethostname()}")
+    assert cold.seconds > counts.compile_seconds
+    assert [miss.label for miss in cold.misses] == ["jit(step5)", "jit(step1)"]  # longest first
+    assert all(miss.cause == "" for miss in cold.misses)
+
+    (counts,) = warm.counts
+    assert warm.job == "mine"
+    assert (counts.hits_server + counts.hits_prefetched, counts.misses) == (2, 1)
+    assert counts.saved_compile_seconds >= 0.06
+    assert warm.saved_wall_seconds <= counts.saved_compile_seconds
+    assert [miss.label for miss in warm.misses] == ["jit(step9)"]
+
+
+def test_arguments_are_never_sent(run, recorder):
+    run("a", "1", "--api-key", "hunter2")
+    assert reports_in(recorder)
+    assert not any(b"hunter2" in request.body for request in recorder.requests)
+
+
+def test_causes_are_reported_where_somebody_asked_for_them(run, recorder):
+    run("a", "1", options=("--explain",))
+    ((_, report),) = reports_in(recorder)
+    assert report.misses[0].cause
+
+
+def test_calls_name_the_job_when_it_has_a_name(run, recorder):
+    run("a", "1", options=("--job", "mine"))
+    assert {request.headers.get("graphstash-job") for request in recorder.requests} == {"mine"}
+
+
+def test_a_process_that_used_nothing_reports_nothing(recorder, tmp_path):
+    graphstash(
+        "run",
+        "--",
+        sys.executable,
+        "-c",
+        "import graphstash; graphstash.install()",
+        check=True,
+        GRAPHSTASH_URL=recorder.url,
+        GRAPHSTASH_CACHE_DIR=tmp_path / "a",
+    )
+    assert reports_in(recorder) == []
+
+
+def test_a_setting_switches_reports_off(run, recorder):
+    outcome = run("a", "1", GRAPHSTASH_REPORT_RUNS="false")
+    assert "1 miss" in outcome.stderr
+    assert reports_in(recorder) == []
+
+
+@pytest.mark.parametrize("status", [404, 405, 422, 500])
+def test_a_server_that_takes_no_reports_costs_one_silent_call(run, recorder, status):
+    recorder.answer = lambda request: status if is_report(request) else None
+    outcome = run("a", "1")
+    assert sum(map(is_report, recorder.requests)) == 1
+    assert outcome.stderr.splitlines() == ["graphstash: 0 hits, 1 miss, 1 published"]
+
+
+def test_every_process_of_a_run_reports_under_its_own_name(recorder, namespace, tmp_path):
+    forking = (
+        JOB
+        + "\nimport os\nif os.fork() == 0:\n    build(7, 'child', 0)\n    sys.exit()\nos.wait()\n"
+    )
+    script = tmp_path / "fork.py"
+    script.write_text(forking)
+    settings = {"GRAPHSTASH_URL": recorder.url, "GRAPHSTASH_CACHE_DIR": tmp_path / "a"}
+    settings["GRAPHSTASH_NAMESPACE"] = namespace
+    graphstash("run", "--", sys.executable, script, "1", check=True, **settings)
+
+    paths = [request.path.split("/")[4:] for request, _ in reports_in(recorder)]
+    assert len(paths) == 2
+    assert len({run for run, _ in paths}) == 1
+    assert len({process for _, process in paths}) == 2
+
+
+def test_hostile_labels_and_names_reach_the_server_as_one_line(recorder, namespace, tmp_path):
+    script = tmp_path / "evil\x1b[2J.py"
+    script.write_text(JOB.replace("jit(step", "\\x1b]0;owned\\x07\\n"))
+    settings = {"GRAPHSTASH_URL": recorder.url, "GRAPHSTASH_CACHE_DIR": tmp_path / "a"}
+    settings["GRAPHSTASH_NAMESPACE"] = namespace
+    graphstash("run", "--", sys.executable, script, "1", check=True, **settings)
+    ((_, report),) = reports_in(recorder)
+    shown = json.dumps([report.program, report.misses[0].label])
+    assert "\\u001b" not in shown
+    assert "\\n" not in shown
+
+
+def test_the_server_adds_up_the_processes_of_a_run(server, namespace, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        JOB + "\nimport os\nif os.fork() == 0:\n    build(3, 'three', 0)\nelse:\n    os.wait()"
+    )
+    settings = {"GRAPHSTASH_URL": server.url, "GRAPHSTASH_NAMESPACE": namespace}
+    for host in ("a", "b"):
+        settings["GRAPHSTASH_CACHE_DIR"] = tmp_path / host
+        command = ("run", "--job", "mine", "--", sys.executable, script, "1,2")
+        graphstash(*command, check=True, **settings)
+    listed = httpx.get(f"{server.url}/v1/{namespace}/runs", params={"job": "mine"}).json()["runs"]
+    assert [run["processes"] for run in listed] == [2, 2]
+    sums = [run["counts"][0] for run in listed]  # the latest first
+    assert [each["misses"] for each in sums] == [0, 3]
+    assert sums[0]["hits_server"] + sums[0]["hits_prefetched"] == 3
+
+
+def test_a_report_that_is_too_long_names_the_misses_that_took_longest():
+    misses = [
+        RunMiss(
+            key=key(number),
+            label="\N{ELEPHANT}" * 128,
+            cause="\N{ELEPHANT}" * 128,
+            seconds=99 - number,
+        )
+        for number in range(MAX_RUN_MISSES)
+    ]
+    report = RunReport(started_at=datetime.now(UTC), seconds=1, misses=tuple(misses))
+    sent = fitting(report)
+    assert len(report.model_dump_json().encode()) > MAX_RUN_BYTES
+    assert len(sent.model_dump_json().encode()) <= MAX_RUN_BYTES
+    assert sent.misses == tuple(misses[: len(sent.misses)])
+    assert sent.misses
+
+
+def test_a_report_of_the_most_and_longest_misses_is_taken(server, namespace, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(JOB.replace("jit(step", "\\N{SNOWMAN}" * 300))
+    settings = {"GRAPHSTASH_URL": server.url, "GRAPHSTASH_NAMESPACE": namespace}
+    settings |= {"GRAPHSTASH_CACHE_DIR": tmp_path / "a", "GRAPHSTASH_EXPLAIN": "true"}
+    numbers = ",".join(["0"] + [f"{number}" for number in range(100, 170)])
+    fast = script.read_text().replace("float(number) / 100", "0")
+    script.write_text(fast)
+    graphstash("run", "--", sys.executable, script, numbers, check=True, **settings)
+    (listed,) = httpx.get(f"{server.url}/v1/{namespace}/runs").json()["runs"]
+    path = f"{server.url}/v1/{namespace}/runs/{listed['run']}"
+    assert len(httpx.get(path).json()["misses"]) == MAX_RUN_MISSES

@@ -1,0 +1,113 @@
+"""A TCP proxy in front of a real server that lies far away: every byte comes later, none is lost.
+
+Bandwidth is not limited: what is sent at once arrives at once, after the delay. A connection takes
+a round trip before its first byte, as a handshake does.
+"""
+
+import asyncio
+import re
+import threading
+from typing import Self
+
+__all__ = ["SlowLink"]
+
+_REQUEST = re.compile(rb"(GET|HEAD|PUT|POST|DELETE) (\S+) HTTP/1.1\r\n")
+
+
+class SlowLink:
+    """A context manager; one thread serves.
+
+    Attributes:
+        requests: method and path of each, in order.
+        most_at_once: how many requests were on their way at the same time, at most.
+
+    Args:
+        upstream_port: of the server.
+        round_trip_seconds: to the server and back.
+    """
+
+    def __init__(self, upstream_port: int, *, round_trip_seconds: float = 0.05) -> None:
+        self.requests: list[str] = []
+        self.most_at_once = 0
+        self._busy: set[object] = set()
+        self._upstream_port = upstream_port
+        self._delay = round_trip_seconds / 2
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        listening = asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self._server = asyncio.run_coroutine_threadsafe(listening, self._loop).result(20)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(20)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(20)
+        self._loop.close()
+
+    async def _close(self) -> None:
+        self._server.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(2 * self._delay)
+        there, back = await asyncio.open_connection("127.0.0.1", self._upstream_port)
+        connection = object()
+        try:
+            await asyncio.gather(
+                self._pump(reader, back, connection, is_request=True),
+                self._pump(there, writer, connection, is_request=False),
+            )
+        finally:
+            self._busy.discard(connection)
+            writer.close()
+            back.close()
+
+    async def _pump(
+        self,
+        source: asyncio.StreamReader,
+        target: asyncio.StreamWriter,
+        connection: object,
+        *,
+        is_request: bool,
+    ) -> None:
+        queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+
+        async def send() -> None:
+            while True:
+                due, chunk = await queue.get()
+                await asyncio.sleep(due - self._loop.time())
+                if not is_request:
+                    self._busy.discard(connection)
+                if not chunk:
+                    target.close()
+                    return
+                target.write(chunk)
+                await target.drain()
+
+        sending = asyncio.create_task(send())
+        try:
+            while True:
+                chunk = await source.read(1 << 20)
+                if is_request:
+                    for method, path in _REQUEST.findall(chunk):
+                        self.requests.append(f"{method.decode()} {path.decode()}")
+                        self._busy.add(connection)
+                    self.most_at_once = max(self.most_at_once, len(self._busy))
+                queue.put_nowait((self._loop.time() + self._delay, chunk))
+                if not chunk:
+                    break
+            await sending
+        except OSError:
+            sending.cancel()

@@ -1,0 +1,88 @@
+"""Trains nothing, but calls the callbacks of trackers as `train` does; reports what they wrote."""
+
+import argparse
+import json
+import struct
+from pathlib import Path
+
+import graphstash
+from graphstash import training
+from graphstash_schema import ArtifactKey
+
+parser = argparse.ArgumentParser()
+parser.add_argument("report", type=Path)
+parser.add_argument("tracker", choices=("tensorboard", "wandb"))
+parser.add_argument("folder", type=Path)
+options = parser.parse_args()
+
+
+def build(number):
+    key = ArtifactKey.parse("schedule", "cpu", f"{number:064x}")
+    graphstash.get_or_compile(key, lambda: b"x")
+
+
+def play(callback):
+    build(1)
+    callback.on_start(0, 20)
+    callback.on_log(training.LogEntry(10, (0.5,), (0.1,), 1.0))
+    build(1)
+    callback.on_log(training.LogEntry(20, (0.4,), (0.1,), 1.0))
+    callback.on_end(training.TrainingResult(20, (0.5, 0.4), 1.0, "steps"))
+
+
+def on_tensorboard():
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary import Writer
+
+    writer = Writer(str(options.folder))
+    play(training.TensorBoardCallback(writer))
+    writer.close()
+    read = EventAccumulator(str(options.folder), size_guidance={"tensors": 0})
+    read.Reload()
+    return {
+        tag: [(event.step, float(event.tensor_proto.float_val[0])) for event in read.Tensors(tag)]
+        for tag in read.Tags()["tensors"]
+    }
+
+
+def records_in(log):
+    """The records of a W&B file: LevelDB's log format behind a header of 7 bytes."""
+    at, record = 7, b""
+    while at + 7 <= len(log):
+        if 32768 - at % 32768 < 7:  # no room for a header: the rest of the block is padding
+            at += 32768 - at % 32768
+            continue
+        size, kind = struct.unpack("<HB", log[at + 4 : at + 7])
+        record += log[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
+
+
+def on_wandb():
+    import wandb
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    run = wandb.init(project="test", mode="offline", dir=str(options.folder))
+    run.log({"loss": 1.0}, step=7)  # the run's own axis goes its own way
+    play(training.WandbCallback(run))
+    run.log({"loss": 0.5}, step=30)
+    run.finish()
+    wandb.teardown()  # what runs beside it has written everything then
+    (written,) = options.folder.rglob("run-*.wandb")
+    curves = {}
+    for data in records_in(written.read_bytes()):
+        record = Record()
+        record.ParseFromString(data)
+        items = {
+            item.key or item.nested_key[0]: json.loads(item.value_json)
+            for item in record.history.item
+        }
+        for name, value in items.items():
+            curves.setdefault(name, []).append((items.get("graphstash/step"), value))
+    return curves
+
+
+report = {"tensorboard": on_tensorboard, "wandb": on_wandb}[options.tracker]()
+options.report.write_text(json.dumps(report))

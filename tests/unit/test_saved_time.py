@@ -1,0 +1,112 @@
+"""The estimate of saved wall time, against what the same work takes without a cache."""
+
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphstash._compile.saved_time import SavedTime
+
+
+class Together:
+    """Threads that live at the same time, so that none takes the number of another."""
+
+    def __init__(self, *works):
+        everyone = threading.Barrier(len(works))
+        turn = threading.Lock()
+
+        def live(work):
+            everyone.wait(20)
+            with turn:
+                work()
+            everyone.wait(20)
+
+        threads = [threading.Thread(target=live, args=(work,)) for work in works]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+def test_hits_one_after_another_save_the_sum_of_their_compilations():
+    saved = SavedTime()
+    for number in range(3):
+        saved.hit(number, number + 0.1, compile_seconds=10)
+    assert saved.wall_seconds == pytest.approx(3 * (10 - 0.1))
+
+
+def test_hits_side_by_side_save_the_longest_of_their_compilations():
+    saved = SavedTime()
+    Together(
+        lambda: saved.hit(0.0, 0.1, compile_seconds=10),
+        lambda: saved.hit(0.0, 0.1, compile_seconds=12),
+        lambda: saved.hit(0.0, 0.1, compile_seconds=11),
+    )
+    assert saved.wall_seconds == pytest.approx(12 - 0.1)
+
+
+def test_a_pool_that_works_side_by_side_saves_what_its_busiest_thread_does():
+    saved = SavedTime()
+
+    def work():
+        for number in range(4):
+            saved.hit(number, number + 0.5, compile_seconds=5)
+
+    Together(work, work)
+    assert saved.wall_seconds == pytest.approx(4 * (5 - 0.5))
+
+
+def test_what_workers_save_comes_behind_what_the_main_thread_saved_before():
+    saved = SavedTime()
+    saved.hit(0.0, 0.1, compile_seconds=60)
+    Together(
+        lambda: saved.hit(0.2, 0.3, compile_seconds=10),
+        lambda: saved.hit(0.2, 0.3, compile_seconds=10),
+    )
+    assert saved.wall_seconds == pytest.approx(60 + 10 - 0.2)
+
+
+def test_a_hit_while_another_thread_compiles_for_longer_saves_nothing():
+    saved = SavedTime()
+    Together(
+        lambda: saved.hit(1.0, 1.1, compile_seconds=10),
+        lambda: saved.compiled(20.0, seconds=20),
+    )
+    assert saved.wall_seconds == 0
+
+
+def test_a_hit_that_would_have_outlasted_another_compilation_saves_the_rest():
+    saved = SavedTime()
+    Together(
+        lambda: saved.hit(1.0, 1.1, compile_seconds=29),  # until 30
+        lambda: saved.compiled(20.0, seconds=20),
+    )
+    assert saved.wall_seconds == pytest.approx(10 - 0.1)
+
+
+def test_a_hit_inside_a_compilation_of_the_same_thread_saves_its_own():
+    saved = SavedTime()
+    saved.hit(5.0, 5.1, compile_seconds=25)
+    saved.compiled(6.0, seconds=6.0 - 0.1)  # the outer one, from 0.1 on
+    assert saved.wall_seconds == pytest.approx(25 - 0.1)
+
+
+def test_a_look_up_that_takes_longer_than_the_compilation_never_counts_as_less_than_nothing():
+    saved = SavedTime()
+    saved.hit(0.0, 30.0, compile_seconds=10)
+    assert saved.wall_seconds == 0
+
+
+_works = st.lists(st.lists(st.floats(0.01, 100), min_size=1, max_size=6), min_size=1, max_size=4)
+
+
+@given(_works)
+def test_threads_that_know_nothing_of_each_other_save_what_the_busiest_would_compile(works):
+    saved = SavedTime()
+
+    def work(seconds):
+        return lambda: [saved.hit(0.0, 0.0, compile_seconds=each) for each in seconds]
+
+    Together(*map(work, works))
+    assert saved.wall_seconds == pytest.approx(max(map(sum, works)))
