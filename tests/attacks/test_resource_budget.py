@@ -85,7 +85,7 @@ def calls(fort):
         (method.upper(), path)
         for path, methods in described["paths"].items()
         for method in methods
-        if path not in {"/", "/healthz", "/readyz", "/openapi.json"} and method != "head"
+        if path not in {"/healthz", "/readyz", "/openapi.json"} and method != "head"
     ]
 
 

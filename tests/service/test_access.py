@@ -32,7 +32,7 @@ BLOB = b"x" * 1000
 DIGEST = {"Repr-Digest": Digest.of(BLOB).repr_digest}
 KEY = {"kind": "jax", "device_type": "cpu", "fingerprint": "a" * 64}
 OTHER = KEY | {"fingerprint": "b" * 64}
-OPEN = {"/", "/healthz", "/readyz", "/openapi.json"}
+OPEN = {"/healthz", "/readyz", "/openapi.json"}
 UNKNOWN = f"Bearer gst_{'a' * 16}_{'A' * 43}"
 
 pytestmark = pytest.mark.anyio
