@@ -78,6 +78,12 @@ class Renderer:
             media_type="text/html",
         )
 
+    async def fragment(self, template: str, **view: Any) -> Markup:
+        """A part of a page that is the same for everybody, to be kept."""
+        render = self._environment.get_template(template).render
+        async with self._turn:
+            return Markup(await asyncio.to_thread(render, view))  # noqa: S704 - templates escape
+
     def _fill_in(self, template: str, *, now: datetime, view: dict[str, Any]) -> str:
         def since(at: datetime) -> Markup:
             exact = at.strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from fastapi import APIRouter, FastAPI, Request, Response
+from markupsafe import Markup
 
 from graphstash_schema import STATUS, ErrorCode, InvalidValueError
 from graphstash_server.api.calls import KEY
@@ -61,7 +62,7 @@ class _Pages:
         self._app = app
         self._clock = clock
         self._renderer = Renderer()
-        self._reference: dict[str, Any] | None = None
+        self._reference: Markup | None = None
 
     def page(
         self, template: str, view: View, *, when_unknown: Handler | None = None
@@ -107,8 +108,9 @@ class _Pages:
     async def reference(self, _: Visitor) -> dict[str, Any]:
         """The calls of this server; they are the same for everybody."""
         if self._reference is None:
-            self._reference = reference_of(self._app.openapi())
-        return self._reference
+            view = reference_of(self._app.openapi())
+            self._reference = await self._renderer.fragment("reference_body.html", **view)
+        return {"body": self._reference}
 
     async def _refuse(self, visitor: Visitor, error: ServerError) -> Response:
         request = visitor.request

@@ -59,13 +59,13 @@ def share(part: float, whole: float) -> str:
 
 
 def ago(at: datetime, now: datetime) -> str:
-    """How long ago: `4 min ago`."""
-    seconds = (now - at).total_seconds()
-    if seconds < 0:
-        return f"in {duration(-seconds).split(' ')[0]} {duration(-seconds).split(' ')[1]}"
-    if seconds < 1:
+    """`4 min ago`, or `in 4 min`: in one unit."""
+    seconds = round((now - at).total_seconds())
+    if not seconds:
         return "just now"
-    return " ".join(duration(seconds).split(" ")[:2]) + " ago"
+    value, unit = duration(abs(seconds)).split(" ")[:2]
+    told = f"{float(value):.0f} {unit}" if unit == "s" else f"{value} {unit}"
+    return f"in {told}" if seconds < 0 else f"{told} ago"
 
 
 def prose(text: str) -> Markup:
