@@ -28,7 +28,7 @@ PLAIN_COOKIE: Final = "graphstash"
 
 COOKIES: Final = (HOST_COOKIE, PLAIN_COOKIE)
 
-_MAX_LISTED: Final = 64
+_MAX_LISTED: Final = 32
 """Namespaces of which artifacts are listed: each costs a short walk along an index."""
 
 

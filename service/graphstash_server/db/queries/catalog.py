@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final, NamedTuple
 
-from sqlalchemy import Select, and_, func, select, union_all
+from sqlalchemy import and_, func, literal, select, union_all
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Digest
@@ -89,51 +89,57 @@ async def list_latest(
     """The artifacts that were stored last, of each namespace at most its share of twice the limit,
     and at least ten.
     """
-    share = min(limit, max(10, 2 * limit // max(1, len(namespaces))))
-    parts = [
-        _LABELLED.where(_IS_SHOWN, artifacts.c.namespace == namespace)
-        .order_by(artifacts.c.created_at.desc())
-        .limit(share)
-        for namespace in namespaces
-    ]
-    return await _united(connection, parts, limit=limit)
+    if not namespaces:
+        return []
+    share = min(limit, max(10, 2 * limit // len(namespaces)))
+    latest = union_all(
+        *(
+            select(
+                select(*(artifacts.c[name] for name in (*KEY_COLUMNS, "created_at")))
+                .where(_IS_SHOWN, artifacts.c.namespace == namespace)
+                .order_by(artifacts.c.created_at.desc())
+                .limit(share)
+                .subquery()
+            )
+            for namespace in namespaces
+        )
+    ).subquery()
+    chosen = select(latest).order_by(latest.c.created_at.desc()).limit(limit).subquery()
+    same = and_(*(artifacts.c[name] == chosen.c[name] for name in KEY_COLUMNS))
+    statement = _LABELLED.join(chosen, same).order_by(chosen.c.created_at.desc())
+    return [_row(found) for found in await connection.execute(statement)]
 
 
 async def list_by_fingerprint(
     connection: AsyncConnection, namespaces: Sequence[str], prefix: str, *, limit: int
 ) -> list[EntryRow]:
-    """Artifacts whose fingerprint begins with some hex digits, the last stored first."""
-    parts = [
-        _LABELLED.where(
-            _IS_SHOWN,
-            artifacts.c.namespace == namespace,
-            artifacts.c.fingerprint >= prefix,
-            artifacts.c.fingerprint < prefix + "g",  # behind every hex digit
-        )
-        .order_by(artifacts.c.fingerprint)
-        .limit(limit)
-        for namespace in namespaces
-    ]
-    return await _united(connection, parts, limit=limit)
+    """Artifacts whose fingerprint begins with some hex digits; of too many, any."""
+    statement = _LABELLED.where(
+        _IS_SHOWN,
+        artifacts.c.namespace.in_(namespaces),
+        artifacts.c.fingerprint >= prefix,
+        artifacts.c.fingerprint < prefix + "g",  # behind every hex digit
+    ).limit(limit)
+    return [_row(found) for found in await connection.execute(statement)]
 
 
 async def list_labelled(
     connection: AsyncConnection, namespaces: Sequence[str], label: str, *, limit: int
 ) -> list[EntryRow]:
-    """Artifacts of programs with exactly that name, the last stored first."""
-    parts = [
-        _LABELLED.where(
-            artifacts.c.withheld_at.is_(None),
-            descriptions.c.namespace == namespace,
-            descriptions.c.kind == kind,
+    """Artifacts of programs with exactly that name; of too many, any."""
+    chosen = (
+        select(*(descriptions.c[name] for name in KEY_COLUMNS))
+        .where(
+            descriptions.c.namespace.in_(namespaces),
+            descriptions.c.kind.in_(KNOWN_KINDS),
             descriptions.c.label == label,
         )
-        .order_by(descriptions.c.described_at.desc())
         .limit(limit)
-        for namespace in namespaces
-        for kind in KNOWN_KINDS
-    ]
-    return await _united(connection, parts, limit=limit)
+        .subquery()
+    )
+    same = and_(*(artifacts.c[name] == chosen.c[name] for name in KEY_COLUMNS))
+    statement = select(*_SHOWN, literal(label).label("label")).join(chosen, same).where(_IS_SHOWN)
+    return [_row(found) for found in await connection.execute(statement)]
 
 
 async def find_entry(connection: AsyncConnection, key: StoredKey) -> EntryDetails | None:
@@ -169,17 +175,6 @@ async def list_users(connection: AsyncConnection, key: StoredKey, *, limit: int)
         .limit(limit)
     )
     return [UserRow(*found) for found in await connection.execute(statement)]
-
-
-async def _united(
-    connection: AsyncConnection, parts: Sequence[Select[Any]], *, limit: int
-) -> list[EntryRow]:
-    """The rows of several statements with limits of their own, the last stored first."""
-    if not parts:
-        return []
-    every = union_all(*(select(part.subquery()) for part in parts)).subquery()
-    statement = select(every).order_by(every.c.created_at.desc()).limit(limit)
-    return [_row(found) for found in await connection.execute(statement)]
 
 
 def _row(found: Any) -> EntryRow:
