@@ -28,7 +28,7 @@ from graphstash_server.keys import StoredKey
 
 __all__ = ["MAX_SEARCHED", "ArtifactDetails", "CatalogService", "Entry", "User"]
 
-MAX_SEARCHED: Final = 1000
+MAX_SEARCHED: Final = 500
 """Latest artifacts in which text is searched: their metadata is read one by one."""
 
 _MAX_FOUND: Final = 50
