@@ -31,6 +31,7 @@ from graphstash_server.api.problems import add_problem_handlers
 from graphstash_server.clock import Clock, system_clock
 from graphstash_server.context import ProcessContext, open_context
 from graphstash_server.counters import Counters
+from graphstash_server.pages.routes import add_pages
 from graphstash_server.settings import Settings
 from graphstash_server.storage import BlobStore
 
@@ -81,7 +82,7 @@ def create_app(
         title="graphstash",
         version=__version__,
         lifespan=lifespan,
-        docs_url=None,  # it and redoc load scripts from other hosts
+        docs_url=None,  # it and redoc load scripts from other hosts; see pages.reference
         redoc_url=None,
         redirect_slashes=False,
     )
@@ -92,6 +93,8 @@ def create_app(
     ):
         app.include_router(api.router)
         routes += api.router.routes
+    add_pages(app, clock=clock)
+    routes += app.routes[len(routes) :]
     add_problem_handlers(app, routes)
     app.add_middleware(RequestFrame, counters=counters)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]

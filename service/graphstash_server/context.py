@@ -16,6 +16,7 @@ from graphstash_server.db.notifications import Listener
 from graphstash_server.errors import ServerError, StartError
 from graphstash_server.services.accounting import Accounting
 from graphstash_server.services.artifacts.blobs import BlobCollector
+from graphstash_server.services.artifacts.catalog import CatalogService
 from graphstash_server.services.artifacts.eviction import Evictor
 from graphstash_server.services.artifacts.explanations import ExplanationService
 from graphstash_server.services.artifacts.listing import ListingService
@@ -28,13 +29,14 @@ from graphstash_server.services.history import HistoryService
 from graphstash_server.services.identity.audit import AuditService
 from graphstash_server.services.identity.authentication import AccessService, KnownTokens
 from graphstash_server.services.identity.oidc import OidcVerifier
+from graphstash_server.services.identity.sessions import SessionService
 from graphstash_server.services.identity.tokens import TokenService, revoked_in
 from graphstash_server.services.jobs.leases import LeaseService
 from graphstash_server.services.jobs.manifests import ManifestService, PinService
 from graphstash_server.services.jobs.runs import RunService
 from graphstash_server.services.maintenance.reconciler import FsckService, Reconciler
 from graphstash_server.services.maintenance.schedule import Maintenance, RetentionService
-from graphstash_server.services.metrics import HealthService, StatisticsService
+from graphstash_server.services.metrics import HealthService, SpaceService, StatisticsService
 from graphstash_server.services.namespaces import Budget, Budgets, PolicyService
 from graphstash_server.services.wait_queue import Notification, WaitQueue
 from graphstash_server.settings import LimitSettings, Settings
@@ -74,6 +76,7 @@ class ProcessContext:
             accounting=self.accounting,
             clock=clock,
         )
+        self.sessions = SessionService(database=database, access=self.access, clock=clock)
         self.policies = PolicyService(database=database, clock=clock)
         self.collector = BlobCollector(database=database, blobs=blobs, clock=clock)
         self.artifacts = ArtifactService(
@@ -124,6 +127,7 @@ class ProcessContext:
             counters=counters,
             clock=clock,
         )
+        self.catalog = CatalogService(database=database)
         self.explanations = ExplanationService(database=database, clock=clock)
         self.listing = ListingService(database=database)
         self.manifests = ManifestService(database=database, rooms=self.rooms, clock=clock)
@@ -131,6 +135,12 @@ class ProcessContext:
         self.history = HistoryService(database=database, clock=clock)
         self.runs = RunService(database=database, clock=clock)
         self.health = HealthService(database=database, blobs=blobs)
+        self.space = SpaceService(
+            budgets=budgets,
+            policies=self.policies,
+            disk=settings.blob_dir if settings.blob_store == "disk" else None,
+            min_free_bytes=settings.min_free_bytes,
+        )
         self.statistics = StatisticsService(
             database=database,
             accounting=self.accounting,

@@ -85,7 +85,7 @@ def calls(fort):
         (method.upper(), path)
         for path, methods in described["paths"].items()
         for method in methods
-        if path not in {"/", "/healthz", "/readyz", "/openapi.json"} and method != "head"
+        if path not in {"/healthz", "/readyz", "/openapi.json"} and method != "head"
     ]
 
 
@@ -102,6 +102,7 @@ def _token(fort, space, caller):
 
 def _request(method, path, space, token, body, *headers):
     words = _KEY | {"namespace": space, "name": "job", "id": "a" * 16}
+    words |= {"run": "run-1", "process": "p0"}
     lines = [f"{method} {path.format(**words)} HTTP/1.1", "Host: a"]
     lines += [f"Content-Length: {len(body)}", f"Repr-Digest: {Digest.of(b'x').repr_digest}"]
     lines += headers

@@ -281,15 +281,17 @@ def test_a_holder_is_a_line_that_can_be_shown(api, problem, text):
 
 def test_every_answer_is_data_to_a_browser(api):
     api.put(b"x", 1)
-    for path in ("/", "/healthz", "/v1/stats", "/nothing", api.path(1), api.path(2)):
+    pages = {"/", "/search", "/docs", "/sign-in"}
+    for path in (*pages, "/healthz", "/v1/stats", "/nothing", api.path(1), api.path(2)):
         headers = api.http.get(path).headers
         policy = headers["content-security-policy"]
         assert "default-src 'none'" in policy
         assert "frame-ancestors 'none'" in policy
         assert "script" not in policy
-        assert ("sandbox" in policy) == (path != "/")
+        assert ("sandbox" in policy) == (path not in pages)
+        assert policy.count("default-src") == 1
         assert headers["x-content-type-options"] == "nosniff"
-        assert headers["referrer-policy"] == "no-referrer"
+        assert headers["referrer-policy"] == ("same-origin" if path in pages else "no-referrer")
         assert headers["x-frame-options"] == "DENY"
         assert headers["cross-origin-resource-policy"] == "same-origin"
         assert not any(name.startswith("access-control") for name in headers)

@@ -125,6 +125,34 @@ async def test_a_page_of_artifacts_goes_along_an_index(filled, order):
             assert index in plan, plan
 
 
+async def test_what_pages_list_goes_by_an_index_and_is_bounded(filled):
+    """No statement reads all artifacts, and none returns more than people look at."""
+    async with open_services(filled, blob_store=None, clock=system_clock) as context:
+        where = [Namespace("bench"), *(Namespace(f"other-{number}") for number in range(20))]
+        with recorded() as statements:
+            latest = await context.catalog.latest(where, limit=10)
+            found = await context.catalog.search(where, fingerprint(7)[:8])
+            texts = await context.catalog.search(where, "torch 2.3")
+            details = await context.catalog.find(key(7))
+            await context.statistics.read()
+            await context.leases.list_held(where, limit=10)
+        plans = {
+            statement: await plan_of(context.database, statement, parameters)
+            for statement, parameters in statements
+        }
+        assert len(latest) == 10
+        assert latest == sorted(latest, key=lambda entry: entry.created_at, reverse=True)
+        assert key(7) in [entry.key for entry in found]
+        assert 10 < len(texts) <= 50
+        assert details is not None
+        assert len(plans) > 6
+        for statement, plan in plans.items():
+            assert not reads_everything(plan), f"{statement[:500]}\n{plan[:900]}"
+        listing = [plan for sql, plan in plans.items() if "created_at DESC" in sql]
+        assert listing
+        assert all("ix_artifacts_namespace_created_at" in plan for plan in listing[:1])
+
+
 async def test_eviction_pages_along_the_order_of_value(filled):
     async with open_services(filled, blob_store=None, clock=system_clock) as context:
         with recorded() as statements:

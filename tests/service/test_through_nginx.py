@@ -215,7 +215,7 @@ CALLS = {
     "no manifest": ("GET", "/v1/{ns}/manifests/none", {}),
     "large json": ("POST", "/v1/{ns}/artifacts:lookup", {"content": b" " * 3_000_000}),
     "delete nothing": ("DELETE", "/v1/{ns}/artifacts/jax/cpu/" + "a" * 64, {}),
-    "root": ("GET", "/", {}),
+    "a page": ("GET", "/docs", {}),
     "health": ("GET", "/healthz", {}),
     "readiness": ("GET", "/readyz", {}),
     "interface": ("GET", "/openapi.json", {}),
@@ -241,3 +241,12 @@ def test_deleting_through_nginx_is_deleting(api, through, problem):
     assert through.http.delete(api.path()).status_code == 204
     problem(api.get(), 404, "not_found")
     problem(through.get(), 404, "not_found")
+
+
+def test_a_page_behind_nginx_may_send_its_form(through):
+    """nginx leaves the port out of Host, and browsers name it in Origin."""
+    form = {"data": {"token": f"gst_{'a' * 16}_{'A' * 43}"}}
+    own, other = str(through.http.base_url).rstrip("/"), "http://elsewhere.example"
+
+    assert through.http.post("/sign-in", headers={"Origin": own}, **form).status_code == 303
+    assert through.http.post("/sign-in", headers={"Origin": other}, **form).status_code == 403

@@ -1,12 +1,12 @@
-"""Health, readiness, statistics, and the page at the root."""
+"""Health, readiness and statistics."""
 
 from typing import Any, Final
 
 from fastapi import Response
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import JSONResponse
 
 from graphstash_schema import ErrorCode, Namespace, ServerStats
-from graphstash_schema.protocol import API_PREFIX, PROTOCOL_VERSION
+from graphstash_schema.protocol import API_PREFIX
 from graphstash_server import __version__
 from graphstash_server.api.calls import ANYBODY, KNOWN, NO_STORE, Call, Calls, json_answer
 from graphstash_server.errors import ServerError
@@ -15,35 +15,12 @@ __all__ = ["router"]
 
 router = Calls(tags=["administration"])
 
-_PAGE: Final = {
-    **NO_STORE,
-    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'; base-uri 'none'; "
-    "form-action 'none'",
-}
-"""Headers of a page: nothing in it runs or is loaded; its links work."""
-
-_ROOT: Final = f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>graphstash</title></head>
-<body><h1>graphstash {__version__}</h1>
-<p>A shared compilation cache. Set <code>GRAPHSTASH_URL</code> to this address.</p>
-<ul><li><a href="/v1/stats">statistics</a></li><li><a href="/readyz">readiness</a></li>
-<li><a href="/openapi.json">API description</a> (protocol version {PROTOCOL_VERSION})</li></ul>
-</body></html>
-"""
-
-
 _NO_TOTALS: Final[dict[str, Any]] = {
     **dict.fromkeys(("leases_held", "waiters", "healed", "reported"), 0),
     "refused": {},
     "reads": {},
 }
 """They would tell about namespaces that the caller may not read."""
-
-
-@router.get("/", response_class=HTMLResponse)
-async def get_root() -> Response:
-    """Says what this is."""
-    return HTMLResponse(_ROOT, headers=_PAGE)
 
 
 @router.get("/healthz", response_class=JSONResponse)

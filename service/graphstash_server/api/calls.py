@@ -58,6 +58,8 @@ __all__ = [
     "json_answer",
     "key_of",
     "manifest_of",
+    "nothing_there",
+    "principal_of",
     "until_gone",
 ]
 
@@ -66,7 +68,7 @@ KEY: Final = "{kind}/{device_type}/{fingerprint}"
 
 NO_STORE: Final = {"Cache-Control": "no-store"}
 
-OPEN_PATHS: Final = frozenset({"/", "/healthz", "/readyz", "/openapi.json"})
+OPEN_PATHS: Final = frozenset({"/healthz", "/readyz", "/openapi.json"})
 """Paths that need no token, because they reveal nothing of what is stored."""
 
 SECURITY_SCHEMES: Final[dict[str, Any]] = {
@@ -155,7 +157,7 @@ def in_namespace(
 
     async def check(request: Request) -> NamespaceCall:
         context: ProcessContext = request.app.state.context
-        principal = await _principal(request, context)
+        principal = await principal_of(request, context)
         is_anonymous = principal.kind is AccessKind.ANONYMOUS
         name = named(request)
         if is_anonymous and Namespace.form.fullmatch(name) is None:
@@ -166,7 +168,7 @@ def in_namespace(
             if is_anonymous:
                 raise _unauthenticated()
             if not principal.may_read(where, policy):
-                raise absent(request) if absent is not None else _nothing_there(where)
+                raise absent(request) if absent is not None else nothing_there(where)
             raise _forbidden(principal, scope, where, policy)
         return NamespaceCall(request, context, principal, check, where, policy)
 
@@ -194,7 +196,7 @@ async def _anybody(request: Request) -> Call:
 
 async def _known(request: Request) -> Call:
     context: ProcessContext = request.app.state.context
-    principal = await _principal(request, context)
+    principal = await principal_of(request, context)
     if principal.kind is AccessKind.ANONYMOUS:
         raise _unauthenticated()
     return Call(request, context, principal, _known)
@@ -221,7 +223,12 @@ ADMINISTRATOR: Final = Right(_administrator, (*KNOWN.refusals, ErrorCode.FORBIDD
 """The caller must administer the server."""
 
 
-async def _principal(request: Request, context: ProcessContext) -> Principal:
+async def principal_of(request: Request, context: ProcessContext) -> Principal:
+    """Who makes a request, by its Authorization header or by the owner's own socket.
+
+    Raises:
+        ServerError: 401 for a token that is not valid now, and for two of them.
+    """
     if context.access.is_open:
         return OPEN_ACCESS
     headers = request.scope["headers"]
@@ -257,7 +264,8 @@ def _unauthenticated() -> ServerError:
     )
 
 
-def _nothing_there(where: Namespace) -> ServerError:
+def nothing_there(where: Namespace) -> ServerError:
+    """The answer to a caller who may not read a namespace, or asks for one that does not exist."""
     return ServerError(
         ErrorCode.NOT_FOUND,
         f"the namespace {where} does not exist, or the caller may not read it: set "

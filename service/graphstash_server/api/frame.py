@@ -63,14 +63,17 @@ _SAFETY = (
     (b"x-frame-options", b"DENY"),
     (b"cross-origin-resource-policy", b"same-origin"),
 )
-_POLICY_NAME = b"content-security-policy"
 _DATA_POLICY = (
-    _POLICY_NAME,
+    b"content-security-policy",
     b"sandbox; default-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
 )
 _OVER_TLS = (b"strict-transport-security", b"max-age=31536000")
-_PAGES = frozenset({"/"})
-"""They bring a Content-Security-Policy of their own."""
+_OF_PAGES = frozenset({b"content-security-policy", b"referrer-policy"})
+"""Headers of which pages bring their own."""
+
+_FORMS = frozenset({"/sign-in", "/sign-out"})
+"""What a page may send. They change nothing but a browser's session, and compare the Origin
+themselves."""
 
 
 def request_ids() -> Callable[[], bytes]:
@@ -110,7 +113,7 @@ class RequestFrame:
         state["request_id"] = request_id.decode()
         state["server_request_id"] = own_id.decode()
         REQUEST.set(state)
-        own_headers = frame_headers(scope["path"], scope["scheme"], request_id)
+        own_headers = frame_headers(scope["scheme"], request_id)
         is_started = False
 
         async def send_framed(message: Message) -> None:
@@ -118,7 +121,9 @@ class RequestFrame:
             if message["type"] == "http.response.start":
                 is_started = True
                 self._counters.count_request(scope["method"].encode(), message["status"])
-                message["headers"] = [*message.get("headers", ()), *own_headers]
+                given = list(message.get("headers", ()))
+                brought = {name for name, _ in given} & _OF_PAGES
+                message["headers"] = given + [one for one in own_headers if one[0] not in brought]
             await send(message)
 
         refusal = _refusal(scope)
@@ -149,11 +154,9 @@ def callers_request_id(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
     return None
 
 
-def frame_headers(path: str, scheme: str, request_id: bytes) -> list[tuple[bytes, bytes]]:
-    """What every answer has."""
-    headers = [(_PROTOCOL_NAME, _PROTOCOL), (_ID_NAME, request_id), *_SAFETY]
-    if path not in _PAGES:
-        headers.append(_DATA_POLICY)
+def frame_headers(scheme: str, request_id: bytes) -> list[tuple[bytes, bytes]]:
+    """What every answer has, but for what a page says otherwise."""
+    headers = [(_PROTOCOL_NAME, _PROTOCOL), (_ID_NAME, request_id), *_SAFETY, _DATA_POLICY]
     if scheme == "https":
         headers.append(_OVER_TLS)
     return headers
@@ -222,7 +225,7 @@ def _header_refusal(scope: Scope, given: dict[bytes, bytes], *, hosts: int) -> S
         return ServerError(
             ErrorCode.LENGTH_REQUIRED, "send Content-Length instead of Transfer-Encoding"
         )
-    if b"origin" in given and scope["method"] not in _READING:
+    if b"origin" in given and scope["method"] not in _READING and scope["path"] not in _FORMS:
         return ServerError(
             ErrorCode.FORBIDDEN,
             "requests with an Origin header come from a page in a browser, which may change "

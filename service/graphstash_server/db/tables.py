@@ -42,6 +42,7 @@ __all__ = [
     "namespaces",
     "reports",
     "runs",
+    "sessions",
     "tokens",
     "usage",
 ]
@@ -348,6 +349,18 @@ tokens = Table(
     ),
 )
 """Secrets are 256 random bits, so a plain hash of them is as good as a slow one."""
+
+sessions = Table(
+    "sessions",
+    metadata,
+    Column("id_sha256", String(64), primary_key=True, comment="the browser has the id itself"),
+    Column("token_id", String(16), nullable=False, comment="whose rights it has"),
+    Column("expires_at", UtcTime, nullable=False),
+    Index(None, "token_id", "expires_at"),
+    Index(None, "expires_at"),
+)
+"""Browsers that have signed in to the dashboard. An id is 256 random bits, as a secret is; a row
+says nothing of the token's secret, and is void as soon as the token is."""
 
 namespaces = Table(
     "namespaces",

@@ -396,7 +396,7 @@ def _frame(request: FastRequest) -> bytes:
 def _frame_around(scheme: str) -> tuple[bytes, bytes]:
     """What every answer has before and after the request's id."""
     mark = b"<id>"
-    lines = b"".join(b"%b: %b\r\n" % each for each in frame_headers("/v1/", scheme, mark))
+    lines = b"".join(b"%b: %b\r\n" % each for each in frame_headers(scheme, mark))
     before, _, after = lines.partition(mark)
     return before, after
 

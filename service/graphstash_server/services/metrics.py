@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import os
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from graphstash_schema import Digest, Namespace, NamespaceStats, ServerStats
@@ -16,10 +18,11 @@ from graphstash_server.db.queries.usage import UsageChange, list_usage, stored_b
 from graphstash_server.errors import NoSpaceError, ServerError
 from graphstash_server.services.accounting import Accounting
 from graphstash_server.services.jobs.leases import LeaseService
+from graphstash_server.services.namespaces import Budget, Budgets, PolicyService
 from graphstash_server.services.wait_queue import WaitQueue
 from graphstash_server.storage import BlobStore
 
-__all__ = ["HealthService", "Readiness", "StatisticsService"]
+__all__ = ["HealthService", "Readiness", "SpaceService", "StatisticsService", "StoreSpace"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -58,7 +61,7 @@ class Readiness(NamedTuple):
 
 
 class HealthService:
-    """Safe for concurrent calls."""
+    """Safe for concurrent calls; `last` is what the last finished check found."""
 
     def __init__(
         self,
@@ -72,6 +75,7 @@ class HealthService:
         self._new_probe = new_probe
         self._checking: asyncio.Task[Readiness] | None = None
         self._ready_at = float("-inf")
+        self.last: Readiness | None = None
 
     async def check(self) -> Readiness:
         """What all parts answer, or answered less than a second ago. Anybody may ask, and each
@@ -91,6 +95,7 @@ class HealthService:
                 _verdict("locks", self._ask_for_waiting(), _DATABASE_SECONDS),
             )
         )
+        self.last = readiness
         if readiness.is_ready:
             self._ready_at = asyncio.get_running_loop().time()
         return readiness
@@ -202,3 +207,52 @@ class StatisticsService:
             reads=dict(sorted(self._accounting.reads.items())),
             namespaces=tuple(namespaces),
         )
+
+
+class StoreSpace(NamedTuple):
+    """How much the store may take.
+
+    Attributes:
+        budget: of everything in it.
+        free_bytes: what uploads may still take of its disk; None in a bucket, and when the disk
+            does not answer.
+    """
+
+    budget: Budget
+    free_bytes: int | None
+
+
+class SpaceService:
+    """What limits the store and its namespaces; safe for concurrent calls."""
+
+    def __init__(
+        self,
+        *,
+        budgets: Budgets,
+        policies: PolicyService,
+        disk: Path | None,
+        min_free_bytes: int,
+    ) -> None:
+        self._budgets = budgets
+        self._policies = policies
+        self._disk = disk
+        self._min_free_bytes = min_free_bytes
+
+    async def of_store(self) -> StoreSpace:
+        """The limits of the whole store."""
+        free_bytes = None
+        if self._disk is not None:
+            free_bytes = await asyncio.to_thread(self._free_bytes, self._disk)
+        return StoreSpace(self._budgets.store, free_bytes)
+
+    async def of_namespaces(self, namespaces: Sequence[str]) -> list[Budget]:
+        """The limits of each of some namespaces, which may be none."""
+        limits = await self._policies.limits()
+        return [self._budgets.of(namespace, limits) for namespace in namespaces]
+
+    def _free_bytes(self, disk: Path) -> int | None:
+        try:
+            found = os.statvfs(disk)
+        except OSError:
+            return None
+        return max(0, found.f_bavail * found.f_frsize - self._min_free_bytes)

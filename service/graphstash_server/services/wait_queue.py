@@ -84,6 +84,10 @@ class WaitQueue:
         """How many requests wait now."""
         return sum(len(tickets) for tickets in self._waiting.values())
 
+    def count_of(self, key: StoredKey) -> int:
+        """How many of them wait for one key."""
+        return len(self._waiting.get(key, ()))
+
     @contextmanager
     def joined(self, key: StoredKey) -> Iterator[Ticket]:
         """Queues for a key. Join before the first look, so that no change is missed in between."""

@@ -27,16 +27,19 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_server.db.prepared import Connection, Prepared, Source
 from graphstash_server.db.queries.shared import (
+    KNOWN_KINDS,
     insert_into,
     is_key,
     key_parameters,
     key_values,
+    stored_key,
     where_key,
 )
 from graphstash_server.db.tables import leases
 from graphstash_server.keys import StoredKey
 
 __all__ = [
+    "HeldRow",
     "LeaseRow",
     "acquire_lease",
     "count_held_leases",
@@ -44,6 +47,7 @@ __all__ = [
     "end_leases",
     "find_lease",
     "has_room_for_lease",
+    "list_held_leases",
     "release_lease",
     "renew_lease",
 ]
@@ -61,6 +65,14 @@ class LeaseRow(NamedTuple):
     def is_held(self, now: datetime) -> bool:
         """Whether a process has the right to compile."""
         return self.released_at is None and self.expires_at > now
+
+
+class HeldRow(NamedTuple):
+    """A lease that is held: its key, who has it, and until when."""
+
+    key: StoredKey
+    holder: str
+    expires_at: datetime
 
 
 async def acquire_lease(
@@ -172,6 +184,27 @@ async def count_held_leases(
     if caller is not None:
         statement = statement.where(leases.c.caller == caller)
     return int(await connection.scalar(statement) or 0)
+
+
+async def list_held_leases(
+    connection: AsyncConnection, namespaces: Sequence[str], *, now: datetime, limit: int
+) -> list[HeldRow]:
+    """Leases of some namespaces that are held now, the last ones to end first."""
+    statement = (
+        select(*leases.primary_key, leases.c.holder, leases.c.expires_at)
+        .where(
+            leases.c.released_at.is_(None),
+            leases.c.expires_at > now,
+            leases.c.namespace.in_(namespaces),
+            leases.c.kind.in_(KNOWN_KINDS),
+        )
+        .order_by(leases.c.expires_at.desc())
+        .limit(limit)
+    )
+    return [
+        HeldRow(stored_key(found), found.holder, found.expires_at)
+        for found in await connection.execute(statement)
+    ]
 
 
 async def has_room_for_lease(

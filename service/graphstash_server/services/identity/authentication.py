@@ -239,6 +239,14 @@ class AccessService:
             principal = self._verified_now(_name_of(credentials))
         return None if principal is None or self._is_expired(principal) else principal
 
+    async def principal_of_token(self, token_id: str) -> Principal | None:
+        """Whose token has an id, for a session that began with its secret; None when the token is
+        revoked or expired.
+        """
+        token = await self._tokens.find(token_id)
+        principal = self._use(token, token_id) if token is not None else None
+        return None if principal is None or self._is_expired(principal) else principal
+
     def forget_token(self, token_id: str) -> None:
         """A token was revoked: its next use queries the database."""
         self._tokens.forget(token_id)
@@ -261,6 +269,10 @@ class AccessService:
             return None
         if not hmac.compare_digest(sha256_of_secret(secret), token.secret_sha256):
             return None
+        return self._use(token, token_id)
+
+    def _use(self, token: KnownToken, token_id: str) -> Principal | None:
+        """Whose token it is, if its issuer counts; counts its use."""
         issuer = token.principal.issuer
         if issuer is not None and (self._oidc is None or not self._oidc.trusts(issuer)):
             return None  # it was exchanged for a JWT of a provider that counts no more

@@ -5,13 +5,20 @@ Leases are advisory: an upload needs none, and an expired one only lets the next
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from graphstash_schema import Digest, ErrorCode, LeaseReply, LeaseRequest, LeaseState
+from graphstash_schema import (
+    Digest,
+    ErrorCode,
+    LeaseReply,
+    LeaseRequest,
+    LeaseState,
+    Namespace,
+)
 from graphstash_server.clock import Clock, jitter
 from graphstash_server.counters import Counters
 from graphstash_server.db.engine import Database
@@ -23,6 +30,7 @@ from graphstash_server.db.queries.leases import (
     count_held_leases,
     find_lease,
     has_room_for_lease,
+    list_held_leases,
     release_lease,
     renew_lease,
 )
@@ -31,7 +39,7 @@ from graphstash_server.keys import StoredKey
 from graphstash_server.services.artifacts.service import ArtifactService
 from graphstash_server.services.wait_queue import Notification, Ticket, WaitQueue
 
-__all__ = ["Acquisition", "LeaseService"]
+__all__ = ["Acquisition", "HeldLease", "LeaseService"]
 
 _LOOK_SECONDS = 0.4
 _LOOK_SECONDS_INFORMED = 5.0
@@ -55,6 +63,15 @@ class Acquisition(NamedTuple):
     request: LeaseRequest
     wait_seconds: float
     caller: str
+
+
+class HeldLease(NamedTuple):
+    """One process compiles; `waiters` are the requests of this server process that wait for it."""
+
+    key: StoredKey
+    holder: str
+    expires_at: datetime
+    waiters: int
 
 
 class LeaseService:
@@ -155,6 +172,12 @@ class LeaseService:
         """How many leases are held now, of all servers."""
         async with self._database.reading() as connection:
             return await count_held_leases(connection, now=self._clock())
+
+    async def list_held(self, namespaces: Sequence[Namespace], *, limit: int) -> list[HeldLease]:
+        """Leases of some namespaces that are held now, the last ones to end first."""
+        async with self._database.reading() as connection:
+            rows = await list_held_leases(connection, namespaces, now=self._clock(), limit=limit)
+        return [HeldLease(*row, self._wait_queue.count_of(row.key)) for row in rows]
 
     async def _try(self, wanted: Acquisition) -> tuple[LeaseReply, Digest | None]:
         """Looks once; tries again when another process was faster between two statements.

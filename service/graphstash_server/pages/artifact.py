@@ -1,0 +1,105 @@
+"""An artifact's page: what it is, what it was made of, who uses it, and what is near to it."""
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from graphstash_schema import ErrorCode, InvalidValueError, Namespace
+from graphstash_schema.explanation import Relative, described, words
+from graphstash_server.api.calls import key_of
+from graphstash_server.api.representation import absent
+from graphstash_server.errors import ServerError
+from graphstash_server.keys import StoredKey
+from graphstash_server.pages.visitor import Visitor
+from graphstash_server.services.artifacts.catalog import ArtifactDetails
+from graphstash_server.services.artifacts.explanations import MAX_NAMESPACES
+
+__all__ = ["artifact_of"]
+
+_MAX_SAID: Final = 20
+"""Differences that a page spells out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How an artifact differs from another one, in words."""
+
+    other: StoredKey
+    label: str
+    said: list[str]
+    unsaid: int
+
+
+async def artifact_of(visitor: Visitor) -> dict[str, Any]:
+    """Everything on the page.
+
+    Raises:
+        InvalidValueError: when the path is no key.
+        ServerError: 401, 404 and 429 as a GET of the artifact; 404 for one to compare with.
+    """
+    where = await visitor.enter(visitor.request.path_params["namespace"])
+    key = key_of(visitor.request)
+    details = await visitor.context.catalog.find(key)
+    if details is None:
+        raise absent(key)
+    against = visitor.request.query_params.get("against", "").strip()
+    return {
+        "key": key,
+        "details": details,
+        "entry": details.entry,
+        "against": against,
+        "comparison": await _comparison(visitor, details, against) if against else None,
+        "relatives": [
+            (relative, _said(relative.differences))
+            for relative in await _relatives(visitor, where, details)
+        ],
+    }
+
+
+async def _relatives(
+    visitor: Visitor, where: Namespace, details: ArtifactDetails
+) -> tuple[Relative, ...]:
+    if not details.is_described:
+        return ()
+    stats = (await visitor.statistics()).namespaces
+    others = [each for each in visitor.listed(stats) if each != where]
+    wanted = described(details.entry.key.key, details.entry.label, details.parts)
+    answer = await visitor.context.explanations.explain(
+        where, wanted, readable=[where, *others][:MAX_NAMESPACES]
+    )
+    return answer.relatives
+
+
+async def _comparison(visitor: Visitor, details: ArtifactDetails, against: str) -> Comparison:
+    """With another artifact: of the same namespace, kind and device type by its fingerprint alone,
+    or any other by `<namespace>/<kind>/<device type>/<fingerprint>`.
+    """
+    key = details.entry.key
+    segments = against.split("/")
+    if len(segments) == 1:
+        other = key._replace(fingerprint=type(key.fingerprint)(against))
+    elif len(segments) == 4:
+        where = await visitor.enter(segments[0])
+        names = ("kind", "device_type", "fingerprint")
+        other = StoredKey.parse(namespace=where, **dict(zip(names, segments[1:], strict=True)))
+    else:
+        raise InvalidValueError(
+            code=ErrorCode.INVALID_FINGERPRINT,
+            what="artifact to compare with",
+            value=against,
+            expected="a fingerprint, or <namespace>/<kind>/<device type>/<fingerprint>",
+        )
+    found = await visitor.context.catalog.find(other)
+    if found is None:
+        raise absent(other)
+    if not found.parts or not details.parts:
+        raise ServerError(
+            ErrorCode.NOT_FOUND,
+            "nobody has said what one of the two artifacts was made of, so they cannot be compared",
+        )
+    differences = details.differences(found)
+    said = _said(differences)
+    return Comparison(other, found.entry.label, said, len(differences) - len(said))
+
+
+def _said(differences: Any) -> list[str]:
+    return [words(each) for each in differences[:_MAX_SAID]]

@@ -1,0 +1,102 @@
+"""Charts: SVG that stands in the page, coloured by its style sheet.
+
+pygal draws; what it adds for browsers that run its scripts is left out, so that the page needs
+neither a script nor a style of its own. Beside every chart stands a table with its numbers. Drawing
+takes some milliseconds, so templates do it, beside the event loop.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+from xml.etree import ElementTree as ET
+
+import pygal
+from markupsafe import Markup
+from pygal.style import Style
+
+__all__ = ["bars", "lines"]
+
+# It finds pygal's plug-ins, which are not used here, in a way that Python gave up: until 3.12 each
+# import that fails warns of it.
+sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, pygal.PluginImportFixer)]
+
+_SCRIPTED: Final = ("style", "script", "desc", "title")
+_MAX_X_LABELS: Final = 6
+_STYLE: Final = Style(label_font_size=13, major_label_font_size=13)
+"""Only for the room that labels take: the style sheet says how they look."""
+
+
+def bars(
+    name: str,
+    labels: Sequence[str],
+    values: Sequence[float],
+    *,
+    written: Callable[[float], str],
+) -> Markup:
+    """One bar for each label.
+
+    Args:
+        name: says what is shown, for those who do not see it.
+        labels: under the bars; some of many are left out.
+        values: as many as labels.
+        written: how a value of the axis is written.
+    """
+    chart = pygal.Bar(**_options(labels, written))
+    chart.add("", list(values))
+    return _drawn(chart, name)
+
+
+def lines(
+    name: str,
+    labels: Sequence[str],
+    series: Mapping[str, Sequence[float | None]],
+) -> Markup:
+    """One line for each series, in percent; a value that is None interrupts its line."""
+    chart = pygal.Line(
+        **_options(labels, "{:g} %".format),
+        range=(0, 100),
+        y_labels=[0, 50, 100],
+        dots_size=2,
+        allow_interruptions=True,
+    )
+    for title, values in series.items():
+        chart.add(title, list(values))
+    return _drawn(chart, name)
+
+
+def _options(labels: Sequence[str], written: Callable[[float], str]) -> dict[str, Any]:
+    step = max(1, -(-len(labels) // _MAX_X_LABELS))
+    return {
+        "width": 640,
+        "height": 200,
+        "margin": 4,
+        "x_labels": list(labels),
+        "x_labels_major": list(labels)[::step],
+        "show_minor_x_labels": False,
+        "show_legend": False,
+        "value_formatter": written,
+        "y_labels_major_count": 3,
+        "show_minor_y_labels": False,
+        "min_scale": 2,
+        "max_scale": 4,
+        "js": [],
+        "style": _STYLE,
+        "no_prefix": True,
+        "truncate_label": -1,
+        "spacing": 6,
+        "include_x_axis": True,
+    }
+
+
+def _drawn(chart: Any, name: str) -> Markup:
+    root = chart.render_tree()
+    for parent in root.iter():
+        for child in list(parent):
+            if not isinstance(child.tag, str) or child.tag.rpartition("}")[2] in _SCRIPTED:
+                parent.remove(child)
+    for element in root.iter():
+        element.attrib.pop("style", None)
+    root.attrib.pop("id", None)
+    root.attrib |= {"class": "chart", "role": "img", "aria-label": name}
+    text = ET.tostring(root, encoding="unicode")
+    return Markup(text)  # noqa: S704 - ElementTree has escaped what is in it

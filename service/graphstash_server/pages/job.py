@@ -1,0 +1,107 @@
+"""A job's page, with its runs side by side, and a run's, with what it missed and why."""
+
+from collections import defaultdict
+from functools import partial
+from typing import Any, Final
+
+from graphstash_schema import ErrorCode, ManifestName
+from graphstash_schema.run import Run, RunName
+from graphstash_server.errors import ServerError
+from graphstash_server.pages import charts
+from graphstash_server.pages.visitor import Visitor
+
+__all__ = ["job_of", "run_of"]
+
+_MAX_RUNS: Final = 20
+
+
+class RunRow:
+    """A run, with the sums of its counts."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        counts = run.counts
+        self.hits_server = sum(each.hits_server for each in counts)
+        self.hits_prefetched = sum(each.hits_prefetched for each in counts)
+        self.hits_host = sum(each.hits_host for each in counts)
+        self.hits = self.hits_server + self.hits_prefetched + self.hits_host
+        self.misses = sum(each.misses for each in counts)
+        self.fallbacks = sum(each.fallbacks for each in counts)
+        self.compile_seconds = sum(each.compile_seconds for each in counts)
+        self.saved_compile_seconds = sum(each.saved_compile_seconds for each in counts)
+
+    @property
+    def programs(self) -> int:
+        """All that the run needed."""
+        return self.hits + self.misses + self.fallbacks
+
+
+async def job_of(visitor: Visitor) -> dict[str, Any]:
+    """Everything on a job's page.
+
+    Raises:
+        InvalidValueError: for a name out of form.
+        ServerError: 401, 404 and 429 as a call; 404 for a job without runs and manifest.
+    """
+    where = await visitor.enter(visitor.request.path_params["namespace"])
+    job = ManifestName(visitor.request.path_params["name"])
+    runs = (await visitor.context.runs.list_latest(where, job=job, limit=_MAX_RUNS)).runs
+    entries = await visitor.context.manifests.get(where, job)
+    if not runs and not entries:
+        raise ServerError(
+            ErrorCode.NOT_FOUND,
+            f"no run of a job {job} in the namespace {where} has reported, and it has no manifest",
+        )
+    rows = [RunRow(run) for run in sorted(runs, key=lambda run: run.started_at, reverse=True)]
+    earliest_first = rows[::-1]
+    chart = partial(
+        charts.bars,
+        f"Programs compiled in each of the last {len(rows)} runs, the latest on the right",
+        [f"{each.run.started_at:%-d %b %H:%M}" for each in earliest_first],
+        [each.misses + each.fallbacks for each in earliest_first],
+        written="{:g}".format,
+    )
+    return {
+        "namespace": where,
+        "job": job,
+        "rows": rows,
+        "chart": chart if any(each.misses + each.fallbacks for each in rows) else None,
+        "entries": len(entries),
+        "used_at": max((each.used_at for each in entries), default=None),
+        "device_types": _device_types(runs),
+    }
+
+
+async def run_of(visitor: Visitor) -> dict[str, Any]:
+    """Everything on a run's page.
+
+    Raises:
+        InvalidValueError: for a name out of form.
+        ServerError: 401, 404 and 429 as a call.
+    """
+    where = await visitor.enter(visitor.request.path_params["namespace"])
+    name = RunName(visitor.request.path_params["run"])
+    run = await visitor.context.runs.find(where, name)
+    if run is None:
+        raise ServerError(
+            ErrorCode.NOT_FOUND, f"no run {name} in the namespace {where} has reported"
+        )
+    return {
+        "namespace": where,
+        "row": RunRow(run),
+        "run": run,
+        "causes": _causes(run),
+    }
+
+
+def _device_types(runs: tuple[Run, ...]) -> list[str]:
+    return sorted({count.device_type for run in runs for count in run.counts})
+
+
+def _causes(run: Run) -> list[tuple[str, int, float]]:
+    """Each cause, how many programs it made compile, and their seconds; the most frequent first."""
+    causes: defaultdict[str, list[float]] = defaultdict(list)
+    for miss in run.misses:
+        causes[miss.cause].append(miss.seconds)
+    found = [(cause, len(seconds), sum(seconds)) for cause, seconds in causes.items()]
+    return sorted(found, key=lambda each: (-each[1], -each[2]))

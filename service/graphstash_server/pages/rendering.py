@@ -1,0 +1,108 @@
+"""Rendering: templates, and the headers of every page.
+
+Whatever a template writes is escaped, and what would not be visible, or would reorder a line, is
+written out first: labels, parts and names come from strangers.
+"""
+
+import asyncio
+import hashlib
+from datetime import datetime
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any, Final
+
+from fastapi import Response
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from graphstash_schema.names import printable
+from graphstash_server import __version__
+from graphstash_server.pages import words
+
+__all__ = ["PAGE_HEADERS", "Renderer", "asset"]
+
+_POLICY: Final = (
+    "default-src 'none'; style-src 'self'; img-src 'self'; form-action 'self'; base-uri 'none'; "
+    "frame-ancestors 'none'"
+)
+PAGE_HEADERS: Final = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": _POLICY,
+    # The Origin of a form says "null" without a referrer.
+    "Referrer-Policy": "same-origin",
+    "Vary": "Accept, Cookie",
+}
+"""Nothing in a page runs, or is loaded from elsewhere; its forms only lead back here."""
+
+_MAX_SHOWN: Final = 10_000
+
+
+class Renderer:
+    """Fills in templates, one at a time and beside the event loop: a hit does not wait for it."""
+
+    def __init__(self) -> None:
+        self._environment = Environment(
+            loader=PackageLoader("graphstash_server.pages"),
+            autoescape=True,
+            undefined=StrictUndefined,
+            finalize=_shown,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        self._environment.filters |= {
+            name: getattr(words, name) for name in words.__all__ if name != "ago"
+        }
+        self._environment.globals |= {
+            "version": __version__,
+            "style": asset("style.css")[1],
+            "icon": asset("icon.svg")[1],
+        }
+        self._turn = asyncio.Semaphore(1)
+
+    async def page(
+        self,
+        template: str,
+        *,
+        now: datetime,
+        status_code: int = 200,
+        headers: dict[str, str] | None = None,
+        **view: Any,
+    ) -> Response:
+        """An answer with a page."""
+        async with self._turn:
+            html = await asyncio.to_thread(self._fill_in, template, now=now, view=view)
+        return Response(
+            html,
+            status_code=status_code,
+            headers={**PAGE_HEADERS, **(headers or {})},
+            media_type="text/html",
+        )
+
+    async def fragment(self, template: str, **view: Any) -> Markup:
+        """A part of a page that is the same for everybody, to be kept."""
+        render = self._environment.get_template(template).render
+        async with self._turn:
+            return Markup(await asyncio.to_thread(render, view))  # noqa: S704 - templates escape
+
+    def _fill_in(self, template: str, *, now: datetime, view: dict[str, Any]) -> str:
+        def since(at: datetime) -> Markup:
+            exact = at.strftime("%Y-%m-%d %H:%M:%S UTC")
+            return Markup('<time datetime="{}" title="{}">{}</time>').format(
+                at.isoformat(), exact, words.ago(at, now)
+            )
+
+        return self._environment.get_template(template).render(view, since=since)
+
+
+def _shown(value: Any) -> Any:
+    """What a template writes, without characters that hide or reorder others."""
+    if isinstance(value, Markup) or not isinstance(value, str):
+        return value
+    return printable(value, most=_MAX_SHOWN)
+
+
+@lru_cache
+def asset(name: str) -> tuple[bytes, str]:
+    """A file of this package, and its path, which changes with its content."""
+    content = files("graphstash_server.pages").joinpath("static", name).read_bytes()
+    return content, f"/assets/{name}?{hashlib.sha256(content).hexdigest()[:16]}"

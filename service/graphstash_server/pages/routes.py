@@ -1,0 +1,171 @@
+"""Which page is where, and what becomes of a refusal.
+
+Whoever asks for HTML is refused with a page; everybody else with a problem document, as by a call.
+A session that has ended makes its visitor anonymous, who is shown the way in.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from markupsafe import Markup
+
+from graphstash_schema import STATUS, ErrorCode, InvalidValueError
+from graphstash_server.api.calls import KEY
+from graphstash_server.api.problems import log_refusal
+from graphstash_server.clock import Clock
+from graphstash_server.errors import ServerError
+from graphstash_server.pages import sign_in
+from graphstash_server.pages.artifact import artifact_of
+from graphstash_server.pages.job import job_of, run_of
+from graphstash_server.pages.overview import overview_of
+from graphstash_server.pages.reference import reference_of
+from graphstash_server.pages.rendering import PAGE_HEADERS, Renderer, asset
+from graphstash_server.pages.search import search_of
+from graphstash_server.pages.visitor import Visitor, visitor_of
+
+__all__ = ["add_pages"]
+
+_ASSETS: Final = {"style.css": "text/css", "icon.svg": "image/svg+xml"}
+_ASSET_HEADERS: Final = {
+    **PAGE_HEADERS,
+    "Cache-Control": "public, max-age=31536000, immutable",  # its path changes with its content
+    "Vary": "Accept-Encoding",
+}
+_CHALLENGE: Final = {"WWW-Authenticate": 'Bearer realm="graphstash"'}
+
+View = Callable[[Visitor], Awaitable[dict[str, Any]]]
+Handler = Callable[[Visitor], Awaitable[Response]]
+
+
+def add_pages(app: FastAPI, *, clock: Clock) -> None:
+    """Adds the dashboard to an application."""
+    pages = _Pages(app, clock=clock)
+    router = APIRouter(include_in_schema=False)
+    router.get("/")(pages.page("overview.html", overview_of, when_unknown=pages.welcome))
+    router.get("/artifacts/{namespace}/" + KEY)(pages.page("artifact.html", artifact_of))
+    router.get("/jobs/{namespace}/{name}")(pages.page("job.html", job_of))
+    router.get("/runs/{namespace}/{run}")(pages.page("run.html", run_of))
+    router.get("/search")(pages.page("search.html", search_of))
+    router.get("/docs")(pages.page("reference.html", pages.reference))
+    router.get("/sign-in")(pages.answering(pages.welcome))
+    router.post("/sign-in")(pages.answering(sign_in.begin))
+    router.post("/sign-out")(pages.answering(sign_in.end))
+    router.get("/assets/{name}")(_asset)
+    app.include_router(router)
+
+
+class _Pages:
+    """What the pages of one application share."""
+
+    def __init__(self, app: FastAPI, *, clock: Clock) -> None:
+        self._app = app
+        self._clock = clock
+        self._renderer = Renderer()
+        self._reference: Markup | None = None
+
+    def page(
+        self, template: str, view: View, *, when_unknown: Handler | None = None
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """The endpoint of a page. `when_unknown` answers instead where there is nothing that
+        somebody who has not signed in may read.
+        """
+
+        async def show(visitor: Visitor) -> Response:
+            if when_unknown is not None and visitor.is_anonymous and not await _sees(visitor):
+                return await when_unknown(visitor)
+            return await self._render(visitor, template, **await view(visitor))
+
+        return self.answering(show)
+
+    def answering(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+        """The endpoint of a handler, whose refusals become pages."""
+
+        async def endpoint(request: Request) -> Response:
+            visitor = None
+            try:
+                visitor = await visitor_of(request, self._clock())
+                return await handler(visitor)
+            except (ServerError, InvalidValueError) as error:
+                if "text/html" not in request.headers.get("accept", "") or visitor is None:
+                    raise
+                refusal = (
+                    ServerError(error.code, str(error))
+                    if isinstance(error, InvalidValueError)
+                    else error
+                )
+                return await self._refuse(visitor, refusal)
+
+        return endpoint
+
+    async def welcome(self, visitor: Visitor) -> Response:
+        """The way in."""
+        asked = visitor.request.query_params.get("next", "/")
+        return await self._render(
+            visitor, "sign_in.html", way_back=sign_in.way_back(asked), refusal="", is_refused=False
+        )
+
+    async def reference(self, _: Visitor) -> dict[str, Any]:
+        """The calls of this server; they are the same for everybody."""
+        if self._reference is None:
+            view = reference_of(self._app.openapi())
+            self._reference = await self._renderer.fragment("reference_body.html", **view)
+        return {"body": self._reference}
+
+    async def _refuse(self, visitor: Visitor, error: ServerError) -> Response:
+        request = visitor.request
+        visitor.context.accounting.count_refusal(error.code)
+        state = request.scope["state"]
+        log_refusal(error, method=request.method, path=request.url.path, state=state)
+        if error.code is ErrorCode.UNAUTHENTICATED:
+            is_form = request.method == "POST"
+            here = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+            return await self._render(
+                visitor,
+                "sign_in.html",
+                status_code=STATUS[error.code],
+                headers=_CHALLENGE,
+                way_back="/" if is_form else sign_in.way_back(here),
+                refusal=error.detail,
+                is_refused=is_form,
+            )
+        return await self._render(
+            visitor,
+            "refusal.html",
+            status_code=STATUS[error.code],
+            refusal=error.detail,
+            code=error.code.value,
+            request_id=state["request_id"],
+        )
+
+    async def _render(
+        self,
+        visitor: Visitor,
+        template: str,
+        *,
+        status_code: int = 200,
+        headers: dict[str, str] | None = None,
+        **view: Any,
+    ) -> Response:
+        return await self._renderer.page(
+            template,
+            now=visitor.now,
+            status_code=status_code,
+            headers=headers,
+            visitor=visitor,
+            path=visitor.request.url.path,
+            **view,
+        )
+
+
+async def _sees(visitor: Visitor) -> bool:
+    """Whether there is a namespace with something in it that a visitor may read."""
+    return bool((await visitor.statistics()).namespaces)
+
+
+async def _asset(request: Request) -> Response:
+    """A file of the pages, which anybody may keep for ever."""
+    name = request.path_params["name"]
+    if name not in _ASSETS:
+        raise ServerError(ErrorCode.UNKNOWN_PATH, f"unknown path {request.url.path}; see /docs")
+    return Response(asset(name)[0], media_type=_ASSETS[name], headers=_ASSET_HEADERS)

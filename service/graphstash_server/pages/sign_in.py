@@ -1,0 +1,120 @@
+"""Signing in and out: two forms, and the cookie.
+
+A page of somebody else must not sign a browser in or out. So a form counts only with the Origin of
+this server, which every browser sends with a form and no page can choose; and the cookie is
+SameSite=Strict, so that it comes with no request that another site began.
+"""
+
+import re
+from typing import Final
+from urllib.parse import parse_qs, urlsplit
+
+from fastapi import Request, Response
+
+from graphstash_schema import ErrorCode
+from graphstash_server.api.bodies import body_chunks
+from graphstash_server.errors import ServerError
+from graphstash_server.pages.rendering import PAGE_HEADERS
+from graphstash_server.pages.visitor import COOKIES, HOST_COOKIE, PLAIN_COOKIE, Visitor
+from graphstash_server.services.identity.sessions import Session
+
+__all__ = ["begin", "check_origin", "end", "way_back"]
+
+_MAX_FORM_BYTES: Final = 8 * 1024
+"""A token has 64 characters, and the way back fits the limit of a path."""
+
+_WAY_BACK: Final = re.compile(r"/(?![/\\])[A-Za-z0-9._~/?=&%:+-]{0,2000}")
+"""A path of this server: what begins with two slashes names another one."""
+
+
+async def begin(visitor: Visitor) -> Response:
+    """Signs in with the token of the form, and leads back to where the visitor came from.
+
+    Raises:
+        ServerError: 401 for a wrong token, 403 for a form of another site, 413, 408, 503.
+    """
+    origin = check_origin(visitor.request)
+    form = await _read_form(visitor)
+    session = await visitor.context.sessions.begin(form.get("token", "").strip())
+    if visitor.session is not None:
+        await visitor.context.sessions.end(visitor.session.id)
+    headers = {**PAGE_HEADERS, "Location": way_back(form.get("next", ""))}
+    answer = Response(status_code=303, headers=headers)
+    _set_cookie(answer, session, visitor, is_secure=origin.startswith("https://"))
+    return answer
+
+
+async def end(visitor: Visitor) -> Response:
+    """Signs out: the session is void from now on, wherever its cookie is.
+
+    Raises:
+        ServerError: 403 for a form of another site, 503.
+    """
+    check_origin(visitor.request)
+    for name in COOKIES:
+        if value := visitor.request.cookies.get(name):
+            await visitor.context.sessions.end(value)
+    answer = Response(status_code=303, headers={**PAGE_HEADERS, "Location": "/"})
+    for name in COOKIES:
+        answer.delete_cookie(name, secure=name == HOST_COOKIE, httponly=True, samesite="strict")
+    return answer
+
+
+def check_origin(request: Request) -> str:
+    """The Origin of a form, if it is this server's.
+
+    A proxy may have left the port out of Host, as docker/nginx does; where browsers say it, they
+    also say whether the port is another one (Sec-Fetch-Site).
+
+    Raises:
+        ServerError: 403 for any other one, and for none.
+    """
+    origin, host = request.headers.get("origin", ""), request.headers.get("host", "").lower()
+    named = urlsplit(origin)
+    is_own = named.scheme in ("http", "https") and host in (named.netloc, named.hostname)
+    site = request.headers.get("sec-fetch-site", "same-origin")
+    if not is_own or site != "same-origin":
+        raise ServerError(
+            ErrorCode.FORBIDDEN,
+            f"the form was not sent by a page of this server ({host}): open its sign-in page and "
+            "try again",
+        )
+    return origin
+
+
+def way_back(path: str) -> str:
+    """Where to go after signing in: a path of this server, or the overview."""
+    return path if _WAY_BACK.fullmatch(path) else "/"
+
+
+def _set_cookie(answer: Response, session: Session, visitor: Visitor, *, is_secure: bool) -> None:
+    answer.set_cookie(
+        HOST_COOKIE if is_secure else PLAIN_COOKIE,
+        session.id,
+        max_age=int((session.expires_at - visitor.now).total_seconds()),
+        path="/",
+        secure=is_secure,
+        httponly=True,
+        samesite="strict",
+    )
+
+
+async def _read_form(visitor: Visitor) -> dict[str, str]:
+    """The fields of a small form; of one that comes twice, the last."""
+    raw = b""
+    idle_seconds = visitor.context.settings.upload_idle_seconds
+    async for chunk in body_chunks(visitor.request, idle_seconds=idle_seconds):
+        raw += chunk
+        if len(raw) > _MAX_FORM_BYTES:
+            raise ServerError(
+                ErrorCode.TOO_LARGE,
+                f"the form has more than {_MAX_FORM_BYTES} bytes: paste one token only",
+                limit=_MAX_FORM_BYTES,
+            )
+    try:
+        fields = parse_qs(raw.decode(), max_num_fields=8)
+    except ValueError:
+        raise ServerError(
+            ErrorCode.INVALID_REQUEST, "the body is not a form: open /sign-in in a browser"
+        ) from None
+    return {name: values[-1] for name, values in fields.items()}

@@ -1,0 +1,123 @@
+"""Visitor: who looks at a page, and what they may see.
+
+The way in is that of the API's calls, and one more: the cookie of a session. It counts for pages
+alone, so that no page of somebody else can use it for a call.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final
+
+from fastapi import Request
+
+from graphstash_schema import AccessKind, ErrorCode, Namespace, NamespaceStats, Scope, ServerStats
+from graphstash_server.api.calls import nothing_there, principal_of
+from graphstash_server.context import ProcessContext
+from graphstash_server.errors import ServerError
+from graphstash_server.services.identity.principals import ANONYMOUS, OPEN_ACCESS, Principal
+from graphstash_server.services.identity.sessions import Session
+
+__all__ = ["COOKIES", "HOST_COOKIE", "PLAIN_COOKIE", "Visitor", "visitor_of"]
+
+HOST_COOKIE: Final = "__Host-graphstash"
+"""Over TLS: browsers take it only with Secure, from this host, for all its paths (RFC 6265bis)."""
+
+PLAIN_COOKIE: Final = "graphstash"
+"""Without TLS, where no browser takes the other one."""
+
+COOKIES: Final = (HOST_COOKIE, PLAIN_COOKIE)
+
+_MAX_LISTED: Final = 32
+"""Namespaces of which artifacts are listed: each costs a short walk along an index."""
+
+
+@dataclass(slots=True)
+class Visitor:
+    """Whoever asked for a page.
+
+    Attributes:
+        request: what they asked.
+        context: what the process has opened.
+        principal: who they are.
+        session: how they signed in; None for those who show a token, or nothing.
+        now: when they asked.
+    """
+
+    request: Request
+    context: ProcessContext
+    principal: Principal
+    session: Session | None
+    now: datetime
+
+    @property
+    def is_anonymous(self) -> bool:
+        """Whether signing in would help."""
+        return self.principal.kind is AccessKind.ANONYMOUS
+
+    @property
+    def sees_server(self) -> bool:
+        """Whether they may see what concerns the server as a whole."""
+        return self.principal.may_see_totals
+
+    async def may_read(self, namespace: Namespace) -> bool:
+        """Whether a GET there would be answered."""
+        policy = await self.context.policies.of(namespace)
+        return self.principal is OPEN_ACCESS or self.principal.may_read(namespace, policy)
+
+    async def may(self, scope: Scope, namespace: Namespace) -> bool:
+        """Whether a call of that scope would be allowed."""
+        policy = await self.context.policies.of(namespace)
+        return self.principal is OPEN_ACCESS or self.principal.may(scope, namespace, policy)
+
+    async def enter(self, name: str) -> Namespace:
+        """A namespace that they may read; the visit counts against its rate.
+
+        Raises:
+            InvalidValueError: when it is malformed.
+            ServerError: 401, 404, 429: as for a call.
+        """
+        if self.is_anonymous and Namespace.form.fullmatch(name) is None:
+            raise unauthenticated()
+        where = Namespace(name)
+        if not await self.may_read(where):
+            raise unauthenticated() if self.is_anonymous else nothing_there(where)
+        self.context.policies.admit(where, await self.context.policies.of(where))
+        return where
+
+    async def statistics(self) -> ServerStats:
+        """The counters of what they may read."""
+        return await self.context.statistics.read(may_read=self.may_read)
+
+    def listed(self, stats: Sequence[NamespaceStats]) -> Sequence[Namespace]:
+        """The namespaces of which artifacts are listed: those with most artifacts."""
+        largest = sorted(stats, key=lambda each: -each.artifacts)
+        return [Namespace(each.namespace) for each in largest[:_MAX_LISTED] if each.artifacts]
+
+
+async def visitor_of(request: Request, now: datetime) -> Visitor:
+    """Whoever makes a request.
+
+    Raises:
+        ServerError: 401 for a token in the request that is not valid; a session that has ended only
+            makes the visitor anonymous.
+    """
+    context: ProcessContext = request.app.state.context
+    principal = await principal_of(request, context)
+    session = None
+    if principal is ANONYMOUS:
+        for name in COOKIES:
+            if session is None and (value := request.cookies.get(name)):
+                session = await context.sessions.find(value)
+        if session is not None:
+            principal = session.principal
+    return Visitor(request, context, principal, session, now)
+
+
+def unauthenticated() -> ServerError:
+    """The answer to somebody whom nobody knows."""
+    return ServerError(
+        ErrorCode.UNAUTHENTICATED,
+        "sign in to see this: paste a token, which an administrator creates with "
+        "`graphstash token create`",
+    )

@@ -1,0 +1,104 @@
+"""SessionService: signs a browser in with a token, so that it need not keep the token itself.
+
+A session is 256 random bits in a cookie, whose SHA-256 is in the database: every worker and server
+knows it, and neither side holds the token. It has the rights that the token has now, so it is void
+as soon as the token is revoked or expires, and after `SESSION_LIFETIME` in any case.
+"""
+
+import hashlib
+import re
+import secrets
+from datetime import datetime, timedelta
+from typing import Final, NamedTuple
+
+from graphstash_schema import TOKEN_FORM, ErrorCode
+from graphstash_server.clock import Clock
+from graphstash_server.db.engine import Database
+from graphstash_server.db.queries.sessions import (
+    SessionRow,
+    add_session,
+    delete_session,
+    drop_sessions,
+    find_session,
+)
+from graphstash_server.errors import ServerError
+from graphstash_server.services.identity.authentication import AccessService
+from graphstash_server.services.identity.principals import Principal
+
+__all__ = ["MAX_SESSIONS_OF_TOKEN", "SESSION_LIFETIME", "Session", "SessionService"]
+
+SESSION_LIFETIME: Final = timedelta(hours=1)
+"""A browser that somebody left open is signed out after that."""
+
+MAX_SESSIONS_OF_TOKEN: Final = 32
+"""Browsers that one token signs in at a time; a further one signs out the oldest."""
+
+_ID: Final = re.compile(r"[A-Za-z0-9_-]{43}")
+
+
+class Session(NamedTuple):
+    """A browser that is signed in now; `id` is the secret in its cookie."""
+
+    id: str
+    expires_at: datetime
+    principal: Principal
+
+
+class SessionService:
+    """Safe for concurrent calls."""
+
+    def __init__(self, *, database: Database, access: AccessService, clock: Clock) -> None:
+        self._database = database
+        self._access = access
+        self._clock = clock
+
+    async def begin(self, token: str) -> Session:
+        """Signs in with a token of `graphstash token create` or of an exchange.
+
+        Raises:
+            ServerError: 401 for a token that is not valid now, 503.
+        """
+        form = TOKEN_FORM.fullmatch(token)
+        if form is None:
+            raise ServerError(
+                ErrorCode.UNAUTHENTICATED,
+                "this is not a token of graphstash, which begins with gst_: paste the whole token; "
+                "an administrator creates one with `graphstash token create`",
+            )
+        principal = await self._access.principal_of(f"Bearer {token}")
+        now = self._clock()
+        ends = [now + SESSION_LIFETIME, *filter(None, [principal.expires_at])]
+        session = Session(secrets.token_urlsafe(32), min(ends), principal)
+        async with self._database.writing() as connection:
+            await drop_sessions(
+                connection, expired=now, token_id=form["id"], kept=MAX_SESSIONS_OF_TOKEN - 1
+            )
+            row = SessionRow(form["id"], session.expires_at)
+            await add_session(connection, _sha256(session.id), row)
+        return session
+
+    async def find(self, session_id: str) -> Session | None:
+        """The session of a cookie; None when it has ended or its token is void, or never was.
+
+        Raises:
+            ServerError: 503.
+        """
+        if _ID.fullmatch(session_id) is None:
+            return None
+        async with self._database.reading() as connection:
+            row = await find_session(connection, _sha256(session_id))
+        if row is None or row.expires_at <= self._clock():
+            return None
+        principal = await self._access.principal_of_token(row.token_id)
+        return None if principal is None else Session(session_id, row.expires_at, principal)
+
+    async def end(self, session_id: str) -> None:
+        """Signs out."""
+        if _ID.fullmatch(session_id) is not None:
+            async with self._database.writing() as connection:
+                await delete_session(connection, _sha256(session_id))
+
+
+def _sha256(session_id: str) -> str:
+    """What is stored of an id: it is random, so that a plain hash does not reveal it."""
+    return hashlib.sha256(session_id.encode()).hexdigest()

@@ -1,0 +1,346 @@
+"""The dashboard in a real browser: what it shows and loads, who can use it, and how."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import sync_playwright
+
+from support.dashboard import CAUSE, JOB, LABEL, Team, key_of, remember
+from support.listener import Listener
+from support.tokens import Guarded
+from support.waiting import until
+
+NAMESPACE = "team"
+HOSTILE = '"><script>document.title="pwned"</script><img src=x onerror=alert(1)>\u202etxet'
+SIZES = {"desktop": (1280, 800), "phone": (360, 740)}
+SCHEMES = ("light", "dark")
+
+
+@pytest.fixture(scope="module")
+def server(start_on_sqlite):
+    """A guarded server on which a team has worked, and a stranger has named things."""
+    return start_on_sqlite(_Worked)
+
+
+class _Beside(Guarded):
+    """Makes tokens beside the event loop that Playwright keeps in this thread."""
+
+    def token(self, *grants, **terms):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(super().token, *grants, **terms).result()
+
+
+class _Worked(_Beside):
+    """Also has a reader's token."""
+
+    def __enter__(self):
+        super().__enter__()
+        self.team = Team(self.url, NAMESPACE, self.admin)
+        self.key = self.team.work()
+        self.hostile = self.team.put(
+            10, label=HOSTILE, producer=HOSTILE, toolchain=HOSTILE, parts={"note": HOSTILE}
+        )
+        self.team.report("hostile-run", (self.hostile, HOSTILE, HOSTILE), program=HOSTILE)
+        self.team.hold(11, holder=HOSTILE)
+        self.reader = self.token(f"read:{NAMESPACE}", description=HOSTILE)
+        return self
+
+    def __exit__(self, *_):
+        self.team.close()
+        super().__exit__(*_)
+
+
+@pytest.fixture(scope="module")
+def tidy(start_on_sqlite):
+    """A server with a month of history, on which nobody has named anything strangely."""
+    return start_on_sqlite(_Remembered, store_limit_bytes=256 * 1024)
+
+
+class _Remembered(_Beside):
+    def __enter__(self):
+        super().__enter__()
+        for name, times in {NAMESPACE: 8, "vision": 30, "ci-main": 14}.items():
+            team = Team(self.url, name, self.admin)
+            key = team.work()
+            team.get(key, times=times)
+            team.close()
+        stats = self.http(self.admin)
+        until(lambda: sum(n["hits"] for n in stats.get("/v1/stats").json()["namespaces"]) == 67)
+        remember(self.database_url)
+        return self
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(
+            executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
+        yield browser
+        browser.close()
+
+
+class Tab:
+    """A page of a browser of its own, and what it complained of, and asked of whom."""
+
+    def __init__(self, chromium, server, **options):
+        self.server = server
+        self.context = chromium.new_context(**options)
+        self.page = self.context.new_page()
+        self.complaints = []
+        self.asked = []
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+
+    def open(self, path):
+        answer = self.page.goto(self.server.url + path)
+        return answer.status
+
+    def sign_in(self, token):
+        self.open("/sign-in")
+        self.page.fill("#token", token)
+        self.page.click("main button")
+        self.page.wait_for_url(self.server.url + "/")
+
+    @property
+    def text(self):
+        return self.page.inner_text("body")
+
+
+@pytest.fixture
+def tab(chromium, server):
+    tabs = []
+
+    def make(**options):
+        tabs.append(Tab(chromium, server, **options))
+        return tabs[-1]
+
+    yield make
+    for each in tabs:
+        each.context.close()
+
+
+@pytest.fixture(scope="module")
+def paths(server):
+    """Every page, and the states in which it can be."""
+    return {
+        "overview": "/",
+        "overview of a namespace": f"/?namespace={NAMESPACE}&by=kind&step=hour",
+        "artifact": f"/artifacts/{NAMESPACE}/{server.key}?against={key_of(1).fingerprint}",
+        "artifact of a stranger": f"/artifacts/{NAMESPACE}/{server.hostile}",
+        "artifact without a description": f"/artifacts/{NAMESPACE}/{key_of(3, 'torch_xla')}",
+        "job": f"/jobs/{NAMESPACE}/{JOB}",
+        "run": f"/runs/{NAMESPACE}/run-2",
+        "run of a stranger": f"/runs/{NAMESPACE}/hostile-run",
+        "run that missed nothing": f"/runs/{NAMESPACE}/run-1",
+        "search": "/search",
+        "search that finds": "/search?q=train",
+        "search that finds nothing": "/search?q=nothing+at+all",
+        "reference": "/docs",
+        "sign-in": "/sign-in",
+        "refusal": f"/jobs/{NAMESPACE}/no-such-job",
+    }
+
+
+@pytest.mark.parametrize(
+    ("size", "scheme"),
+    [
+        ("desktop", "light"),
+        ("phone", "dark"),
+        pytest.param("desktop", "dark", marks=pytest.mark.extended),
+        pytest.param("phone", "light", marks=pytest.mark.extended),
+    ],
+)
+def test_every_page_is_accessible_fits_and_loads_nothing_from_elsewhere(
+    server, tab, paths, size, scheme
+):
+    """axe finds nothing; the browser has refused nothing (a Content-Security-Policy that is broken
+    is a complaint); nothing is wider than the screen; all requests go to this server."""
+    width, height = SIZES[size]
+    visit = tab(viewport={"width": width, "height": height}, color_scheme=scheme)
+    visit.sign_in(server.admin)
+    axe = Axe()
+    for name, path in paths.items():
+        visit.complaints.clear()
+        status = visit.open(path)
+        assert status == (404 if name == "refusal" else 200), name
+        found = axe.run(visit.page)
+        assert found.violations_count == 0, f"{name}\n{found.generate_report()}"
+        wide = visit.page.evaluate("document.documentElement.scrollWidth")
+        assert wide <= width, name
+        expected = ["Failed to load resource"] if name == "refusal" else ["[DOM] Password forms"]
+        complaints = [
+            each for each in visit.complaints if not any(part in each for part in expected)
+        ]
+        assert complaints == [], name
+        assert visit.page.title() != "pwned"
+    assert all(url.startswith(server.url + "/") for url in visit.asked)
+
+
+def test_an_empty_server_is_accessible_too(start_on_sqlite, chromium):
+    server = start_on_sqlite(_Beside)
+    visit = Tab(chromium, server)
+    try:
+        visit.sign_in(server.admin)
+        assert "No run has reported yet" in visit.text
+        assert Axe().run(visit.page).violations_count == 0
+        assert visit.complaints == [each for each in visit.complaints if "[DOM]" in each]
+    finally:
+        visit.context.close()
+
+
+def test_a_browser_shows_what_strangers_said_as_text(server, tab, paths):
+    visit = tab()
+    visit.sign_in(server.reader)
+    for name in ("overview", "artifact of a stranger", "run of a stranger"):
+        visit.open(paths[name])
+        assert "<script>document.title=" in visit.text, name
+        assert "\\u202etxet" in visit.text, name
+        assert visit.page.title() != "pwned"
+        assert visit.page.locator("main img").count() == 0
+
+
+def test_everything_can_be_read_without_scripts(server, tab, paths):
+    visit = tab(java_script_enabled=False)
+    visit.sign_in(server.reader)
+    for path in paths.values():
+        visit.open(path)
+        assert visit.page.inner_text("h1")
+    visit.open("/")
+    visit.page.click("text=48 hours")
+    assert "Hit rate" in visit.text
+
+
+def test_the_keyboard_alone_signs_in_and_finds_why_a_job_compiled(server, tab):
+    visit = tab()
+    visit.open("/sign-in")
+    keyboard = visit.page.keyboard
+    keyboard.press("Tab")
+    assert visit.page.evaluate("document.activeElement.textContent") == "Skip to content"
+    keyboard.press("Enter")
+    keyboard.press("Tab")
+    assert visit.page.evaluate("document.activeElement.id") == "token"
+    keyboard.type(server.reader)
+    keyboard.press("Enter")
+    visit.page.wait_for_url(server.url + "/")
+
+    _tab_to(visit.page, f'[href="/runs/{NAMESPACE}/run-2"]')
+    outline = visit.page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+    assert outline == "solid"
+    keyboard.press("Enter")
+    visit.page.wait_for_url(f"{server.url}/runs/{NAMESPACE}/run-2")
+    assert CAUSE in visit.text
+
+
+def _tab_to(page, selector):
+    for _ in range(100):
+        page.keyboard.press("Tab")
+        if page.evaluate(f"document.activeElement.matches('{selector}')"):
+            return
+    raise AssertionError(f"{selector} cannot be reached")
+
+
+def test_the_browser_keeps_the_cookie_from_scripts_and_other_sites(server, tab):
+    visit = tab()
+    visit.sign_in(server.reader)
+    (cookie,) = visit.context.cookies()
+
+    assert cookie["httpOnly"]
+    assert cookie["sameSite"] == "Strict"
+    assert cookie["path"] == "/"
+    assert visit.page.evaluate("document.cookie") == ""
+    assert server.reader not in cookie["value"]
+    # A link of another site (another name of this host) brings no cookie; this site's own do.
+    with Listener() as site:
+        site.status = 200
+        site.body = (
+            f'<!doctype html><title>x</title><a href="{server.url}/jobs/{NAMESPACE}/{JOB}">x</a>'
+        )
+        visit.page.goto(site.url.replace("127.0.0.1", "localhost"))
+        visit.page.click("a")
+        visit.page.wait_for_url(f"{server.url}/jobs/**")
+    assert "Sign in" in visit.page.title()
+    visit.page.click("text=open the page again")
+    assert visit.page.inner_text("h1") == f"Job {JOB}"
+
+
+def test_a_form_of_another_site_signs_nobody_in_or_out(server, tab):
+    visit = tab()
+    visit.sign_in(server.reader)
+    with Listener() as site:
+        site.status = 200
+        for action in ("sign-in", "sign-out"):
+            form = f'<form method="post" action="{server.url}/{action}">'
+            field = f'<input name="token" value="{server.admin}"><button>go</button></form>'
+            site.body = f"<!doctype html><title>x</title>{form}{field}"
+            visit.page.goto(site.url)
+            visit.page.click("button")
+            visit.page.wait_for_url(f"{server.url}/{action}")
+            assert "Forbidden" in visit.text or "forbidden" in visit.text
+            visit.open("/")
+            assert "Sign out" in visit.text
+
+
+def test_signing_out_and_revoking_end_what_the_browser_shows(server, tab):
+    visit = tab()
+    visit.sign_in(server.reader)
+    visit.page.click("text=Sign out")
+    visit.page.wait_for_url(server.url + "/")
+    assert visit.page.inner_text("h1") == "Sign in"
+    assert visit.context.cookies() == []
+
+    token = server.token(f"read:{NAMESPACE}")
+    visit.sign_in(token)
+    answer = server.http(server.admin).delete(f"/v1/-/tokens/{token.split('_')[1]}")
+    assert answer.status_code == 204
+    visit.open("/")
+    assert visit.page.inner_text("h1") == "Sign in"
+
+
+def test_a_wrong_token_is_refused_where_it_was_typed(server, tab):
+    visit = tab()
+    visit.open(f"/jobs/{NAMESPACE}/{JOB}")
+    visit.page.fill("#token", "gst_wrong")
+    visit.page.click("main button")
+    visit.page.wait_for_selector('[role="alert"]')
+    assert visit.page.get_attribute("#token", "aria-invalid") == "true"
+    assert Axe().run(visit.page).violations_count == 0
+
+
+@pytest.mark.parametrize("size", list(SIZES))
+def test_three_questions_are_answered_within_three_clicks(tidy, chromium, size):
+    """How much did we save? Why did this job miss? Is the store full? DASHBOARD_PICTURES names a
+    folder for pictures of the answers."""
+    width, height = SIZES[size]
+    scheme = "light" if size == "desktop" else "dark"
+    visit = Tab(chromium, tidy, viewport={"width": width, "height": height}, color_scheme=scheme)
+    visit.sign_in(tidy.admin)
+    page = visit.page
+
+    def answered(name, *clicks, by):
+        visit.open("/")
+        for click in clicks:
+            page.click(click)
+        page.evaluate(f"document.querySelector('{by}').scrollIntoView()")
+        text = page.inner_text(by)
+        assert len(clicks) <= 3
+        if folder := os.environ.get("DASHBOARD_PICTURES"):
+            page.screenshot(path=Path(folder) / f"{name}-{size}.png")
+        return text
+
+    saved = answered("saved", by='section[aria-labelledby="saved"]')
+    assert "Saved this month" in saved
+    assert "Compile time saved each day" in saved
+    why = answered(
+        "why", f'a[href="/jobs/{NAMESPACE}/{JOB}"]', f'a[href="/runs/{NAMESPACE}/run-2"]', by="main"
+    )
+    assert CAUSE in why
+    assert LABEL in why
+    store = answered("store", by='section[aria-labelledby="store"]')
+    assert "No: " in store
+    assert "of 256.0 KiB" in store
+    visit.context.close()

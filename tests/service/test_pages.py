@@ -1,0 +1,350 @@
+"""What the pages of the dashboard say, to whom, and what they cost."""
+
+import html
+import re
+
+import httpx
+import pytest
+
+from graphstash_schema.names import printable
+from support.dashboard import CAUSE, JOB, LABEL, Team, key_of
+from support.sessions import HTML, sign_in
+from support.waiting import until
+
+pytestmark = pytest.mark.sql
+
+
+def artifact_page(namespace, key):
+    return f"/artifacts/{namespace}/{key}"
+
+
+def text_of(page):
+    """What a page says, without its markup."""
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", page)).split())
+
+
+@pytest.fixture
+def browse(guarded):
+    """Opens pages as a person with certain rights, or without any."""
+    clients = []
+
+    def make(*grants):
+        if grants:
+            clients.append(sign_in(guarded.url, guarded.token(*grants)))
+            assert clients[-1].answer.status_code == 303
+        else:
+            clients.append(httpx.Client(base_url=guarded.url, headers=HTML, timeout=60))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+@pytest.fixture
+def team(guarded, namespace):
+    team = Team(guarded.url, namespace, guarded.admin)
+    yield team
+    team.close()
+
+
+@pytest.fixture
+def foreign(guarded, namespace):
+    """A namespace beside it, that nobody else may see."""
+    team = Team(guarded.url, f"{namespace}-foreign", guarded.admin)
+    team.put(0, label="a secret label", producer="a secret producer", toolchain="secret 1.0")
+    team.report("secret-run", (key_of(5), "a secret miss", ""), job="secret-job")
+    team.hold(50, holder="a secret holder")
+    yield team
+    team.close()
+
+
+def test_the_overview_answers_the_questions_that_people_ask(team, browse, namespace):
+    team.work()
+    client = browse(f"write:{namespace}")
+
+    def said():
+        return text_of(client.get(f"/?namespace={namespace}").text)
+
+    until(lambda: "5 hits" in said())
+    page = said()
+    assert "Saved today 3 min 20 s" in page  # five hits of 40 s
+    assert "83.3 % of look-ups" in page  # and one miss
+    assert "There is no limit." in page or "No: " in page
+    for text in (LABEL, CAUSE, "ana@node04:4711", "triton 3.3.0", "ben@node11:99", "Database ok"):
+        assert text in page, text
+
+
+def test_history_is_told_apart_by_every_grouping(team, browse, namespace):
+    team.work()
+    client = browse(f"read:{namespace}")
+    until(lambda: "5 hits" in text_of(client.get("/").text))
+
+    for by, group in {
+        "namespace": namespace,
+        "kind": "jax",
+        "device_type": "cuda-sm_90",
+        "job": JOB,
+    }.items():
+        for step in ("day", "hour"):
+            page = client.get(f"/?by={by}&step={step}&namespace={namespace}").text
+            table = page.partition('aria-label="Hit rate by group"')[2].partition("</table>")[0]
+            assert group in text_of(table), (by, step)
+            assert "<svg" in page
+
+
+def test_an_artifacts_page_says_what_it_is_and_what_is_near(team, browse, namespace):
+    key = team.work()
+    client = browse(f"read:{namespace}")
+    page = text_of(client.get(artifact_page(namespace, key)).text)
+
+    for text in (LABEL, str(key), "40 s", "jax 0.10.2", JOB, "not signed", "same program"):
+        assert text in page, text
+    assert "XLA FLAGS: --a=1 here, --a=2 there" in page or "XLA_FLAGS: --a=1 here" in page
+
+
+def test_an_artifact_is_explained_against_another(team, browse, namespace):
+    key = team.work()
+    client = browse(f"read:{namespace}")
+    for against in (key_of(1).fingerprint, f"{namespace}/{key_of(1)}"):
+        answer = client.get(artifact_page(namespace, key), params={"against": against})
+        explained = answer.text.partition('id="explain"')[2].partition("</section>")[0]
+        assert "--a=1 here, --a=2 there" in text_of(explained)
+    undescribed = f"{namespace}/{key_of(3, 'torch_xla')}"
+    answer = client.get(artifact_page(namespace, key), params={"against": undescribed})
+    assert answer.status_code == 200  # by the parts in its metadata
+    for wrong in ("x", "a/b", key_of(77).fingerprint, f"{namespace}-foreign/{key}"):
+        answer = client.get(artifact_page(namespace, key), params={"against": wrong})
+        assert answer.status_code in (400, 404)
+        assert "<h1>" in answer.text
+
+
+def test_a_jobs_page_has_its_runs_side_by_side_and_a_run_its_causes(team, browse, namespace):
+    team.work()
+    client = browse(f"read:{namespace}")
+    job = client.get(f"/jobs/{namespace}/{JOB}").text
+    run = text_of(client.get(f"/runs/{namespace}/run-2").text)
+
+    assert {f"/runs/{namespace}/run-{number}" for number in (1, 2)} <= set(
+        re.findall(r'href="([^"]+)"', job)
+    )
+    assert "2 artifacts in its manifest" in text_of(job)
+    for text in (CAUSE, "cause unknown", "jit(init)", "2 of 50 programs", "2 misses"):
+        assert text in run, text
+
+
+def test_search_finds_by_everything_that_people_know(team, browse, namespace):
+    key = team.work()
+    client = browse(f"read:{namespace}")
+
+    def found(text):
+        page = client.get("/search", params={"q": text}).text
+        return set(re.findall(r'href="(/artifacts/[^"]+)"', page))
+
+    page = artifact_page(namespace, key)
+    for text in (LABEL, key.fingerprint[:6], key.fingerprint, "ana@NODE04", "JAX 0.10", "train_s"):
+        assert page in found(text), text
+    assert found("no such thing") == found("x") == found("\0\0") == set()
+    assert found("%") == found("_") == set()
+    assert client.get("/search", params={"q": "x" * 300}).status_code == 400
+
+
+def test_nobody_sees_what_a_get_would_not_show(team, foreign, browse, namespace):
+    key = team.work()
+    client = browse(f"admin:{namespace}")
+    pages = [
+        "/",
+        "/?by=namespace",
+        "/?by=job&step=hour",
+        "/search?q=secret",
+        f"/search?q={key_of(0).fingerprint}",
+        artifact_page(namespace, key),
+        f"/jobs/{namespace}/{JOB}",
+        f"/runs/{namespace}/run-2",
+    ]
+    for path in pages:
+        page = client.get(path).text.replace("q=secret", "").replace('value="secret"', "")
+        page = page.replace("“secret”", "")
+        assert "secret" not in page, path
+        assert foreign.namespace not in page, path
+    for path in (
+        artifact_page(foreign.namespace, key_of(0)),
+        artifact_page(foreign.namespace, key_of(9)),
+        f"/jobs/{foreign.namespace}/secret-job",
+        f"/jobs/{foreign.namespace}/no-job",
+        f"/runs/{foreign.namespace}/secret-run",
+        f"/?namespace={foreign.namespace}",
+        "/?namespace=no-such-namespace",
+    ):
+        answer = client.get(path)
+        assert answer.status_code == 404
+        assert "secret" not in text_of(answer.text).replace(path, "")
+
+
+def test_whether_something_exists_does_not_show(foreign, browse, namespace):
+    client = browse(f"read:{namespace}")
+
+    def answer(key):
+        told = client.get(artifact_page(foreign.namespace, key))
+        return told.status_code, text_of(told.text).partition("Request")[0]
+
+    assert answer(key_of(0)) == answer(key_of(9))
+
+
+def test_a_reader_sees_no_holder_no_quarantine_and_no_totals(team, browse, namespace):
+    team.work()
+    reader = text_of(browse(f"read:{namespace}").get("/").text)
+    writer = text_of(browse(f"write:{namespace}").get("/").text)
+    owner = text_of(browse("admin:*").get("/").text)
+
+    assert "ben@node11:99 0" not in reader
+    assert "ben@node11:99 0" in writer
+    for text in ("Quarantine", "This process has run"):
+        assert text not in reader
+        assert text not in writer
+        assert text in owner
+
+
+def test_what_everybody_may_read_needs_no_sign_in(guarded, team, foreign, browse, namespace):
+    key = team.work()
+    nobody = browse()
+    assert "Token" in nobody.get("/").text
+    assert nobody.get(artifact_page(namespace, key)).status_code == 401
+    guarded.set_policy(namespace, anonymous_read=True)
+    try:
+        page = nobody.get(artifact_page(namespace, key))
+        assert page.status_code == 200
+        assert LABEL in page.text
+        overview = nobody.get("/").text
+        assert namespace in overview
+        assert foreign.namespace not in overview
+        assert "secret" not in overview
+        assert nobody.get(artifact_page(foreign.namespace, key_of(0))).status_code == 401
+    finally:
+        guarded.set_policy(namespace)
+
+
+def test_a_withheld_artifact_is_on_no_page_but_in_the_quarantine(team, browse, namespace):
+    key = team.put(0, label="a withheld label")
+    digest = team.http.head(key.artifact_path(team.namespace)).headers["etag"].strip('"')
+    report = {"key": key.model_dump(mode="json"), "digest": digest, "reason": "corrupt"}
+    answer = team.http.post(f"/v1/{namespace}/artifacts:report", json=report)
+    assert answer.json()["withheld"]
+    client = browse(f"admin:{namespace}")
+
+    assert client.get(artifact_page(namespace, key)).status_code == 404
+    assert "/artifacts/" not in client.get("/search?q=a+withheld+label").text
+    page = text_of(client.get(f"/?namespace={namespace}").text)
+    assert "a withheld label" not in page
+    assert f"{key.fingerprint[:12]} {namespace} jax corrupt" in page
+
+
+HOSTILE = '"><script>document.title=1</script><img src=x onerror=y>\u202e\u2066{{7*7}}'
+
+
+def test_what_strangers_said_is_text(team, browse, namespace):
+    key = team.put(
+        0,
+        label=HOSTILE,
+        producer=HOSTILE,
+        toolchain=HOSTILE,
+        parts={"note": "\x1b[2J\r\n" + HOSTILE},
+    )
+    team.put(1, label=HOSTILE, parts={"note": "other " + HOSTILE})
+    team.report("run-1", (key, HOSTILE, HOSTILE), program=HOSTILE, producer=HOSTILE)
+    team.hold(9, holder=HOSTILE)
+    client = browse(f"admin:{namespace}")
+    shown = html.escape(printable(HOSTILE, most=1000))
+    for path in (
+        f"/?namespace={namespace}",
+        artifact_page(namespace, key),
+        f"/jobs/{namespace}/{JOB}",
+        f"/runs/{namespace}/run-1",
+        "/search?q=document.title",
+        f"/search?q={'%3Cscript%3E'}",
+        f"/artifacts/{namespace}/{key}?against=%3Cscript%3E",
+        "/?by=%3Cscript%3E",
+    ):
+        page = client.get(path).text
+        assert not set("\u202e\u2066\x1b\r") & set(page), path
+        assert "<script" not in page, path
+        assert "<img src=x" not in page, path
+        assert "{{7*7}}" not in page or "49" not in page.partition("{{7*7}}")[0][-5:]
+    page = client.get(artifact_page(namespace, key)).text.replace("&#34;", "&quot;")
+    assert shown.replace("&#34;", "&quot;") in page.replace("&#39;", "&#x27;")
+
+
+def test_a_refusal_is_a_page_for_browsers_and_a_problem_for_programs(guarded, problem, namespace):
+    for path, code in (
+        (artifact_page(namespace, key_of(0)), "unauthenticated"),
+        (f"/jobs/{namespace}/x", "unauthenticated"),
+    ):
+        problem(httpx.get(guarded.url + path), 401, code)
+        page = httpx.get(guarded.url + path, headers=HTML)
+        assert page.status_code == 401
+        assert page.headers["content-type"].startswith("text/html")
+    told = httpx.get(guarded.url + f"/v1/{namespace}/artifacts/x/y/z", headers=HTML)
+    assert told.headers["content-type"] == "application/problem+json"
+    assert httpx.get(guarded.url + "/nothing", headers=HTML).status_code == 404
+
+
+def test_looking_changes_nothing_but_what_is_counted_of_the_token(team, browse, namespace):
+    key = team.work()
+    client = browse(f"admin:{namespace}")
+    until(lambda: "5 hits" in text_of(client.get("/").text))
+    before = team.http.head(key.artifact_path(team.namespace)).headers
+    for path in ("/", artifact_page(namespace, key), "/search?q=train", f"/jobs/{namespace}/{JOB}"):
+        assert client.get(path).status_code == 200
+    after = team.http.head(key.artifact_path(team.namespace)).headers
+    stats = team.http.get("/v1/stats").json()["namespaces"]
+    (own,) = (each for each in stats if each["namespace"] == namespace)
+
+    assert before["etag"] == after["etag"]
+    assert (own["hits"], own["misses"]) == (5, 1)
+
+
+def test_pages_count_against_the_rate_of_a_namespace(guarded, team, browse, namespace):
+    key = team.put(0)
+    client = browse(f"read:{namespace}")
+    guarded.set_policy(namespace, requests_per_second=0.001)
+    try:
+        answers = {client.get(artifact_page(namespace, key)).status_code for _ in range(3)}
+        assert 429 in answers
+    finally:
+        guarded.set_policy(namespace)
+
+
+def test_an_empty_server_says_what_to_do(browse, namespace):
+    page = text_of(browse(f"read:{namespace}").get("/").text)
+
+    for text in ("No hit in the last 30 days", "No run has reported yet", "Nothing is stored yet"):
+        assert text in page
+    assert "Saved ever 0 s" in page
+
+
+def test_the_reference_has_every_call_and_model(guarded):
+    page = text_of(httpx.get(guarded.url + "/docs", headers=HTML).text)
+    document = httpx.get(guarded.url + "/openapi.json").json()
+
+    for path, methods in document["paths"].items():
+        for method in methods:
+            assert f"{method.upper()} {path}" in page
+    for name in document["components"]["schemas"]:
+        assert name in page
+
+
+def test_pages_load_nothing_from_elsewhere(guarded, team, browse, namespace):
+    key = team.work()
+    client = browse("admin:*")
+    for path in ("/", "/docs", "/search?q=jit", artifact_page(namespace, key), "/sign-in"):
+        page = client.get(path)
+        for link in re.findall(r'(?:src|href|action)="([^"]*)"', page.text):
+            assert link.startswith(("/", "#")), (path, link)
+        tags = re.findall(r"<[^>]*>", re.sub(r'"[^"]*"', '""', page.text))
+        assert not [tag for tag in tags if re.search(r"<script|<style|\son\w+=|\sstyle=", tag)]
+    style = re.search(r'href="(/assets/style\.css\?\w+)"', client.get("/").text)[1]
+    answer = client.get(style)
+    assert answer.headers["content-type"].startswith("text/css")
+    assert "immutable" in answer.headers["cache-control"]
+    assert "url(" not in answer.text
+    assert "@import" not in answer.text

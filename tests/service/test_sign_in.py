@@ -1,0 +1,250 @@
+"""Signing in to the dashboard: the cookie, what it opens, and what it does not."""
+
+from datetime import timedelta
+from http.cookies import SimpleCookie
+
+import httpx
+import pytest
+
+from graphstash_schema import Grant, TokenRequest
+from graphstash_server.errors import ServerError
+from graphstash_server.pages.sign_in import way_back
+from graphstash_server.services.identity.sessions import MAX_SESSIONS_OF_TOKEN, SESSION_LIFETIME
+from support.services import ACTOR
+from support.sessions import HTML, sign_in
+
+pytestmark = [pytest.mark.sql, pytest.mark.anyio]
+
+SIGNED_IN = "Sign out"
+
+
+def cookie_of(answer):
+    """The name of the cookie that an answer sets, and its attributes."""
+    jar = SimpleCookie(answer.headers["set-cookie"])
+    ((name, morsel),) = jar.items()
+    return name, morsel
+
+
+@pytest.fixture
+def token(guarded, namespace):
+    return guarded.token(f"read:{namespace}", description="a person")
+
+
+@pytest.fixture
+def signed_in(guarded):
+    clients = []
+
+    def make(token, **fields):
+        clients.append(sign_in(guarded.url, token, **fields))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+def test_the_cookie_is_strict_short_lived_and_not_the_token(guarded, token, signed_in):
+    answer = signed_in(token).answer
+    name, cookie = cookie_of(answer)
+
+    assert answer.status_code == 303
+    assert answer.headers["location"] == "/"
+    assert answer.headers["cache-control"] == "no-store"
+    assert name == "graphstash"
+    assert cookie["httponly"]
+    assert cookie["samesite"].lower() == "strict"
+    assert cookie["path"] == "/"
+    assert not cookie["domain"]
+    assert 0 < int(cookie["max-age"]) <= SESSION_LIFETIME.total_seconds()
+    assert token not in answer.headers["set-cookie"]
+    for part in token.split("_")[1:]:
+        assert part not in cookie.value
+
+
+def test_over_tls_the_cookie_is_secure_and_bound_to_the_host(guarded, token, signed_in):
+    """A proxy ends TLS: the Origin that the browser names says so."""
+    name, cookie = cookie_of(signed_in(token, origin=guarded.url.replace("http:", "https:")).answer)
+
+    assert name == "__Host-graphstash"
+    assert cookie["secure"]
+    assert cookie["path"] == "/"
+    assert not cookie["domain"]
+
+
+def test_a_session_opens_pages_and_no_call(guarded, token, namespace, signed_in):
+    client = signed_in(token)
+
+    assert SIGNED_IN in client.get("/search").text
+    for path in ("/v1/stats", "/v1/-/access", f"/v1/{namespace}/manifests/m"):
+        assert client.get(path).status_code == 401, path
+
+
+def test_a_wrong_token_signs_nobody_in(guarded, token, signed_in):
+    for wrong in (token[:-1] + ("A" if token[-1] != "A" else "B"), "gst_x", "", "a.b.c"):
+        answer = signed_in(wrong).answer
+        assert answer.status_code == 401
+        assert "set-cookie" not in answer.headers
+        assert answer.headers["www-authenticate"].startswith("Bearer")
+        assert 'role="alert"' in answer.text
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "http://elsewhere.example"},
+        {"Origin": "null"},
+        {"Origin": ""},
+        {},
+        {"Origin": "{own}", "Sec-Fetch-Site": "same-site"},
+        {"Origin": "{own}", "Sec-Fetch-Site": "cross-site"},
+        {"Origin": "{own}.elsewhere.example"},
+        {"Origin": "ftp://{host}"},
+    ],
+    ids=["other", "null", "empty", "none", "same site", "cross site", "longer", "scheme"],
+)
+@pytest.mark.parametrize("form", ["/sign-in", "/sign-out"])
+def test_a_form_of_another_site_changes_nothing(guarded, token, signed_in, form, headers):
+    own = guarded.url
+    filled = {
+        name: value.format(own=own, host=own.partition("://")[2]) for name, value in headers.items()
+    }
+    client = signed_in(token)
+    answer = client.post(form, data={"token": token}, headers=filled)
+
+    assert answer.status_code == 403
+    assert "set-cookie" not in answer.headers
+    assert SIGNED_IN in client.get("/search").text
+
+
+def test_signing_out_ends_the_session_wherever_its_cookie_is(guarded, token, signed_in):
+    client = signed_in(token)
+    stolen = dict(client.cookies)
+    answer = client.post("/sign-out", headers={"Origin": guarded.url})
+
+    assert answer.status_code == 303
+    assert not client.cookies
+    with httpx.Client(base_url=guarded.url, headers=HTML, cookies=stolen) as thief:
+        assert SIGNED_IN not in thief.get("/search").text
+
+
+def test_signing_in_again_ends_the_session_before(guarded, token, signed_in):
+    client = signed_in(token)
+    before = dict(client.cookies)
+    client.post("/sign-in", data={"token": token}, headers={"Origin": guarded.url})
+
+    assert dict(client.cookies) != before
+    with httpx.Client(base_url=guarded.url, headers=HTML, cookies=before) as old:
+        assert SIGNED_IN not in old.get("/search").text
+
+
+def test_a_revoked_token_ends_its_sessions(guarded, token, signed_in):
+    client = signed_in(token)
+    assert SIGNED_IN in client.get("/search").text
+    token_id = token.split("_")[1]
+    guarded.http(guarded.admin).delete(f"/v1/-/tokens/{token_id}").raise_for_status()
+
+    assert SIGNED_IN not in client.get("/search").text
+
+
+def test_a_cookie_that_nobody_gave_is_nobody(guarded):
+    for value in ("A" * 43, "x", "A" * 5000, "a; b"):
+        cookies = {"Cookie": f"graphstash={value}; __Host-graphstash={value}"}
+        answer = httpx.get(guarded.url + "/search", headers=HTML | cookies)
+        assert answer.status_code == 200
+        assert SIGNED_IN not in answer.text
+
+
+def test_a_form_is_small_and_a_form(guarded, signed_in):
+    assert signed_in("gst_" + "x" * 10_000).answer.status_code == 413
+    many = {f"f{number}": "1" for number in range(20)}
+    assert signed_in("x", **many).answer.status_code == 400
+
+
+def test_the_way_back_leads_to_this_server_alone(guarded, token, signed_in):
+    assert signed_in(token, next="/search?q=a").answer.headers["location"] == "/search?q=a"
+    for elsewhere in ("//evil.example", "/\\evil.example", "https://evil.example", "/a\r\nX: y"):
+        assert way_back(elsewhere) == "/"
+        assert signed_in(token, next=elsewhere).answer.headers["location"] == "/"
+
+
+def test_an_open_server_asks_nobody_to_sign_in(live_server):
+    answer = httpx.get(live_server.url + "/search", headers=HTML)
+
+    assert answer.status_code == 200
+    assert "Sign in" not in answer.text
+
+
+async def issue(context, *, expires_at=None):
+    request = TokenRequest(
+        description="a person", grants=(Grant.parse("read:*"),), expires_at=expires_at
+    )
+    return await context.tokens.create(request, actor=ACTOR)
+
+
+async def test_a_session_ends_after_its_lifetime_or_with_its_token(opened):
+    async with opened(auth="tokens") as server:
+        sessions = server.context.sessions
+        lasting = await issue(server.context)
+        ending = await issue(server.context, expires_at=opened.clock.now + timedelta(seconds=60))
+        long, short = await sessions.begin(lasting.token), await sessions.begin(ending.token)
+
+        assert long.expires_at == opened.clock.now + SESSION_LIFETIME
+        assert short.expires_at == ending.info.expires_at
+        opened.clock.turn(61)
+        assert await sessions.find(short.id) is None
+        assert await sessions.find(long.id) is not None
+        opened.clock.turn(SESSION_LIFETIME.total_seconds())
+        assert await sessions.find(long.id) is None
+
+
+async def test_a_session_counts_at_every_server_until_its_token_is_revoked(opened):
+    async with opened(auth="tokens") as one, opened(auth="tokens") as other:
+        issued = await issue(one.context)
+        session = await one.context.sessions.begin(issued.token)
+        found = await other.context.sessions.find(session.id)
+        assert found is not None
+        assert found.principal.name == session.principal.name
+
+        await one.context.tokens.revoke(issued.info.id, actor=ACTOR)
+        opened.clock.turn(3)  # another server may have asked two seconds ago
+        assert await other.context.sessions.find(session.id) is None
+
+
+async def test_a_token_signs_in_so_many_browsers_and_leaves_no_row_behind(opened):
+    async with opened(auth="tokens") as server:
+        sessions = server.context.sessions
+        issued = await issue(server.context)
+        begun = []
+        for _ in range(MAX_SESSIONS_OF_TOKEN + 2):
+            begun.append(await sessions.begin(issued.token))
+            opened.clock.turn(1)
+
+        alive = [await sessions.find(each.id) is not None for each in begun]
+        assert alive == [False] * 2 + [True] * MAX_SESSIONS_OF_TOKEN
+        opened.clock.turn(2 * SESSION_LIFETIME.total_seconds())
+        await sessions.begin(issued.token)
+        async with server.context.database.reading() as connection:
+            rows = await connection.exec_driver_sql("SELECT count(*) FROM sessions")
+            assert rows.scalar() == 1
+
+
+async def test_what_is_stored_of_a_session_signs_nobody_in(opened):
+    async with opened(auth="tokens") as server:
+        issued = await issue(server.context)
+        session = await server.context.sessions.begin(issued.token)
+        async with server.context.database.reading() as connection:
+            row = (await connection.exec_driver_sql("SELECT * FROM sessions")).one()
+
+        assert session.id not in map(str, row)
+        assert issued.token.split("_", 2)[2] not in str(row)
+        for value in map(str, row):
+            assert await server.context.sessions.find(value) is None
+
+
+async def test_only_a_valid_token_begins_a_session(opened):
+    async with opened(auth="tokens") as server:
+        issued = await issue(server.context)
+        for wrong in (issued.token + "x", issued.token[:-3] + "AAA", "Bearer " + issued.token):
+            with pytest.raises(ServerError) as refused:
+                await server.context.sessions.begin(wrong)
+            assert refused.value.status == 401
