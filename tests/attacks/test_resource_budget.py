@@ -101,8 +101,7 @@ def _token(fort, space, caller):
 
 
 def _request(method, path, space, token, body, *headers):
-    words = _KEY | {"namespace": space, "name": "job", "id": "a" * 16}
-    words |= {"run": "run-1", "process": "p0"}
+    words = _KEY | {"namespace": space, "name": "job", "id": "a" * 16, "run": "r", "process": "p"}
     lines = [f"{method} {path.format(**words)} HTTP/1.1", "Host: a"]
     lines += [f"Content-Length: {len(body)}", f"Repr-Digest: {Digest.of(b'x').repr_digest}"]
     lines += headers
