@@ -55,7 +55,7 @@ class Job:
             "compiles": report["compiles"],
             "hits": report["persistent_hits"],
             "waits": stats["waits"],
-            "fetched_bytes": stats["fetched_bytes"],
+            "fetched_bytes": stats["fetched_bytes"] + stats["prefetched_bytes"],
             "published_bytes": stats["published_bytes"],
             "fallbacks": stats["fallbacks"],
             "losses": report["losses"],

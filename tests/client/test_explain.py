@@ -148,7 +148,7 @@ def test_all_processes_of_a_run_are_explained_together(run, tmp_path):
     graphstash("run", "--", sys.executable, tmp_path / "both.py", check=True, **settings)
     runs = sorted((tmp_path / "several" / "records").iterdir())
     assert runs[0] == first
-    assert [len(list(each.iterdir())) for each in runs] == [1, 2]
+    assert [len(list(each.glob("*.json"))) for each in runs] == [1, 2]
 
 
 def test_records_are_private_and_only_the_last_runs_are_kept(run, tmp_path, server, namespace):
@@ -161,8 +161,8 @@ def test_records_are_private_and_only_the_last_runs_are_kept(run, tmp_path, serv
     assert len(kept) == 20
     assert kept[:2] == [f"{number:020d}-1" for number in (6, 7)]
     assert (runs / "another tool's").is_dir()
-    (record,) = (runs / kept[-1]).iterdir()
-    assert stat.S_IMODE(record.stat().st_mode) == 0o600
+    (_record,) = (runs / kept[-1]).glob("*.json")
+    assert {stat.S_IMODE(each.stat().st_mode) for each in (runs / kept[-1]).iterdir()} == {0o600}
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"misses": 1}', '{"misses": [[{}, null, 0]]}'])
