@@ -44,7 +44,7 @@ _LONGEST = (
     *("tests/compilers/test_pjrt_torch_xla.py", "tests/compilers/test_pjrt_jax.py"),
     *("tests/docs/test_pages.py", "tests/client/training/test_examples.py"),
     *("tests/compilers/test_mixed.py", "tests/service/test_workers.py"),
-    "tests/service/test_eviction.py",
+    *("tests/service/test_eviction.py", "tests/service/test_dashboard.py"),
 )
 
 # Jobs import torch and JAX hundreds of times; compiling these modules anew takes 20 s each time.

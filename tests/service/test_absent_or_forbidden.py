@@ -24,6 +24,8 @@ def filled(path, *, namespace, number):
         "name": f"manifest-{number}",
         "id": "a" * 16,
         "token_id": "a" * 16,
+        "run": f"run-{number}",
+        "process": "p0",
     }
     for name, value in (words | key(number)).items():
         path = path.replace(f"{{{name}}}", value)
@@ -44,13 +46,15 @@ def body_of(path, number):
 
 @pytest.fixture(scope="module")
 def kept(guarded):
-    """A namespace with an artifact, a manifest and a lease, 1; and nothing that is called 2."""
+    """A namespace with an artifact, a manifest and a run, 1; and nothing that is called 2."""
     admin = guarded.http(guarded.admin)
     digest = {"Repr-Digest": Digest.of(b"secret").repr_digest}
     stored = admin.put(artifact_path("kept", 1), content=b"secret", headers=digest)
     assert stored.status_code in {200, 201}
     manifest = "/v1/kept/manifests/manifest-1"
     assert admin.put(manifest, json={"keys": [key(1)]}).status_code in {200, 201}
+    report = {"started_at": "2026-01-01T00:00:00Z", "seconds": 1}
+    assert admin.put("/v1/kept/runs/run-1/p0", json=report).status_code == 204
     guarded.set_policy("kept", mode="read_only", limit_bytes=1000)
     return guarded
 
@@ -74,6 +78,7 @@ def blurred(shown, *, namespace, number):
     for given, stands in (
         (fingerprint(number), "<fingerprint>"),
         (f"manifest-{number}", "<manifest>"),
+        (f"run-{number}", "<run>"),
         (namespace, "<namespace>"),
     ):
         text = text.replace(given, stands)
