@@ -38,7 +38,7 @@ _CELL: Final = {name: number for number, name in enumerate(_layout())}
 _WORKERS, _WAITERS, _LISTENING = (_CELL[name,] for name in ("workers", "waiters", "listening"))
 _SECONDS: Final = _CELL["seconds", "0"]
 _REQUEST: Final = {
-    (method.encode(), status): _CELL["requests", method, str(status)]
+    (method, status): _CELL["requests", method, str(status)]
     for method in _METHODS
     for status in _STATUSES
 }
@@ -136,7 +136,7 @@ class Counters:
         self._cells[_WORKERS] = 1
         self._cells[_WAITERS] = self._cells[_LISTENING] = 0
 
-    def count_request(self, method: bytes, status: int) -> None:
+    def count_request(self, method: str, status: int) -> None:
         """A request was answered."""
         cell = _REQUEST.get((method, status))
         self._cells[cell if cell is not None else _other(method, status)] += 1
@@ -167,7 +167,6 @@ class Counters:
         self._cells[_LISTENING] = is_it
 
 
-def _other(method: bytes, status: int) -> int:
-    name = method.decode("latin-1")
-    known = name if name in _METHODS else "other"
+def _other(method: str, status: int) -> int:
+    known = method if method in _METHODS else "other"
     return _CELL["requests", known, str(status) if status in _STATUSES else "other"]

@@ -6,6 +6,8 @@ page cache: what is compared is the servers, not the disk. PUTs do go to the dis
 alone` is what 16 threads can write durably there without any server.
 
     PYTHONPATH=tests .venv/bin/python -m benchmarks.server --rounds 5 --seconds 2
+
+With `--postgresql 1` both releases run on a PostgreSQL of their own, whose CPU time is not counted.
 """
 
 import asyncio
@@ -35,6 +37,7 @@ from benchmarks.targets import (
     resident_bytes,
     unique_body,
 )
+from support.postgres import Postgres
 
 KIB, MIB = 1024, 1024**2
 HOT = (
@@ -57,7 +60,10 @@ def main():
         "server",
         __doc__.splitlines()[0],
         rounds=3,
-        extra=[("seconds", 2, "length of one measurement")],
+        extra=[
+            ("seconds", 2, "length of one measurement"),
+            ("postgresql", 0, "1 for both releases on PostgreSQL, without peers"),
+        ],
     )
     figures = Figures("server", {"rounds": settings.rounds, "seconds": settings.seconds})
     figures.note(f"GETs were made by {'wrk, 1 thread' if wrk() else 'threads of Python'}.")
@@ -70,14 +76,15 @@ def main():
     )
     Path("build").mkdir(exist_ok=True)
     kinds = [Graphstash, ReleaseBefore]
-    for peer in PEERS:
+    for peer in () if settings.postgresql else PEERS:
         if how := peer.missing():
             figures.note(f"{peer.name} is not installed: {how}")
         else:
             kinds.append(peer)
     with tempfile.TemporaryDirectory(prefix="bench-", dir="build") as name, ExitStack() as stack:
         directory = Path(name)
-        targets = [start(stack, kind, directory) for kind in kinds]
+        postgres = stack.enter_context(Postgres()) if settings.postgresql else None
+        targets = [start(stack, kind, directory, postgres) for kind in kinds]
         publish(targets)
         with progress() as bar:
             task = bar.add_task("server", total=settings.rounds * len(targets))
@@ -90,8 +97,9 @@ def main():
     figures.write(settings.output)
 
 
-def start(stack, kind, directory):
-    target = kind(directory / kind.name.replace(" ", "-"))
+def start(stack, kind, directory, postgres):
+    databases = [postgres.new_database()] if postgres else []
+    target = kind(directory / kind.name.replace(" ", "-"), *databases)
     stack.callback(target.close)
     return target
 

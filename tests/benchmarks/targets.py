@@ -116,19 +116,20 @@ class Target:
 
 
 class Graphstash(Target):
-    """`graphstash serve`, as its users start it: SQLite and a disk store."""
+    """`graphstash serve`, as its users start it: SQLite and a disk store; or on a PostgreSQL."""
 
     name = "graphstash"
     is_durable = True
 
-    def __init__(self, directory):
+    def __init__(self, directory, database_url=None):
         self._paths = {}
-        self._server = self.start(directory)
+        environment = {"GRAPHSTASH_DATABASE_URL": database_url} if database_url else {}
+        self._server = self.start(directory, environment)
         self.port = self._server.port
         self.pid = self._server.process.pid
 
-    def start(self, directory):
-        return Server(directory)
+    def start(self, directory, environment):
+        return Server(directory, **environment)
 
     @classmethod
     def missing(cls):
@@ -174,9 +175,9 @@ class ReleaseBefore(Graphstash):
 
     name = "release before"
 
-    def start(self, directory):
+    def start(self, directory, environment):
         command = (str(python_of_release_before()), "-m", "graphstash", "serve")
-        return ServerProcess(directory / "data", command=command)
+        return ServerProcess(directory / "data", command=command, environment=environment)
 
 
 def artifact_path(fingerprint):

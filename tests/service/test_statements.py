@@ -1,13 +1,17 @@
 """What requests cost the database: how many statements each takes, and who shares one."""
 
 import asyncio
+import functools
 import json
+import threading
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from sqlalchemy.engine import make_url
 
 from graphstash_schema import LookupRequest, Namespace, NamespacePolicy
 from graphstash_server.api.bodies import _plain_keys
@@ -15,10 +19,11 @@ from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.artifacts import find_artifact, find_stored
 from graphstash_server.db.queries.usage import UsageChange, add_usage, list_usage
 from graphstash_server.db.reads import PostgresLane, SqliteLane
+from graphstash_server.db.sqlite import SqliteHere
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
 from graphstash_server.services.namespaces import PolicyService
-from support.services import ACTOR, OVERWRITE, key_of
+from support.services import ACTOR, OVERWRITE, FakeClock, key_of
 from support.statements import recorded
 
 pytestmark = [pytest.mark.sql, pytest.mark.anyio]
@@ -35,6 +40,7 @@ class HeldBack:
         self.may_return = asyncio.Event()
         for lane in (SqliteLane, PostgresLane):
             monkeypatch.setattr(lane, "fetch", self._late(lane.fetch))
+        read_in_threads(monkeypatch)
 
     def _late(self, fetch):
         async def late(lane, wanted):
@@ -44,6 +50,13 @@ class HeldBack:
             return answers
 
         return late
+
+
+def read_in_threads(monkeypatch):
+    """SQLite's rows are far away, for the event loop: each read that it makes itself is cheaper
+    than to share one.
+    """
+    monkeypatch.setattr(SqliteHere, "fetch", lambda *_: None)
 
 
 async def test_an_artifact_that_is_not_in_memory_costs_one_statement(opened):
@@ -58,7 +71,8 @@ async def test_an_artifact_that_is_not_in_memory_costs_one_statement(opened):
         assert len(statements) == 2
 
 
-async def test_readers_of_one_key_share_a_statement(opened):
+async def test_readers_of_one_key_share_a_statement(opened, monkeypatch):
+    read_in_threads(monkeypatch)
     async with opened() as one, opened() as other:
         await one.put(b"blob")
         with recorded() as statements:
@@ -228,6 +242,75 @@ async def test_a_step_whose_caller_is_cancelled_holds_up_nobody(opened):
             await staying
         await waiting
         assert await hits(database) == 1
+
+
+async def test_a_caller_who_is_cancelled_often_waits_for_the_thread(tmp_path):
+    """The transaction would go on behind the back of the next one."""
+    database = Database(f"sqlite+aiosqlite:///{tmp_path / 'db'}")
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    async def stay(_):
+        has_begun.set()
+        may_end.wait()
+
+    async def write():
+        async with database.writing_in_steps() as steps:
+            await steps.run(stay, is_last=True)
+
+    writing = asyncio.create_task(write())
+    await asyncio.to_thread(has_begun.wait)
+    for _ in range(5):
+        writing.cancel()
+        await asyncio.wait([writing], timeout=0.05)
+        assert not writing.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await writing
+    await database.close()
+
+
+async def test_after_a_slow_read_the_event_loop_leaves_the_disk_to_threads(tmp_path, monkeypatch):
+    clock, blocks = FakeClock(), 0
+    slow = SimpleNamespace(seconds=0.0, blocks=0)
+
+    def monotonic():
+        return clock().timestamp()
+
+    def getrusage(_):
+        return SimpleNamespace(ru_inblock=blocks)
+
+    def work():
+        nonlocal blocks
+        clock.turn(slow.seconds)
+        blocks += slow.blocks
+        return 1
+
+    monkeypatch.setattr("graphstash_server.db.sqlite.time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr("graphstash_server.db.sqlite.getrusage", getrusage)
+    here = SqliteHere(make_url(f"sqlite+aiosqlite:///{tmp_path / 'db'}"))
+    assert here.fetch("SELECT 1", ()) is None  # a thread opens it
+    await here._opening
+    await asyncio.sleep(0)
+    here._connection.create_function("work", 0, work)
+    read = functools.partial(here.fetch, "SELECT work()", ())
+
+    assert read() == [(1,)]
+    slow.seconds = 0.01  # the core was elsewhere
+    assert read() == read() == [(1,)]
+    slow.blocks = 8
+    assert read() == [(1,)]
+    assert read() is None
+    clock.turn(0.9)
+    assert read() is None
+    clock.turn(0.1)
+    slow.seconds, slow.blocks = 0.1, 0  # of a disk whose blocks nobody counts
+    assert read() == [(1,)]
+    clock.turn(5)
+    assert read() is None
+    clock.turn(5)
+    assert read() == [(1,)]
+    assert here.fetch("SELECT 1 FROM nowhere", ()) is None
+    await here.close()
 
 
 async def add_hit(database):

@@ -9,7 +9,7 @@ from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
 from graphstash_server.db.reads import PostgresLane, SqliteLane
-from graphstash_server.db.sqlite import SqliteTransaction
+from graphstash_server.db.sqlite import SqliteHere, SqliteTransaction
 
 __all__ = ["Statement", "recorded"]
 
@@ -58,6 +58,16 @@ def _record_lanes(patch: pytest.MonkeyPatch, add: Any) -> None:
 
     for lane in (SqliteLane, PostgresLane):
         patch.setattr(lane, "fetch", recording(lane.fetch))
+
+    fetch_here = SqliteHere.fetch
+
+    def record_here(here: SqliteHere, sql: str, values: Any) -> Any:
+        found = fetch_here(here, sql, values)
+        if found is not None:  # otherwise a lane is asked
+            add(sql, values)
+        return found
+
+    patch.setattr(SqliteHere, "fetch", record_here)
 
 
 def _record_transactions(patch: pytest.MonkeyPatch, add: Any) -> None:

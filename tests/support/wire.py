@@ -40,6 +40,10 @@ class Wire:
         )
         self._received = b""
 
+    def fileno(self) -> int:
+        """For `select`: there is something to receive."""
+        return self._socket.fileno()
+
     def send(self, data: bytes) -> bool:
         try:
             self._socket.sendall(data)

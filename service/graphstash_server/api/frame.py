@@ -120,7 +120,7 @@ class RequestFrame:
             nonlocal is_started
             if message["type"] == "http.response.start":
                 is_started = True
-                self._counters.count_request(scope["method"].encode(), message["status"])
+                self._counters.count_request(scope["method"], message["status"])
                 given = list(message.get("headers", ()))
                 brought = {name for name, _ in given} & _OF_PAGES
                 message["headers"] = given + [one for one in own_headers if one[0] not in brought]

@@ -17,6 +17,7 @@ from graphstash_server.errors import ServerError
 
 __all__ = [
     "add_problem_handlers",
+    "are_refusals_logged",
     "invalid_body",
     "log_refusal",
     "logged_id",
@@ -184,6 +185,11 @@ def refusal_response(
     if error.code is ErrorCode.RANGE_NOT_SATISFIABLE:
         headers["Content-Range"] = f"bytes */{error.limit:.0f}"
     return problem_response(request_id, error, headers=headers)
+
+
+def are_refusals_logged() -> bool:
+    """Whether `log_refusal` writes a line about what is the caller's business."""
+    return _LOGGER.isEnabledFor(logging.DEBUG)
 
 
 def log_refusal(error: ServerError, *, method: str, path: str, state: Mapping[str, Any]) -> None:

@@ -31,7 +31,7 @@ from graphstash_schema import ErrorCode
 from graphstash_server.db.prepared import NOTHING, Parameters, Prepared, Row
 from graphstash_server.db.prepared import Connection as Transaction
 from graphstash_server.db.reads import PostgresLane, Reads, SqliteLane
-from graphstash_server.db.sqlite import SqliteThread, SqliteTransaction, set_pragmas
+from graphstash_server.db.sqlite import SqliteHere, SqliteThread, SqliteTransaction, set_pragmas
 from graphstash_server.errors import NoSpaceError, ServerError
 
 __all__ = ["Database", "Steps", "make_engine"]
@@ -96,6 +96,7 @@ class Database:
         lanes = min(_LANES, connections // 2) if self.is_postgresql else 0
         free = connections - lanes if self.is_postgresql else _SQLITE_READERS
         self.shared_connections = max(1, free - 2)
+        self._here = None if self.is_postgresql else SqliteHere(self.url)
         self._turn = asyncio.Lock()  # to write: SQLite takes one writer at a time
         if self.is_postgresql:
             self._writing = make_engine(
@@ -148,8 +149,20 @@ class Database:
         Raises:
             ServerError: 503 when the database does not answer.
         """
+        if statement.finds_one and (found := self.fetch_now(statement, given)) is not None:
+            return found
         with _failures_named():
             return await self._reads.fetch(statement, given)
+
+    def fetch_now(self, statement: Prepared, given: Parameters) -> Sequence[Row] | None:
+        """The same for a statement that `finds_one`, where the row is in memory, or known to be
+        absent; None when it has to be waited for.
+        """
+        if self._here is None:
+            return None
+        compiled = statement.sqlite
+        found = self._here.fetch(compiled.sql, compiled.bind(given))
+        return None if found is None else compiled.rows(found)
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[AsyncConnection]:
@@ -199,7 +212,8 @@ class Database:
     async def close(self) -> None:
         """Closes every connection."""
         await self._reads.close()
-        if not self.is_postgresql:
+        if self._here is not None:
+            await self._here.close()
             await self._writer.close()
         await self._writing.dispose()
         await self._reading.dispose()

@@ -105,9 +105,12 @@ Source: TypeAlias = Connection | Reader
 class Prepared:
     """A statement that is built when it is first needed, once for each database."""
 
-    def __init__(self, build: Callable[[str], Executable]) -> None:
-        """Takes what builds the statement for a dialect, "sqlite" or "postgresql"."""
+    def __init__(self, build: Callable[[str], Executable], *, finds_one: bool = False) -> None:
+        """Takes what builds the statement for a dialect, "sqlite" or "postgresql", and whether it
+        finds one row at most, by an index: then SQLite needs no thread for it.
+        """
         self._build = build
+        self.finds_one = finds_one
         self._statements: dict[str, Executable] = {}
 
     @cached_property

@@ -2,21 +2,24 @@
 
 A statement takes SQLite microseconds; handing it to a thread and its rows back takes longer. So a
 thread is called once for many statements: for all reads that are wanted at the same time
-(`db.reads`), and for a transaction, or for the part of it between two waits for something else.
+(`db.reads`), and for a transaction, or for the part of it between two waits for something else. A
+single row that is in memory is read without any thread (`SqliteHere`).
 """
 
 import asyncio
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from queue import SimpleQueue
+from resource import RUSAGE_THREAD, getrusage
 from typing import Any, Final, TypeAlias, TypeVar
 
 from sqlalchemy.engine import URL, Dialect
 from sqlalchemy.exc import DBAPIError
 
-__all__ = ["SqliteThread", "SqliteTransaction", "as_core_says", "set_pragmas"]
+__all__ = ["SqliteHere", "SqliteThread", "SqliteTransaction", "as_core_says", "set_pragmas"]
 
 T = TypeVar("T")
 
@@ -24,6 +27,10 @@ _Work: TypeAlias = Callable[[sqlite3.Connection], Any]
 _Job: TypeAlias = "tuple[_Work, asyncio.Future[Any], asyncio.AbstractEventLoop]"
 
 _BUSY_MILLISECONDS: Final = 10_000
+
+_SLOW_SECONDS: Final = 0.001
+_TOO_SLOW_SECONDS: Final = 0.05
+_SHARE_OF_WAITS: Final = 0.01
 
 
 class SqliteThread:
@@ -61,7 +68,7 @@ class SqliteThread:
             work, future, loop = job
             try:
                 if connection is None:
-                    connection = self._connect()
+                    connection = _connect(self._url, is_reader=self._is_reader)
                 answer = partial(_settle, future, work(connection))
             except sqlite3.Error as error:
                 answer = partial(_fail, future, as_core_says(error))
@@ -75,15 +82,64 @@ class SqliteThread:
         if connection is not None:
             connection.close()
 
-    def _connect(self) -> sqlite3.Connection:
-        (path,), options = self.dialect.create_connect_args(self._url)
-        connection: sqlite3.Connection = sqlite3.connect(
-            path, **{**options, "isolation_level": None}
-        )
-        set_pragmas(connection, None)
-        if self._is_reader:
-            connection.execute("PRAGMA query_only=ON")
-        return connection
+
+class SqliteHere:
+    """A connection on which the event loop itself reads single rows, found by an index.
+
+    What is not in memory makes the loop wait for the disk, once in a while: after a slow read all
+    of them are left to the threads for a hundred times as long. A lock is not waited for at all.
+
+    Other threads and processes may have had the core during a slow read, which a thread would not
+    change, so Linux is asked whether a block was read. Where it counts none (some network file
+    systems), only what takes much longer is slow.
+    """
+
+    def __init__(self, url: URL) -> None:
+        """Prepares it; the first `fetch` opens it, in a thread."""
+        self._url = url
+        self._opening: asyncio.Future[sqlite3.Connection] | None = None
+        self._connection: sqlite3.Connection | None = None
+        self._not_before = 0.0
+
+    def fetch(self, sql: str, values: Sequence[Any]) -> Sequence[Sequence[Any]] | None:
+        """The rows of a statement; None when a thread has to be asked."""
+        began = time.monotonic()
+        if began < self._not_before:
+            return None
+        if self._connection is None:
+            self._open()
+            return None
+        blocks = getrusage(RUSAGE_THREAD).ru_inblock
+        try:
+            found = self._connection.execute(sql, values).fetchall()
+        except sqlite3.Error:
+            return None  # the thread will say what is wrong
+        took = time.monotonic() - began
+        if took > _SLOW_SECONDS and (
+            took > _TOO_SLOW_SECONDS or getrusage(RUSAGE_THREAD).ru_inblock > blocks
+        ):
+            self._not_before = began + took / _SHARE_OF_WAITS
+        return found
+
+    async def close(self) -> None:
+        """Closes the connection."""
+        if self._opening is not None:
+            await asyncio.wait([self._opening])
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def _open(self) -> None:
+        if self._opening is None:
+            connect = partial(_connect, self._url, is_reader=True, busy_milliseconds=0)
+            self._opening = asyncio.get_running_loop().run_in_executor(None, connect)
+            self._opening.add_done_callback(self._opened)
+
+    def _opened(self, opening: "asyncio.Future[sqlite3.Connection]") -> None:
+        if opening.cancelled() or opening.exception() is not None:
+            self._opening = None  # the threads fare alike, and say so
+        else:
+            self._connection = opening.result()
 
 
 class SqliteTransaction:
@@ -158,6 +214,22 @@ class SqliteTransaction:
     def _open(self) -> sqlite3.Connection:
         assert self._connection is not None  # noqa: S101 - `run` begins it
         return self._connection
+
+
+def _connect(
+    url: URL, *, is_reader: bool, busy_milliseconds: int = _BUSY_MILLISECONDS
+) -> sqlite3.Connection:
+    """A connection for one thread at a time, whichever it is."""
+    (path,), options = url.get_dialect()().create_connect_args(url)
+    connection: sqlite3.Connection = sqlite3.connect(
+        path, **{**options, "isolation_level": None, "check_same_thread": False}
+    )
+    set_pragmas(connection, None)
+    connection.execute(f"PRAGMA busy_timeout={busy_milliseconds}")
+    if is_reader:
+        connection.execute("PRAGMA query_only=ON")
+        connection.execute("SELECT count(*) FROM sqlite_schema").fetchall()  # reads the schema
+    return connection
 
 
 def set_pragmas(connection: Any, _record: Any) -> None:

@@ -1,15 +1,18 @@
 """FastPath: reads a request for an artifact and makes its answer."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from starlette.responses import Response
 
 from graphstash_schema import (
+    STATUS,
     ArtifactKind,
     DeviceType,
+    ErrorCode,
     Fingerprint,
     Namespace,
     NamespacePolicy,
@@ -27,7 +30,12 @@ from graphstash_server.api.frame import (
     frame_headers,
     request_ids,
 )
-from graphstash_server.api.problems import log_refusal, problem_response, refusal_response
+from graphstash_server.api.problems import (
+    are_refusals_logged,
+    log_refusal,
+    problem_response,
+    refusal_response,
+)
 from graphstash_server.api.representation import (
     ACCEPT_REDIRECT,
     HEADER_ACCEL,
@@ -49,10 +57,11 @@ from graphstash_server.storage import SMALL_BYTES, BlobReader, FileReader
 
 __all__ = ["Answer", "FastPath", "FastRequest"]
 
-_TARGET: Final = re.compile(
-    rf"/v1/({Namespace.form.pattern})/artifacts/({'|'.join(ArtifactKind)})"
-    rf"/({DeviceType.form.pattern})/({Fingerprint.form.pattern})".encode()
+_LINE: Final = re.compile(
+    rf"(GET|HEAD) ((/v1/{Namespace.form.pattern}/artifacts/(?:{'|'.join(ArtifactKind)})"
+    rf"/{DeviceType.form.pattern})/({Fingerprint.form.pattern})) HTTP/1\.1\r\n".encode()
 )
+"""A request line."""
 
 _READ_HERE: Final = {
     name.encode(): name
@@ -84,15 +93,19 @@ _ACCEL: Final = {HEADER_ACCEL}
 _MAX_KEPT: Final = 1024
 """As many as the rows in memory (`RecentRows`); at most 32 MiB more for each table."""
 
+_MAX_KEPT_BYTES: Final = 2048
+"""Longer headers are read anew each time: 1,024 of them are kept."""
+
 
 class FastRequest(NamedTuple):
     """A request that its caller may make, and that counts against the namespace's rate."""
 
-    method: bytes
+    method: str
     path: str
     key: StoredKey
     job: str
     asked: Mapping[str, str]
+    keep_alive: bool
     policy: NamespacePolicy
     request_id: bytes
     own_id: bytes
@@ -100,8 +113,8 @@ class FastRequest(NamedTuple):
     refusal: ServerError | None
 
     @property
-    def state(self) -> dict[str, str]:
-        """Its ids, as the application has them."""
+    def state(self) -> Mapping[str, str]:
+        """Its ids, where `api.frame` keeps them for the log."""
         return {
             "request_id": self.request_id.decode(),
             "server_request_id": self.own_id.decode(),
@@ -133,30 +146,30 @@ class FastPath:
         self._context = context
         self._new_id = request_ids()
 
-    def read(
-        self,
-        method: bytes,
-        target: bytes,
-        headers: list[tuple[bytes, bytes]],
-        *,
-        scheme: str,
-        is_owner: bool,
-    ) -> FastRequest | None:
-        """A request, or None when it is the application's."""
-        if method not in (b"GET", b"HEAD") or (found := _found(target)) is None:
+    def read(self, head: bytes, *, scheme: str, is_owner: bool) -> FastRequest | None:
+        """A request, or None when it is the application's.
+
+        Args:
+            head: what has come of it: its line and headers, and the empty line after them.
+            scheme: "http" or "https".
+            is_owner: whether it came by the owner's own socket.
+        """
+        line = _LINE.match(head)
+        if line is None:
             return None
-        path, key = found
         context = self._context()
         reads = context.accounting.reads
-        fields = dict(headers)
-        if len(fields) != len(headers) or not fields.keys() <= _KNOWN or not _is_plain(fields):
+        rest = head[line.end() :]
+        fields = _fields(rest) if len(rest) <= _MAX_KEPT_BYTES else _fields_of(rest)
+        if fields is None:
             reads["headers"] += 1
             return None
-        asked = _asked(fields)
-        if takes_link(context.settings, asked):
+        if takes_link(context.settings, fields.asked):
             reads["redirect"] += 1
             return None
-        principal = _principal(context, fields, is_owner=is_owner)
+        method, path, place, fingerprint = (word.decode() for word in line.groups())
+        key = StoredKey(*_place(place), Fingerprint(fingerprint))
+        principal = _principal(context, fields.shown, is_owner=is_owner)
         policy = context.policies.now_of(key.namespace)
         if principal is None or policy is None or not _may_read(principal, key.namespace, policy):
             reads["caller"] += 1
@@ -167,11 +180,10 @@ class FastPath:
         except ServerError as error:
             refusal = error
         own_id = self._new_id()
-        request_id = callers_request_id(headers) if _ID in fields else None
         reads["fast"] += 1
         return FastRequest(
-            *(method, path, key, _job(fields.get(_JOB)), asked, policy),
-            *(request_id or own_id, own_id, scheme, refusal),
+            *(method, path, key, fields.job, fields.asked, fields.keep_alive, policy),
+            *(fields.request_id or own_id, own_id, scheme, refusal),
         )
 
     def answer_now(self, request: FastRequest) -> Answer | None:
@@ -183,7 +195,9 @@ class FastPath:
         if request.refusal is not None:
             return self.refuse(request, request.refusal)
         artifacts = self._context().artifacts
-        is_head = request.method == b"HEAD"
+        is_head = request.method == "HEAD"
+        if not (is_known := artifacts.is_known_now(request.key)):
+            return None if is_known is None else self._miss(request)
         read = None if is_head else artifacts.read_now(request.key)
         if read is not None:
             return self._small_hit(request, *read)
@@ -204,7 +218,7 @@ class FastPath:
         """
         artifacts = self._context().artifacts
         try:
-            if request.method == b"HEAD":
+            if request.method == "HEAD":
                 row = await artifacts.find(request.key)
                 if row is not None:
                     return self._describe(request, row)
@@ -212,17 +226,15 @@ class FastPath:
                 artifact = await artifacts.open(request.key)
                 if artifact is not None:
                     return self._hit(request, artifact.row, artifact.reader)
-                self._context().accounting.count_miss(request.key, job=request.job)
         except ServerError as error:
             return self.refuse(request, error)
-        return self.refuse(request, absent(request.key))
+        return self._miss(request)
 
     def refuse(self, request: FastRequest, error: ServerError) -> Answer:
         """The answer to a request that is refused; counts it."""
         self._context().accounting.count_refusal(error.code)
-        state = request.state
-        log_refusal(error, method=request.method.decode(), path=request.path, state=state)
-        return self._problem(request, refusal_response(state["request_id"], error))
+        log_refusal(error, method=request.method, path=request.path, state=request.state)
+        return self._problem(request, refusal_response(request.request_id.decode(), error))
 
     def fail(self, request: FastRequest, error: ServerError) -> Answer:
         """The answer to a request that the server itself could not finish."""
@@ -236,6 +248,16 @@ class FastPath:
         """Counts the bytes of an answer that were sent from its `reader`."""
         accounting = self._context().accounting
         accounting.count_served(request.key, sent_bytes=sent_bytes, job=request.job)
+
+    def _miss(self, request: FastRequest) -> Answer:
+        """The answer where there is no artifact; counts it."""
+        accounting = self._context().accounting
+        if request.method == "GET":
+            accounting.count_miss(request.key, job=request.job)
+        if are_refusals_logged():
+            return self.refuse(request, absent(request.key))
+        accounting.count_refusal(ErrorCode.NOT_FOUND)
+        return _absence(*request.key[:3]).answer(request)
 
     def _small_hit(self, request: FastRequest, row: StoredArtifact, blob: bytearray) -> Answer:
         """The answer to a GET of an artifact that was read already."""
@@ -299,29 +321,103 @@ class FastPath:
 
     def _problem(self, request: FastRequest, made: Response) -> Answer:
         headers = b"".join(b"%b: %b\r\n" % header for header in made.raw_headers)
-        body = b"" if request.method == b"HEAD" else bytes(made.body)
+        body = b"" if request.method == "HEAD" else bytes(made.body)
         return Answer(made.status_code, headers + _frame(request), body)
 
 
 @lru_cache(_MAX_KEPT)
-def _job(header: bytes | None) -> str:
-    return job_named(None if header is None else header.decode("latin-1"))
+def _place(path: str) -> tuple[Namespace, ArtifactKind, DeviceType]:
+    """What a path says before the fingerprint: the same for a whole job."""
+    _, _, namespace, _, kind, device_type = path.split("/")
+    return Namespace(namespace), ArtifactKind(kind), DeviceType(device_type)
+
+
+class _Fields(NamedTuple):
+    """What headers say: those that change the answer, who asks (`Authorization`), their own id of
+    the request, the job that they are of, and whether there may be another one.
+    """
+
+    asked: Mapping[str, str]
+    shown: str | None
+    request_id: bytes | None
+    job: str
+    keep_alive: bool
+
+
+class _Headers(list[tuple[bytes, bytes]]):
+    """Takes headers from the parser, with their names as the application gets them."""
+
+    heads = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        self.heads += 1
+
+
+def _fields_of(lines: bytes) -> _Fields | None:
+    """Headers that are read completely here; None when anything about them is the application's.
+    The parser is that of every other request.
+    """
+    headers = _Headers()
+    try:
+        HttpRequestParser(headers).feed_data(b"GET / HTTP/1.1\r\n" + lines)
+    except (HttpParserError, HttpParserUpgrade):
+        return None
+    fields = dict(headers)
+    if headers.heads != 1 or len(fields) != len(headers):  # or who asks might mean two requests
+        return None
+    if not fields.keys() <= _KNOWN or not _is_plain(fields):
+        return None
+    shown = fields.get(b"authorization")
+    return _Fields(
+        _asked(fields),
+        None if shown is None else shown.decode("latin-1"),
+        callers_request_id(headers),
+        job_named(fields[_JOB].decode("latin-1") if _JOB in fields else None),
+        fields.get(b"connection", b"").lower() != b"close",
+    )
+
+
+_fields: Final = lru_cache(_MAX_KEPT)(_fields_of)
+
+
+class _Absence(NamedTuple):
+    """The answer for an artifact that does not exist, but for what differs between those of a job.
+
+    Attributes:
+        headers: the lines before and after `Content-Length`.
+        body: what stands before, between and after the fingerprint and the request's id.
+    """
+
+    headers: tuple[bytes, bytes]
+    body: tuple[bytes, bytes, bytes]
+
+    def answer(self, request: FastRequest) -> Answer:
+        """The answer to one request."""
+        begin, between, end = self.body
+        fingerprint = request.key.fingerprint.encode()
+        body = b"".join((begin, fingerprint, between, request.request_id, end))
+        before, after = self.headers
+        lines = b"%bcontent-length: %d\r\n%b" % (before, len(body), after)
+        return Answer(
+            STATUS[ErrorCode.NOT_FOUND],
+            lines + _frame(request),
+            b"" if request.method == "HEAD" else body,
+        )
 
 
 @lru_cache(_MAX_KEPT)
-def _found(target: bytes) -> tuple[str, StoredKey] | None:
-    """The path of an artifact and its key; None for any other request target."""
-    path = _TARGET.fullmatch(target)
-    if path is None:
-        return None
-    namespace, kind, device_type, fingerprint = (word.decode() for word in path.groups())
-    key = StoredKey(
-        Namespace(namespace),
-        ArtifactKind(kind),
-        DeviceType(device_type),
-        Fingerprint(fingerprint),
-    )
-    return target.decode(), key
+def _absence(namespace: Namespace, kind: ArtifactKind, device_type: DeviceType) -> _Absence:
+    """Made from the problem document with marks where no word has such characters."""
+    key = StoredKey(namespace, kind, device_type, cast("Fingerprint", "<fingerprint>"))
+    made = refusal_response("<id>", absent(key))
+    begin, _, rest = bytes(made.body).partition(b"<fingerprint>")
+    between, _, end = rest.partition(b"<id>")
+    lines = b"".join(b"%b: %b\r\n" % header for header in made.raw_headers)
+    before, _, after = lines.partition(b"content-length: %d\r\n" % len(made.body))
+    return _Absence((before, after), (begin, between, end))
 
 
 @lru_cache(_MAX_KEPT)
@@ -362,16 +458,13 @@ def _asked(fields: Mapping[bytes, bytes]) -> Mapping[str, str]:
     }
 
 
-def _principal(
-    context: ProcessContext, fields: Mapping[bytes, bytes], *, is_owner: bool
-) -> Principal | None:
+def _principal(context: ProcessContext, shown: str | None, *, is_owner: bool) -> Principal | None:
     """The caller, see `api.calls`; None when they are refused, or have to be looked up."""
     if context.access.is_open:
         return OPEN_ACCESS
-    shown = fields.get(b"authorization")
     if shown is None and is_owner:
         return OWNER
-    return context.access.principal_now(None if shown is None else shown.decode("latin-1"))
+    return context.access.principal_now(shown)
 
 
 def _may_read(principal: Principal, namespace: Namespace, policy: NamespacePolicy) -> bool:
@@ -379,12 +472,8 @@ def _may_read(principal: Principal, namespace: Namespace, policy: NamespacePolic
 
 
 def _lines(headers: Mapping[str, str]) -> bytes:
-    text = "".join(f"{name}: {value}\r\n" for name, value in _lowered(headers))
-    return text.encode("latin-1")
-
-
-def _lowered(headers: Mapping[str, str]) -> Iterable[tuple[str, str]]:
-    return ((name.lower(), value) for name, value in headers.items())
+    lines = [f"{name.lower()}: {value}\r\n" for name, value in headers.items()]
+    return "".join(lines).encode("latin-1")
 
 
 def _frame(request: FastRequest) -> bytes:

@@ -5,10 +5,10 @@ import logging
 import os
 import socket
 from asyncio import Event, Future
+from functools import lru_cache
 from typing import ClassVar, Final
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
-from uvicorn.protocols.utils import get_client_addr
 
 from graphstash_server.api.frame import internal_failure, shutting_down
 from graphstash_server.api.problems import logged_id
@@ -36,75 +36,102 @@ class _Cycle:
 
 
 _ANSWERED: Final = _Cycle(keep_alive=True, is_complete=True)
-"""Of every request that was answered before the parser went on."""
+"""Of every request that was answered at once."""
 
 
 class FastConnection(Connection):
-    """A connection with the fast path. A request that it takes has no body and no predecessor that
-    still waits for its answer, so the order of the answers is that of the requests.
+    """A connection with the fast path. What that takes, the parser never sees: whole heads of
+    requests without a body, whose predecessors have their answers. So answers keep the order of the
+    requests.
     """
 
     fast: ClassVar[FastPath]
 
     _current: _Cycle | None = None  # not `cycle`: a later request may stand there
     _writable: Future[None] | None = None
+    _idle_since = 0.0
+    _idle_timer: asyncio.TimerHandle | None = None
 
-    def on_headers_complete(self) -> None:
-        """A head has arrived."""
-        self._unset_keepalive_if_required()  # of an answer to a request in the same segment
-        if not self._is_answered_fast():
-            super().on_headers_complete()
+    def data_received(self, data: bytes) -> None:
+        """Answers what it can, and leaves the rest to the parser."""
+        if not (self._is_deaf or self._is_in_head or self._is_in_body):
+            data = self._left_of(data)
+        if data:
+            super().data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends what is being sent."""
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
         if self._current is not None:
             self._current.disconnected = True
         super().connection_lost(exc)
         self._go_on()
 
-    def _is_answered_fast(self) -> bool:
+    def _left_of(self, data: bytes) -> bytes:
+        """Answers requests from the beginning of `data` on; returns what comes after them."""
+        begin = 0
+        while (end := data.find(b"\r\n\r\n", begin) + 4) >= 4:
+            if self.transport.is_closing():  # one of them was the last
+                return b""
+            if not self._is_answered_fast(data[begin:end]):
+                break
+            begin = end
+        return data[begin:]
+
+    def _is_answered_fast(self, head: bytes) -> bool:
         """Begins an answer; False when the application has to."""
         if self.is_answering or self.flow.write_paused:
             return False
-        if self.transport.is_closing() or self.parser.get_http_version() != "1.1":
-            return False
+        scheme = self.scheme or "http"
         try:
-            request = self.fast.read(
-                self.parser.get_method(),
-                self.url,
-                self.headers,
-                scheme=self.scheme or "http",
-                is_owner=self.is_owners,
-            )
+            request = self.fast.read(head, scheme=scheme, is_owner=self.is_owners)
             if request is None:
                 return False
             answer = self.fast.answer_now(request)
         except Exception:
-            # The parser would take it for a malformed request. The application answers it.
             _LOGGER.exception("the fast path failed, the application answers")
             return False
-        self._head_is_complete()
-        keep_alive = self.parser.should_keep_alive()
+        self._unset_head_timer()
+        self._unset_keepalive_if_required()
         if answer is not None and answer.reader is None:
             self.cycle = _ANSWERED  # type: ignore[assignment]
-            self._write_whole(request, answer, keep_alive=keep_alive)
+            self.server_state.total_requests += 1
+            if self._write_whole(request, answer, keep_alive=request.keep_alive):
+                self._wait_for_more()
         else:
-            cycle = self._current = _Cycle(keep_alive=keep_alive)
+            cycle = self._current = _Cycle(keep_alive=request.keep_alive)
             self.cycle = cycle  # type: ignore[assignment]
             task = self.loop.create_task(self._answer(cycle, request, answer))
             task.add_done_callback(self.tasks.discard)
             self.tasks.add(task)
         return True
 
-    def _write_whole(self, request: FastRequest, answer: Answer, *, keep_alive: bool) -> None:
+    def _write_whole(self, request: FastRequest, answer: Answer, *, keep_alive: bool) -> bool:
+        """Whether the connection stays open."""
         head, keep_alive = self._head(request, answer, keep_alive=keep_alive)
         self.transport.write(head + answer.body)
-        self._end(keep_alive=keep_alive)
-
-    def _end(self, *, keep_alive: bool) -> None:
         if not keep_alive:
             self.transport.close()
-        self.on_response_complete()
+        return keep_alive
+
+    def _wait_for_more(self) -> None:
+        """Closes the connection when nothing comes for a while. The timer runs on over many
+        requests: to set one for each would cost more than to look at the clock.
+        """
+        self._idle_since = self.loop.time()
+        if self._idle_timer is None:
+            self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._end_if_idle)
+
+    def _end_if_idle(self) -> None:
+        self._idle_timer = None
+        if self.is_answering or self._is_in_head or self.timeout_keep_alive_task is not None:
+            return  # which has a limit of its own
+        left = self._idle_since + self.timeout_keep_alive - self.loop.time()
+        if left > 0:
+            self._idle_timer = self.loop.call_later(left, self._end_if_idle)
+        else:
+            self.timeout_keep_alive_handler()
 
     def _head(
         self, request: FastRequest, answer: Answer, *, keep_alive: bool
@@ -113,22 +140,19 @@ class FastConnection(Connection):
         if self.access_log:
             self.access_logger.info(
                 '%s - "%s %s HTTP/%s" %d',
-                get_client_addr(self.scope),
-                request.method.decode(),
+                "%s:%d" % self.client if self.client else "",  # noqa: UP031 - as uvicorn writes it
+                request.method,
                 request.path,
                 "1.1",
                 answer.status,
                 extra={"state": request.state},
             )
         self.fast.count_answer(request, answer.status)
-        default = b""
-        for name, value in self.server_state.default_headers:
-            default += b"%b: %b\r\n" % (name, value)
-            if name == b"connection":  # the server is about to end
-                keep_alive = False
-        closing = b"" if keep_alive or b"\r\nconnection:" in default else b"connection: close\r\n"
-        head = STATUS_LINE[answer.status] + default + answer.headers + closing + b"\r\n"
-        return head, keep_alive
+        default, is_ending = _default_lines(tuple(self.server_state.default_headers))
+        keep_alive = keep_alive and not is_ending
+        closing = b"" if keep_alive or is_ending else b"connection: close\r\n"
+        parts = (STATUS_LINE[answer.status], default, answer.headers, closing, b"\r\n")
+        return b"".join(parts), keep_alive
 
     async def _answer(self, cycle: _Cycle, request: FastRequest, answer: Answer | None) -> None:
         """Answers a request that something has to be waited for."""
@@ -144,6 +168,7 @@ class FastConnection(Connection):
                 else:
                     cycle.response_complete = True
                     self._write_whole(request, answer, keep_alive=cycle.keep_alive)
+                    self.on_response_complete()
             finally:
                 if answer.reader is not None:
                     await answer.reader.close()
@@ -160,6 +185,7 @@ class FastConnection(Connection):
                 cycle.response_complete = True
                 ending = self.fast.fail(request, shutting_down())
                 self._write_whole(request, ending, keep_alive=False)
+                self.on_response_complete()
             raise
         except Exception:
             _LOGGER.exception("%s %s failed (%s)", *_names(request), extra={"state": request.state})
@@ -181,7 +207,9 @@ class FastConnection(Connection):
             self.fast.count_sent(request, cycle.sent_bytes)
         if not cycle.disconnected:
             cycle.response_complete = True
-            self._end(keep_alive=keep_alive and cycle.keep_alive)
+            if not (keep_alive and cycle.keep_alive):
+                self.transport.close()
+            self.on_response_complete()
 
     async def _send_chunks(
         self, cycle: _Cycle, head: bytes, reader: BlobReader, start: int, stop: int
@@ -238,6 +266,13 @@ class FastConnection(Connection):
             self._writable.set_result(None)
 
 
+@lru_cache(8)
+def _default_lines(headers: tuple[tuple[bytes, bytes], ...]) -> tuple[bytes, bool]:
+    """What uvicorn adds to every answer, and whether it is about to end."""
+    is_ending = any(name == b"connection" for name, _ in headers)
+    return b"".join(b"%b: %b\r\n" % each for each in headers), is_ending
+
+
 def _names(request: FastRequest) -> tuple[str, str, str]:
     """A request in the log."""
-    return request.method.decode(), request.path, logged_id(request.state)
+    return request.method, request.path, logged_id(request.state)

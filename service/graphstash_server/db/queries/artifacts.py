@@ -8,6 +8,7 @@ from sqlalchemy import ColumnElement, and_, bindparam, case, delete, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Digest, Namespace
+from graphstash_server.db.engine import Database
 from graphstash_server.db.prepared import Connection, Prepared, Row, Source, is_one_of
 from graphstash_server.db.queries.costs import METADATA_BYTES
 from graphstash_server.db.queries.shared import (
@@ -34,6 +35,7 @@ __all__ = [
     "NewArtifact",
     "delete_artifact",
     "find_artifact",
+    "find_artifact_now",
     "find_artifacts",
     "find_stored",
     "insert_artifact",
@@ -65,9 +67,10 @@ _CHOSEN = select(
     artifacts.c.fingerprint,
     *_STORED,
 )
-_FIND_STORED = Prepared(lambda _: select(*_STORED).where(where_key(artifacts)))
+_FIND_STORED = Prepared(lambda _: select(*_STORED).where(where_key(artifacts)), finds_one=True)
 _FIND_ONE = Prepared(
-    lambda _: select(*_STORED).where(where_key(artifacts), artifacts.c.withheld_at.is_(None))
+    lambda _: select(*_STORED).where(where_key(artifacts), artifacts.c.withheld_at.is_(None)),
+    finds_one=True,
 )
 _FIND_MANY = Prepared(
     lambda dialect: select(
@@ -158,6 +161,14 @@ async def find_artifact(source: Source, key: StoredKey) -> ArtifactRow | None:
     """One artifact that may be served, or None: a withheld one counts as absent."""
     found = await _FIND_ONE.fetch_one(source, key_parameters(key))
     return _row(found, key) if found is not None else None
+
+
+def find_artifact_now(database: Database, key: StoredKey) -> Sequence[ArtifactRow] | None:
+    """The same without waiting, see `Database.fetch_now`: none or one; None when it would have to
+    wait.
+    """
+    found = database.fetch_now(_FIND_ONE, key_parameters(key))
+    return None if found is None else [_row(row, key) for row in found]
 
 
 async def find_stored(source: Source, key: StoredKey) -> ArtifactRow | None:

@@ -202,7 +202,8 @@ async def has_deletion(source: Source, digest: Digest) -> bool:
 
 
 _MARKED = Prepared(
-    lambda _: select(deletions.c.sha256).where(deletions.c.sha256 == bindparam("blob"))
+    lambda _: select(deletions.c.sha256).where(deletions.c.sha256 == bindparam("blob")),
+    finds_one=True,
 )
 
 
@@ -219,7 +220,8 @@ _STATE = Prepared(
         select(generations.c.generation)
         .where(generations.c.sha256 == bindparam("blob"))
         .scalar_subquery(),
-    )
+    ),
+    finds_one=True,
 )
 
 

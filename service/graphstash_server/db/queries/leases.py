@@ -124,7 +124,8 @@ async def find_lease(source: Source, key: StoredKey) -> LeaseRow | None:
 
 
 _FIND = Prepared(
-    lambda _: select(*(leases.c[name] for name in LeaseRow._fields)).where(where_key(leases))
+    lambda _: select(*(leases.c[name] for name in LeaseRow._fields)).where(where_key(leases)),
+    finds_one=True,
 )
 
 

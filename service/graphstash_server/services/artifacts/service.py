@@ -18,6 +18,7 @@ from graphstash_server.db.queries.artifacts import (
     FoundArtifact,
     delete_artifact,
     find_artifact,
+    find_artifact_now,
     find_artifacts,
     find_stored,
     note_look_up,
@@ -162,6 +163,18 @@ class ArtifactService:
             if await self.heal(row):
                 return None
         return None
+
+    def is_known_now(self, key: StoredKey) -> bool | None:
+        """Whether an artifact is there, and its row in memory then; None when that has to be waited
+        for.
+        """
+        if self._recent.get(key) is not None:
+            return True
+        read_at = self._clock()
+        found = find_artifact_now(self._database, key)
+        for row in found or ():
+            self._recent.add(row, read_at=read_at)
+        return None if found is None else bool(found)
 
     def read_now(self, key: StoredKey) -> tuple[ArtifactRow, bytearray] | None:
         """A small artifact and all of its bytes, where both are in memory; None otherwise."""
