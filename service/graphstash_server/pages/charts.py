@@ -18,7 +18,8 @@ __all__ = ["bars", "lines"]
 
 # It finds pygal's plug-ins, which are not used here, in a way that Python gave up: until 3.12 each
 # import that fails warns of it.
-sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, pygal.PluginImportFixer)]
+_FINDER: Final = getattr(pygal, "PluginImportFixer", ())
+sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, _FINDER)]
 
 _SCRIPTED: Final = ("style", "script", "desc", "title")
 _MAX_X_LABELS: Final = 6
