@@ -24,6 +24,7 @@ def logged():
     logger = logging.getLogger("graphstash_server.test")
     logger.addHandler(handler)
     logger.propagate = False
+    logger.setLevel(logging.WARNING)  # a server in this process may have set that of its package
 
     def log(message, *arguments, **options):
         logger.warning(message, *arguments, **options)
@@ -32,6 +33,7 @@ def logged():
     yield log
     logger.removeHandler(handler)
     logger.propagate = True
+    logger.setLevel(logging.NOTSET)
 
 
 def test_an_entry_is_one_line_of_ascii_without_control_characters(logged):
