@@ -9,6 +9,7 @@ from graphstash_schema.explanation import MAX_LABEL_CHARACTERS, Description
 from graphstash_schema.key import ArtifactKey, ArtifactKind, DeviceType
 from graphstash_schema.metadata import ArtifactMetadata
 from graphstash_schema.model import Items, RequestModel, WireModel
+from graphstash_schema.names import LINE
 from graphstash_schema.stats import Count
 
 __all__ = [
@@ -61,6 +62,7 @@ class ArtifactQuery(RequestModel):
     label: str = Field(
         default="",
         max_length=MAX_LABEL_CHARACTERS,
+        pattern=LINE,
         description="only those whose label has this text, in any case",
     )
     details: bool = Field(default=False, description="also tell all parts of each")

@@ -33,13 +33,13 @@ from graphstash_schema.protocol import HEADER_PROTOCOL, PROBLEM_MEDIA_TYPE, PROT
 from graphstash_server.errors import ServerError
 from graphstash_server.settings import ListenSettings
 
-__all__ = ["MAX_HEAD_BYTES", "Connection", "connections", "owner_connections"]
+__all__ = ["MAX_HEAD_BYTES", "MAX_PIPELINED", "Connection", "connections", "owner_connections"]
 
 MAX_HEAD_BYTES: Final = 64 * 1024
 """Limit for an incomplete request line with headers; counted from the second read on, of which each
 returns at most 256 KiB."""
 
-_MAX_PIPELINED: Final = 32
+MAX_PIPELINED: Final = 32
 """Requests of one connection that wait for earlier answers. graphstash's client never sends a
 request before it has the answer to the one before."""
 
@@ -145,7 +145,7 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """A head has arrived; the frame checks its content."""
-        if len(self.pipeline) >= _MAX_PIPELINED:
+        if len(self.pipeline) >= MAX_PIPELINED:
             raise _TooManyError
         self._head_is_complete()
         self._is_in_body = True

@@ -134,6 +134,16 @@ def test_nothing_to_export_is_said_and_leaves_nothing(filled, command, tmp_path,
     assert not list(tmp_path.glob("a.bundle*/*"))
 
 
+def test_an_export_removes_nothing_but_its_own_downloads(filled, command, tmp_path, file):
+    filled()
+    theirs = tmp_path / "a.bundle.partial" / "thesis.txt"
+    theirs.parent.mkdir(mode=0o700)
+    theirs.write_text("years of work")
+    for options, status in ((("--kind", "pjrt"), 1), ((), 0)):
+        command("export", file, *options, status=status)
+        assert theirs.read_text() == "years of work"
+
+
 def test_what_is_there_is_skipped_and_what_differs_stays(
     filled, command, file, hosts, namespace, server
 ):

@@ -28,6 +28,9 @@ def build(number, *, seconds=0.0, label="jit(step)"):
 """
 
 
+_DEAF = ("sh", "-c", 'exec "$0" "$1" 2> /dev/full', sys.executable)
+
+
 @pytest.fixture
 def settings(server, namespace, tmp_path):
     return {
@@ -47,6 +50,19 @@ def run(settings, tmp_path):
         return graphstash("run", *options, "--", *command, script, **settings | variables)
 
     return run
+
+
+def test_a_job_ends_where_nobody_can_be_told(run):
+    outcome = run("build(1)\nprint('trained')", "--fail-on-miss", command=_DEAF)
+    assert (outcome.returncode, outcome.stdout) == (86, "")
+
+
+def test_a_job_gets_signals_as_every_other_program_does(run):
+    """Python ignores SIGPIPE; the programs that a job starts would inherit that."""
+    code = "import subprocess; print(subprocess.run('yes | head -1', shell=True).returncode)"
+    outcome = run(code, command=("sh", "-c", 'yes | head -1; exec "$0" "$1"', sys.executable))
+    assert "Broken pipe" not in outcome.stderr
+    assert outcome.stdout == "y\ny\n0\n"
 
 
 def test_a_job_that_would_compile_ends_before_it_does_and_says_why(run):

@@ -136,13 +136,17 @@ def test_garbage_behind_a_request_does_not_get_into_its_answer(api):
     api.http.delete(api.path(1))
 
 
-def test_too_many_requests_in_a_pipeline_are_not_kept(wire):
-    wire.send(HEALTH.encode() * 5000)
+ABSENT = f"GET /v1/nobody/artifacts/jax/cpu/{'0' * 64} HTTP/1.1\r\nHost: a\r\n\r\n"
+
+
+@pytest.mark.parametrize(("request_", "status"), [(HEALTH, 200), (ABSENT, 404)])
+def test_too_many_requests_in_a_pipeline_are_not_kept(wire, request_, status):
+    wire.send(request_.encode() * 5000)
 
     answers = wire.answers()
 
     assert 1 <= len(answers) < 100
-    assert {answer.status for answer in answers} == {200}
+    assert {answer.status for answer in answers} == {status}
     assert wire.is_closed
 
 

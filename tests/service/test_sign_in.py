@@ -174,6 +174,19 @@ def test_an_open_server_asks_nobody_to_sign_in(live_server):
     assert "Sign in" not in answer.text
 
 
+def test_an_open_server_begins_no_session(live_server):
+    """Nobody had to prove a token there, and a server on the same database would believe it."""
+    made_up = f"gst_{'a' * 16}_{'A' * 43}"
+    answer = httpx.post(
+        f"{live_server.url}/sign-in",
+        data={"token": made_up},
+        headers=HTML | {"Origin": live_server.url},
+    )
+
+    assert answer.status_code == 403
+    assert "set-cookie" not in answer.headers
+
+
 async def issue(context, *, expires_at=None):
     request = TokenRequest(
         description="a person", grants=(Grant.parse("read:*"),), expires_at=expires_at

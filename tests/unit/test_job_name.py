@@ -80,3 +80,21 @@ def test_whatever_a_command_holds_it_has_a_name(command):
 
 def test_no_secret_can_be_read_from_a_name():
     assert exact("python train.py --api-key hunter2") == exact("python train.py --api-key other")
+
+
+def test_a_long_word_of_hex_is_read_at_once():
+    """A pattern with two repetitions of each other would not come to an end here."""
+    word = "0123456789abcdef" * 16 + "-x"
+    assert exact(f"python train.py --rev {word}") != exact("python train.py")
+
+
+def test_what_is_longer_than_a_choice_names_no_job():
+    assert exact(f"python train.py --text {'a' * 257}") == exact("python train.py --text")
+
+
+def test_a_script_has_a_name_where_there_is_no_working_directory(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert exact("python train.py").startswith("auto-")

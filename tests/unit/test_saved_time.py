@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphstash._compile.saved_time import SavedTime
+from graphstash._compile.saved_time import SavedTime, _union, _without
 
 
 class Together:
@@ -110,3 +110,16 @@ def test_threads_that_know_nothing_of_each_other_save_what_the_busiest_would_com
 
     Together(*map(work, works))
     assert saved.wall_seconds == pytest.approx(max(map(sum, works)))
+
+
+spans = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), max_size=12).map(
+    lambda drawn: _union((start, start + length) for start, length in drawn)
+)
+
+
+@given(spans, spans)
+def test_what_is_left_is_what_no_other_interval_covers(intervals, busy):
+    def covered(by):
+        return {second for start, end in by for second in range(start, end)}
+
+    assert covered(_without(intervals, busy)) == covered(intervals) - covered(busy)

@@ -280,6 +280,8 @@ class LocalTier:
         try:
             yield descriptor
         finally:
+            with contextlib.suppress(OSError):  # a forked child has a copy of the descriptor
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
     def size_bytes(self) -> int:

@@ -7,6 +7,7 @@ what comes of it. What does not verify is left to the job, which meets and count
 """
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from time import monotonic, sleep
@@ -43,7 +44,8 @@ class Prefetch:
 
     Args:
         stash: whose disk gets it; stays the caller's.
-        limit_bytes: most bytes to download.
+        limit_bytes: most bytes to download. What is in other namespaces than the first is of no
+            known size: the downloads that run when it is reached are finished.
         is_stopped: asked again and again; when it is true, nothing more is downloaded.
         count: gets the bytes of each download.
     """
@@ -58,6 +60,8 @@ class Prefetch:
     ) -> None:
         self._stash = stash
         self._limit_bytes = limit_bytes
+        self._fetched_bytes = 0  # under the lock
+        self._counting = threading.Lock()
         self._is_stopped = is_stopped
         self._count = count
         self.server = ServerClient(stash.config)
@@ -98,7 +102,7 @@ class Prefetch:
         return chosen
 
     def _fetch(self, key: ArtifactKey) -> None:
-        if self._is_stopped():
+        if self._is_stopped() or self._fetched_bytes >= self._limit_bytes:
             return
         reader = Reader(
             self.server,
@@ -115,6 +119,8 @@ class Prefetch:
             _log.debug("not prefetched: %s", error)
             return
         if fetched is not None and fetched.source == "remote":
+            with self._counting:
+                self._fetched_bytes += fetched.size_bytes
             self._count(fetched.size_bytes)
 
     def _pacing(self) -> Callable[[], None]:

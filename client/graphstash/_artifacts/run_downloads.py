@@ -61,6 +61,12 @@ class RunDownloads:
             return True
         return True
 
+    def release(self, name: str) -> None:
+        """Takes a claim of this process back."""
+        if self._folder is not None:
+            with suppress(OSError):
+                (self._folder / name).unlink()
+
     def source_of(self, key: ArtifactKey) -> Source:
         """Where the bytes came from that are on this host's disk."""
         known = self._known.get(str(key))
@@ -72,13 +78,14 @@ class RunDownloads:
     def _read(self, path: Path) -> None:
         """Reads what others have added since the last time."""
         with suppress(OSError, ValueError):
-            if path.stat().st_size in (self._read_bytes, 0):
+            start = self._read_bytes
+            if path.stat().st_size in (start, 0):
                 return
             with path.open("rb") as file:
-                file.seek(self._read_bytes)
+                file.seek(start)
                 added = file.read(_MAX_BYTES)
             whole = added[: added.rfind(b"\n") + 1]
-            self._read_bytes += len(whole)
+            self._read_bytes = start + len(whole)  # two threads may have read the same
             for line in whole.decode("ascii").splitlines():
                 key, _, source = line.partition(" ")
                 if source in ("server", "prefetched"):

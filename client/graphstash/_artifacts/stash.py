@@ -116,6 +116,10 @@ class Stash:
         """Whether this process prefetches for its run; True for the first that asks."""
         return self.downloads.claim(f"prefetch-{job}")
 
+    def release_prefetch(self, job: str) -> None:
+        """Lets another process of the run prefetch: this one ended before it was done."""
+        self.downloads.release(f"prefetch-{job}")
+
     def is_on_this_host(self, key: ArtifactKey) -> bool:
         """Whether the local tier has something under the key, sound or not."""
         return any(self.local.has(name, key) for name in self.config.readable)

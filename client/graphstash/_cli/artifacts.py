@@ -1,6 +1,7 @@
 """`graphstash ls` and `show`: what a namespace holds."""
 
 import heapq
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from enum import StrEnum
@@ -136,7 +137,7 @@ def ls(
         return
     _print_list(found)
     if following is not None:
-        err.print(f"more: --after {following}", markup=False, soft_wrap=True)
+        err.print(f"more: --after {shlex.quote(shown(following))}", markup=False, soft_wrap=True)
 
 
 def show(
@@ -228,8 +229,8 @@ def _listed(
     found: list[ListedArtifact] = []
     for page in _pages(server, query, limit):
         found += page.artifacts
-        if page.next is None or len(found) == limit:
-            return found, page.next
+        if page.next is None or (limit and len(found) >= limit):
+            return found[: limit or None], page.next
     return found, None
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
@@ -67,6 +68,9 @@ from graphstash_schema.own_files import make_own_directory
 from graphstash_schema.protocol import MAX_DESCRIPTIONS
 
 __all__ = ["export", "import_"]
+
+_SPOOLED: Final = re.compile(r"\.?[0-9a-f]{64}")
+"""Downloads of an export, and those that are not finished."""
 
 _COPY_BYTES: Final = 1024**2
 _PATIENCE_SECONDS: Final = 60.0
@@ -461,9 +465,12 @@ class _Export:
         return self._spool / entry.sha256
 
     def _remove_spool(self) -> None:
+        """Removes what exports leave there; whatever else is in it is the user's."""
         for path in self._spool.iterdir():
-            path.unlink()
-        self._directory.rmdir()
+            if _SPOOLED.fullmatch(path.name):
+                path.unlink()
+        with suppress(OSError):
+            self._directory.rmdir()
 
 
 class _Import:

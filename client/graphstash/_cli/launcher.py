@@ -7,6 +7,7 @@ them, when it meets its first compiler; what is given to `run` itself is checked
 import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -79,6 +80,8 @@ class Launch(NamedTuple):
         environment[COMMAND_VARIABLE] = joined(self.command)
         sys.stdout.flush()
         sys.stderr.flush()
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and so would the job
+            signal.signal(number, signal.SIG_DFL)
         try:
             if any(environment.get(name) for name in _ENDING):
                 from graphstash._process.run_end import may_end, supervise  # few jobs need it

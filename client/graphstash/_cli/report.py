@@ -169,7 +169,9 @@ def _read(
             groups[by.value] = _sums(server.history(**query, by=by.value).points)
     (total,) = _sums(server.history(**query, by=Grouping.NONE.value).points) or [Sums()]
     made = MonthReport(f"{since:%Y-%m}", namespace, total, groups)
-    names = [each.group for each in groups.get(Grouping.NAMESPACE.value, ()) if each.misses]
+    names = [
+        each.group for each in groups.get(Grouping.NAMESPACE.value, ()) if each.hits or each.misses
+    ]
     chosen = [namespace] if namespace is not None else [each for each in names if each != OTHERS]
     _add_runs(server.config, made, [Namespace(each) for each in chosen], since, until)
     return made

@@ -201,6 +201,8 @@ class CompileCache:
         self.stash.forget(key)
         self.record_fallback(CacheError(Reason.REJECTED, detail))
         self.counters.uncached(key)
+        if self.limit is not None:
+            self.limit.check(CompileRequest(key), Reason.REJECTED)
 
     def get(self, key: ArtifactKey) -> bytes | None:
         """The payload if it is stored; never raises or compiles."""

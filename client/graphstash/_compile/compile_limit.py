@@ -29,6 +29,7 @@ STATUS_NO_CACHE: Final = 75
 succeed (EX_TEMPFAIL of sysexits.h)."""
 
 _LABEL_CHARACTERS: Final = 80
+_LOOK_SECONDS: Final = 5.0
 
 
 class End(Protocol):
@@ -111,7 +112,7 @@ class CompileLimit:
                 left = self._most - self._spent_in_run() - (monotonic() - since)
                 if left <= 0:
                     break
-                self._changed.wait(left)
+                self._changed.wait(min(left, _LOOK_SECONDS))  # others of the run may add to it
         self._end_at_limit(self._most, "a compilation that has not ended")
 
     def _spent_in_run(self) -> float:

@@ -140,6 +140,8 @@ class Packs:
         """The compiler could not load what `get` gave."""
         with self._lock:
             self._entries.pop(key, None)
+        if self._cache.limit is not None:
+            self._cache.limit.check(CompileRequest(key), Reason.REJECTED)
 
     def flush(self) -> None:
         """Publishes in the background what was put since the last time."""

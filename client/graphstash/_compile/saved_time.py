@@ -93,15 +93,22 @@ def _union(intervals: Iterable[_Interval]) -> list[_Interval]:
 
 
 def _without(intervals: list[_Interval], busy: list[_Interval]) -> list[_Interval]:
-    """What of the first is in none of the second."""
-    for start, end in busy:
-        pieces = [
-            piece
-            for first, last in intervals
-            for piece in ((first, min(last, start)), (max(first, end), last))
-        ]
-        intervals = [(first, last) for first, last in pieces if first < last]
-    return intervals
+    """What of the first is in none of the second; both are in order and do not overlap."""
+    left: list[_Interval] = []
+    at = 0
+    for first, last in intervals:
+        while at < len(busy) and busy[at][1] <= first:
+            at += 1
+        begin = first
+        for start, end in busy[at:]:
+            if start >= last:
+                break
+            if begin < start:
+                left.append((begin, start))
+            begin = max(begin, end)
+        if begin < last:
+            left.append((begin, last))
+    return left
 
 
 def _length(intervals: Iterable[_Interval]) -> float:

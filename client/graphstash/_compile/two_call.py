@@ -61,6 +61,8 @@ class TwoCallCache:
         answer = self._ask(request, ranks, lease=lease)
         if isinstance(answer, bytes):
             return answer
+        if answer.compilation is None and self._cache.limit is not None:
+            self._cache.limit.check(request, Reason.RANKS)  # what its leader made has not come
         begun = _Begun(answer, threading.get_ident(), monotonic())
         with self._lock:
             before = self._begun.get(key)

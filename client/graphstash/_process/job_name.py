@@ -17,6 +17,7 @@ import hashlib
 import platform
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -34,7 +35,18 @@ _VARYING: Final = frozenset(
         *("dir", "directory", "file", "folder", "out", "output", "outputs", "path", "root"),
         *("experiment", "id", "log", "logdir", "logging", "logs", "name", "notes", "project"),
         *("run", "tag", "tags", "uuid", "wandb"),
-        *("date", "time", "timestamp", "seed", "rank", "node", "key", "password", "token"),
+        *("date", "time", "timestamp", "seed", "rank", "node"),
+        *(
+            "apikey",
+            "auth",
+            "credential",
+            "credentials",
+            "key",
+            "passwd",
+            "password",
+            "secret",
+            "token",
+        ),
     }
 )
 """Words in the names of options whose values differ between runs that compile the same."""
@@ -43,11 +55,14 @@ _KEPT: Final = frozenset({"arch", "architecture", "config", "dataset", "model"})
 """Words that say the contrary, such as in `--model_name_or_path`."""
 
 _VARYING_VALUE: Final = re.compile(
-    r"[0-9a-fA-F]{8}(-?[0-9a-fA-F]{4,})+"  # UUIDs, hashes
+    r"[0-9a-fA-F]{8}-?[0-9a-fA-F]{4}[0-9a-fA-F-]*"  # UUIDs, hashes
     r"|[0-9]{4}-?[0-9]{2}-?[0-9]{2}.*"  # dates
     r"|[0-9]{6,}"  # numbers of jobs, times
     r"|[a-z0-9+]+://.*|[^/]*:[0-9]+"  # URLs, ports of hosts
 )
+
+_MAX_VALUE: Final = 256
+"""Characters; what is longer is data, and no choice."""
 
 _OPTION: Final = re.compile(r"([+-]{0,2}[A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
 
@@ -84,13 +99,15 @@ def _is_script(word: str) -> bool:
 
 def _place(path: str) -> str:
     """A script and the directory that it is in, wherever that lies; numbers in it do not count."""
-    script = Path(path).absolute()
+    script = Path(path)
+    with suppress(OSError):  # there may be no working directory
+        script = script.absolute()
     return f"{_without_numbers(script.parent.name)}/{script.name}"
 
 
 def _values(value: str, *, is_varying: bool) -> Iterator[str]:
     """A value as far as it is the same in every run; of a path, what it leads to."""
-    if is_varying or _VARYING_VALUE.fullmatch(value):
+    if is_varying or len(value) > _MAX_VALUE or _VARYING_VALUE.fullmatch(value):
         return
     yield _without_numbers(Path(value).name) if value.startswith(("/", "./", "../", "~")) else value
 

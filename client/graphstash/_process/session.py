@@ -198,12 +198,14 @@ class Session:
         with self._ending:  # other threads that would compile wait here for the end
             if not run_end.is_first(status):
                 run_end.wait_for_end(status)
-            print(f"graphstash: the job ends: {why}", file=sys.stderr, flush=True)  # noqa: T201
-            if not self._closed:
-                self._closed = True
-                with suppress(Exception):
-                    self._finish(time.monotonic() + self.config.drain_seconds, explain=True)
-            run_end.leave(status)
+            try:
+                _say(f"graphstash: the job ends: {why}")
+                if not self._closed:
+                    self._closed = True
+                    with suppress(Exception):
+                        self._finish(time.monotonic() + self.config.drain_seconds, explain=True)
+            finally:
+                run_end.leave(status)
 
     def _finish(self, until: float, *, explain: bool = False) -> None:
         """Waits for uploads, tells what has happened, and lets go of what others wait for."""
@@ -252,13 +254,16 @@ class Session:
         """Downloads what the first manifest that there is names. One process of a run does it."""
         stash = self._stash
         names = self._manifests
+        if stash.local.is_private:  # it ends with this process: each would download for itself
+            return
         if not stash.claim_prefetch(names[0]):
             return
         from graphstash._artifacts.prefetch import Prefetch
 
         prefetch = Prefetch(
             stash,
-            limit_bytes=self.config.prefetch_limit,
+            # Half of the tier: more would evict what it has just brought.
+            limit_bytes=min(self.config.prefetch_limit, self.config.local_limit // 2),
             is_stopped=lambda: self._closed,
             count=lambda size: self._counters.add(prefetched_bytes=size),
         )
@@ -271,6 +276,8 @@ class Session:
         except (CacheError, OSError, RuntimeError) as error:  # no thread can be started at the end
             _log.debug("nothing is prefetched: %s", error)
         finally:
+            if self._closed:  # a short process before the one that trains
+                stash.release_prefetch(names[0])
             prefetch.close()
 
     def _remember(self) -> None:
@@ -301,7 +308,7 @@ class Session:
                 lines.append(f"{plural(more, 'miss')}: small programs, which are not compared")
         except Exception as error:  # noqa: BLE001 - whatever a server answers: the job has ended well
             lines = [f"the misses cannot be explained: {error}"]
-        print("\n".join(f"graphstash: {line}" for line in lines), file=sys.stderr, flush=True)  # noqa: T201
+        _say("\n".join(f"graphstash: {line}" for line in lines))
         return causes
 
     def _report(self, causes: Sequence["Cause"]) -> None:
@@ -339,7 +346,7 @@ class Session:
         if not (stats.hits or stats.misses or stats.published or stats.fallbacks):
             return
         if self.config.summary:
-            print(f"graphstash: {stats.summary()}", file=sys.stderr, flush=True)  # noqa: T201
+            _say(f"graphstash: {stats.summary()}")
         if self.config.stats_file is not None:
             record = {"pid": os.getpid(), "argv": sys.argv, **asdict(stats)}
             # One write of one line: several processes may append to the same file.
@@ -349,6 +356,12 @@ class Session:
                     file.write(line)
             except OSError as error:
                 _log.warning("graphstash: %s: %s", self.config.stats_file, error)
+
+
+def _say(text: str) -> None:
+    """Tells the user, where there is still anybody who listens."""
+    with suppress(OSError, ValueError, AttributeError):  # full, closed, or none
+        print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
 _lock = threading.RLock()  # guards `_current`; re-entrant because a hook's import may install

@@ -12,7 +12,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from graphstash_server.api.frame import internal_failure, shutting_down
 from graphstash_server.api.problems import logged_id
-from graphstash_server.connection import Connection
+from graphstash_server.connection import MAX_PIPELINED, Connection
 from graphstash_server.fast.answers import Answer, FastPath, FastRequest
 from graphstash_server.storage import BlobReader, FileReader
 
@@ -71,7 +71,9 @@ class FastConnection(Connection):
     def _left_of(self, data: bytes) -> bytes:
         """Answers requests from the beginning of `data` on; returns what comes after them."""
         begin = 0
-        while (end := data.find(b"\r\n\r\n", begin) + 4) >= 4:
+        for _ in range(MAX_PIPELINED):
+            if (end := data.find(b"\r\n\r\n", begin) + 4) < 4:
+                break
             if self.transport.is_closing():  # one of them was the last
                 return b""
             if not self._is_answered_fast(data[begin:end]):

@@ -4,6 +4,7 @@ What this host has counted comes from memory that its workers share (`counters`)
 database is the same wherever it is asked: of several servers on one database, one answer counts.
 """
 
+import asyncio
 import heapq
 from collections.abc import Iterable
 from operator import attrgetter
@@ -63,15 +64,19 @@ class ExpositionService:
             held = await self._leases.count_held()
         except ServerError:
             return _text([*host, _gauge("database_up", _DATABASE_UP, 0)])
-        usage = {row[0]: UsageChange(*row[1:]) for row in rows}
-        return _text(
-            [
-                *host,
-                _gauge("database_up", _DATABASE_UP, 1),
-                _gauge("leases_held", "Leases that have not expired.", held),
-                *_of_database(usage),
-            ]
-        )
+
+        def text() -> bytes:
+            usage = {row[0]: UsageChange(*row[1:]) for row in rows}
+            return _text(
+                [
+                    *host,
+                    _gauge("database_up", _DATABASE_UP, 1),
+                    _gauge("leases_held", "Leases that have not expired.", held),
+                    *_of_database(usage),
+                ]
+            )
+
+        return await asyncio.to_thread(text)  # ten thousand namespaces take some time
 
 
 _DATABASE_UP = "Whether the database answered this scrape."

@@ -133,10 +133,10 @@ async def delete_old_runs(connection: AsyncConnection, *, before: datetime, limi
 
 async def list_latest(
     connection: AsyncConnection, namespace: str, *, job: str | None, limit: int
-) -> list[tuple[str, int]]:
-    """The names of the runs that reported last, and how many processes each has."""
+) -> list[tuple[str, int, int]]:
+    """The runs that reported last: their names, how many processes they have, and their bytes."""
     statement = (
-        select(runs.c.run, func.count())
+        select(runs.c.run, func.count(), func.sum(runs.c.size_bytes))
         .where(runs.c.namespace == namespace)
         .group_by(runs.c.run)
         .order_by(func.max(runs.c.reported_at).desc(), runs.c.run)
@@ -144,7 +144,8 @@ async def list_latest(
     )
     if job is not None:
         statement = statement.where(runs.c.job == job)
-    return [(name, int(count)) for name, count in await connection.execute(statement)]
+    rows = await connection.execute(statement)
+    return [(name, int(count), int(size_bytes)) for name, count, size_bytes in rows]
 
 
 async def list_reports(

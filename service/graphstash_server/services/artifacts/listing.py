@@ -1,6 +1,6 @@
 """ListingService: pages of the artifacts of a namespace."""
 
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Final
 
 from graphstash_schema import (
@@ -93,10 +93,11 @@ def _text_of(place: Place) -> str:
 def _place_of(text: str) -> Place:
     try:
         created_at, fingerprint, kind, device_type = text.split("/")
-        at = datetime.fromisoformat(created_at)
+        given = datetime.fromisoformat(created_at)
+        at = given.astimezone(UTC)
         place = Place(at, Fingerprint(fingerprint), kind, DeviceType(device_type))
-        is_one = at.tzinfo is not None and kind.isidentifier()
-    except ValueError:
+        is_one = given.tzinfo is not None and kind.isidentifier()
+    except (ValueError, OverflowError):
         is_one = False
     if not is_one:
         raise ServerError(

@@ -23,7 +23,7 @@ from graphstash_server.db.queries.sessions import (
 )
 from graphstash_server.errors import ServerError
 from graphstash_server.services.identity.authentication import AccessService
-from graphstash_server.services.identity.principals import Principal
+from graphstash_server.services.identity.principals import OPEN_ACCESS, Principal
 
 __all__ = ["MAX_SESSIONS_OF_TOKEN", "SESSION_LIFETIME", "Session", "SessionService"]
 
@@ -66,6 +66,11 @@ class SessionService:
                 "an administrator creates one with `graphstash token create`",
             )
         principal = await self._access.principal_of(f"Bearer {token}")
+        if principal is OPEN_ACCESS:  # which nobody had to prove; another server would believe it
+            raise ServerError(
+                ErrorCode.FORBIDDEN,
+                "this server has no authentication: nobody needs to sign in",
+            )
         now = self._clock()
         ends = [now + SESSION_LIFETIME, *filter(None, [principal.expires_at])]
         session = Session(secrets.token_urlsafe(32), min(ends), principal)
@@ -94,7 +99,7 @@ class SessionService:
 
     async def end(self, session_id: str) -> None:
         """Signs out."""
-        if _ID.fullmatch(session_id) is not None:
+        if await self.find(session_id) is not None:  # who writes, waits in line with uploads
             async with self._database.writing() as connection:
                 await delete_session(connection, _sha256(session_id))
 

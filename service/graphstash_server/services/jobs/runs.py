@@ -65,6 +65,7 @@ _LEFT: Final = 7 / 8
 _ROW_BYTES: Final = 512
 """Of a row and its indexes, beside what was reported."""
 
+_MAX_LISTED_BYTES: Final = 8 * 1024**2
 _MAX_LISTED_REPORTS: Final = 8192
 """Of one list: runs of very many processes are listed in smaller numbers."""
 
@@ -165,22 +166,25 @@ class RunService:
             job: only its runs; None for all.
             limit: most runs, 1 to `MAX_LISTED_RUNS`.
         """
-        async with self._database.reading() as connection:
-            latest = await list_latest(
-                connection, namespace, job=job, limit=min(limit, MAX_LISTED_RUNS)
-            )
-            names: list[str] = []
-            processes = 0
-            for name, count in latest:
-                processes += count
-                if names and processes > _MAX_LISTED_REPORTS:
-                    break
-                names.append(name)
-            reports = await list_reports(connection, namespace, names, with_misses=False)
-        of_run: defaultdict[str, list[ReportRow]] = defaultdict(list)
-        for report in reports:
-            of_run[report.run].append(report)
-        async with self._summing:
+        async with self._summing:  # one at a time has its reports in memory
+            async with self._database.reading() as connection:
+                latest = await list_latest(
+                    connection, namespace, job=job, limit=min(limit, MAX_LISTED_RUNS)
+                )
+                names: list[str] = []
+                processes = size_bytes = 0
+                for name, count, size in latest:
+                    processes += count
+                    size_bytes += size
+                    if names and (
+                        processes > _MAX_LISTED_REPORTS or size_bytes > _MAX_LISTED_BYTES
+                    ):
+                        break
+                    names.append(name)
+                reports = await list_reports(connection, namespace, names, with_misses=False)
+            of_run: defaultdict[str, list[ReportRow]] = defaultdict(list)
+            for report in reports:
+                of_run[report.run].append(report)
             runs = await asyncio.to_thread(
                 lambda: tuple(_sum(of_run[name]) for name in names if of_run[name])
             )
@@ -188,12 +192,10 @@ class RunService:
 
     async def find(self, namespace: Namespace, run: RunName) -> Run | None:
         """One run, with what it missed; None when there is none."""
-        async with self._database.reading() as connection:
-            reports = await list_reports(connection, namespace, [run], with_misses=True)
-        if not reports:
-            return None
         async with self._summing:
-            return await asyncio.to_thread(_sum, reports)
+            async with self._database.reading() as connection:
+                reports = await list_reports(connection, namespace, [run], with_misses=True)
+            return await asyncio.to_thread(_sum, reports) if reports else None
 
     async def drop_old(self) -> None:
         """Deletes reports that are older than `RUNS_KEPT`."""
