@@ -125,6 +125,13 @@ def guarded(start_once: Callable[..., Any]) -> Guarded:
     return start_once(Guarded)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_stays_public(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "guarded" in request.fixturenames:
+        request.getfixturevalue("guarded").end_public()
+
+
 @pytest.fixture
 def api(live_server: LiveServer) -> Iterator[Api]:
     """A namespace that no other test uses, on the shared server."""

@@ -55,6 +55,7 @@ class Guarded:
         defaults = {"auth": "tokens", "flush_seconds": 0.05, "log_level": "error"}
         self.server = LiveServer(data_dir, **defaults | settings)
         self._clients: list[httpx.Client] = []
+        self._public: set[str] = set()
 
     @property
     def url(self) -> str:
@@ -79,6 +80,13 @@ class Guarded:
     def set_policy(self, namespace: str, **policy: object) -> None:
         answer = self.http(self.admin).put(f"/v1/-/namespaces/{namespace}", json=policy)
         assert answer.status_code == 200, answer.text
+        if policy.get("anonymous_read"):
+            self._public.add(namespace)
+
+    def end_public(self) -> None:
+        """Lets nobody read what a test has opened to everybody: other tests share the server."""
+        while self._public:
+            self.set_policy(self._public.pop())
 
     def __enter__(self) -> Self:
         self.server.start()
