@@ -78,6 +78,8 @@ def test_thirty_small_programs_cost_a_job_three_requests(server, namespace, tmp_
             GRAPHSTASH_URL=url,
             GRAPHSTASH_NAMESPACE=namespace,
             GRAPHSTASH_CACHE_DIR=tmp_path / host,
+            GRAPHSTASH_PREFETCH_LIMIT=0,  # it asks for manifests
+            GRAPHSTASH_REPORT_RUNS="false",
         )
         return ended.stdout.strip()
 

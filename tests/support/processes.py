@@ -37,9 +37,11 @@ def _run(
     check: bool,
     interpreter: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
+    environment = dict(os.environ)
+    environment.pop("XLA_FLAGS", None)  # torch_xla sets it in the tests' own process
     return subprocess.run(
         [str(interpreter or sys.executable), *map(str, words)],
-        env=os.environ | {name: str(value) for name, value in variables.items()},
+        env=environment | {name: str(value) for name, value in variables.items()},
         capture_output=True,
         text=True,
         check=check,
