@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from unittest.mock import AsyncMock
 
 import pytest
 import sqlalchemy as sa
@@ -18,6 +19,7 @@ from graphstash_server.commands.migrate import migrate
 from graphstash_server.commands.pin import pin, unpin
 from graphstash_server.db.engine import make_engine
 from graphstash_server.db.migrate import newest_revision
+from graphstash_server.services.maintenance.reconciler import Reconciler
 from graphstash_server.settings import load_settings
 from graphstash_server.testing import LiveServer
 from support.waiting import until
@@ -39,6 +41,8 @@ def serving(tmp_path, database_url, monkeypatch):
     """A server, and the environment in which the commands find what it uses."""
     monkeypatch.setenv("GRAPHSTASH_DATA_DIR", str(tmp_path / "data"))
     monkeypatch.setenv("GRAPHSTASH_DATABASE_URL", database_url)
+    # A server that has just started looks for the damage that a test does, too.
+    monkeypatch.setattr(Reconciler, "reconcile", AsyncMock())
     with LiveServer(
         tmp_path / "data",
         database_url=database_url,
