@@ -127,9 +127,10 @@ def guarded(start_once: Callable[..., Any]) -> Guarded:
 
 @pytest.fixture(autouse=True)
 def _nothing_stays_public(request: pytest.FixtureRequest) -> Iterator[None]:
+    shared = request.getfixturevalue("guarded") if "guarded" in request.fixturenames else None
     yield
-    if "guarded" in request.fixturenames:
-        request.getfixturevalue("guarded").end_public()
+    if isinstance(shared, Guarded):
+        shared.end_public()
 
 
 @pytest.fixture
