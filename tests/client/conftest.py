@@ -1,8 +1,10 @@
 from contextlib import ExitStack
 
 import pytest
+from typer.testing import CliRunner
 
 from graphstash import ClientConfig, Stash
+from graphstash._cli.main import app
 from support.signing import Team
 
 
@@ -28,3 +30,22 @@ def hosts(config):
 def team(tmp_path):
     (tmp_path / "keys").mkdir()
     return Team(tmp_path / "keys")
+
+
+@pytest.fixture
+def command(config):
+    """Runs a command on a host, in this process."""
+
+    def run(*arguments, host="reader", status=0, **settings):
+        chosen = config(host)
+        variables = {
+            "GRAPHSTASH_URL": chosen.url,
+            "GRAPHSTASH_NAMESPACE": chosen.namespace,
+            "GRAPHSTASH_CACHE_DIR": str(chosen.cache_dir),
+            **{f"GRAPHSTASH_{name.upper()}": str(value) for name, value in settings.items()},
+        }
+        result = CliRunner().invoke(app, list(map(str, arguments)), env=variables)
+        assert result.exit_code == status, result.output
+        return result
+
+    return run

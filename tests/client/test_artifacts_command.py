@@ -8,9 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from typer.testing import CliRunner
 
-from graphstash._cli.main import app
 from graphstash_schema import ArtifactKey, ArtifactMetadata
 from graphstash_schema.explanation import described
 
@@ -41,25 +39,6 @@ def put(hosts, namespace):
         return key
 
     return put
-
-
-@pytest.fixture
-def command(config):
-    """Runs a command on a host, in this process."""
-
-    def run(*arguments, host="reader", status=0, **settings):
-        chosen = config(host)
-        variables = {
-            "GRAPHSTASH_URL": chosen.url,
-            "GRAPHSTASH_NAMESPACE": chosen.namespace,
-            "GRAPHSTASH_CACHE_DIR": str(chosen.cache_dir),
-            **{f"GRAPHSTASH_{name.upper()}": str(value) for name, value in settings.items()},
-        }
-        result = CliRunner().invoke(app, list(map(str, arguments)), env=variables)
-        assert result.exit_code == status, result.output
-        return result
-
-    return run
 
 
 @pytest.fixture

@@ -6,11 +6,9 @@ import stat
 import tarfile
 
 import pytest
-from typer.testing import CliRunner
 
 from graphstash._artifacts.bundle import Bundle
 from graphstash._cli import bundles
-from graphstash._cli.main import app
 from graphstash.errors import BusyError, TransportError
 from graphstash_schema import ArtifactKey, ArtifactMetadata
 from graphstash_schema.explanation import described
@@ -42,25 +40,6 @@ def filled(hosts):
         return host
 
     return fill
-
-
-@pytest.fixture
-def command(config, tmp_path):
-    """Runs a command on a host, in this process."""
-
-    def run(*arguments, host="carrier", status=0, **settings):
-        chosen = config(host)
-        variables = {
-            "GRAPHSTASH_URL": chosen.url,
-            "GRAPHSTASH_NAMESPACE": chosen.namespace,
-            "GRAPHSTASH_CACHE_DIR": str(chosen.cache_dir),
-            **{f"GRAPHSTASH_{name.upper()}": str(value) for name, value in settings.items()},
-        }
-        result = CliRunner().invoke(app, list(map(str, arguments)), env=variables)
-        assert result.exit_code == status, result.output
-        return result
-
-    return run
 
 
 @pytest.fixture

@@ -5,9 +5,7 @@ from datetime import UTC, datetime
 
 import httpx
 import pytest
-from typer.testing import CliRunner
 
-from graphstash._cli.main import app
 from graphstash_schema import ArtifactKey, ArtifactMetadata
 from support.waiting import until
 
@@ -59,22 +57,6 @@ def report_run(server, namespace, hosts):
         assert answer.status_code == 204, answer.text
 
     return report
-
-
-@pytest.fixture
-def command(config):
-    def run(*arguments, status=0):
-        chosen = config("reader")
-        variables = {
-            "GRAPHSTASH_URL": chosen.url,
-            "GRAPHSTASH_NAMESPACE": chosen.namespace,
-            "GRAPHSTASH_CACHE_DIR": str(chosen.cache_dir),
-        }
-        result = CliRunner().invoke(app, list(map(str, arguments)), env=variables)
-        assert result.exit_code == status, result.output
-        return result
-
-    return run
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ from graphstash_schema.exit_status import ExitStatus
 from graphstash_schema.explanation import is_of_program
 from graphstash_schema.listing import ArtifactQuery, ListedArtifact, ListOrder
 
-__all__ = ["DeviceTypeOption", "KindOption", "find_one", "ls", "show"]
+__all__ = ["DeviceTypeOption", "KindOption", "find_one", "ls", "server_of", "show"]
 
 KindOption = Annotated[
     ArtifactKind | None,
@@ -118,7 +118,7 @@ def ls(
         query = ArtifactQuery.model_validate(chosen)
     except ValueError as error:
         fail(_first_line(error), status=ExitStatus.USAGE)
-    with closing(_server(config)) as server:
+    with closing(server_of(config)) as server:
         try:
             found, following = _listed(server, query, sort=sort, limit=limit)
         except CacheError as error:
@@ -158,7 +158,7 @@ def show(
     bytes are checked when a job fetches them.
     """
     config = load_config(url=url, namespace=namespace)
-    with closing(_server(config)) as server:
+    with closing(server_of(config)) as server:
         try:
             found = find_one(server, artifact)
         except CacheError as error:
@@ -210,7 +210,8 @@ def find_one(server: ServerClient, text: str) -> ListedArtifact:
     return found[0]
 
 
-def _server(config: ClientConfig) -> ServerClient:
+def server_of(config: ClientConfig) -> ServerClient:
+    """A client of the configured server; ends the command where a setting cannot be used."""
     try:
         return ServerClient(config)
     except ConfigError as error:

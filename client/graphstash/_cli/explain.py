@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from graphstash._cli.artifacts import find_one
+from graphstash._cli.artifacts import find_one, server_of
 from graphstash._cli.output import (
     Json,
     NamespaceOption,
@@ -27,7 +27,7 @@ from graphstash._compile.explaining import Cause, cause_of, causes_of, text_of
 from graphstash._http.client import ServerClient
 from graphstash._process.run_record import ProcessRecord, read_last_run
 from graphstash.config import ClientConfig
-from graphstash.errors import CacheError, ConfigError
+from graphstash.errors import CacheError
 from graphstash_schema import InvalidValueError, ManifestName, Namespace
 from graphstash_schema.exit_status import ExitStatus
 from graphstash_schema.explanation import Description
@@ -121,7 +121,7 @@ def _is_fingerprint(text: str) -> bool:
 
 
 def _causes(config: ClientConfig, wanted: Iterable[tuple[Description, str | None]]) -> list[Cause]:
-    with closing(_server(config)) as server:
+    with closing(server_of(config)) as server:
         try:
             return causes_of(server, list(wanted))
         except CacheError as error:
@@ -130,7 +130,7 @@ def _causes(config: ClientConfig, wanted: Iterable[tuple[Description, str | None
 
 def _explain_stored(config: ClientConfig, prefix: str, *, as_json: bool) -> None:
     """What differs in the artifacts that are nearest to one that is stored."""
-    with closing(_server(config)) as server:
+    with closing(server_of(config)) as server:
         try:
             found = find_one(server, prefix)
             if found.description is None:
@@ -155,13 +155,6 @@ def _explain_stored(config: ClientConfig, prefix: str, *, as_json: bool) -> None
     say(f"compared with its nearest relative: {text}")
     for line in text_of([cause])[2:]:
         say(line)
-
-
-def _server(config: ClientConfig) -> ServerClient:
-    try:
-        return ServerClient(config)
-    except ConfigError as error:
-        fail(str(error), status=ExitStatus.USAGE)
 
 
 def _check_server(config: ClientConfig, records: list[ProcessRecord]) -> None:
@@ -191,7 +184,7 @@ def _compare(config: ClientConfig, job: str, against: str | None, *, as_json: bo
         name = ManifestName(job)
     except InvalidValueError as error:
         fail(str(error), status=ExitStatus.USAGE)
-    with closing(_server(config)) as server:
+    with closing(server_of(config)) as server:
         try:
             runs = server.runs(name, limit=MAX_LISTED_RUNS).runs
             if not runs:
