@@ -17,23 +17,20 @@ HOSTILE = '\n\r\t\x00\x1b[2J\x7f\x9b\u202e\u2028\\"} {"level": "forged\ud800'
 
 @pytest.fixture
 def logged():
-    """Logs a message, and gives what was written."""
+    """Logs a message, and gives what was written. No logger is asked: pytest keeps what it logs."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter())
     logger = logging.getLogger("graphstash_server.test")
-    logger.addHandler(handler)
-    logger.propagate = False
-    logger.setLevel(logging.WARNING)  # a server in this process may have set that of its package
 
-    def log(message, *arguments, **options):
-        logger.warning(message, *arguments, **options)
+    def log(message, *arguments, exc_info=None, extra=None):
+        record = logger.makeRecord(
+            logger.name, logging.WARNING, __file__, 1, message, arguments, exc_info, extra=extra
+        )
+        handler.handle(record)
         return stream.getvalue()
 
-    yield log
-    logger.removeHandler(handler)
-    logger.propagate = True
-    logger.setLevel(logging.NOTSET)
+    return log
 
 
 def test_an_entry_is_one_line_of_ascii_without_control_characters(logged):
