@@ -53,6 +53,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Otherwise torch starts a process per core that compiles, whether anything is compiled or not.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+# A team of OpenMP's threads spins between two small operations; two workers have two cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 def pytest_addoption(parser):
     parser.addoption("--extended", action="store_true", help="also run tests marked `extended`")

@@ -17,10 +17,7 @@ from support.services import ACTOR, FakeClock, ServiceClient, key_of
 pytestmark = [pytest.mark.sql, pytest.mark.anyio, pytest.mark.usefixtures("s3_credentials")]
 
 _HOUR = 3600
-_BLOBS = [
-    pytest.param(b"an executable" * 100, id="small"),
-    pytest.param(bytes(17 * 1024**2), id="in parts", marks=pytest.mark.extended),
-]
+_SMALL, _IN_PARTS = b"an executable" * 100, bytes(17 * 1024**2)
 
 
 @pytest.fixture(params=["moto", pytest.param("swift", marks=pytest.mark.extended)])
@@ -81,8 +78,14 @@ def let_it_arrive(proxy, eventually):
     assert proxy.late[0].split()[1] in {"200", "204", "404"}
 
 
-@pytest.mark.parametrize("tier", ["0", "1GiB"])
-@pytest.mark.parametrize("blob", _BLOBS)
+@pytest.mark.parametrize(
+    ("blob", "tier"),
+    [
+        pytest.param(_SMALL, "0", id="small"),
+        pytest.param(_SMALL, "1GiB", id="small, with a disk tier"),
+        pytest.param(_IN_PARTS, "1GiB", id="in parts", marks=pytest.mark.extended),
+    ],
+)
 @pytest.mark.parametrize("is_deleted_again", [False, True], ids=["given up", "deleted again"])
 async def test_a_deletion_held_for_an_hour_takes_nothing_that_was_published_since(
     opened, proxy, s3, bucket, eventually, tier, blob, is_deleted_again

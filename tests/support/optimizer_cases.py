@@ -7,8 +7,9 @@ the optimizer's: the loss is a sum of products, and its gradient is the other fa
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
+import pytorch_optimizer
 import torch
 from torch import nn
 from torch.optim import lr_scheduler as schedules
@@ -18,6 +19,7 @@ from graphstash.training import optimizers
 __all__ = [
     "BY_HAND",
     "CASES",
+    "NOT_IN_TORCH",
     "SCHEDULES",
     "SHAPES",
     "Case",
@@ -27,6 +29,9 @@ __all__ = [
     "new_parameters",
     "train_scheduled",
 ]
+
+NOT_IN_TORCH: Final = frozenset({"LAMB", "Lion"})
+"""Optimizers of ours whose state dictionaries nobody else reads, and that have no fused kernel."""
 
 SHAPES = ((3, 4), (5,), (), (1,))
 
@@ -74,6 +79,10 @@ class Case:
         """Torch's, one parameter after the other where that can be told."""
         if self.name == "LAMB":
             return ReferenceLAMB(self._groups(parameters), **self.options)
+        if self.name == "Lion":
+            return pytorch_optimizer.Lion(
+                self._groups(parameters), **{"foreach": False, **self.options}
+            )
         more = more or {"foreach": False}
         return getattr(torch.optim, self.name)(self._groups(parameters), **self.options, **more)
 
@@ -112,6 +121,8 @@ def _cases() -> Iterator[Case]:
             yield Case(name, {"lr": 0.01, **more}, second)
     for more in ({}, {"betas": (0.5, 0.9), "weight_decay": 0.1}, {"maximize": True}):
         yield Case("LAMB", {"lr": 0.01, **more}, second)
+    for more in ({}, {"betas": (0.5, 0.9), "weight_decay": 0.1, "maximize": True}):
+        yield Case("Lion", {"lr": 0.01, **more}, second)
 
 
 CASES = {str(case): case for case in _cases()}

@@ -21,7 +21,7 @@ import torch_xla.debug.metrics as xla_metrics
 from torch import nn
 
 from graphstash.training import device
-from graphstash.training.optimizers import LAMB, SGD, Adam, AdamW
+from graphstash.training.optimizers import LAMB, SGD, Adam, AdamW, Lion, Muon
 from graphstash.training.optimizers.gradients import LossScale, clip_grad_norm_, clip_grad_value_
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # so under PYTHONSAFEPATH too
@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # so under PYTHONSAFEPATH to
 from support.optimizer_cases import (
     BY_HAND,
     CASES,
+    NOT_IN_TORCH,
     SCHEDULES,
     gradients,
     loss_of,
@@ -223,6 +224,7 @@ def aliases():
         ("Adam", {"amsgrad": True}),
         ("AdamW", {}),
         ("LAMB", {}),
+        ("Lion", {}),
     ):
         parameters = [nn.Parameter(torch.randn(n, 11).to(torch_xla.device())) for n in (7, 9)]
         optimizer, scale = CASES_BY_NAME[name](parameters, lr=0.1, **options), new_scale()
@@ -262,7 +264,7 @@ def exchanged():
     """Four steps by torch on the host, four by ours here, four by torch again."""
     reports = {}
     for name, case in CASES.items():
-        if case.name == "LAMB":
+        if case.name in NOT_IN_TORCH:
             continue
         first = new_parameters()
         theirs = case.reference(first)
@@ -497,7 +499,26 @@ def two_optimizers():
     }
 
 
-CASES_BY_NAME = {"SGD": SGD, "Adam": Adam, "AdamW": AdamW, "LAMB": LAMB}
+def matrices_orthogonalized():
+    """Muon on matrices and filters, here and on the host."""
+    report = {}
+    for name, place in (("here", torch_xla.device()), ("host", torch.device("cpu"))):
+        generator = torch.Generator().manual_seed(0)
+        shapes = ((6, 4), (4, 6), (3, 2, 2, 2))
+        values = [torch.randn(shape, generator=generator) for shape in shapes]
+        parameters = [nn.Parameter(value.to(place)) for value in values]
+        optimizer, counter = Muon(parameters, lr=0.02), Counter()
+        for _ in range(4):
+            for parameter, value in zip(parameters, values, strict=True):
+                parameter.grad = value.to(place)
+            optimizer.step()
+            torch_xla.sync()
+            counter.next()
+        report[name] = {"parameters": numbers(parameters), "counts": counter.steps}
+    return report
+
+
+CASES_BY_NAME = {"SGD": SGD, "Adam": Adam, "AdamW": AdamW, "LAMB": LAMB, "Lion": Lion}
 CHECKS = (
     matrix,
     scheduled,
@@ -514,6 +535,7 @@ CHECKS = (
     accumulated,
     scale_alone,
     two_optimizers,
+    matrices_orthogonalized,
 )
 
 

@@ -32,6 +32,7 @@ OPTIMIZERS = {
     "Adam amsgrad": lambda p: training.Adam(p, lr=0.05, amsgrad=True, fused=False),
     "AdamW": lambda p: training.AdamW(p, lr=0.05, weight_decay=0.1),
     "LAMB": lambda p: training.LAMB(p, lr=0.05),
+    "Lion": lambda p: training.Lion(p, lr=0.01),
 }
 INPUTS = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
 
@@ -121,6 +122,15 @@ def refused():
             return str(error)
 
 
+def refused_by_muon():
+    matrices = [p for p in model(sharded=True).parameters() if p.dim() == 2]
+    training.Muon([{"params": matrices, "use_muon": False}])
+    try:
+        training.Muon(matrices)
+    except ValueError as error:
+        return str(error)
+
+
 CLIPS = {
     "": None,
     "norm": lambda parameters: training.clip_grad_norm_(parameters, 0.1),
@@ -140,6 +150,7 @@ report = {
     },
     "resumed": [resumed(each) for each in (training.AdamW, torch.optim.AdamW)],
     "refused": refused(),
+    "refused by Muon": refused_by_muon(),
 }
 options.report.write_text(json.dumps(report))
 distributed.monitored_barrier()  # the first one keeps the store

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     )
     from graphstash.training.loop.trackers import TensorBoardCallback, WandbCallback
     from graphstash.training.loop.trainer import train
-    from graphstash.training.optimizers import LAMB, SGD, Adam, AdamW
+    from graphstash.training.optimizers import LAMB, SGD, Adam, AdamW, Lion, Muon, muon_groups
     from graphstash.training.optimizers.gradients import (
         LossScale,
         clip_grad_norm_,
@@ -52,8 +52,10 @@ __all__ = [
     "DivergedError",
     "Fusion",
     "FusionError",
+    "Lion",
     "LogEntry",
     "LossScale",
+    "Muon",
     "StopTraining",
     "TensorBoardCallback",
     "TracedStep",
@@ -62,6 +64,7 @@ __all__ = [
     "clip_grad_norm_",
     "clip_grad_value_",
     "fuse",
+    "muon_groups",
     "to_device",
     "traced_step",
     "train",
@@ -75,7 +78,7 @@ _NAMES = {
     "loop.events": "Callback DivergedError LogEntry StopTraining TrainingResult",
     "loop.trackers": "TensorBoardCallback WandbCallback",
     "loop.trainer": "train",
-    "optimizers": "LAMB SGD Adam AdamW",
+    "optimizers": "LAMB SGD Adam AdamW Lion Muon muon_groups",
     "optimizers.gradients": "LossScale clip_grad_norm_ clip_grad_value_",
     "threads": "DeviceExecutor",
     "traced": "TracedStep traced_step",

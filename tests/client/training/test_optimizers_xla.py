@@ -13,6 +13,7 @@ from support.jobs import JOB
 from support.optimizer_cases import (
     BY_HAND,
     CASES,
+    NOT_IN_TORCH,
     SCHEDULES,
     SHAPES,
     gradients,
@@ -24,8 +25,8 @@ from support.optimizer_cases import (
 pytestmark = pytest.mark.extended
 
 BAD = {0: math.inf, 5: math.inf, 7: math.nan}
-EXCHANGED = [name for name, case in CASES.items() if case.name != "LAMB"]
-OPTIMIZERS = ["SGD", "Adam", "AdamW", "LAMB"]
+EXCHANGED = [name for name, case in CASES.items() if case.name not in NOT_IN_TORCH]
+OPTIMIZERS = ["SGD", "Adam", "AdamW", "LAMB", "Lion"]
 SCRIPT = JOB.with_name("optimizer_job.py")
 
 
@@ -284,3 +285,10 @@ def test_unscaling_divides_by_the_scale(report):
 
 def test_two_optimizers_share_a_scale_and_only_the_bad_one_is_left_out(report):
     assert report["two_optimizers"] == {"scale": 2, "steps": [3, 3]}
+
+
+def test_muon_runs_in_one_graph_and_rounds_as_bfloat16_does(report):
+    run = report["matrices_orthogonalized"]
+    host = [torch.tensor(numbers) for numbers in run["host"]["parameters"]]
+    assert_close(run["here"]["parameters"], host, atol=4 * 0.02 * 0.05)
+    assert_one_graph(run["here"]["counts"])

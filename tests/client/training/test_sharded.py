@@ -16,7 +16,7 @@ def reports(tmp_path_factory):
 
 
 def test_every_optimizer_updates_shards_as_whole_parameters(reports):
-    assert len(reports[0]["cases"]) == 6 * 2 * 3
+    assert len(reports[0]["cases"]) == 7 * 2 * 3
     for report in reports:
         for name, case in report["cases"].items():
             for pair in zip(case["sharded"], case["whole"], strict=True):
@@ -50,3 +50,8 @@ def test_a_checkpoint_of_a_sharded_model_fits_a_whole_one(reports, number):
 def test_a_sharded_tensor_that_nobody_has_gathered_is_refused(reports):
     for report in reports:
         assert "call full_tensor() in every process" in report["refused"]
+
+
+def test_a_shard_of_a_matrix_is_refused_by_muon(reports):
+    for report in reports:
+        assert "a parameter is sharded: put it into a group" in report["refused by Muon"]

@@ -11,24 +11,12 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphstash import ConfigError, training
+from support.device_reads import Reads
 from support.jobs import TRAIN_JOB, losses_of
 
 STEPS = 40
-
-
-class Reads(TorchDispatchMode):
-    """Counts reads of a tensor's value by the host."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function is torch.ops.aten._local_scalar_dense.default
-        return function(*args, **(kwargs or {}))
 
 
 class Seen(training.Callback):

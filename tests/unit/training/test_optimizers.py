@@ -8,13 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphstash.training.optimizers import LAMB, SGD, Adam, AdamW
+from graphstash.training.optimizers import LAMB, SGD, Adam, AdamW, Lion
 from graphstash.training.optimizers.gradients import LossScale, clip_grad_norm_
+from support.device_reads import Reads
 from support.optimizer_cases import (
     BY_HAND,
     CASES,
+    NOT_IN_TORCH,
     SCHEDULES,
     SHAPES,
     gradients,
@@ -23,16 +24,16 @@ from support.optimizer_cases import (
     train_scheduled,
 )
 
-OPTIMIZERS = [SGD, Adam, AdamW, LAMB]
+OPTIMIZERS = [SGD, Adam, AdamW, LAMB, Lion]
 BAD = {0: math.inf, 5: math.inf, 7: math.nan}
 FUSED = [None, False]
-EXCHANGED = [name for name, case in CASES.items() if case.name != "LAMB"]
+EXCHANGED = [name for name, case in CASES.items() if case.name not in NOT_IN_TORCH]
 
 
 def make(name, parameters, fused=None):
-    """An optimizer of ours; LAMB has no kernel to choose."""
+    """An optimizer of ours; some have no kernel to choose."""
     case = CASES[name]
-    return case.ours(parameters, **({} if case.name == "LAMB" else {"fused": fused}))
+    return case.ours(parameters, **({} if case.name in NOT_IN_TORCH else {"fused": fused}))
 
 
 def assert_close(ours, theirs):
@@ -184,16 +185,6 @@ def test_a_found_inf_on_the_host_side_of_python_is_refused():
 
 
 # Nobody reads the device.
-
-
-class Reads(TorchDispatchMode):
-    """Counts what reads a tensor's value."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function is torch.ops.aten._local_scalar_dense.default
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("clipped", [False, True])
@@ -488,11 +479,12 @@ def test_float64_parameters_are_updated_in_float64(name, fused):
 @pytest.mark.parametrize("fused", FUSED)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_narrow_parameters_and_their_state_stay_narrow(optimizer, fused, dtype):
-    options = {} if optimizer is LAMB else {"fused": fused}
+    options = {"fused": fused} if optimizer is SGD else {}
+    if optimizer in (Adam, AdamW, LAMB):
+        options["eps"] = 1e-3
     narrow, wide = new_parameters(dtype=dtype), new_parameters()
     for parameters in (narrow, wide):
-        mine = optimizer(parameters, lr=0.1, eps=1e-3) if optimizer is not SGD else None
-        mine = mine or SGD(parameters, lr=0.1, **options)
+        mine = optimizer(parameters, lr=0.1, **options)
         for step in range(4):
             for p, g in zip(parameters, gradients(step, dtype=p_dtype(parameters)), strict=True):
                 p.grad = g
@@ -578,6 +570,7 @@ def feed(parameters, copies, step):
         (Adam, {"amsgrad": True}),
         (AdamW, {"maximize": True}),
         (LAMB, {}),
+        (Lion, {}),
     ],
 )
 def test_with_master_weights_training_is_that_of_float32_parameters(optimizer, options, dtype):
@@ -669,12 +662,12 @@ def test_step_hooks_are_called(optimizer):
         *((o, {"lr": bad}) for o in OPTIMIZERS for bad in (-1.0, math.nan)),
         *((o, {"weight_decay": math.nan}) for o in OPTIMIZERS),
         (SGD, {"dampening": math.nan}),
-        *((o, {"betas": (math.nan, 0.9)}) for o in (Adam, AdamW, LAMB)),
+        *((o, {"betas": (math.nan, 0.9)}) for o in (Adam, AdamW, LAMB, Lion)),
         (SGD, {"momentum": -1.0}),
         (SGD, {"weight_decay": -1.0}),
         (SGD, {"nesterov": True}),
         (SGD, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}),
-        *((o, {"betas": (0.9, 1.0)}) for o in (Adam, AdamW, LAMB)),
+        *((o, {"betas": (0.9, 1.0)}) for o in (Adam, AdamW, LAMB, Lion)),
         *((o, {"eps": -1.0}) for o in (Adam, AdamW, LAMB)),
     ],
 )

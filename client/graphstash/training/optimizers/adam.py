@@ -37,12 +37,13 @@ from graphstash.training.optimizers.base import (
     SyncFreeOptimizer,
     TorchOptions,
     at_least,
+    betas_below_one,
     selecting,
 )
 from graphstash.training.optimizers.cohort import Cohort
 from graphstash.training.sharding import Sums
 
-__all__ = ["LAMB", "Adam", "AdamW"]
+__all__ = ["LAMB", "Adam", "AdamW", "MomentOptimizer", "adam_formula", "fused_adam"]
 
 
 class Moments:
@@ -77,9 +78,7 @@ class MomentOptimizer(SyncFreeOptimizer):
 
     def _check(self, group: Mapping[str, Any]) -> None:
         at_least(group, 0, "lr", "eps", "weight_decay")
-        for number, beta in enumerate(group["betas"]):
-            if not 0 <= beta < 1:
-                raise ValueError(f"betas[{number}] must be at least 0 and below 1 (got {beta})")
+        betas_below_one(group)
 
     def _scheduled(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
         beta1, beta2 = group["betas"]
@@ -99,7 +98,10 @@ class MomentOptimizer(SyncFreeOptimizer):
         return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group.get("amsgrad") else ()))
 
 
-def _adam(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], list[list[Tensor]]]:
+def adam_formula(
+    old: Split, step: Tensor, options: Options
+) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """Adam's and AdamW's; options are eps, amsgrad, maximize, and whether decay is decoupled."""
     eps, amsgrad, maximize, decoupled = options
     lr, weight_decay = old.scalars[:2]
     parameters = old.parameters
@@ -122,6 +124,27 @@ def _adam(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], lis
     return list(torch._foreach_sub(parameters, change)), slots
 
 
+def fused_adam(
+    group: Mapping[str, Any], cohort: Cohort, *, decoupled: bool
+) -> Callable[..., object]:
+    """Torch's kernel for Adam, or for AdamW if the decay is decoupled, with its arguments."""
+    beta1, beta2 = group["betas"]
+    amsgrad = group.get("amsgrad", False)
+    return partial(
+        torch._fused_adamw_ if decoupled else torch._fused_adam_,
+        cohort.parameters,
+        cohort.gradients,
+        cohort.slots[0],
+        cohort.slots[1],
+        cohort.slots[2] if amsgrad else [],
+        [cohort.step] * len(cohort.parameters),
+        beta1=beta1,
+        beta2=beta2,
+        amsgrad=amsgrad,
+        **{name: group[name] for name in ("lr", "weight_decay", "eps", "maximize")},
+    )
+
+
 class Adam(MomentOptimizer):
     """Sync-free `torch.optim.Adam`; the formula is in the module's docstring.
 
@@ -139,7 +162,7 @@ class Adam(MomentOptimizer):
         ValueError: an argument is out of its range.
     """
 
-    _operation = TracedOp("adam", selecting(_adam))
+    _operation = TracedOp("adam", selecting(adam_formula))
     _decoupled = False
 
     def __init__(  # noqa: PLR0917 - torch.optim's order
@@ -175,20 +198,7 @@ class Adam(MomentOptimizer):
     def _fused_kernel(
         self, group: Mapping[str, Any], cohort: Cohort
     ) -> Callable[..., object] | None:
-        beta1, beta2 = group["betas"]
-        names = ("lr", "weight_decay", "eps", "amsgrad", "maximize")
-        return partial(
-            torch._fused_adamw_ if self._decoupled else torch._fused_adam_,
-            cohort.parameters,
-            cohort.gradients,
-            cohort.slots[0],
-            cohort.slots[1],
-            cohort.slots[2] if group["amsgrad"] else [],
-            [cohort.step] * len(cohort.parameters),
-            beta1=beta1,
-            beta2=beta2,
-            **{name: group[name] for name in names},
-        )
+        return fused_adam(group, cohort, decoupled=self._decoupled)
 
 
 class AdamW(Adam):

@@ -37,7 +37,15 @@ from graphstash.training.optimizers.cohort import (
 )
 from graphstash.training.sharding import Sums, distributed_like
 
-__all__ = ["Options", "Split", "SyncFreeOptimizer", "TorchOptions", "at_least", "selecting"]
+__all__ = [
+    "Options",
+    "Split",
+    "SyncFreeOptimizer",
+    "TorchOptions",
+    "at_least",
+    "betas_below_one",
+    "selecting",
+]
 
 Options = tuple[Any, ...]
 """What of an optimizer's settings is part of the graph."""
@@ -161,6 +169,17 @@ def at_least(group: Mapping[str, Any], least: float, *names: str) -> None:
             raise ValueError(f"{name} must be at least {least} (got {value})")
 
 
+def betas_below_one(group: Mapping[str, Any]) -> None:
+    """Refuses decays of running means that are NaN, negative, or 1 and above.
+
+    Raises:
+        ValueError: says which.
+    """
+    for number, beta in enumerate(group["betas"]):
+        if not 0 <= beta < 1:
+            raise ValueError(f"betas[{number}] must be at least 0 and below 1 (got {beta})")
+
+
 class SyncFreeOptimizer(Optimizer):
     """Base of the sync-free optimizers; see the module's docstring.
 
@@ -208,7 +227,8 @@ class SyncFreeOptimizer(Optimizer):
         """Adds parameters, as in torch.optim.
 
         Raises:
-            ValueError: an option of the group is unknown or out of its range.
+            ValueError: an option of the group is unknown, out of its range, or not for such
+                parameters.
         """
         if unknown := param_group.keys() - self.defaults.keys() - _IN_GROUPS:
             raise ValueError(
@@ -217,14 +237,11 @@ class SyncFreeOptimizer(Optimizer):
             )
         self._check({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        dtypes = {parameter.dtype for parameter in group["params"]}
-        if group["master_weights"] and not dtypes <= {torch.bfloat16, torch.float16}:
+        try:
+            self._check_parameters(self.param_groups[-1])
+        except ValueError:
             self.param_groups.pop()
-            raise ValueError(
-                "master_weights is for bfloat16 and float16 parameters; put others into a group "
-                f"with master_weights=False (got {', '.join(map(str, dtypes))})"
-            )
+            raise
         if hasattr(self, "_scalars"):  # else the first ones, on the way into torch's __init__
             self._begin_early(self.param_groups[-1:])
 
@@ -233,6 +250,15 @@ class SyncFreeOptimizer(Optimizer):
         self.__dict__.setdefault("_scalars", DeviceScalars())
         self.__dict__.setdefault("_checked_kernels", {})
         super().__setstate__(state)
+
+    def _check_parameters(self, group: Mapping[str, Any]) -> None:
+        """Raises ValueError where a group's options are not for parameters such as its own."""
+        dtypes = {parameter.dtype for parameter in group["params"]}
+        if group["master_weights"] and not dtypes <= {torch.bfloat16, torch.float16}:
+            raise ValueError(
+                "master_weights is for bfloat16 and float16 parameters; put others into a group "
+                f"with master_weights=False (got {', '.join(map(str, dtypes))})"
+            )
 
     # What a formula says of itself.
 
@@ -335,22 +361,19 @@ class SyncFreeOptimizer(Optimizer):
         if (
             group["fused"] is not False
             and cohort.suits_fused_kernels()
+            and (kernel := self._fused_kernel(group, cohort)) is not None
             and self._is_kernel_exact(group, cohort)
-            and self._update_fused(group, cohort)
         ):
-            return
-        self._update_by_formula(group, cohort, scalars)
+            self._update_fused(kernel, cohort)
+        else:
+            self._update_by_formula(group, cohort, scalars)
 
-    def _update_fused(self, group: Mapping[str, Any], cohort: Cohort) -> bool:
-        """Whether torch has a kernel for the cohort, which it then has updated."""
-        kernel = self._fused_kernel(group, cohort)
-        if kernel is None:
-            return False
+    @staticmethod
+    def _update_fused(kernel: Callable[..., object], cohort: Cohort) -> None:
         found_inf = cohort.found_inf
         cohort.step += 1.0 if found_inf is None else (found_inf == 0).to(cohort.step.dtype)
         bad = None if found_inf is None else (found_inf != 0).float()
         kernel(grad_scale=cohort.grad_scale, found_inf=bad)
-        return True
 
     def _update_by_formula(
         self, group: Mapping[str, Any], cohort: Cohort, scalars: Sequence[Tensor]
@@ -391,8 +414,8 @@ class SyncFreeOptimizer(Optimizer):
                 self._update_by_formula(tried, scratch, scalars)
 
             def kernel(scratch: Cohort) -> None:
-                if not self._update_fused(tried, scratch):
-                    formula(scratch)
+                if (its := self._fused_kernel(tried, scratch)) is not None:
+                    self._update_fused(its, scratch)
 
             self._checked_kernels[case] = computes_the_same(kernel, formula, cohort)
         return self._checked_kernels[case]

@@ -1,0 +1,96 @@
+"""Lion: steps of one length in every element, in the direction of a running mean's sign.
+
+With g the gradient (negated to maximize):
+
+    p <- p - lr * weight_decay * p
+    p <- p - lr * sign(beta1 * m + (1 - beta1) * g)
+    m <- beta2 * m + (1 - beta2) * g                   exp_avg
+
+Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, arXiv 2302.06675, algorithm 2.
+It keeps half the state of Adam. The authors advise a learning rate 3 to 10 times smaller than
+AdamW's, and a weight decay that is larger by the same factor. There is no Lion in torch.optim.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from graphstash.training.device import TracedOp
+from graphstash.training.optimizers.base import (
+    Options,
+    Split,
+    SyncFreeOptimizer,
+    TorchOptions,
+    at_least,
+    betas_below_one,
+    selecting,
+)
+
+__all__ = ["Lion"]
+
+
+def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], list[list[Tensor]]]:
+    del step
+    (maximize,) = options
+    lr, weight_decay, rest1, rest2 = old.scalars
+    gradients = list(torch._foreach_neg(old.gradients)) if maximize else old.gradients
+    news = torch._foreach_sub(gradients, old.slots[0])
+    ahead = torch._foreach_add(old.slots[0], torch._foreach_mul(news, rest1))
+    means = torch._foreach_add(old.slots[0], torch._foreach_mul(news, rest2))
+    decayed = torch._foreach_mul(old.parameters, 1 - lr * weight_decay)
+    change = torch._foreach_mul(torch._foreach_sign(ahead), lr)
+    return list(torch._foreach_sub(decayed, change)), [list(means)]
+
+
+class Lion(SyncFreeOptimizer):
+    """Sync-free Lion; the formula is in the module's docstring.
+
+    Args:
+        params: parameters or groups of them, as for torch.optim.
+        lr: learning rate, >= 0: the length of a step in every element.
+        betas: decay of the running mean in the direction of this step, and of what is kept of it,
+            in [0, 1).
+        weight_decay: beside the gradient, as in AdamW, >= 0.
+        maximize: go up instead of down.
+        options: see `TorchOptions`. There is no fused kernel.
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+
+    _operation = TracedOp("lion", selecting(_formula))
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        **options: Unpack[TorchOptions],
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, **options)
+
+    def _check(self, group: Mapping[str, Any]) -> None:
+        at_least(group, 0, "lr", "weight_decay")
+        betas_below_one(group)
+
+    def _scheduled(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
+        beta1, beta2 = group["betas"]
+        return {
+            "lr": group["lr"],
+            "weight_decay": group["weight_decay"],
+            "1 - beta1": 1 - beta1,
+            "1 - beta2": 1 - beta2,
+        }
+
+    def _options(self, group: Mapping[str, Any]) -> Options:
+        return (group["maximize"],)
+
+    def _slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        del group
+        return ("exp_avg",)

@@ -1,0 +1,256 @@
+"""Muon: steps of a matrix whose singular values are all about one; AdamW for everything else.
+
+With G the gradient of a matrix (negated to maximize), of A rows and B columns:
+
+    M <- momentum * M + (1 - momentum) * G                     momentum_buffer
+    U <- momentum * M + (1 - momentum) * G  if nesterov, else M
+    X <- U / |U|, then five times           X <- a X + (b (X X^T) + c (X X^T)^2) X
+    W <- W - lr * weight_decay * W
+    W <- W - lr * ratio * X                 ratio is sqrt(max(1, A / B)), or 0.2 * sqrt(max(A, B))
+
+Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024
+(kellerjordan.github.io/posts/muon); the second ratio is that of Liu et al., "Muon is Scalable for
+LLM Training", 2025, arXiv 2502.16982, with which AdamW's learning rates fit. The iteration runs in
+bfloat16, as in `torch.optim.Muon` of torch 2.9, whose state dictionaries load here. What has more
+dimensions, such as the filters of a convolution, is a matrix of its first one and all others.
+
+Its authors leave embeddings, the last layer, and what is no matrix to AdamW: `muon_groups` does so.
+"""
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final, Literal, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from graphstash.training.device import TracedOp
+from graphstash.training.optimizers.adam import MomentOptimizer, adam_formula, fused_adam
+from graphstash.training.optimizers.base import (
+    Options,
+    Split,
+    TorchOptions,
+    selecting,
+)
+from graphstash.training.optimizers.cohort import Cohort
+from graphstash.training.sharding import is_sharded
+
+__all__ = ["Muon", "muon_groups"]
+
+_COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
+_LEAST_NORM: Final = 1e-7
+_RATIOS: Final[Mapping[str, Callable[[int, int], float]]] = {
+    "original": lambda rows, columns: math.sqrt(max(1, rows / max(1, columns))),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+}
+
+
+def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], list[list[Tensor]]]:
+    is_matrix, *rest = options
+    return (_muon if is_matrix else adam_formula)(old, step, tuple(rest))
+
+
+def _muon(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], list[list[Tensor]]]:
+    del step
+    nesterov, adjustment, coefficients, iterations, maximize = options
+    lr, weight_decay, momentum, rest = old.scalars
+    parameters, buffers = [], []
+    gradients = list(torch._foreach_neg(old.gradients)) if maximize else old.gradients
+    for parameter, gradient, before in zip(old.parameters, gradients, old.slots[0], strict=True):
+        buffer = before.lerp(gradient, rest.to(before.dtype))
+        update = gradient.lerp(buffer, momentum.to(buffer.dtype)) if nesterov else buffer
+        matrix = update.flatten(1)
+        ratio = _RATIOS[adjustment](*matrix.shape)
+        change = _orthogonal(matrix, coefficients, iterations).reshape(update.shape)
+        change = change.to(parameter.dtype) * (lr * ratio)
+        parameters.append(parameter * (1 - lr * weight_decay) - change)
+        buffers.append(buffer)
+    return parameters, [buffers]
+
+
+def _orthogonal(
+    matrix: Tensor, coefficients: tuple[float, float, float], iterations: int
+) -> Tensor:
+    """[A, B] in bfloat16 with the singular vectors of `matrix` and singular values about one."""
+    a, b, c = coefficients
+    x = matrix.to(torch.bfloat16)
+    is_tall = x.shape[0] > x.shape[1]
+    x = x.T if is_tall else x  # X X^T is the smaller of the two products then
+    x = x / x.norm().clamp(min=_LEAST_NORM)
+    for _ in range(iterations):
+        gram = x @ x.T
+        x = _sum(a, x, 1.0, _sum(b, gram, c, gram, gram), x)
+    return x.T if is_tall else x
+
+
+def _sum(beta: float, addend: Tensor, alpha: float, left: Tensor, right: Tensor) -> Tensor:
+    """Gives beta * addend + alpha * (left @ right); all are matrices in bfloat16.
+
+    torch_xla has no addmm with factors: it would compute on the host, and fail in what is only
+    recorded.
+    """
+    if left.device.type == "xla":
+        return beta * addend + alpha * (left @ right)
+    return torch.addmm(addend, left, right, beta=beta, alpha=alpha)
+
+
+class Muon(MomentOptimizer):
+    """Sync-free Muon; the formula is in the module's docstring.
+
+    Groups with `use_muon=True`, which is the default, hold matrices; groups with False are updated
+    as by `AdamW`, with `betas` and `eps`. `muon_groups` makes both from a model. A scale of the
+    gradients changes no step of a matrix but by rounding.
+
+    Args:
+        params: parameters or groups of them.
+        lr: learning rate, >= 0. With adjust_lr_fn="original", matrices usually need about 0.02 and
+            AdamW's groups an `lr` of their own.
+        weight_decay: beside the gradient, >= 0.
+        momentum: decay of the running mean of the gradient, in [0, 1).
+        nesterov: step in the direction of the mean after one more step with the same gradient.
+        adjust_lr_fn: "match_rms_adamw": steps as long as AdamW's, so that one learning rate fits
+            both kinds of groups; "original", which is what torch takes None for.
+        ns_coefficients: a, b and c of the iteration; part of the graph.
+        ns_steps: how often it is repeated, 1 to 99; part of the graph.
+        betas, eps: of the groups that AdamW updates.
+        maximize: go up instead of down.
+        options: see `TorchOptions`. There is no fused kernel for matrices.
+
+    Raises:
+        ValueError: an argument is out of its range, or a parameter of a group with use_muon=True
+            has fewer than two dimensions or is sharded.
+    """
+
+    _operation = TracedOp("muon", selecting(_formula))
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        *,
+        nesterov: bool = True,
+        adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
+        ns_coefficients: tuple[float, float, float] = _COEFFICIENTS,
+        ns_steps: int = 5,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        maximize: bool = False,
+        **options: Unpack[TorchOptions],
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "weight_decay": weight_decay,
+                "momentum": momentum,
+                "nesterov": nesterov,
+                "adjust_lr_fn": adjust_lr_fn,
+                "ns_coefficients": ns_coefficients,
+                "ns_steps": ns_steps,
+                "betas": betas,
+                "eps": eps,
+                "maximize": maximize,
+                "use_muon": True,
+            },
+            **options,
+        )
+
+    def _check_parameters(self, group: Mapping[str, Any]) -> None:
+        super()._check_parameters(group)
+        flat = [list(each.shape) for each in group["params"] if each.dim() < 2]
+        if not group["use_muon"]:
+            return
+        if any(map(is_sharded, group["params"])):
+            raise ValueError(
+                "Muon needs whole matrices, and a parameter is sharded: put it into a group with "
+                "use_muon=False"
+            )
+        if flat:
+            raise ValueError(
+                f"Muon updates matrices, and a parameter has the shape {flat[0]}: put it into a "
+                "group with use_muon=False, as muon_groups does"
+            )
+
+    def _check(self, group: Mapping[str, Any]) -> None:
+        super()._check(group)
+        if not 0 <= group["momentum"] < 1:
+            raise ValueError(f"momentum must be at least 0 and below 1 (got {group['momentum']})")
+        if not 1 <= group["ns_steps"] < 100:
+            raise ValueError(f"ns_steps must be from 1 to 99 (got {group['ns_steps']})")
+        if len(group["ns_coefficients"]) != 3:
+            raise ValueError(
+                f"ns_coefficients must be three numbers (got {group['ns_coefficients']})"
+            )
+        if group["adjust_lr_fn"] not in (None, *_RATIOS):
+            raise ValueError(
+                f"adjust_lr_fn must be None, {' or '.join(_RATIOS)} (got {group['adjust_lr_fn']})"
+            )
+
+    def _scheduled(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
+        if not group["use_muon"]:
+            return super()._scheduled(group)
+        momentum = group["momentum"]
+        return {
+            "lr": group["lr"],
+            "weight_decay": group["weight_decay"],
+            "momentum": momentum,
+            "1 - momentum": 1 - momentum,
+        }
+
+    def _options(self, group: Mapping[str, Any]) -> Options:
+        if not group["use_muon"]:
+            return (False, group["eps"], False, group["maximize"], True)
+        return (
+            *(True, group["nesterov"], group["adjust_lr_fn"] or "original"),
+            *(tuple(group["ns_coefficients"]), group["ns_steps"], group["maximize"]),
+        )
+
+    def _slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["use_muon"] else super()._slots(group)
+
+    def _fused_kernel(
+        self, group: Mapping[str, Any], cohort: Cohort
+    ) -> Callable[..., object] | None:
+        return None if group["use_muon"] else fused_adam(group, cohort, decoupled=True)
+
+    def _step_of(self, state: Mapping[str, Any]) -> float:
+        return 0.0 if state.get("momentum_buffer") is None else 1.0
+
+
+def muon_groups(
+    model: nn.Module, *, adamw: Collection[nn.Module], **adamw_options: Any
+) -> list[dict[str, Any]]:
+    """The parameters of a model in two groups for `Muon`: hidden matrices, and the rest.
+
+    The rest, which AdamW updates, are embeddings, the modules in `adamw`, and all parameters with
+    fewer than two dimensions. A matrix that is tied to one of these is among them, too. Parameters
+    that need no gradient are left out.
+
+    Args:
+        model: its parameters are listed once each, in their order.
+        adamw: modules of the model whose matrices are not hidden ones: above all its last layer.
+        adamw_options: of AdamW's group, such as `lr` and `weight_decay`.
+
+    Raises:
+        ValueError: a module of `adamw` is not part of the model.
+    """
+    parts = set(model.modules())
+    if strangers := [type(each).__name__ for each in adamw if each not in parts]:
+        raise ValueError(f"adamw must name modules of the model (got another {strangers[0]})")
+    others = {
+        parameter
+        for part in (*adamw, *(m for m in parts if isinstance(m, nn.Embedding | nn.EmbeddingBag)))
+        for parameter in part.parameters()
+    }
+    trained = [each for each in model.parameters() if each.requires_grad]
+    is_matrix = {each: each.dim() >= 2 and each not in others for each in trained}
+    return [
+        {"params": [each for each in trained if is_matrix[each]], "use_muon": True},
+        {
+            "params": [each for each in trained if not is_matrix[each]],
+            "use_muon": False,
+            **adamw_options,
+        },
+    ]
