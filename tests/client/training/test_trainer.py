@@ -1,3 +1,4 @@
+import itertools
 import json
 import os
 import random
@@ -63,6 +64,112 @@ def test_it_makes_the_steps_of_a_plain_loop():
     for one, other in zip(model.parameters(), plain_model.parameters(), strict=True):
         assert torch.equal(one, other)
     assert (result.step, result.stopped_by, result.resumed_from) == (15, "steps", 0)
+
+
+FUSED = {
+    "backward": {},
+    "forward": {
+        "loss_scale": lambda: training.LossScale(16.0, growth_interval=3),
+        "clip_norm": lambda: 0.5,
+        "accumulate": lambda: 2,
+    },
+}
+
+
+@pytest.mark.parametrize("how", FUSED)
+def test_fused_updates_are_those_of_the_optimizer_alone(how, tmp_path):
+    def run(steps, directory, fuse):
+        model, optimizer, data = problem()
+        result = training.train(
+            model,
+            optimizer,
+            data,
+            steps=steps,
+            loss=mse,
+            fuse=fuse,
+            schedule=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99),
+            evaluate=lambda model: {"norm": float(model[0].weight.norm())},
+            evaluate_every=4,
+            callbacks=[seen := Seen()],
+            checkpoints=tmp_path / directory,
+            progress=False,
+            **{name: make() for name, make in FUSED[how].items()},
+        )
+        return result.losses, seen.evaluations, [p.tolist() for p in model.parameters()]
+
+    alone = run(15, "alone", None)
+    assert run(15, "fused", how) == alone
+    first, _, _ = run(6, "parts", how)
+    losses, _, weights = run(15, "parts", None)  # what waited for a forward is in the checkpoint
+    assert (first + losses, weights) == (alone[0], alone[2])
+
+
+@pytest.mark.parametrize("fuse", [None, *FUSED])
+def test_weights_that_a_callback_averages_after_each_step_are_the_newest(fuse):
+    model, optimizer, data = problem()
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    after = []
+
+    class Average(training.Callback):
+        def on_step(self, step):
+            averaged.update_parameters(model)
+            after.append(model[0].weight.detach().clone())
+
+    options = {"steps": 4, "loss": mse, "callbacks": [Average()], "progress": False}
+    training.train(model, optimizer, data, fuse=fuse, **options)
+    assert not any(torch.equal(a, b) for a, b in itertools.pairwise(after))
+    assert torch.equal(after[-1], model[0].weight)
+    torch.testing.assert_close(averaged.module[0].weight, sum(after) / 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fuse": "both"}, r"None, 'backward' or 'forward' \(got 'both'\)"),
+        ({"fuse": "forward", "traced": True}, "leave fuse or traced out"),
+        ({"fuse": "backward", "clip_norm": 1.0}, "clip_norm would wait for: use fuse='forward'"),
+        ({"fuse": "backward", "clip_value": 1.0}, "clip_value would wait for"),
+        ({"fuse": "backward", "accumulate": 2}, "accumulate would wait for"),
+        ({"fuse": "backward", "precision": "fp16"}, "fp16 would wait for"),
+    ],
+)
+def test_a_fusion_that_would_not_be_exact_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        training.train(*problem(), steps=1, loss=mse, progress=False, **options)
+
+
+def test_a_model_that_cannot_be_fused_is_refused_with_the_reason():
+    model, optimizer, data = problem()
+    with (
+        training.fuse(model, optimizer),
+        pytest.raises(ConfigError, match=r"fuse='forward': .* already fused"),
+    ):
+        training.train(model, optimizer, data, steps=1, loss=mse, fuse="forward", progress=False)
+
+
+def test_an_exception_in_a_fused_step_is_what_comes_out():
+    model, optimizer, data = problem()
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(context, value):
+            return value.clone()
+
+        @staticmethod
+        def backward(context, gradient):
+            raise OSError("a broken device")
+
+    made = []
+
+    def loss(model, batch):
+        made.append(1)
+        hidden = model[0](batch[0])
+        hidden = Fails.apply(hidden) if len(made) == 3 else hidden
+        return nn.functional.mse_loss(model[2](model[1](hidden)), batch[1])
+
+    with pytest.raises(OSError, match="a broken device"):
+        training.train(model, optimizer, data, steps=5, loss=loss, fuse="backward", progress=False)
+    assert not model[0]._forward_pre_hooks
 
 
 def test_nothing_reads_the_device_between_logging_boundaries():

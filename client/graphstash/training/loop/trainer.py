@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from functools import wraps
 from typing import Any, Literal, ParamSpec, Self, TypeVar
@@ -34,6 +34,7 @@ from graphstash.training.data.position import (
     set_random_state,
 )
 from graphstash.training.device import settle
+from graphstash.training.fusion import Fusion, FusionError, fuse
 from graphstash.training.loop.events import (
     Callback,
     DivergedError,
@@ -69,6 +70,8 @@ class _Run:
         """Steps whose numbers the host has."""
         self.saved = 0
         """The step of the newest checkpoint."""
+        self.fusion: Fusion | None = None
+        self.steps_are_seen = any(type(c).on_step is not Callback.on_step for c in callbacks)
         self.in_step = False
         """What was trained may be changed in part."""
         self.stop_requested = False
@@ -167,7 +170,7 @@ class _Run:
         began = self.interval_began = time.perf_counter()
         resumed_from = self.done
         stopped_by: Literal["steps", "callback"] = "steps"
-        with _Signals(interrupt=self.checkpoints is not None) as signals:
+        with self._fused(), _Signals(interrupt=self.checkpoints is not None) as signals:
             self._tell(lambda callback: callback.on_start(self.done, self.options.steps))
             with self._loader() as loader:
                 try:
@@ -189,6 +192,29 @@ class _Run:
         self._tell(lambda callback: callback.on_end(result))
         return result
 
+    @contextmanager
+    def _fused(self) -> Iterator[None]:
+        """Fuses the updates, if that was asked for; in the end all of them are made."""
+        if self.options.fuse is None:
+            yield
+            return
+        if self.options.fuse == "backward" and self.parallel.world > 1:
+            raise ConfigError(
+                f"fuse='backward' updates parameters before their gradients are the mean over "
+                f"{self.parallel.world} processes: use fuse='forward'"
+            )
+        try:
+            self.fusion = fuse(self.options.model, self.options.optimizer, when=self.options.fuse)
+        except FusionError as error:
+            raise ConfigError(f"fuse={self.options.fuse!r}: {error}") from error
+        try:
+            yield
+        except BaseException:
+            with suppress(FusionError):  # the first exception matters
+                self.fusion.close()
+            raise
+        self.fusion.close()
+
     def _make_steps(
         self, loader: "_Loader", one_step: Callable[..., object], signals: "_Signals"
     ) -> None:
@@ -204,6 +230,8 @@ class _Run:
                 self.options.schedule.step()
             self.done += 1
             self.in_step = False
+            if self.steps_are_seen:
+                self._make_waiting_updates()
             self._tell(lambda callback: callback.on_step(self.done))
             if self._is_boundary(self.done):
                 self._boundary()
@@ -301,7 +329,12 @@ class _Run:
         last = step == self.options.steps
         return self.checkpoints is not None and (step % self.options.checkpoint_every == 0 or last)
 
+    def _make_waiting_updates(self) -> None:
+        if self.fusion is not None:
+            self.fusion.flush()
+
     def _boundary(self) -> None:
+        self._make_waiting_updates()
         self._read_log()
         if self._evaluates(self.done):
             self._evaluate()
@@ -473,6 +506,9 @@ def train(options: Options) -> TrainingResult:  # noqa: D417 - its fields, as ca
         accumulate: micro-batches of `data` that make up the batch of one step; all in one graph.
         schedule: stepped after every step.
         traced: run the whole step as one graph; see `traced_step` for its requirements.
+        fuse: make the updates inside backward or right before the next forward; see `fuse`.
+            Callbacks, evaluations and checkpoints see all updates: a callback with `on_step` makes
+            "forward" update at once. A run may be resumed with another value.
         ahead: batches that are loaded and uploaded beforehand by threads. None: 2, but 0 where the
             model draws its random numbers from the generator that the data draws from, that is on
             a CPU without torch_xla.

@@ -78,6 +78,7 @@ class Options:
     accumulate: int = 1
     schedule: LRScheduler | None = None
     traced: bool = False
+    fuse: Literal["backward", "forward"] | None = None
     ahead: int | None = None
     log_every: int = 50
     metrics: Sequence[str] = ()
@@ -94,6 +95,7 @@ class Options:
     def __post_init__(self) -> None:
         self._check_numbers()
         self._check_parameters()
+        self._check_fusion()
         if clash := {"loss", "loss_scale", "found_inf", "gradient_norm"} & {*self.metrics}:
             raise ConfigError(f"metrics: {', '.join(clash)} is logged without being named")
         if self.precision not in _DTYPES:
@@ -140,6 +142,23 @@ class Options:
         if not any(parameter.requires_grad for parameter in updated):
             raise ConfigError(
                 "there is nothing to train: no parameter of the optimizer has requires_grad"
+            )
+
+    def _check_fusion(self) -> None:
+        if self.fuse not in (None, "backward", "forward"):
+            raise ConfigError(f"fuse must be None, 'backward' or 'forward' (got {self.fuse!r})")
+        if self.fuse is not None and self.traced:
+            raise ConfigError(
+                "a traced step is one graph, in which the compiler fuses the updates: leave fuse "
+                "or traced out"
+            )
+        needs_all = ("loss_scale", "clip_norm", "clip_value")
+        late = [name for name in needs_all if getattr(self, name) is not None]
+        late += ["accumulate"] * (self.accumulate > 1) + ["fp16"] * (self.precision == "fp16")
+        if self.fuse == "backward" and late:
+            raise ConfigError(
+                f"fuse='backward' updates parameters before all gradients are there, which "
+                f"{', '.join(late)} would wait for: use fuse='forward'"
             )
 
     @property
