@@ -23,6 +23,7 @@ parser.add_argument("--batch", type=int, default=4)
 parser.add_argument("--data", choices=("batches", "loader"), default="batches")
 parser.add_argument("--ahead", type=int)
 parser.add_argument("--traced", action="store_true")
+parser.add_argument("--fuse", choices=("backward", "forward"))
 parser.add_argument("--no-dropout", action="store_true")
 parser.add_argument("--ranks", action="store_true", help="one of several processes of torchrun")
 parser.add_argument("--job")
@@ -115,6 +116,7 @@ result = training.train(
     accumulate=options.accumulate,
     schedule=schedule,
     traced=options.traced,
+    fuse=options.fuse,
     ahead=options.ahead,
     log_every=options.log_every,
     checkpoints=options.checkpoints,

@@ -846,7 +846,10 @@ def test_a_signal_makes_a_checkpoint_of_the_step_it_meets_and_ends_the_process(
     assert losses_of(tmp_path / "job") == losses_of(tmp_path / "whole")
 
 
-def test_two_processes_train_as_one_with_their_batches_together(start, tmp_path):
+@pytest.mark.parametrize(
+    "fused", [(), pytest.param(("--fuse=forward",), marks=pytest.mark.extended)]
+)
+def test_two_processes_train_as_one_with_their_batches_together(start, tmp_path, fused):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run(
         [
@@ -859,6 +862,7 @@ def test_two_processes_train_as_one_with_their_batches_together(start, tmp_path)
             "--steps=20",
             "--no-dropout",
             "--ranks",
+            *fused,
             "--stop-after=12",  # asked by the first process only
             f"--checkpoints={tmp_path / 'checkpoints'}",
         ],
