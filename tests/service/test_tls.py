@@ -10,6 +10,7 @@ from graphstash_server.errors import StartError
 from graphstash_server.settings import load_settings
 from graphstash_server.testing import LiveServer, ServerProcess
 from graphstash_server.tls import tls_context
+from support.tokens import issue
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,21 @@ def test_the_port_speaks_https(server, trusting):
 def test_a_client_that_does_not_know_the_authority_is_not_fooled(server):
     with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
         httpx.get(server.url + "/healthz", trust_env=False)
+
+
+def test_only_the_secure_cookie_signs_a_browser_in(files, trusting, tmp_path):
+    with LiveServer(tmp_path, **files, auth="tokens", insecure=False, log_level="error") as server:
+        token = issue(load_settings(data_dir=tmp_path).database_url, "read:*").token
+        with httpx.Client(base_url=server.url, verify=trusting, trust_env=False) as client:
+            headers = {"Origin": server.url}
+            client.post("/sign-in", data={"token": token}, headers=headers)
+            (cookie,) = client.cookies.jar
+            assert "Sign out" in client.get("/search").text
+            client.cookies.clear()
+            planted = client.get("/search", headers={"Cookie": f"graphstash={cookie.value}"})
+    assert (cookie.name, cookie.secure) == ("__Host-graphstash", True)
+    assert planted.status_code == 200
+    assert "Sign out" not in planted.text
 
 
 def test_plain_http_gets_no_answer_from_the_port(server):
