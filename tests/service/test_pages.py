@@ -9,6 +9,7 @@ import pytest
 from graphstash_schema.names import printable
 from support.dashboard import CAUSE, JOB, LABEL, Team, key_of
 from support.sessions import HTML, sign_in
+from support.statements import recorded
 from support.waiting import until
 
 pytestmark = pytest.mark.sql
@@ -222,6 +223,21 @@ def test_what_everybody_may_read_needs_no_sign_in(guarded, team, foreign, browse
         assert nobody.get(artifact_page(foreign.namespace, key_of(0))).status_code == 401
     finally:
         guarded.set_policy(namespace)
+
+
+def test_a_stranger_costs_no_statistics_and_others_one(guarded, team, namespace):
+    team.work()
+    stranger = guarded.http()
+
+    def read(path):
+        with recorded("usage.evicted_bytes") as statements:
+            answer = stranger.get(path)
+        assert answer.status_code == 200
+        return [each.sql[:6] for each in statements if each.sql.startswith("SELECT")]
+
+    assert read("/") == read("/search?q=train") == []
+    guarded.set_policy(namespace, anonymous_read=True)
+    assert read("/") == read("/search?q=train") == ["SELECT"]
 
 
 def test_a_withheld_artifact_is_on_no_page_but_in_the_quarantine(team, browse, namespace):

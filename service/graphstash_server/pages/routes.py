@@ -160,7 +160,7 @@ class _Pages:
 
 async def _sees(visitor: Visitor) -> bool:
     """Whether there is a namespace with something in it that a visitor may read."""
-    return bool((await visitor.statistics()).namespaces)
+    return bool(await visitor.namespaces())
 
 
 async def _asset(request: Request) -> Response:

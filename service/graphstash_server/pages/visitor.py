@@ -51,6 +51,7 @@ class Visitor:
     principal: Principal
     session: Session | None
     now: datetime
+    _statistics: ServerStats | None = None
 
     @property
     def is_anonymous(self) -> bool:
@@ -88,8 +89,18 @@ class Visitor:
         return where
 
     async def statistics(self) -> ServerStats:
-        """The counters of what they may read."""
-        return await self.context.statistics.read(may_read=self.may_read)
+        """The counters of what they may read; they are read once for a page."""
+        if self._statistics is None:
+            self._statistics = await self.context.statistics.read(may_read=self.may_read)
+        return self._statistics
+
+    async def namespaces(self) -> Sequence[NamespaceStats]:
+        """The counters of each namespace that they may read. Nothing is counted for a stranger to a
+        server that shows strangers nothing.
+        """
+        if self.is_anonymous and not await self.context.policies.is_anything_public():
+            return ()
+        return (await self.statistics()).namespaces
 
     def listed(self, stats: Sequence[NamespaceStats]) -> Sequence[Namespace]:
         """The namespaces of which artifacts are listed: those with most artifacts."""
