@@ -1,6 +1,7 @@
 """The environment of alembic: connects to the database that the server, or the settings, name."""
 
 import asyncio
+import time
 from typing import Any, Literal
 
 from alembic import context
@@ -16,7 +17,21 @@ def render_type(kind: str, item: Any, _: object) -> str | Literal[False]:
     return "sa.DateTime(timezone=True)" if kind == "type" and isinstance(item, UtcTime) else False
 
 
+def take_turn(connection: Connection) -> None:
+    """Waits for servers that migrate the same database; the lock goes with the connection.
+
+    A revision that builds an index CONCURRENTLY commits in between, and waits for every statement
+    that began before. So no transaction can hold the lock, and nobody may wait for it in one.
+    """
+    while not connection.exec_driver_sql("SELECT pg_try_advisory_lock(8077)").scalar_one():
+        connection.commit()
+        time.sleep(0.1)
+    connection.commit()
+
+
 def migrate(connection: Connection) -> None:
+    if connection.dialect.name == "postgresql":
+        take_turn(connection)  # SQLite's transaction is exclusive
     context.configure(
         connection=connection,
         target_metadata=metadata,
@@ -25,9 +40,6 @@ def migrate(connection: Connection) -> None:
         transactional_ddl=True,  # both databases can; alembic assumes that SQLite cannot
     )
     with context.begin_transaction():
-        if connection.dialect.name == "postgresql":
-            # Servers that start at the same time take turns; SQLite's transaction is exclusive.
-            connection.exec_driver_sql("SELECT pg_advisory_xact_lock(8077)")
         context.run_migrations()
 
 

@@ -170,7 +170,8 @@ class ExplainResponse(WireModel):
     )
     undescribed: int = Field(
         default=0,
-        description="where nothing is near: artifacts of the namespace that nobody has described",
+        description="where nothing is near: artifacts of the namespace that nobody has described, "
+        "among the 250 that were stored first and the 250 that were stored last",
     )
 
 

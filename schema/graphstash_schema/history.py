@@ -12,6 +12,7 @@ from graphstash_schema.stats import Count
 
 __all__ = [
     "HISTORY_KEPT",
+    "MAX_GROUPED_STEPS",
     "MAX_HISTORY_GROUPS",
     "OTHERS",
     "Grouping",
@@ -33,6 +34,9 @@ HISTORY_KEPT: Final[Mapping[Step, timedelta]] = {
     Step.DAY: timedelta(days=400),
 }
 """How long a server keeps points, and the longest time that one answer covers."""
+
+MAX_GROUPED_STEPS: Final = 400
+"""Most hours or days of an answer that tells groups apart: it has 21 points for each of them."""
 
 MAX_HISTORY_GROUPS: Final = 20
 """Most groups that one answer tells apart: those with the most hits and misses."""

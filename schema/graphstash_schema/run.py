@@ -19,6 +19,7 @@ from graphstash_schema.stats import Count
 
 __all__ = [
     "MAX_LISTED_RUNS",
+    "MAX_RUN_AHEAD",
     "MAX_RUN_BYTES",
     "MAX_RUN_COUNTS",
     "MAX_RUN_MISSES",
@@ -46,6 +47,9 @@ MAX_LISTED_RUNS: Final = 100
 
 RUNS_KEPT: Final = timedelta(days=90)
 """How long a server keeps a report, unless others need its room."""
+
+MAX_RUN_AHEAD: Final = timedelta(days=1)
+"""How far a run may begin after the server's time: clocks differ."""
 
 MAX_RUN_SECONDS: Final = 1e9
 """Longest time in a report, and in the sum of many."""

@@ -1,11 +1,13 @@
 """create_app: combines the calls, the frame and the process's context."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
+from fastapi.responses import JSONResponse
 
 from graphstash_schema import ArtifactKey, ErrorCode, ManifestEntry, Problem
 from graphstash_schema.explanation import Description
@@ -47,6 +49,31 @@ class ServerApp(FastAPI):
 
     context: ProcessContext
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(
+            docs_url=None,  # it and redoc load scripts from other hosts; see pages.reference
+            redoc_url=None,
+            openapi_url=None,  # see `document`
+            redirect_slashes=False,
+            **options,
+        )
+        self._documenting = asyncio.Lock()
+
+    async def document(self) -> dict[str, Any]:
+        """The OpenAPI document. It is made when it is first asked for, which takes a fifth of a
+        second, so in a thread, and once for all who ask meanwhile.
+        """
+        async with self._documenting:
+            if self.openapi_schema is None:
+                await asyncio.to_thread(self.openapi)
+        return self.openapi()
+
+    def openapi(self) -> dict[str, Any]:
+        """The same, made where it is called."""
+        if self.openapi_schema is None:
+            self.openapi_schema = _openapi(self)
+        return self.openapi_schema
+
     def count_refusal(self, code: ErrorCode) -> None:
         """Counts a refusal of a request that never reached the application."""
         self.context.accounting.count_refusal(code)
@@ -82,10 +109,8 @@ def create_app(
         title="graphstash",
         version=__version__,
         lifespan=lifespan,
-        docs_url=None,  # it and redoc load scripts from other hosts; see pages.reference
-        redoc_url=None,
-        redirect_slashes=False,
     )
+    app.add_route("/openapi.json", _get_openapi, include_in_schema=False)
     routes = list(app.routes)
     for api in (
         *(artifacts, listing, explanations, quarantine, leases, manifests, runs),
@@ -93,27 +118,28 @@ def create_app(
     ):
         app.include_router(api.router)
         routes += api.router.routes
-    add_pages(app, clock=clock)
+    add_pages(app, clock=clock, document=app.document)
     routes += app.routes[len(routes) :]
     add_problem_handlers(app, routes)
     app.add_middleware(RequestFrame, counters=counters)
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
+
+
+async def _get_openapi(request: Request) -> Response:
+    return JSONResponse(await request.app.document())
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
     """Adds the models that handlers read or write themselves."""
-    if app.openapi_schema is None:
-        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        schemas = document["components"]["schemas"]
-        for model in (Problem, ArtifactKey, ManifestEntry, Description, ArtifactQuery):
-            schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-            for name, definition in schema.pop("$defs", {}).items():
-                schemas.setdefault(name, definition)
-            schemas.setdefault(model.__name__, schema)
-        document["components"]["securitySchemes"] = SECURITY_SCHEMES
-        for path, calls in document["paths"].items():
-            for call in calls.values():
-                call["security"] = [] if path in OPEN_PATHS else [{"token": []}]
-        app.openapi_schema = document
-    return app.openapi_schema
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    schemas = document["components"]["schemas"]
+    for model in (Problem, ArtifactKey, ManifestEntry, Description, ArtifactQuery):
+        schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+        for name, definition in schema.pop("$defs", {}).items():
+            schemas.setdefault(name, definition)
+        schemas.setdefault(model.__name__, schema)
+    document["components"]["securitySchemes"] = SECURITY_SCHEMES
+    for path, calls in document["paths"].items():
+        for call in calls.values():
+            call["security"] = [] if path in OPEN_PATHS else [{"token": []}]
+    return document

@@ -1,11 +1,12 @@
 """What the server logs: one line per event, whatever callers sent, and no query strings."""
 
+import asyncio
 import json
 import logging
-from collections.abc import Mapping
-from contextvars import ContextVar
+from collections.abc import Coroutine, Mapping
+from contextvars import ContextVar, copy_context
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 __all__ = [
     "REQUEST",
@@ -13,9 +14,12 @@ __all__ = [
     "JsonFormatter",
     "WithoutQuery",
     "ids_of",
+    "in_background",
     "printable",
     "set_up_logging",
 ]
+
+T = TypeVar("T")
 
 REQUEST: Final[ContextVar[Mapping[str, Any] | None]] = ContextVar("request", default=None)
 """The state of the request that is being answered: what is logged meanwhile has its ids."""
@@ -54,6 +58,15 @@ def ids_of(state: Mapping[str, Any]) -> dict[str, str]:
     """
     own, answered = state["server_request_id"], state["request_id"]
     return {"request": own} | ({"caller_request": answered} if own != answered else {})
+
+
+def in_background(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+    """A task that belongs to no request, although one begins it: several wait for it, or none. What
+    it logs has no ids of a request.
+    """
+    context = copy_context()
+    context.run(REQUEST.set, None)
+    return asyncio.create_task(work, context=context)
 
 
 class JsonFormatter(logging.Formatter):

@@ -23,14 +23,24 @@ from pathlib import Path
 
 from benchmarks.figures import Figures, options, progress
 from graphstash_server.testing import ServerProcess
-from support.filling import BLOB_BYTES, blob, fill, fingerprint
+from support.filling import (
+    BLOB_BYTES,
+    blob,
+    describe,
+    environment_of,
+    fill,
+    fingerprint,
+    program_of,
+)
 from support.postgres import Postgres
 
 SMALL = 1000
 GETS = 500
 LOOKUPS = 20
+PAGES = 20
 PUTS = 50
 KEY = "torch_xla/cpu-bench"
+EXPLAIN = "/v1/bench/artifacts:explain"
 
 
 def main():
@@ -41,7 +51,10 @@ def main():
         extra=[("large", 1_000_000, "artifacts of the large database")],
     )
     figures = Figures("million", {"rounds": settings.rounds, "artifacts": settings.large})
-    figures.note("The goal: ready within 10 s; GET and lookup as fast as with a thousand.")
+    figures.note(
+        "The goal: ready within 10 s; GET and lookup as fast as with a thousand; pages and"
+    )
+    figures.note("explanations within 200 ms.")
     Path("build").mkdir(exist_ok=True)
     with (
         tempfile.TemporaryDirectory(prefix="bench-", dir="build") as name,
@@ -80,6 +93,7 @@ class Store:
         }
         self.command("migrate")
         fill(self.url, directory, count)
+        describe(self.url, count)
 
     def command(self, *arguments, **environment):
         """Runs `graphstash ...`; how long it took and the most memory it had."""
@@ -115,6 +129,7 @@ class Store:
                     "lookup of 1,000 keys, median ms",
                     [self.look(connection) for _ in range(LOOKUPS)],
                 ),
+                *self.pages(connection),
                 ("PUT of 4 KiB, median ms", [self.put(connection) for _ in range(PUTS)]),
             ):
                 add(what, statistics.median(times) * 1e3)
@@ -160,6 +175,25 @@ class Store:
         seconds, status, _ = ask(connection, "POST", "/v1/bench/artifacts:lookup", body)
         assert status == 200
         return seconds
+
+    def pages(self, connection):
+        """What people look at, and what explains a miss."""
+        label = {"label": "train.py:1", "environment": environment_of(is_usual=False)}
+        near = label | {"program": program_of(self.count - 1)}
+        new = {"label": "new", "program": {"program": "new"}, "environment": {}}
+        for what, method, where, body in (
+            ("the overview", "GET", "/", None),
+            ("search for one word", "GET", "/search?q=torch", None),
+            ("search for a word that nothing has", "GET", "/search?q=nowhere", None),
+            ("explanation of a miss with relatives", "POST", EXPLAIN, near),
+            ("explanation of a new program", "POST", EXPLAIN, new),
+        ):
+            kind, device_type = KEY.split("/")
+            key = {"kind": kind, "device_type": device_type, "fingerprint": "f" * 64}
+            sent = None if body is None else json.dumps({"key": key, **body})
+            answers = [ask(connection, method, where, sent) for _ in range(PAGES)]
+            assert {status for _, status, _ in answers} == {200}
+            yield f"{what}, median ms", [seconds for seconds, _, _ in answers]
 
     def put(self, connection):
         body = self.random.randbytes(BLOB_BYTES)

@@ -1,5 +1,7 @@
 """What artifacts were made of: told by publishers, and compared with what others miss."""
 
+import asyncio
+
 import httpx
 import pytest
 import sqlalchemy as sa
@@ -8,6 +10,7 @@ from graphstash_schema import Digest
 from graphstash_schema.explanation import MAX_PARTS_CHARACTERS, Description
 from graphstash_schema.protocol import MAX_DESCRIPTIONS
 from graphstash_server.db.tables import descriptions, environments
+from graphstash_server.services.artifacts import catalog, explanations
 from graphstash_server.testing import LiveServer
 from support.filling import describe as describe_many
 from support.filling import environment_of, fill, program_of
@@ -202,6 +205,36 @@ async def test_equal_environments_are_kept_once_and_removed_when_nobody_has_them
         opened.clock.turn(2 * 24 * 3600)
         await context.explanations.drop_unused()
         assert await count(environments) == 0
+
+
+async def test_one_caller_at_a_time_has_metadata_in_memory(opened, monkeypatch):
+    """Who waits has read nothing yet."""
+    under_way = most = 0
+
+    def counted(read):
+        async def count(*given, **asked):
+            nonlocal under_way, most
+            under_way += 1
+            most = max(most, under_way)
+            try:
+                return await read(*given, **asked)
+            finally:
+                under_way -= 1
+
+        return count
+
+    for module, name in ((catalog, "list_latest"), (explanations, "list_by_label")):
+        monkeypatch.setattr(module, name, counted(getattr(module, name)))
+    async with opened() as server:
+        context = server.context
+        key = key_of()
+        wanted = Description(key=key.key, label="jit(step)", program={"a": "b"}, environment={})
+        where = [key.namespace]
+        await asyncio.gather(*(context.catalog.search(where, "step") for _ in range(4)))
+        assert most == 1
+        explain = context.explanations.explain
+        await asyncio.gather(*(explain(*where, wanted, readable=where) for _ in range(4)))
+        assert most == 1
 
 
 def test_the_part_is_found_among_a_hundred_thousand(tmp_path):

@@ -1,5 +1,7 @@
 """The history: what was served, by hour and by day, and what it costs to know it."""
 
+import asyncio
+import threading
 from datetime import UTC, datetime, timedelta
 from itertools import product
 
@@ -7,10 +9,20 @@ import pytest
 import sqlalchemy as sa
 
 from graphstash_schema import Digest
-from graphstash_schema.history import HISTORY_KEPT, MAX_HISTORY_GROUPS, OTHERS, Grouping, Step
+from graphstash_schema.history import (
+    HISTORY_KEPT,
+    MAX_GROUPED_STEPS,
+    MAX_HISTORY_GROUPS,
+    OTHERS,
+    Grouping,
+    HistoryPoint,
+    Step,
+)
+from graphstash_server.db.queries import history as queries
 from graphstash_server.db.tables import history
 from graphstash_server.errors import ServerError
 from graphstash_server.services import accounting
+from graphstash_server.services import history as services
 from graphstash_server.services.accounting import MAX_GROUPS
 from support.services import ACTOR, key_of
 from support.statements import recorded
@@ -114,6 +126,37 @@ async def test_only_the_largest_groups_of_an_answer_have_names(opened):
         }
         largest = {f"job-{number:02}": 1 + number for number in range(5, MAX_HISTORY_GROUPS + 5)}
         assert found == largest | {OTHERS: 1 + 2 + 3 + 4 + 5}
+
+
+async def test_points_are_made_beside_the_event_loop_for_one_answer_at_a_time(opened, monkeypatch):
+    makers, under_way, most = set(), 0, 0
+
+    def make(**fields):
+        makers.add(threading.get_ident())
+        return HistoryPoint(**fields)
+
+    async def list_points(*given, **asked):
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        try:
+            return await queries.list_points(*given, **asked)
+        finally:
+            under_way -= 1
+
+    monkeypatch.setattr(queries, "HistoryPoint", make)
+    monkeypatch.setattr(services, "list_points", list_points)
+    async with opened() as server:
+        await server.put(b"blob")
+        await hit(server, job="a")
+        await server.context.accounting.flush()
+        opened.clock.turn(1)
+        since = opened.clock.now - MAX_GROUPED_STEPS * timedelta(hours=1)
+        asked = (points(server, since=since, by=Grouping.JOB) for _ in range(4))
+        assert await asyncio.gather(*asked) == 4 * [{(START, "a"): 1}]
+    assert makers
+    assert threading.get_ident() not in makers
+    assert most == 1
 
 
 async def test_an_hour_has_a_bounded_number_of_groups_and_loses_no_count(opened):
@@ -357,10 +400,14 @@ def guarded_put(client, where, number=0):
         ({"since": "0001-01-01T00:00:00+23:00"}, "since"),
         ({"until": "9999-12-31T23:59:59-23:00"}, "until"),
         ({"since": "2026-01-02T00:00:00Z", "until": "2026-01-01T00:00:00Z"}, "begin before"),
-        ({"since": "2026-01-01T00:00:00Z", "until": "2026-02-01T00:00:01Z"}, "31 days"),
+        ({"since": "2026-01-01T00:00:00Z", "until": "2026-02-01T00:00:01Z"}, "744 hours"),
         (
             {"since": "2025-01-01T00:00:00Z", "until": "2026-02-06T00:00:00Z", "step": "day"},
             "400 days",
+        ),
+        (
+            {"since": "2026-01-01T00:00:00Z", "until": "2026-01-17T16:00:01Z", "by": "job"},
+            "at most 400 hours",
         ),
     ],
 )

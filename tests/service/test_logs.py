@@ -1,15 +1,18 @@
 """What a server logs as JSON: an object a line, whatever callers sent, with the ids of requests."""
 
+import asyncio
 import io
 import json
 import logging
 import socket
 import sys
+from pathlib import Path
 
 import httpx
 import pytest
 
-from graphstash_server.logs import REQUEST, JsonFormatter
+import graphstash_server
+from graphstash_server.logs import REQUEST, JsonFormatter, in_background
 from support.waiting import until
 
 HOSTILE = '\n\r\t\x00\x1b[2J\x7f\x9b\u202e\u2028\\"} {"level": "forged\ud800'
@@ -68,6 +71,28 @@ def test_what_is_logged_for_a_request_has_its_ids(logged):
     assert "caller_request" not in alone
     assert (both["request"], both["caller_request"]) == ("own-2", "theirs")
     assert "request" not in neither
+
+
+def test_what_several_requests_wait_for_is_logged_for_none_of_them(logged):
+    async def work():
+        logged("shared")
+
+    async def request():
+        REQUEST.set({"server_request_id": "own", "request_id": "own"})
+        await in_background(work())
+        return logged("own")
+
+    shared, own = map(json.loads, asyncio.run(request()).splitlines())
+    assert "request" not in shared
+    assert own["request"] == "own"
+
+
+@pytest.mark.parametrize("room", ["db", "services", "storage"])
+def test_no_task_below_the_calls_takes_the_ids_of_the_request_that_begins_it(room):
+    directory = Path(graphstash_server.__file__).parent / room
+    sources = {path.name: path.read_text() for path in directory.rglob("*.py")}
+    assert sources
+    assert [name for name, text in sources.items() if "create_task(" in text] == []
 
 
 def test_a_server_logs_json_with_the_ids_of_both_ways(start, connect):

@@ -2,12 +2,16 @@
 again, and up from a filled database of every older revision."""
 
 import asyncio
+import json
 import logging
 import subprocess
 import sys
+from contextlib import asynccontextmanager, nullcontext
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
+import asyncpg
 import pytest
 import sqlalchemy as sa
 from alembic import command
@@ -176,6 +180,88 @@ def test_a_filled_database_goes_down_and_up_again_and_keeps_what_both_know(confi
     assert count == 100
     assert (usage.artifacts, usage.size_bytes, usage.saved_seconds) == (100, 7, 2.5)
     assert (usage.evictions, usage.evicted_bytes) == (0, 0)
+
+
+INDEX = "ix_artifacts_namespace_created_at"
+CONCURRENTLY = f"CREATE INDEX CONCURRENTLY {INDEX} ON artifacts (namespace, created_at)"
+IS_VALID = f"SELECT indisvalid FROM pg_index WHERE indexrelid = '{INDEX}'::regclass"
+
+
+@pytest.fixture
+def before_the_index(postgres):
+    """A filled database of PostgreSQL, at the revision before 0010."""
+    url = postgres.new_database()
+    command.upgrade(alembic_config(url), "0009")
+    on(url, lambda connection: fill(connection, 10))
+    return url
+
+
+@asynccontextmanager
+async def connected(url):
+    name = sa.make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
+    connection = await asyncpg.connect(name)
+    try:
+        yield connection
+    finally:
+        await connection.close()
+
+
+@asynccontextmanager
+async def storing(url):
+    """A connection whose transaction has stored an artifact, and is open."""
+    async with connected(url) as connection:
+        await connection.execute("BEGIN")
+        await store(connection, "begun")
+        yield connection
+
+
+async def store(connection, fingerprint):
+    await connection.execute(
+        "INSERT INTO artifacts SELECT (json_populate_record(artifacts, $1::json)).*"
+        " FROM artifacts LIMIT 1",
+        json.dumps({"fingerprint": fingerprint}),
+    )
+
+
+def test_artifacts_are_stored_while_the_index_of_them_is_built(before_the_index):
+    async def run():
+        url = before_the_index
+        upgrade = partial(command.upgrade, alembic_config(url), "head")
+        async with connected(url) as other, storing(url) as slow:
+            upgrading = asyncio.create_task(asyncio.to_thread(upgrade))
+            while not await other.fetchval(
+                "SELECT count(*) FROM pg_stat_activity"
+                f" WHERE wait_event_type = 'Lock' AND query LIKE 'CREATE INDEX%{INDEX}%'"
+            ):
+                await asyncio.wait([upgrading], timeout=0.05)
+                assert not upgrading.done()
+            await other.execute("SET lock_timeout = '5s'")
+            await store(other, "meanwhile")
+            await slow.execute("COMMIT")
+            await upgrading
+            assert await other.fetchval(IS_VALID)
+            assert await other.fetchval("SELECT count(*) FROM artifacts") == 12
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_an_index_whose_build_was_interrupted_is_there_in_the_end(before_the_index, is_whole):
+    async def run():
+        url = before_the_index
+        async with connected(url) as other, storing(url) as slow:
+            if is_whole:
+                await slow.execute("COMMIT")
+            await other.execute("SET lock_timeout = '50ms'")
+            with nullcontext() if is_whole else pytest.raises(asyncpg.LockNotAvailableError):
+                await other.execute(CONCURRENTLY)
+            assert await other.fetchval(IS_VALID) is is_whole
+        await asyncio.to_thread(command.upgrade, alembic_config(url), "head")
+        async with connected(url) as other:
+            assert await other.fetchval(IS_VALID)
+
+    asyncio.run(run())
+    assert asyncio.run(find_revision(before_the_index)) == newest_revision()
 
 
 def test_a_server_of_the_release_before_goes_on_storing(config, url):

@@ -2,13 +2,20 @@
 
 import html
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import httpx
 import pytest
 
 from graphstash_schema.names import printable
+from graphstash_server import app
+from graphstash_server.pages import routes
+from graphstash_server.testing import LiveServer
 from support.dashboard import CAUSE, JOB, LABEL, Team, key_of
 from support.sessions import HTML, sign_in
+from support.statements import recorded
 from support.waiting import until
 
 pytestmark = pytest.mark.sql
@@ -224,6 +231,21 @@ def test_what_everybody_may_read_needs_no_sign_in(guarded, team, foreign, browse
         guarded.set_policy(namespace)
 
 
+def test_a_stranger_costs_no_statistics_and_others_one(guarded, team, namespace):
+    team.work()
+    stranger = guarded.http()
+
+    def read(path):
+        with recorded("usage.evicted_bytes") as statements:
+            answer = stranger.get(path)
+        assert answer.status_code == 200
+        return [each.sql[:6] for each in statements if each.sql.startswith("SELECT")]
+
+    assert read("/") == read("/search?q=train") == []
+    guarded.set_policy(namespace, anonymous_read=True)
+    assert read("/") == read("/search?q=train") == ["SELECT"]
+
+
 def test_a_withheld_artifact_is_on_no_page_but_in_the_quarantine(team, browse, namespace):
     key = team.put(0, label="a withheld label")
     digest = team.http.head(key.artifact_path(team.namespace)).headers["etag"].strip('"')
@@ -331,6 +353,27 @@ def test_the_reference_has_every_call_and_model(guarded):
             assert f"{method.upper()} {path}" in page
     for name in document["components"]["schemas"]:
         assert name in page
+
+
+def test_the_reference_is_made_once_and_beside_the_event_loop(tmp_path, monkeypatch):
+    makers = []
+
+    def made_by(make):
+        def record(*given, **asked):
+            makers.append((make.__name__, threading.current_thread().name))
+            return make(*given, **asked)
+
+        return record
+
+    for module, name in ((app, "get_openapi"), (routes, "reference_of")):
+        monkeypatch.setattr(module, name, made_by(getattr(module, name)))
+    with LiveServer(tmp_path, log_level="error") as server, ThreadPoolExecutor(8) as readers:
+        paths = [server.url + path for path in 4 * ("/docs", "/openapi.json")]
+        answers = list(readers.map(partial(httpx.get, timeout=60, trust_env=False), paths))
+    assert {answer.status_code for answer in answers} == {200}
+    assert len({answer.content for answer in answers}) == 2
+    assert sorted(name for name, _ in makers) == ["get_openapi", "reference_of"]
+    assert "live-server" not in {thread for _, thread in makers}
 
 
 def test_pages_load_nothing_from_elsewhere(guarded, team, browse, namespace):

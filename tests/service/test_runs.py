@@ -10,6 +10,7 @@ import sqlalchemy as sa
 from graphstash_schema import Digest, ErrorCode, ManifestName, Namespace
 from graphstash_schema.run import (
     MAX_LISTED_RUNS,
+    MAX_RUN_AHEAD,
     MAX_RUN_BYTES,
     MAX_RUN_COUNTS,
     MAX_RUN_MISSES,
@@ -403,10 +404,25 @@ async def test_a_clients_clock_does_not_order_runs(opened):
     async with opened() as server:
         await server.put(b"blob")
         bounded = Bounded(server, opened.clock)
-        await bounded.report("early", started_at="2999-01-01T00:00:00Z")
+        await bounded.report("early", started_at="2026-01-02T00:00:00Z")
         await bounded.report("late", started_at="2001-01-01T00:00:00Z")
         listed = await bounded.service.list_latest(TEAM, job=None)
         assert [each.run for each in listed.runs] == ["late", "early"]
+
+
+async def test_a_run_of_the_future_is_refused_and_a_clock_that_is_ahead_is_not(opened):
+    """Pages sort runs by their beginning: it would stay at the top."""
+    async with opened() as server:
+        await server.put(b"blob")
+        bounded = Bounded(server, opened.clock)
+        begins = opened.clock.now + MAX_RUN_AHEAD + timedelta(seconds=2)
+        named = r"2026-01-02T00:00:02\+0000.* 2026-01-01T00:00:01\+0000: 1 day"
+        with pytest.raises(ServerError, match=named) as refusal:
+            await bounded.report("run", started_at=str(begins))
+        assert (refusal.value.code, refusal.value.limit) == ("invalid_request", 1)
+        assert await bounded.of() == []
+        await bounded.report("run", started_at=str(begins))  # a second later
+        assert await bounded.of() == ["run"]
 
 
 async def test_processes_that_end_together_are_all_in_the_run(opened):

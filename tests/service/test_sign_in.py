@@ -71,6 +71,28 @@ def test_over_tls_the_cookie_is_secure_and_bound_to_the_host(guarded, token, sig
     assert not cookie["domain"]
 
 
+def test_over_tls_no_other_cookie_counts(guarded, token, signed_in):
+    """Whoever answers for the host without TLS can set one there, and choose who a browser is."""
+    session = signed_in(token).cookies["graphstash"]
+
+    def shows(name, **proxied):
+        headers = {"Cookie": f"{name}={session}"} | proxied
+        return SIGNED_IN in guarded.http().get("/search", headers=headers).text
+
+    assert shows("graphstash")
+    for scheme in ("https", "HTTPS, http"):
+        assert not shows("graphstash", **{"X-Forwarded-Proto": scheme})
+        assert shows("__Host-graphstash", **{"X-Forwarded-Proto": scheme})
+
+
+def test_a_proxy_that_ends_tls_gets_the_secure_cookie(guarded, token, signed_in):
+    with httpx.Client(base_url=guarded.url, trust_env=False) as client:
+        headers = {"Origin": guarded.url, "X-Forwarded-Proto": "https"}
+        answer = client.post("/sign-in", data={"token": token}, headers=headers)
+    name, cookie = cookie_of(answer)
+    assert (name, cookie["secure"]) == ("__Host-graphstash", True)
+
+
 def test_a_session_opens_pages_and_no_call(guarded, token, namespace, signed_in):
     client = signed_in(token)
 

@@ -10,6 +10,9 @@ from graphstash_server.errors import StartError
 from graphstash_server.settings import load_settings
 from graphstash_server.testing import LiveServer, ServerProcess
 from graphstash_server.tls import tls_context
+from support.nginx import Nginx
+from support.sessions import sign_in
+from support.tokens import issue
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +55,47 @@ def test_the_port_speaks_https(server, trusting):
 def test_a_client_that_does_not_know_the_authority_is_not_fooled(server):
     with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
         httpx.get(server.url + "/healthz", trust_env=False)
+
+
+def test_only_the_secure_cookie_signs_a_browser_in(files, trusting, tmp_path):
+    with LiveServer(tmp_path, **files, auth="tokens", insecure=False, log_level="error") as server:
+        token = issue(load_settings(data_dir=tmp_path).database_url, "read:*").token
+        with httpx.Client(base_url=server.url, verify=trusting, trust_env=False) as client:
+            headers = {"Origin": server.url}
+            client.post("/sign-in", data={"token": token}, headers=headers)
+            (cookie,) = client.cookies.jar
+            assert "Sign out" in client.get("/search").text
+            client.cookies.clear()
+            planted = client.get("/search", headers={"Cookie": f"graphstash={cookie.value}"})
+    assert (cookie.name, cookie.secure) == ("__Host-graphstash", True)
+    assert planted.status_code == 200
+    assert "Sign out" not in planted.text
+
+
+def test_nginx_says_that_a_browser_came_over_tls(files, trusting, tmp_path):
+    options = {"auth": "tokens", "insecure": False, "log_level": "error"}
+    with LiveServer(tmp_path / "data", **options) as server:
+        address = server.url.removeprefix("http://")
+        variables = {
+            "GRAPHSTASH_SERVER_1": address,
+            "GRAPHSTASH_SERVER_2": address,
+            "GRAPHSTASH_BLOB_DIR": str(server.data_dir / "blobs"),
+            "GRAPHSTASH_TLS_CERTIFICATE": str(files["tls_cert_file"]),
+            "GRAPHSTASH_TLS_KEY": str(files["tls_key_file"]),
+        }
+        token = issue(load_settings(data_dir=server.data_dir).database_url, "read:*").token
+        client = sign_in(server.url, token)
+        client.close()
+        planted = {"Cookie": f"graphstash={client.cookies['graphstash']}"}
+        with Nginx(tmp_path / "nginx", variables=variables, tls=True) as nginx:
+            pages = [
+                httpx.get(url + "/search", headers=planted, verify=trusting, trust_env=False)
+                for url in (server.url, nginx.url)
+            ]
+    assert [(page.status_code, "Sign out" in page.text) for page in pages] == [
+        (200, True),
+        (200, False),
+    ]
 
 
 def test_plain_http_gets_no_answer_from_the_port(server):

@@ -61,37 +61,67 @@ def fill(url: str, data_dir: Path, count: int, *, namespace: str = "bench") -> N
 
 
 def describe(url: str, count: int, *, namespace: str = "bench", changed: int = 0) -> None:
-    """Describes the artifacts of an SQLite database, in one environment but for number `changed`;
-    ten in a hundred have one label.
+    """Describes the artifacts of a database, in one environment but for number `changed`; ten in a
+    hundred have one label.
     """
-    connection = sqlite3.connect(str(make_url(url).database))
-    environments = {digest_of_parts(parts): parts for parts in map(environment_of, (True, False))}
-    usual, other = environments
+    parsed = make_url(url)
+    if parsed.get_backend_name() == "postgresql":
+        asyncio.run(_describe_postgres(parsed, count, namespace, changed))
+    else:
+        _describe_sqlite(parsed, count, namespace, changed)
+
+
+def _describe_sqlite(url: URL, count: int, namespace: str, changed: int) -> None:
+    connection = sqlite3.connect(str(url.database))
     at = str(_NEWEST.replace(tzinfo=None))
     with connection:
+        connection.executemany("INSERT INTO environments VALUES (?, ?, ?)", _environments(at))
+        marks = ", ".join("?" * len(_DESCRIPTION))
         connection.executemany(
-            "INSERT INTO environments VALUES (?, ?, ?)",
-            [(digest, json.dumps(parts), at) for digest, parts in environments.items()],
-        )
-        connection.executemany(
-            "INSERT INTO descriptions (namespace, fingerprint, kind, device_type, label, identity,"
-            " environment, parts, described_at) VALUES (?, ?, 'torch_xla', 'cpu-bench', ?, ?, ?,"
-            " ?, ?)",
-            (
-                (
-                    namespace,
-                    fingerprint(number),
-                    "train.py:1" if number % 10 == 0 else f"train.py:{number}",
-                    identity_of(program_of(number)),
-                    other if number == changed else usual,
-                    json.dumps(program_of(number)),
-                    at,
-                )
-                for number in range(count)
-            ),
+            f"INSERT INTO descriptions ({', '.join(_DESCRIPTION)}) VALUES ({marks})",
+            _descriptions(count, namespace, changed, at),
         )
     connection.execute("ANALYZE")
     connection.close()
+
+
+async def _describe_postgres(url: URL, count: int, namespace: str, changed: int) -> None:
+    connection = await _connect(url)
+    await connection.copy_records_to_table("environments", records=_environments(_NEWEST))
+    await connection.copy_records_to_table(
+        "descriptions",
+        records=_descriptions(count, namespace, changed, _NEWEST),
+        columns=_DESCRIPTION,
+    )
+    await connection.execute("VACUUM ANALYZE descriptions")
+    await connection.close()
+
+
+_DESCRIPTION = (
+    *("namespace", "fingerprint", "kind", "device_type"),
+    *("label", "identity", "environment", "parts", "described_at"),
+)
+
+
+def _descriptions(
+    count: int, namespace: str, changed: int, at: object
+) -> Iterator[tuple[Any, ...]]:
+    usual, other = (digest_of_parts(environment_of(is_usual)) for is_usual in (True, False))
+    for number in range(count):
+        program = program_of(number)
+        yield (
+            *(namespace, fingerprint(number), "torch_xla", "cpu-bench"),
+            "train.py:1" if number % 10 == 0 else f"train.py:{number}",
+            identity_of(program),
+            other if number == changed else usual,
+            json.dumps(program),
+            at,
+        )
+
+
+def _environments(at: object) -> list[tuple[str, str, object]]:
+    found = [environment_of(is_usual) for is_usual in (True, False)]
+    return [(digest_of_parts(parts), json.dumps(parts), at) for parts in found]
 
 
 def program_of(number: int) -> dict[str, str]:
@@ -151,9 +181,7 @@ def _fill_sqlite(url: URL, count: int, namespace: str, counters: dict[str, Any])
 
 
 async def _fill_postgres(url: URL, count: int, namespace: str, counters: dict[str, Any]) -> None:
-    connection = await asyncpg.connect(
-        url.set(drivername="postgresql").render_as_string(hide_password=False)
-    )
+    connection = await _connect(url)
     rows = _rows(count, namespace, naive=False)
     await connection.copy_records_to_table("artifacts", records=rows, columns=_COLUMNS)
     await connection.copy_records_to_table(
@@ -161,3 +189,9 @@ async def _fill_postgres(url: URL, count: int, namespace: str, counters: dict[st
     )
     await connection.execute("VACUUM ANALYZE artifacts")
     await connection.close()
+
+
+async def _connect(url: URL) -> asyncpg.Connection:
+    return await asyncpg.connect(
+        url.set(drivername="postgresql").render_as_string(hide_password=False)
+    )

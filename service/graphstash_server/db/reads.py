@@ -17,6 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from graphstash_server.db.prepared import Compiled, Parameters, Prepared, Row
 from graphstash_server.db.sqlite import SqliteThread, as_core_says
+from graphstash_server.logs import in_background
 
 __all__ = ["Lane", "PostgresLane", "Reads", "SqliteLane"]
 
@@ -76,7 +77,7 @@ class Reads:
         while self._wanted and self._free:
             lane = self._free.pop()
             batch = {read: self._wanted.pop(read) for read in list(self._wanted)[: lane.at_once]}
-            task = asyncio.get_running_loop().create_task(self._run(lane, batch))
+            task = in_background(self._run(lane, batch))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 

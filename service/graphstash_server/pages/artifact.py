@@ -60,8 +60,7 @@ async def _relatives(
 ) -> tuple[Relative, ...]:
     if not details.is_described:
         return ()
-    stats = (await visitor.statistics()).namespaces
-    others = [each for each in visitor.listed(stats) if each != where]
+    others = [each for each in visitor.listed(await visitor.namespaces()) if each != where]
     wanted = described(details.entry.key.key, details.entry.label, details.parts)
     answer = await visitor.context.explanations.explain(
         where, wanted, readable=[where, *others][:MAX_NAMESPACES]

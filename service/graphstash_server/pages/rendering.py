@@ -80,9 +80,12 @@ class Renderer:
 
     async def fragment(self, template: str, **view: Any) -> Markup:
         """A part of a page that is the same for everybody, to be kept."""
-        render = self._environment.get_template(template).render
+
+        def render() -> str:
+            return self._environment.get_template(template).render(view)
+
         async with self._turn:
-            return Markup(await asyncio.to_thread(render, view))  # noqa: S704 - templates escape
+            return Markup(await asyncio.to_thread(render))  # noqa: S704 - templates escape
 
     def _fill_in(self, template: str, *, now: datetime, view: dict[str, Any]) -> str:
         def since(at: datetime) -> Markup:

@@ -4,6 +4,7 @@ Whoever asks for HTML is refused with a page; everybody else with a problem docu
 A session that has ended makes its visitor anonymous, who is shown the way in.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
@@ -36,11 +37,12 @@ _CHALLENGE: Final = {"WWW-Authenticate": 'Bearer realm="graphstash"'}
 
 View = Callable[[Visitor], Awaitable[dict[str, Any]]]
 Handler = Callable[[Visitor], Awaitable[Response]]
+Document = Callable[[], Awaitable[dict[str, Any]]]
 
 
-def add_pages(app: FastAPI, *, clock: Clock) -> None:
-    """Adds the dashboard to an application."""
-    pages = _Pages(app, clock=clock)
+def add_pages(app: FastAPI, *, clock: Clock, document: Document) -> None:
+    """Adds the dashboard to an application; `document` gives its OpenAPI document."""
+    pages = _Pages(document, clock=clock)
     router = APIRouter(include_in_schema=False)
     router.get("/")(pages.page("overview.html", overview_of, when_unknown=pages.welcome))
     router.get("/artifacts/{namespace}/" + KEY)(pages.page("artifact.html", artifact_of))
@@ -58,11 +60,12 @@ def add_pages(app: FastAPI, *, clock: Clock) -> None:
 class _Pages:
     """What the pages of one application share."""
 
-    def __init__(self, app: FastAPI, *, clock: Clock) -> None:
-        self._app = app
+    def __init__(self, document: Document, *, clock: Clock) -> None:
+        self._document = document
         self._clock = clock
         self._renderer = Renderer()
         self._reference: Markup | None = None
+        self._referring = asyncio.Lock()
 
     def page(
         self, template: str, view: View, *, when_unknown: Handler | None = None
@@ -106,10 +109,11 @@ class _Pages:
         )
 
     async def reference(self, _: Visitor) -> dict[str, Any]:
-        """The calls of this server; they are the same for everybody."""
-        if self._reference is None:
-            view = reference_of(self._app.openapi())
-            self._reference = await self._renderer.fragment("reference_body.html", **view)
+        """The calls of this server; they are the same for everybody, and written once."""
+        async with self._referring:
+            if self._reference is None:
+                view = await asyncio.to_thread(reference_of, await self._document())
+                self._reference = await self._renderer.fragment("reference_body.html", **view)
         return {"body": self._reference}
 
     async def _refuse(self, visitor: Visitor, error: ServerError) -> Response:
@@ -160,7 +164,7 @@ class _Pages:
 
 async def _sees(visitor: Visitor) -> bool:
     """Whether there is a namespace with something in it that a visitor may read."""
-    return bool((await visitor.statistics()).namespaces)
+    return bool(await visitor.namespaces())
 
 
 async def _asset(request: Request) -> Response:

@@ -29,8 +29,7 @@ async def search_of(visitor: Visitor) -> dict[str, Any]:
             limit=_MAX_CHARACTERS,
         )
     chosen = await visitor.enter(asked["namespace"]) if asked.get("namespace") else None
-    stats = (await visitor.statistics()).namespaces
-    where = [chosen] if chosen is not None else visitor.listed(stats)
+    where = [chosen] if chosen is not None else visitor.listed(await visitor.namespaces())
     is_enough = len(text) >= _MIN_CHARACTERS and "\0" not in text
     found = await visitor.context.catalog.search(where, text) if is_enough else []
     return {

@@ -15,7 +15,7 @@ from graphstash_schema import ErrorCode
 from graphstash_server.api.bodies import body_chunks
 from graphstash_server.errors import ServerError
 from graphstash_server.pages.rendering import PAGE_HEADERS
-from graphstash_server.pages.visitor import COOKIES, HOST_COOKIE, PLAIN_COOKIE, Visitor
+from graphstash_server.pages.visitor import COOKIES, HOST_COOKIE, PLAIN_COOKIE, Visitor, is_over_tls
 from graphstash_server.services.identity.sessions import Session
 
 __all__ = ["begin", "check_origin", "end", "way_back"]
@@ -33,14 +33,14 @@ async def begin(visitor: Visitor) -> Response:
     Raises:
         ServerError: 401 for a wrong token, 403 for a form of another site, 413, 408, 503.
     """
-    origin = check_origin(visitor.request)
+    check_origin(visitor.request)
     form = await _read_form(visitor)
     session = await visitor.context.sessions.begin(form.get("token", "").strip())
     if visitor.session is not None:
         await visitor.context.sessions.end(visitor.session.id)
     headers = {**PAGE_HEADERS, "Location": way_back(form.get("next", ""))}
     answer = Response(status_code=303, headers=headers)
-    _set_cookie(answer, session, visitor, is_secure=origin.startswith("https://"))
+    _set_cookie(answer, session, visitor, is_secure=is_over_tls(visitor.request))
     return answer
 
 
@@ -60,8 +60,8 @@ async def end(visitor: Visitor) -> Response:
     return answer
 
 
-def check_origin(request: Request) -> str:
-    """The Origin of a form, if it is this server's.
+def check_origin(request: Request) -> None:
+    """Refuses a form whose Origin is not this server's.
 
     A proxy may have left the port out of Host, as docker/nginx does; where browsers say it, they
     also say whether the port is another one (Sec-Fetch-Site).
@@ -79,7 +79,6 @@ def check_origin(request: Request) -> str:
             f"the form was not sent by a page of this server ({host}): open its sign-in page and "
             "try again",
         )
-    return origin
 
 
 def way_back(path: str) -> str:

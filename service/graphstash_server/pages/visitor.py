@@ -18,13 +18,15 @@ from graphstash_server.errors import ServerError
 from graphstash_server.services.identity.principals import ANONYMOUS, OPEN_ACCESS, Principal
 from graphstash_server.services.identity.sessions import Session
 
-__all__ = ["COOKIES", "HOST_COOKIE", "PLAIN_COOKIE", "Visitor", "visitor_of"]
+__all__ = ["COOKIES", "HOST_COOKIE", "PLAIN_COOKIE", "Visitor", "is_over_tls", "visitor_of"]
 
 HOST_COOKIE: Final = "__Host-graphstash"
 """Over TLS: browsers take it only with Secure, from this host, for all its paths (RFC 6265bis)."""
 
 PLAIN_COOKIE: Final = "graphstash"
-"""Without TLS, where no browser takes the other one."""
+"""Without TLS, where no browser takes the other one. It does not count over TLS: whoever can answer
+for the host without TLS can set it, and sign a browser in as somebody else.
+"""
 
 COOKIES: Final = (HOST_COOKIE, PLAIN_COOKIE)
 
@@ -49,6 +51,7 @@ class Visitor:
     principal: Principal
     session: Session | None
     now: datetime
+    _statistics: ServerStats | None = None
 
     @property
     def is_anonymous(self) -> bool:
@@ -86,8 +89,18 @@ class Visitor:
         return where
 
     async def statistics(self) -> ServerStats:
-        """The counters of what they may read."""
-        return await self.context.statistics.read(may_read=self.may_read)
+        """The counters of what they may read; they are read once for a page."""
+        if self._statistics is None:
+            self._statistics = await self.context.statistics.read(may_read=self.may_read)
+        return self._statistics
+
+    async def namespaces(self) -> Sequence[NamespaceStats]:
+        """The counters of each namespace that they may read. Nothing is counted for a stranger to a
+        server that shows strangers nothing.
+        """
+        if self.is_anonymous and not await self.context.policies.is_anything_public():
+            return ()
+        return (await self.statistics()).namespaces
 
     def listed(self, stats: Sequence[NamespaceStats]) -> Sequence[Namespace]:
         """The namespaces of which artifacts are listed: those with most artifacts."""
@@ -106,12 +119,22 @@ async def visitor_of(request: Request, now: datetime) -> Visitor:
     principal = await principal_of(request, context)
     session = None
     if principal is ANONYMOUS:
-        for name in COOKIES:
+        for name in (HOST_COOKIE,) if is_over_tls(request) else COOKIES:
             if session is None and (value := request.cookies.get(name)):
                 session = await context.sessions.find(value)
         if session is not None:
             principal = session.principal
     return Visitor(request, context, principal, session, now)
+
+
+def is_over_tls(request: Request) -> bool:
+    """Whether a browser's connection has TLS, which a proxy may end: it says so in
+    X-Forwarded-Proto, and a form in its Origin. A caller who makes it up is only refused more.
+    """
+    named = request.headers.get("x-forwarded-proto", "").partition(",")[0].strip().lower()
+    return "https" in (request.url.scheme, named) or request.headers.get("origin", "").startswith(
+        "https://"
+    )
 
 
 def unauthenticated() -> ServerError:

@@ -1,11 +1,19 @@
 """HistoryService: what the server did by hour and by day."""
 
+import asyncio
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from graphstash_schema import ErrorCode
-from graphstash_schema.history import HISTORY_KEPT, MAX_HISTORY_GROUPS, Grouping, History, Step
+from graphstash_schema.history import (
+    HISTORY_KEPT,
+    MAX_GROUPED_STEPS,
+    MAX_HISTORY_GROUPS,
+    Grouping,
+    History,
+    Step,
+)
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.history import (
@@ -21,6 +29,7 @@ from graphstash_server.errors import ServerError
 __all__ = ["HistoryService"]
 
 _USUAL: Final = {Step.HOUR: timedelta(days=1), Step.DAY: timedelta(days=30)}
+_LENGTH: Final = {Step.HOUR: timedelta(hours=1), Step.DAY: timedelta(days=1)}
 
 
 class HistoryService:
@@ -29,6 +38,7 @@ class HistoryService:
     def __init__(self, *, database: Database, clock: Clock) -> None:
         self._database = database
         self._clock = clock
+        self._reading = asyncio.Semaphore(1)  # one at a time has its points in memory
 
     async def read(
         self,
@@ -50,13 +60,14 @@ class HistoryService:
             namespaces: only what happened in these; None for all.
 
         Raises:
-            ServerError: 400 when that is nothing, or longer than `HISTORY_KEPT`.
+            ServerError: 400 when that is nothing, longer than `HISTORY_KEPT`, or more than
+                `MAX_GROUPED_STEPS` where points are told apart.
         """
         until = (until or self._clock()).astimezone(UTC)
         since = (since or until - _USUAL[step]).astimezone(UTC)
-        _check(since, until, step)
+        _check(since, until, step, by)
         asked = Asked(step, begin_of(step, since), until, namespaces)
-        async with self._database.reading() as connection:
+        async with self._reading, self._database.reading() as connection:
             shown: list[str] = []
             if by is not Grouping.NONE:
                 ranked = await rank_groups(connection, asked, by, limit=MAX_HISTORY_GROUPS + 1)
@@ -76,16 +87,18 @@ class HistoryService:
                 await drop_history(connection, step, before=self._clock() - kept)
 
 
-def _check(since: datetime, until: datetime, step: Step) -> None:
-    longest = HISTORY_KEPT[step]
-    if since < until and until - since <= longest:
+def _check(since: datetime, until: datetime, step: Step, by: Grouping) -> None:
+    kept = HISTORY_KEPT[step] // _LENGTH[step]
+    most = kept if by is Grouping.NONE else min(kept, MAX_GROUPED_STEPS)
+    steps = max(0, -(-(until - since) // _LENGTH[step]))
+    if 0 < steps <= most:
         return
-    way_out = "begin before the end" if since >= until else f"ask for {longest.days} days at a time"
-    if step is Step.HOUR and since < until:
+    way_out = f"ask for {most} at a time" if steps else "begin before the end"
+    if step is Step.HOUR and steps:
         way_out += ", or for days with step=day"
     raise ServerError(
         ErrorCode.INVALID_REQUEST,
-        f"an answer with step={step} covers at most {longest.days} days, and not those from "
-        f"{since:%Y-%m-%dT%H:%M:%SZ} to {until:%Y-%m-%dT%H:%M:%SZ}: {way_out}",
-        limit=longest.days,
+        f"an answer with step={step} and by={by} covers at most {most} {step}s, and from "
+        f"{since:%Y-%m-%dT%H:%M:%SZ} to {until:%Y-%m-%dT%H:%M:%SZ} it is {steps}: {way_out}",
+        limit=most,
     )

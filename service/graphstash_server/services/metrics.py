@@ -16,6 +16,7 @@ from graphstash_server.db.queries.locks import find_waiting
 from graphstash_server.db.queries.reports import count_withheld
 from graphstash_server.db.queries.usage import UsageChange, list_usage, stored_bytes
 from graphstash_server.errors import NoSpaceError, ServerError
+from graphstash_server.logs import in_background
 from graphstash_server.services.accounting import Accounting
 from graphstash_server.services.jobs.leases import LeaseService
 from graphstash_server.services.namespaces import Budget, Budgets, PolicyService
@@ -83,7 +84,7 @@ class HealthService:
         """
         age_seconds = asyncio.get_running_loop().time() - self._ready_at
         if self._checking is None or (self._checking.done() and age_seconds >= _FRESH_SECONDS):
-            self._checking = asyncio.create_task(self._check())
+            self._checking = in_background(self._check())
         return await asyncio.shield(self._checking)
 
     async def _check(self) -> Readiness:

@@ -179,6 +179,7 @@ class PolicyService:
         self._row_of: Mapping[str, Row] = {}
         self._known: dict[str, NamespacePolicy] = {}
         self._limits: Mapping[str, int] = {}
+        self._is_anything_public = False
         self._read_at: float | None = None
         self._tried_at: float | None = None
         self._failure: ServerError | None = None
@@ -206,6 +207,12 @@ class PolicyService:
             return _DEFAULT
         self._known[namespace] = PolicyRow(*row).policy
         return self._known[namespace]
+
+    async def is_anything_public(self) -> bool:
+        """Whether everybody may read in some namespace."""
+        if not self._is_younger(self._tried_at, _FRESH_SECONDS):
+            await self._refresh()
+        return self._is_anything_public
 
     async def limits(self) -> Mapping[str, int]:
         """Limits in bytes of the namespaces whose policy has one."""
@@ -299,11 +306,11 @@ class PolicyService:
         self._rows = rows
         self._row_of = {row[0]: row for row in rows}
         self._known = {}
+        every = [PolicyRow(*row) for row in rows]
         self._limits = {
-            rules.namespace: rules.limit_bytes
-            for rules in (PolicyRow(*row) for row in rows)
-            if rules.limit_bytes is not None
+            rules.namespace: rules.limit_bytes for rules in every if rules.limit_bytes is not None
         }
+        self._is_anything_public = any(rules.anonymous_read for rules in every)
 
     def _is_younger(self, at: float | None, seconds: float) -> bool:
         return at is not None and self._seconds() - at < seconds

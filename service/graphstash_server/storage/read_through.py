@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 
 from graphstash_schema import Digest, DigestHasher
 from graphstash_server.errors import NoSpaceError, ServerError, ShortBlobError
+from graphstash_server.logs import in_background
 from graphstash_server.storage.base import CHUNK_BYTES, BlobReader, BlobStore
 from graphstash_server.storage.upload import SpaceGuard
 
@@ -150,7 +151,7 @@ class ReadThroughFill:
         self._follower_count = 0
         self._is_found: bool | None = None
         self._readable_bytes = 0
-        self._task = asyncio.create_task(self._run())
+        self._task = in_background(self._run())
 
     async def follow(self) -> BlobReader | None:
         """A reader of the growing file; None when the back has no such blob.

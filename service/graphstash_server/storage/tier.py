@@ -24,6 +24,7 @@ from typing import TypeVar
 
 from graphstash_schema import Digest
 from graphstash_server.errors import NoSpaceError
+from graphstash_server.logs import in_background
 from graphstash_server.storage.base import BlobReader, BlobStore, ThrottledLog
 from graphstash_server.storage.files import FileReader, open_file
 from graphstash_server.storage.read_through import Place, ReadThroughFill, TierError
@@ -251,7 +252,7 @@ class TieredBlobStore:
             return False
         look = self._looks.get(sha256)
         if look is None:
-            look = self._looks[sha256] = asyncio.create_task(self._look_again(digest))
+            look = self._looks[sha256] = in_background(self._look_again(digest))
             look.add_done_callback(lambda _: self._looks.pop(sha256))
         return await asyncio.shield(look)
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final, NamedTuple
 
-from sqlalchemy import bindparam, delete, func, literal, select
+from sqlalchemy import and_, bindparam, delete, func, literal, select, union
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema.explanation import digest_of_parts, identity_of
@@ -22,7 +22,7 @@ __all__ = [
     "DescribedRow",
     "NewDescription",
     "add_descriptions",
-    "count_descriptions",
+    "count_undescribed",
     "drop_unused_environments",
     "find_described",
     "list_by_identity",
@@ -140,9 +140,26 @@ async def find_described(connection: AsyncConnection, key: StoredKey) -> Describ
     return None if found is None else _row(found)
 
 
-async def count_descriptions(connection: AsyncConnection, namespace: str) -> int:
-    """How many artifacts of a namespace are described."""
-    counted = select(func.count()).where(descriptions.c.namespace == namespace)
+async def count_undescribed(connection: AsyncConnection, namespace: str, *, looked_at: int) -> int:
+    """How many artifacts nobody has described, of those that a namespace has had for the longest
+    time and of its latest ones, `looked_at` each: to count all of a million takes too long.
+    """
+    age = artifacts.c.created_at
+    ends = (
+        select(*(artifacts.c[name] for name in _KEY))
+        .where(artifacts.c.namespace == namespace)
+        .order_by(order)
+        .limit(looked_at)
+        .subquery()
+        for order in (age, age.desc())
+    )
+    some = union(*(select(end) for end in ends)).subquery()
+    is_described = and_(*(descriptions.c[name] == some.c[name] for name in _KEY))
+    counted = (
+        select(func.count())
+        .select_from(some)
+        .where(~select(descriptions.c.label).where(is_described).exists())
+    )
     return int(await connection.scalar(counted) or 0)
 
 

@@ -1,8 +1,9 @@
 """Statements on `history`."""
 
-from collections.abc import Collection, Mapping, Sequence
+import asyncio
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from sqlalchemy import (
     ColumnElement,
@@ -167,7 +168,7 @@ async def list_points(
     connection: AsyncConnection, asked: Asked, by: Grouping, *, shown: Sequence[str]
 ) -> list[HistoryPoint]:
     """The sums of each step and group, in their order; `OTHERS` has what is in no group of `shown`,
-    if there are any.
+    if there are any. The thousands of an answer are made beside the event loop.
     """
     group: ColumnElement[str] = literal("") if by is Grouping.NONE else history.c[by.value]
     if shown:
@@ -182,6 +183,10 @@ async def list_points(
         .order_by(*order)
     )
     given = _given(asked) | ({"shown": shown} if shown else {})
+    return await asyncio.to_thread(_points, await connection.execute(statement, given))
+
+
+def _points(found: Iterable[Any]) -> list[HistoryPoint]:
     return [
         HistoryPoint(
             at=at,
@@ -192,9 +197,7 @@ async def list_points(
             puts=int(puts),
             saved_compile_seconds=saved,
         )
-        for at, name, hits, misses, served_bytes, puts, saved in await connection.execute(
-            statement, given
-        )
+        for at, name, hits, misses, served_bytes, puts, saved in found
     ]
 
 

@@ -15,7 +15,6 @@ __all__ = [
     "UsageChange",
     "add_counts",
     "add_usage",
-    "count_artifacts",
     "find_namespaces",
     "list_namespaces",
     "list_stored",
@@ -121,12 +120,6 @@ _LIST_STORED = Prepared(lambda _: select(usage.c.namespace, _STORED).order_by(us
 async def list_namespaces(connection: AsyncConnection) -> Sequence[str]:
     """The names of every namespace that something was ever stored in."""
     return (await connection.scalars(select(usage.c.namespace))).all()
-
-
-async def count_artifacts(connection: AsyncConnection, namespace: str) -> int:
-    """How many artifacts a namespace has."""
-    counted = select(usage.c.artifacts).where(usage.c.namespace == namespace)
-    return int(await connection.scalar(counted) or 0)
 
 
 async def stored_bytes(connection: AsyncConnection, namespace: str | None = None) -> int:

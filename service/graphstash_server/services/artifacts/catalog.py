@@ -80,7 +80,7 @@ class CatalogService:
 
     def __init__(self, *, database: Database) -> None:
         self._database = database
-        self._reading = asyncio.Semaphore(1)  # the interpreter's lock lets one of them on anyway
+        self._reading = asyncio.Semaphore(1)
 
     async def latest(self, namespaces: Sequence[Namespace], *, limit: int) -> list[Entry]:
         """The artifacts that were stored last."""
@@ -95,14 +95,14 @@ class CatalogService:
         wanted = text.strip()
         if not wanted:
             return []
-        async with self._database.reading() as connection:
-            rows = await list_labelled(connection, namespaces, wanted, limit=_MAX_FOUND)
-            if _PREFIX.fullmatch(wanted.lower()):
-                rows += await list_by_fingerprint(
-                    connection, namespaces, wanted.lower(), limit=_MAX_FOUND
-                )
-            recent = await list_latest(connection, namespaces, limit=MAX_SEARCHED)
-        async with self._reading:
+        async with self._reading:  # one at a time has its metadata in memory
+            async with self._database.reading() as connection:
+                rows = await list_labelled(connection, namespaces, wanted, limit=_MAX_FOUND)
+                if _PREFIX.fullmatch(wanted.lower()):
+                    rows += await list_by_fingerprint(
+                        connection, namespaces, wanted.lower(), limit=_MAX_FOUND
+                    )
+                recent = await list_latest(connection, namespaces, limit=MAX_SEARCHED)
             return await asyncio.to_thread(_matching, rows, recent, wanted.casefold())
 
     async def find(self, key: StoredKey) -> ArtifactDetails | None:

@@ -27,13 +27,13 @@ from graphstash_server.db.queries.descriptions import (
     DescribedRow,
     NewDescription,
     add_descriptions,
-    count_descriptions,
+    count_undescribed,
     drop_unused_environments,
     find_described,
     list_by_identity,
     list_by_label,
 )
-from graphstash_server.db.queries.usage import count_artifacts, list_namespaces
+from graphstash_server.db.queries.usage import list_namespaces
 from graphstash_server.keys import StoredKey
 
 __all__ = ["MAX_NAMESPACES", "ExplanationService"]
@@ -44,6 +44,7 @@ MAX_NAMESPACES: Final = 16
 _CANDIDATES: Final = 16
 _COMPARED: Final = 16
 _RELATIVES: Final = 3
+_LOOKED_AT: Final = 250
 
 _UNUSED: Final = timedelta(days=1)
 
@@ -54,7 +55,7 @@ class ExplanationService:
     def __init__(self, *, database: Database, clock: Clock) -> None:
         self._database = database
         self._clock = clock
-        self._comparing = asyncio.Semaphore(1)  # the interpreter's lock lets one of them on anyway
+        self._comparing = asyncio.Semaphore(1)
 
     async def describe(self, namespace: Namespace, given: Sequence[Description]) -> int:
         """Stores descriptions of artifacts that are there and that nobody has described; returns
@@ -79,17 +80,19 @@ class ExplanationService:
             wanted: what is missed.
             readable: where to look, `MAX_NAMESPACES` at most.
         """
-        async with self._database.reading() as connection:
-            rows: dict[StoredKey, DescribedRow] = {}
-            for where in readable:
-                for row in await self._candidates(connection, where, wanted):
-                    rows.setdefault(row.key, row)
-            rows.pop(StoredKey.of(namespace, wanted.key), None)  # stored since, by the one who asks
-            undescribed = 0
-            if not rows:
-                stored = await count_artifacts(connection, namespace)
-                undescribed = max(0, stored - await count_descriptions(connection, namespace))
-        async with self._comparing:
+        async with self._comparing:  # one at a time has its descriptions in memory
+            async with self._database.reading() as connection:
+                rows: dict[StoredKey, DescribedRow] = {}
+                for where in readable:
+                    for row in await self._candidates(connection, where, wanted):
+                        rows.setdefault(row.key, row)
+                # It may have been stored since, by the one who asks.
+                rows.pop(StoredKey.of(namespace, wanted.key), None)
+                undescribed = 0
+                if not rows:
+                    undescribed = await count_undescribed(
+                        connection, namespace, looked_at=_LOOKED_AT
+                    )
             relatives = await asyncio.to_thread(_nearest, list(rows.values()), wanted)
         return ExplainResponse(relatives=relatives, undescribed=undescribed)
 

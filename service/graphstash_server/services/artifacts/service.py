@@ -30,6 +30,7 @@ from graphstash_server.db.queries.reports import drop_report
 from graphstash_server.db.queries.usage import UsageChange, add_usage
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
+from graphstash_server.logs import in_background
 from graphstash_server.services.accounting import Accounting
 from graphstash_server.services.artifacts.blobs import BlobCollector
 from graphstash_server.services.buckets import Buckets
@@ -252,7 +253,7 @@ class ArtifactService:
         """Reads a blob once for all callers that wait for it."""
         verifying = self._verifying.get(digest)
         if verifying is None:
-            verifying = asyncio.create_task(self._read_whole(digest))
+            verifying = in_background(self._read_whole(digest))
             self._verifying[digest] = verifying
             verifying.add_done_callback(lambda _: self._verifying.pop(digest))
         return await asyncio.shield(verifying)

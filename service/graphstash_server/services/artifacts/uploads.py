@@ -38,6 +38,7 @@ from graphstash_server.db.queries.locks import end_pause, pause, share_blobs
 from graphstash_server.db.queries.usage import UsageChange, add_usage
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
+from graphstash_server.logs import in_background
 from graphstash_server.services.accounting import Accounting
 from graphstash_server.services.artifacts.blobs import BlobCollector
 from graphstash_server.services.artifacts.room import Room, RoomKeeper
@@ -130,7 +131,7 @@ class CommitBatcher:
             self._waiting[namespace].append((upload, future))
         else:
             self._waiting[namespace] = [(upload, future)]
-            task = asyncio.create_task(self._commit_waiting(namespace))
+            task = in_background(self._commit_waiting(namespace))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         return await future

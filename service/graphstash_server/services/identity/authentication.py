@@ -22,6 +22,7 @@ from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.tokens import TokenRow, find_tokens
 from graphstash_server.errors import ServerError
+from graphstash_server.logs import in_background
 from graphstash_server.services.accounting import Accounting
 from graphstash_server.services.identity.oidc import OidcVerifier
 from graphstash_server.services.identity.principals import ANONYMOUS, OPEN_ACCESS, Principal
@@ -84,7 +85,7 @@ class KnownTokens:
         if found is None:
             found = self._wanted[token_id] = asyncio.get_running_loop().create_future()
         if self._reader is None:
-            self._reader = asyncio.create_task(self._read())
+            self._reader = in_background(self._read())
         return await asyncio.shield(found)
 
     def find_now(self, token_id: str) -> KnownToken | None:

@@ -18,6 +18,7 @@ from pydantic_core import from_json
 from graphstash_schema import ErrorCode, ManifestName, Namespace
 from graphstash_schema.run import (
     MAX_LISTED_RUNS,
+    MAX_RUN_AHEAD,
     MAX_RUN_COUNTS,
     MAX_RUN_MISSES,
     MAX_RUN_SECONDS,
@@ -104,9 +105,19 @@ class RunService:
         """Stores what a process reports, in place of what it has reported before.
 
         Raises:
-            ServerError: 404 where nothing was ever stored; 409 for a run of somebody else; 413 for
-                a run of too many processes.
+            ServerError: 400 for a run that begins more than `MAX_RUN_AHEAD` from now; 404 where
+                nothing was ever stored; 409 for a run of somebody else; 413 for a run of too many
+                processes.
         """
+        now = self._clock()
+        if report.started_at - now > MAX_RUN_AHEAD:
+            raise ServerError(
+                ErrorCode.INVALID_REQUEST,
+                f"the run began at {report.started_at:%Y-%m-%dT%H:%M:%S%z}, and here it is "
+                f"{now:%Y-%m-%dT%H:%M:%S%z}: {MAX_RUN_AHEAD.days} day ahead is the limit, set the "
+                "clock of the job's host",
+                limit=MAX_RUN_AHEAD.days,
+            )
         counts = _COUNTS.dump_json(report.counts, exclude_defaults=True).decode()
         misses = _MISSES.dump_json(report.misses, exclude_defaults=True).decode()
         row = ReportRow(
@@ -115,7 +126,7 @@ class RunService:
             process=process,
             job=report.job or "",
             writer=writer,
-            reported_at=self._clock(),
+            reported_at=now,
             size_bytes=_ROW_BYTES + len(counts.encode()) + len(misses.encode()),
             program=report.program,
             producer=report.producer,
