@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
@@ -35,6 +35,9 @@ from graphstash_server.pages.routes import add_pages
 from graphstash_server.settings import Settings
 from graphstash_server.storage import BlobStore
 
+if TYPE_CHECKING:
+    from graphstash_server.tracing import Tracing
+
 __all__ = ["ServerApp", "create_app"]
 
 
@@ -62,18 +65,19 @@ def create_app(
     blob_store: BlobStore | None = None,
     counters: Counters | None = None,
     clock: Clock = system_clock,
+    tracing: "Tracing | None" = None,
 ) -> ServerApp:
     """The ASGI application of one server.
 
     A given `blob_store` replaces the one of the settings, and the caller closes it. `counters` are
-    those of a worker among others.
+    those of a worker among others. With `tracing` requests are spans.
     """
     counters = counters or Counters.alone()
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with open_context(
-            settings, blob_store=blob_store, counters=counters, clock=clock
+            settings, blob_store=blob_store, counters=counters, clock=clock, tracing=tracing
         ) as context:
             app.context = app.state.context = context
             yield
@@ -85,6 +89,8 @@ def create_app(
         docs_url=None,  # it and redoc load scripts from other hosts; see pages.reference
         redoc_url=None,
         redirect_slashes=False,
+        # Its own spans would have the query, in which callers put secrets; see `tracing`.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     routes = list(app.routes)
     for api in (
@@ -97,6 +103,10 @@ def create_app(
     routes += app.routes[len(routes) :]
     add_problem_handlers(app, routes)
     app.add_middleware(RequestFrame, counters=counters)
+    if tracing is not None:
+        from graphstash_server.api.traced import TraceRequests
+
+        app.add_middleware(TraceRequests, tracing=tracing)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 
