@@ -176,7 +176,10 @@ def test_a_caller_that_is_not_sampled_is_not_recorded(traced, collector):
     assert [each for each in collector.spans if each.trace == "c" * 32] == []
 
 
-@pytest.mark.parametrize("sampler", ["parentbased_traceidratio", "traceidratio"])
+@pytest.mark.parametrize(
+    "sampler",
+    ["parentbased_traceidratio", pytest.param("traceidratio", marks=pytest.mark.extended)],
+)
 def test_no_caller_gets_more_recorded_than_the_ratio(tmp_path, collector, sampler):
     # Of ten million; ids that end in zeros are those that a ratio takes first.
     sampling = {"OTEL_TRACES_SAMPLER": sampler, "OTEL_TRACES_SAMPLER_ARG": "1e-7"}
@@ -229,6 +232,7 @@ def test_an_entry_of_the_log_names_the_span_of_its_request(traced, collector):
     assert collector.with_id(by_application["span_id"])[0].name == "GET /v1/stats"
 
 
+@pytest.mark.extended
 def test_the_link_to_a_blob_is_in_no_span(tmp_path, collector, moto, s3_credentials, run_job):
     settings = s3_settings(moto.url, moto.new_bucket(), s3_redirect_bytes=1)
     environment = {f"GRAPHSTASH_{name.upper()}": str(value) for name, value in settings.items()}
