@@ -60,7 +60,7 @@ test-pythons: $(VENV)/.installed $(VENV)/.packages  ## Run the tests without com
 	    other=$(VENV)-python$$version && \
 	    $(UV) venv --quiet --allow-existing --python $$version $$other && \
 	    $(UV) pip install --quiet --python $$other/bin/python --constraint constraints.txt \
-	        --group test --editable '.[server,postgres,s3,signing]' && \
+	        --group test --editable '.[server,postgres,s3,signing,tracing]' && \
 	    $$other/bin/python -m pytest $(LIGHT_TESTS) || exit; done
 
 coverage: $(VENV)/.installed $(VENV)/.packages  ## Run the tests without compilers with coverage; fails below fail_under
@@ -131,7 +131,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "Installing into $(VENV), torch and torch_xla included:" \
 	    "$(if $(TORCH_INDEX),about 1 GB,about 7 GB of packages; TORCH_INDEX=<a CPU wheel index> makes it 1 GB)."
 	$(UV) pip install --python $(BIN)/python --constraint constraints.txt \
-	    $(TORCH_INDEX_OPTIONS) --group dev --editable '.[server,postgres,s3,signing]'
+	    $(TORCH_INDEX_OPTIONS) --group dev --editable '.[server,postgres,s3,signing,tracing]'
 	@touch $@
 
 # Needs root, or sudo, where something is missing; otherwise it says what to install.

@@ -291,6 +291,10 @@ class HostSettings:
     """Say on standard error, when the job ends, why it compiled what it compiled."""
     stats_file: Path | None = setting(None, path())
     """File that gets one line of JSON with the statistics of each process."""
+    tracing: bool = setting(False, flag())
+    """Send OpenTelemetry traces of look-ups, compilations and uploads: to the tracer provider of
+    the job's own program where it has one, else with OTLP over HTTP, as the variables OTEL_* say.
+    Needs graphstash[tracing]."""
 
 
 @dataclass(frozen=True, kw_only=True)

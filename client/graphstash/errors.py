@@ -206,6 +206,12 @@ class Reason(StrEnum):
 
     Check that all ranks use the same settings and versions, and that they reach the job's store.
     """
+    TRACING = "tracing"
+    """Traces were not made or not taken. Nothing else is different for the job.
+
+    Install `graphstash[tracing]`, check `OTEL_EXPORTER_OTLP_ENDPOINT` and that the collector
+    answers, or unset `GRAPHSTASH_TRACING`.
+    """
     INTERNAL = "internal"
     """A bug in graphstash's client; the job compiled.
 

@@ -106,6 +106,7 @@ def serve(
     options = {name: value for name, value in locals().items() if name != "port_file"}
     try:
         from graphstash_server.settings import load_settings
+        from graphstash_server.telemetry import find_tracing
         from graphstash_server.tls import tls_context
     except ModuleNotFoundError as error:
         fail(
@@ -119,7 +120,9 @@ def serve(
         fail(str(error), status=2)
     try:
         _set_up_logging(settings)
-        tls_context(settings)  # the workers load it; what is wrong with them is reported here, once
+        # The workers load both; what is wrong with them is reported here, once.
+        tls_context(settings)
+        find_tracing(settings)
         listener = _listen(settings)
         _make_data_dir(settings)
         _allow_files(settings)

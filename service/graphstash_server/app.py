@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
@@ -36,6 +36,9 @@ from graphstash_server.counters import Counters
 from graphstash_server.pages.routes import add_pages
 from graphstash_server.settings import Settings
 from graphstash_server.storage import BlobStore
+
+if TYPE_CHECKING:
+    from graphstash_server.tracing import Tracing
 
 __all__ = ["ServerApp", "create_app"]
 
@@ -89,18 +92,19 @@ def create_app(
     blob_store: BlobStore | None = None,
     counters: Counters | None = None,
     clock: Clock = system_clock,
+    tracing: "Tracing | None" = None,
 ) -> ServerApp:
     """The ASGI application of one server.
 
     A given `blob_store` replaces the one of the settings, and the caller closes it. `counters` are
-    those of a worker among others.
+    those of a worker among others. With `tracing` requests are spans.
     """
     counters = counters or Counters.alone()
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with open_context(
-            settings, blob_store=blob_store, counters=counters, clock=clock
+            settings, blob_store=blob_store, counters=counters, clock=clock, tracing=tracing
         ) as context:
             app.context = app.state.context = context
             yield
@@ -109,6 +113,8 @@ def create_app(
         title="graphstash",
         version=__version__,
         lifespan=lifespan,
+        # Its own spans would have the query, in which callers put secrets; see `tracing`.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.add_route("/openapi.json", _get_openapi, include_in_schema=False)
     routes = list(app.routes)
@@ -122,6 +128,10 @@ def create_app(
     routes += app.routes[len(routes) :]
     add_problem_handlers(app, routes)
     app.add_middleware(RequestFrame, counters=counters)
+    if tracing is not None:
+        from graphstash_server.api.traced import TraceRequests
+
+        app.add_middleware(TraceRequests, tracing=tracing)
     return app
 
 

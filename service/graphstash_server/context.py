@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from graphstash_server.clock import Clock, jitter
 from graphstash_server.counters import Counters
@@ -43,6 +44,9 @@ from graphstash_server.settings import LimitSettings, Settings
 from graphstash_server.storage import BlobStore, open_blob_store
 from graphstash_server.storage.disk import ServerLock
 
+if TYPE_CHECKING:
+    from graphstash_server.tracing import Tracing
+
 __all__ = ["ProcessContext", "open_context", "open_services", "prepare_database"]
 
 _LOGGER = logging.getLogger(__name__)
@@ -62,10 +66,11 @@ class ProcessContext:
         blobs: BlobStore,
         counters: Counters,
         clock: Clock,
+        tracing: "Tracing | None" = None,
     ) -> None:
         self.settings = settings
         self.database = database
-        self.wait_queue = WaitQueue(counters=counters)
+        self.wait_queue = WaitQueue(counters=counters, tracing=tracing)
         self.accounting = Accounting(database=database, counters=counters, clock=clock)
         self.audit = AuditService(database=database)
         self.tokens = TokenService(database=database, clock=clock)
@@ -197,6 +202,7 @@ async def open_context(
     blob_store: BlobStore | None,
     counters: Counters | None = None,
     clock: Clock,
+    tracing: "Tracing | None" = None,
 ) -> AsyncIterator[ProcessContext]:
     """Opens everything that a server needs, including its background tasks.
 
@@ -212,7 +218,9 @@ async def open_context(
         started_at = clock()
         await prepare_database(settings, is_migrating=settings.auto_migrate)
         context = await stack.enter_async_context(
-            open_services(settings, blob_store=blob_store, counters=counters, clock=clock)
+            open_services(
+                settings, blob_store=blob_store, counters=counters, clock=clock, tracing=tracing
+            )
         )
         try:
             await context.reconciler.check_store_not_empty()
@@ -245,6 +253,7 @@ async def open_services(
     blob_store: BlobStore | None,
     counters: Counters | None = None,
     clock: Clock,
+    tracing: "Tracing | None" = None,
 ) -> AsyncIterator[ProcessContext]:
     """Opens database and blob store, and closes them in reverse; does nothing by itself.
 
@@ -253,14 +262,19 @@ async def open_services(
         StartError: when the blob store cannot be used.
     """
     async with AsyncExitStack() as stack:
-        database = Database(settings.database_url, connections=settings.database_connections)
+        database = _open_database(settings, tracing)
         stack.push_async_callback(database.close)
         blobs = blob_store
         if blobs is None:
-            blobs = await stack.enter_async_context(open_blob_store(settings))
+            blobs = await stack.enter_async_context(open_blob_store(settings, tracing=tracing))
         counters = counters or Counters.alone()
         yield ProcessContext(
-            settings, database=database, blobs=blobs, counters=counters, clock=clock
+            settings,
+            database=database,
+            blobs=blobs,
+            counters=counters,
+            clock=clock,
+            tracing=tracing,
         )
 
 
@@ -275,6 +289,16 @@ async def prepare_database(settings: Settings, *, is_migrating: bool) -> None:
     prepare = migrate if is_migrating else check_revision
     lock_path = settings.data_dir / "migrate.lock"
     await asyncio.to_thread(prepare, settings.database_url, lock_path=lock_path)
+
+
+def _open_database(settings: Settings, tracing: "Tracing | None") -> Database:
+    if tracing is None:
+        return Database(settings.database_url, connections=settings.database_connections)
+    from graphstash_server.db.traced import TracedDatabase
+
+    return TracedDatabase(
+        settings.database_url, connections=settings.database_connections, tracing=tracing
+    )
 
 
 def _budgets(settings: LimitSettings) -> Budgets:

@@ -53,11 +53,12 @@ class EscapingFormatter(logging.Formatter):
 
 
 def ids_of(state: Mapping[str, Any]) -> dict[str, str]:
-    """The ids of a request as fields of an entry: the server's own, and the caller's where there is
-    one.
+    """The ids of a request as fields of an entry: the server's own, the caller's where there is
+    one, and those of its span where traces are made.
     """
     own, answered = state["server_request_id"], state["request_id"]
-    return {"request": own} | ({"caller_request": answered} if own != answered else {})
+    ids = {"request": own} | ({"caller_request": answered} if own != answered else {})
+    return ids | {name: state[name] for name in ("trace_id", "span_id") if name in state}
 
 
 def in_background(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
@@ -71,7 +72,7 @@ def in_background(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
 
 class JsonFormatter(logging.Formatter):
     """An object a line: `time`, `level`, `logger`, `process`, `message`, for what belongs to a
-    request also `request` and `caller_request`, and `traceback`.
+    request also `request`, `caller_request`, `trace_id` and `span_id`, and `traceback`.
     """
 
     def format(self, record: logging.LogRecord) -> str:

@@ -17,12 +17,12 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
-from typing import Final, NoReturn, cast
+from typing import TYPE_CHECKING, Final, NoReturn, cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from graphstash_server.app import create_app
+from graphstash_server.app import ServerApp, create_app
 from graphstash_server.connection import Connection, connections, owner_connections
 from graphstash_server.counters import Counters
 from graphstash_server.errors import StartError
@@ -30,7 +30,11 @@ from graphstash_server.fast.answers import FastPath
 from graphstash_server.fast.connection import FastConnection
 from graphstash_server.logs import WithoutQuery
 from graphstash_server.settings import Settings
+from graphstash_server.telemetry import find_tracing
 from graphstash_server.tls import tls_context
+
+if TYPE_CHECKING:
+    from graphstash_server.tracing import Tracing
 
 __all__ = ["PARENT_SIGNALS", "GraphstashServer", "make_server", "run_server", "run_worker"]
 
@@ -163,6 +167,7 @@ def make_server(
     when_ready: Callable[[], None],
     lifeline: int | None = None,
     counters: Counters | None = None,
+    tracing: "Tracing | None" = None,
 ) -> GraphstashServer:
     """A server that is not running yet.
 
@@ -170,15 +175,16 @@ def make_server(
         StartError: when the files of TLS cannot be used.
     """
     tls = tls_context(settings)
-    app = create_app(settings, counters=counters)
+    app = create_app(settings, counters=counters, tracing=tracing)
+    kind, fast = _fast_path(app, tracing)
     config = uvicorn.Config(
         app,
         loop="uvloop",
         http=connections(
             settings,
             count_refusal=app.count_refusal,
-            kind=FastConnection,
-            fast=FastPath(lambda: app.context),
+            kind=kind,
+            fast=fast,
         ),
         ws="none",
         lifespan="on",
@@ -200,6 +206,14 @@ def make_server(
     )
 
 
+def _fast_path(app: ServerApp, tracing: "Tracing | None") -> tuple[type[FastConnection], FastPath]:
+    if tracing is None:
+        return FastConnection, FastPath(lambda: app.context)
+    from graphstash_server.fast.traced import TracedFastConnection, TracedFastPath
+
+    return TracedFastConnection, TracedFastPath(lambda: app.context, tracing=tracing)
+
+
 def run_server(
     settings: Settings,
     listeners: list[socket.socket],
@@ -208,8 +222,16 @@ def run_server(
     lifeline: int | None = None,
     counters: Counters | None = None,
 ) -> bool:
-    """Serves until a signal; False when it could not start."""
-    server = make_server(settings, when_ready=when_ready, lifeline=lifeline, counters=counters)
+    """Serves until a signal; False when it could not start.
+
+    Raises:
+        StartError: when the files of TLS cannot be used, or what makes traces is missing.
+    """
+    tracing_class = find_tracing(settings)
+    tracing = None if tracing_class is None else tracing_class(settings)
+    server = make_server(
+        settings, when_ready=when_ready, lifeline=lifeline, counters=counters, tracing=tracing
+    )
     signal.signal(signal.SIGTERM, _stop)
     try:
         server.run(sockets=listeners)
@@ -217,6 +239,9 @@ def run_server(
         return False  # uvicorn's way of saying so; it logged the reason
     except KeyboardInterrupt:
         return True  # a signal asked for the end: uvicorn raises it again when everything is done
+    finally:
+        if tracing is not None:
+            tracing.close()
     return server.started
 
 

@@ -91,6 +91,9 @@ class ListenSettings(_Group):
     """Who may read `GET /metrics`: nobody (`off`), callers on this host without a proxy in between
     (`loopback`), a token with a grant on `*` such as `read:*` (`token`), or everybody who reaches
     the port (`open`). They name namespaces. `token` by default."""
+    tracing: bool = False
+    """Send OpenTelemetry traces of requests with OTLP over HTTP, as the variables OTEL_* say. Off
+    by default; needs graphstash[tracing]."""
     access_log: bool = False
     """Log every request. Off by default, because it slows down small hits."""
 

@@ -10,7 +10,7 @@ the cache.
 import io
 import tempfile
 from pathlib import Path
-from typing import Self, TypeAlias
+from typing import TYPE_CHECKING, Self, TypeAlias
 
 from graphstash._artifacts.envelope import Nowhere, seal
 from graphstash._artifacts.local_tier import LocalTier
@@ -22,6 +22,9 @@ from graphstash._trust.provenance import SignedSubject
 from graphstash.config import ClientConfig
 from graphstash.errors import CacheError, ConflictError, LocalTierError, Reason
 from graphstash_schema import ArtifactKey, ArtifactMetadata, Digest
+
+if TYPE_CHECKING:
+    from graphstash._tracing import Tracer
 
 __all__ = ["Destination", "Fetched", "Stash"]
 
@@ -44,14 +47,17 @@ class Stash:
     Args:
         config: URL, namespaces, keys, limits.
         run: the run that this process is part of, where it shares its disk with others of it.
+        tracer: makes each call of the server a span.
 
     Raises:
         ConfigError: on construction, when a file that it names cannot be used.
     """
 
-    def __init__(self, config: ClientConfig, *, run: str = "") -> None:
+    def __init__(
+        self, config: ClientConfig, *, run: str = "", tracer: "Tracer | None" = None
+    ) -> None:
         self.config = config
-        self.server = ServerClient(config)
+        self.server = ServerClient(config, tracer=tracer)
         self.local = LocalTier(config.cache_dir, limit_bytes=config.local_limit)
         self.signatures = Signatures(config, secret=self.local.secret)
         self.downloads = RunDownloads(self.local.run_folder(run) if run else None)

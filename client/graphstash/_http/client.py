@@ -37,6 +37,7 @@ from graphstash_schema.protocol import (
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+    from graphstash._tracing import Tracer
     from graphstash_schema.explanation import Description, ExplainResponse
     from graphstash_schema.history import History
     from graphstash_schema.listing import ArtifactList, ArtifactQuery, ListedArtifact
@@ -62,14 +63,15 @@ class ServerClient:
 
     Args:
         config: URL, namespaces, limits.
+        tracer: makes each call a span.
 
     Raises:
         ConfigError: on construction, when a file that it names cannot be used.
     """
 
-    def __init__(self, config: ClientConfig) -> None:
+    def __init__(self, config: ClientConfig, *, tracer: Tracer | None = None) -> None:
         self.config = config
-        self._transport = Transport(config)
+        self._transport = _transport(config, tracer)
         self._may_write = True
 
     @property
@@ -405,6 +407,14 @@ class ServerClient:
 
     def _manifest_path(self, name: schema.ManifestName) -> str:
         return f"{API_PREFIX}/{self.config.namespace}/manifests/{name}"
+
+
+def _transport(config: ClientConfig, tracer: Tracer | None) -> Transport:
+    if tracer is None:
+        return Transport(config)
+    from graphstash._http.traced import TracedTransport
+
+    return TracedTransport(config, tracer=tracer)
 
 
 def _read_chunks(file: IO[bytes], size_bytes: int) -> Iterator[bytes]:

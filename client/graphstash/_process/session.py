@@ -26,7 +26,7 @@ from graphstash._executor import BoundedExecutor
 from graphstash._process.notices import notices, tell_once
 from graphstash._process.run_name import command_of_run, this_run
 from graphstash.config import ClientConfig
-from graphstash.errors import CacheError, ConfigError
+from graphstash.errors import CacheError, ConfigError, Reason
 from graphstash_schema import ManifestName
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from graphstash._compile.cache import CompileCache
     from graphstash._compile.compile_limit import CompileLimit
     from graphstash._compile.explaining import Cause
+    from graphstash._tracing import Tracer
     from graphstash_schema import ArtifactKey
 
 __all__ = ["Session", "add_hook", "get_or_compile", "install", "stats", "uninstall"]
@@ -43,6 +44,8 @@ _log = logging.getLogger("graphstash")
 _MANIFEST_SECONDS = 5.0
 """Longest prefetch that may still run when the job ends."""
 
+_TRACES_SECONDS = 2.0
+"""How long the end of a job may wait for a collector."""
 
 _FILES: Final = ("ca_file", "client_cert", "signing_key", "trusted_keys")
 """Settings that name a file which may be refused."""
@@ -67,6 +70,7 @@ class Session:
         self._counters = Counters()
         self._making = threading.Lock()  # guards the field below
         self._cache: CompileCache | None = None
+        self._tracer: Tracer | None = None
         self._ending = threading.Lock()
         self._is_prefetching = False
         self._prefetched_for: ManifestName | None = None
@@ -83,19 +87,36 @@ class Session:
         """What hooks use, and programs that compile something of their own."""
         with self._making:
             if self._cache is None:
-                from graphstash._artifacts.stash import Stash
-                from graphstash._compile.cache import CompileCache
-
-                self._cache = CompileCache(
-                    Stash(self.config, run=self.run),
-                    counters=self._counters,
-                    publisher=self._publisher,
-                )
+                self._cache = self._open_cache()
                 self._cache.stash.server.name_job(self.job)
                 if self.config.fail_on_miss or self.config.max_compile_seconds:
                     self._cache.limit = self._limit(self._cache.stash)
         self.start_prefetch()
         return self._cache
+
+    def _open_cache(self) -> "CompileCache":
+        from graphstash._artifacts.stash import Stash
+        from graphstash._compile.cache import CompileCache
+
+        counting: Any = {"counters": self._counters, "publisher": self._publisher}
+        if not self.config.tracing:
+            return CompileCache(Stash(self.config, run=self.run), **counting)
+        try:
+            from graphstash._compile.traced import TracedCache
+            from graphstash._tracing import Tracer
+
+            tracer = Tracer.of_program()
+            if tracer is None:
+                from graphstash._process.tracing import exporting_tracer
+
+                tracer = exporting_tracer()
+            self._tracer = tracer
+        except Exception as error:  # noqa: BLE001 - whatever OTEL_* says: the job runs untraced
+            cache = CompileCache(Stash(self.config, run=self.run), **counting)
+            cache.record_fallback(CacheError(Reason.TRACING, f"no traces are made: {error!r}"))
+            return cache
+        stash = Stash(self.config, run=self.run, tracer=tracer)
+        return TracedCache(stash, **counting, tracer=tracer)
 
     @property
     def job(self) -> ManifestName:
@@ -221,12 +242,22 @@ class Session:
         self._remember()
         self._prefetcher.drain(_MANIFEST_SECONDS)
         self._prefetcher.close()
+        self._end_traces(until)
         stats = self.stats()
         self._tell(stats)
         self._record(stats)
         causes = self._explain(asked=explain or self.config.explain)
         if time.monotonic() < until:
             self._report(causes)
+
+    def _end_traces(self, until: float) -> None:
+        """Sends the last spans while the job may still wait for its uploads, and not for long."""
+        if self._tracer is None or self._cache is None:
+            return
+        left = max(0.0, until - time.monotonic())
+        lost = self._tracer.close(min(_TRACES_SECONDS, left))
+        if lost is not None:
+            self._cache.record_fallback(CacheError(Reason.TRACING, lost))
 
     def name_job(self, job: str) -> None:
         """Remembers this job's artifacts under a name from now on, and starts the prefetch.

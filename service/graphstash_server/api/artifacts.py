@@ -46,11 +46,14 @@ from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
 from graphstash_server.services.artifacts.uploads import Upload
 
-__all__ = ["router"]
+__all__ = ["ROUTE", "router"]
 
 router = Calls(prefix=API_PREFIX, tags=["artifacts"])
 
 _PATH: Final = "/{namespace}/artifacts/" + KEY
+
+ROUTE: Final = API_PREFIX + _PATH
+"""The template of the path of an artifact."""
 
 
 def _absent_there(request: Request) -> ServerError:

@@ -8,12 +8,15 @@ sleep until they are woken.
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NamedTuple, Self
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from graphstash_schema import Digest, InvalidValueError
 from graphstash_server.counters import Counters
 from graphstash_server.keys import StoredKey
+
+if TYPE_CHECKING:
+    from graphstash_server.tracing import Tracing
 
 __all__ = ["Notification", "Ticket", "WaitQueue"]
 
@@ -73,8 +76,9 @@ class WaitQueue:
         is_closed: whether the server is stopping, so that no request should wait any longer.
     """
 
-    def __init__(self, *, counters: Counters) -> None:
+    def __init__(self, *, counters: Counters, tracing: "Tracing | None" = None) -> None:
         self._counters = counters
+        self._tracing = tracing
         self.are_informed = False
         self._waiting: dict[StoredKey, list[Ticket]] = {}
         self.is_closed = False
@@ -95,7 +99,8 @@ class WaitQueue:
         self._waiting.setdefault(key, []).append(ticket)
         self._counters.add_waiters(1)
         try:
-            yield ticket
+            with nullcontext() if self._tracing is None else self._tracing.span("lease.wait"):
+                yield ticket
         finally:
             self._counters.add_waiters(-1)
             line = self._waiting[key]

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from graphstash_server.errors import StartError
 from graphstash_server.settings import Settings
@@ -14,6 +14,7 @@ from graphstash_server.storage.tier import TieredBlobStore
 
 if TYPE_CHECKING:
     from graphstash_server.storage.s3 import S3BlobStore
+    from graphstash_server.tracing import Tracing
 
 __all__ = [
     "SMALL_BYTES",
@@ -25,10 +26,16 @@ __all__ = [
     "open_blob_store",
 ]
 
+_StoreT = TypeVar("_StoreT", bound=BlobStore)
+
 
 @asynccontextmanager
-async def open_blob_store(settings: Settings) -> AsyncIterator[BlobStore]:
+async def open_blob_store(
+    settings: Settings, *, tracing: "Tracing | None" = None
+) -> AsyncIterator[BlobStore]:
     """Opens the store that the settings name, and closes it again.
+
+    With `tracing` its calls are spans, those of a tier and of what is behind it.
 
     Raises:
         OSError: when the directory cannot be made or written.
@@ -40,9 +47,9 @@ async def open_blob_store(settings: Settings) -> AsyncIterator[BlobStore]:
                 DiskBlobStore, settings.blob_dir, min_free_bytes=settings.min_free_bytes
             )
             stack.push_async_callback(disk.close)
-            yield disk
+            yield _traced(disk, "disk", tracing)
             return
-        bucket = await asyncio.to_thread(_open_s3, settings)
+        bucket = _traced(await asyncio.to_thread(_open_s3, settings), "s3", tracing)
         stack.push_async_callback(bucket.close)
         if not settings.tier_limit_bytes:
             yield bucket
@@ -55,7 +62,15 @@ async def open_blob_store(settings: Settings) -> AsyncIterator[BlobStore]:
             min_free_bytes=settings.min_free_bytes,
         )
         stack.push_async_callback(tier.close)
-        yield tier
+        yield _traced(tier, "tier", tracing)
+
+
+def _traced(store: _StoreT, name: str, tracing: "Tracing | None") -> _StoreT:
+    if tracing is not None:
+        from graphstash_server.storage.traced import trace_store
+
+        trace_store(store, name, tracing)
+    return store
 
 
 def _open_s3(settings: Settings) -> "S3BlobStore":

@@ -1,0 +1,138 @@
+"""TracedCache: the spans of a job.
+
+    graphstash.lookup           kind, label, outcome (hit, miss, fallback), source, size_bytes
+      GET, POST                 calls of the server, which continues each
+      graphstash.compile        outcome (compiled, abandoned); ends when the compiler is done
+        graphstash.publish      outcome (published, kept on this host); in the background
+          PUT                   the upload
+
+A compilation is inside the look-up that it follows from, although it lasts longer: so all of it is
+one trace, also in a program without spans of its own.
+"""
+
+from pathlib import Path
+
+from opentelemetry.trace import Span
+from opentelemetry.util.types import AttributeValue
+
+from graphstash._artifacts.stash import Destination, Fetched, Stash
+from graphstash._compile.cache import CompileCache, FetchedPack
+from graphstash._compile.in_flight import HeldLease, InFlightCompile
+from graphstash._compile.request import CompileRequest
+from graphstash._compile.stats import Counters
+from graphstash._executor import BoundedExecutor
+from graphstash._tracing import Tracer
+from graphstash.errors import Reason
+from graphstash_schema import ArtifactKey, ArtifactMetadata
+from graphstash_schema.names import line_of
+
+__all__ = ["TracedCache"]
+
+_LABEL_CHARACTERS = 256
+
+
+class TracedCache(CompileCache):
+    """A `CompileCache` that makes spans. Without tracing there is no such object, and no cost."""
+
+    def __init__(
+        self, stash: Stash, *, counters: Counters, publisher: BoundedExecutor, tracer: Tracer
+    ) -> None:
+        super().__init__(stash, counters=counters, publisher=publisher)
+        self._tracer = tracer
+        # Where two threads compile one key, the span of the first ends when the second begins.
+        self._compiling: dict[ArtifactKey, Span] = {}
+
+    def fetch_or_start(
+        self, request: CompileRequest, destination: Destination, *, lease: bool = True
+    ) -> InFlightCompile | None:
+        """As `CompileCache.fetch_or_start`."""
+        with self._tracer.span("graphstash.lookup", _of(request.key, request.label)):
+            compilation = super().fetch_or_start(request, destination, lease=lease)
+            if compilation is None:
+                self._tracer.note(outcome="hit")
+            elif compilation.fallback_reason is None:
+                self._tracer.note(outcome="miss")
+            else:
+                self._tracer.note(outcome="fallback", reason=compilation.fallback_reason.value)
+            return compilation
+
+    def try_fetch(self, key: ArtifactKey, destination: Destination) -> bool:
+        """As `CompileCache.try_fetch`."""
+        with self._tracer.span("graphstash.lookup", _of(key)):
+            is_found = super().try_fetch(key, destination)
+            self._tracer.note(outcome="hit" if is_found else "miss")
+            return is_found
+
+    def fetch_pack(self, key: ArtifactKey) -> FetchedPack | None:
+        """As `CompileCache.fetch_pack`."""
+        with self._tracer.span("graphstash.lookup", _of(key, "pack")):
+            pack = super().fetch_pack(key)
+            self._tracer.note(outcome="hit" if pack is not None and pack.payload else "miss")
+            return pack
+
+    def store(
+        self, key: ArtifactKey, payload: Path, metadata: ArtifactMetadata, *, local_only: bool
+    ) -> bool:
+        """As `CompileCache.store`."""
+        attributes = _of(key) | {"graphstash.size_bytes": metadata.raw_size_bytes}
+        parent = self._compiling.get(key)
+        with self._tracer.span("graphstash.publish", attributes, parent=parent):
+            is_published = super().store(key, payload, metadata, local_only=local_only)
+            self._tracer.note(outcome="published" if is_published else "kept")
+            return is_published
+
+    def store_pack(
+        self, key: ArtifactKey, payload: bytes, metadata: ArtifactMetadata, *, artifact_count: int
+    ) -> bool:
+        """As `CompileCache.store_pack`."""
+        attributes = _of(key, "pack") | {"graphstash.size_bytes": len(payload)}
+        with self._tracer.span("graphstash.publish", attributes):
+            is_ours = super().store_pack(key, payload, metadata, artifact_count=artifact_count)
+            self._tracer.note(outcome="published" if is_ours else "kept")
+            return is_ours
+
+    def compiled(self, key: ArtifactKey, *, seconds: float) -> None:
+        """As `CompileCache.compiled`."""
+        if (span := self._compiling.get(key)) is not None:
+            self._tracer.end(span, outcome="compiled", compile_seconds=seconds)
+        super().compiled(key, seconds=seconds)
+
+    def forget(self, compilation: InFlightCompile) -> None:
+        """As `CompileCache.forget`."""
+        self._end_abandoned(compilation.key)
+        super().forget(compilation)
+
+    def _begin(
+        self,
+        request: CompileRequest,
+        *,
+        lease: HeldLease | None = None,
+        fallback_reason: Reason | None = None,
+        wanted: bool = True,
+    ) -> InFlightCompile:
+        self._end_abandoned(request.key)
+        attributes = _of(request.key, request.label)
+        self._compiling[request.key] = self._tracer.start("graphstash.compile", attributes)
+        return super()._begin(request, lease=lease, fallback_reason=fallback_reason, wanted=wanted)
+
+    def _fetch(self, key: ArtifactKey, destination: Destination) -> Fetched | None:
+        fetched = super()._fetch(key, destination)
+        if fetched is not None:
+            source = self._source_of(key, fetched)
+            self._tracer.note(size_bytes=fetched.size_bytes, source=source)
+        return fetched
+
+    def _end_abandoned(self, key: ArtifactKey) -> None:
+        span = self._compiling.pop(key, None)
+        if span is not None and span.is_recording():
+            self._tracer.end(span, outcome="abandoned")
+
+
+def _of(key: ArtifactKey, label: str = "") -> dict[str, AttributeValue]:
+    named = {"graphstash.label": line_of(label, most=_LABEL_CHARACTERS)} if label else {}
+    return {
+        "graphstash.kind": key.kind.value,
+        "graphstash.device_type": str(key.device_type),
+        "graphstash.fingerprint": str(key.fingerprint),
+        **named,
+    }

@@ -1,0 +1,82 @@
+"""TracedTransport: each call of the server is a span, which the server continues."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import httpx
+from opentelemetry.trace import SpanKind
+
+from graphstash._http.deadline import Deadline
+from graphstash._http.transport import Answer, Transport
+from graphstash._tracing import Tracer
+from graphstash.config import ClientConfig
+from graphstash.errors import RefusedError
+
+__all__ = ["TracedTransport"]
+
+_STATUS = "http.response.status_code"
+
+
+class TracedTransport(Transport):
+    """Names of attributes are those of OpenTelemetry's conventions for HTTP clients.
+
+    Their instrumentation of httpx records whole URLs, and the link to a blob in the storage is a
+    key to it; neither does its span last until the body is read.
+    """
+
+    def __init__(self, config: ClientConfig, *, tracer: Tracer) -> None:
+        super().__init__(config)
+        self._tracer = tracer
+
+    @contextmanager
+    def _stream(
+        self,
+        method: str,
+        path: str,
+        *,
+        deadline: Deadline,
+        headers: Mapping[str, str],
+        content: bytes | Iterable[bytes] | None = None,
+        patience_seconds: float = 0.0,
+    ) -> Iterator[httpx.Response]:
+        if not self._tracer.is_inside:  # renewals of leases, and what a job says at its end
+            with super()._stream(
+                method,
+                path,
+                deadline=deadline,
+                headers=headers,
+                content=content,
+                patience_seconds=patience_seconds,
+            ) as response:
+                yield response
+            return
+        url = f"{self._config.url}{path.partition('?')[0]}"
+        attributes = {"http.request.method": method, "url.full": url}
+        with self._tracer.span(method, attributes, kind=SpanKind.CLIENT) as span:
+            try:
+                with super()._stream(
+                    method,
+                    path,
+                    deadline=deadline,
+                    headers={**headers, **self._tracer.headers()},
+                    content=content,
+                    patience_seconds=patience_seconds,
+                ) as response:
+                    span.set_attribute(_STATUS, response.status_code)
+                    yield response
+            except RefusedError as error:
+                span.set_attribute(_STATUS, error.status)
+                raise
+
+    @contextmanager
+    def _followed(
+        self, answer: Answer, deadline: Deadline
+    ) -> Iterator[tuple[Answer, Iterator[bytes]]]:
+        """The storage is not told of the trace, and the trace not of the link."""
+        attributes = {"http.request.method": "GET", "graphstash.source": "storage"}
+        with (
+            self._tracer.span("GET", attributes, kind=SpanKind.CLIENT) as span,
+            super()._followed(answer, deadline) as followed,
+        ):
+            span.set_attribute(_STATUS, followed[0].status)
+            yield followed

@@ -1,0 +1,52 @@
+"""Sends the spans of this process with OTLP over HTTP, for a program without a tracer provider.
+
+OpenTelemetry's own variables configure it (`OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_TRACES_SAMPLER`,
+...). The provider is not registered, so that the program may still set its own. A thread sends the
+spans in batches, and drops them when a collector is slower than the job.
+"""
+
+from collections.abc import Sequence
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
+
+from graphstash._executor import BoundedExecutor
+from graphstash._tracing import Tracer
+
+__all__ = ["exporting_tracer"]
+
+
+class _Exporter(OTLPSpanExporter):
+    """Counts the spans that nobody took."""
+
+    lost_count = 0
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        result = super().export(spans)
+        if result is not SpanExportResult.SUCCESS:
+            self.lost_count += len(spans)
+        return result
+
+
+def exporting_tracer() -> Tracer:
+    """A tracer whose spans are exported until it is closed."""
+    resource = Resource.create({"service.name": "graphstash-job"})
+    resource = resource.merge(OTELResourceDetector().detect())  # OTEL_SERVICE_NAME wins
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    exporter = _Exporter()
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    # The SDK's own limit for its end is 30 s.
+    closer = BoundedExecutor("graphstash-traces", workers=1, capacity=1)
+    closer.start()
+
+    def close(timeout_seconds: float) -> str | None:
+        closer.submit(provider.shutdown)
+        is_done = closer.drain(timeout_seconds)
+        closer.close()
+        if not is_done:
+            return f"the last spans were not taken within {timeout_seconds:.1f} s"
+        return f"{exporter.lost_count} spans were not taken" if exporter.lost_count else None
+
+    return Tracer(provider, close=close)

@@ -1,0 +1,40 @@
+"""TraceRequests: makes each request that reaches the application a span; outside of the frame."""
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from graphstash_server.tracing import Tracing
+
+__all__ = ["TraceRequests"]
+
+_NAME = b"traceparent"
+
+
+class TraceRequests:
+    """ASGI middleware; other scopes than HTTP pass through."""
+
+    def __init__(self, app: ASGIApp, *, tracing: Tracing) -> None:
+        self._app = app
+        self._tracing = tracing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request within its span, whose ids the log has."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        values = [value.decode("latin-1") for name, value in scope["headers"] if name == _NAME]
+        span = self._tracing.begin(scope["method"], values)
+        scope.setdefault("state", {}).update(self._tracing.ids(span))
+        status: int | None = None
+
+        async def send_noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            with self._tracing.inside(span):
+                await self._app(scope, receive, send_noted)
+        finally:
+            route = getattr(scope.get("route"), "path", None)
+            self._tracing.finish(span, status=status, route=route, path=scope["path"])

@@ -1,0 +1,47 @@
+"""TracedDatabase: what a request waits for in the database, turns and connections included."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from graphstash_server.db.engine import Database, Steps
+from graphstash_server.db.prepared import NOTHING, Parameters, Prepared, Row
+from graphstash_server.tracing import Tracing
+
+__all__ = ["TracedDatabase"]
+
+
+class TracedDatabase(Database):
+    """A `Database` whose reads and transactions are spans."""
+
+    def __init__(self, url: str, *, connections: int, tracing: Tracing) -> None:
+        super().__init__(url, connections=connections)
+        self._tracing = tracing
+        self._system = {"db.system.name": "postgresql" if self.is_postgresql else "sqlite"}
+
+    @asynccontextmanager
+    async def reading(self) -> AsyncIterator[AsyncConnection]:
+        """As `Database.reading`."""
+        with self._tracing.span("database.read", **self._system):
+            async with super().reading() as connection:
+                yield connection
+
+    async def fetch(self, statement: Prepared, given: Parameters = NOTHING) -> Sequence[Row]:
+        """As `Database.fetch`."""
+        with self._tracing.span("database.read", **self._system):
+            return await super().fetch(statement, given)
+
+    @asynccontextmanager
+    async def writing(self) -> AsyncIterator[AsyncConnection]:
+        """As `Database.writing`."""
+        with self._tracing.span("database.write", **self._system):
+            async with super().writing() as connection:
+                yield connection
+
+    @asynccontextmanager
+    async def writing_in_steps(self) -> AsyncIterator[Steps]:
+        """As `Database.writing_in_steps`."""
+        with self._tracing.span("database.write", **self._system):
+            async with super().writing_in_steps() as steps:
+                yield steps

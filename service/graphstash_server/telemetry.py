@@ -1,0 +1,29 @@
+"""find_tracing: what makes traces, where a setting asks for it; OpenTelemetry is an extra."""
+
+from typing import TYPE_CHECKING
+
+from graphstash_server.errors import StartError
+from graphstash_server.settings import Settings
+
+if TYPE_CHECKING:
+    from graphstash_server.tracing import Tracing
+
+__all__ = ["find_tracing"]
+
+
+def find_tracing(settings: Settings) -> "type[Tracing] | None":
+    """The class that makes traces; None where none are made.
+
+    Raises:
+        StartError: when it is wanted and its packages are missing.
+    """
+    if not settings.tracing:
+        return None
+    try:
+        from graphstash_server.tracing import Tracing
+    except ModuleNotFoundError as error:
+        raise StartError(
+            f"GRAPHSTASH_TRACING needs OpenTelemetry ({error.name} is missing): "
+            "pip install 'graphstash[server,tracing] @ git+<repository>'"
+        ) from error
+    return Tracing

@@ -1,0 +1,180 @@
+"""Tracing: the spans of a server, by OpenTelemetry.
+
+Imported only where `GRAPHSTASH_TRACING` is set. A request is a span, which continues the caller's
+trace; what it waits for (database, blob store, a lease) are spans within. What the server does by
+itself makes none. They are sent with OTLP over HTTP; OpenTelemetry's own variables configure that
+and how many are sampled.
+
+A caller is not trusted. Of its headers only `traceparent` is read, and it cannot make the server
+record more: see `_ServerSampler`. No query, header or error text is recorded, because callers put
+secrets there by mistake; this is why the instrumentation of ASGI, which records URLs, and the
+framework's own are not used. That of SQLAlchemy would not see prepared statements.
+"""
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+from opentelemetry import context, trace
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.instrumentation.botocore import BotocoreInstrumentor
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
+from opentelemetry.trace import Link, Span, SpanKind, StatusCode, TraceState
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import Attributes, AttributeValue
+
+from graphstash_server import __version__
+from graphstash_server.settings import StoreSettings
+
+__all__ = ["Tracing"]
+
+_METHODS: Final = frozenset({"GET", "HEAD", "PUT", "POST", "DELETE", "PATCH", "OPTIONS"})
+"""Others are named `_OTHER`, as the conventions say: a caller makes up as many as it likes."""
+
+_PROPAGATOR: Final = TraceContextTextMapPropagator()
+
+_END_SECONDS: Final = 2.0
+"""How long the end of a server may wait for a collector."""
+
+
+class _ServerSampler(Sampler):
+    """Applies the sampler of `OTEL_TRACES_SAMPLER` to callers that are not trusted.
+
+    A caller marks its trace as sampled, and it chooses the id from which a ratio follows. So the
+    mark can only take a request out; whether it gets in is decided as for a trace that begins
+    here, with an id of our own. What happens within a request follows the request, and whatever
+    belongs to none is left out.
+    """
+
+    def __init__(self, configured: Sampler) -> None:
+        self._configured = configured
+        self._new_id = RandomIdGenerator().generate_trace_id
+
+    def should_sample(  # noqa: PLR0917 - the SDK passes them by position
+        self,
+        parent_context: Context | None,
+        trace_id: int,
+        name: str,
+        kind: SpanKind | None = None,
+        attributes: Attributes = None,
+        links: Sequence[Link] | None = None,
+        trace_state: TraceState | None = None,
+    ) -> SamplingResult:
+        parent = trace.get_current_span(parent_context).get_span_context()
+        if kind is not SpanKind.SERVER:
+            is_in = parent.is_valid and parent.trace_flags.sampled
+            return SamplingResult(
+                Decision.RECORD_AND_SAMPLE if is_in else Decision.DROP, attributes
+            )
+        own_id = self._new_id() if parent.is_valid else trace_id
+        described: Any = (own_id, name, kind, attributes, links, trace_state)
+        given = self._configured.should_sample(parent_context, *described)
+        if not parent.is_valid or given.decision is Decision.DROP:
+            return given
+        return self._configured.should_sample(Context(), *described)
+
+    def get_description(self) -> str:
+        return f"ServerSampler({self._configured.get_description()})"
+
+
+class Tracing:
+    """Makes the spans of one process."""
+
+    def __init__(self, settings: StoreSettings) -> None:
+        """Starts to export; `close` ends it."""
+        resource = Resource.create(
+            {"service.name": "graphstash-server", "service.version": __version__}
+        )
+        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win.
+        self._provider = TracerProvider(
+            resource=resource.merge(OTELResourceDetector().detect()), shutdown_on_exit=False
+        )
+        self._provider.sampler = _ServerSampler(self._provider.sampler)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        self._tracer = self._provider.get_tracer("graphstash_server", __version__)
+        if settings.blob_store == "s3":
+            instrumentor = BotocoreInstrumentor()  # type: ignore[no-untyped-call] # it has no types
+            instrumentor.instrument(tracer_provider=self._provider)
+
+    def begin(self, method: str, traceparents: Sequence[str]) -> Span:
+        """Begins the span of a request; `finish` ends it.
+
+        Args:
+            method: of HTTP, as the caller wrote it.
+            traceparents: the values of this header; one that comes twice or is malformed begins a
+                trace of its own, as W3C Trace Context says.
+        """
+        carrier = {"traceparent": traceparents[0]} if len(traceparents) == 1 else {}
+        known = method if method in _METHODS else "_OTHER"
+        return self._tracer.start_span(
+            known,
+            _PROPAGATOR.extract(carrier, Context()),
+            SpanKind.SERVER,
+            {"http.request.method": known},
+        )
+
+    @staticmethod
+    def finish(span: Span, *, status: int | None, route: str | None, path: str) -> None:
+        """Ends the span of a request.
+
+        Args:
+            span: of the request.
+            status: of the answer; None where none was begun.
+            route: the template of the path; None where nothing matches: then the path may be
+                anything, and is not recorded.
+            path: the path itself.
+        """
+        if route is not None and isinstance(span, ReadableSpan):
+            span.update_name(f"{span.name} {route}")
+            span.set_attributes({"http.route": route, "url.path": path})
+        if status is not None:
+            span.set_attribute("http.response.status_code", status)
+        if status is None or status >= 500:
+            span.set_status(StatusCode.ERROR)
+        span.end()
+
+    @contextmanager
+    def inside(self, span: Span) -> Iterator[None]:
+        """Makes the span of a request the current one."""
+        token = context.attach(trace.set_span_in_context(span))
+        try:
+            yield
+        finally:
+            context.detach(token)
+
+    @contextmanager
+    def span(self, name: str, **attributes: AttributeValue) -> Iterator[Span]:
+        """A span of something that a request waits for; nothing outside of a sampled request."""
+        if not trace.get_current_span().is_recording():
+            yield trace.INVALID_SPAN
+            return
+        with self._tracer.start_as_current_span(
+            name, attributes=attributes, record_exception=False, set_status_on_exception=False
+        ) as span:
+            try:
+                yield span
+            except BaseException as error:
+                span.set_attribute("error.type", type(error).__name__)
+                span.set_status(StatusCode.ERROR)
+                raise
+
+    @staticmethod
+    def ids(span: Span) -> Mapping[str, str]:
+        """What names a span in the log."""
+        known = span.get_span_context()
+        return {
+            "trace_id": trace.format_trace_id(known.trace_id),
+            "span_id": trace.format_span_id(known.span_id),
+        }
+
+    def close(self) -> None:
+        """Sends what is left, within a bound."""
+        ending = threading.Thread(target=self._provider.shutdown, daemon=True)
+        ending.start()
+        ending.join(_END_SECONDS)

@@ -1,0 +1,266 @@
+"""Traces: one runs from a job's look-up to the blob store, whoever it is that calls."""
+
+import functools
+import json
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from support.collector import Collector
+from support.moto import s3_settings
+from support.server import Server
+from support.trace_jobs import LARGE, run_trace_job, take_away
+
+ROUTE = "/v1/{namespace}/artifacts/{kind}/{device_type}/{fingerprint}"
+PATH = "/v1/team/artifacts/jax/cpu-x86_64-0123456789abcdef/"
+PARENT = f"00-{'d' * 32}-{'1' * 16}-01"
+SERVER = 2
+
+
+@pytest.fixture(scope="module")
+def collector():
+    with Collector() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory, collector):
+    """A server that traces everything."""
+    directory = tmp_path_factory.mktemp("traced")
+    logging = {
+        "GRAPHSTASH_LOG_FORMAT": "json",
+        "GRAPHSTASH_LOG_LEVEL": "debug",
+        "GRAPHSTASH_ACCESS_LOG": "true",
+    }
+    with Server(directory, **logging, **collector.environment) as server:
+        yield server
+
+
+@pytest.fixture
+def run_job(tmp_path):
+    return functools.partial(run_trace_job, tmp_path)
+
+
+def ancestors(collector, span):
+    """The names from a span up to the root of its trace."""
+    known = {each.id: each for each in collector.spans if each.trace == span.trace}
+    names = [span.name]
+    while span.parent:
+        span = known[span.parent]
+        names.append(span.name)
+    return names
+
+
+def request_with(server, fingerprint, *traceparents):
+    """A request on the fast path, with a fingerprint that names it in the trace."""
+    headers = [(b"traceparent", each.encode("latin-1")) for each in traceparents]
+    with httpx.Client(base_url=server.url, timeout=10) as client:
+        return client.get(PATH + fingerprint, headers=headers)
+
+
+def span_of(collector, fingerprint):
+    """The span of the request for an artifact that no other test asks for."""
+
+    def found():
+        return [
+            span
+            for span in tuple(collector.spans)
+            if span.attributes.get("url.path") == PATH + fingerprint
+        ]
+
+    collector.until(found)
+    (span,) = found()
+    return span
+
+
+def test_one_trace_runs_from_a_look_up_to_the_bucket(
+    tmp_path, collector, moto, s3_credentials, run_job
+):
+    settings = s3_settings(moto.url, moto.new_bucket(), tier_limit_bytes=10**9)
+    environment = {f"GRAPHSTASH_{name.upper()}": str(value) for name, value in settings.items()}
+    secret = "a-token-that-no-span-may-have"
+    with Server(tmp_path, **environment, **collector.environment) as server:
+        before = len(collector.spans)
+        run_job(server.url, collector.environment, host="a", token=secret)
+        run_job(server.url, collector.environment, host="b", token=secret)
+    spans = collector.spans[before:]  # the server has sent its last ones
+
+    def chain(name, **attributes):
+        (span,) = [each for each in collector.named(name, **attributes) if each in spans]
+        return ancestors(collector, span)
+
+    put = f"PUT {ROUTE}"
+    assert chain("S3.PutObject") == [
+        *("S3.PutObject", "blob_store.put", "blob_store.put", put, "PUT"),
+        *("graphstash.publish", "graphstash.compile", "graphstash.lookup"),
+    ]
+    assert chain("S3.GetObject") == [
+        *("S3.GetObject", "blob_store.open", "blob_store.open", f"GET {ROUTE}", "GET"),
+        "graphstash.lookup",
+    ]
+    miss, hit = (
+        next(
+            each for each in collector.named("graphstash.lookup", outcome=outcome) if each in spans
+        )
+        for outcome in ("miss", "hit")
+    )
+    for span in (miss, hit):
+        assert span.attributes["graphstash.label"] == "jit(train_step)"
+        assert span.attributes["graphstash.kind"] == "torch_xla"
+        assert span.service == "graphstash-job"
+    assert hit.attributes["graphstash.source"] == "server"
+    assert hit.attributes["graphstash.size_bytes"] >= LARGE
+    in_trace = [each for each in spans if each.trace == miss.trace]
+    assert {"lease.wait", "database.read", "database.write"} <= {each.name for each in in_trace}
+    assert {each.service for each in in_trace} == {"graphstash-job", "graphstash-server"}
+    (server_put,) = [each for each in in_trace if each.name == put]
+    assert server_put.kind == SERVER
+    assert server_put.attributes["http.route"] == ROUTE
+    assert server_put.attributes["http.response.status_code"] == 201
+    for span in spans:
+        assert secret.encode() not in span.raw
+
+
+def test_a_hit_on_the_fast_path_is_a_span(traced, collector, run_job):
+    run_job(traced.url, {}, host="a")
+    before = len(collector.spans)
+    run_job(traced.url, collector.environment, host="b")
+
+    def gets():
+        return [each for each in collector.spans[before:] if each.name == f"GET {ROUTE}"]
+
+    collector.until(lambda: len(gets()) >= 1)
+    (span,) = gets()
+    assert ancestors(collector, span) == [span.name, "GET", "graphstash.lookup"]
+    assert span.attributes["http.response.status_code"] == 200
+
+
+@pytest.mark.parametrize(
+    ("number", "traceparents"),
+    tuple(
+        enumerate(
+            [
+                ("",),
+                ("00-" + "0" * 32 + "-" + "1" * 16 + "-01",),
+                ("00-" + "a" * 32 + "-" + "0" * 16 + "-01",),
+                ("ff-" + "a" * 32 + "-" + "1" * 16 + "-01",),
+                ("00-" + "a" * 32 + "-" + "1" * 16 + "-01-more",),
+                ("00-" + "a" * 32 + "-" + "1" * 16 + "-0\xff",),
+                ("x" * 5000,),
+                (
+                    "00-" + "a" * 32 + "-" + "1" * 16 + "-01",
+                    "00-" + "b" * 32 + "-" + "2" * 16 + "-01",
+                ),
+            ]
+        )
+    ),
+    ids=["empty", "no-trace", "no-span", "version", "more", "latin-1", "long", "twice"],
+)
+def test_a_malformed_traceparent_begins_a_trace_of_its_own(traced, collector, number, traceparents):
+    fingerprint = f"{0xA00 + number:064x}"
+    assert request_with(traced, fingerprint, *traceparents).status_code == 404
+
+    span = span_of(collector, fingerprint)
+    assert span.parent == ""
+    assert span.trace not in ("a" * 32, "b" * 32)
+
+
+def test_a_caller_that_is_not_sampled_is_not_recorded(traced, collector):
+    out, mark = "1" * 64, "2" * 64
+    assert request_with(traced, out, f"00-{'c' * 32}-{'1' * 16}-00").status_code == 404
+    request_with(traced, mark)
+
+    span_of(collector, mark)
+    assert [each for each in collector.spans if each.trace == "c" * 32] == []
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    ["parentbased_traceidratio", pytest.param("traceidratio", marks=pytest.mark.extended)],
+)
+def test_no_caller_gets_more_recorded_than_the_ratio(tmp_path, collector, sampler):
+    # Of ten million; ids that end in zeros are those that a ratio takes first.
+    sampling = {"OTEL_TRACES_SAMPLER": sampler, "OTEL_TRACES_SAMPLER_ARG": "1e-7"}
+    with Server(tmp_path, **collector.environment, **sampling) as server:
+        before = len(collector.spans)
+        for number in range(1, 20):
+            traceparent = f"00-{number:016x}{'0' * 16}-{'1' * 16}-01"
+            assert request_with(server, f"{number:064x}", traceparent).status_code == 404
+            httpx.get(f"{server.url}/v1/stats", headers={"traceparent": traceparent})
+    assert collector.spans[before:] == []
+
+
+def test_what_a_caller_makes_up_is_in_no_name_and_in_no_attribute(traced, collector):
+    before = len(collector.spans)
+    secret = "TOKENINTHEWRONGPLACE"
+    mark = "3" * 64
+    with httpx.Client(base_url=traced.url, timeout=10) as client:
+        headers = {"X-Secret": secret, "Authorization": secret, "baggage": f"token={secret}"}
+        client.get(f"/v1/stats?token={secret}", headers=headers)
+        parent = PARENT.replace("d", "e")
+        client.get("/v1/stats", headers={"tracestate": f"a={secret}", "traceparent": parent})
+        client.get(f"/nothing/{secret}")
+        client.request("PROPFIND", "/v1/stats")
+        client.get(PATH + mark, headers=headers)
+
+    span_of(collector, mark)
+    spans = collector.spans[before:]
+    names = {span.name for span in spans if span.kind == SERVER}
+    assert names == {"GET /v1/stats", "GET", "_OTHER /v1/stats", f"GET {ROUTE}"}
+    for span in spans:
+        assert secret.encode() not in span.raw
+
+
+def test_an_entry_of_the_log_names_the_span_of_its_request(traced, collector):
+    fingerprint = "4" * 64
+    request_with(traced, fingerprint, PARENT)
+    httpx.get(f"{traced.url}/v1/stats", headers={"traceparent": PARENT}, timeout=10)
+
+    fast = span_of(collector, fingerprint)
+
+    def entries():
+        lines = [json.loads(line) for line in traced.log.splitlines() if line.startswith("{")]
+        mine = [each for each in lines if each.get("trace_id") == PARENT[3:35]]
+        return [each for each in mine if each["logger"] == "uvicorn.access"]
+
+    collector.until(lambda: len(entries()) == 2)
+    by_fast_path, by_application = entries()
+    assert by_fast_path["span_id"] == fast.id
+    collector.until(lambda: collector.with_id(by_application["span_id"]))
+    assert collector.with_id(by_application["span_id"])[0].name == "GET /v1/stats"
+
+
+@pytest.mark.extended
+def test_the_link_to_a_blob_is_in_no_span(tmp_path, collector, moto, s3_credentials, run_job):
+    settings = s3_settings(moto.url, moto.new_bucket(), s3_redirect_bytes=1)
+    environment = {f"GRAPHSTASH_{name.upper()}": str(value) for name, value in settings.items()}
+    before = len(collector.spans)
+    with Server(tmp_path, **environment, **collector.environment) as server:
+        run_job(server.url, collector.environment, host="a")
+        run_job(server.url, collector.environment, host="b")
+
+    spans = collector.spans[before:]
+    (direct,) = set(collector.named("GET", source="storage")) & set(spans)
+    assert ancestors(collector, direct) == ["GET", "graphstash.lookup"]
+    for span in spans:
+        assert b"X-Amz-Signature" not in span.raw
+
+
+def test_a_server_without_traces_imports_no_exporter():
+    asked = (
+        "import sys, graphstash_server.server, graphstash_server.storage.s3; "
+        "unwanted = ('opentelemetry.sdk', 'opentelemetry.exporter', "
+        "'opentelemetry.instrumentation', 'graphstash_server.tracing'); "
+        "print([name for name in sys.modules if name.startswith(unwanted)])"
+    )
+    command = [sys.executable, "-c", asked]
+    assert subprocess.run(command, capture_output=True, check=True).stdout == b"[]\n"
+
+
+def test_a_server_that_cannot_make_traces_says_what_to_install(tmp_path, collector):
+    path = take_away(tmp_path, "opentelemetry.exporter")
+    environment = {**collector.environment, "PYTHONPATH": str(path)}
+    with pytest.raises(RuntimeError, match=r"exited with 1(.|\n)*graphstash\[server,tracing\]"):
+        Server(tmp_path, **environment)

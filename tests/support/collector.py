@@ -1,0 +1,130 @@
+"""An OTLP/HTTP receiver in this process: keeps the spans that it is sent, by real messages."""
+
+import gzip
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Self
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+
+from support.waiting import until
+
+__all__ = ["Collector", "ReceivedSpan"]
+
+
+@dataclass(frozen=True, eq=False)
+class ReceivedSpan:
+    """A span as it came; ids are hexadecimal, `parent` is empty at a root."""
+
+    service: str
+    name: str
+    trace: str
+    id: str
+    parent: str
+    kind: int
+    attributes: Mapping[str, Any]
+    raw: bytes
+
+
+class Collector:
+    """Listens on a free loopback port; a context manager.
+
+    Attributes:
+        spans: everything that came.
+        is_frozen: accepts, and does not answer until the end.
+        asked: set by the first request.
+    """
+
+    def __init__(self, *, is_frozen: bool = False) -> None:
+        self.spans: list[ReceivedSpan] = []
+        self.is_frozen = is_frozen
+        self.asked = threading.Event()
+        self._end = threading.Event()
+        collector = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                collector.asked.set()
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                if collector.is_frozen:
+                    collector._end.wait()
+                    return
+                if self.headers.get("Content-Encoding") == "gzip":
+                    body = gzip.decompress(body)
+                collector._take(ExportTraceServiceRequest.FromString(body))
+                answer = ExportTraceServiceResponse().SerializeToString()
+                self.send_response(200)
+                self.send_header("Content-Type", "application/x-protobuf")
+                self.send_header("Content-Length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What sends the spans of a process here, soon after they end."""
+        return {
+            "GRAPHSTASH_TRACING": "1",
+            "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{self._server.server_port}",
+            "OTEL_BSP_SCHEDULE_DELAY": "50",
+        }
+
+    def named(self, name: str, **attributes: Any) -> list[ReceivedSpan]:
+        """The spans of a name that have these attributes of ours."""
+        wanted = {f"graphstash.{each}": value for each, value in attributes.items()}
+        return [
+            span
+            for span in tuple(self.spans)
+            if span.name == name and wanted.items() <= span.attributes.items()
+        ]
+
+    def with_id(self, wanted: str) -> list[ReceivedSpan]:
+        """The span of an id, when it has come."""
+        return [span for span in tuple(self.spans) if span.id == wanted]
+
+    def until(self, holds: Callable[[], object]) -> None:
+        """Returns when it holds; batches come a moment after their spans end."""
+        until(holds)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    def _take(self, request: ExportTraceServiceRequest) -> None:
+        for of_resource in request.resource_spans:
+            service = _values(of_resource.resource.attributes)["service.name"]
+            for of_scope in of_resource.scope_spans:
+                self.spans += [
+                    ReceivedSpan(
+                        service,
+                        span.name,
+                        span.trace_id.hex(),
+                        span.span_id.hex(),
+                        span.parent_span_id.hex(),
+                        span.kind,
+                        _values(span.attributes),
+                        span.SerializeToString(),
+                    )
+                    for span in of_scope.spans
+                ]
+
+
+def _values(attributes: Any) -> dict[str, Any]:
+    return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in attributes}
