@@ -3,9 +3,14 @@
 import json
 import random
 import sys
+import time
+from contextlib import closing
 
 import pytest
 
+from graphstash._artifacts import prefetch
+from graphstash._artifacts.prefetch import Prefetch
+from graphstash._http import deadline
 from graphstash_schema import ArtifactMetadata
 from support.host import key
 from support.processes import graphstash
@@ -135,6 +140,27 @@ def test_the_most_valuable_come_first(run, hosts, link):
     run("b", "graphs=0", "wait=2", options=("--job", "mine"), GRAPHSTASH_PREFETCH_LIMIT=4000)
     numbers = {int(each.rpartition("/")[2], 16) for each in downloads_in(link)}
     assert numbers == {2, 3}
+
+
+def test_pauses_do_not_count_against_the_time_that_a_download_may_take(hosts, monkeypatch):
+    """The job downloads something meanwhile, and every pause lasts longer than a download may."""
+    hosts("writer").put(_key(1), random.Random(1).randbytes(1 << 20), _metadata(1 << 20, 1))
+    reader, slept, received = hosts("reader"), [], []
+
+    def now():
+        return time.monotonic() + sum(slept)
+
+    monkeypatch.setattr(deadline, "monotonic", now)
+    monkeypatch.setattr(prefetch, "monotonic", now)
+    monkeypatch.setattr(prefetch, "sleep", lambda _: slept.append(2 * reader.config.fetch_seconds))
+    prefetching = Prefetch(
+        reader, limit_bytes=1 << 30, is_stopped=lambda: False, count=received.append
+    )
+    with closing(prefetching), reader.local.downloading():
+        prefetching.fetch([_key(1)])
+    assert slept
+    assert len(received) == 1
+    assert reader.is_on_this_host(_key(1))
 
 
 def test_a_setting_switches_it_off(run, link):

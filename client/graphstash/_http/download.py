@@ -45,6 +45,7 @@ def download(
             Whoever reads them does so through this file: its name may lead to another one by then.
         config: limits of size and time.
         between_chunks: called again and again while bytes come; what it raises ends the download.
+            What it takes does not count against the limits of time.
 
     Raises:
         CacheError: the server cannot say, or its bytes are not what it announced.
@@ -99,7 +100,8 @@ def _download(
             for chunk in chunks:
                 hasher.update(chunk)
                 target.write(chunk)
-                between_chunks()
+                with deadline.paused():
+                    between_chunks()
                 if hasher.size_bytes > announced.size_bytes:
                     break
             target.seek(0)
