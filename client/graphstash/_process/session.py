@@ -121,8 +121,6 @@ class Session:
         from graphstash._compile.compile_limit import CompileLimit  # few jobs have one
 
         folder = stash.local.run_folder(self.run)
-        with suppress(OSError):
-            folder.mkdir(mode=0o700, exist_ok=True)
         return CompileLimit(self.config, self._end_job, shared=folder / "compile-seconds")
 
     @property
