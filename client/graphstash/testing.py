@@ -72,6 +72,7 @@ from graphstash_schema import (
 from graphstash_schema.protocol import (
     ADMIN_PREFIX,
     API_PREFIX,
+    HEADER_COPY,
     HEADER_HITS,
     HEADER_LEASE,
     HEADER_METADATA,
@@ -591,9 +592,13 @@ class _Store:
 
     def _get(self, request: _Request) -> _Answer:
         usage, artifact = self._usage[request.where[0]], self._find(request.where)
+        is_use = request.headers.get(HEADER_COPY.lower()) != "1"
         if artifact is None:
-            usage["misses"] += 1
+            usage["misses"] += is_use
             raise _not_found(request)
+        if not is_use:
+            usage["served_bytes"] += len(artifact.blob)
+            return _Answer(200, artifact.blob, _headers_of(artifact))
         self._artifacts[request.where] = replace(artifact, hits=artifact.hits + 1)
         milliseconds = 1000 * artifact.metadata.compile_seconds if artifact.metadata else 0
         usage.update(
