@@ -142,6 +142,23 @@ def test_the_most_valuable_come_first(run, hosts, link):
     assert numbers == {2, 3}
 
 
+def test_the_command_downloads_side_by_side_too(run, hosts, link, tmp_path):
+    """What it brings, and what nobody has any more."""
+    run("a", options=("--job", "mine"))
+    gone = _key(99)
+    hosts("writer").server.update_manifest("mine", [gone])
+    link.requests.clear()
+    link.most_at_once = 0
+    settings = {"GRAPHSTASH_URL": link.url, "GRAPHSTASH_CACHE_DIR": tmp_path / "b"}
+    settings |= {"GRAPHSTASH_NAMESPACE": hosts("writer").config.namespace}
+    told = json.loads(graphstash("prefetch", "mine", "--json", check=True, **settings).stdout)
+    assert (told["fetched"], told["present"], told["missing"]) == (GRAPHS, 0, [str(gone)])
+    assert link.most_at_once >= 4
+    assert len(downloads_in(link)) == GRAPHS + 1
+    again = graphstash("prefetch", "mine", check=True, **settings).stdout
+    assert again == f"0 fetched (0 B), {GRAPHS} already here, 1 no longer on the server\n"
+
+
 def test_pauses_do_not_count_against_the_time_that_a_download_may_take(hosts, monkeypatch):
     """The job downloads something meanwhile, and every pause lasts longer than a download may."""
     hosts("writer").put(_key(1), random.Random(1).randbytes(1 << 20), _metadata(1 << 20, 1))
@@ -154,12 +171,12 @@ def test_pauses_do_not_count_against_the_time_that_a_download_may_take(hosts, mo
     monkeypatch.setattr(prefetch, "monotonic", now)
     monkeypatch.setattr(prefetch, "sleep", lambda _: slept.append(2 * reader.config.fetch_seconds))
     prefetching = Prefetch(
-        reader, limit_bytes=1 << 30, is_stopped=lambda: False, count=received.append
+        reader, is_stopped=lambda: False, done=lambda _, outcome: received.append(outcome)
     )
     with closing(prefetching), reader.local.downloading():
         prefetching.fetch([_key(1)])
     assert slept
-    assert len(received) == 1
+    assert [each.source for each in received] == ["remote"]
     assert reader.is_on_this_host(_key(1))
 
 

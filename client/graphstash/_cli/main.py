@@ -13,7 +13,6 @@ from typing import Annotated, Any, Final, NoReturn
 
 import typer
 
-from graphstash._artifacts.stash import Stash
 from graphstash._cli.artifacts import ls, show
 from graphstash._cli.bundles import export, import_
 from graphstash._cli.doctor.command import doctor
@@ -26,24 +25,23 @@ from graphstash._cli.output import (
     NamespaceOption,
     Url,
     blamed,
-    count_progress,
-    err,
     fail,
-    fail_for,
     format_bytes,
     format_seconds,
     load_config,
+    open_stash,
     plural,
     print_json,
     print_table,
     say,
     shown,
 )
+from graphstash._cli.prefetch import prefetch
 from graphstash._cli.prewarm import prewarm
 from graphstash._cli.report import report
 from graphstash.config import NO_SERVER, ClientConfig
-from graphstash.errors import CacheError, ConfigError, RefusedError, VerificationError
-from graphstash_schema import InvalidValueError, ManifestName, NamespaceStats, ServerStats
+from graphstash.errors import CacheError, ConfigError, RefusedError
+from graphstash_schema import NamespaceStats, ServerStats
 from graphstash_schema.exit_status import MEANINGS, ExitStatus, error_line
 
 __all__ = ["app", "complete_app", "main"]
@@ -219,7 +217,7 @@ def status(url: Url = None, namespace: NamespaceOption = None, as_json: Json = F
     "Saved" adds up what compiling the hits had taken.
     """
     config = load_config(url=url, namespace=namespace)
-    with _stash(config) as stash:
+    with open_stash(config) as stash:
         try:
             server = stash.server.server_stats()
         except CacheError as error:
@@ -252,69 +250,7 @@ def _tell_unreachable(config: ClientConfig, error: CacheError) -> NoReturn:
     )
 
 
-@app.command(rich_help_panel=_JOBS)
-def prefetch(
-    job: Annotated[str, typer.Argument(help="The job's name, as given to `graphstash run --job`.")],
-    url: Url = None,
-    namespace: NamespaceOption = None,
-    as_json: Json = False,
-) -> None:
-    """Download the artifacts that earlier runs of a job used.
-
-    They are in this host's local tier when the job starts.
-    """
-    try:
-        ManifestName(job)
-    except InvalidValueError as error:
-        fail(str(error), status=ExitStatus.USAGE)
-    config = load_config(url=url, namespace=namespace, job=job)
-    fetched: list[str] = []
-    missing: list[str] = []
-    rejected: list[dict[str, str]] = []
-    size = 0
-    with _stash(config) as stash:
-        try:
-            manifest = stash.server.manifest(ManifestName(job))
-            if manifest is None:
-                fail(
-                    f"no artifacts are remembered for job {job!r} in namespace {config.namespace!r}"
-                )
-            with count_progress() as progress:
-                for entry in progress.track(manifest.entries, description="artifacts"):
-                    try:
-                        artifact = stash.ensure_local(entry.key)
-                    except VerificationError as error:  # the others may be sound
-                        err.print(f"rejected: {error}", markup=False, soft_wrap=True)
-                        rejected.append({"key": str(entry.key), "error": str(error)})
-                        continue
-                    if artifact is None:
-                        missing.append(str(entry.key))
-                    elif artifact.source == "remote":
-                        fetched.append(str(entry.key))
-                        size += artifact.size_bytes
-        except CacheError as error:
-            fail_for(error)
-    here = len(manifest.entries) - len(fetched) - len(missing) - len(rejected)
-    if as_json:
-        print_json(
-            {
-                "job": job,
-                "namespace": config.namespace,
-                "fetched": len(fetched),
-                "fetched_bytes": size,
-                "present": here,
-                "missing": missing,
-                "rejected": rejected,
-            }
-        )
-        return
-    say(
-        f"{len(fetched)} fetched ({format_bytes(size)}), {here} already here, "
-        f"{len(missing)} no longer on the server"
-        + (f", {len(rejected)} rejected" if rejected else "")
-    )
-
-
+app.command(rich_help_panel=_JOBS)(prefetch)
 app.command(rich_help_panel=_JOBS)(explain)
 app.command(rich_help_panel=_JOBS)(prewarm)
 app.command(rich_help_panel=_JOBS)(doctor)
@@ -325,13 +261,6 @@ app.command(rich_help_panel=_SERVER)(report)
 app.command(rich_help_panel=_SERVER)(export)
 app.command("import", rich_help_panel=_SERVER)(import_)
 app.add_typer(keys, name="keys", rich_help_panel=_ADMINISTRATION)
-
-
-def _stash(config: ClientConfig) -> Stash:
-    try:
-        return Stash(config)
-    except ConfigError as error:  # a file that a setting names
-        fail(str(error), status=ExitStatus.USAGE)
 
 
 def _show_server(config: ClientConfig, server: ServerStats) -> None:

@@ -30,6 +30,7 @@ from graphstash.errors import CacheError, ConfigError
 from graphstash_schema import ManifestName
 
 if TYPE_CHECKING:
+    from graphstash._artifacts.prefetch import Outcome
     from graphstash._artifacts.stash import Stash
     from graphstash._compile.cache import CompileCache
     from graphstash._compile.compile_limit import CompileLimit
@@ -263,20 +264,26 @@ class Session:
             # Half of the tier: more would evict what it has just brought.
             limit_bytes=min(self.config.prefetch_limit, self.config.local_limit // 2),
             is_stopped=lambda: self._closed,
-            count=lambda size: self._counters.add(prefetched_bytes=size),
+            done=self._count_prefetched,
         )
         try:
             prefetch.server.name_job(names[0])
             found = (prefetch.server.manifest(name) for name in names)
             manifest = next((each for each in found if each is not None), None)
             if manifest is not None:
-                prefetch.fetch(entry.key for entry in manifest.entries)
+                prefetch.fetch_best(entry.key for entry in manifest.entries)
         except (CacheError, OSError, RuntimeError) as error:  # no thread can be started at the end
             _log.debug("nothing is prefetched: %s", error)
         finally:
             if self._closed:  # a short process before the one that trains
                 stash.release_prefetch(names[0])
             prefetch.close()
+
+    def _count_prefetched(self, _: "ArtifactKey", outcome: "Outcome") -> None:
+        # What does not verify is left to the job, which counts it if it wants it.
+        size_bytes = getattr(outcome, "size_bytes", 0)
+        if size_bytes:
+            self._counters.add(prefetched_bytes=size_bytes)
 
     def _remember(self) -> None:
         """Adds what this process used to the manifests of its job."""
