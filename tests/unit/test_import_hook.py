@@ -2,6 +2,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 
 def run(tmp_path, program, **files):
     for name, content in files.items():
@@ -157,3 +159,29 @@ def test_what_is_missing_for_graphstash_does_not_fail_the_import_of_a_compiler(t
     )
     assert result.stdout == "goes on\n", result.stderr
     assert "cannot install the triton hook" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "warnings"), [("yes", 1), ("\x1b[2J" + 99 * "2", 1), ("0", 0), ("", 0)], ids=range(4)
+)
+def test_a_value_that_autoload_does_not_know_is_told_once_and_fails_nothing(
+    tmp_path, value, warnings
+):
+    result = run(
+        tmp_path,
+        f"""
+        import os, subprocess, sys
+        os.environ["GRAPHSTASH_AUTOLOAD"] = {value!r}
+        from graphstash._entry_points import load
+        load()
+        import compiler
+        subprocess.run([sys.executable, "-c", "from graphstash._entry_points import load; load()"])
+        """,
+        compiler="print('goes on')",
+    )
+    assert result.stdout == "goes on\n", result.stderr
+    assert result.stderr.count("does nothing") == warnings
+    assert ("=yes does nothing: set GRAPHSTASH_AUTOLOAD=1" in result.stderr) == (value == "yes")
+    assert "or 0 for no cache" in result.stderr or not warnings
+    assert "\x1b" not in result.stderr
+    assert len(result.stderr) < 300

@@ -15,11 +15,14 @@ from graphstash.hooks.import_hook import is_imported, when_imported
 if TYPE_CHECKING:
     from graphstash._compile.cache import CompileCache
 
-__all__ = ["AUTOLOAD", "HOOKS", "Hook", "install", "install_when_needed"]
+__all__ = ["AUTOLOAD", "AUTOLOAD_OFF", "HOOKS", "Hook", "install", "install_when_needed"]
 
 AUTOLOAD: Final = "GRAPHSTASH_AUTOLOAD"
 """Variable that is 1 in processes whose compilers get their hooks without a call, as under
 `graphstash run`."""
+
+AUTOLOAD_OFF: Final = ("", "0")
+"""Its other values; any further one is a mistake, which does nothing either."""
 
 HOOKS: Final[Mapping[str, tuple[str, ...]]] = {
     "torch_xla": ("torch_xla",),
