@@ -142,7 +142,9 @@ def run(
         str | None,
         typer.Option(help="Name under which this job's artifacts are remembered and prefetched."),
     ] = None,
-    cache_dir: Annotated[Path | None, typer.Option(help="Directory of the local tier.")] = None,
+    cache_dir: Annotated[
+        Path | None, typer.Option(help="Directory of the artifacts on this host.")
+    ] = None,
     stats_file: Annotated[
         Path | None, typer.Option(help="File that gets one JSON line per process.")
     ] = None,
@@ -166,7 +168,9 @@ def run(
     ] = False,
     max_compile_seconds: Annotated[
         float | None,
-        typer.Option(help="End the job with exit status 86 when it has compiled for so long."),
+        typer.Option(
+            help="End the job with exit status 86 once it has compiled for that many seconds."
+        ),
     ] = None,
 ) -> None:
     """Run a command with the cache in every Python process that it starts.

@@ -57,7 +57,7 @@ err = Console(stderr=True, highlight=False)
 Url = Annotated[
     str | None,
     typer.Option(
-        help="URL of the server, e.g. `http://cache.internal:8077`. [default: this user's server "
+        help="URL of the server, e.g. `http://cache:8077`. [default: this user's server "
         "on this host]"
     ),
 ]
