@@ -22,7 +22,7 @@ def load() -> None:
     """Installs every hook, now or when its compiler is imported; further calls do nothing."""
     value = os.environ.get(AUTOLOAD, "")
     if value == "1":
-        install_when_needed(HOOKS, _add)  # what this raised would end `import torch`
+        install_when_needed(HOOKS, _add, begun=_begin)  # what this raised would end `import torch`
     elif value not in AUTOLOAD_OFF:
         _warn_of(value)
 
@@ -37,6 +37,13 @@ def _warn_of(value: str) -> None:
         from graphstash._process.notices import autoload_notice, tell_once
 
         tell_once([autoload_notice(value)])
+
+
+def _begin(name: str) -> None:
+    with suppress(Exception):  # what is wrong, `_add` tells
+        from graphstash._process.session import begin_for_hook  # likewise
+
+        begin_for_hook(name)
 
 
 def _add(name: str) -> None:

@@ -18,6 +18,19 @@ from support.slow_link import SlowLink
 
 GRAPHS = 12
 
+COMPILER = """
+import os, time
+from pathlib import Path
+
+tier = Path(os.environ["GRAPHSTASH_CACHE_DIR"]) / "v1"
+until = time.monotonic() + 30
+while len(list(tier.glob("*/*/*/??/*"))) < 12:
+    if time.monotonic() > until:
+        print("nothing came while the compiler was imported", flush=True)
+        break
+    time.sleep(0.01)
+"""
+
 JOB = """
 import json, os, sys, time
 from hashlib import sha256
@@ -26,6 +39,9 @@ import graphstash
 from graphstash_schema import ArtifactKey
 
 options = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
+if "compiler" in options:
+    import triton
+
 session = graphstash.install()
 tier = session.cache.stash.local.root / "v1"
 
@@ -67,7 +83,7 @@ def run(link, namespace, tmp_path):
         link.requests.clear()
         link.most_at_once = 0
         command = ("run", *options, "--", sys.executable, tmp_path / script, *arguments)
-        graphstash(*command, check=True, **settings | variables)
+        assert graphstash(*command, check=True, **settings | variables).stdout == ""
         return json.loads(stats.read_text().splitlines()[-1]) if stats.exists() else {}
 
     return run
@@ -85,6 +101,13 @@ def test_the_next_run_finds_everything_on_its_disk_without_a_name(run, link):
     assert counted["fetched_bytes"] == 0
     assert counted["prefetched_bytes"] > GRAPHS * 1000
     assert len(downloads_in(link)) == GRAPHS
+
+
+def test_it_downloads_while_the_compiler_is_imported(run, tmp_path):
+    run("a")
+    (tmp_path / "triton.py").write_text(COMPILER)
+    counted = run("b", "compiler=triton")
+    assert counted["hits_prefetched"] == GRAPHS
 
 
 def test_it_downloads_side_by_side(run, link):

@@ -143,6 +143,23 @@ def test_a_module_whose_import_fails_gets_no_hook(tmp_path):
     assert result.stdout == "no device\n", result.stderr
 
 
+def test_what_is_to_begin_does_so_before_the_module_and_cannot_fail_it(tmp_path):
+    result = run(
+        tmp_path,
+        """
+        import importlib.util
+        from graphstash.hooks.import_hook import when_imported
+        when_imported("compiler", lambda: print("installed"), begun=lambda: print("begun"))
+        when_imported("compiler", lambda: print("also"), begun=lambda: 1 / 0)
+        print(importlib.util.find_spec("compiler") is not None)
+        import compiler
+        """,
+        compiler="print('executing')",
+    )
+    assert sorted(result.stdout.splitlines()[3:]) == ["also", "installed"], result.stderr
+    assert result.stdout.splitlines()[:3] == ["True", "begun", "executing"]
+
+
 def test_what_is_missing_for_graphstash_does_not_fail_the_import_of_a_compiler(tmp_path):
     result = run(
         tmp_path,

@@ -37,7 +37,15 @@ if TYPE_CHECKING:
     from graphstash._compile.explaining import Cause
     from graphstash_schema import ArtifactKey
 
-__all__ = ["Session", "add_hook", "get_or_compile", "install", "stats", "uninstall"]
+__all__ = [
+    "Session",
+    "add_hook",
+    "begin_for_hook",
+    "get_or_compile",
+    "install",
+    "stats",
+    "uninstall",
+]
 
 _log = logging.getLogger("graphstash")
 
@@ -155,6 +163,13 @@ class Session:
         # Exit handlers run last in, first out: uploads come before what compilers and hooks undo.
         atexit.unregister(self.close)
         atexit.register(self.close)
+
+    def begin_for_hook(self, name: str) -> None:
+        """Makes the cache while a hook's compiler is imported, which takes long: what is prefetched
+        comes meanwhile.
+        """
+        if name in self.config.hooks and not self._closed:
+            self.cache  # noqa: B018 - making it starts the prefetch
 
     def end_in_child(self) -> None:
         """Stops publishing in a forked child that has no session: its threads stayed behind."""
@@ -390,7 +405,7 @@ def install(**settings: Any) -> Session | None:
     session = _session(settings)
     if session is not None:
         known = [name for name in session.config.hooks if name in hooks.HOOKS]
-        hooks.install_when_needed(known, session.add_hook)
+        hooks.install_when_needed(known, session.add_hook, begun=session.begin_for_hook)
     return session
 
 
@@ -399,6 +414,13 @@ def add_hook(name: str) -> None:
     session = _session({})
     if session is not None and name in session.config.hooks:
         session.add_hook(name)
+
+
+def begin_for_hook(name: str) -> None:
+    """Starts the cache if need be; called when the import of a hook's compiler begins."""
+    session = _session({})
+    if session is not None:
+        session.begin_for_hook(name)
 
 
 def uninstall() -> None:

@@ -56,12 +56,19 @@ def install(name: str, cache: "CompileCache") -> Hook | None:
     return cast("Hook | None", module.install(cache))
 
 
-def install_when_needed(names: Iterable[str], action: Callable[[str], None]) -> None:
-    """Calls `action(hook name)` now for every imported compiler, for the others on their import."""
+def install_when_needed(
+    names: Iterable[str],
+    action: Callable[[str], None],
+    *,
+    begun: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Calls `action(hook name)` now for every imported compiler, for the others on their import;
+    `begun(hook name)` when that begins.
+    """
     for name in names:
         modules = HOOKS.get(name, ())
         if not modules or any(map(is_imported, modules)):
             action(name)
         else:
             for module in modules:
-                when_imported(module, partial(action, name))
+                when_imported(module, partial(action, name), begun=partial(begun, name))
