@@ -203,6 +203,17 @@ def test_pauses_do_not_count_against_the_time_that_a_download_may_take(hosts, mo
     assert reader.is_on_this_host(_key(1))
 
 
+def test_nothing_pauses_when_all_has_come(hosts, monkeypatch):
+    hosts("writer").put(_key(1), b"small", _metadata(5, 1))
+    reader, slept = hosts("reader"), []
+    monkeypatch.setattr(prefetch, "sleep", slept.append)
+    prefetching = Prefetch(reader, is_stopped=lambda: False, done=lambda *_: None)
+    with closing(prefetching), reader.local.downloading():
+        prefetching.fetch([_key(1)])
+    assert reader.is_on_this_host(_key(1))
+    assert slept == []
+
+
 def test_a_setting_switches_it_off(run, link):
     run("a", GRAPHSTASH_PREFETCH_LIMIT=0)
     assert not any("/manifests/" in each for each in link.requests)
