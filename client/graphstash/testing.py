@@ -72,6 +72,7 @@ from graphstash_schema import (
 from graphstash_schema.protocol import (
     ADMIN_PREFIX,
     API_PREFIX,
+    HEADER_COPY,
     HEADER_HITS,
     HEADER_LEASE,
     HEADER_METADATA,
@@ -83,6 +84,18 @@ from graphstash_schema.protocol import (
     PROBLEM_MEDIA_TYPE,
     PROTOCOL_VERSION,
 )
+from graphstash_schema.run import (
+    MAX_LISTED_RUNS,
+    MAX_RUN_BYTES,
+    MAX_RUN_COUNTS,
+    MAX_RUN_MISSES,
+    Run,
+    RunCounts,
+    RunList,
+    RunMiss,
+    RunName,
+    RunReport,
+)
 
 if TYPE_CHECKING:
     from graphstash import ClientConfig
@@ -91,10 +104,11 @@ __all__ = ["Call", "Failure", "FakeServer", "Fault", "ServerCall", "StoredArtifa
 
 ServerCall: TypeAlias = Literal[
     "get", "head", "put", "delete", "lookup", "verify", "report", "acquire", "renew", "release",
-    "get_manifest", "put_manifest", "stats", "access", "health", "ready",
+    "get_manifest", "put_manifest", "put_run", "get_run", "list_runs",
+    "stats", "access", "health", "ready",
 ]  # fmt: skip
-"""A call of the protocol: on an artifact, on the lease to compile one, on a manifest, or on the
-server itself."""
+"""A call of the protocol: on an artifact, on the lease to compile one, on a manifest, on what a run
+reports, or on the server itself."""
 
 Fault: TypeAlias = Literal[
     "reset", "hang", "truncate", "flip", "wrong_artifact", "stranger",
@@ -141,6 +155,9 @@ _ROUTES: Final[Mapping[str, Mapping[str, ServerCall]]] = {
     f"{_IN_NAMESPACE}/artifacts:report": {"POST": "report"},
     f"{_IN_NAMESPACE}/leases/{_KEY}": {"POST": "acquire", "PUT": "renew", "DELETE": "release"},
     f"{_IN_NAMESPACE}/manifests/(?P<name>[^/]+)": {"GET": "get_manifest", "PUT": "put_manifest"},
+    f"{_IN_NAMESPACE}/runs": {"GET": "list_runs"},
+    f"{_IN_NAMESPACE}/runs/(?P<run>[^/]+)": {"GET": "get_run"},
+    f"{_IN_NAMESPACE}/runs/(?P<run>[^/]+)/(?P<process>[^/]+)": {"PUT": "put_run"},
 }  # fmt: skip
 
 _STRANGER: Final = (
@@ -262,8 +279,9 @@ class FakeServer:
 
     Use it as a context manager, or call `start` and `close`. It keeps the rules of a real server
     with default settings: the first artifact of a key stays, leases are exclusive and expire,
-    reported artifacts are withheld, manifests merge. Nothing is evicted, byte ranges are ignored,
-    and there are no namespace policies. Everything is lost with the object. Safe for many threads.
+    reported artifacts are withheld, manifests merge, runs are the sums of their processes. Nothing
+    is evicted, byte ranges are ignored, misses are not explained, and there are no history and no
+    namespace policies. Everything is lost with the object. Safe for many threads.
 
     Args:
         token: the bearer token that clients must present; None requires none.
@@ -414,8 +432,13 @@ class FakeServer:
         """Every stored artifact, oldest first, withheld ones included."""
         return self._store.listed()
 
+    @property
+    def reports(self) -> tuple[RunReport, ...]:
+        """What the processes of jobs reported when they ended, the latest last."""
+        return self._store.reported()
+
     def clear(self) -> None:
-        """Removes all artifacts, leases, manifests, calls and failures; keeps serving."""
+        """Removes all artifacts, leases, manifests, reports, calls and failures; keeps serving."""
         self.recover()
         self._store.clear()
         self._calls.clear()
@@ -437,7 +460,7 @@ class _Request:
 
     operation: ServerCall
     where: _Where
-    name: str
+    words: Mapping[str, str]
     query: str
     headers: Mapping[str, str]
     body: bytes
@@ -505,7 +528,7 @@ class _Health(BaseModel):
 
 
 class _Store:
-    """The artifacts, leases and manifests, with one method per call; one lock guards all."""
+    """Artifacts, leases, manifests and reports, with one method per call; one lock guards all."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -520,6 +543,7 @@ class _Store:
             self._artifacts: dict[_Where, StoredArtifact] = {}
             self._leases: dict[_Where, _Lease] = {}
             self._manifests: dict[tuple[Namespace, str], dict[ArtifactKey, ManifestEntry]] = {}
+            self._runs: dict[tuple[Namespace, RunName], dict[RunName, RunReport]] = {}
             self._usage: defaultdict[str, Counter[str]] = defaultdict(Counter)
             self._grants = self._reports = 0
             self._changed.notify_all()
@@ -532,6 +556,10 @@ class _Store:
     def listed(self) -> tuple[StoredArtifact, ...]:
         with self._changed:
             return tuple(self._artifacts.values())
+
+    def reported(self) -> tuple[RunReport, ...]:
+        with self._changed:
+            return tuple(report for reports in self._runs.values() for report in reports.values())
 
     def answer(self, request: _Request) -> _Answer:
         with self._changed:
@@ -591,9 +619,13 @@ class _Store:
 
     def _get(self, request: _Request) -> _Answer:
         usage, artifact = self._usage[request.where[0]], self._find(request.where)
+        is_use = request.headers.get(HEADER_COPY.lower()) != "1"
         if artifact is None:
-            usage["misses"] += 1
+            usage["misses"] += is_use
             raise _not_found(request)
+        if not is_use:
+            usage["served_bytes"] += len(artifact.blob)
+            return _Answer(200, artifact.blob, _headers_of(artifact))
         self._artifacts[request.where] = replace(artifact, hits=artifact.hits + 1)
         milliseconds = 1000 * artifact.metadata.compile_seconds if artifact.metadata else 0
         usage.update(
@@ -743,7 +775,7 @@ class _Store:
         return lease
 
     def _get_manifest(self, request: _Request) -> _Answer:
-        name = ManifestName(request.name)
+        name = ManifestName(request.words["name"])
         entries = self._manifests.get((request.where[0], name))
         if entries is None:
             raise _RefusalError(ErrorCode.NOT_FOUND, f"there is no manifest {name}")
@@ -753,7 +785,7 @@ class _Store:
         return _Answer(200, Manifest(name=name, entries=tuple(newest_first)))
 
     def _put_manifest(self, request: _Request) -> _Answer:
-        where = (request.where[0], ManifestName(request.name))
+        where = (request.where[0], ManifestName(request.words["name"]))
         keys = request.keys(ManifestUpdate, MAX_MANIFEST_ENTRIES)
         is_new = where not in self._manifests
         entries = self._manifests.setdefault(where, {})
@@ -765,6 +797,45 @@ class _Store:
         while len(entries) > MAX_MANIFEST_ENTRIES:
             del entries[next(iter(entries))]
         return replace(self._get_manifest(request), status=201 if is_new else 200)
+
+    def _put_run(self, request: _Request) -> _Answer:
+        namespace = request.where[0]
+        run, process = RunName(request.words["run"]), RunName(request.words["process"])
+        if len(request.body) > MAX_RUN_BYTES:
+            raise _RefusalError(
+                ErrorCode.TOO_LARGE, f"the report has more than {MAX_RUN_BYTES} bytes"
+            )
+        report = request.parse(RunReport)
+        if not self._usage[namespace]["puts"]:
+            raise _RefusalError(
+                ErrorCode.NOT_FOUND, f"nothing was ever stored in the namespace {namespace}"
+            )
+        reports = self._runs.pop((namespace, run), {})  # the latest goes to the end
+        self._runs[namespace, run] = {**reports, process: report}
+        return _Answer(204)
+
+    def _get_run(self, request: _Request) -> _Answer:
+        namespace, run = request.where[0], RunName(request.words["run"])
+        reports = self._runs.get((namespace, run))
+        if reports is None:
+            raise _RefusalError(ErrorCode.NOT_FOUND, f"there is no report of a run {run}")
+        return _with_nulls(_sum_of(run, reports))
+
+    def _list_runs(self, request: _Request) -> _Answer:
+        asked = {name: values[0] for name, values in parse_qs(request.query).items()}
+        job = ManifestName(asked["job"]) if "job" in asked else None
+        limit = asked.get("limit", "20")
+        if not limit.isdecimal() or not 1 <= int(limit) <= MAX_LISTED_RUNS:
+            raise _RefusalError(
+                ErrorCode.INVALID_REQUEST, f"query.limit: expected 1 to {MAX_LISTED_RUNS}"
+            )
+        runs = [
+            _sum_of(run, reports).model_copy(update={"misses": ()})
+            for (namespace, run), reports in reversed(self._runs.items())
+            if namespace == request.where[0]
+            and (job is None or any(each.job == job for each in reports.values()))
+        ]
+        return _with_nulls(RunList(runs=tuple(runs[: int(limit)])))
 
 
 class _HttpServer(ThreadingHTTPServer):
@@ -850,7 +921,7 @@ class _Handler(BaseHTTPRequestHandler):
         request = _Request(
             operation,
             (namespace, key),  # type: ignore[arg-type] # both, where the call is on an artifact
-            words.get("name", ""),
+            words,
             target.query,
             headers,
             body,
@@ -979,6 +1050,45 @@ def _headers_of(artifact: StoredArtifact) -> dict[str, str]:
 def _not_found(request: _Request) -> _RefusalError:
     namespace, key = request.where
     return _RefusalError(ErrorCode.NOT_FOUND, f"there is no artifact {key} in {namespace!r}")
+
+
+def _with_nulls(model: BaseModel) -> _Answer:
+    """An answer that names fields without a value, too."""
+    headers = {"Content-Type": "application/json"}
+    return _Answer(200, model.model_dump_json().encode(), headers)
+
+
+def _sum_of(run: RunName, reports: Mapping[RunName, RunReport]) -> Run:
+    """What the processes of a run reported, as one."""
+    _, first = min(reports.items(), key=lambda each: (each[1].started_at, each[0]))
+    every = tuple(reports.values())
+    sums: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for counts in (counts for each in every for counts in each.counts):
+        sums[counts.kind, counts.device_type].update(
+            counts.model_dump(exclude={"kind", "device_type"})
+        )
+    longest: dict[ArtifactKey, RunMiss] = {}
+    for miss in sorted((miss for each in every for miss in each.misses), key=_seconds):
+        longest[miss.key] = miss
+    return Run(
+        run=run,
+        job=first.job,
+        program=first.program,
+        producer=first.producer,
+        started_at=first.started_at,
+        seconds=max(each.seconds for each in every),
+        processes=len(every),
+        saved_wall_seconds=max(each.saved_wall_seconds for each in every),
+        counts=tuple(
+            RunCounts.model_validate({"kind": kind, "device_type": device_type, **counts})
+            for (kind, device_type), counts in sums.items()
+        )[:MAX_RUN_COUNTS],
+        misses=tuple(sorted(longest.values(), key=_seconds, reverse=True))[:MAX_RUN_MISSES],
+    )
+
+
+def _seconds(miss: RunMiss) -> float:
+    return miss.seconds
 
 
 def _lost(request: _Request) -> _RefusalError:

@@ -12,6 +12,7 @@ __all__ = [
     "DEFAULT_LEASE_SECONDS",
     "DEFAULT_MAX_ARTIFACT_BYTES",
     "HEADER_ACCEPT_REDIRECT",
+    "HEADER_COPY",
     "HEADER_HITS",
     "HEADER_JOB",
     "HEADER_LEASE",
@@ -58,6 +59,10 @@ HEADER_HITS: Final = "Graphstash-Hits"
 
 HEADER_ACCEPT_REDIRECT: Final = "Graphstash-Accept-Redirect"
 """GET request: `1` when a 307 to where the blob lies is welcome; without it none is sent."""
+
+HEADER_COPY: Final = "Graphstash-Copy"
+"""GET request: `1` when the artifact is copied, not used, as an export does: neither a hit nor a
+miss. Its bytes count as served."""
 
 HEADER_REQUEST_ID: Final = "X-Request-Id"
 """Response: names the request in the server's log; also `instance` of a problem document."""

@@ -13,6 +13,7 @@ from graphstash.errors import BusyError, TransportError
 from graphstash_schema import ArtifactKey, ArtifactMetadata
 from graphstash_schema.explanation import described
 from support.processes import graphstash
+from support.waiting import until
 
 DEVICE = "cpu-x86_64-0123456789abcdef"
 
@@ -70,6 +71,19 @@ def test_a_bundle_carries_artifacts_their_labels_and_metadata(
     assert {each["metadata"]["compile_seconds"] for each in listed} == {30, 31, 32}
     shown = command("show", KEYS[1].fingerprint[:8], "--json", namespace=other).stdout
     assert json.loads(shown)["description"]["program"] == {"program": "1"}
+
+
+def test_an_export_counts_neither_as_hits_nor_as_misses(filled, command, file, hosts, server):
+    namespace = filled().config.namespace
+    before = server.stats(namespace)
+    command("export", file)
+    assert hosts("reader").get(KEYS[0])  # counts are written in their order
+    until(lambda: server.stats(namespace)["hits"] > before["hits"])
+    after = server.stats(namespace)
+    assert after["hits"] == before["hits"] + 1
+    assert after["misses"] == before["misses"]
+    assert after["saved_seconds"] == before["saved_seconds"] + 30
+    assert after["served_bytes"] > before["served_bytes"]
 
 
 def test_two_exports_of_the_same_artifacts_are_the_same_file(filled, command, tmp_path, file):

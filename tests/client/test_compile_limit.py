@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -180,6 +181,37 @@ def test_statuses_and_signals_of_a_supervised_command_are_its_own(settings, tmp_
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == -signal.SIGTERM
     process.stdout.close()
+
+
+def test_a_command_does_not_outlive_graphstash_run_without_its_limit(settings):
+    """As without a limit, where the command is what is killed."""
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)"
+    environment = os.environ | {name: str(each) for name, each in settings.items()}
+    command = ["graphstash", "run", "--max-compile-seconds", "9", "--", sys.executable, "-c", code]
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    child = int(process.stdout.readline())
+    try:
+        assert child != process.pid
+        process.kill()
+        until(lambda: not is_running(child))
+    finally:
+        with process, suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_supervised_command_inherits_files_and_signals_as_any_other(settings):
+    code = "import os, signal; os.write(3, b'written'); print(signal.pthread_sigmask(0, ()))"
+    command = ["-m", "graphstash", "run", "--fail-on-miss", "--", sys.executable, "-c", code]
+    outcome = subprocess.run(
+        ["bash", "-c", 'exec "$@" 3>&2', "bash", sys.executable, *command],
+        env=os.environ | {name: str(each) for name, each in settings.items()},
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    assert (outcome.stdout, outcome.stderr) == ("set()\n", "written")
 
 
 @pytest.mark.parametrize("value", ["", "0", "false"])

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 import pytest
 
 from graphstash._compile import packs as module
+from graphstash._compile.compile_limit import CompileLimit
 from graphstash._compile.packs import Packs
 from graphstash_schema import ArtifactMetadata
 from support.host import Host, key, request
@@ -145,6 +146,25 @@ def test_a_server_that_is_gone_costs_the_packs_only(jobs):
     job.end()
     assert set(job.fallbacks) <= {"connect", "circuit_open"}
     assert jobs("a").build((0, 1)) == {0, 1}  # this host has them
+
+
+@pytest.mark.parametrize(
+    ("url", "status", "counts"), [(None, 86, (1, 0)), ("http://127.0.0.1:9", 75, (0, 1))]
+)
+def test_a_miss_and_a_server_that_is_gone_end_a_job_with_different_statuses(
+    jobs, url, status, counts
+):
+    job = jobs("a", fail_on_miss=True, **({} if url is None else {"url": url}))
+    ends = []
+    job.cache.limit = CompileLimit(
+        job.stash.config, lambda why, *, status: ends.append((status, why))
+    )
+    job.packs.get(key(0))
+    [(ended_with, why)] = ends
+    assert ended_with == status
+    assert ("nobody has it" in why) == (status == 86)
+    [counted] = job.cache.counters.by_kind().values()
+    assert (counted.get("misses", 0), counted.get("fallbacks", 0)) == counts
 
 
 def test_a_full_chain_takes_no_more(jobs, monkeypatch):

@@ -3,15 +3,33 @@
 import json
 import random
 import sys
+import time
+from contextlib import closing
 
 import pytest
 
+from graphstash._artifacts import prefetch
+from graphstash._artifacts.prefetch import Prefetch
+from graphstash._http import deadline
 from graphstash_schema import ArtifactMetadata
 from support.host import key
 from support.processes import graphstash
 from support.slow_link import SlowLink
 
 GRAPHS = 12
+
+COMPILER = """
+import os, time
+from pathlib import Path
+
+tier = Path(os.environ["GRAPHSTASH_CACHE_DIR"]) / "v1"
+until = time.monotonic() + 30
+while len(list(tier.glob("*/*/*/??/*"))) < 12:
+    if time.monotonic() > until:
+        print("nothing came while the compiler was imported", flush=True)
+        break
+    time.sleep(0.01)
+"""
 
 JOB = """
 import json, os, sys, time
@@ -21,6 +39,9 @@ import graphstash
 from graphstash_schema import ArtifactKey
 
 options = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
+if "compiler" in options:
+    import triton
+
 session = graphstash.install()
 tier = session.cache.stash.local.root / "v1"
 
@@ -62,7 +83,7 @@ def run(link, namespace, tmp_path):
         link.requests.clear()
         link.most_at_once = 0
         command = ("run", *options, "--", sys.executable, tmp_path / script, *arguments)
-        graphstash(*command, check=True, **settings | variables)
+        assert graphstash(*command, check=True, **settings | variables).stdout == ""
         return json.loads(stats.read_text().splitlines()[-1]) if stats.exists() else {}
 
     return run
@@ -80,6 +101,13 @@ def test_the_next_run_finds_everything_on_its_disk_without_a_name(run, link):
     assert counted["fetched_bytes"] == 0
     assert counted["prefetched_bytes"] > GRAPHS * 1000
     assert len(downloads_in(link)) == GRAPHS
+
+
+def test_it_downloads_while_the_compiler_is_imported(run, tmp_path):
+    run("a")
+    (tmp_path / "triton.py").write_text(COMPILER)
+    counted = run("b", "compiler=triton")
+    assert counted["hits_prefetched"] == GRAPHS
 
 
 def test_it_downloads_side_by_side(run, link):
@@ -135,6 +163,55 @@ def test_the_most_valuable_come_first(run, hosts, link):
     run("b", "graphs=0", "wait=2", options=("--job", "mine"), GRAPHSTASH_PREFETCH_LIMIT=4000)
     numbers = {int(each.rpartition("/")[2], 16) for each in downloads_in(link)}
     assert numbers == {2, 3}
+
+
+def test_the_command_downloads_side_by_side_too(run, hosts, link, tmp_path):
+    """What it brings, and what nobody has any more."""
+    run("a", options=("--job", "mine"))
+    gone = _key(99)
+    hosts("writer").server.update_manifest("mine", [gone])
+    link.requests.clear()
+    link.most_at_once = 0
+    settings = {"GRAPHSTASH_URL": link.url, "GRAPHSTASH_CACHE_DIR": tmp_path / "b"}
+    settings |= {"GRAPHSTASH_NAMESPACE": hosts("writer").config.namespace}
+    told = json.loads(graphstash("prefetch", "mine", "--json", check=True, **settings).stdout)
+    assert (told["fetched"], told["present"], told["missing"]) == (GRAPHS, 0, [str(gone)])
+    assert link.most_at_once >= 4
+    assert len(downloads_in(link)) == GRAPHS + 1
+    again = graphstash("prefetch", "mine", check=True, **settings).stdout
+    assert again == f"0 fetched (0 B), {GRAPHS} already here, 1 no longer on the server\n"
+
+
+def test_pauses_do_not_count_against_the_time_that_a_download_may_take(hosts, monkeypatch):
+    """The job downloads something meanwhile, and every pause lasts longer than a download may."""
+    hosts("writer").put(_key(1), random.Random(1).randbytes(1 << 20), _metadata(1 << 20, 1))
+    reader, slept, received = hosts("reader"), [], []
+
+    def now():
+        return time.monotonic() + sum(slept)
+
+    monkeypatch.setattr(deadline, "monotonic", now)
+    monkeypatch.setattr(prefetch, "monotonic", now)
+    monkeypatch.setattr(prefetch, "sleep", lambda _: slept.append(2 * reader.config.fetch_seconds))
+    prefetching = Prefetch(
+        reader, is_stopped=lambda: False, done=lambda _, outcome: received.append(outcome)
+    )
+    with closing(prefetching), reader.local.downloading():
+        prefetching.fetch([_key(1)])
+    assert slept
+    assert [each.source for each in received] == ["remote"]
+    assert reader.is_on_this_host(_key(1))
+
+
+def test_nothing_pauses_when_all_has_come(hosts, monkeypatch):
+    hosts("writer").put(_key(1), b"small", _metadata(5, 1))
+    reader, slept = hosts("reader"), []
+    monkeypatch.setattr(prefetch, "sleep", slept.append)
+    prefetching = Prefetch(reader, is_stopped=lambda: False, done=lambda *_: None)
+    with closing(prefetching), reader.local.downloading():
+        prefetching.fetch([_key(1)])
+    assert reader.is_on_this_host(_key(1))
+    assert slept == []
 
 
 def test_a_setting_switches_it_off(run, link):

@@ -92,7 +92,8 @@ def test_the_last_run_of_a_job_is_compared_with_a_chosen_one(two_runs, command):
 def test_the_only_run_of_a_job_is_shown_alone(report_run, command):
     report_run("run-1", ("jit(step)", ""), job="once")
     told = command("explain", "--job", "once").stdout
-    assert "1 miss (30 s): for no known cause\n    jit(step)" in told
+    cause = "the cause was not recorded; `graphstash run --explain` records it"
+    assert f"1 miss (30 s): {cause}\n    jit(step)" in told
     assert "against" not in told
 
 

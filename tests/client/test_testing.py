@@ -3,6 +3,7 @@
 `test_stash.py` runs on both as well.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -127,6 +128,29 @@ def conversation(url, namespace):
         ask("PUT", "/manifests/job", content=b'{"keys": []}')
         ask("GET", "/manifests/-no-name")
 
+        def run(started_at, seconds, **fields):
+            missed = {"key": key(1).model_dump(), "seconds": seconds, "label": "jit(step)"}
+            counts = {"kind": "jax", "device_type": DEVICE, "misses": 1, "compile_seconds": seconds}
+            told = {"started_at": started_at, "seconds": seconds, "counts": [counts]}
+            return json.dumps({**told, "misses": [missed], **fields}).encode()
+
+        noon, later = "2026-01-01T12:00:00Z", "2026-01-01T12:00:01Z"
+        ask("GET", "/runs")
+        ask("GET", "/runs/one")
+        ask("PUT", "/runs/one/p1", content=run(later, 2.0, program="later.py", job="other"))
+        ask("PUT", "/runs/one/p0", content=run(noon, 3.0, program="train.py", job="nightly"))
+        ask("PUT", "/runs/two/p0", content=run(noon, 1.0))
+        ask("PUT", "/runs/one/p1", content=run(later, 4.0, program="later.py"))
+        ask("PUT", "/runs/one/p1", content=run(noon, -1.0))
+        ask("PUT", "/runs/one/p1", content=run(noon, 1.0, program="long" * 20_000))
+        ask("PUT", "/runs/one/-no-name", content=run(noon, 1.0))
+        ask("GET", "/runs/one")
+        ask("GET", "/runs")
+        ask("GET", "/runs?job=nightly")
+        ask("GET", "/runs?job=-no-name")
+        ask("GET", "/runs?limit=1")
+        ask("GET", "/runs?limit=0")
+
         def report(reason, digest):
             text = f'{{"key": {body.decode()}, "reason": "{reason}", "digest": "{digest}"}}'
             ask("POST", "/artifacts:report", content=text.encode())
@@ -142,6 +166,8 @@ def conversation(url, namespace):
         ask("DELETE", here)
         ask("DELETE", here)
         http.base_url = url
+        empty = http.put(f"/v1/{namespace}-empty/runs/one/p0", content=run(noon, 1.0))
+        heard.append((empty.status_code, empty.json()["code"]))
         heard += [(path, http.get(path).json()["status"]) for path in ("/healthz", "/readyz")]
     return heard
 
@@ -331,6 +357,10 @@ def test_a_job_in_another_process_uses_it(fake, tmp_path):
     fake.clear()
     assert run("two") == run("three") == "compiled\n"
     assert (fake.count("put"), len(fake.artifacts)) == (1, 1)
+    assert fake.count("put_run") == 2
+    cold, warm = (report.counts[0] for report in fake.reports)
+    assert (cold.misses, cold.hits_server) == (1, 0)
+    assert (warm.misses, warm.hits_server + warm.hits_prefetched) == (0, 1)
 
 
 def test_importing_it_needs_only_the_light_install():

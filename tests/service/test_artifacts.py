@@ -205,6 +205,8 @@ def test_hits_misses_and_saved_seconds_are_counted(api, eventually):
     api.get()
     api.get(Range="bytes=10-19")
     api.get(If_None_Match="*")
+    api.get(Graphstash_Copy="1")
+    api.get(1, Graphstash_Copy="1")
 
     def counted() -> bool:
         stats = api.stats()
@@ -212,7 +214,7 @@ def test_hits_misses_and_saved_seconds_are_counted(api, eventually):
             stats["misses"] == 1
             and stats["hits"] == 2
             and stats["saved_seconds"] == 5.0
-            and stats["served_bytes"] == 2 * len(BLOB) + 10
+            and stats["served_bytes"] == 3 * len(BLOB) + 10
         )
 
     eventually(counted)

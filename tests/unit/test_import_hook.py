@@ -2,6 +2,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 
 def run(tmp_path, program, **files):
     for name, content in files.items():
@@ -141,6 +143,23 @@ def test_a_module_whose_import_fails_gets_no_hook(tmp_path):
     assert result.stdout == "no device\n", result.stderr
 
 
+def test_what_is_to_begin_does_so_before_the_module_and_cannot_fail_it(tmp_path):
+    result = run(
+        tmp_path,
+        """
+        import importlib.util
+        from graphstash.hooks.import_hook import when_imported
+        when_imported("compiler", lambda: print("installed"), begun=lambda: print("begun"))
+        when_imported("compiler", lambda: print("also"), begun=lambda: 1 / 0)
+        print(importlib.util.find_spec("compiler") is not None)
+        import compiler
+        """,
+        compiler="print('executing')",
+    )
+    assert sorted(result.stdout.splitlines()[3:]) == ["also", "installed"], result.stderr
+    assert result.stdout.splitlines()[:3] == ["True", "begun", "executing"]
+
+
 def test_what_is_missing_for_graphstash_does_not_fail_the_import_of_a_compiler(tmp_path):
     result = run(
         tmp_path,
@@ -157,3 +176,29 @@ def test_what_is_missing_for_graphstash_does_not_fail_the_import_of_a_compiler(t
     )
     assert result.stdout == "goes on\n", result.stderr
     assert "cannot install the triton hook" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "warnings"), [("yes", 1), ("\x1b[2J" + 99 * "2", 1), ("0", 0), ("", 0)], ids=range(4)
+)
+def test_a_value_that_autoload_does_not_know_is_told_once_and_fails_nothing(
+    tmp_path, value, warnings
+):
+    result = run(
+        tmp_path,
+        f"""
+        import os, subprocess, sys
+        os.environ["GRAPHSTASH_AUTOLOAD"] = {value!r}
+        from graphstash._entry_points import load
+        load()
+        import compiler
+        subprocess.run([sys.executable, "-c", "from graphstash._entry_points import load; load()"])
+        """,
+        compiler="print('goes on')",
+    )
+    assert result.stdout == "goes on\n", result.stderr
+    assert result.stderr.count("does nothing") == warnings
+    assert ("=yes does nothing: set GRAPHSTASH_AUTOLOAD=1" in result.stderr) == (value == "yes")
+    assert "or 0 for no cache" in result.stderr or not warnings
+    assert "\x1b" not in result.stderr
+    assert len(result.stderr) < 300

@@ -7,23 +7,28 @@ what comes of it. What does not verify is left to the job, which meets and count
 """
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from time import monotonic, sleep
-from typing import Final
+from typing import Final, TypeAlias
 
 from graphstash._artifacts.envelope import Nowhere
-from graphstash._artifacts.reader import Reader
+from graphstash._artifacts.reader import Fetched, Reader
 from graphstash._artifacts.stash import Stash
 from graphstash._executor import BoundedExecutor
 from graphstash._http.client import ServerClient
-from graphstash.errors import CacheError, Reason, VerificationError
+from graphstash.errors import CacheError, Reason
 from graphstash_schema import ArtifactInfo, ArtifactKey
 
-__all__ = ["Prefetch"]
+__all__ = ["Outcome", "Prefetch"]
 
 _log = logging.getLogger("graphstash")
+
+Outcome: TypeAlias = Fetched | CacheError | None
+"""What became of one artifact: it is on this host; nobody can say, or it does not verify; nobody
+has it."""
 
 _WORKERS: Final = 8
 """Downloads at once: round trips overlap, and a server serves other jobs as well."""
@@ -40,39 +45,44 @@ _MAX_PAUSE_SECONDS: Final = 2.0
 
 
 class Prefetch:
-    """Downloads what is absent on this host, the most valuable first.
+    """Downloads artifacts side by side.
 
     Args:
-        stash: whose disk gets it; stays the caller's.
+        stash: whose disk gets them; stays the caller's.
         limit_bytes: most bytes to download. What is in other namespaces than the first is of no
             known size: the downloads that run when it is reached are finished.
         is_stopped: asked again and again; when it is true, nothing more is downloaded.
-        count: gets the bytes of each download.
+        done: called for each that was tried, in the thread that did.
     """
 
     def __init__(
         self,
         stash: Stash,
         *,
-        limit_bytes: int,
         is_stopped: Callable[[], bool],
-        count: Callable[[int], None],
+        done: Callable[[ArtifactKey, Outcome], None],
+        limit_bytes: int = sys.maxsize,
     ) -> None:
         self._stash = stash
         self._limit_bytes = limit_bytes
         self._fetched_bytes = 0  # under the lock
         self._counting = threading.Lock()
         self._is_stopped = is_stopped
-        self._count = count
+        self._done = done
         self.server = ServerClient(stash.config)
 
-    def fetch(self, keys: Iterable[ArtifactKey]) -> None:
-        """Downloads them side by side; returns when all are here, or enough.
+    def fetch_best(self, keys: Iterable[ArtifactKey]) -> None:
+        """Downloads what is absent on this host, the most valuable first.
 
         Raises:
             CacheError: the server does not say what it has.
         """
-        wanted = self._in_order(keys)
+        self.fetch(self._in_order(keys))
+
+    def fetch(self, wanted: Sequence[ArtifactKey]) -> None:
+        """Downloads all in this order, after a look whether this host has them, sound; returns when
+        they are here, or enough.
+        """
         # Threads that do not keep the process from ending.
         workers = BoundedExecutor("graphstash-fetch", workers=_WORKERS, capacity=len(wanted))
         for key in wanted:
@@ -111,17 +121,16 @@ class Prefetch:
             self._stash.downloads,
             between_chunks=self._pacing(),
         )
+        outcome: Outcome
         try:
-            fetched = reader.read(key, Nowhere())
-        except VerificationError:
-            return
+            outcome = reader.read(key, Nowhere())
         except CacheError as error:
             _log.debug("not prefetched: %s", error)
-            return
-        if fetched is not None and fetched.source == "remote":
+            outcome = error
+        if isinstance(outcome, Fetched):
             with self._counting:
-                self._fetched_bytes += fetched.size_bytes
-            self._count(fetched.size_bytes)
+                self._fetched_bytes += outcome.size_bytes
+        self._done(key, outcome)
 
     def _pacing(self) -> Callable[[], None]:
         """Called between two pieces of one download."""

@@ -211,8 +211,9 @@ class Reader:
             except VerificationError as error:
                 self._report(namespace, key, digest, error.reason)
                 raise
+            # Noted first: whoever finds it on the disk asks at once where it came from.
+            self._downloads.add(key, "prefetched" if is_prefetch else "server")
             self._tier.adopt(namespace, key, envelope, proof=proof)
-        self._downloads.add(key, "prefetched" if is_prefetch else "server")
         return dataclasses.replace(fetched, source="remote", size_bytes=digest.size_bytes)
 
     def _unpack_checked(

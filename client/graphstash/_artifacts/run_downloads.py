@@ -6,10 +6,12 @@ The file is for statistics alone: nothing depends on it, and whatever is wrong w
 """
 
 import os
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
+from graphstash._artifacts import run_folder
 from graphstash_schema import ArtifactKey
 
 __all__ = ["RunDownloads", "Source"]
@@ -25,11 +27,15 @@ class RunDownloads:
     """Knows which artifacts this run has downloaded; safe for many threads.
 
     Args:
-        folder: of the run, made when absent; None where this process is alone.
+        folder: of the run, made when absent, and held; None where this process is alone.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
+        held = None if folder is None else run_folder.hold(folder)
+        if held is not None:
+            letting_go = weakref.finalize(self, os.close, held)
+            letting_go.atexit = False  # the kernel does it when the process has ended
         self._known: dict[str, Source] = {}
         self._read_bytes = 0
 
@@ -39,7 +45,6 @@ class RunDownloads:
         if self._folder is None:
             return
         with suppress(OSError):
-            self._folder.mkdir(mode=0o700, exist_ok=True)
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
             descriptor = os.open(self._folder / "downloads", flags, 0o600)
             try:
@@ -53,7 +58,6 @@ class RunDownloads:
             return True
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         try:
-            self._folder.mkdir(mode=0o700, exist_ok=True)
             os.close(os.open(self._folder / name, flags, 0o600))
         except FileExistsError:
             return False

@@ -250,6 +250,7 @@ class _Source(Protocol):
 class _ServerSource:
     def __init__(self, config: ClientConfig, job: str | None, chosen: _Chosen) -> None:
         self._server = ServerClient(_patient(config))
+        self._server.copy_only()
         self._job, self._chosen = job, chosen
 
     def entries(self) -> Iterator[BundleEntry]:

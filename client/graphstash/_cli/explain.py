@@ -37,6 +37,8 @@ __all__ = ["explain"]
 
 _MAX_SHOWN_LABELS: Final = 4
 
+_NO_CAUSE: Final = "the cause was not recorded; `graphstash run --explain` records it"
+
 _HITS: Final = ("hits_server", "hits_prefetched", "hits_host")
 
 
@@ -44,8 +46,8 @@ def explain(
     which: Annotated[
         str,
         typer.Argument(
-            help="`last` for the last run on this host, or the beginning of a fingerprint or a "
-            "label of what it missed, or of the fingerprint of a stored artifact."
+            help='"last" is the last run on this host. Or one thing that it missed: the beginning '
+            "of its label or fingerprint. Or the beginning of a stored artifact's fingerprint."
         ),
     ] = "last",
     *,
@@ -56,22 +58,26 @@ def explain(
     against: Annotated[
         str | None,
         typer.Option(
-            help="With --job: compare its last run with this one instead; the beginning of its "
-            "name is enough."
+            help="With --job: compare its last run with this one instead, such as "
+            "00012345678901234567-99; the beginning of its name is enough."
         ),
     ] = None,
     url: Url = None,
     namespace: NamespaceOption = None,
-    cache_dir: Annotated[Path | None, typer.Option(help="Directory of the local tier.")] = None,
+    cache_dir: Annotated[
+        Path | None, typer.Option(help="Directory of the artifacts on this host.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Say why a run compiled: which flag, version, shape or line differs from what is stored.
 
     Each graph that the run missed is compared with the nearest artifacts in the namespaces that you
     may read, 16 of them at most. `graphstash run --explain` says the same at the end of a job. Of
-    a stored artifact, it says what differs in the artifacts that are nearest to it.
+    a stored artifact, it says what differs in the artifacts that are nearest to it. Examples:
 
-        graphstash explain --job nightly --against 00012345678901234567-99
+        graphstash explain
+        graphstash explain "jit(train"
+        graphstash explain --job nightly
     """
     config = load_config(url=url, namespace=namespace, cache_dir=cache_dir)
     if job is not None:
@@ -262,7 +268,7 @@ def _print_misses(title: str, misses: list[RunMiss]) -> None:
         return
     causes: dict[str, list[RunMiss]] = {}
     for miss in misses:
-        causes.setdefault(miss.cause or "for no known cause", []).append(miss)
+        causes.setdefault(miss.cause or _NO_CAUSE, []).append(miss)
     say(f"\n{title}:")
     for cause, each in sorted(causes.items(), key=lambda one: -len(one[1])):
         seconds = format_seconds(sum(miss.seconds for miss in each))

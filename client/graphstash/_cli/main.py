@@ -13,7 +13,6 @@ from typing import Annotated, Any, Final, NoReturn
 
 import typer
 
-from graphstash._artifacts.stash import Stash
 from graphstash._cli.artifacts import ls, show
 from graphstash._cli.bundles import export, import_
 from graphstash._cli.doctor.command import doctor
@@ -26,24 +25,23 @@ from graphstash._cli.output import (
     NamespaceOption,
     Url,
     blamed,
-    count_progress,
-    err,
     fail,
-    fail_for,
     format_bytes,
     format_seconds,
     load_config,
+    open_stash,
     plural,
     print_json,
     print_table,
     say,
     shown,
 )
+from graphstash._cli.prefetch import prefetch
 from graphstash._cli.prewarm import prewarm
 from graphstash._cli.report import report
 from graphstash.config import NO_SERVER, ClientConfig
-from graphstash.errors import CacheError, ConfigError, RefusedError, VerificationError
-from graphstash_schema import InvalidValueError, ManifestName, NamespaceStats, ServerStats
+from graphstash.errors import CacheError, ConfigError, RefusedError
+from graphstash_schema import NamespaceStats, ServerStats
 from graphstash_schema.exit_status import MEANINGS, ExitStatus, error_line
 
 __all__ = ["app", "complete_app", "main"]
@@ -144,7 +142,9 @@ def run(
         str | None,
         typer.Option(help="Name under which this job's artifacts are remembered and prefetched."),
     ] = None,
-    cache_dir: Annotated[Path | None, typer.Option(help="Directory of the local tier.")] = None,
+    cache_dir: Annotated[
+        Path | None, typer.Option(help="Directory of the artifacts on this host.")
+    ] = None,
     stats_file: Annotated[
         Path | None, typer.Option(help="File that gets one JSON line per process.")
     ] = None,
@@ -168,7 +168,9 @@ def run(
     ] = False,
     max_compile_seconds: Annotated[
         float | None,
-        typer.Option(help="End the job with exit status 86 when it has compiled for so long."),
+        typer.Option(
+            help="End the job with exit status 86 once it has compiled for that many seconds."
+        ),
     ] = None,
 ) -> None:
     """Run a command with the cache in every Python process that it starts.
@@ -219,7 +221,7 @@ def status(url: Url = None, namespace: NamespaceOption = None, as_json: Json = F
     "Saved" adds up what compiling the hits had taken.
     """
     config = load_config(url=url, namespace=namespace)
-    with _stash(config) as stash:
+    with open_stash(config) as stash:
         try:
             server = stash.server.server_stats()
         except CacheError as error:
@@ -252,69 +254,7 @@ def _tell_unreachable(config: ClientConfig, error: CacheError) -> NoReturn:
     )
 
 
-@app.command(rich_help_panel=_JOBS)
-def prefetch(
-    job: Annotated[str, typer.Argument(help="The job's name, as given to `graphstash run --job`.")],
-    url: Url = None,
-    namespace: NamespaceOption = None,
-    as_json: Json = False,
-) -> None:
-    """Download the artifacts that earlier runs of a job used.
-
-    They are in this host's local tier when the job starts.
-    """
-    try:
-        ManifestName(job)
-    except InvalidValueError as error:
-        fail(str(error), status=ExitStatus.USAGE)
-    config = load_config(url=url, namespace=namespace, job=job)
-    fetched: list[str] = []
-    missing: list[str] = []
-    rejected: list[dict[str, str]] = []
-    size = 0
-    with _stash(config) as stash:
-        try:
-            manifest = stash.server.manifest(ManifestName(job))
-            if manifest is None:
-                fail(
-                    f"no artifacts are remembered for job {job!r} in namespace {config.namespace!r}"
-                )
-            with count_progress() as progress:
-                for entry in progress.track(manifest.entries, description="artifacts"):
-                    try:
-                        artifact = stash.ensure_local(entry.key)
-                    except VerificationError as error:  # the others may be sound
-                        err.print(f"rejected: {error}", markup=False, soft_wrap=True)
-                        rejected.append({"key": str(entry.key), "error": str(error)})
-                        continue
-                    if artifact is None:
-                        missing.append(str(entry.key))
-                    elif artifact.source == "remote":
-                        fetched.append(str(entry.key))
-                        size += artifact.size_bytes
-        except CacheError as error:
-            fail_for(error)
-    here = len(manifest.entries) - len(fetched) - len(missing) - len(rejected)
-    if as_json:
-        print_json(
-            {
-                "job": job,
-                "namespace": config.namespace,
-                "fetched": len(fetched),
-                "fetched_bytes": size,
-                "present": here,
-                "missing": missing,
-                "rejected": rejected,
-            }
-        )
-        return
-    say(
-        f"{len(fetched)} fetched ({format_bytes(size)}), {here} already here, "
-        f"{len(missing)} no longer on the server"
-        + (f", {len(rejected)} rejected" if rejected else "")
-    )
-
-
+app.command(rich_help_panel=_JOBS)(prefetch)
 app.command(rich_help_panel=_JOBS)(explain)
 app.command(rich_help_panel=_JOBS)(prewarm)
 app.command(rich_help_panel=_JOBS)(doctor)
@@ -325,13 +265,6 @@ app.command(rich_help_panel=_SERVER)(report)
 app.command(rich_help_panel=_SERVER)(export)
 app.command("import", rich_help_panel=_SERVER)(import_)
 app.add_typer(keys, name="keys", rich_help_panel=_ADMINISTRATION)
-
-
-def _stash(config: ClientConfig) -> Stash:
-    try:
-        return Stash(config)
-    except ConfigError as error:  # a file that a setting names
-        fail(str(error), status=ExitStatus.USAGE)
 
 
 def _show_server(config: ClientConfig, server: ServerStats) -> None:

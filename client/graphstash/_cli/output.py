@@ -21,6 +21,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from graphstash._artifacts.stash import Stash
 from graphstash._compile.stats import format_seconds, plural
 from graphstash.config import ENVIRONMENT_PREFIX, ClientConfig
 from graphstash.errors import CacheError, ConfigError, TransportError
@@ -41,6 +42,7 @@ __all__ = [
     "format_bytes",
     "format_seconds",
     "load_config",
+    "open_stash",
     "out",
     "plural",
     "print_json",
@@ -55,7 +57,7 @@ err = Console(stderr=True, highlight=False)
 Url = Annotated[
     str | None,
     typer.Option(
-        help="URL of the server, e.g. `http://cache.internal:8077`. [default: this user's server "
+        help="URL of the server, e.g. `http://cache:8077`. [default: this user's server "
         "on this host]"
     ),
 ]
@@ -74,6 +76,14 @@ def load_config(**options: Any) -> ClientConfig:
         return ClientConfig.load(**options)
     except ConfigError as error:
         fail(blamed(error, options), status=ExitStatus.USAGE)
+
+
+def open_stash(config: ClientConfig) -> Stash:
+    """The cache as these settings have it; ends the command when a file that they name is wrong."""
+    try:
+        return Stash(config)
+    except ConfigError as error:
+        fail(str(error), status=ExitStatus.USAGE)
 
 
 def blamed(error: ConfigError, options: dict[str, Any]) -> str:

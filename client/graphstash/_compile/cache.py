@@ -65,14 +65,21 @@ class FetchedPack:
     """What is stored under the key of a pack, see `Packs`.
 
     Attributes:
-        payload: None when it is of no use.
+        payload: None when the cache could not give it.
         compile_seconds: what all its compilations had taken.
         source: where it came from.
+        trouble: why there is no payload.
     """
 
     payload: bytes | None
     compile_seconds: float = 0.0
     source: Source = "host"
+    trouble: Reason | None = None
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether something is stored under the key, but of no use."""
+        return self.trouble in _DAMAGED
 
 
 class CompileCache:
@@ -257,17 +264,17 @@ class CompileCache:
         return self.stash.is_on_this_host(key)
 
     def fetch_pack(self, key: ArtifactKey) -> FetchedPack | None:
-        """What is stored under the key of a pack, or None; never raises, and counts no hit."""
+        """What is stored under the key of a pack, None for a miss; never raises, counts no hit."""
         payload = io.BytesIO()
         try:
             fetched = self._fetch(key, payload)
         except CacheError as error:
             self.record_fallback(error)
             self._is_healed(key, error.reason)
-            return FetchedPack(None) if error.reason in _DAMAGED else None
+            return FetchedPack(None, trouble=error.reason)
         except Exception as error:  # noqa: BLE001 - the hook's outermost frame: training goes on
             self.record_fallback(CacheError(Reason.INTERNAL, repr(error)))
-            return None
+            return FetchedPack(None, trouble=Reason.INTERNAL)
         if fetched is None:
             return None
         source = self._source_of(key, fetched)

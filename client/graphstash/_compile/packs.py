@@ -73,8 +73,9 @@ class Packs:
     def __init__(self, cache: CompileCache, name: _Name) -> None:
         self.name = name
         self._cache = cache
-        self._reading = threading.Lock()  # held while the chain is read; guards the next three
+        self._reading = threading.Lock()  # held while the chain is read; guards the next four
         self._is_read = False
+        self._trouble: Reason | None = None  # why the chain could not be read to its end
         self._next = 0  # number of the first pack that was absent
         self._packed: set[ArtifactKey] = set()  # what the packs before it hold
         self._lock = threading.Lock()  # guards the fields below
@@ -91,9 +92,12 @@ class Packs:
             self._read_for(key)
         entry = self._entries.get(key)
         if entry is None and not self.is_alone(key):
-            self._cache.counters.miss(key)
+            if self._trouble is None:
+                self._cache.counters.miss(key)
+            else:
+                self._cache.counters.uncached(key)
             if self._cache.limit is not None:
-                self._cache.limit.check(CompileRequest(key), None)
+                self._cache.limit.check(CompileRequest(key), self._trouble)
             with self._lock:
                 self._begun[key] = monotonic()
         if entry is None or entry.payload is None:
@@ -188,14 +192,16 @@ class Packs:
         while self._next < _MAX_PACKS and (until is None or until not in self._entries):
             key = self.name(self._next).key
             fetched = self._cache.fetch_pack(key)
-            if fetched is None:
+            self._trouble = None if fetched is None else fetched.trouble
+            if fetched is None or fetched.payload is None:
+                if fetched is not None and fetched.is_damaged:
+                    self._next = _MAX_PACKS
                 return False
             try:
-                entries = _unpack(fetched)
+                entries = _unpack(fetched, fetched.payload)
             except ValueError as error:
                 self._next = _MAX_PACKS
-                if fetched.payload is not None:  # else that has been counted
-                    self._cache.record_fallback(CacheError(Reason.CORRUPT, f"{key}: {error}"))
+                self._cache.record_fallback(CacheError(Reason.CORRUPT, f"{key}: {error}"))
                 return False
             self._next += 1
             self._packed |= entries.keys()
@@ -215,13 +221,12 @@ def _pack(entries: Mapping[ArtifactKey, _Entry]) -> bytes:
     return b"".join((struct.pack(">I", len(head)), head, *payloads))
 
 
-def _unpack(pack: FetchedPack) -> dict[ArtifactKey, _Entry]:
+def _unpack(pack: FetchedPack, payload: bytes) -> dict[ArtifactKey, _Entry]:
     """The entries of a pack.
 
     Raises:
         ValueError: it is not one.
     """
-    payload = pack.payload or b""
     entries: dict[ArtifactKey, _Entry] = {}
     try:
         (start,) = struct.unpack_from(">I", payload)

@@ -83,6 +83,12 @@ class ServerClient:
         """Says from now on which job the calls belong to."""
         self._transport.job = job
 
+    def copy_only(self) -> None:
+        """Says from now on that downloads are copies, which count neither as hits nor as misses;
+        servers of earlier releases count them all the same.
+        """
+        self._transport.is_copying = True
+
     @property
     def is_read_only(self) -> bool:
         """Whether this job publishes nothing: by its settings, without a server, or refused."""

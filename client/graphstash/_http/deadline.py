@@ -45,11 +45,22 @@ four layers of Python; larger ones than this leave the processor's cache on the 
 
 
 class Deadline:
-    """A moment after which a call is given up; it can be shortened, but not extended."""
+    """A moment after which a call is given up; it can be shortened, but not extended. What the
+    caller itself pauses in between does not count.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._started = monotonic()
         self._seconds = seconds
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The time of the block does not count."""
+        began = monotonic()
+        try:
+            yield
+        finally:
+            self._started += monotonic() - began
 
     def shorten(self, seconds: float) -> None:
         """Shortens the deadline to some seconds after the beginning of the call."""

@@ -1,6 +1,6 @@
 """Download: an artifact's blob as a file that has the digest which the server announced."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import IO
 
@@ -44,7 +44,8 @@ def download(
         target: a file that gets the bytes; they are worth nothing unless this function returns.
             Whoever reads them does so through this file: its name may lead to another one by then.
         config: limits of size and time.
-        between_chunks: called again and again while bytes come; what it raises ends the download.
+        between_chunks: called again and again while bytes are to come; what it raises ends the
+            download. What it takes does not count against the limits of time.
 
     Raises:
         CacheError: the server cannot say, or its bytes are not what it announced.
@@ -92,20 +93,9 @@ def _download(
         if metadata:
             # A fetch that takes longer than the compilation is not worth waiting for.
             deadline.shorten(max(metadata.compile_seconds, config.first_byte_seconds))
-        hasher = DigestHasher()
-        try:
-            target.seek(0)
-            target.truncate()
-            for chunk in chunks:
-                hasher.update(chunk)
-                target.write(chunk)
-                between_chunks()
-                if hasher.size_bytes > announced.size_bytes:
-                    break
-            target.seek(0)
-        except OSError as error:
-            raise LocalTierError(f"{target.name}: {error}") from error
-    received = hasher.digest()
+        received = _receive(
+            chunks, target, announced.size_bytes, deadline, between_chunks=between_chunks
+        )
     if received != announced:
         if answer.is_redirected:
             transport.takes_redirects = False
@@ -115,6 +105,33 @@ def _download(
             f"received {received} ({received.size_bytes} bytes)",
         )
     return Downloaded(received, metadata)
+
+
+def _receive(
+    chunks: Iterable[bytes],
+    target: IO[bytes],
+    size_bytes: int,
+    deadline: Deadline,
+    *,
+    between_chunks: Callable[[], None],
+) -> Digest:
+    """Writes what comes to `target`, no further than past the announced size; its digest."""
+    hasher = DigestHasher()
+    try:
+        target.seek(0)
+        target.truncate()
+        for chunk in chunks:
+            hasher.update(chunk)
+            target.write(chunk)
+            if hasher.size_bytes > size_bytes:
+                break
+            if hasher.size_bytes < size_bytes:
+                with deadline.paused():
+                    between_chunks()
+        target.seek(0)
+    except OSError as error:
+        raise LocalTierError(f"{target.name}: {error}") from error
+    return hasher.digest()
 
 
 def _announced(answer: Answer) -> tuple[Digest, ArtifactMetadata | None]:

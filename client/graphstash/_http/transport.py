@@ -21,6 +21,7 @@ from graphstash.config import ClientConfig
 from graphstash.errors import BusyError, CacheError, Reason, RefusedError, TransportError
 from graphstash_schema.protocol import (
     HEADER_ACCEPT_REDIRECT,
+    HEADER_COPY,
     HEADER_JOB,
     HEADER_PROTOCOL,
     PROTOCOL_VERSION,
@@ -61,6 +62,7 @@ class Transport:
 
     Attributes:
         job: what the caller is a run of; sent along, so that the server counts by it.
+        is_copying: whether what is downloaded is only copied; told, so that it is no hit.
         takes_redirects: whether downloads may come from where the server says. The first that
             fails there ends this for the process, and says nothing against the server.
     """
@@ -68,6 +70,7 @@ class Transport:
     def __init__(self, config: ClientConfig, *, breaker: CircuitBreaker | None = None) -> None:
         self._config = config
         self.job = config.job
+        self.is_copying = False
         self._breaker = breaker or CircuitBreaker()
         self._credentials = Credentials(config)
         # Loading the system's certificate authorities takes some 20 ms: it is delayed until needed.
@@ -134,6 +137,8 @@ class Transport:
         headers = {"Accept-Encoding": "identity"}  # a proxy must not touch the bytes
         if self.takes_redirects:
             headers[HEADER_ACCEPT_REDIRECT] = "1"
+        if self.is_copying:
+            headers[HEADER_COPY] = "1"
         with self._stream("GET", path, headers=headers, deadline=deadline) as response:
             answer = Answer(response.status_code, response.headers)
             if answer.status < 300:

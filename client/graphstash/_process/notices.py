@@ -8,8 +8,9 @@ from typing import Final
 
 from graphstash.config import ENVIRONMENT_PREFIX, ClientConfig, SignaturePolicy, is_on_this_host
 from graphstash.hooks import AUTOLOAD, HOOKS
+from graphstash_schema.names import printable
 
-__all__ = ["notices", "tell_once", "unknown_hooks", "unknown_variables"]
+__all__ = ["autoload_notice", "notices", "tell_once", "unknown_hooks", "unknown_variables"]
 
 _log = logging.getLogger("graphstash")
 
@@ -19,6 +20,9 @@ _TOLD: Final = "_GRAPHSTASH_TOLD"
 _ALIKE: Final = 0.85
 """Similarity from which a variable is taken for a misspelled setting. The settings of the server
 share the prefix: the most similar pair of the two has 0.8."""
+
+
+_VALUE_CHARACTERS: Final = 40
 
 
 def tell_once(lines: Iterable[str]) -> None:
@@ -54,6 +58,15 @@ def notices(config: ClientConfig, environ: Mapping[str, str]) -> Iterator[str]:
             for variable, nearest in unknown.items()
         )
         yield f"ignored, because jobs have no such settings: {told}"
+
+
+def autoload_notice(value: str) -> str:
+    """What is wrong with a value of the variable that makes compilers load the cache."""
+    told = printable(value, most=_VALUE_CHARACTERS)
+    return (
+        f"{AUTOLOAD}={told} does nothing: set {AUTOLOAD}=1 to start the cache in every process "
+        "that imports torch or JAX, or 0 for no cache"
+    )
 
 
 def unknown_hooks(config: ClientConfig) -> tuple[str, str] | None:

@@ -2,15 +2,18 @@
 
 `graphstash run` usually becomes the command that it starts. Where a job may be ended, it stays and
 waits for the command: a status that a process deep in the job leaves in a file is the one that it
-exits with, whatever torchrun or a shell in between makes of it. Only light modules are imported.
+exits with, whatever torchrun or a shell in between makes of it. Should it be killed, so is the
+command, as where it is the command. Only light modules are imported.
 """
 
+import ctypes
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, NoReturn
@@ -35,6 +38,9 @@ _PATIENCE_SECONDS: Final = 120.0
 _PASSED_ON: Final = frozenset(
     {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
 )
+
+_PR_SET_PDEATHSIG: Final = 1
+"""Of prctl(2): the signal that a process gets when its parent ends."""
 
 _SI_KERNEL: Final = 0x80
 """Of a signal that a terminal sends: the command has got it, too."""
@@ -87,7 +93,7 @@ def supervise(program: str, command: Sequence[str], environment: Mapping[str, st
     with tempfile.TemporaryDirectory(prefix="graphstash-run-") as folder:
         end = Path(folder) / "status"
         environ = {**environment, _FILE_VARIABLE: str(end)}
-        child = os.posix_spawn(program, list(command), environ, setsigmask=before)
+        child = _start(program, command, environ, signal_mask=before)
         status = _wait(child, end)
         if end.exists():
             _end_all(environ[RUN_VARIABLE])
@@ -99,6 +105,36 @@ def supervise(program: str, command: Sequence[str], environment: Mapping[str, st
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
         os.kill(os.getpid(), number)
     os._exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
+
+
+def _start(
+    program: str,
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    signal_mask: Iterable[int],
+) -> int:
+    """Starts a command that does not outlive this process; its number.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    this, prctl = os.getpid(), getattr(ctypes.CDLL(None), "prctl", None)
+
+    def bind() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
+        if prctl is not None:  # Linux
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != this:  # killed before that
+                os._exit(128 + signal.SIGKILL)
+
+    return subprocess.Popen(
+        command,
+        executable=program,
+        env=environ,
+        close_fds=False,  # what it inherits is its own
+        preexec_fn=bind,  # noqa: PLW1509 - there are no other threads
+    ).pid
 
 
 def _wait(child: int, end: Path) -> int:

@@ -7,7 +7,6 @@ this user can use these directories, or they are not used.
 
 import json
 import os
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -15,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from graphstash._artifacts import run_folder
 from graphstash._compile.misses import Miss
 from graphstash._compile.stats import Stats
 from graphstash._process.run_name import is_run
@@ -53,7 +53,8 @@ class ProcessRecord:
 def save(
     config: ClientConfig, stats: Stats, misses: Sequence[Miss], *, run: str, started_at: float
 ) -> None:
-    """Leaves the record of this process of a run; the oldest runs beyond twenty are removed.
+    """Leaves the record of this process of a run; the oldest runs beyond twenty are removed,
+    except those of which a process still lives.
 
     Raises:
         OSError: it cannot be written.
@@ -82,7 +83,7 @@ def save(
         partial.replace(runs / run / f"{os.getpid()}.json")
         for old in _names(runs)[:-_KEPT]:
             if old != run:
-                shutil.rmtree(runs / old, ignore_errors=True)
+                run_folder.remove_unless_held(runs / old)
 
 
 def read_last_run(cache_dir: Path) -> list[ProcessRecord] | None:

@@ -30,6 +30,7 @@ from graphstash.errors import CacheError, ConfigError, Reason
 from graphstash_schema import ManifestName
 
 if TYPE_CHECKING:
+    from graphstash._artifacts.prefetch import Outcome
     from graphstash._artifacts.stash import Stash
     from graphstash._compile.cache import CompileCache
     from graphstash._compile.compile_limit import CompileLimit
@@ -37,7 +38,15 @@ if TYPE_CHECKING:
     from graphstash._tracing import Tracer
     from graphstash_schema import ArtifactKey
 
-__all__ = ["Session", "add_hook", "get_or_compile", "install", "stats", "uninstall"]
+__all__ = [
+    "Session",
+    "add_hook",
+    "begin_for_hook",
+    "get_or_compile",
+    "install",
+    "stats",
+    "uninstall",
+]
 
 _log = logging.getLogger("graphstash")
 
@@ -142,8 +151,6 @@ class Session:
         from graphstash._compile.compile_limit import CompileLimit  # few jobs have one
 
         folder = stash.local.run_folder(self.run)
-        with suppress(OSError):
-            folder.mkdir(mode=0o700, exist_ok=True)
         return CompileLimit(self.config, self._end_job, shared=folder / "compile-seconds")
 
     @property
@@ -177,6 +184,13 @@ class Session:
         # Exit handlers run last in, first out: uploads come before what compilers and hooks undo.
         atexit.unregister(self.close)
         atexit.register(self.close)
+
+    def begin_for_hook(self, name: str) -> None:
+        """Makes the cache while a hook's compiler is imported, which takes long: what is prefetched
+        comes meanwhile.
+        """
+        if name in self.config.hooks and not self._closed:
+            self.cache  # noqa: B018 - making it starts the prefetch
 
     def end_in_child(self) -> None:
         """Stops publishing in a forked child that has no session: its threads stayed behind."""
@@ -296,20 +310,26 @@ class Session:
             # Half of the tier: more would evict what it has just brought.
             limit_bytes=min(self.config.prefetch_limit, self.config.local_limit // 2),
             is_stopped=lambda: self._closed,
-            count=lambda size: self._counters.add(prefetched_bytes=size),
+            done=self._count_prefetched,
         )
         try:
             prefetch.server.name_job(names[0])
             found = (prefetch.server.manifest(name) for name in names)
             manifest = next((each for each in found if each is not None), None)
             if manifest is not None:
-                prefetch.fetch(entry.key for entry in manifest.entries)
+                prefetch.fetch_best(entry.key for entry in manifest.entries)
         except (CacheError, OSError, RuntimeError) as error:  # no thread can be started at the end
             _log.debug("nothing is prefetched: %s", error)
         finally:
             if self._closed:  # a short process before the one that trains
                 stash.release_prefetch(names[0])
             prefetch.close()
+
+    def _count_prefetched(self, _: "ArtifactKey", outcome: "Outcome") -> None:
+        # What does not verify is left to the job, which counts it if it wants it.
+        size_bytes = getattr(outcome, "size_bytes", 0)
+        if size_bytes:
+            self._counters.add(prefetched_bytes=size_bytes)
 
     def _remember(self) -> None:
         """Adds what this process used to the manifests of its job."""
@@ -416,7 +436,7 @@ def install(**settings: Any) -> Session | None:
     session = _session(settings)
     if session is not None:
         known = [name for name in session.config.hooks if name in hooks.HOOKS]
-        hooks.install_when_needed(known, session.add_hook)
+        hooks.install_when_needed(known, session.add_hook, begun=session.begin_for_hook)
     return session
 
 
@@ -425,6 +445,13 @@ def add_hook(name: str) -> None:
     session = _session({})
     if session is not None and name in session.config.hooks:
         session.add_hook(name)
+
+
+def begin_for_hook(name: str) -> None:
+    """Starts the cache if need be; called when the import of a hook's compiler begins."""
+    session = _session({})
+    if session is not None:
+        session.begin_for_hook(name)
 
 
 def uninstall() -> None:

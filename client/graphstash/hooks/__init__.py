@@ -15,11 +15,14 @@ from graphstash.hooks.import_hook import is_imported, when_imported
 if TYPE_CHECKING:
     from graphstash._compile.cache import CompileCache
 
-__all__ = ["AUTOLOAD", "HOOKS", "Hook", "install", "install_when_needed"]
+__all__ = ["AUTOLOAD", "AUTOLOAD_OFF", "HOOKS", "Hook", "install", "install_when_needed"]
 
 AUTOLOAD: Final = "GRAPHSTASH_AUTOLOAD"
 """Variable that is 1 in processes whose compilers get their hooks without a call, as under
 `graphstash run`."""
+
+AUTOLOAD_OFF: Final = ("", "0")
+"""Its other values; any further one is a mistake, which does nothing either."""
 
 HOOKS: Final[Mapping[str, tuple[str, ...]]] = {
     "torch_xla": ("torch_xla",),
@@ -53,12 +56,19 @@ def install(name: str, cache: "CompileCache") -> Hook | None:
     return cast("Hook | None", module.install(cache))
 
 
-def install_when_needed(names: Iterable[str], action: Callable[[str], None]) -> None:
-    """Calls `action(hook name)` now for every imported compiler, for the others on their import."""
+def install_when_needed(
+    names: Iterable[str],
+    action: Callable[[str], None],
+    *,
+    begun: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Calls `action(hook name)` now for every imported compiler, for the others on their import;
+    `begun(hook name)` when that begins.
+    """
     for name in names:
         modules = HOOKS.get(name, ())
         if not modules or any(map(is_imported, modules)):
             action(name)
         else:
             for module in modules:
-                when_imported(module, partial(action, name))
+                when_imported(module, partial(action, name), begun=partial(begun, name))

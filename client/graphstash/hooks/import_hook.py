@@ -19,15 +19,18 @@ def is_imported(module: str) -> bool:
     return module in sys.modules and not _is_being_imported(module)
 
 
-def when_imported(module: str, action: Callable[[], None]) -> None:
+def when_imported(
+    module: str, action: Callable[[], None], *, begun: Callable[[], None] | None = None
+) -> None:
     """Calls `action` once, when `module` has been executed; its exceptions are logged, not raised.
 
     Args:
         module: top-level name of a module that is not imported yet, or is being imported.
         action: called without arguments.
+        begun: likewise, before its execution begins, unless that has begun already.
     """
     if not _is_being_imported(module):
-        sys.meta_path.insert(0, _Finder(module, action))
+        sys.meta_path.insert(0, _Finder(module, action, begun))
     elif type(spec := sys.modules[module].__spec__) in (ModuleSpec, _Ending):
         spec.__class__ = _Ending
         spec.__dict__.setdefault("_actions", []).append(action)
@@ -72,9 +75,12 @@ class _Finder:
     compiler is there before they import it.
     """
 
-    def __init__(self, module: str, action: Callable[[], None]) -> None:
+    def __init__(
+        self, module: str, action: Callable[[], None], begun: Callable[[], None] | None
+    ) -> None:
         self._module = module
         self._action = action
+        self._begun = begun
         self._asking = False
 
     def find_spec(
@@ -91,8 +97,12 @@ class _Finder:
         finally:
             self._asking = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._executed)  # type: ignore[assignment] # a stand-in
+            spec.loader = _Loader(spec.loader, self._executed, self._begin)  # type: ignore[assignment] # a stand-in
         return spec
+
+    def _begin(self) -> None:
+        if self._begun is not None:
+            _carry_out(self._begun)
 
     def _executed(self) -> None:
         with suppress(ValueError):
@@ -103,9 +113,12 @@ class _Finder:
 class _Loader:
     """Stands in for the real loader until the module has been executed."""
 
-    def __init__(self, loader: Any, executed: Callable[[], None]) -> None:
+    def __init__(
+        self, loader: Any, executed: Callable[[], None], begin: Callable[[], None]
+    ) -> None:
         self._loader = loader
         self._executed = executed
+        self._begin = begin
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -118,5 +131,6 @@ class _Loader:
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
+        self._begin()
         self._loader.exec_module(module)
         self._executed()

@@ -18,6 +18,7 @@ from graphstash_schema import (
 from graphstash_schema.protocol import (
     API_PREFIX,
     HEADER_ACCEPT_REDIRECT,
+    HEADER_COPY,
     HEADER_JOB,
     HEADER_METADATA,
     MAX_LOOKUP_KEYS,
@@ -74,12 +75,16 @@ def _absent_there(request: Request) -> ServerError:
     refuses=[ErrorCode.RANGE_NOT_SATISFIABLE],
 )
 async def get_artifact(call: NamespaceCall) -> Response:
-    """Serves an artifact. Changes nothing but the usage counters."""
+    """Serves an artifact. Changes nothing but the usage counters, and of those only the bytes for
+    a copy (`Graphstash-Copy: 1`).
+    """
     context, policy, asked = call.context, call.policy, call.request.headers
     key, job = key_of(call.request), job_named(asked.get(HEADER_JOB))
+    is_use = asked.get(HEADER_COPY) != "1"
     if takes_link(context.settings, asked) and (linked := await context.artifacts.link(key)):
         row, url = linked
-        context.accounting.count_hit(key, saved_seconds=row.compile_seconds, job=job)
+        if is_use:
+            context.accounting.count_hit(key, saved_seconds=row.compile_seconds, job=job)
         sent = {
             **shared_headers(row, changing=changes(policy)),
             "Location": url,
@@ -88,7 +93,8 @@ async def get_artifact(call: NamespaceCall) -> Response:
         return Response(status_code=307, headers=sent)  # not to be cached: the link expires
     artifact = await context.artifacts.open(key)
     if artifact is None:
-        context.accounting.count_miss(key, job=job)
+        if is_use:
+            context.accounting.count_miss(key, job=job)
         raise absent(key)
     try:
         answer = representation_of(
@@ -97,8 +103,9 @@ async def get_artifact(call: NamespaceCall) -> Response:
     except BaseException:
         await artifact.reader.close()
         raise
-    saved_seconds = artifact.row.compile_seconds
-    context.accounting.count_answer(key, answer.served, saved_seconds=saved_seconds, job=job)
+    if is_use:
+        saved_seconds = artifact.row.compile_seconds
+        context.accounting.count_answer(key, answer.served, saved_seconds=saved_seconds, job=job)
     if answer.served is None:
         await artifact.reader.close()
         return Response(status_code=answer.status, headers=answer.headers)

@@ -53,7 +53,7 @@ def test_the_last_number_of_a_bound_is_compared_as_a_number(version, is_refused)
 
 
 @pytest.mark.parametrize(
-    ("value", "state"), [("1", State.WARN), ("true", State.WARN), ("", State.OK)]
+    ("value", "state"), [("1", State.WARN), ("true", State.WARN), ("0", State.OK), ("", State.OK)]
 )
 def test_how_the_cache_gets_into_a_job_is_told(installed, value, state):
     installed(jax="0.10.2")

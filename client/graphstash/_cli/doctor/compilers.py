@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from graphstash._cli.doctor.findings import Finding, fail, ok, skipped, warn
+from graphstash._process.notices import autoload_notice
 from graphstash.config import ENVIRONMENT_PREFIX, ClientConfig
-from graphstash.hooks import AUTOLOAD, HOOKS
+from graphstash.hooks import AUTOLOAD, AUTOLOAD_OFF, HOOKS
 from graphstash.hooks.versions import TRIED, TriedVersions
 
 __all__ = ["check_compilers", "probe_hooks"]
@@ -143,12 +144,13 @@ def _plugin_names() -> list[str]:
 
 
 def _start(environ: Mapping[str, str]) -> Finding:
-    value = environ.get(AUTOLOAD)
+    value = environ.get(AUTOLOAD, "")
     by_hand = "`graphstash run -- <command>`, or call graphstash.install() in the script"
-    if not value:
+    if value in AUTOLOAD_OFF:
         return ok("start", f"start jobs with {by_hand}")
     if value != "1":
-        return warn("start", f"{AUTOLOAD}={value!r} does nothing", f"set {AUTOLOAD}=1, or unset it")
+        found, _, advice = autoload_notice(value).partition(": ")
+        return warn("start", found, advice)
     has_points = any(
         point.dist is not None and point.dist.name == "graphstash"
         for point in metadata.entry_points(group="jax_plugins")

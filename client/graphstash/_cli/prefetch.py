@@ -1,0 +1,110 @@
+"""`graphstash prefetch`: what the next run of a job may need is on this host before it starts."""
+
+from collections.abc import Mapping
+from contextlib import closing
+from typing import Annotated
+
+import typer
+
+from graphstash._artifacts.prefetch import Outcome, Prefetch
+from graphstash._artifacts.stash import Fetched
+from graphstash._cli.output import (
+    Json,
+    NamespaceOption,
+    Url,
+    count_progress,
+    err,
+    fail,
+    fail_for,
+    format_bytes,
+    load_config,
+    open_stash,
+    print_json,
+    say,
+)
+from graphstash.config import ClientConfig
+from graphstash.errors import CacheError, Reason, VerificationError
+from graphstash_schema import ArtifactKey, InvalidValueError, ManifestName
+from graphstash_schema.exit_status import ExitStatus
+
+__all__ = ["prefetch"]
+
+
+def prefetch(
+    job: Annotated[str, typer.Argument(help="The job's name, as given to `graphstash run --job`.")],
+    *,
+    url: Url = None,
+    namespace: NamespaceOption = None,
+    as_json: Json = False,
+) -> None:
+    """Download the artifacts that earlier runs of a job used.
+
+    They are in this host's local tier when the job starts.
+    """
+    try:
+        name = ManifestName(job)
+    except InvalidValueError as error:
+        fail(str(error), status=ExitStatus.USAGE)
+    config = load_config(url=url, namespace=namespace, job=job)
+    try:
+        outcomes = _fetched(config, name)
+    except CacheError as error:
+        fail_for(error)
+    fetched = [
+        each for each in outcomes.values() if isinstance(each, Fetched) and each.source == "remote"
+    ]
+    missing = [key for key, each in outcomes.items() if each is None]
+    rejected = {key: each for key, each in outcomes.items() if isinstance(each, VerificationError)}
+    size_bytes = sum(each.size_bytes for each in fetched)
+    told = {
+        "job": job,
+        "namespace": config.namespace,
+        "fetched": len(fetched),
+        "fetched_bytes": size_bytes,
+        "present": len(outcomes) - len(fetched) - len(missing) - len(rejected),
+        "missing": list(map(str, missing)),
+        "rejected": [{"key": str(key), "error": str(error)} for key, error in rejected.items()],
+    }
+    if as_json:
+        print_json(told)
+        return
+    say(
+        f"{len(fetched)} fetched ({format_bytes(size_bytes)}), {told['present']} already here, "
+        f"{len(missing)} no longer on the server"
+        + (f", {len(rejected)} rejected" if rejected else "")
+    )
+
+
+def _fetched(config: ClientConfig, job: ManifestName) -> Mapping[ArtifactKey, Outcome]:
+    """What became of each artifact, in the order of the manifest.
+
+    Raises:
+        CacheError: the server cannot be asked for all of them.
+    """
+    outcomes: dict[ArtifactKey, Outcome] = {}
+    failures: list[CacheError] = []
+    with open_stash(config) as stash, count_progress() as progress:
+        task = progress.add_task("artifacts", total=None)
+
+        def done(key: ArtifactKey, outcome: Outcome) -> None:
+            outcomes[key] = outcome
+            progress.advance(task)
+            if isinstance(outcome, VerificationError):  # the others may be sound
+                err.print(f"rejected: {outcome}", markup=False, soft_wrap=True)
+            elif isinstance(outcome, CacheError):
+                failures.append(outcome)
+
+        with closing(Prefetch(stash, is_stopped=lambda: bool(failures), done=done)) as prefetch:
+            manifest = prefetch.server.manifest(job)
+            if manifest is None:
+                fail(
+                    f"no artifacts are remembered for job {job!r} in namespace {config.namespace!r}"
+                )
+            keys = [entry.key for entry in manifest.entries]
+            progress.update(task, total=len(keys))
+            prefetch.fetch(keys)
+    if failures:
+        raise failures[0]
+    if left := len(keys) - len(outcomes):
+        raise CacheError(Reason.INTERNAL, f"{left} of {len(keys)} artifacts were not downloaded")
+    return {key: outcomes[key] for key in keys}

@@ -1,0 +1,100 @@
+"""Which records of runs stay on a host."""
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from graphstash._compile.stats import Stats
+from graphstash._process import run_record
+from graphstash._process.run_name import RUN_VARIABLE
+from support.waiting import until
+
+KEPT = 20
+
+JOB = """
+import os, sys
+import graphstash
+from graphstash_schema import ArtifactKey
+
+session = graphstash.install(url="none")
+graphstash.get_or_compile(ArtifactKey.parse("schedule", "cpu", "0" * 64), lambda: b"x")
+if "fork" in sys.argv and os.fork():
+    os._exit(0)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def name(number):
+    return f"{number:020d}-1"
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a process of a run, which lives until its input ends."""
+    started = []
+
+    def start(run, *arguments):
+        environment = os.environ | {RUN_VARIABLE: run, "GRAPHSTASH_CACHE_DIR": str(tmp_path / "a")}
+        process = subprocess.Popen(
+            [sys.executable, "-c", JOB, *arguments],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        with process:
+            pass
+
+
+@pytest.fixture
+def save(config):
+    """Leaves the record of another run, as a process does when it ends."""
+
+    def save(run):
+        run_record.save(config("a"), Stats(), [], run=run, started_at=time.time())
+
+    return save
+
+
+def runs(tmp_path):
+    return sorted(each.name for each in (tmp_path / "a" / "records").iterdir())
+
+
+def test_the_folder_of_a_run_stays_while_one_of_its_processes_lives(start, save, tmp_path):
+    process = start(name(1))
+    for number in range(2, KEPT + 4):
+        save(name(number))
+    assert runs(tmp_path) == [name(1), *(name(number) for number in range(4, KEPT + 4))]
+
+    process.kill()  # it cannot let go by itself
+    process.wait()
+    save(name(KEPT + 4))
+    assert runs(tmp_path) == [name(number) for number in range(5, KEPT + 5)]
+
+
+def test_it_stays_for_a_child_that_outlives_its_parent(start, save, tmp_path):
+    parent = start(name(1), "fork")
+    parent.wait()
+    for number in range(2, KEPT + 2):
+        save(name(number))
+    assert name(1) in runs(tmp_path)
+    parent.stdin.close()  # the child reads the same pipe
+    numbers = itertools.count(KEPT + 2)
+
+    def is_removed():
+        save(name(next(numbers)))
+        return name(1) not in runs(tmp_path)
+
+    until(is_removed)
