@@ -130,8 +130,8 @@ class Incoming:
         Raises:
             LengthMismatchError: when there are more than the digest says.
         """
-        # One after the other: to hash all of a mebibyte before all of it is written takes half as
-        # much CPU time again, for it has left the processor's cache by then.
+        # One after the other: to hash all of a mebibyte before all of it was written took a third
+        # more CPU time (docs/benchmarks.md), perhaps as it had left the processor's cache by then.
         for chunk in chunks:
             self._hasher.update(chunk)
             if self._hasher.size_bytes > self._announced.size_bytes:
