@@ -161,6 +161,14 @@ class Connection(HttpToolsProtocol):
         self._is_in_head = False
         self._unset_head_timer()
 
+    def on_body(self, body: bytes) -> None:
+        """A piece of a body. The first that waits is passed on as it is: uvicorn would copy it into
+        a `bytearray` and out again, and an upload is copied often enough.
+        """
+        if not self.cycle.body:
+            self.cycle.body = b""  # type: ignore[assignment] # it only adds to it and reads it
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         """A request has arrived."""
         self._is_in_body = False

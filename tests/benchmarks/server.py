@@ -19,6 +19,7 @@ import statistics
 import tempfile
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from benchmarks.figures import Figures, options, progress
@@ -48,6 +49,7 @@ HOT = (
 )
 COLD = 2048  # artifacts, twice as many as a server keeps rows of; asked for by turns
 WRITERS = (1, 16)
+PUTS = (("4 KiB", 4 * KIB), ("1 MiB", MIB))
 WAITERS = (1, 16, 256)
 LOOKUP_KEYS = 1000
 CPU = "CPU time per request, ms"
@@ -63,6 +65,7 @@ def main():
         extra=[
             ("seconds", 2, "length of one measurement"),
             ("postgresql", 0, "1 for both releases on PostgreSQL, without peers"),
+            ("puts", 0, "1 for PUTs alone, of both releases, without peers"),
         ],
     )
     figures = Figures("server", {"rounds": settings.rounds, "seconds": settings.seconds})
@@ -76,7 +79,7 @@ def main():
     )
     Path("build").mkdir(exist_ok=True)
     kinds = [Graphstash, ReleaseBefore]
-    for peer in () if settings.postgresql else PEERS:
+    for peer in () if settings.postgresql or settings.puts else PEERS:
         if how := peer.missing():
             figures.note(f"{peer.name} is not installed: {how}")
         else:
@@ -85,13 +88,18 @@ def main():
         directory = Path(name)
         postgres = stack.enter_context(Postgres()) if settings.postgresql else None
         targets = [start(stack, kind, directory, postgres) for kind in kinds]
-        publish(targets)
+        if not settings.puts:
+            publish(targets)
         with progress() as bar:
             task = bar.add_task("server", total=settings.rounds * len(targets))
-            for _ in range(settings.rounds):
-                for target in targets:
+            for number in range(settings.rounds):
+                turn = number % len(targets)  # or one would always be the first after the disk
+                for target in targets[turn:] + targets[:turn]:
                     bar.update(task, description=target.name, advance=1)
-                    measure(figures, target, settings.seconds)
+                    if settings.puts:
+                        measure_puts(figures, target, settings.seconds)
+                    else:
+                        measure(figures, target, settings.seconds)
                 measure_disk(figures, directory / "alone", settings.seconds)
                 os.sync()  # or the writing back of these would slow the next round's first target
     figures.write(settings.output)
@@ -125,15 +133,7 @@ def cold(number):
 def measure(figures, target, seconds):
     """One round of one target."""
 
-    def count(label, work, *, answer_bytes=None, **more):
-        cpu = cpu_seconds(target.pid)
-        load = work(seconds=seconds, **more)
-        cpu = cpu_seconds(target.pid) - cpu
-        # Of large answers, the parts count that had come when the time was over.
-        answers = load.received_bytes / answer_bytes if answer_bytes else load.requests
-        figures.add(CPU, label, target.name, cpu / answers * 1e3)
-        figures.add(RATE, label, target.name, answers / load.seconds)
-
+    count = partial(measure_one, figures, target, seconds=seconds)
     for label, name, size, connections in HOT:
         large = size if size > MIB else None
         count(label, target.get, names=[name], connections=connections, answer_bytes=large)
@@ -143,15 +143,31 @@ def measure(figures, target, seconds):
     count("HEAD", target.head, name="4KiB", connections=16)
     figures.add(TIMES, "memory after reading, MiB", target.name, resident_bytes(target.pid) / MIB)
     if not isinstance(target, Nginx):
-        base = base_of(MIB)
-        for writers in WRITERS:
-            count(
-                f"PUT 1 MiB, {writers} at once", putting, target=target, base=base, writers=writers
-            )
+        measure_puts(figures, target, seconds)
     if isinstance(target, Graphstash):
         count("lookup of 1,000 keys", looking_up, target=target)
         for waiters in WAITERS:
             measure_waiters(figures, target, waiters)
+
+
+def measure_one(figures, target, label, work, /, *, seconds, answer_bytes=None, **more):
+    """What one kind of request costs a target, and how many it answers."""
+    cpu = cpu_seconds(target.pid)
+    load = work(seconds=seconds, **more)
+    cpu = cpu_seconds(target.pid) - cpu
+    # Of large answers, the parts count that had come when the time was over.
+    answers = load.received_bytes / answer_bytes if answer_bytes else load.requests
+    figures.add(CPU, label, target.name, cpu / answers * 1e3)
+    figures.add(RATE, label, target.name, answers / load.seconds)
+
+
+def measure_puts(figures, target, seconds):
+    """Bodies that nobody has sent yet, from one writer and from many."""
+    for name, size in PUTS:
+        for writers in WRITERS:
+            label = f"PUT {name}, {writers} at once"
+            more = {"target": target, "base": base_of(size), "writers": writers}
+            measure_one(figures, target, label, putting, seconds=seconds, **more)
 
 
 def putting(*, target, base, writers, seconds):
@@ -248,9 +264,8 @@ class Caller:
 def measure_disk(figures, directory, seconds):
     """The same writes as a disk store must make, with nothing around them."""
     directory.mkdir(exist_ok=True)
-    base = base_of(MIB)
 
-    def write(_connection):
+    def write(base, _connection):
         parts, digest = unique_body(base)
         partial = directory / f"{digest.hexdigest()}.part"
         with partial.open("wb") as file:
@@ -263,9 +278,10 @@ def measure_disk(figures, directory, seconds):
         os.close(folder)
         return 0
 
-    for writers in WRITERS:
-        load = many(0, writers, seconds, write)
-        figures.add(RATE, f"PUT 1 MiB, {writers} at once", "disk alone", load.per_second)
+    for name, size in PUTS:
+        for writers in WRITERS:
+            load = many(0, writers, seconds, partial(write, base_of(size)))
+            figures.add(RATE, f"PUT {name}, {writers} at once", "disk alone", load.per_second)
     for path in directory.iterdir():
         path.unlink()
 

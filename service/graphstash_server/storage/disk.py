@@ -21,6 +21,7 @@ from graphstash_server.errors import NoSpaceError, ServerError
 from graphstash_server.storage.base import BlobReader
 from graphstash_server.storage.files import FileReader, open_cached, open_file, read_cached
 from graphstash_server.storage.upload import (
+    DirectorySyncs,
     DiskUpload,
     SpaceGuard,
     feed,
@@ -57,12 +58,13 @@ class DiskBlobStore:
         sync_directory(directory)
         remove_abandoned(self._temporary)
         self._space = SpaceGuard(directory, min_free_bytes=min_free_bytes)
+        self._syncs = DirectorySyncs()
         self._readers = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="blob-read")
         self._writers = ThreadPoolExecutor(_WRITE_THREADS, thread_name_prefix="blob-write")
 
     async def put(self, digest: Digest, chunks: AsyncIterator[bytes]) -> None:
         """Stores the bytes, see `BlobStore.put`."""
-        upload = DiskUpload(digest, directory=self._temporary, space=self._space)
+        upload = DiskUpload(digest, directory=self._temporary, space=self._space, syncs=self._syncs)
         try:
             rest = await feed(chunks, lambda taken: self._write(partial(upload.write, taken)))
             await self._write(partial(upload.commit, rest, destination=self._path(digest)))
@@ -71,7 +73,11 @@ class DiskBlobStore:
             raise
 
     async def full(self, size_bytes: int) -> NoSpaceError | None:
-        """Asks the file system, see `BlobStore.full`."""
+        """Asks the file system, see `BlobStore.full`; not where it had plenty of room a moment ago,
+        for every write asks again.
+        """
+        if self._space.is_ample(size_bytes):
+            return None
         try:
             await self._write(partial(self._space.check, size_bytes))
         except NoSpaceError as error:
@@ -95,7 +101,10 @@ class DiskBlobStore:
         return None if fd is None else FileReader(fd, name, self._readers)
 
     async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:  # noqa: ARG002
-        """The size of the file, see `BlobStore.stat`."""
+        """The size of the file, see `BlobStore.stat`; without a thread where `open` needs none."""
+        if (file := self.open_now(digest)) is not None:
+            file.close_now()
+            return file.size_bytes
         return await self._read(lambda: self._present(_size(self._path(digest))))
 
     async def delete(self, digest: Digest, *, generation: int = 0) -> None:  # noqa: ARG002

@@ -2,7 +2,8 @@
 
 The methods block and run in threads. A file in the blob store is made in an order that makes a
 crash harmless: temporary name, hash while writing, compare, fsync, rename, fsync the
-directory. Under its final name a blob is whole and durable, or not there.
+directory. Under its final name a blob is whole and durable, or not there. Files that get their
+names in one directory at the same time share its fsync (`DirectorySyncs`).
 """
 
 import contextlib
@@ -13,16 +14,20 @@ import os
 import secrets
 import tempfile
 import threading
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from time import monotonic
+from typing import BinaryIO, Final
 
 from graphstash_schema import Digest, DigestHasher
 from graphstash_server.errors import DigestMismatchError, LengthMismatchError, NoSpaceError
 from graphstash_server.storage.base import CHUNK_BYTES
 
 __all__ = [
+    "DirectorySyncs",
     "DiskUpload",
     "Incoming",
     "SpaceGuard",
@@ -51,6 +56,12 @@ def no_space_refused() -> Iterator[None]:
         ) from error
 
 
+_AMPLE_BYTES: Final = 1024**3
+"""More than uploads write to a disk within `_AMPLE_SECONDS`."""
+
+_AMPLE_SECONDS: Final = 1.0
+
+
 class SpaceGuard:
     """Keeps some of a disk free.
 
@@ -65,6 +76,12 @@ class SpaceGuard:
         # Guards _reserved_bytes; held for arithmetic and one statvfs, never while writing.
         self._lock = threading.Lock()
         self._reserved_bytes = 0
+        self._seen = (0, 0.0)  # the room at the last look, and until when it counts
+
+    def is_ample(self, size_bytes: int) -> bool:
+        """Whether there was room for these bytes and many more a moment ago; does not block."""
+        room, until = self._seen
+        return size_bytes + _AMPLE_BYTES <= room and monotonic() < until
 
     def check(self, size_bytes: int) -> None:
         """Refuses bytes for which there is no room now.
@@ -89,6 +106,7 @@ class SpaceGuard:
     def _check(self, size_bytes: int) -> None:
         disk = os.statvfs(self._directory)
         room = disk.f_bavail * disk.f_frsize - self._reserved_bytes - self._min_free_bytes
+        self._seen = (room, monotonic() + _AMPLE_SECONDS)
         if size_bytes > room:
             raise NoSpaceError(
                 f"{size_bytes} bytes are to be stored and the disk has room for {max(room, 0)}, "
@@ -112,6 +130,8 @@ class Incoming:
         Raises:
             LengthMismatchError: when there are more than the digest says.
         """
+        # One after the other: to hash all of a mebibyte before all of it was written took a third
+        # more CPU time (docs/benchmarks.md), perhaps as it had left the processor's cache by then.
         for chunk in chunks:
             self._hasher.update(chunk)
             if self._hasher.size_bytes > self._announced.size_bytes:
@@ -165,10 +185,13 @@ class DiskUpload:
     another one, tells by the lock a live upload from one that a crash left behind.
     """
 
-    def __init__(self, digest: Digest, *, directory: Path, space: SpaceGuard) -> None:
+    def __init__(
+        self, digest: Digest, *, directory: Path, space: SpaceGuard, syncs: "DirectorySyncs"
+    ) -> None:
         """Makes no file yet: the first bytes do, in the thread that writes them."""
         self._directory = directory
         self._space = space
+        self._syncs = syncs
         self._incoming = Incoming(digest)
         # Guards the file: an upload that is cancelled is aborted while a thread may still write.
         self._lock = threading.Lock()
@@ -204,7 +227,7 @@ class DiskUpload:
                 destination.parent.mkdir(exist_ok=True)
                 sync_directory(destination.parent.parent)
                 self._path.rename(destination)
-            sync_directory(destination.parent)
+            self._syncs.sync(destination.parent)
             self._close()
 
     def abort(self) -> None:
@@ -228,6 +251,45 @@ def sync_directory(directory: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+class DirectorySyncs:
+    """Fsyncs of directories, each for all threads that wait for it.
+
+    While a directory is synced, those who give names to further files in it gather for the next
+    sync. One that has begun is not joined: it may have missed a name. Who is alone waits for
+    nobody.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards _gathering; held for a moment
+        self._gathering: dict[Path, Future[None]] = {}
+        # One sync of a directory at a time; its thread takes `_lock` under it.
+        self._turns: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
+
+    def sync(self, directory: Path) -> None:
+        """Returns when every name that was given in a directory before this call is durable.
+
+        Raises:
+            OSError: when the disk fails; to everybody who waits for the same sync.
+        """
+        with self._lock:
+            gathered = self._gathering.get(directory)
+            if gathered is None:
+                mine = self._gathering[directory] = Future()
+                turn = self._turns[directory]
+        if gathered is not None:
+            gathered.result()
+            return
+        with turn:
+            with self._lock:
+                del self._gathering[directory]
+            try:
+                sync_directory(directory)
+            except BaseException as error:
+                mine.set_exception(error)
+                raise
+        mine.set_result(None)
 
 
 def remove_abandoned(directory: Path) -> int:

@@ -8,6 +8,7 @@ no other.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -150,10 +151,7 @@ class CommitBatcher:
     async def _answer(self, batch: "Sequence[_Waiting]") -> "list[_Waiting]":
         """Returns those that have to be tried again."""
         again = []
-        try:
-            outcomes = await self._commit_all([upload for upload, _ in batch])
-        except Exception as error:  # noqa: BLE001 - see above
-            outcomes = [error] * len(batch)
+        outcomes = await self._outcomes([upload for upload, _ in batch])
         for (upload, future), outcome in zip(batch, outcomes, strict=True):
             if future.done():
                 continue  # its caller was cancelled
@@ -165,79 +163,134 @@ class CommitBatcher:
                 future.set_result(outcome)
         return again
 
+    async def _outcomes(self, uploads: Sequence[Upload]) -> list[_Outcome]:
+        """When nobody knows why the database refused a transaction, one of its uploads may be the
+        reason; the others must not fail with it, so each gets a transaction of its own.
+        """
+        try:
+            return await self._commit_all(uploads)
+        except ServerError as error:  # of the database itself
+            return [error] * len(uploads)
+        except Exception as error:  # noqa: BLE001 - see `_commit_waiting`
+            if len(uploads) == 1:
+                return [error]
+            _LOGGER.warning("a batch of %d uploads failed, trying each alone", len(uploads))
+            return [(await self._outcomes([upload]))[0] for upload in uploads]
+
     async def _commit_all(self, uploads: Sequence[Upload]) -> list[_Outcome]:
         """One transaction of one namespace; an error of a single upload is its own outcome.
 
-        Its two steps stand on either side of the question whether the store has the blobs.
+        It asks the store for the blobs when it has locked them. Where that takes no waiting the
+        transaction is one step, otherwise the question stands between two.
         """
-        digests = [upload.digest for upload in uploads]
+        if self._are_there_now(uploads[:1]):  # or this kind of store has to be asked
+            with suppress(_UnknownError):
+                async with self._database.writing_in_steps() as steps:
+                    return await steps.run(partial(self._commit_now, uploads), is_last=True)
         async with self._database.writing_in_steps() as steps:
-            batch = await steps.run(partial(_lock, uploads=uploads))
-            for digest, generation in batch.generations.items():
-                self._blobs.use_generation(Digest(digest, 0), generation)
+            locked = await steps.run(partial(self._lock_to_look, uploads))
             sizes = await asyncio.gather(
-                *(self._blobs.stat(digest, is_newest=True) for digest in digests)
+                *(self._blobs.stat(upload.digest, is_newest=True) for upload in uploads)
             )
             are_there = [
-                size_bytes == digest.size_bytes and digest.sha256 not in batch.doomed
-                for digest, size_bytes in zip(digests, sizes, strict=True)
+                size_bytes == upload.digest.size_bytes
+                for upload, size_bytes in zip(uploads, sizes, strict=True)
             ]
             return await steps.run(
-                partial(
-                    _store_all,
-                    uploads=uploads,
-                    are_there=are_there,
-                    locked=batch.locked,
-                    now=self._clock(),
-                ),
-                is_last=True,
+                partial(self._commit_after_look, uploads, are_there, locked), is_last=True
             )
+
+    def _are_there_now(self, uploads: Sequence[Upload]) -> bool:
+        """Whether every blob is there; False also where that would have to be waited for."""
+        for upload in uploads:
+            file = self._blobs.open_now(upload.digest)
+            if file is None:
+                return False
+            file.close_now()
+            if file.size_bytes != upload.digest.size_bytes:
+                return False
+        return True
+
+    async def _commit_now(
+        self, uploads: Sequence[Upload], connection: Transaction
+    ) -> list[_Outcome]:
+        """The whole transaction.
+
+        Raises:
+            _UnknownError: the store has to be waited for; nothing was changed.
+        """
+        locked = await _lock(connection, uploads)
+        if not self._are_there_now(uploads):
+            raise _UnknownError
+        are_there = [True] * len(uploads)
+        return await _store_all(connection, uploads, are_there, locked, now=self._clock())
+
+    async def _lock_to_look(self, uploads: Sequence[Upload], connection: Transaction) -> "_Locked":
+        """The first of two steps; nothing is changed yet."""
+        locked = await _lock(connection, uploads)
+        for digest, generation in locked.generations.items():
+            self._blobs.use_generation(Digest(digest, 0), generation)
+        await pause(connection, seconds=_LOOK_SECONDS)
+        return locked
+
+    async def _commit_after_look(
+        self,
+        uploads: Sequence[Upload],
+        are_there: Sequence[bool],
+        locked: "_Locked",
+        connection: Transaction,
+    ) -> list[_Outcome]:
+        """The second step."""
+        await end_pause(connection)
+        return await _store_all(connection, uploads, are_there, locked, now=self._clock())
+
+
+class _UnknownError(Exception):
+    """The store could not say at once whether it has a blob."""
 
 
 class _Locked(NamedTuple):
     """What a transaction has locked, and what it saw of it then.
 
     Attributes:
-        locked: the blobs that are uploaded, and those that they will replace.
+        blobs: those that are uploaded, and those that they will replace.
         doomed: the SHA-256 of those that some server is deleting.
         generations: of their names in the store, by SHA-256.
     """
 
-    locked: Collection[Digest]
+    blobs: Collection[Digest]
     doomed: Collection[str]
     generations: Mapping[str, int]
 
 
-async def _lock(connection: Transaction, *, uploads: Sequence[Upload]) -> _Locked:
-    """The first step; nothing is changed yet."""
+async def _lock(connection: Transaction, uploads: Sequence[Upload]) -> _Locked:
+    """Changes nothing yet."""
     digests = [upload.digest for upload in uploads]
     # All locks at once: two transactions that take them in two steps could wait for each other.
-    locked = {*digests, *await _in_the_way(connection, uploads)}
-    await share_blobs(connection, list(locked))
+    blobs = {*digests, *await _in_the_way(connection, uploads)}
+    await share_blobs(connection, list(blobs))
     doomed = await doomed_digests(connection, digests)
     # After them: what ends such a deletion counts the generation up at the same time.
     generations = await find_generations(connection, digests)
-    await pause(connection, seconds=_LOOK_SECONDS)
-    return _Locked(locked, doomed, generations)
+    return _Locked(blobs, doomed, generations)
 
 
 async def _store_all(
     connection: Transaction,
-    *,
     uploads: Sequence[Upload],
     are_there: Sequence[bool],
-    locked: Collection[Digest],
+    locked: _Locked,
+    *,
     now: datetime,
 ) -> list[_Outcome]:
-    """The second step: stores the artifacts whose blobs are there."""
-    await end_pause(connection)
+    """Stores the artifacts whose blobs are there and stay."""
     change = UsageChange()
     stored: list[tuple[Upload, ArtifactRow | None]] = []
     outcomes: list[_Outcome] = []
     for upload, is_there in zip(uploads, are_there, strict=True):
         outcome: _Outcome = _deleted_meanwhile()
-        if is_there:
-            outcome = await _store(connection, upload, now, locked=locked)
+        if is_there and upload.digest.sha256 not in locked.doomed:
+            outcome = await _store(connection, upload, now, locked=locked.blobs)
         if isinstance(outcome, Commit) and outcome.stays is None:
             stored.append((upload, outcome.replaced))
             change = change.plus(_change(upload, outcome.replaced))

@@ -1,0 +1,278 @@
+"""Uploads that share a transaction or an fsync: each has its own result, and none is lost."""
+
+import asyncio
+import itertools
+import os
+import signal
+import sys
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from graphstash_schema import Digest, ErrorCode, NamespacePolicy
+from graphstash_server.context import open_services, prepare_database
+from graphstash_server.errors import ServerError
+from graphstash_server.settings import load_settings
+from graphstash_server.storage import upload as storage_upload
+from graphstash_server.storage.disk import DiskBlobStore
+from graphstash_server.storage.upload import DirectorySyncs
+from graphstash_server.testing import MemoryBlobStore, ServerProcess, as_chunks
+from support.services import FakeClock, ServiceClient, key_of, upload_of
+from support.statements import recorded
+from support.waiting import until
+
+pytestmark = [pytest.mark.sql, pytest.mark.anyio]
+
+ONCE = NamespacePolicy()
+
+KILLED = """
+import os, signal
+from graphstash_server.services.artifacts.uploads import CommitBatcher
+from graphstash_server.services.artifacts import uploads as module
+
+committed = 0
+commit_all, store_all = CommitBatcher._commit_all, module._store_all
+
+def kill_in(uploads):
+    if committed > 20 and len(uploads) > 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+async def store(connection, uploads, *more, **named):
+    outcomes = await store_all(connection, uploads, *more, **named)
+    {before_commit}
+    return outcomes
+
+async def commit(batcher, uploads):
+    global committed
+    outcomes = await commit_all(batcher, uploads)
+    {after_commit}
+    committed += len(uploads)
+    return outcomes
+
+module._store_all, CommitBatcher._commit_all = store, commit
+from graphstash_server.__main__ import main
+main()
+"""
+
+
+@pytest.fixture(params=["disk", "memory"])
+def served(request, tmp_path, database_url):
+    """The services on a store whose blobs are there at once, and on one that has to be asked."""
+
+    @asynccontextmanager
+    async def opened():
+        settings = load_settings(data_dir=tmp_path, database_url=database_url, min_free_bytes=0)
+        await prepare_database(settings, is_migrating=True)
+        blobs = MemoryBlobStore() if request.param == "memory" else None
+        async with open_services(settings, blob_store=blobs, clock=FakeClock()) as context:
+            yield ServiceClient(context)
+
+    return opened
+
+
+async def commit_together(server, *uploads):
+    """What becomes of uploads whose blobs are there, if they wait at the same moment."""
+    committer = server.context.uploads._committer
+    return await asyncio.gather(*map(committer.commit, uploads), return_exceptions=True)
+
+
+async def stored(server, number, blob, **terms):
+    """An upload of which only the commit is missing."""
+    upload = upload_of(key_of(number), blob, policy=ONCE, **terms)
+    await server.context.uploads._blobs.put(upload.digest, as_chunks(blob))
+    return upload
+
+
+async def test_uploads_that_wait_together_share_a_transaction_and_have_their_own_results(served):
+    async with served() as server:
+        await server.put(b"the first", 0, policy=ONCE)
+        other = await stored(server, 0, b"another")
+        lost = await stored(server, 1, b"lost")
+        good = [await stored(server, number, b"%d" % number) for number in range(2, 5)]
+        await server.context.uploads._blobs.delete(lost.digest)
+
+        with recorded("INTO audit") as logged:
+            conflict, gone, *commits = await commit_together(server, other, lost, *good)
+
+        assert conflict.stays == Digest.of(b"the first")
+        assert isinstance(gone, ServerError)
+        assert gone.code is ErrorCode.UNAVAILABLE
+        assert [commit.stored.digest for commit in commits] == [each.digest for each in good]
+        assert len(logged) == 1
+        found = [await server.get(number) for number in range(5)]
+        assert found == [b"the first", None, b"2", b"3", b"4"]
+        used = await server.used()
+        assert (used.artifacts, used.puts) == (4, 4)
+
+
+async def test_an_upload_that_the_database_cannot_take_fails_alone(served):
+    """No client can send one; what a bug lets through must not hurt others."""
+    async with served() as server:
+        odd = await stored(server, 0, b"odd", toolchain=None)
+        good = [await stored(server, number, b"%d" % number) for number in range(1, 4)]
+
+        refused, *commits = await commit_together(server, odd, *good)
+
+        assert isinstance(refused, Exception)
+        assert [commit.stored.digest for commit in commits] == [each.digest for each in good]
+        assert [await server.get(number) for number in range(4)] == [None, b"1", b"2", b"3"]
+        assert (await server.used()).artifacts == 3
+
+
+async def test_a_database_that_does_not_answer_fails_a_batch_once(served, monkeypatch):
+    async with served() as server:
+        uploads = [await stored(server, number, b"%d" % number) for number in range(3)]
+        tried = []
+
+        def fail(*_):
+            tried.append(1)
+            raise ServerError(ErrorCode.UNAVAILABLE, "the database does not answer")
+
+        monkeypatch.setattr(server.context.database, "writing_in_steps", fail)
+        refused = await commit_together(server, *uploads)
+
+        assert [error.code for error in refused] == [ErrorCode.UNAVAILABLE] * 3
+        assert len(tried) == 1
+
+
+@pytest.mark.parametrize(
+    "moment", [pytest.param("before_commit", marks=pytest.mark.extended), "after_commit"]
+)
+async def test_a_kill_in_the_midst_of_a_batch_loses_nothing_acknowledged(
+    database_url, tmp_path, process_environment, connect, writers, moment
+):
+    """Its uploads are in a transaction that is not committed, or in one that nobody knows of."""
+    environment = {**process_environment, "GRAPHSTASH_DATABASE_URL": database_url}
+    killing = {"before_commit": "pass", "after_commit": "pass"} | {moment: "kill_in(uploads)"}
+    command = (sys.executable, "-c", KILLED.format(**killing))
+    options = ("--min-free-bytes", "0")
+    server = ServerProcess(tmp_path / "data", *options, command=command, environment=environment)
+    with writers([connect(server.url) for _ in range(8)]) as acknowledged:
+        await asyncio.to_thread(server.process.wait)
+    assert server.process.returncode == -signal.SIGKILL
+    assert len(acknowledged) > 10
+
+    with ServerProcess(tmp_path / "data", *options, environment=environment) as again:
+        api = connect(again.url)
+        for number, blob in acknowledged.items():
+            assert api.get(number).content == blob
+        for number in set(range(max(acknowledged) + 16)) - set(acknowledged):
+            blob = b"%d " % number * 5000
+            answer = api.get(number)
+            assert answer.status_code == 404 or answer.content == blob
+            assert api.put(blob, number).status_code in {200, 201}
+
+
+class HeldSyncs:
+    """Fsyncs of directories that last until its block ends."""
+
+    def __init__(self, monkeypatch):
+        self.began = []
+        self.may_end = threading.Event()
+        self.waiting = 0
+        self.fails = False
+        held = self
+
+        class Counted(Future):
+            def result(self, timeout=None):
+                held.waiting += 1
+                return super().result(timeout)
+
+        monkeypatch.setattr(storage_upload, "sync_directory", self._sync)
+        monkeypatch.setattr(storage_upload, "Future", Counted)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.may_end.set()
+
+    def _sync(self, directory):
+        self.began.append(directory)
+        self.may_end.wait()
+        if self.fails:
+            raise OSError("the disk is gone")
+
+
+def test_threads_that_come_during_an_fsync_share_the_next_one(monkeypatch, tmp_path):
+    held, syncs = HeldSyncs(monkeypatch), DirectorySyncs()
+    with ThreadPoolExecutor(6) as pool, held:
+        first = pool.submit(syncs.sync, tmp_path)
+        until(lambda: len(held.began) == 1)
+        late = [pool.submit(syncs.sync, tmp_path) for _ in range(4)]
+        until(lambda: held.waiting == 3)  # the fourth waits for its turn to sync
+        elsewhere = pool.submit(syncs.sync, tmp_path / "elsewhere")
+        until(lambda: len(held.began) == 2)
+        assert not any(each.done() for each in (first, *late))
+    for each in (first, elsewhere, *late):
+        each.result()
+    assert held.began == [tmp_path, tmp_path / "elsewhere", tmp_path]
+
+
+def test_an_fsync_that_fails_fails_for_all_who_wait_for_it_and_for_nobody_else(
+    monkeypatch, tmp_path
+):
+    held, syncs = HeldSyncs(monkeypatch), DirectorySyncs()
+    held.fails = True
+    with ThreadPoolExecutor(4) as pool, held:
+        first = pool.submit(syncs.sync, tmp_path)
+        until(lambda: len(held.began) == 1)
+        late = [pool.submit(syncs.sync, tmp_path) for _ in range(3)]
+        until(lambda: held.waiting == 2)
+    for each in (first, *late):
+        with pytest.raises(OSError, match="gone"):
+            each.result()
+    held.fails = False
+    syncs.sync(tmp_path)
+    assert len(held.began) == 3
+
+
+async def test_no_upload_ends_before_an_fsync_that_began_after_it_had_its_name(
+    monkeypatch, tmp_path
+):
+    seen = []
+    sync = storage_upload.sync_directory
+
+    def look_and_sync(directory):
+        names = {path.name for path in directory.iterdir()}
+        sync(directory)
+        seen.append(names)
+
+    monkeypatch.setattr(storage_upload, "sync_directory", look_and_sync)
+    blobs = (b"%d" % number for number in itertools.count())
+    in_one = (blob for blob in blobs if Digest.of(blob).sha256.startswith("00"))
+    store = DiskBlobStore(tmp_path)
+
+    async def put(blob):
+        await store.put(Digest.of(blob), as_chunks(blob))
+        assert any(Digest.of(blob).sha256 in names for names in seen)
+
+    await asyncio.gather(*map(put, itertools.islice(in_one, 32)))
+    await store.close()
+
+
+async def test_a_disk_with_ample_room_is_not_asked_for_every_upload(monkeypatch, tmp_path):
+    asked, now, room = [], [100.0], [2**40]
+
+    def statvfs(path):
+        asked.append(path)
+        return SimpleNamespace(f_bavail=room[0], f_frsize=1)
+
+    monkeypatch.setattr(storage_upload, "os", SimpleNamespace(**vars(os) | {"statvfs": statvfs}))
+    monkeypatch.setattr(storage_upload, "monotonic", lambda: now[0])
+    store = DiskBlobStore(tmp_path)
+
+    assert await store.full(1000) is None
+    assert await store.full(2**40 - 2**30) is None
+    assert len(asked) == 1
+    assert (await store.full(2**40 + 1)).missing_bytes == 1
+    room[0] = 500
+    assert await store.full(1000) is None  # as it was told a moment ago
+    now[0] += 1
+    assert (await store.full(1000)).missing_bytes == 500
+    assert await store.full(400) is None
+    assert len(asked) == 4
+    await store.close()
