@@ -46,7 +46,7 @@ class Word(str):
             raise InvalidValueError(
                 code=cls.code, what=cls.what, value=text, expected=cls.form.pattern
             )
-        return super().__new__(cls, text)
+        return str.__new__(cls, text)
 
     @classmethod
     def __get_pydantic_core_schema__(

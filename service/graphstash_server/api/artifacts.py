@@ -227,13 +227,16 @@ async def lookup_artifacts(call: NamespaceCall) -> Response:
     asked = dict.fromkeys(wanted)
     caller = call.principal.party
     found = await call.context.artifacts.lookup(where, list(asked), caller=caller)
-    there = [
-        f'{{"key":{key.json},"digest":"{each.digest}","size_bytes":{each.digest.size_bytes},'
-        f'"compile_seconds":{each.compile_seconds}}}'
-        for key, each in ((key, found.get(key)) for key in asked)
-        if each is not None
-    ]
-    missing = [key.json for key in asked if key not in found]
+    there, missing = [], []
+    for key in asked:
+        each = found.get(key)
+        if each is None:
+            missing.append(key.json)
+        else:
+            there.append(
+                f'{{"key":{key.json},"digest":"{each.digest}",'
+                f'"size_bytes":{each.digest.size_bytes},"compile_seconds":{each.compile_seconds}}}'
+            )
     reply = f'{{"found":[{",".join(there)}],"missing":[{",".join(missing)}]}}'  # LookupResponse
     return Response(reply, media_type="application/json")
 

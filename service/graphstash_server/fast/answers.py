@@ -58,8 +58,8 @@ from graphstash_server.storage import SMALL_BYTES, BlobReader, FileReader
 __all__ = ["Answer", "FastPath", "FastRequest"]
 
 _LINE: Final = re.compile(
-    rf"(GET|HEAD) ((/v1/{Namespace.form.pattern}/artifacts/(?:{'|'.join(ArtifactKind)})"
-    rf"/{DeviceType.form.pattern})/({Fingerprint.form.pattern})) HTTP/1\.1\r\n".encode()
+    rf"(GET|HEAD) (/v1/{Namespace.form.pattern}/artifacts/(?:{'|'.join(ArtifactKind)})"
+    rf"/{DeviceType.form.pattern}/{Fingerprint.form.pattern}) HTTP/1\.1\r\n".encode()
 )
 """A request line."""
 
@@ -167,7 +167,8 @@ class FastPath:
         if takes_link(context.settings, fields.asked):
             reads["redirect"] += 1
             return None
-        method, path, place, fingerprint = (word.decode() for word in line.groups())
+        method, path = line[1].decode(), line[2].decode()
+        place, _, fingerprint = path.rpartition("/")
         key = StoredKey(*_place(place), Fingerprint(fingerprint))
         principal = _principal(context, fields.shown, is_owner=is_owner)
         policy = context.policies.now_of(key.namespace)
@@ -182,8 +183,17 @@ class FastPath:
         own_id = self._new_id()
         reads["fast"] += 1
         return FastRequest(
-            *(method, path, key, fields.job, fields.asked, fields.keep_alive, policy),
-            *(fields.request_id or own_id, own_id, scheme, refusal),
+            method,
+            path,
+            key,
+            fields.job,
+            fields.asked,
+            fields.keep_alive,
+            policy,
+            fields.request_id or own_id,
+            own_id,
+            scheme,
+            refusal,
         )
 
     def answer_now(self, request: FastRequest) -> Answer | None:
@@ -195,16 +205,16 @@ class FastPath:
         if request.refusal is not None:
             return self.refuse(request, request.refusal)
         artifacts = self._context().artifacts
+        found = artifacts.find_now(request.key)
+        if not found:
+            return None if found is None else self._miss(request)
+        (row,) = found
         is_head = request.method == "HEAD"
-        if not (is_known := artifacts.is_known_now(request.key)):
-            return None if is_known is None else self._miss(request)
-        read = None if is_head else artifacts.read_now(request.key)
-        if read is not None:
-            return self._small_hit(request, *read)
-        opened = artifacts.open_now(request.key)
-        if opened is None:
+        if not is_head and (blob := artifacts.read_now(row)) is not None:
+            return self._small_hit(request, row, blob)
+        file = artifacts.open_now(row)
+        if file is None:
             return None
-        row, file = opened
         if is_head:
             file.close_now()
             return self._describe(request, row)

@@ -41,6 +41,7 @@ __all__ = ["ArtifactService", "OpenArtifact", "RecentRows", "StoredArtifact"]
 _MAX_ROWS = 1024
 """At most 16 MiB: a row is as large as its metadata header, up to 16 KiB."""
 
+_NO_AGE = timedelta(0)
 _MAX_AGE = timedelta(seconds=2)
 
 
@@ -66,7 +67,7 @@ class RecentRows:
         if kept is None:
             return None
         since, row = kept
-        if not timedelta(0) <= self._clock() - since <= _MAX_AGE:
+        if not _NO_AGE <= self._clock() - since <= _MAX_AGE:
             del self._rows[key]
             return None
         self._rows.move_to_end(key)
@@ -165,38 +166,32 @@ class ArtifactService:
                 return None
         return None
 
-    def is_known_now(self, key: StoredKey) -> bool | None:
-        """Whether an artifact is there, and its row in memory then; None when that has to be waited
-        for.
+    def find_now(self, key: StoredKey) -> Sequence[ArtifactRow] | None:
+        """An artifact's row without waiting, whether its blob is there or not: none or one; None
+        when it has to be waited for.
         """
-        if self._recent.get(key) is not None:
-            return True
+        row = self._recent.get(key)
+        if row is not None:
+            return (row,)
         read_at = self._clock()
         found = find_artifact_now(self._database, key)
         for row in found or ():
             self._recent.add(row, read_at=read_at)
-        return None if found is None else bool(found)
+        return found
 
-    def read_now(self, key: StoredKey) -> tuple[ArtifactRow, bytearray] | None:
-        """A small artifact and all of its bytes, where both are in memory; None otherwise."""
-        row = self._recent.get(key)
-        if row is None or row.digest.size_bytes > SMALL_BYTES:
+    def read_now(self, row: ArtifactRow) -> bytearray | None:
+        """All bytes of a small artifact, where they are in memory; None otherwise."""
+        if row.digest.size_bytes > SMALL_BYTES:
             return None
-        blob = self._blobs.read_now(row.digest)
-        return None if blob is None else (row, blob)
+        return self._blobs.read_now(row.digest)
 
-    def open_now(self, key: StoredKey) -> tuple[ArtifactRow, FileReader] | None:
-        """An artifact and its file, where row and name are in memory; None otherwise. The caller
-        closes the file.
-        """
-        row = self._recent.get(key)
-        file = self._blobs.open_now(row.digest) if row is not None else None
-        if row is None or file is None:
-            return None
-        if file.size_bytes != row.digest.size_bytes:
+    def open_now(self, row: ArtifactRow) -> FileReader | None:
+        """An artifact's file, where its name is in memory; None otherwise. The caller closes it."""
+        file = self._blobs.open_now(row.digest)
+        if file is not None and file.size_bytes != row.digest.size_bytes:
             file.close_now()
             return None
-        return row, file
+        return file
 
     async def link(self, key: StoredKey) -> tuple[ArtifactRow, str] | None:
         """Where a client can fetch an artifact by itself; None: `open` it, if it is there at all.
