@@ -5,17 +5,18 @@ counted. `_process.tracing` makes a provider where the job's own program has non
 """
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from importlib.metadata import version
-from typing import Self
 
 from opentelemetry import context, trace
-from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, StatusCode
+from opentelemetry.trace import INVALID_SPAN, NoOpTracer, Span, SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-__all__ = ["Tracer"]
+__all__ = ["OwnProvider", "Tracer"]
 
 _log = logging.getLogger("graphstash")
 
@@ -23,32 +24,52 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 """Baggage stays in the program: its values may be secrets."""
 
 
+_INNERMOST: ContextVar[Span] = ContextVar("graphstash_span", default=INVALID_SPAN)
+
+Close = Callable[[float], str | None]
+"""Ends a provider within so many seconds, and returns what was lost."""
+
+OwnProvider = Callable[[], tuple[trace.TracerProvider, Close]]
+
+
 class Tracer:
     """Makes spans; safe for many threads.
+
+    The provider is the one that the program has set when the first span begins, long after the
+    cache was made for a compiler that is being imported. So a forked child that asks for nothing
+    has none either.
 
     Attributes:
         failure_count: how often a span could not be started or ended.
 
     Args:
-        provider: of the program, or one of our own.
-        close: ends one of our own within so many seconds, and returns what was lost.
+        own_provider: makes one where the program has none.
     """
 
-    def __init__(
-        self,
-        provider: trace.TracerProvider,
-        *,
-        close: Callable[[float], str | None] = lambda _: None,
-    ) -> None:
+    def __init__(self, own_provider: OwnProvider) -> None:
         self.failure_count = 0
-        self._tracer = provider.get_tracer("graphstash", version("graphstash"))
-        self._close = close
+        self._own_provider = own_provider
+        self._choosing = threading.Lock()
+        self._chosen: trace.Tracer | None = None
+        self._trouble: str | None = None
+        self._close: Close = lambda _: None
 
-    @classmethod
-    def of_program(cls) -> Self | None:
-        """A tracer of the job's own provider; None where nobody has set one."""
+    @property
+    def _tracer(self) -> trace.Tracer:
+        with self._choosing:
+            if self._chosen is None:
+                try:
+                    self._chosen = self._choose().get_tracer("graphstash", version("graphstash"))
+                except Exception as error:  # noqa: BLE001 - whatever OTEL_* says: the job goes on
+                    self._trouble = f"no traces are made: {error!r}"
+                    self._chosen = NoOpTracer()
+            return self._chosen
+
+    def _choose(self) -> trace.TracerProvider:
         provider = trace.get_tracer_provider()
-        return None if isinstance(provider, trace.ProxyTracerProvider) else cls(provider)
+        if isinstance(provider, trace.ProxyTracerProvider):
+            provider, self._close = self._own_provider()
+        return provider
 
     @property
     def is_inside(self) -> bool:
@@ -91,6 +112,7 @@ class Tracer:
         """A span around what runs inside; an exception leaves its reason, never its text."""
         span = self.start(name, attributes, parent=parent, kind=kind)
         token = context.attach(trace.set_span_in_context(span))
+        innermost = _INNERMOST.set(span)
         try:
             yield span
         except BaseException as error:
@@ -101,13 +123,19 @@ class Tracer:
                 span.set_status(StatusCode.ERROR)
             raise
         finally:
+            _INNERMOST.reset(innermost)
             context.detach(token)
             self.end(span)
 
     def note(self, **attributes: AttributeValue) -> None:
-        """Adds to the current span."""
+        """Adds to the innermost span of ours; the program's own are left alone."""
         with suppress(Exception):
-            trace.get_current_span().set_attributes(_named(attributes))
+            _INNERMOST.get().set_attributes(_named(attributes))
+
+    def answered(self, status: int) -> None:
+        """Adds the status of an answer to the innermost span of ours."""
+        with suppress(Exception):
+            _INNERMOST.get().set_attribute("http.response.status_code", status)
 
     def headers(self) -> Mapping[str, str]:
         """What tells a server which span calls it: `traceparent`, and `tracestate` if there is."""
@@ -122,7 +150,7 @@ class Tracer:
         Returns:
             What was lost, for people; None when nothing was.
         """
-        lost = self._close(timeout_seconds)
+        lost = self._trouble or self._close(timeout_seconds)
         if lost is None and self.failure_count:
             return f"{self.failure_count} spans could not be made"
         return lost

@@ -1,10 +1,22 @@
 """Traces of a job: they never fail it, hardly delay its end, and cost nothing unless asked for."""
 
 import functools
+import io
+import subprocess
+import sys
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from graphstash import ClientConfig, Stash
+from graphstash._compile.stats import Counters
+from graphstash._compile.traced import TracedCache
+from graphstash._executor import BoundedExecutor
+from graphstash._tracing import Tracer
 from support.collector import Collector
+from support.host import key
 from support.trace_jobs import run_trace_job, take_away
 
 
@@ -23,9 +35,10 @@ def test_a_job_without_traces_imports_nothing_of_opentelemetry(run_job, server, 
     assert told == {"fallbacks": {}, "parents": {}, "modules": []}
 
 
-def test_spans_go_to_the_provider_of_the_program(run_job, server, namespace):
+@pytest.mark.parametrize("mode", ["within", "late"])
+def test_spans_go_to_the_provider_of_the_program(run_job, server, namespace, mode):
     with Collector() as collector:
-        told = run_job(server.url, environment_of(collector, namespace), mode="within")
+        told = run_job(server.url, environment_of(collector, namespace), mode=mode)
 
     assert told["fallbacks"] == {}
     assert told["parents"] == {
@@ -74,3 +87,41 @@ def test_a_job_without_the_extra_runs_untraced(run_job, server, namespace, tmp_p
 
     assert told["fallbacks"] == {"tracing": 1}
     assert collector.spans == []
+
+
+def test_a_forked_child_of_a_traced_job_does_not_hang(server, namespace, tmp_path):
+    """What is imported after the cache was installed has its handlers of a fork called later."""
+    code = """
+import graphstash
+graphstash.install()
+import jax, multiprocessing
+child = multiprocessing.get_context("fork").Process(target=lambda: None)
+child.start(); child.join(); raise SystemExit(child.exitcode)
+"""
+    with Collector() as collector:
+        environment = {
+            **environment_of(collector, namespace),
+            "PATH": "/usr/bin:/bin",
+            "HOME": str(tmp_path),
+            "GRAPHSTASH_URL": server.url,
+            "GRAPHSTASH_CACHE_DIR": str(tmp_path / "cache"),
+            "JAX_PLATFORMS": "cpu",
+        }
+        command = [sys.executable, "-W", "ignore", "-c", code]
+        subprocess.run(command, env=environment, check=True, timeout=100)
+
+
+def test_an_outage_is_no_miss(tmp_path):
+    config = ClientConfig.load(url="http://127.0.0.1:9", cache_dir=tmp_path)
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracer = Tracer(lambda: (provider, lambda _: None))
+    publisher = BoundedExecutor("test-publish", workers=1, capacity=1)
+    with Stash(config, tracer=tracer) as stash:
+        cache = TracedCache(stash, counters=Counters(), publisher=publisher, tracer=tracer)
+        assert not cache.try_fetch(key(), io.BytesIO())
+        assert cache.fetch_pack(key(2)).payload is None
+    publisher.close()
+    spans = [s for s in exporter.get_finished_spans() if s.name == "graphstash.lookup"]
+    assert [span.attributes["graphstash.outcome"] for span in spans] == ["fallback"] * 2
+    assert all(span.attributes["graphstash.reason"] for span in spans)

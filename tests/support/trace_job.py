@@ -1,8 +1,9 @@
 """A job that asks for one artifact under a label, and compiles it on a miss.
 
-    trace_job.py {alone,within,broken} SIZE
+    trace_job.py {alone,within,late,broken} SIZE
 
-within: in a span of the program's own provider; broken: that raises. Prints JSON: `fallbacks`;
+within: in a span of the program's own provider; late: that is set after a compiler was imported;
+broken: that raises. Prints JSON: `fallbacks`;
 `parents`, of the spans that the program's provider was given, by name; and `modules`, what it has
 imported of OpenTelemetry.
 """
@@ -27,6 +28,10 @@ def ask():
 if mode == "alone":
     ask()
 else:
+    if mode == "late":
+        graphstash.install()
+        import jax  # noqa: F401
+
     from opentelemetry import trace
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult

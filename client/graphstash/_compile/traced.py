@@ -22,7 +22,7 @@ from graphstash._compile.request import CompileRequest
 from graphstash._compile.stats import Counters
 from graphstash._executor import BoundedExecutor
 from graphstash._tracing import Tracer
-from graphstash.errors import Reason
+from graphstash.errors import CacheError, Reason
 from graphstash_schema import ArtifactKey, ArtifactMetadata
 from graphstash_schema.names import line_of
 
@@ -59,16 +59,25 @@ class TracedCache(CompileCache):
     def try_fetch(self, key: ArtifactKey, destination: Destination) -> bool:
         """As `CompileCache.try_fetch`."""
         with self._tracer.span("graphstash.lookup", _of(key)):
+            self._tracer.note(outcome="miss")
             is_found = super().try_fetch(key, destination)
-            self._tracer.note(outcome="hit" if is_found else "miss")
+            if is_found:
+                self._tracer.note(outcome="hit")
             return is_found
 
     def fetch_pack(self, key: ArtifactKey) -> FetchedPack | None:
         """As `CompileCache.fetch_pack`."""
         with self._tracer.span("graphstash.lookup", _of(key, "pack")):
+            self._tracer.note(outcome="miss")
             pack = super().fetch_pack(key)
-            self._tracer.note(outcome="hit" if pack is not None and pack.payload else "miss")
+            if pack is not None and pack.trouble is None:
+                self._tracer.note(outcome="hit")
             return pack
+
+    def record_fallback(self, error: CacheError) -> None:
+        """As `CompileCache.record_fallback`."""
+        self._tracer.note(outcome="fallback", reason=error.reason.value)
+        super().record_fallback(error)
 
     def store(
         self, key: ArtifactKey, payload: Path, metadata: ArtifactMetadata, *, local_only: bool

@@ -14,8 +14,6 @@ from graphstash.errors import RefusedError
 
 __all__ = ["TracedTransport"]
 
-_STATUS = "http.response.status_code"
-
 
 class TracedTransport(Transport):
     """Names of attributes are those of OpenTelemetry's conventions for HTTP clients.
@@ -52,7 +50,7 @@ class TracedTransport(Transport):
             return
         url = f"{self._config.url}{path.partition('?')[0]}"
         attributes = {"http.request.method": method, "url.full": url}
-        with self._tracer.span(method, attributes, kind=SpanKind.CLIENT) as span:
+        with self._tracer.span(method, attributes, kind=SpanKind.CLIENT):
             try:
                 with super()._stream(
                     method,
@@ -62,10 +60,10 @@ class TracedTransport(Transport):
                     content=content,
                     patience_seconds=patience_seconds,
                 ) as response:
-                    span.set_attribute(_STATUS, response.status_code)
+                    self._tracer.answered(response.status_code)
                     yield response
             except RefusedError as error:
-                span.set_attribute(_STATUS, error.status)
+                self._tracer.answered(error.status)
                 raise
 
     @contextmanager
@@ -75,8 +73,8 @@ class TracedTransport(Transport):
         """The storage is not told of the trace, and the trace not of the link."""
         attributes = {"http.request.method": "GET", "graphstash.source": "storage"}
         with (
-            self._tracer.span("GET", attributes, kind=SpanKind.CLIENT) as span,
+            self._tracer.span("GET", attributes, kind=SpanKind.CLIENT),
             super()._followed(answer, deadline) as followed,
         ):
-            span.set_attribute(_STATUS, followed[0].status)
+            self._tracer.answered(followed[0].status)
             yield followed

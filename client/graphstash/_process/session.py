@@ -30,12 +30,14 @@ from graphstash.errors import CacheError, ConfigError, Reason
 from graphstash_schema import ManifestName
 
 if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
+
     from graphstash._artifacts.prefetch import Outcome
     from graphstash._artifacts.stash import Stash
     from graphstash._compile.cache import CompileCache
     from graphstash._compile.compile_limit import CompileLimit
     from graphstash._compile.explaining import Cause
-    from graphstash._tracing import Tracer
+    from graphstash._tracing import Close, Tracer
     from graphstash_schema import ArtifactKey
 
 __all__ = [
@@ -113,17 +115,11 @@ class Session:
         try:
             from graphstash._compile.traced import TracedCache
             from graphstash._tracing import Tracer
-
-            tracer = Tracer.of_program()
-            if tracer is None:
-                from graphstash._process.tracing import exporting_tracer
-
-                tracer = exporting_tracer()
-            self._tracer = tracer
-        except Exception as error:  # noqa: BLE001 - whatever OTEL_* says: the job runs untraced
+        except ImportError as error:
             cache = CompileCache(Stash(self.config, run=self.run), **counting)
             cache.record_fallback(CacheError(Reason.TRACING, f"no traces are made: {error!r}"))
             return cache
+        tracer = self._tracer = Tracer(_own_provider)
         stash = Stash(self.config, run=self.run, tracer=tracer)
         return TracedCache(stash, **counting, tracer=tracer)
 
@@ -488,6 +484,12 @@ def get_or_compile(
     return session.cache.get_or_compile(
         key, compile_payload, parts=parts, toolchain=toolchain, label=label
     )
+
+
+def _own_provider() -> "tuple[TracerProvider, Close]":
+    from graphstash._process.tracing import exporting_provider
+
+    return exporting_provider()
 
 
 def _after_fork() -> None:

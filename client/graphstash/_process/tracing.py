@@ -5,6 +5,7 @@ OpenTelemetry's own variables configure it (`OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL
 spans in batches, and drops them when a collector is slower than the job.
 """
 
+import logging
 from collections.abc import Sequence
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -13,9 +14,9 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 
 from graphstash._executor import BoundedExecutor
-from graphstash._tracing import Tracer
+from graphstash._tracing import Close
 
-__all__ = ["exporting_tracer"]
+__all__ = ["exporting_provider"]
 
 
 class _Exporter(OTLPSpanExporter):
@@ -30,13 +31,15 @@ class _Exporter(OTLPSpanExporter):
         return result
 
 
-def exporting_tracer() -> Tracer:
-    """A tracer whose spans are exported until it is closed."""
+def exporting_provider() -> tuple[TracerProvider, Close]:
+    """A provider whose spans are exported until it is closed."""
     resource = Resource.create({"service.name": "graphstash-job"})
     resource = resource.merge(OTELResourceDetector().detect())  # OTEL_SERVICE_NAME wins
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     exporter = _Exporter()
     provider.add_span_processor(BatchSpanProcessor(exporter))
+    # A collector that cannot be reached is counted, and not what a job's output is for.
+    logging.getLogger(OTLPSpanExporter.__module__).setLevel(logging.CRITICAL)
     # The SDK's own limit for its end is 30 s.
     closer = BoundedExecutor("graphstash-traces", workers=1, capacity=1)
     closer.start()
@@ -49,4 +52,4 @@ def exporting_tracer() -> Tracer:
             return f"the last spans were not taken within {timeout_seconds:.1f} s"
         return f"{exporter.lost_count} spans were not taken" if exporter.lost_count else None
 
-    return Tracer(provider, close=close)
+    return provider, close
