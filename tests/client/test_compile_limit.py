@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from graphstash._process import run_end
 from support.processes import graphstash, python
 from support.waiting import until
 
@@ -199,6 +200,15 @@ def test_a_command_does_not_outlive_graphstash_run_without_its_limit(settings):
     finally:
         with process, suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
+
+
+def test_the_status_of_a_command_that_has_ended_at_once_is_not_lost():
+    this_mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    for _ in range(50):
+        child = run_end._start("/bin/false", ["false"], os.environ, signal_mask=this_mask)
+        _, status = os.waitpid(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+        assert child.returncode == 1
 
 
 def test_a_supervised_command_inherits_files_and_signals_as_any_other(settings):

@@ -94,7 +94,7 @@ def supervise(program: str, command: Sequence[str], environment: Mapping[str, st
         end = Path(folder) / "status"
         environ = {**environment, _FILE_VARIABLE: str(end)}
         child = _start(program, command, environ, signal_mask=before)
-        status = _wait(child, end)
+        status = _wait(child.pid, end)
         if end.exists():
             _end_all(environ[RUN_VARIABLE])
             status = int(end.read_text("ascii")) << 8
@@ -113,8 +113,10 @@ def _start(
     environ: Mapping[str, str],
     *,
     signal_mask: Iterable[int],
-) -> int:
-    """Starts a command that does not outlive this process; its number.
+) -> "subprocess.Popen[bytes]":
+    """Starts a command that does not outlive this process.
+
+    Keep the result until the command was waited for: it takes an ended child's status with it.
 
     Raises:
         OSError: it cannot be started.
@@ -134,7 +136,7 @@ def _start(
         env=environ,
         close_fds=False,  # what it inherits is its own
         preexec_fn=bind,  # noqa: PLW1509 - there are no other threads
-    ).pid
+    )
 
 
 def _wait(child: int, end: Path) -> int:
