@@ -116,13 +116,13 @@ result = training.train(
     accumulate=options.accumulate,
     schedule=schedule,
     traced=options.traced,
-    fuse=options.fuse,
     ahead=options.ahead,
     log_every=options.log_every,
     checkpoints=options.checkpoints,
     checkpoint_every=options.checkpoint_every,
     callbacks=[Losses(), counted],
     job=options.job,
+    **({"fuse": options.fuse} if options.fuse else {}),  # unknown to the release before
 )
 report = {
     "step": result.step,

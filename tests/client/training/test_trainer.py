@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from graphstash import ConfigError, training
+from graphstash.training.fusion.forward import ForwardFusion
 from support.device_reads import Reads
 from support.jobs import TRAIN_JOB, losses_of
 
@@ -102,6 +103,54 @@ def test_fused_updates_are_those_of_the_optimizer_alone(how, tmp_path):
     first, _, _ = run(6, "parts", how)
     losses, _, weights = run(15, "parts", None)  # what waited for a forward is in the checkpoint
     assert (first + losses, weights) == (alone[0], alone[2])
+
+
+def test_a_step_whose_updates_were_made_in_part_is_not_saved(tmp_path, monkeypatch):
+    def run(directory):
+        model, optimizer, data = problem()
+        return training.train(
+            *(model, optimizer, data),
+            steps=10,
+            loss=mse,
+            log_every=3,
+            fuse="forward",
+            progress=False,
+            checkpoints=tmp_path / directory,
+            checkpoint_every=3,
+        )
+
+    flush, calls = ForwardFusion.flush, []
+
+    def interrupted(fusion):
+        calls.append(bool(fusion._waiting))
+        if sum(calls) == 2 and calls[-1]:  # at the second boundary
+            fusion._waiting.clear()
+            raise KeyboardInterrupt
+        flush(fusion)
+
+    whole = run("whole")
+    monkeypatch.setattr(ForwardFusion, "flush", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run("parts")
+    monkeypatch.undo()
+    resumed = run("parts")
+    assert resumed.resumed_from < 6
+    assert resumed.losses == whole.losses[resumed.resumed_from :]
+
+
+@pytest.mark.parametrize("fuse", [None, *FUSED])
+def test_the_last_log_sees_all_updates(fuse):
+    model, optimizer, data = problem()
+    seen = []
+
+    class Look(training.Callback):
+        def on_log(self, entry):
+            seen.append(model[0].weight.detach().clone())
+
+    options = {"steps": 5, "log_every": 4, "callbacks": [Look()], "progress": False}
+    training.train(model, optimizer, data, loss=mse, fuse=fuse, **options)
+    assert len(seen) == 2
+    assert torch.equal(seen[-1], model[0].weight)
 
 
 @pytest.mark.parametrize("fuse", [None, *FUSED])

@@ -331,10 +331,11 @@ class _Run:
 
     def _make_waiting_updates(self) -> None:
         if self.fusion is not None:
+            self.in_step = True  # after an error some are made
             self.fusion.flush()
+            self.in_step = False
 
     def _boundary(self) -> None:
-        self._make_waiting_updates()
         self._read_log()
         if self._evaluates(self.done):
             self._evaluate()
@@ -344,6 +345,7 @@ class _Run:
 
     def _read_log(self) -> None:
         """Reads the log of the steps since the last boundary, and tells the callbacks."""
+        self._make_waiting_updates()
         rows = self.step.log.read(self.done - self.logged)
         seconds = time.perf_counter() - self.interval_began
         self.divergence.look(self.logged + 1, rows)
