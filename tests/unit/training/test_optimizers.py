@@ -516,6 +516,15 @@ def test_dtypes_may_be_mixed_in_a_group(fused):
         torch.testing.assert_close(parameter, expected, rtol=0.01, atol=1e-6)
 
 
+def test_a_state_of_another_lion_is_kept_although_it_has_no_step():
+    parameter = nn.Parameter(torch.ones(2))
+    given = {"state": {0: {"exp_avg": torch.full((2,), 0.5)}}, "param_groups": [{"params": [0]}]}
+    optimizer = Lion([parameter], lr=0.25)
+    optimizer.load_state_dict(given)
+    assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], torch.full((2,), 0.5))
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_complex_parameter_is_refused(optimizer):
     parameter = nn.Parameter(torch.zeros(2, dtype=torch.complex64))

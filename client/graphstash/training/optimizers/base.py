@@ -461,15 +461,24 @@ class SyncFreeOptimizer(Optimizer):
         return state_dict | {"state": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dictionary of this class or of torch's class of the same name."""
+        """Loads a state dictionary of this class or of torch's class of the same name.
+
+        Options that it lacks stay as they are.
+
+        Raises:
+            ValueError: it is that of other groups; nothing was changed.
+        """
+        kept = [dict(group) for group in self.param_groups]
+        for group, saved_group in zip(kept, state_dict["param_groups"], strict=False):
+            self._check_loaded(group, saved_group)
         super().load_state_dict(state_dict)
         adopted: list[Tensor] = []
         counts: list[Tensor] = []
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         given = iter([state_dict["state"].get(number, {}) for number in saved])
-        for group in self.param_groups:
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)
+        for group, before_it in zip(self.param_groups, kept, strict=True):
+            for name in self.defaults:
+                group.setdefault(name, before_it[name])
             if isinstance(group["lr"], Tensor):
                 group["lr"] = group["lr"].item()
             steps: dict[tuple[Place, float], Tensor] = {}
@@ -506,6 +515,9 @@ class SyncFreeOptimizer(Optimizer):
                 else distributed_like(_own_copy(value), parameter)
             )
         return [state[name] for name in names]
+
+    def _check_loaded(self, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+        """Raises ValueError where a saved group cannot be loaded into one of this optimizer."""
 
     def _step_of(self, state: Mapping[str, Any]) -> float:
         """The step count that state without one stands for."""

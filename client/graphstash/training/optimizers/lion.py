@@ -94,3 +94,6 @@ class Lion(SyncFreeOptimizer):
     def _slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         del group
         return ("exp_avg",)
+
+    def _step_of(self, state: Mapping[str, Any]) -> float:
+        return 0.0 if state.get("exp_avg") is None else 1.0

@@ -18,7 +18,7 @@ Its authors leave embeddings, the last layer, and what is no matrix to AdamW: `m
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Literal, Unpack
 
 import torch
@@ -177,8 +177,10 @@ class Muon(MomentOptimizer):
         super()._check(group)
         if not 0 <= group["momentum"] < 1:
             raise ValueError(f"momentum must be at least 0 and below 1 (got {group['momentum']})")
-        if not 1 <= group["ns_steps"] < 100:
-            raise ValueError(f"ns_steps must be from 1 to 99 (got {group['ns_steps']})")
+        if not isinstance(group["ns_steps"], int) or not 1 <= group["ns_steps"] < 100:
+            raise ValueError(
+                f"ns_steps must be a whole number from 1 to 99 (got {group['ns_steps']})"
+            )
         if len(group["ns_coefficients"]) != 3:
             raise ValueError(
                 f"ns_coefficients must be three numbers (got {group['ns_coefficients']})"
@@ -186,6 +188,15 @@ class Muon(MomentOptimizer):
         if group["adjust_lr_fn"] not in (None, *_RATIOS):
             raise ValueError(
                 f"adjust_lr_fn must be None, {' or '.join(_RATIOS)} (got {group['adjust_lr_fn']})"
+            )
+
+    def _check_loaded(self, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+        given = saved.get("use_muon", group["use_muon"])
+        if given is not group["use_muon"]:
+            raise ValueError(
+                f"the state dictionary has a group with use_muon={given} where this optimizer has "
+                f"one with {group['use_muon']}: give it the groups in the order in which they were "
+                "saved"
             )
 
     def _scheduled(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
@@ -220,7 +231,7 @@ class Muon(MomentOptimizer):
 
 
 def muon_groups(
-    model: nn.Module, *, adamw: Collection[nn.Module], **adamw_options: Any
+    model: nn.Module, *, adamw: Iterable[nn.Module], **adamw_options: Any
 ) -> list[dict[str, Any]]:
     """The parameters of a model in two groups for `Muon`: hidden matrices, and the rest.
 
@@ -236,6 +247,7 @@ def muon_groups(
     Raises:
         ValueError: a module of `adamw` is not part of the model.
     """
+    adamw = list(adamw)
     parts = set(model.modules())
     if strangers := [type(each).__name__ for each in adamw if each not in parts]:
         raise ValueError(f"adamw must name modules of the model (got another {strangers[0]})")
