@@ -4,14 +4,17 @@ import functools
 import json
 import subprocess
 import sys
+import time
 
 import httpx
 import pytest
 
+from graphstash_server.fast.traced import TracedFastPath
 from support.collector import Collector
 from support.moto import s3_settings
 from support.server import Server
 from support.trace_jobs import LARGE, run_trace_job, take_away
+from support.wire import Wire
 
 ROUTE = "/v1/{namespace}/artifacts/{kind}/{device_type}/{fingerprint}"
 PATH = "/v1/team/artifacts/jax/cpu-x86_64-0123456789abcdef/"
@@ -165,6 +168,24 @@ def test_a_malformed_traceparent_begins_a_trace_of_its_own(traced, collector, nu
     span = span_of(collector, fingerprint)
     assert span.parent == ""
     assert span.trace not in ("a" * 32, "b" * 32)
+
+
+def test_blanks_around_a_traceparent_do_not_count(traced, collector):
+    fingerprint = "5" * 64
+    head = f"GET {PATH}{fingerprint} HTTP/1.1\r\nHost: a\r\ntraceparent:\t  {PARENT} \t\r\n\r\n"
+    with Wire(traced.url) as wire:
+        assert wire.ask(head.encode()).status == 404
+
+    assert span_of(collector, fingerprint).parent == PARENT[36:52]
+
+
+def test_blanks_in_front_of_a_folded_traceparent_are_read_in_linear_work():
+    head = b"GET / HTTP/1.1\r\ntraceparent:" + b" " * 200_000 + b"\r\n folded\r\n\r\n"
+    path = TracedFastPath(lambda: None, tracing=None)
+
+    before = time.process_time()
+    assert path.read(head, scheme="http", is_owner=False) is None
+    assert time.process_time() - before < 1  # it takes a millisecond, and minutes if quadratic
 
 
 def test_a_caller_that_is_not_sampled_is_not_recorded(traced, collector):
