@@ -1,6 +1,7 @@
 """The environment of alembic: connects to the database that the server, or the settings, name."""
 
 import asyncio
+import logging
 import time
 from typing import Any, Literal
 
@@ -10,6 +11,10 @@ from sqlalchemy.engine import Connection, make_url
 from graphstash_server.db.engine import make_engine
 from graphstash_server.db.tables import UtcTime, metadata
 from graphstash_server.settings import load_settings
+
+LOGGER = logging.getLogger("migrations")
+
+IDLE_SECONDS = 60
 
 
 def render_type(kind: str, item: Any, _: object) -> str | Literal[False]:
@@ -21,10 +26,18 @@ def take_turn(connection: Connection) -> None:
     """Waits for servers that migrate the same database; the lock goes with the connection.
 
     A revision that builds an index CONCURRENTLY commits in between, and waits for every statement
-    that began before. So no transaction can hold the lock, and nobody may wait for it in one.
+    that began before. So no transaction can hold the lock, and nobody may wait for it in one. A
+    migrator that is frozen between two statements is cut off, or it would keep the lock for ever; a
+    statement may take as long as it needs.
     """
+    if (connection.dialect.server_version_info or ()) >= (14,):
+        connection.exec_driver_sql(f"SET idle_session_timeout = '{IDLE_SECONDS}s'")
+    is_waiting = False
     while not connection.exec_driver_sql("SELECT pg_try_advisory_lock(8077)").scalar_one():
         connection.commit()
+        if not is_waiting:
+            LOGGER.warning("another server migrates the database: waiting until it is done")
+            is_waiting = True
         time.sleep(0.1)
     connection.commit()
 

@@ -9,6 +9,8 @@ Revision: 0010
 Follows: 0009
 """
 
+import logging
+
 from alembic import op
 
 revision = "0010"
@@ -29,11 +31,18 @@ def upgrade() -> None:
         op.create_index(_INDEX, "artifacts", ["namespace", "created_at"])
         return
     with op.get_context().autocommit_block():
-        # A build waits for the transactions before it, while others may begin; a lock that it does
-        # not get in time is no reason to keep others waiting.
-        op.execute("SET lock_timeout = '60s'")
         if op.get_bind().exec_driver_sql(_IS_LEFT_BEHIND).first() is not None:
+            # Its last step takes a lock behind which reads of the table queue.
+            op.execute("SET lock_timeout = '60s'")
             op.execute(f"DROP INDEX CONCURRENTLY {_INDEX}")
+            op.execute("RESET lock_timeout")
+        # A build waits for every transaction that began before it, however long, and keeps no
+        # upload waiting: a dump of an hour must not end the start.
+        logging.getLogger("migrations").info(
+            "building the index %s: this waits for transactions that began before it, such as "
+            "those of pg_dump; uploads go on",
+            _INDEX,
+        )
         op.create_index(
             _INDEX,
             "artifacts",
@@ -41,7 +50,6 @@ def upgrade() -> None:
             postgresql_concurrently=True,
             if_not_exists=True,
         )
-        op.execute("RESET lock_timeout")
 
 
 def downgrade() -> None:

@@ -167,6 +167,8 @@ def _run(settings: "Settings", listener: socket.socket, port_file: Path | None) 
     run = run_server if settings.workers == 1 else run_workers
     try:
         is_fine = run(settings, [listener, *([own.listener] if own else [])], when_ready=announce)
+    except StartError as error:
+        fail(str(error))
     finally:
         if own is not None:
             own.close()

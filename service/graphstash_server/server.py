@@ -225,10 +225,11 @@ def run_server(
     """Serves until a signal; False when it could not start.
 
     Raises:
-        StartError: when the files of TLS cannot be used, or what makes traces is missing.
+        StartError: when the files of TLS cannot be used, or what makes traces is missing or refuses
+            its settings.
     """
     tracing_class = find_tracing(settings)
-    tracing = None if tracing_class is None else tracing_class(settings)
+    tracing = None if tracing_class is None else tracing_class()
     server = make_server(
         settings, when_ready=when_ready, lifeline=lifeline, counters=counters, tracing=tracing
     )
@@ -274,6 +275,8 @@ def run_worker(
         is_fine = run_server(
             settings, listeners, when_ready=tell, lifeline=lifeline, counters=counters
         )
+    except StartError as error:
+        _LOGGER.error("%s", error)  # noqa: TRY400 - the settings are wrong, not the code
     except Exception:
         _LOGGER.exception("worker %d failed", os.getpid())
     finally:

@@ -7,10 +7,12 @@ and how many are sampled.
 
 A caller is not trusted. Of its headers only `traceparent` is read, and it cannot make the server
 record more: see `_ServerSampler`. No query, header or error text is recorded, because callers put
-secrets there by mistake; this is why the instrumentation of ASGI, which records URLs, and the
-framework's own are not used. That of SQLAlchemy would not see prepared statements.
+secrets there by mistake; this is why the instrumentations of ASGI and botocore, which record URLs
+and texts of errors, and the framework's own are not used. That of SQLAlchemy would not see prepared
+statements.
 """
 
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +21,6 @@ from typing import Any, Final
 from opentelemetry import context, trace
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.instrumentation.botocore import BotocoreInstrumentor
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -30,7 +31,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import Attributes, AttributeValue
 
 from graphstash_server import __version__
-from graphstash_server.settings import StoreSettings
+from graphstash_server.errors import StartError
 
 __all__ = ["Tracing"]
 
@@ -86,21 +87,20 @@ class _ServerSampler(Sampler):
 class Tracing:
     """Makes the spans of one process."""
 
-    def __init__(self, settings: StoreSettings) -> None:
-        """Starts to export; `close` ends it."""
-        resource = Resource.create(
-            {"service.name": "graphstash-server", "service.version": __version__}
-        )
-        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win.
-        self._provider = TracerProvider(
-            resource=resource.merge(OTELResourceDetector().detect()), shutdown_on_exit=False
-        )
-        self._provider.sampler = _ServerSampler(self._provider.sampler)
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    def __init__(self) -> None:
+        """Starts to export; `close` ends it.
+
+        Raises:
+            StartError: when OpenTelemetry does not take its own variables.
+        """
+        try:
+            self._provider = _provider()
+        except ValueError as error:
+            names = ", ".join(sorted(name for name in os.environ if name.startswith("OTEL_")))
+            raise StartError(
+                f"GRAPHSTASH_TRACING: OpenTelemetry refuses its settings ({error}): fix {names}"
+            ) from error
         self._tracer = self._provider.get_tracer("graphstash_server", __version__)
-        if settings.blob_store == "s3":
-            instrumentor = BotocoreInstrumentor()  # type: ignore[no-untyped-call] # it has no types
-            instrumentor.instrument(tracer_provider=self._provider)
 
     def begin(self, method: str, traceparents: Sequence[str]) -> Span:
         """Begins the span of a request; `finish` ends it.
@@ -178,3 +178,16 @@ class Tracing:
         ending = threading.Thread(target=self._provider.shutdown, daemon=True)
         ending.start()
         ending.join(_END_SECONDS)
+
+
+def _provider() -> TracerProvider:
+    resource = Resource.create(
+        {"service.name": "graphstash-server", "service.version": __version__}
+    )
+    # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win.
+    provider = TracerProvider(
+        resource=resource.merge(OTELResourceDetector().detect()), shutdown_on_exit=False
+    )
+    provider.sampler = _ServerSampler(provider.sampler)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return provider

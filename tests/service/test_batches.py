@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -251,6 +252,37 @@ async def test_no_upload_ends_before_an_fsync_that_began_after_it_had_its_name(
         assert any(Digest.of(blob).sha256 in names for names in seen)
 
     await asyncio.gather(*map(put, itertools.islice(in_one, 32)))
+    await store.close()
+
+
+async def test_the_first_upload_into_a_directory_that_was_there_syncs_its_entry(
+    monkeypatch, tmp_path
+):
+    """Who made it may have died before it was durable."""
+    synced = []
+    sync = storage_upload.sync_directory
+
+    def count_and_sync(directory):
+        sync(directory)
+        synced.append(directory.name)
+
+    blobs = (b"%d" % number for number in itertools.count())
+    in_one = (blob for blob in blobs if Digest.of(blob).sha256.startswith("00"))
+    store = DiskBlobStore(tmp_path)
+    shard = tmp_path / "sha256" / "00"
+    shard.mkdir()  # by another process, after the start of this one
+    monkeypatch.setattr(storage_upload, "sync_directory", count_and_sync)
+
+    async def put():
+        synced.clear()
+        blob = next(in_one)
+        await store.put(Digest.of(blob), as_chunks(blob))
+        return list(synced)
+
+    assert await put() == ["sha256", "00"]
+    assert await put() == ["00"]
+    shutil.rmtree(shard)
+    assert await put() == ["sha256", "00"]
     await store.close()
 
 

@@ -223,18 +223,24 @@ async def store(connection, fingerprint):
     )
 
 
-def test_artifacts_are_stored_while_the_index_of_them_is_built(before_the_index):
+async def until_it_waits(connection, statement, *, work):
+    """Returns when a statement waits for a lock; `work` is what it belongs to."""
+    while not await connection.fetchval(
+        "SELECT count(*) FROM pg_stat_activity"
+        f" WHERE wait_event_type = 'Lock' AND query LIKE '{statement}%'"
+    ):
+        await asyncio.wait([work], timeout=0.05)
+        assert not work.done()
+
+
+def test_artifacts_are_stored_while_the_index_of_them_is_built(before_the_index, caplog):
     async def run():
         url = before_the_index
         upgrade = partial(command.upgrade, alembic_config(url), "head")
         async with connected(url) as other, storing(url) as slow:
             upgrading = asyncio.create_task(asyncio.to_thread(upgrade))
-            while not await other.fetchval(
-                "SELECT count(*) FROM pg_stat_activity"
-                f" WHERE wait_event_type = 'Lock' AND query LIKE 'CREATE INDEX%{INDEX}%'"
-            ):
-                await asyncio.wait([upgrading], timeout=0.05)
-                assert not upgrading.done()
+            await until_it_waits(other, f"CREATE INDEX%{INDEX}", work=upgrading)
+            assert "waits for transactions that began before it" in caplog.text
             await other.execute("SET lock_timeout = '5s'")
             await store(other, "meanwhile")
             await slow.execute("COMMIT")
@@ -242,7 +248,78 @@ def test_artifacts_are_stored_while_the_index_of_them_is_built(before_the_index)
             assert await other.fetchval(IS_VALID)
             assert await other.fetchval("SELECT count(*) FROM artifacts") == 12
 
-    asyncio.run(run())
+    with caplog.at_level(logging.INFO, "migrations"):
+        asyncio.run(run())
+
+
+def settings_of_the_build(url):
+    """What the connection that builds the index has set, asked on it when it begins to."""
+    found = {}
+
+    def look(connection, _cursor, statement, *_):
+        if statement.startswith("CREATE INDEX") and INDEX in statement:
+            for name in ("lock_timeout", "idle_session_timeout", "statement_timeout"):
+                found[name] = connection.exec_driver_sql(f"SHOW {name}").scalar_one()
+
+    sa.event.listen(sa.Engine, "before_cursor_execute", look)
+    try:
+        command.upgrade(alembic_config(url), "head")
+    finally:
+        sa.event.remove(sa.Engine, "before_cursor_execute", look)
+    return found
+
+
+def test_a_build_may_wait_for_ever_and_only_a_frozen_migrator_is_cut_off(before_the_index):
+    assert settings_of_the_build(before_the_index) == {
+        "lock_timeout": "0",
+        "idle_session_timeout": "1min",
+        "statement_timeout": "0",
+    }
+
+
+def test_who_waits_for_another_migrator_says_so_once(before_the_index, caplog, tmp_path):
+    async def run():
+        upgrade = partial(migrate, before_the_index, lock_path=tmp_path / "lock")
+        async with connected(before_the_index) as other:
+            await other.execute("SELECT pg_advisory_lock(8077)")
+            upgrading = asyncio.create_task(asyncio.to_thread(upgrade))
+            while "another server migrates" not in caplog.text:
+                await asyncio.wait([upgrading], timeout=0.05)
+                assert not upgrading.done()
+            await asyncio.wait([upgrading], timeout=0.5)
+            await other.execute("SELECT pg_advisory_unlock(8077)")
+            await upgrading
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run())
+    assert caplog.text.count("another server migrates") == 1
+
+
+def test_a_deadlock_with_a_server_of_the_release_before_is_tried_again(
+    before_the_index, caplog, tmp_path
+):
+    """That one waits for the lock in a transaction, for which the build waits."""
+
+    async def run():
+        url = before_the_index
+        upgrade = partial(migrate, url, lock_path=tmp_path / "lock")
+        async with connected(url) as other, connected(url) as older, storing(url) as slow:
+            upgrading = asyncio.create_task(asyncio.to_thread(upgrade))
+            await until_it_waits(other, f"CREATE INDEX%{INDEX}", work=upgrading)
+            await older.execute("SET deadlock_timeout = '1h'")  # so it is not the one that ends
+            await older.execute("BEGIN")
+            turn = asyncio.create_task(older.execute("SELECT pg_advisory_xact_lock(8077)"))
+            await until_it_waits(other, "SELECT pg_advisory_xact_lock", work=upgrading)
+            await slow.execute("COMMIT")
+            await asyncio.wait_for(turn, 60)
+            await older.execute("COMMIT")
+            await upgrading
+            assert await other.fetchval(IS_VALID)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run())
+    assert "retrying" in caplog.text
+    assert asyncio.run(find_revision(before_the_index)) == newest_revision()
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
@@ -256,7 +333,8 @@ def test_an_index_whose_build_was_interrupted_is_there_in_the_end(before_the_ind
             with nullcontext() if is_whole else pytest.raises(asyncpg.LockNotAvailableError):
                 await other.execute(CONCURRENTLY)
             assert await other.fetchval(IS_VALID) is is_whole
-        await asyncio.to_thread(command.upgrade, alembic_config(url), "head")
+        found = await asyncio.to_thread(settings_of_the_build, url)
+        assert found["lock_timeout"] == "0"  # also after the limit of what goes first
         async with connected(url) as other:
             assert await other.fetchval(IS_VALID)
 

@@ -4,14 +4,17 @@ import functools
 import json
 import subprocess
 import sys
+import time
 
 import httpx
 import pytest
 
+from graphstash_server.fast.traced import TracedFastPath
 from support.collector import Collector
 from support.moto import s3_settings
 from support.server import Server
 from support.trace_jobs import LARGE, run_trace_job, take_away
+from support.wire import Wire
 
 ROUTE = "/v1/{namespace}/artifacts/{kind}/{device_type}/{fingerprint}"
 PATH = "/v1/team/artifacts/jax/cpu-x86_64-0123456789abcdef/"
@@ -92,12 +95,12 @@ def test_one_trace_runs_from_a_look_up_to_the_bucket(
         return ancestors(collector, span)
 
     put = f"PUT {ROUTE}"
-    assert chain("S3.PutObject") == [
-        *("S3.PutObject", "blob_store.put", "blob_store.put", put, "PUT"),
+    assert chain("blob_store.put", store="s3") == [
+        *("blob_store.put", "blob_store.put", put, "PUT"),
         *("graphstash.publish", "graphstash.compile", "graphstash.lookup"),
     ]
-    assert chain("S3.GetObject") == [
-        *("S3.GetObject", "blob_store.open", "blob_store.open", f"GET {ROUTE}", "GET"),
+    assert chain("blob_store.open", store="s3", is_found=True) == [
+        *("blob_store.open", "blob_store.open", f"GET {ROUTE}", "GET"),
         "graphstash.lookup",
     ]
     miss, hit = (
@@ -167,6 +170,26 @@ def test_a_malformed_traceparent_begins_a_trace_of_its_own(traced, collector, nu
     assert span.trace not in ("a" * 32, "b" * 32)
 
 
+def test_blanks_around_a_traceparent_do_not_count(traced, collector):
+    fingerprint = "5" * 64
+    parent = PARENT.replace("d", "f")
+    head = f"GET {PATH}{fingerprint} HTTP/1.1\r\nHost: a\r\ntraceparent:\t  {parent} \t\r\n\r\n"
+    with Wire(traced.url) as wire:
+        assert wire.ask(head.encode()).status == 404
+
+    span = span_of(collector, fingerprint)
+    assert (span.trace, span.parent) == ("f" * 32, "1" * 16)
+
+
+def test_blanks_in_front_of_a_folded_traceparent_are_read_in_linear_work():
+    head = b"GET / HTTP/1.1\r\ntraceparent:" + b" " * 200_000 + b"\r\n folded\r\n\r\n"
+    path = TracedFastPath(lambda: None, tracing=None)
+
+    before = time.process_time()
+    assert path.read(head, scheme="http", is_owner=False) is None
+    assert time.process_time() - before < 1  # it takes a millisecond, and minutes if quadratic
+
+
 def test_a_caller_that_is_not_sampled_is_not_recorded(traced, collector):
     out, mark = "1" * 64, "2" * 64
     assert request_with(traced, out, f"00-{'c' * 32}-{'1' * 16}-00").status_code == 404
@@ -232,6 +255,28 @@ def test_an_entry_of_the_log_names_the_span_of_its_request(traced, collector):
     assert collector.with_id(by_application["span_id"])[0].name == "GET /v1/stats"
 
 
+def test_a_failing_bucket_is_a_type_of_error_and_no_text(
+    tmp_path, collector, moto, s3_credentials, run_job
+):
+    bucket = moto.new_bucket()
+    settings = s3_settings(moto.url, bucket)
+    environment = {f"GRAPHSTASH_{name.upper()}": str(value) for name, value in settings.items()}
+    before = len(collector.spans)
+    with Server(tmp_path, **environment, **collector.environment) as server:
+        run_job(server.url, {}, host="a")
+        for each in moto.client.list_objects_v2(Bucket=bucket)["Contents"]:
+            moto.client.delete_object(Bucket=bucket, Key=each["Key"])
+        moto.client.delete_bucket(Bucket=bucket)
+        run_job(server.url, {}, host="b")
+
+    spans = collector.spans[before:]
+    opened = [each for each in spans if each.name == "blob_store.open"]
+    assert "ServerError" in {each.attributes.get("error.type") for each in opened}
+    for span in spans:
+        for text in (bucket, "NoSuchBucket", "Traceback", "blobs/sha256"):
+            assert text.encode() not in span.raw
+
+
 @pytest.mark.extended
 def test_the_link_to_a_blob_is_in_no_span(tmp_path, collector, moto, s3_credentials, run_job):
     settings = s3_settings(moto.url, moto.new_bucket(), s3_redirect_bytes=1)
@@ -252,7 +297,7 @@ def test_a_server_without_traces_imports_no_exporter():
     asked = (
         "import sys, graphstash_server.server, graphstash_server.storage.s3; "
         "unwanted = ('opentelemetry.sdk', 'opentelemetry.exporter', "
-        "'opentelemetry.instrumentation', 'graphstash_server.tracing'); "
+        "'graphstash_server.tracing'); "
         "print([name for name in sys.modules if name.startswith(unwanted)])"
     )
     command = [sys.executable, "-c", asked]
@@ -264,3 +309,14 @@ def test_a_server_that_cannot_make_traces_says_what_to_install(tmp_path, collect
     environment = {**collector.environment, "PYTHONPATH": str(path)}
     with pytest.raises(RuntimeError, match=r"exited with 1(.|\n)*graphstash\[server,tracing\]"):
         Server(tmp_path, **environment)
+
+
+@pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.extended)])
+def test_a_server_names_the_variables_that_opentelemetry_refuses(tmp_path, collector, workers):
+    refused = {"OTEL_BSP_MAX_QUEUE_SIZE": "100", "GRAPHSTASH_WORKERS": workers}
+    with pytest.raises(RuntimeError, match=r"exited with 1") as failure:
+        Server(tmp_path, **collector.environment, **refused)
+
+    assert "max_queue_size" in str(failure.value)
+    assert "OTEL_BSP_MAX_QUEUE_SIZE" in str(failure.value)
+    assert "Traceback" not in str(failure.value)

@@ -16,7 +16,7 @@ from alembic.config import Config
 from alembic.script import ScriptDirectory
 from sqlalchemy import inspect, text
 from sqlalchemy.engine import Connection, make_url
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from graphstash_server.db.engine import make_engine
 from graphstash_server.errors import StartError
@@ -26,6 +26,9 @@ __all__ = ["alembic_config", "check_revision", "find_revision", "migrate", "newe
 _LOGGER = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+
+_ATTEMPTS = 5
+_DEADLOCK = "40P01"
 
 
 def migrate(url: str, *, lock_path: Path) -> None:
@@ -39,7 +42,7 @@ def migrate(url: str, *, lock_path: Path) -> None:
     """
     with _locked(lock_path), _failures_named(url):
         if not _is_of_later_release(asyncio.run(find_revision(url))):
-            command.upgrade(alembic_config(url), "head")
+            _upgrade(url)
 
 
 def check_revision(url: str, *, lock_path: Path) -> None:
@@ -100,6 +103,22 @@ def alembic_config(url: str) -> Config:
     config.set_main_option("script_location", str(_scripts()).replace("%", "%%"))
     config.attributes["url"] = url
     return config
+
+
+def _upgrade(url: str) -> None:
+    """Tries again after a deadlock with a server of the release before: that one waits for its turn
+    in a transaction, for which an index that is built CONCURRENTLY waits. PostgreSQL ends one of
+    the two; if it is this one, its connection closes, and the other has its turn.
+    """
+    for attempts_left in reversed(range(_ATTEMPTS)):
+        try:
+            command.upgrade(alembic_config(url), "head")
+        except DBAPIError as error:
+            if not attempts_left or getattr(error.orig, "sqlstate", None) != _DEADLOCK:
+                raise
+            _LOGGER.warning("another server that starts was in the way of the migration: retrying")
+        else:
+            return
 
 
 def _is_of_later_release(revision: str | None) -> bool:

@@ -14,12 +14,15 @@ from graphstash_server.tracing import Tracing
 
 __all__ = ["TracedFastConnection", "TracedFastPath"]
 
-_TRACEPARENT: Final = re.compile(rb"\r\ntraceparent:[ \t]*([^\r\n]*)(?=\r\n[^ \t])", re.IGNORECASE)
-"""The header, unless its value goes on in another line."""
+_TRACEPARENT: Final = re.compile(rb"\r\ntraceparent:([^\r\n]*)(?=\r\n[^ \t])", re.IGNORECASE)
+"""The header, unless its value goes on in another line. Only one part of it takes blanks: two would
+try every way to share them, which takes minutes for a head full of them."""
 
 
 class _TracedRequest(FastRequest):
-    """A request with its span, which ends with its answer."""
+    """A request with its span, which ends with its answer. Where the fast path steps aside and the
+    application answers, it never ends, and is dropped: the application makes its own.
+    """
 
     span: Span
     status: int | None = None
@@ -46,7 +49,8 @@ class TracedFastPath(FastPath):
         request = super().read(rest, scheme=scheme, is_owner=is_owner)
         if request is None:
             return None
-        values = [value.decode("latin-1") for value in _TRACEPARENT.findall(head)] if count else []
+        found = _TRACEPARENT.findall(head) if count else []
+        values = [value.strip(b" \t").decode("latin-1") for value in found]
         traced = _TracedRequest._make(request)
         traced.span = self.tracing.begin(request.method, values)
         return traced

@@ -227,7 +227,7 @@ class DiskUpload:
                 destination.parent.mkdir(exist_ok=True)
                 sync_directory(destination.parent.parent)
                 self._path.rename(destination)
-            self._syncs.sync(destination.parent)
+            self._syncs.sync_with_entry(destination.parent)
             self._close()
 
     def abort(self) -> None:
@@ -262,10 +262,21 @@ class DirectorySyncs:
     """
 
     def __init__(self) -> None:
+        self._durable: set[Path] = set()  # directories whose own entries are; it only grows
         self._lock = threading.Lock()  # guards _gathering; held for a moment
         self._gathering: dict[Path, Future[None]] = {}
         # One sync of a directory at a time; its thread takes `_lock` under it.
         self._turns: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
+
+    def sync_with_entry(self, directory: Path) -> None:
+        """As `sync`; the directory's own name is durable, too. Somebody else, perhaps another
+        process, may have made it and died before its parent was synced: so the first upload into it
+        that this process acknowledges syncs that one as well.
+        """
+        if directory not in self._durable:
+            self.sync(directory.parent)
+            self._durable.add(directory)
+        self.sync(directory)
 
     def sync(self, directory: Path) -> None:
         """Returns when every name that was given in a directory before this call is durable.
