@@ -48,6 +48,7 @@ CASES = {
     "signing": ("", PLAIN.format(module="cryptography"), ()),
     "s3": ("", PLAIN.format(module="boto3"), ()),
     "postgres": ("", PLAIN.format(module="asyncpg"), ()),
+    "tracing": ("", PLAIN.format(module="opentelemetry.sdk.trace"), ()),
     "jax": ("jax-newest", JAX, ()),
     "torch": ("torch-newest", TORCH, ()),
     "torch-xla27": ("", TORCH_XLA, ()),
