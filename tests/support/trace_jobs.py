@@ -32,6 +32,7 @@ def run_trace_job(
             "HOME": str(directory),
             "GRAPHSTASH_URL": url,
             "GRAPHSTASH_CACHE_DIR": str(directory / host),
+            "GRAPHSTASH_PREFETCH_LIMIT": "0",  # what it asks for comes when it asks
             **({"GRAPHSTASH_TOKEN": token} if token else {}),
             **environment,
         },
