@@ -88,6 +88,14 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=_place_of_its_group)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Before any fixture: torch_xla sets these in the tests' own process, once a test imports it,
+    and processes that are started would inherit them.
+    """
+    os.environ.pop("XLA_FLAGS", None)
+
+
 def _is_on(item, database):
     return hasattr(item, "callspec") and database in item.callspec.params.values()
 
