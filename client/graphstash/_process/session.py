@@ -301,11 +301,18 @@ class Session:
             return
         from graphstash._artifacts.prefetch import Prefetch
 
+        is_cut_short = False
+
+        def is_stopped() -> bool:
+            nonlocal is_cut_short
+            is_cut_short = self._closed
+            return is_cut_short
+
         prefetch = Prefetch(
             stash,
             # Half of the tier: more would evict what it has just brought.
             limit_bytes=min(self.config.prefetch_limit, self.config.local_limit // 2),
-            is_stopped=lambda: self._closed,
+            is_stopped=is_stopped,
             done=self._count_prefetched,
         )
         try:
@@ -315,9 +322,10 @@ class Session:
             if manifest is not None:
                 prefetch.fetch_best(entry.key for entry in manifest.entries)
         except (CacheError, OSError, RuntimeError) as error:  # no thread can be started at the end
+            is_cut_short = self._closed
             _log.debug("nothing is prefetched: %s", error)
         finally:
-            if self._closed:  # a short process before the one that trains
+            if is_cut_short:  # a short process before the one that trains
                 stash.release_prefetch(names[0])
             prefetch.close()
 
