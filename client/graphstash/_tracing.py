@@ -16,13 +16,12 @@ from opentelemetry.trace import INVALID_SPAN, NoOpTracer, Span, SpanKind, Status
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-__all__ = ["OwnProvider", "Tracer"]
+__all__ = ["Close", "OwnProvider", "Tracer"]
 
 _log = logging.getLogger("graphstash")
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 """Baggage stays in the program: its values may be secrets."""
-
 
 _INNERMOST: ContextVar[Span] = ContextVar("graphstash_span", default=INVALID_SPAN)
 
@@ -30,6 +29,7 @@ Close = Callable[[float], str | None]
 """Ends a provider within so many seconds, and returns what was lost."""
 
 OwnProvider = Callable[[], tuple[trace.TracerProvider, Close]]
+"""Makes a provider, and what ends it."""
 
 
 class Tracer:

@@ -8,12 +8,10 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from contextvars import copy_context
 from datetime import datetime
-from functools import partial
-from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import boto3
 from botocore.config import Config
@@ -29,12 +27,11 @@ from graphstash_server.storage.base import ThrottledLog
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
-__all__ = ["FAILURES", "UPLOAD_REQUESTS", "Bucket", "ContextThreads"]
+__all__ = ["FAILURES", "UPLOAD_REQUESTS", "Bucket"]
 
 _LOGGER = logging.getLogger(__name__)
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
 FAILURES: Final = (ClientError, BotoCoreError, ResponseParserError, HTTPError, OSError)
 """Everything that boto3 raises when a bucket fails."""
@@ -52,14 +49,6 @@ _ATTEMPTS = 3
 _ABSENT = frozenset({"404", "NoSuchKey", "NotFound"})
 _NO_BUCKET = frozenset({"NoSuchBucket", "404", "NotFound"})
 _REFUSED = frozenset({401, 403})
-
-
-class ContextThreads(ThreadPoolExecutor):
-    """Threads whose calls belong to the request that makes them: to its log and to its trace."""
-
-    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """As `ThreadPoolExecutor.submit`."""
-        return super().submit(partial(copy_context().run, fn, *args, **kwargs))
 
 
 class Bucket:
@@ -89,7 +78,7 @@ class Bucket:
                 f"GRAPHSTASH_S3_BUCKET={self.name} cannot be used at {self._endpoint} "
                 f"({_cause(error)}): {_remedy(error)}"
             ) from error
-        self.threads = ContextThreads(_THREADS, thread_name_prefix="s3")
+        self.threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="s3")
 
     async def call(self, operation: str, function: Callable[[], T]) -> T:
         """Runs a function in a thread.

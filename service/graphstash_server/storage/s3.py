@@ -14,7 +14,7 @@ import asyncio
 import base64
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -27,7 +27,7 @@ from graphstash_schema import Digest, ErrorCode, InvalidValueError
 from graphstash_server.errors import NoSpaceError, ServerError, ShortBlobError
 from graphstash_server.settings import Settings
 from graphstash_server.storage.base import CHUNK_BYTES, BlobReader
-from graphstash_server.storage.bucket import FAILURES, UPLOAD_REQUESTS, Bucket, ContextThreads
+from graphstash_server.storage.bucket import FAILURES, UPLOAD_REQUESTS, Bucket
 from graphstash_server.storage.upload import SpaceGuard, Spool, feed
 from graphstash_server.storage.whole import read_whole
 
@@ -193,7 +193,7 @@ class S3BlobStore:
         self._bucket = Bucket(settings)
         self._client = self._bucket.client
         # Uploads have threads of their own: they must not hold up a hit.
-        self._writers = ContextThreads(_WRITE_THREADS, thread_name_prefix="s3-write")
+        self._writers = ThreadPoolExecutor(_WRITE_THREADS, thread_name_prefix="s3-write")
         self._transfers = TransferManager(
             self._client,
             TransferConfig(
@@ -202,7 +202,6 @@ class S3BlobStore:
                 max_request_concurrency=UPLOAD_REQUESTS,
                 max_in_memory_upload_chunks=UPLOAD_REQUESTS,
             ),
-            executor_cls=ContextThreads,
         )
         self._bucket.threads.submit(
             self._bucket.abort_abandoned, self._prefix, before=datetime.now(UTC) - _ABANDONED_AGE
