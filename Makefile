@@ -15,7 +15,8 @@ TORCH_INDEX_OPTIONS := $(if $(TORCH_INDEX),--index $(TORCH_INDEX) --index-strate
 export PYTHONSAFEPATH = 1
 
 .PHONY: help demo serve test test-all test-images test-pythons coverage fuzz check lint types \
-    format hooks dist docs docs-serve reference bench bench-training constraints clean
+    format hooks dist docs docs-serve reference bench bench-training bench-tuning bench-reduce constraints \
+    clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -30,10 +31,10 @@ serve: $(VENV)/.installed  ## Start a server on 127.0.0.1:8077
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test: $(VENV)/.installed $(VENV)/.packages  ## Run the tests that .venv is enough for: at most 10 minutes
+test: $(VENV)/.installed $(VENV)/.packages  ## Run the tests that .venv is enough for: 10 to 15 minutes
 	$(PYTEST) $(TESTS)
 
-test-all: $(VENV)/.installed $(VENV)/.packages  ## Run every test, with every compiler version: at most 35 minutes
+test-all: $(VENV)/.installed $(VENV)/.packages  ## Run every test, with every compiler version: 35 to 55 minutes
 	$(PYTEST) --extended $(TESTS)
 	$(if $(TESTS),,@$(MAKE) --no-print-directory .test-images)
 
@@ -52,7 +53,8 @@ test-images: $(VENV)/.installed $(VENV)/.packages  ## Run the image and the comp
 	@if $(HAS_ENGINE); then $(MAKE) test-images; else echo 'NOT RUN: $(NO_ENGINE).'; fi
 
 # What needs no compiler.
-LIGHT_TESTS ?= tests/unit tests/service tests/client/doctor $(wildcard tests/client/*.py)
+LIGHT_TESTS ?= tests/unit tests/service tests/client/doctor tests/client/tuning \
+    $(wildcard tests/client/*.py)
 PYTHONS ?= 3.12 3.13
 
 test-pythons: $(VENV)/.installed $(VENV)/.packages  ## Run the tests without compilers on PYTHONS
@@ -116,11 +118,22 @@ bench: $(VENV)/.installed  ## Measure side by side with peers; writes build/benc
 bench-training: $(VENV)/.installed  ## Compare training loops; writes build/bench-training.{md,json,png}
 	$(BIN)/python tests/benchmarks/training/run.py $(BENCH_OPTIONS)
 
+bench-tuning: $(VENV)/.installed  ## Compare searchers (BENCH_OPTIONS="--gemm 256": also on TVM); writes build/bench-tuning.{md,json,png}
+	$(BIN)/python tests/benchmarks/tuning/run.py $(BENCH_OPTIONS)
+
+bench-reduce: $(VENV)/.installed  ## Sum sparse gradients over shaped links (needs root; else loopback); writes build/bench-reduce.{md,json,png}
+	$(BIN)/python tests/benchmarks/reduce/run.py $(BENCH_OPTIONS)
+
 COMPILE := $(UV) pip compile --quiet --python-version 3.11 --python-platform x86_64-manylinux_2_31 \
     --no-emit-index-url --no-header --no-annotate
 
+# Every extra that the versions of torch in the group `dev` allow: torch-xla needs later ones.
+LIST_EXTRAS := $(PYTHON) -c 'import tomllib; \
+    print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"])'
+
 constraints:  ## Update constraints.txt and tests/environments/*.txt
-	$(COMPILE) --all-extras --group dev pyproject.toml --output-file constraints.txt
+	$(COMPILE) $(addprefix --extra=,$(filter-out torch-xla,$(shell $(LIST_EXTRAS)))) --group dev \
+	    pyproject.toml --output-file constraints.txt
 	for name in $(basename $(wildcard tests/environments/*.in)); do \
 	    $(COMPILE) $$name.in pyproject.toml --output-file $$name.txt || exit; done
 

@@ -56,6 +56,10 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # A team of OpenMP's threads spins between two small operations; two workers have two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Otherwise Hugging Face's Trainer and Accelerate take the XLA device of .venv. They ask once, when
+# they are imported, and pytorch_optimizer imports them.
+os.environ["USE_TORCH_XLA"] = "0"
+
 
 def pytest_addoption(parser):
     parser.addoption("--extended", action="store_true", help="also run tests marked `extended`")

@@ -44,24 +44,15 @@ __all__ = [
     "uninstall",
 ]
 
-_HOME = {
-    "CompileCache": "_compile.cache",
-    "ClientConfig": "config",
-    "CacheError": "errors",
-    "ConfigError": "errors",
-    "ConflictError": "errors",
-    "GraphstashError": "errors",
-    "LeaseLostError": "errors",
-    "Reason": "errors",
-    "Session": "_process.session",
-    "get_or_compile": "_process.session",
-    "install": "_process.session",
-    "stats": "_process.session",
-    "uninstall": "_process.session",
-    "Fetched": "_artifacts.stash",
-    "Stash": "_artifacts.stash",
-    "Stats": "_compile.stats",
+_NAMES = {
+    "_artifacts.stash": "Fetched Stash",
+    "_compile.cache": "CompileCache",
+    "_compile.stats": "Stats",
+    "_process.session": "Session get_or_compile install stats uninstall",
+    "config": "ClientConfig",
+    "errors": "CacheError ConfigError ConflictError GraphstashError LeaseLostError Reason",
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

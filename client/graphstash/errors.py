@@ -6,7 +6,12 @@
     │   ├── ExecutorClosed     it was closed before the work could run
     │   └── ExecutorStopped    an earlier submission failed; see `__cause__`
     ├── CheckpointError        a checkpoint cannot be read or written; training/checkpoints/
+    ├── SpaceError             a search space cannot be used; tuning/space.py
+    │   └── EmptySpaceError    it has no configuration
+    ├── AggregationError       sums have ended; training/reduce/aggregators/errors.py
+    ├── CostError              what a searcher was told is no cost; tuning/search/base.py
     ├── DivergedError          the loss stays infinite or NaN; training/loop/events.py
+    ├── MeasuringError         a search can measure nothing here; tuning/measuring/pool.py
     └── CacheError             the cache cannot help now; fallbacks are counted by its `reason`
         ├── TransportError     no usable answer: absent, slow, reset, malformed, circuit open
         ├── BusyError          429 or 503: retry after `retry_after_seconds`

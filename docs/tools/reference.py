@@ -328,10 +328,18 @@ def _told(parameter: Any) -> str:
 
 # --- Python API
 
+_PUBLIC = (
+    "graphstash",
+    "graphstash.training",
+    "graphstash.training.reduce",
+    "graphstash.tuning",
+    "graphstash.testing",
+)
+
 
 def _python_api() -> str:
     text = "# Python API\n\nNames that are not on this page can change in any release.\n"
-    for name in ("graphstash", "graphstash.training", "graphstash.testing"):
+    for name in _PUBLIC:
         module = griffe.load(name, search_paths=[_ROOT / "client"], resolve_aliases=True)
         rows = (
             (_code(member.name), _sentence(member.docstring.value.split("\n\n")[0].rstrip(":")))

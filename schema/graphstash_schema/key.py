@@ -62,7 +62,7 @@ class ArtifactKind(StrEnum):
     AUTOTUNE = "autotune"
     """An autotuning result."""
     SCHEDULE = "schedule"
-    """A GEMM schedule found by search."""
+    """What tuning has found: measurements of a kernel, and its best schedules."""
 
     @classmethod
     def parse(cls, text: str) -> "ArtifactKind":

@@ -6,7 +6,7 @@ itself. Each process reports for itself, and a report that is sent again replace
 
 import re
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Final
+from typing import Annotated, Final, NamedTuple
 
 from pydantic import AwareDatetime, Field
 
@@ -31,6 +31,7 @@ __all__ = [
     "RunMiss",
     "RunName",
     "RunReport",
+    "RunSums",
 ]
 
 MAX_RUN_COUNTS: Final = 32
@@ -117,6 +118,28 @@ class RunReport(RequestModel):
     misses: Items[RunMiss] = Field(default=(), max_length=MAX_RUN_MISSES)
 
 
+class RunSums(NamedTuple):
+    """What the cache did in a run, for all kinds and device types; see `RunCounts`."""
+
+    hits_server: int
+    hits_prefetched: int
+    hits_host: int
+    misses: int
+    fallbacks: int
+    compile_seconds: float
+    saved_compile_seconds: float
+
+    @property
+    def hits(self) -> int:
+        """Wherever they came from."""
+        return self.hits_server + self.hits_prefetched + self.hits_host
+
+    @property
+    def compiled(self) -> int:
+        """Misses and fallbacks."""
+        return self.misses + self.fallbacks
+
+
 class Run(WireModel):
     """One run: the sums of its processes, and the longest of their times. Job, program and producer
     are those of the process that started first.
@@ -138,6 +161,13 @@ class Run(WireModel):
         description="the longest first, each key once, `MAX_RUN_MISSES` at most; only where one "
         "run is asked for",
     )
+
+    @property
+    def sums(self) -> RunSums:
+        """Of all counts."""
+        return RunSums(
+            *(sum(getattr(each, name) for each in self.counts) for name in RunSums._fields)
+        )
 
 
 class RunList(WireModel):

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from typing_extensions import TypeAliasType
 
 from graphstash_schema import MAX_GRANTS, Grant
+from graphstash_schema.model import RequestModel
 from graphstash_schema.names import star_matcher
 
 __all__ = ["ClaimRule", "IssuerUrl", "KeysUrl", "TrustedIssuer"]
@@ -33,7 +34,7 @@ def _grant(value: Any) -> Any:
     return Grant.parse(value) if isinstance(value, str) else value
 
 
-class ClaimRule(BaseModel):
+class ClaimRule(RequestModel):
     """Gives grants to every token that has all of some claims.
 
     Attributes:
@@ -42,8 +43,6 @@ class ClaimRule(BaseModel):
             Not empty: a public provider signs tokens for anyone.
         grants: as `<scope>:<pattern>`.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     claims: Patterns = Field(min_length=1)
     grants: tuple[Annotated[Grant, BeforeValidator(_grant)], ...] = Field(
@@ -61,7 +60,7 @@ class ClaimRule(BaseModel):
         return _fit(self.claims, claims)
 
 
-class TrustedIssuer(BaseModel):
+class TrustedIssuer(RequestModel):
     """An identity provider whose tokens (JWT) are accepted.
 
     Attributes:
@@ -73,8 +72,6 @@ class TrustedIssuer(BaseModel):
             public ones.
         rules: which claims give which grants; those of all that match are combined.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field("", pattern=r"^([a-z0-9][a-z0-9-]{0,31})?$")
     issuer: IssuerUrl

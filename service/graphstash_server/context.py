@@ -35,7 +35,7 @@ from graphstash_server.services.identity.tokens import TokenService, revoked_in
 from graphstash_server.services.jobs.leases import LeaseService
 from graphstash_server.services.jobs.manifests import ManifestService, PinService
 from graphstash_server.services.jobs.runs import RunService
-from graphstash_server.services.maintenance.reconciler import FsckService, Reconciler
+from graphstash_server.services.maintenance.reconciler import Reconciler
 from graphstash_server.services.maintenance.schedule import Maintenance, RetentionService
 from graphstash_server.services.metrics import HealthService, SpaceService, StatisticsService
 from graphstash_server.services.namespaces import Budget, Budgets, PolicyService
@@ -166,13 +166,6 @@ class ProcessContext:
             collector=self.collector,
             artifacts=self.artifacts,
             clock=clock,
-        )
-        self.fsck = FsckService(
-            database=database,
-            blobs=blobs,
-            collector=self.collector,
-            artifacts=self.artifacts,
-            reconciler=self.reconciler,
         )
         self.maintenance = Maintenance(
             database=database,

@@ -201,6 +201,8 @@ def make_server(
     if not any(isinstance(each, _OneLine) for each in log.filters):
         log.addFilter(_OneLine())
         logging.getLogger("uvicorn.access").addFilter(WithoutQuery())
+    if settings.access_log:  # whoever asked for it gets it, whatever else is logged
+        logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     return GraphstashServer(
         config, when_ready=when_ready, stop_waiting=app.stop_waiting, lifeline=lifeline
     )

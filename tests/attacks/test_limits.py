@@ -73,7 +73,8 @@ def limited(start_once):
     admin = server.http(server.admin)
     for row in server.picture().rows["artifacts"]:
         path = f"/v1/{row.namespace}/artifacts/{row.kind}/{row.device_type}/{row.fingerprint}"
-        assert admin.delete(path).status_code == 204
+        # It may be evicted first, where a test has reached a limit.
+        assert admin.delete(path).status_code in {204, 404}
 
 
 def _announced(fort, space, size_bytes, *, number=0, token=None):

@@ -19,11 +19,11 @@ import secrets
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.figures import Figures, options, progress
+from benchmarks.figures import Figures, options, progress, workspace
+from benchmarks.memory import peak_bytes
 
 MIB = 1024**2
 SIZE = 64 * MIB
@@ -37,15 +37,13 @@ GOALS = ((GET, YARDSTICK), (FETCH, YARDSTICK), (OUR_BODY, BODY))
 def main():
     settings = options("client", __doc__.splitlines()[0], rounds=9)
     figures = Figures("client", {"rounds": settings.rounds})
-    Path("build").mkdir(exist_ok=True)
     from support.server import Server
 
     with (
-        tempfile.TemporaryDirectory(prefix="bench-", dir="build") as name,
-        Server(Path(name) / "server") as server,
+        workspace() as directory,
+        Server(directory / "server") as server,
         progress() as bar,
     ):
-        directory = Path(name).absolute()
         publish(server, directory)
         task = bar.add_task("client", total=settings.rounds * len(PAYLOADS) * len(ARMS))
         for number in range(settings.rounds):
@@ -109,9 +107,9 @@ def report(figures, title, results):
 
 
 def one(url, title, arm):
-    with tempfile.TemporaryDirectory(prefix="bench-", dir="build") as name:
+    with workspace() as directory:
         act = by_hand if arm in (YARDSTICK, BODY) else by_client
-        print(json.dumps(act(url, title, arm, Path(name).absolute())))
+        print(json.dumps(act(url, title, arm, directory)))
 
 
 class Cost:
@@ -125,13 +123,6 @@ class Cost:
     def __exit__(self, *_):
         cpu, peak = self._began
         self.spent = {"cpu": time.process_time() - cpu, "grown": peak_bytes() - peak}
-
-
-def peak_bytes():
-    # Not ru_maxrss: that begins with the peak of the process that started this one.
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (peak,) = (line for line in lines if line.startswith("VmHWM:"))
-    return int(peak.split()[1]) * 1024
 
 
 def by_hand(url, title, arm, _directory):

@@ -12,12 +12,11 @@ import json
 import os
 import shutil
 import stat
-import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.figures import Figures, columns_of, options, progress, show
+from benchmarks.figures import Figures, columns_of, options, progress, show, workspace
 from support.environments import python_of
 from support.jobs import Jobs
 from support.server import Server
@@ -68,13 +67,11 @@ def main():
     figures = Figures("compilers", {"rounds": settings.rounds})
     figures.note("First step: tracing, compiling or fetching, and running; importing is not in it.")
     figures.note("Losses of cold and warm are compared bit for bit (Triton: the cubins).")
-    Path("build").mkdir(exist_ok=True)
     with (
-        tempfile.TemporaryDirectory(prefix="bench-", dir="build") as name,
-        Server(Path(name) / "server") as server,
+        workspace() as directory,
+        Server(directory / "server") as server,
         progress() as bar,
     ):
-        directory = Path(name).absolute()
         jobs = Jobs()
         compilers = arms()
         task = bar.add_task("compilers", total=settings.rounds * len(compilers) * 2)

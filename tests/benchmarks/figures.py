@@ -8,6 +8,8 @@ import json
 import os
 import statistics
 import sys
+import tempfile
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-__all__ = ["Figures", "columns_of", "console", "options", "progress", "show"]
+__all__ = ["Figures", "columns_of", "console", "options", "progress", "show", "workspace"]
 
 # A report in a file or a log has room for the widest table.
 console = Console() if sys.stdout.isatty() else Console(width=130)
@@ -132,3 +134,12 @@ def progress():
         TimeElapsedColumn(),
         console=console,
     )
+
+
+@contextmanager
+def workspace():
+    """A directory on the disk of this repository, which is removed; memory is no disk."""
+    build = Path("build").absolute()
+    build.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=build) as name:
+        yield Path(name)

@@ -7,10 +7,9 @@ another, warm, over a link with a round trip of 50 ms, without prefetching and w
     PYTHONPATH=tests .venv/bin/python -m benchmarks.first_step --rounds 3
 """
 
-import tempfile
 from pathlib import Path
 
-from benchmarks.figures import Figures, options, progress
+from benchmarks.figures import Figures, options, progress, workspace
 from support.jobs import Jobs
 from support.server import Server
 from support.slow_link import SlowLink
@@ -26,15 +25,14 @@ def main():
     figures.note(
         "Seconds from the end of the imports to the last graph; the link has no other limit."
     )
-    Path("build").mkdir(exist_ok=True)
     with (
-        tempfile.TemporaryDirectory(prefix="bench-", dir="build") as name,
-        Server(Path(name) / "server") as server,
+        workspace() as directory,
+        Server(directory / "server") as server,
         progress() as bar,
     ):
         for number in bar.track(range(settings.rounds), description="first step"):
-            saved(figures, server, Path(name).absolute() / f"saved-{number}")
-            over_a_link(figures, server, Path(name).absolute() / f"link-{number}")
+            saved(figures, server, directory / f"saved-{number}")
+            over_a_link(figures, server, directory / f"link-{number}")
     figures.write(settings.output)
 
 

@@ -9,11 +9,9 @@ times are of the same clock.
 
 import sqlite3
 import statistics
-import tempfile
 from datetime import UTC, datetime
-from pathlib import Path
 
-from benchmarks.figures import Figures, options, progress
+from benchmarks.figures import Figures, options, progress, workspace
 from benchmarks.launch import MLP, Launcher
 from support.server import Server
 
@@ -31,14 +29,12 @@ def main():
     figures = Figures("herd", {"rounds": settings.rounds, "processes": settings.processes})
     figures.note("The goal: one compilation per graph, waiters served within 500 ms of the commit.")
     figures.note("All processes of the herd share this machine's cores with the server.")
-    Path("build").mkdir(exist_ok=True)
     with (
-        tempfile.TemporaryDirectory(prefix="bench-", dir="build") as name,
-        Server(Path(name) / "server") as server,
+        workspace() as directory,
+        Server(directory / "server") as server,
         Launcher() as launcher,
         progress() as bar,
     ):
-        directory = Path(name).absolute()
         launcher.launch(MLP, directory / "first").finish()  # brings the libraries into memory
         for number in bar.track(range(settings.rounds), description="herd"):
             namespace = f"herd-{number}"

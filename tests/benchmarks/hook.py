@@ -9,10 +9,7 @@ within 5 % of the peer's.
     PYTHONPATH=tests .venv/bin/python -m benchmarks.hook --rounds 3
 """
 
-import tempfile
-from pathlib import Path
-
-from benchmarks.figures import Figures, options, progress
+from benchmarks.figures import Figures, options, progress, workspace
 from benchmarks.launch import GPT, MLP, Launcher
 from support.server import Server
 
@@ -50,13 +47,11 @@ def main():
     figures.note("start, trained, ended: since the launch; start holds the hook's installation.")
     figures.note("first and third step: since the first step began, its loss on the host.")
     figures.note("The goal: warm graphstash within 5 % of torch_xla's own cache, a ratio <= 1.05.")
-    Path("build").mkdir(exist_ok=True)
     with (
-        tempfile.TemporaryDirectory(prefix="bench-", dir="build") as name,
-        Server(Path(name) / "server") as server,
+        workspace() as directory,
+        Server(directory / "server") as server,
         Launcher() as launcher,
     ):
-        directory = Path(name).absolute()
         launcher.launch(MLP, directory / "first").finish()  # brings the libraries into memory
         settled = Steady(launcher, server, directory / "steady", settings.steps)
         with progress() as bar:

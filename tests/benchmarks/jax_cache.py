@@ -12,10 +12,9 @@ of JAX's own cache on the same host, and 20 % as another host.
     PYTHONPATH=tests .venv/bin/python -m benchmarks.jax_cache --rounds 5
 """
 
-import tempfile
 from pathlib import Path
 
-from benchmarks.figures import Figures, options, progress
+from benchmarks.figures import Figures, options, progress, workspace
 from support.jobs import Jobs
 from support.server import Server
 
@@ -45,13 +44,11 @@ def main():
     settings = options("jax_cache", __doc__.splitlines()[0], rounds=5)
     figures = Figures("jax_cache", {"rounds": settings.rounds})
     figures.note("Importing JAX and starting its backend are in `CPU with imports` only.")
-    Path("build").mkdir(exist_ok=True)
     with (
-        tempfile.TemporaryDirectory(prefix="bench-", dir="build") as name,
-        Server(Path(name) / "server") as server,
+        workspace() as directory,
+        Server(directory / "server") as server,
         progress() as bar,
     ):
-        directory = Path(name).absolute()
         task = bar.add_task("jax", total=settings.rounds * len(VERSIONS) * 2 * 6)
         for number in range(settings.rounds):
             for version, environment in VERSIONS.items():

@@ -17,11 +17,9 @@ import random
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 
-from benchmarks.figures import Figures, options, progress
+from benchmarks.figures import Figures, options, progress, workspace
 from graphstash_server.testing import ServerProcess
 from support.filling import (
     BLOB_BYTES,
@@ -42,6 +40,14 @@ PUTS = 50
 KEY = "torch_xla/cpu-bench"
 EXPLAIN = "/v1/bench/artifacts:explain"
 
+GRAPHSTASH = """\
+import atexit
+from benchmarks.memory import peak_bytes
+from graphstash.__main__ import main
+atexit.register(lambda: print(peak_bytes()))
+main()
+"""
+
 
 def main():
     settings = options(
@@ -55,9 +61,8 @@ def main():
         "The goal: ready within 10 s; GET and lookup as fast as with a thousand; pages and"
     )
     figures.note("explanations within 200 ms.")
-    Path("build").mkdir(exist_ok=True)
     with (
-        tempfile.TemporaryDirectory(prefix="bench-", dir="build") as name,
+        workspace() as directory,
         Postgres(shared_buffers="256MB") as postgres,
         progress() as bar,
     ):
@@ -66,8 +71,8 @@ def main():
             stores = []
             for count in (SMALL, settings.large):
                 bar.update(task, description=f"{database}: filling {count:,}", advance=1)
-                directory = Path(name).absolute() / f"{database}-{count}"
-                stores.append(Store(directory, database, count, postgres))
+                place = directory / f"{database}-{count}"
+                stores.append(Store(place, database, count, postgres))
             for _ in range(settings.rounds):
                 bar.update(task, description=f"{database}: asking", advance=1)
                 for store in stores:
@@ -98,16 +103,16 @@ class Store:
     def command(self, *arguments, **environment):
         """Runs `graphstash ...`; how long it took and the most memory it had."""
         began = time.monotonic()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "graphstash", *arguments],
+        said = subprocess.run(
+            [sys.executable, "-c", GRAPHSTASH, *arguments],
             env={**os.environ, **self.environment, **environment},
             stdout=subprocess.PIPE,
             text=True,
-        )
-        said = process.stdout.read()
-        _, status, usage = os.wait4(process.pid, 0)
-        assert status == 0, said
-        return time.monotonic() - began, usage.ru_maxrss / 1024, said
+            check=True,
+        ).stdout
+        seconds = time.monotonic() - began
+        said, _, peak = said.rstrip().rpartition("\n")
+        return seconds, int(peak) / 1024**2, said
 
     def measure(self, figures):
         def add(what, sample):

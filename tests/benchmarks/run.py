@@ -10,17 +10,14 @@ Writes build/bench-<part>.json, build/bench.json and build/bench.md.
 
 import argparse
 import json
-import os
-import platform
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS))
 
-from benchmarks.figures import columns_of, console, show  # noqa: E402 (the line above finds it)
+from benchmarks.figures import console  # noqa: E402 (the line above finds it)
+from benchmarks.report import begin, environment, files_of, finish, pages, run_part  # noqa: E402
 
 PARTS = {
     "server": "every call beside nginx, docker-registry, turborepo, redis; CPU each; 6 minutes",
@@ -47,81 +44,17 @@ def main():
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"no part {', '.join(sorted(unknown))}; there are: {', '.join(PARTS)}")
-    options.directory.mkdir(parents=True, exist_ok=True)
-    report = {"machine": machine(), "started": time.strftime("%Y-%m-%d %H:%M %Z"), "parts": {}}
-    failed = []
+    written, report = files_of(options.directory, "bench"), begin()
     for part in options.parts or PARTS:
         console.rule(f"[bold]{part}[/bold]: {PARTS[part]}")
         output = options.directory / f"bench-{part}.json"
-        if run(part, options, output) == 0:
-            report["parts"][part] = json.loads(output.read_text())
-        else:
-            failed.append(part)
-    report["failed"] = failed
-    (options.directory / "bench.json").write_text(json.dumps(report, indent=2) + "\n")
-    (options.directory / "bench.md").write_text(markdown(report))
-    console.print(f"written: {options.directory / 'bench.json'}, {options.directory / 'bench.md'}")
-    if failed:
-        raise SystemExit(f"failed: {', '.join(failed)}; the reasons are above")
-
-
-def run(part, options, output):
-    """Runs one part as a process of its own, with no settings from outside."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("GRAPHSTASH_")}
-    command = [sys.executable, "-m", f"benchmarks.{part}", "--output", str(output)]
-    if options.rounds is not None:
-        command += ["--rounds", str(options.rounds)]
-    if options.seconds is not None and part == "server":
-        command += ["--seconds", str(options.seconds)]
-    return subprocess.run(
-        command, env=environment | {"PYTHONPATH": str(TESTS)}, check=False
-    ).returncode
-
-
-def machine():
-    return {
-        "cores": len(os.sched_getaffinity(0)),
-        "cpu": cpu_model(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1024**3, 1),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-    }
-
-
-def cpu_model():
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
-
-
-def markdown(report):
-    """The report for people: one table per table, `median (min to max)` in each cell."""
-    about = report["machine"]
-    where = f"{about['cores']} cores ({about['cpu']}), {about['memory_gib']} GiB"
-    what = f"Linux {about['kernel']}, Python {about['python']}"
-    lines = [
-        "# Benchmarks",
-        "",
-        f"{report['started']}; {where}, {what}. Cells: median (min to max).",
-    ]
-    for name, part in report["parts"].items():
-        load = ", ".join(f"{part[when][0]:.1f}" for when in ("load_before", "load_after"))
-        settings = ", ".join(f"{key} {value}" for key, value in part["settings"].items())
-        lines += ["", f"## {name}", "", f"{settings}; load average before and after: {load}."]
-        for title, rows in part["tables"].items():
-            columns = columns_of(rows)
-            lines += ["", f"### {title}", "", row("", columns), row("---", ["---:"] * len(columns))]
-            for label, cells in rows.items():
-                lines.append(row(label, [show(cells.get(column, "")) for column in columns]))
-        lines += ["", *(f"- {note}" for note in part["notes"])]
-    for part in report["failed"]:
-        lines += ["", f"`{part}` failed."]
-    return "\n".join(lines) + "\n"
-
-
-def row(label, cells):
-    return f"| {label} | {' | '.join(cells)} |"
+        given = ["--rounds", options.rounds] if options.rounds is not None else []
+        if options.seconds is not None and part == "server":
+            given += ["--seconds", options.seconds]
+        run_part(report, part, f"benchmarks.{part}", output, *given, env=environment())
+    written["json"].write_text(json.dumps(report, indent=2) + "\n")
+    written["md"].write_text(pages(report))
+    finish(report, [written["json"], written["md"]])
 
 
 if __name__ == "__main__":

@@ -16,14 +16,13 @@ import json
 import os
 import secrets
 import statistics
-import tempfile
 import time
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 
-from benchmarks.figures import Figures, options, progress
+from benchmarks.figures import Figures, options, progress, workspace
 from benchmarks.load import many, wrk
+from benchmarks.memory import peak_bytes
 from benchmarks.targets import (
     NAMESPACE,
     PEERS,
@@ -35,7 +34,6 @@ from benchmarks.targets import (
     base_of,
     cpu_seconds,
     fetch_sha256,
-    resident_bytes,
     unique_body,
 )
 from support.postgres import Postgres
@@ -77,15 +75,13 @@ def main():
     figures.note(
         "redis answers from memory; nginx's and turborepo's PUTs do not wait for the disk."
     )
-    Path("build").mkdir(exist_ok=True)
     kinds = [Graphstash, ReleaseBefore]
     for peer in () if settings.postgresql or settings.puts else PEERS:
         if how := peer.missing():
             figures.note(f"{peer.name} is not installed: {how}")
         else:
             kinds.append(peer)
-    with tempfile.TemporaryDirectory(prefix="bench-", dir="build") as name, ExitStack() as stack:
-        directory = Path(name)
+    with workspace() as directory, ExitStack() as stack:
         postgres = stack.enter_context(Postgres()) if settings.postgresql else None
         targets = [start(stack, kind, directory, postgres) for kind in kinds]
         if not settings.puts:
@@ -141,7 +137,7 @@ def measure(figures, target, seconds):
     count("GET 4 KiB, cold row", target.get, names=names, connections=16)
     count("miss", target.miss, connections=16)
     count("HEAD", target.head, name="4KiB", connections=16)
-    figures.add(TIMES, "memory after reading, MiB", target.name, resident_bytes(target.pid) / MIB)
+    figures.add(TIMES, "memory after reading, MiB", target.name, peak_bytes(target.pid) / MIB)
     if not isinstance(target, Nginx):
         measure_puts(figures, target, seconds)
     if isinstance(target, Graphstash):

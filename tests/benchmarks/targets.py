@@ -7,7 +7,6 @@ import base64
 import hashlib
 import itertools
 import os
-import re
 import secrets
 import shutil
 import socket
@@ -34,7 +33,6 @@ __all__ = [
     "base_of",
     "cpu_seconds",
     "fetch_sha256",
-    "resident_bytes",
     "unique_body",
 ]
 
@@ -426,12 +424,6 @@ def cpu_seconds(pid):
     while more := {child for child, parent in parents.items() if parent in tree} - tree:
         tree |= more
     return sum(ticks[number] for number in tree) / os.sysconf("SC_CLK_TCK")
-
-
-def resident_bytes(pid):
-    """The most memory that a process has had."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024
 
 
 def fetch_sha256(target, name):

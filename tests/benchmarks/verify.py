@@ -10,11 +10,9 @@ the download. A local hit reads the file once more, for a digest.
 
 import secrets
 import shutil
-import tempfile
 import time
-from pathlib import Path
 
-from benchmarks.figures import Figures, options, progress
+from benchmarks.figures import Figures, options, progress, workspace
 from graphstash import ClientConfig, Stash
 from graphstash_schema import ArtifactKey, ArtifactMetadata
 from support.server import Server
@@ -31,9 +29,7 @@ def main():
     figures = Figures("verify", {"rounds": settings.rounds})
     figures.note("`download` is without unpacking and with the policy off: bytes and their digest.")
     figures.note("The payload is random: it does not shrink, so that 64 MiB travel.")
-    Path("build").mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="bench-", dir="build") as name:
-        directory = Path(name).absolute()
+    with workspace() as directory:
         team = Team(directory)
         team.trust("ci")
         with Server(directory / "server") as server, progress() as bar:
@@ -104,7 +100,7 @@ class Watch:
 def timed(stash):
     """A list that gets the seconds of every check that the stash makes."""
     seconds = []
-    real = stash._signatures.check
+    real = stash.signatures.check
 
     def check(subject, proof):
         with Watch() as watch:
@@ -112,7 +108,7 @@ def timed(stash):
         seconds.append(watch.seconds)
         return allowed
 
-    stash._signatures.check = check
+    stash.signatures.check = check
     return seconds
 
 

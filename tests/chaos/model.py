@@ -110,12 +110,6 @@ class Permanent(_Keys):
         with self._lock:
             return {number: key.known for number, key in self._keys.items() if key.known}
 
-    @property
-    def uncertain(self):
-        """Keys that may have an artifact and may not."""
-        with self._lock:
-            return [number for number, key in self._keys.items() if key.puts and not key.known]
-
 
 class Budgeted(_Keys):
     """Keys of a namespace with a limit: anything may go at any time."""

@@ -42,12 +42,10 @@ class ChaosProxy(S3Proxy):
     """Misbehaves from `begin` to `end`.
 
     Attributes:
-        struck_count: requests that met a fault.
         flipped_at: when a bit was last flipped, as the monotonic clock says.
     """
 
     def __init__(self, upstream_port):
-        self.struck_count = 0
         self.flipped_at = -math.inf
         self._calm = threading.Event()
         self._calm.set()
@@ -74,7 +72,6 @@ class ChaosProxy(S3Proxy):
         self.seen.clear()
         if fault is S3Fault.NONE:
             return fault
-        self.struck_count += 1
         if fault in {S3Fault.FLIP, S3Fault.FLIP_LENGTH}:
             self.flipped_at = time.monotonic()
         if fault is S3Fault.HANG:

@@ -11,6 +11,7 @@ import pytest
 
 from graphstash_schema import ArtifactKey, ArtifactMetadata
 from graphstash_schema.explanation import described
+from support.hostile import Answer, Middlebox
 
 DEVICE = "cpu-x86_64-0123456789abcdef"
 
@@ -225,10 +226,23 @@ def test_a_server_of_an_earlier_release_is_named(command, middlebox_without_list
     assert "is older than this command" in told
 
 
+@pytest.mark.parametrize("arguments", [["ls"], ["ls", "--limit", "0"], ["export", os.devnull]])
+def test_a_list_that_leads_back_to_the_same_page_ends(server, command, arguments):
+    def endless(request, answer):
+        if not request.path.partition("?")[0].endswith("/artifacts"):
+            return answer
+        page = {"artifacts": [], "next": "again"}
+        return Answer(200, answer.headers, json.dumps(page).encode())
+
+    with Middlebox(server.url, endless) as box:
+        status = 1 if arguments[0] == "export" else 0
+        done = command(*arguments, url=box.url, status=status)
+        assert len(box.to("/artifacts")) == 2
+    assert "no such artifacts" in done.stdout or "nothing to export" in done.stderr
+
+
 @pytest.fixture
 def middlebox_without_listing(server):
-    from support.hostile import Middlebox
-
     def older(request, answer):
         return box.ask(request, path="/v1/no/such/path")
 

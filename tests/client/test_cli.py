@@ -330,6 +330,22 @@ def test_an_interrupted_command_ends_with_its_status(server, tmp_path):
     assert "Traceback" not in told
 
 
+def test_help_imports_no_searchers_and_names_them():
+    code = """
+        import contextlib, io, sys
+        from graphstash.__main__ import main
+
+        for argv in (["--help"], ["tune", "search", "--help"]):
+            sys.argv = ["graphstash", *argv]
+            with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as told:
+                main()
+        imported = [name for name in sys.modules if name.startswith("graphstash.tuning")]
+        from graphstash.tuning import SEARCHERS
+        print(imported, [name for name in SEARCHERS if name not in told.getvalue()])
+    """
+    assert processes.python(code, check=True).stdout.strip() == "[] []"
+
+
 def test_a_job_starts_without_the_rest_of_the_command_line():
     """What `run` imports before its command takes its place."""
     code = """

@@ -148,8 +148,8 @@ def test_a_job_of_two_hours_publishes_to_its_end_by_a_login_and_not_by_the_jwt(
             return 201
 
     with pytest.MonkeyPatch.context() as turned:
-        for service in (context.access, context.access._tokens):
-            turned.setattr(service, "_clock", clock)
+        for service in (context.access, context.access.tokens):
+            turned.setattr(service, "clock", clock)
         clock.now = datetime.now(UTC)
         assert [publishes(tmp_path / "jwt", 1), publishes(place, 2)] == [201, 201]
         clock.turn(2 * 3600)

@@ -156,12 +156,16 @@ def test_a_lease_is_held_while_a_graph_is_compiled_and_not_when_that_fails(
         assert a.stats.published == 2
 
 
-def test_a_graph_that_torch_does_not_cache_leaves_no_lease(host, quiet):
+def test_a_graph_that_torch_does_not_cache_leaves_no_lease_and_its_reason_once(host, quiet, caplog):
     with host("a", url=quiet.url) as a, config.patch(post_grad_custom_pre_pass=lambda graph: None):
         compute()
-        assert counters["inductor"]["fxgraph_cache_bypass"] == 1
+        torch._dynamo.reset()
+        compute()
+        assert counters["inductor"]["fxgraph_cache_bypass"] == 2
         assert a.stats.published == 0
         assert leases_held(quiet) == 0
+    (said,) = [each.message for each in caplog.records if "caches no graph" in each.message]
+    assert said.endswith(": Unsupported post grad custom pass")
 
 
 def test_every_kind_comes_back_byte_for_byte(host):

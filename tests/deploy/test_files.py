@@ -31,7 +31,6 @@ NEEDED = {
     "GRAPHSTASH_TLS_KEY": "/tls/key",
     "GRAPHSTASH_GRAFANA_PASSWORD": "secret",
 }
-OURS = ("migrate", "server-1", "server-2", "nginx", "bucket")
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,19 @@ key = ArtifactKey.parse("torch_xla", "cpu-test", "a" * 64)
 assert graphstash.get_or_compile(key, lambda: b"graph") == b"graph"
 """
 
+EIGHT_BIT = (
+    PLAIN.format(module="torch")
+    + """
+from graphstash import training
+weight = torch.nn.Parameter(torch.ones(64, 64))
+optimizer = training.AdamW8bit([weight], lr=0.5, weight_decay=0.0)
+weight.sum().backward()
+optimizer.step()
+assert (weight - 0.5).abs().max() < 1e-6
+assert optimizer.state[weight]["exp_avg_codes"].dtype == torch.uint8
+"""
+)
+
 JAX = """
 import jax
 print(jax.jit(lambda x: (x * 2).sum())(jax.numpy.arange(4.0)))
@@ -49,8 +62,12 @@ CASES = {
     "s3": ("", PLAIN.format(module="boto3"), ()),
     "postgres": ("", PLAIN.format(module="asyncpg"), ()),
     "tracing": ("", PLAIN.format(module="opentelemetry.sdk.trace"), ()),
+    "tuning": ("", PLAIN.format(module="xgboost"), ()),
     "jax": ("jax-newest", JAX, ()),
     "torch": ("torch-newest", TORCH, ()),
+    "torchao": ("", EIGHT_BIT, ()),
+    "ray": ("ray", PLAIN.format(module="ray"), ()),
+    "tvm": ("tvm", PLAIN.format(module="tvm"), ()),
     "torch-xla27": ("", TORCH_XLA, ()),
     "torch-xla": ("xla-newest", SUPPORT / "pjrt_torch_job.py", ("xla-cpu-pjrt==0.0.1",)),
 }

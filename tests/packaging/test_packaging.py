@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -222,6 +223,15 @@ def test_no_shell_variable_is_needed_to_import_what_is_installed():
     environment = {"PATH": os.environ["PATH"]}
     program = "import graphstash_server, graphstash, graphstash_schema"
     run(sys.executable, "-I", "-c", program, env=environment)
+
+
+def test_coverage_runs_the_tests_of_all_that_it_measures():
+    text = (ROOT / "pyproject.toml").read_text()
+    omitted = tomllib.loads(text)["tool"]["coverage"]["run"]["omit"]
+    rooms = [path.parent for path in ROOT.glob("tests/client/*/test_*.py")]
+    measured = {each for each in rooms if f"*/graphstash/{each.name}/*" not in omitted}
+    command = run("make", "--dry-run", "coverage", cwd=ROOT).split()
+    assert {str(each.relative_to(ROOT)) for each in measured} <= {*command}
 
 
 def test_the_reference_names_every_setting_of_the_server():

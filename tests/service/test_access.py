@@ -568,8 +568,8 @@ async def test_the_cache_of_unknown_tokens_is_bounded(services, monkeypatch):
     assert await is_let_in(access, issued.token)
     guesses = [f"gst_{'z' * 15}{last}_{'A' * 43}" for last in "abcdefghijklmnopqrst"]
     await asyncio.gather(*(is_let_in(access, guess) for guess in guesses))
-    assert len(access._tokens._unknown) == 10
-    assert list(access._tokens._known) == [issued.info.id]
+    assert len(access.tokens._unknown) == 10
+    assert list(access.tokens._known) == [issued.info.id]
 
 
 def test_a_server_whose_database_is_gone_answers_503_and_not_401(tmp_path, problem, postgres):

@@ -76,14 +76,14 @@ def served(request, tmp_path, database_url):
 
 async def commit_together(server, *uploads):
     """What becomes of uploads whose blobs are there, if they wait at the same moment."""
-    committer = server.context.uploads._committer
+    committer = server.context.uploads.committer
     return await asyncio.gather(*map(committer.commit, uploads), return_exceptions=True)
 
 
 async def stored(server, number, blob, **terms):
     """An upload of which only the commit is missing."""
     upload = upload_of(key_of(number), blob, policy=ONCE, **terms)
-    await server.context.uploads._blobs.put(upload.digest, as_chunks(blob))
+    await server.context.uploads.blobs.put(upload.digest, as_chunks(blob))
     return upload
 
 
@@ -93,7 +93,7 @@ async def test_uploads_that_wait_together_share_a_transaction_and_have_their_own
         other = await stored(server, 0, b"another")
         lost = await stored(server, 1, b"lost")
         good = [await stored(server, number, b"%d" % number) for number in range(2, 5)]
-        await server.context.uploads._blobs.delete(lost.digest)
+        await server.context.uploads.blobs.delete(lost.digest)
 
         with recorded("INTO audit") as logged:
             conflict, gone, *commits = await commit_together(server, other, lost, *good)

@@ -16,7 +16,6 @@ from support.waiting import until
 NAMESPACE = "team"
 HOSTILE = '"><script>document.title="pwned"</script><img src=x onerror=alert(1)>\u202etxet'
 SIZES = {"desktop": (1280, 800), "phone": (360, 740)}
-SCHEMES = ("light", "dark")
 
 
 @pytest.fixture(scope="module")

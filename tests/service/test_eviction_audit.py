@@ -105,11 +105,6 @@ async def test_gc_is_named_with_what_it_evicted(opened):
         await collect_garbage(
             GarbageWanted(False, timedelta(seconds=30), None, None, opened.clock.now),
             actor=user,
-            evictor=context.evictor,
-            collector=context.collector,
-            artifacts=context.artifacts,
-            retention=context.retention,
-            reconciler=context.reconciler,
             maintenance=context.maintenance,
             found=lambda _: None,
         )

@@ -79,8 +79,8 @@ def clock(guarded):
     clock = FakeClock()
     clock.now = datetime.now(UTC)
     context = guarded.server._server.config.app.state.context
-    for service in (context.access, context.access._tokens, context.tokens):
-        service._clock = clock
+    for service in (context.access, context.access.tokens, context.tokens):
+        service.clock = clock
     return clock
 
 
@@ -198,8 +198,8 @@ def test_a_revoked_token_is_refused_by_every_server_within_two_seconds(
 ):
     with Guarded(tmp_path / "second", **settings) as second:
         context = second.server._server.config.app.state.context
-        for service in (context.access, context.access._tokens):
-            service._clock = clock
+        for service in (context.access, context.access.tokens):
+            service.clock = clock
         issued = exchange(github.token("first")).json()
         here, there = (each.http(issued["token"]) for each in (guarded, second))
         assert here.get("/v1/-/access").status_code == there.get("/v1/-/access").status_code == 200

@@ -249,8 +249,9 @@ def test_headers_that_may_be_read_in_two_ways_are_the_parsers(api, lines):
     assert taken["fast"] == 0
 
 
-def test_the_access_log_has_the_same_line(start):
-    server = start("--access-log", "--log-level", "debug")
+@pytest.mark.parametrize("level", ["error", "info", "debug"])
+def test_the_access_log_has_the_same_line_at_every_level(start, level):
+    server = start("--access-log", "--log-level", level)
     path = f"/v1/team/artifacts/jax/cpu/{'a' * 64}"
     httpx.put(server.url + path, content=SMALL, headers={"Repr-Digest": REPR_DIGEST})
     for aside in ([], [ASIDE]):

@@ -127,7 +127,7 @@ async def test_a_server_of_the_release_before_finds_what_was_published_since(
         await one.put(b"blob", 1)
         name = Digest.of(b"blob").sha256
         assert objects(s3, bucket) == [name, f"{name}.1"]
-        listed = [digest async for digest in one.context.artifacts._blobs.list()]
+        listed = [digest async for digest in one.context.artifacts.blobs.list()]
         assert listed == [Digest.of(b"blob")]
 
 
@@ -150,7 +150,7 @@ async def test_what_was_put_under_a_name_that_was_given_up_meanwhile_is_not_ackn
     """An upload stores its bytes; before its commit, a deletion of them begins and is lost."""
     async with opened("one") as one, opened("two") as two:
         await two.put(b"blob", 1)
-        committer = one.context.uploads._committer
+        committer = one.context.uploads.committer
         commit = committer.commit
 
         async def late_commit(upload):

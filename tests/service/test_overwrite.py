@@ -336,7 +336,7 @@ async def test_writers_on_two_servers_leave_one_artifact(opened):
 async def test_an_overwrite_that_is_uploaded_while_the_artifact_is_evicted_stays(opened):
     async with opened() as one, opened() as two:
         await one.put(OLD)
-        committer = one.context.uploads._committer
+        committer = one.context.uploads.committer
         commit = committer.commit
 
         async def evicted_before(upload):
@@ -353,7 +353,7 @@ async def test_the_old_bytes_that_another_key_is_about_to_have_stay(opened):
     """An upload of the old bytes has found the blob there when the overwrite marks it."""
     async with opened() as one, opened() as two:
         await one.put(OLD, 1)
-        committer = two.context.uploads._committer
+        committer = two.context.uploads.committer
         commit = committer.commit
 
         async def overwritten_before(upload):

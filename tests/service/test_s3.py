@@ -390,7 +390,7 @@ def test_secrets_that_are_withdrawn_lose_no_row(tmp_path, swift, monkeypatch, co
         connect(server.url).put(SMALL, 1)
     with LiveServer(tmp_path, **settings) as server:
         api = connect(server.url)
-        store = server._server.config.app.state.context.artifacts._blobs
+        store = server._server.config.app.state.context.artifacts.blobs
         store._client._request_signer._credentials.secret_key = "withdrawn"
 
         problem(api.get(1), 503, "unavailable", "check the credentials")

@@ -1,32 +1,17 @@
 """The S3 that a test runs on: moto's, Swift's, or one that runs already, such as a Ceph."""
 
-import secrets
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import Self
 from urllib.parse import urlsplit
 
-from support.moto import Moto, s3_client
+from support.moto import AnyS3, Moto, s3_client
 from support.swift import Swift
 
-if TYPE_CHECKING:
-    from mypy_boto3_s3 import S3Client
-
-__all__ = ["AnyS3", "RunningS3", "open_s3"]
+__all__ = ["RunningS3", "open_s3"]
 
 
-class AnyS3(Protocol):
-    """What the three have in common: where it is, and who may write."""
-
-    url: str
-    access_key: str
-    secret_key: str
-    client: "S3Client"
-
-    def new_bucket(self) -> str: ...
-
-
-class RunningS3:
+class RunningS3(AnyS3):
     """A context manager; the buckets that it made stay there.
 
     Args:
@@ -46,11 +31,6 @@ class RunningS3:
 
     def __exit__(self, *_: object) -> None:
         self.client.close()
-
-    def new_bucket(self) -> str:
-        name = f"bucket-{secrets.token_hex(8)}"
-        self.client.create_bucket(Bucket=name)
-        return name
 
 
 def open_s3(which: str, directory: Path) -> AbstractContextManager[AnyS3]:

@@ -48,7 +48,13 @@ def inductor_host(directory: Path, **settings: Any) -> Iterator[InductorHost]:
     torch._dynamo.utils.counters.clear()
     with (
         fresh_inductor_cache(),
-        torch._inductor.config.patch({"cpp.vec_isa_ok": True, "compile_threads": 1}),
+        torch._inductor.config.patch(
+            {
+                "cpp.vec_isa_ok": True,
+                "compile_threads": 1,
+                "post_grad_custom_post_pass": None,  # importing torchao sets one, in this process
+            }
+        ),
     ):
         if pretended := os.environ.get("PRETEND_ISA"):
             cpu_vec_isa.x86_isa_checker = pretended.split

@@ -11,7 +11,7 @@ from botocore.config import Config
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
-__all__ = ["CREDENTIALS", "Moto", "s3_client", "s3_settings"]
+__all__ = ["CREDENTIALS", "AnyS3", "Moto", "s3_client", "s3_settings"]
 
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "test:tester",
@@ -73,7 +73,22 @@ def s3_settings(url: str, bucket: str, **more: object) -> dict[str, Any]:
     } | more
 
 
-class Moto:
+class AnyS3:
+    """What all of them have in common: where it is, and who may write."""
+
+    url: str
+    access_key: str
+    secret_key: str
+    client: "S3Client"
+
+    def new_bucket(self) -> str:
+        """The name of a bucket that is there now."""
+        name = f"bucket-{secrets.token_hex(8)}"
+        self.client.create_bucket(Bucket=name)
+        return name
+
+
+class Moto(AnyS3):
     """A context manager; it ends with this process, however that ends."""
 
     access_key = CREDENTIALS["AWS_ACCESS_KEY_ID"]
@@ -92,11 +107,6 @@ class Moto:
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = s3_client(self.url)
         return self
-
-    def new_bucket(self) -> str:
-        name = f"bucket-{secrets.token_hex(8)}"
-        self.client.create_bucket(Bucket=name)
-        return name
 
     def __exit__(self, *_: object) -> None:
         self.client.close()

@@ -24,13 +24,14 @@ __all__ = [
     "SHAPES",
     "Case",
     "ReferenceLAMB",
+    "ReferenceScheduleFree",
     "gradients",
     "loss_of",
     "new_parameters",
     "train_scheduled",
 ]
 
-NOT_IN_TORCH: Final = frozenset({"LAMB", "Lion"})
+NOT_IN_TORCH: Final = frozenset({"LAMB", "Lion", "ScheduleFreeAdamW"})
 """Optimizers of ours whose state dictionaries nobody else reads, and that have no fused kernel."""
 
 SHAPES = ((3, 4), (5,), (), (1,))
@@ -64,6 +65,23 @@ class ReferenceLAMB(torch.optim.Optimizer):
         p -= group["lr"] * ratio * r
 
 
+class ReferenceScheduleFree(torch.optim.Optimizer):
+    """A public implementation for each parameter, with counts of the steps that this one makes."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, options)
+        self._of_each: dict[torch.Tensor, torch.optim.Optimizer] = {}
+
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            options = {name: value for name, value in group.items() if name != "params"}
+            for p in group["params"]:
+                if p not in self._of_each:
+                    self._of_each[p] = pytorch_optimizer.ScheduleFreeAdamW([p], **options)
+                if p.grad is not None:
+                    self._of_each[p].step()
+
+
 @dataclass(frozen=True)
 class Case:
     """One optimizer with options."""
@@ -79,6 +97,8 @@ class Case:
         """Torch's, one parameter after the other where that can be told."""
         if self.name == "LAMB":
             return ReferenceLAMB(self._groups(parameters), **self.options)
+        if self.name == "ScheduleFreeAdamW":
+            return ReferenceScheduleFree(self._groups(parameters), **self.options)
         if self.name == "Lion":
             return pytorch_optimizer.Lion(
                 self._groups(parameters), **{"foreach": False, **self.options}
@@ -123,6 +143,18 @@ def _cases() -> Iterator[Case]:
         yield Case("LAMB", {"lr": 0.01, **more}, second)
     for more in ({}, {"betas": (0.5, 0.9), "weight_decay": 0.1, "maximize": True}):
         yield Case("Lion", {"lr": 0.01, **more}, second)
+    for more in (
+        {},
+        {"weight_decay": 0.1, "maximize": True},
+        {"beta2_decay": -0.5, "eps": (0.3, 0.5), "d": 1.5},
+    ):
+        yield Case("Adafactor", {"lr": 0.1, **more}, second)
+    for more in (
+        {},
+        {"betas": (0.8, 0.9), "weight_decay": 0.1, "maximize": True},
+        {"warmup_steps": 5, "r": 0.5, "weight_lr_power": 1.5},
+    ):
+        yield Case("ScheduleFreeAdamW", {"lr": 0.05, **more}, second)
 
 
 CASES = {str(case): case for case in _cases()}

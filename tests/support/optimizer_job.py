@@ -21,7 +21,19 @@ import torch_xla.debug.metrics as xla_metrics
 from torch import nn
 
 from graphstash.training import device
-from graphstash.training.optimizers import LAMB, SGD, Adam, AdamW, Lion, Muon
+from graphstash.training.optimizers import (
+    LAMB,
+    SGD,
+    SOAP,
+    Adafactor,
+    Adam,
+    AdamW,
+    AdamW8bit,
+    Lion,
+    Muon,
+    ScheduleFreeAdamW,
+    Shampoo,
+)
 from graphstash.training.optimizers.gradients import LossScale, clip_grad_norm_, clip_grad_value_
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # so under PYTHONSAFEPATH too
@@ -225,6 +237,8 @@ def aliases():
         ("AdamW", {}),
         ("LAMB", {}),
         ("Lion", {}),
+        ("Adafactor", {}),
+        ("ScheduleFreeAdamW", {}),
     ):
         parameters = [nn.Parameter(torch.randn(n, 11).to(torch_xla.device())) for n in (7, 9)]
         optimizer, scale = CASES_BY_NAME[name](parameters, lr=0.1, **options), new_scale()
@@ -518,7 +532,74 @@ def matrices_orthogonalized():
     return report
 
 
-CASES_BY_NAME = {"SGD": SGD, "Adam": Adam, "AdamW": AdamW, "LAMB": LAMB, "Lion": Lion}
+def rounded():
+    """Moments of eight bits here and on the host, with two bad steps."""
+    report = {}
+    for name, place in (("here", torch_xla.device()), ("host", torch.device("cpu"))):
+        values = [torch.linspace(-1, 1, 4096).reshape(64, 64), torch.linspace(-1, 1, 5)]
+        parameters = [nn.Parameter(value.to(place)) for value in values]
+        optimizer, counter = AdamW8bit(parameters, lr=0.01), Counter()
+        for step in range(8):
+            generator = torch.Generator().manual_seed(step)
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape, generator=generator).to(place)
+            bad = torch.tensor(1.0 if step in BAD else 0.0)
+            optimizer.step(found_inf=device.upload([bad], place)[0])
+            optimizer.zero_grad()
+            torch_xla.sync()
+            counter.next()
+        state = [each for each in state_of(optimizer) if each.dtype == torch.uint8]
+        report[name] = {
+            "parameters": numbers(parameters),
+            "codes": numbers(state),
+            "counts": counter.steps,
+        }
+    return report
+
+
+def switched():
+    """Averages put into the parameters and taken out again between two steps, and what it costs."""
+    parameters = new_parameters(torch_xla.device())
+    optimizer, scale = ScheduleFreeAdamW(parameters, lr=0.05), new_scale()
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.mul_(2.0)  # loaded after the state was made
+    torch_xla.sync(wait=True)
+    compiles, averages = [], []
+
+    def after(step):
+        compiles.append(count("UncachedCompile"))
+        if step % 4 == 3:
+            optimizer.eval()
+            averages.append(numbers(parameters))
+            optimizer.train()
+            torch_xla.sync(wait=True)
+            compiles[-1] = count("UncachedCompile")
+
+    train(parameters, optimizer, scale, after=after)
+    return {"parameters": numbers(parameters), "averages": averages, "compiles": compiles}
+
+
+def refused():
+    """Optimizers that work beside the steps, which torch_xla does not."""
+    messages = []
+    for optimizer in (Shampoo, SOAP):
+        try:
+            optimizer(new_parameters(torch_xla.device()))
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+CASES_BY_NAME = {
+    "SGD": SGD,
+    "Adam": Adam,
+    "AdamW": AdamW,
+    "LAMB": LAMB,
+    "Lion": Lion,
+    "Adafactor": Adafactor,
+    "ScheduleFreeAdamW": ScheduleFreeAdamW,
+}
 CHECKS = (
     matrix,
     scheduled,
@@ -536,6 +617,9 @@ CHECKS = (
     scale_alone,
     two_optimizers,
     matrices_orthogonalized,
+    rounded,
+    switched,
+    refused,
 )
 
 

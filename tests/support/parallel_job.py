@@ -40,7 +40,6 @@ def on_gloo(options):
         "with inf": train(parallel, accumulate=1, bad=BAD),
         "accumulated": train(parallel, accumulate=3, bad=()),
     }
-    parallel.barrier()
     parallel.require_same("steps", STEPS)
     try:
         parallel.require_same("the rank", parallel.rank)

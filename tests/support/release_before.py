@@ -10,7 +10,7 @@ from filelock import FileLock
 
 __all__ = ["COMMIT", "python_of_release_before", "sources_of_release_before"]
 
-COMMIT = "c44f2685bcdc1b5460339ab429a3a85793e69e66"
+COMMIT = "c27ac18d5862d74c5c481c1e784809fafeb7132c"
 """Of the release before. At the next release it becomes the commit of this one."""
 
 _ROOT = Path(__file__).parents[2]

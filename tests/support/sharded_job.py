@@ -131,6 +131,27 @@ def refused_by_muon():
         return str(error)
 
 
+def refused_by(optimizer):
+    try:
+        optimizer(model(sharded=True).parameters())
+    except ValueError as error:
+        return str(error)
+
+
+NOT_SHARDED = (training.Adafactor, training.ScheduleFreeAdamW, training.Adam8bit)
+
+
+def refused_with_roots():
+    matrices = [p for p in model(sharded=True).parameters() if p.dim() == 2]
+    messages = []
+    for optimizer in (training.Shampoo, training.SOAP):
+        try:
+            optimizer(matrices)
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
 CLIPS = {
     "": None,
     "norm": lambda parameters: training.clip_grad_norm_(parameters, 0.1),
@@ -151,6 +172,8 @@ report = {
     "resumed": [resumed(each) for each in (training.AdamW, torch.optim.AdamW)],
     "refused": refused(),
     "refused by Muon": refused_by_muon(),
+    "refused by": {each.__name__: refused_by(each) for each in NOT_SHARDED},
+    "refused with roots": refused_with_roots(),
 }
 options.report.write_text(json.dumps(report))
 distributed.monitored_barrier()  # the first one keeps the store

@@ -20,6 +20,7 @@ class SlowLink:
     Attributes:
         requests: method and path of each, in order.
         most_at_once: how many requests were on their way at the same time, at most.
+        round_trip_seconds: from now on.
 
     Args:
         upstream_port: of the server.
@@ -31,7 +32,7 @@ class SlowLink:
         self.most_at_once = 0
         self._busy: set[object] = set()
         self._upstream_port = upstream_port
-        self._delay = round_trip_seconds / 2
+        self.round_trip_seconds = round_trip_seconds
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self.port = 0
@@ -61,7 +62,7 @@ class SlowLink:
         await asyncio.gather(*others, return_exceptions=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(2 * self._delay)
+        await asyncio.sleep(self.round_trip_seconds)
         there, back = await asyncio.open_connection("127.0.0.1", self._upstream_port)
         connection = object()
         try:
@@ -105,7 +106,7 @@ class SlowLink:
                         self.requests.append(f"{method.decode()} {path.decode()}")
                         self._busy.add(connection)
                     self.most_at_once = max(self.most_at_once, len(self._busy))
-                queue.put_nowait((self._loop.time() + self._delay, chunk))
+                queue.put_nowait((self._loop.time() + self.round_trip_seconds / 2, chunk))
                 if not chunk:
                     break
             await sending

@@ -3,7 +3,6 @@
 Swift pins old libraries, so it lives in an environment of its own.
 """
 
-import secrets
 import shutil
 import socket
 import subprocess
@@ -16,7 +15,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 from support.environments import python_of
-from support.moto import s3_client
+from support.moto import AnyS3, s3_client
 
 __all__ = ["Swift"]
 
@@ -98,7 +97,7 @@ use = egg:swift#dlo
 """
 
 
-class Swift:
+class Swift(AnyS3):
     """A context manager. Attributes: `url`, `access_key`, `secret_key`, and `client` of boto3.
 
     It listens on one address of this host; containers do not reach its loopback.
@@ -125,11 +124,6 @@ class Swift:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
-
-    def new_bucket(self) -> str:
-        name = f"bucket-{secrets.token_hex(8)}"
-        self.client.create_bucket(Bucket=name)
-        return name
 
     def _start(self, memcached: str) -> None:
         user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True)

@@ -8,6 +8,7 @@ import argparse
 import gc
 import json
 import logging
+import re
 import traceback
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import torch_xla.debug.metrics as xla_metrics
 from torch import nn
 from torch.nn import functional
 
+from graphstash.training.fusion import FusionError, fuse
 from graphstash.training.optimizers import AdamW
 from graphstash.training.traced import traced_step, xla
 
@@ -413,6 +415,56 @@ def structures():
     return {"mode": step.mode, "reason": step.reason, "rows": rows}
 
 
+def one_program():
+    """Where a step's gradients and its updates are; what fuse() says of it."""
+    found = []
+
+    def dumped(training, *batch):
+        result = training.plain(*batch)
+        parameters = list(training.model.parameters())
+        found.append(updates_in(torch_xla._XLAC._get_xla_tensors_hlo(parameters)))
+        return result
+
+    training = steady(Training(traced=True, optimizer="own", function=dumped))
+    refused = []
+    for when in ("backward", "forward"):
+        try:
+            fuse(training.model, training.optimizer, when)
+        except FusionError as error:
+            refused.append(str(error))
+    return training.report() | {"programs": found, "refused": refused}
+
+
+def updates_in(hlo):
+    """Of a program in text: whether one computation has gradients, the update, and its results."""
+    modules = hlo.count("HloModule ")
+    entry = hlo[hlo.index("ENTRY ") :]
+    # name, kind, and the rest of the line: operands and attributes
+    lines = re.findall(r"^ *(?:ROOT )?(%[\w.-]+) = .*? ([\w-]+)\((.*)$", entry, re.MULTILINE)
+    kinds = {name: kind for name, kind, _ in lines}
+    operands = {name: re.findall(r"%[\w.-]+", rest) for name, _, rest in lines}
+
+    def sources(name):
+        """Everything that a value is computed of, in this computation."""
+        seen, todo = set(), [name]
+        while todo:
+            for operand in operands.get(todo.pop(), ()):
+                if operand not in seen:
+                    seen.add(operand)
+                    todo.append(operand)
+        return [kinds.get(each) for each in seen]
+
+    (update,) = [name for name, kind, rest in lines if kind == "call" and "%adam" in rest]
+    elements = [name for name in kinds if kinds[name] == "get-tuple-element"]
+    results = [name for name in elements if update in operands[name]]
+    (root,) = re.findall(r"^ *ROOT .*? tuple\((.*)$", entry, re.MULTILINE)
+    return {
+        "modules": modules,
+        "dots before the update": sources(update).count("dot"),
+        "results": sum(f"{name}," in f"{root},".replace(")", ",") for name in results),
+    }
+
+
 def refusals_of_batches():
     reasons = {}
     state = torch.ones(4, device=DEVICE)
@@ -509,6 +561,7 @@ SCENARIOS = {
     "batches": refusals_of_batches,
     "retracing": retracing,
     "failing": failing,
+    "one program": one_program,
     "eager": eager,
 }
 

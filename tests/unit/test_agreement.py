@@ -1,7 +1,6 @@
 """Ranks of one job, each with a cache of its own, over a store that all of them see."""
 
 import random
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,46 +12,10 @@ from graphstash._compile import ranks as _agreement
 from graphstash._compile.two_call import TwoCallCache
 from support.host import Host
 from support.host import request as request_of
+from support.memory_ranks import MemoryRanks, Values
 
 NOBODY = "http://127.0.0.1:9"
 request = partial(request_of, kind="inductor")
-
-
-class Values:
-    """What all ranks see."""
-
-    def __init__(self):
-        self.changed = threading.Condition()
-        self.values = {}
-
-
-class MemoryRanks:
-    def __init__(self, values, rank, size, *, compiles_together=False):
-        self._values = values
-        self.rank = rank
-        self.size = size
-        self.compiles_together = compiles_together
-
-    def claim(self, name, value):
-        with self._values.changed:
-            self._values.changed.notify_all()
-            return self._values.values.setdefault(name, value)
-
-    def set(self, name, value):
-        assert len(value) <= 1024**2
-        with self._values.changed:
-            assert name not in self._values.values
-            self._values.values[name] = value
-            self._values.changed.notify_all()
-
-    def wait(self, name, *, timeout_seconds):
-        with self._values.changed:
-            self._values.changed.wait_for(lambda: name in self._values.values, timeout_seconds)
-            return self._values.values.get(name)
-
-    def delete(self, name):
-        with self._values.changed:
-            del self._values.values[name]
 
 
 class Rank(Host):

@@ -51,6 +51,27 @@ def test_a_word_of_another_form_is_refused(word, text):
 
 
 @pytest.mark.parametrize("word", WORDS)
+@given(data=st.data())
+def test_many_words_are_what_each_by_itself_is(word, data):
+    texts = data.draw(st.lists(st.from_regex(word.form, fullmatch=True), max_size=5))
+
+    words = word.all_of(texts)
+    assert words == texts
+    assert {type(each) for each in words} <= {word}
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_one_bad_word_among_many_is_named(number):
+    texts = ["a" * 64, "b" * 64, "c" * 64]
+    texts[number] = "X"
+
+    with pytest.raises(InvalidValueError, match="'X'"):
+        Fingerprint.all_of(texts)
+    with pytest.raises(TypeError):
+        Fingerprint.all_of([*texts[:number], 1])
+
+
+@pytest.mark.parametrize("word", WORDS)
 def test_json_other_than_a_string_is_no_word(word):
     for value in ("1", "null", "[]", "{}", "true"):
         with pytest.raises(ValidationError):

@@ -250,7 +250,7 @@ class LocalTier:
     @contextmanager
     def downloading(self) -> Iterator[None]:
         """While some process of this host downloads what is needed now, prefetching makes room."""
-        with self._opened_lock("downloading") as descriptor:
+        with self._opened_lock() as descriptor:
             if descriptor is not None:
                 with contextlib.suppress(OSError):
                     fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -258,7 +258,7 @@ class LocalTier:
 
     def is_downloading(self) -> bool:
         """Whether any does."""
-        with self._opened_lock("downloading") as descriptor:
+        with self._opened_lock() as descriptor:
             if descriptor is not None:
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -269,11 +269,11 @@ class LocalTier:
         return False
 
     @contextmanager
-    def _opened_lock(self, name: str) -> Iterator[int | None]:
-        """The descriptor of a lock's file, by which it is released; None where there is none."""
+    def _opened_lock(self) -> Iterator[int | None]:
+        """The descriptor of the lock's file, by which it is released; None where there is none."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            descriptor = os.open(self._place / "locks" / name, flags, 0o600)
+            descriptor = os.open(self._place / "locks" / "downloading", flags, 0o600)
         except OSError:
             yield None
             return

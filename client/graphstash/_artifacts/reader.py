@@ -148,9 +148,11 @@ class Reader:
         refused: list[VerificationError] = []
         for namespace in self._config.readable if self._server.is_known else ():
             try:
-                fetched = self._from_namespace(namespace, key, into, going_on)
+                fetched = self._download(namespace, key, into, going_on)
             except VerificationError as error:
-                refused.append(error)
+                named = VerificationError(error.reason, error.detail, namespace=namespace)
+                named.__cause__ = error
+                refused.append(named)
                 _take_back(into)
                 continue
             if fetched is not None:
@@ -163,19 +165,6 @@ class Reader:
                 last.reason, last.detail, namespace=last.namespace, earlier=tuple(earlier)
             ) from last.__cause__
         return None
-
-    def _from_namespace(
-        self,
-        namespace: Namespace,
-        key: ArtifactKey,
-        into: IO[bytes],
-        going_on: Callable[[], None],
-    ) -> Fetched | None:
-        """Downloads and verifies; a `VerificationError` of this names the namespace."""
-        try:
-            return self._download(namespace, key, into, going_on)
-        except VerificationError as error:
-            raise VerificationError(error.reason, error.detail, namespace=namespace) from error
 
     def _download(
         self,
@@ -259,12 +248,8 @@ class Reader:
         """
         from graphstash_schema import ReportReason  # few jobs ever have something to report
 
-        if (
-            reason.value not in {each.value for each in ReportReason}
-            or (namespace, key) in self._reported
-        ):
-            return
-        if not self._is_told_in_time:
+        is_known = reason.value in {each.value for each in ReportReason}
+        if not is_known or (namespace, key) in self._reported or not self._is_told_in_time:
             return
         self._reported.add((namespace, key))
         try:

@@ -20,16 +20,46 @@ from graphstash._http.client import ServerClient
 from graphstash._trust.policy import Signatures
 from graphstash._trust.provenance import SignedSubject
 from graphstash.config import ClientConfig
-from graphstash.errors import CacheError, ConflictError, LocalTierError, Reason
+from graphstash.errors import (
+    CacheError,
+    ConflictError,
+    LocalTierError,
+    Reason,
+    VerificationError,
+)
 from graphstash_schema import ArtifactKey, ArtifactMetadata, Digest
 
 if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
     from graphstash._tracing import Tracer
 
-__all__ = ["Destination", "Fetched", "Stash"]
+__all__ = ["Destination", "Fetched", "Memory", "Stash"]
 
 Destination: TypeAlias = Path | io.BytesIO
 """Where a payload goes: a file, which appears whole by rename, or memory."""
+
+
+class Memory(io.BytesIO):
+    """Memory for one payload, no larger than `max_bytes`; None is no limit.
+
+    A larger one is refused, when its header says its size: nothing of it is unpacked.
+    """
+
+    def __init__(self, max_bytes: int | None = None) -> None:
+        super().__init__()
+        self._max_bytes = max_bytes
+
+    def write(self, data: "ReadableBuffer", /) -> int:
+        """Adds bytes.
+
+        Raises:
+            VerificationError: there would be more than the limit.
+        """
+        size = self.tell() + memoryview(data).nbytes
+        if self._max_bytes is not None and size > self._max_bytes:
+            raise VerificationError(Reason.TOO_LARGE, f"{size} bytes; at most {self._max_bytes}")
+        return super().write(data)
 
 
 class Stash:

@@ -16,7 +16,6 @@ from graphstash._cli.output import (
     Url,
     err,
     fail,
-    fail_for,
     format_age,
     format_bytes,
     format_seconds,
@@ -24,6 +23,7 @@ from graphstash._cli.output import (
     print_json,
     print_table,
     say,
+    server_of,
     shown,
 )
 from graphstash._http.client import ServerClient
@@ -37,7 +37,7 @@ from graphstash_schema.exit_status import ExitStatus
 from graphstash_schema.explanation import is_of_program
 from graphstash_schema.listing import ArtifactQuery, ListedArtifact, ListOrder
 
-__all__ = ["DeviceTypeOption", "KindOption", "find_one", "ls", "server_of", "show"]
+__all__ = ["DeviceTypeOption", "KindOption", "find_one", "ls", "show"]
 
 KindOption = Annotated[
     ArtifactKind | None,
@@ -118,11 +118,8 @@ def ls(
         query = ArtifactQuery.model_validate(chosen)
     except ValueError as error:
         fail(_first_line(error), status=ExitStatus.USAGE)
-    with closing(server_of(config)) as server:
-        try:
-            found, following = _listed(server, query, sort=sort, limit=limit)
-        except CacheError as error:
-            fail_for(error)
+    with server_of(config) as server:
+        found, following = _listed(server, query, sort=sort, limit=limit)
     if as_json:
         print_json(
             {
@@ -158,11 +155,8 @@ def show(
     bytes are checked when a job fetches them.
     """
     config = load_config(url=url, namespace=namespace)
-    with closing(server_of(config)) as server:
-        try:
-            found = find_one(server, artifact)
-        except CacheError as error:
-            fail_for(error)
+    with server_of(config) as server:
+        found = find_one(server, artifact)
     trust = _trust_of(config, found)
     with closing(LocalTier(config.cache_dir, limit_bytes=config.local_limit)) as tier:
         is_here = tier.has(config.namespace, found.key)
@@ -210,14 +204,6 @@ def find_one(server: ServerClient, text: str) -> ListedArtifact:
     return found[0]
 
 
-def server_of(config: ClientConfig) -> ServerClient:
-    """A client of the configured server; ends the command where a setting cannot be used."""
-    try:
-        return ServerClient(config)
-    except ConfigError as error:
-        fail(str(error), status=ExitStatus.USAGE)
-
-
 def _listed(
     server: ServerClient, query: ArtifactQuery, *, sort: Sort, limit: int
 ) -> tuple[list[ListedArtifact], str | None]:
@@ -228,22 +214,13 @@ def _listed(
                 return sorted(every, key=_BY[sort], reverse=True), None
             return heapq.nlargest(limit, every, key=_BY[sort]), None
     found: list[ListedArtifact] = []
-    for page in _pages(server, query, limit):
+    following: str | None = query.after
+    while following is not None and (not limit or len(found) < limit):
+        most = min(limit - len(found), 500) if limit else 500
+        page = server.list_artifacts(query.model_copy(update={"after": following, "limit": most}))
         found += page.artifacts
-        if page.next is None or (limit and len(found) >= limit):
-            return found[: limit or None], page.next
-    return found, None
-
-
-def _pages(server: ServerClient, query: ArtifactQuery, limit: int) -> Iterator[Any]:
-    """Pages that hold `limit` artifacts together; all, when it is 0."""
-    left = limit
-    while True:
-        most = min(left, 500) if limit else 500
-        page = server.list_artifacts(query.model_copy(update={"limit": most}))
-        left -= len(page.artifacts)
-        yield page
-        query = query.model_copy(update={"after": page.next or ""})
+        following = None if page.next == following else page.next
+    return found[: limit or None], following
 
 
 def _print_list(found: list[ListedArtifact]) -> None:

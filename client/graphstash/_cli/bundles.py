@@ -63,7 +63,7 @@ from graphstash_schema import (
 from graphstash_schema.envelope import read_envelope_head
 from graphstash_schema.exit_status import ExitStatus
 from graphstash_schema.explanation import Description
-from graphstash_schema.listing import ArtifactQuery, ListedArtifact
+from graphstash_schema.listing import ArtifactList, ArtifactQuery, ListedArtifact
 from graphstash_schema.own_files import make_own_directory
 from graphstash_schema.protocol import MAX_DESCRIPTIONS
 
@@ -247,9 +247,14 @@ class _Source(Protocol):
         """Ends the use of it."""
 
 
+class _PatientClient(ServerClient):
+    def list_artifacts(self, query: ArtifactQuery) -> ArtifactList:
+        return _patiently(partial(super().list_artifacts, query))
+
+
 class _ServerSource:
     def __init__(self, config: ClientConfig, job: str | None, chosen: _Chosen) -> None:
-        self._server = ServerClient(_patient(config))
+        self._server = _PatientClient(_patient(config))
         self._server.copy_only()
         self._job, self._chosen = job, chosen
 
@@ -272,7 +277,7 @@ class _ServerSource:
 
     def _by_prefix(self) -> Iterator[ListedArtifact]:
         for prefix in self._chosen.prefixes or ("",):
-            yield from self._listed(
+            yield from self._server.every_artifact(
                 ArtifactQuery(
                     fingerprint=prefix,
                     kind=self._chosen.kind,
@@ -292,15 +297,7 @@ class _ServerSource:
         keys = {entry.key for entry in manifest.entries if entry.key in self._chosen}
         for fingerprint in sorted({key.fingerprint for key in keys}):
             query = ArtifactQuery(fingerprint=fingerprint, details=True)
-            yield from (each for each in self._listed(query) if each.key in keys)
-
-    def _listed(self, query: ArtifactQuery) -> Iterator[ListedArtifact]:
-        while True:
-            page = _patiently(partial(self._server.list_artifacts, query))
-            yield from page.artifacts
-            if page.next is None:
-                return
-            query = query.model_copy(update={"after": page.next})
+            yield from (each for each in self._server.every_artifact(query) if each.key in keys)
 
 
 class _TierSource:

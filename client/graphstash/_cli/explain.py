@@ -2,32 +2,30 @@
 
 import dataclasses
 from collections.abc import Iterable
-from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import typer
 
-from graphstash._cli.artifacts import find_one, server_of
+from graphstash._cli.artifacts import find_one
 from graphstash._cli.output import (
     Json,
     NamespaceOption,
     Url,
     fail,
-    fail_for,
     format_seconds,
     load_config,
     plural,
     print_json,
     print_table,
     say,
+    server_of,
     shown,
 )
 from graphstash._compile.explaining import Cause, cause_of, causes_of, text_of
 from graphstash._http.client import ServerClient
 from graphstash._process.run_record import ProcessRecord, read_last_run
 from graphstash.config import ClientConfig
-from graphstash.errors import CacheError
 from graphstash_schema import InvalidValueError, ManifestName, Namespace
 from graphstash_schema.exit_status import ExitStatus
 from graphstash_schema.explanation import Description
@@ -38,8 +36,6 @@ __all__ = ["explain"]
 _MAX_SHOWN_LABELS: Final = 4
 
 _NO_CAUSE: Final = "the cause was not recorded; `graphstash run --explain` records it"
-
-_HITS: Final = ("hits_server", "hits_prefetched", "hits_host")
 
 
 def explain(
@@ -127,26 +123,17 @@ def _is_fingerprint(text: str) -> bool:
 
 
 def _causes(config: ClientConfig, wanted: Iterable[tuple[Description, str | None]]) -> list[Cause]:
-    with closing(server_of(config)) as server:
-        try:
-            return causes_of(server, list(wanted))
-        except CacheError as error:
-            fail_for(error)
+    with server_of(config) as server:
+        return causes_of(server, list(wanted))
 
 
 def _explain_stored(config: ClientConfig, prefix: str, *, as_json: bool) -> None:
     """What differs in the artifacts that are nearest to one that is stored."""
-    with closing(server_of(config)) as server:
-        try:
-            found = find_one(server, prefix)
-            if found.description is None:
-                fail(
-                    f"nobody has described {found.key}: `graphstash show {prefix}` has what is "
-                    "known"
-                )
-            answer = server.explain(found.description)
-        except CacheError as error:
-            fail_for(error)
+    with server_of(config) as server:
+        found = find_one(server, prefix)
+        if found.description is None:
+            fail(f"nobody has described {found.key}: `graphstash show {prefix}` has what is known")
+        answer = server.explain(found.description)
     others = tuple(each for each in answer.relatives if each.differences)  # no copies of itself
     text, nearest = cause_of(answer.model_copy(update={"relatives": others}))
     name = shown(found.label, most=128) or str(found.key)
@@ -190,18 +177,15 @@ def _compare(config: ClientConfig, job: str, against: str | None, *, as_json: bo
         name = ManifestName(job)
     except InvalidValueError as error:
         fail(str(error), status=ExitStatus.USAGE)
-    with closing(server_of(config)) as server:
-        try:
-            runs = server.runs(name, limit=MAX_LISTED_RUNS).runs
-            if not runs:
-                fail(
-                    f"no run of the job {name} is reported in the namespace {config.namespace}: "
-                    f"start one with `graphstash run --job {name}`"
-                )
-            last = server.run(runs[0].run)
-            other = _other(server, runs[1:], against)
-        except CacheError as error:
-            fail_for(error)
+    with server_of(config) as server:
+        runs = server.runs(name, limit=MAX_LISTED_RUNS).runs
+        if not runs:
+            fail(
+                f"no run of the job {name} is reported in the namespace {config.namespace}: "
+                f"start one with `graphstash run --job {name}`"
+            )
+        last = server.run(runs[0].run)
+        other = _other(server, runs[1:], against)
     missed_before = {_name(miss) for miss in other.misses} if other else set()
     new = [miss for miss in last.misses if _name(miss) not in missed_before]
     again = [miss for miss in last.misses if _name(miss) in missed_before]
@@ -240,27 +224,21 @@ def _other(server: ServerClient, earlier: Iterable[Run], against: str | None) ->
 
 def _print_runs(last: Run, other: Run | None) -> None:
     runs = [last, *([other] if other else [])]
+    sums = [run.sums for run in runs]
     rows = [
         ("run", *(each.run for each in runs)),
         ("started", *(f"{each.started_at:%Y-%m-%d %H:%M}" for each in runs)),
         ("program", *(shown(each.program, most=40) for each in runs)),
         ("took", *(format_seconds(each.seconds) for each in runs)),
         ("processes", *(f"{each.processes}" for each in runs)),
-        (
-            "hits",
-            *(f"{_sum(each, 'hits_server', 'hits_prefetched', 'hits_host')}" for each in runs),
-        ),
-        ("misses", *(f"{_sum(each, 'misses')}" for each in runs)),
-        ("fallbacks", *(f"{_sum(each, 'fallbacks')}" for each in runs)),
-        ("compiling", *(format_seconds(_sum(each, "compile_seconds")) for each in runs)),
-        ("not spent", *(format_seconds(_sum(each, "saved_compile_seconds")) for each in runs)),
+        ("hits", *(f"{each.hits}" for each in sums)),
+        ("misses", *(f"{each.misses}" for each in sums)),
+        ("fallbacks", *(f"{each.fallbacks}" for each in sums)),
+        ("compiling", *(format_seconds(each.compile_seconds) for each in sums)),
+        ("not spent", *(format_seconds(each.saved_compile_seconds) for each in sums)),
     ]
     headings = ("", "last run", *(("against",) if other else ()))
     print_table(headings, rows, flexible=1)
-
-
-def _sum(run: Run, *names: str) -> Any:
-    return sum(getattr(each, name) for each in run.counts for name in names)
 
 
 def _print_misses(title: str, misses: list[RunMiss]) -> None:

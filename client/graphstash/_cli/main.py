@@ -8,6 +8,7 @@ of `ExitStatus`.
 import sys
 from functools import cache
 from importlib.metadata import entry_points, version
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, Final, NoReturn
 
@@ -39,6 +40,7 @@ from graphstash._cli.output import (
 from graphstash._cli.prefetch import prefetch
 from graphstash._cli.prewarm import prewarm
 from graphstash._cli.report import report
+from graphstash._cli.tune import tune
 from graphstash.config import NO_SERVER, ClientConfig
 from graphstash.errors import CacheError, ConfigError, RefusedError
 from graphstash_schema import NamespaceStats, ServerStats
@@ -80,6 +82,9 @@ _ClickError: Final[type[Exception]] = next(
 
 def main() -> None:
     """Reads the command line, and runs the command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a terminal may lack a character, such as µ
+            stream.reconfigure(errors="replace")
     try:
         status = complete_app()(prog_name="graphstash", standalone_mode=False)
     except _ClickError as error:
@@ -264,6 +269,7 @@ app.command(rich_help_panel=_SERVER)(show)
 app.command(rich_help_panel=_SERVER)(report)
 app.command(rich_help_panel=_SERVER)(export)
 app.command("import", rich_help_panel=_SERVER)(import_)
+app.add_typer(tune, name="tune", rich_help_panel=_SERVER)
 app.add_typer(keys, name="keys", rich_help_panel=_ADMINISTRATION)
 
 

@@ -5,7 +5,8 @@ names, labels or metadata to them makes them `shown` first.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from typing import Annotated, Any, Final, NoReturn
 
@@ -16,6 +17,7 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeRemainingColumn,
 )
@@ -23,6 +25,7 @@ from rich.text import Text
 
 from graphstash._artifacts.stash import Stash
 from graphstash._compile.stats import format_seconds, plural
+from graphstash._http.client import ServerClient
 from graphstash.config import ENVIRONMENT_PREFIX, ClientConfig
 from graphstash.errors import CacheError, ConfigError, TransportError
 from graphstash_schema.exit_status import ExitStatus, error_line
@@ -48,6 +51,7 @@ __all__ = [
     "print_json",
     "print_table",
     "say",
+    "server_of",
     "shown",
 ]
 
@@ -84,6 +88,20 @@ def open_stash(config: ClientConfig) -> Stash:
         return Stash(config)
     except ConfigError as error:
         fail(str(error), status=ExitStatus.USAGE)
+
+
+@contextmanager
+def server_of(config: ClientConfig) -> Iterator[ServerClient]:
+    """A client of the configured server; ends the command where it cannot be asked."""
+    try:
+        server = ServerClient(config)
+    except ConfigError as error:
+        fail(str(error), status=ExitStatus.USAGE)
+    with closing(server):
+        try:
+            yield server
+        except CacheError as error:
+            fail_for(error)
 
 
 def blamed(error: ConfigError, options: dict[str, Any]) -> str:
@@ -153,24 +171,20 @@ def print_table(
 
 def byte_progress() -> Progress:
     """A bar of bytes, on standard error; nothing where that is no terminal."""
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=None),
-        DownloadColumn(binary_units=True),
-        TimeRemainingColumn(),
-        console=err,
-        disable=not err.is_terminal,
-        transient=True,
-        expand=True,
-    )
+    return _progress(DownloadColumn(binary_units=True))
 
 
 def count_progress() -> Progress:
     """A bar of things, on standard error; nothing where that is no terminal."""
+    return _progress(MofNCompleteColumn())
+
+
+def _progress(amount: ProgressColumn) -> Progress:
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=None),
-        MofNCompleteColumn(),
+        amount,
+        TimeRemainingColumn(),
         console=err,
         disable=not err.is_terminal,
         transient=True,

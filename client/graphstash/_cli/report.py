@@ -14,16 +14,15 @@ from graphstash._cli.output import (
     Url,
     count_progress,
     fail,
-    fail_for,
     format_bytes,
     format_seconds,
     load_config,
     print_json,
+    server_of,
     shown,
 )
 from graphstash._http.client import ServerClient
 from graphstash.config import ClientConfig
-from graphstash.errors import CacheError, ConfigError
 from graphstash_schema import Namespace
 from graphstash_schema.exit_status import ExitStatus
 from graphstash_schema.history import OTHERS, Grouping, HistoryPoint, Step
@@ -127,15 +126,8 @@ def report(
     """
     config = load_config(url=url, namespace=namespace)
     since, until = _month(month)
-    try:
-        server = ServerClient(config)
-    except ConfigError as error:
-        fail(str(error), status=ExitStatus.USAGE)
-    with closing(server):
-        try:
-            made = _read(server, since, until, namespace)
-        except CacheError as error:
-            fail_for(error)
+    with server_of(config) as server:
+        made = _read(server, since, until, namespace)
     if as_json:
         print_json(asdict(made))
     else:

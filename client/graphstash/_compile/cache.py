@@ -8,7 +8,6 @@
 Nothing in here raises because of the cache, and nothing waits without a bound.
 """
 
-import io
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,7 +17,7 @@ from time import monotonic, sleep
 from typing import Final
 
 from graphstash._artifacts.run_downloads import Source
-from graphstash._artifacts.stash import Destination, Fetched, Stash
+from graphstash._artifacts.stash import Destination, Fetched, Memory, Stash
 from graphstash._compile.compile_limit import CompileLimit
 from graphstash._compile.in_flight import HeldLease, InFlightCompile
 from graphstash._compile.misses import MissLog
@@ -153,7 +152,7 @@ class CompileCache:
         self, request: CompileRequest, *, lease: bool = True
     ) -> bytes | InFlightCompile:
         """The verified payload, or its compilation: `fetch_or_start` for those that want bytes."""
-        payload = io.BytesIO()
+        payload = Memory(request.max_bytes)
         compilation = self.fetch_or_start(request, payload, lease=lease)
         return payload.getvalue() if compilation is None else compilation
 
@@ -191,10 +190,9 @@ class CompileCache:
             # unless the server finds its bytes damaged and drops them.
             wanted = error.reason not in _DAMAGED or self._is_healed(key, error.reason)
         except Exception as error:  # noqa: BLE001 - the hook's outermost frame: training goes on
-            _log.debug("cache look-up failed", exc_info=True)
-            fallback_reason = Reason.INTERNAL
-            self.record_fallback(CacheError(fallback_reason, repr(error)))
+            self.record_fallback(error)
             self.counters.uncached(key)
+            fallback_reason = Reason.INTERNAL
         self.log.add(request, reason=fallback_reason)
         return self._begin(request, lease=held, fallback_reason=fallback_reason, wanted=wanted)
 
@@ -211,19 +209,17 @@ class CompileCache:
         if self.limit is not None:
             self.limit.check(CompileRequest(key), Reason.REJECTED)
 
-    def get(self, key: ArtifactKey) -> bytes | None:
-        """The payload if it is stored; never raises or compiles."""
-        payload = io.BytesIO()
+    def get(self, key: ArtifactKey, *, max_bytes: int | None = None) -> bytes | None:
+        """The payload if it is stored, and no larger than that; never raises or compiles."""
+        payload = Memory(max_bytes)
         return payload.getvalue() if self.try_fetch(key, payload) else None
 
     def try_fetch(self, key: ArtifactKey, destination: Destination) -> bool:
         """Writes the payload to `destination` if it is stored; never raises or compiles."""
         try:
             return self._found(key, destination, since=monotonic()) is not None
-        except CacheError as error:
-            self.record_fallback(error)
         except Exception as error:  # noqa: BLE001 - the hook's outermost frame: training goes on
-            self.record_fallback(CacheError(Reason.INTERNAL, repr(error)))
+            self.record_fallback(error)
         return False
 
     def store(
@@ -246,12 +242,8 @@ class CompileCache:
             self.counters.add(conflicts=1)
             self._used[key] = None
             return True
-        except CacheError as error:
-            self.record_fallback(error)
-            return False
         except Exception as error:  # noqa: BLE001 - a background thread's outermost frame
-            _log.debug("publishing failed", exc_info=True)
-            self.record_fallback(CacheError(Reason.INTERNAL, repr(error)))
+            self.record_fallback(error)
             return False
         self._count_troubles()
         if sent:
@@ -263,9 +255,12 @@ class CompileCache:
         """Whether the local tier has something under the key."""
         return self.stash.is_on_this_host(key)
 
-    def fetch_pack(self, key: ArtifactKey) -> FetchedPack | None:
-        """What is stored under the key of a pack, None for a miss; never raises, counts no hit."""
-        payload = io.BytesIO()
+    def fetch_pack(self, key: ArtifactKey, *, max_bytes: int | None = None) -> FetchedPack | None:
+        """What is stored under the key of a pack, None for a miss; never raises, counts no hit.
+
+        A pack that is larger than `max_bytes` is of no use.
+        """
+        payload = Memory(max_bytes)
         try:
             fetched = self._fetch(key, payload)
         except CacheError as error:
@@ -273,7 +268,7 @@ class CompileCache:
             self._is_healed(key, error.reason)
             return FetchedPack(None, trouble=error.reason)
         except Exception as error:  # noqa: BLE001 - the hook's outermost frame: training goes on
-            self.record_fallback(CacheError(Reason.INTERNAL, repr(error)))
+            self.record_fallback(error)
             return FetchedPack(None, trouble=Reason.INTERNAL)
         if fetched is None:
             return None
@@ -288,10 +283,8 @@ class CompileCache:
             sent = self.stash.put(key, payload, metadata)
         except ConflictError:
             return False
-        except CacheError as error:
-            self.record_fallback(error)
         except Exception as error:  # noqa: BLE001 - a background thread's outermost frame
-            self.record_fallback(CacheError(Reason.INTERNAL, repr(error)))
+            self.record_fallback(error)
         else:
             if sent:
                 self.counters.add(published=artifact_count, published_bytes=sent)
@@ -299,8 +292,16 @@ class CompileCache:
         self._count_troubles()
         return True
 
-    def record_fallback(self, error: CacheError) -> None:
-        """Counts a fallback; the first of each reason is logged."""
+    def record_fallback(self, error: Exception) -> None:
+        """Counts a fallback; the first of each reason is logged. Whatever is no `CacheError` is a
+        fault of the cache itself.
+        """
+        if not isinstance(error, CacheError):
+            _log.debug("the cache failed", exc_info=error)
+            error = CacheError(Reason.INTERNAL, repr(error))
+        self._count_fallback(error)
+
+    def _count_fallback(self, error: CacheError) -> None:
         if self.counters.fallback(error.reason):
             _log.warning(
                 "graphstash: %s; the job goes on (further %r errors are counted, not logged)",

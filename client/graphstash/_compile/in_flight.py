@@ -117,6 +117,7 @@ class InFlightCompile:
         key: what is compiled.
         fallback_reason: why the cache could not help; None for a plain miss.
         is_compiling: until the compiler is done with it.
+        is_wanted: whether the server would take the result.
 
     Args:
         owner: gets the result.
@@ -140,7 +141,7 @@ class InFlightCompile:
         self._owner = owner
         self._request = request
         self._lease = lease
-        self._wanted = wanted
+        self.is_wanted = wanted
         self._done: Callable[[], None] | None = None
         self._unsent: tuple[Path, float] | None = None
         self.is_compiling = True
@@ -179,7 +180,7 @@ class InFlightCompile:
                 metadata = self._request.metadata(
                     compile_seconds=compile_seconds, raw_size_bytes=payload.stat().st_size
                 )
-                if self._owner.store(self.key, payload, metadata, local_only=not self._wanted):
+                if self._owner.store(self.key, payload, metadata, local_only=not self.is_wanted):
                     outcome = LeaseOutcome.PUBLISHED
             finally:
                 self._finish(outcome)

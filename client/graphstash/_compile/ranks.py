@@ -14,6 +14,7 @@ key that only one rank asks for is led by that rank: nobody waits for a rank tha
 
 import hashlib
 import json
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -27,9 +28,10 @@ import zstandard
 from graphstash._compile.cache import CompileCache, InFlightCompile
 from graphstash._compile.request import CompileRequest
 from graphstash.errors import CacheError, Reason
-from graphstash_schema import ArtifactKey
 
-__all__ = ["CompileTurn", "RankCoordinator", "RankStore", "no_op"]
+__all__ = ["CompileTurn", "CompileTurns", "RankCoordinator", "RankStore", "no_op"]
+
+_log = logging.getLogger("graphstash")
 
 _CHUNK_BYTES: Final = 1024**2
 """Largest value in a rank store: below the message limits of all of them."""
@@ -130,7 +132,7 @@ class RankCoordinator:
                 answer = self._lead(request, name, lease=lease, alone=alone)
                 has_passed = True
             else:
-                answer = self._follow(key, name)
+                answer = self._follow(request, name)
             if answer is not None:
                 return answer
         self._disagree(f"all ranks passed {key} on")
@@ -182,29 +184,29 @@ class RankCoordinator:
             return CompileTurn(found, no_op)
         return CompileTurn(found, lambda payload: self._announce(name, payload))
 
-    def _follow(self, key: ArtifactKey, name: str) -> bytes | CompileTurn | None:
+    def _follow(self, request: CompileRequest, name: str) -> bytes | CompileTurn | None:
         # The leader looks it up, may wait for a colleague's compilation, and compile then.
         config = self._cache.config
         budget = config.fetch_seconds + 2 * config.wait_seconds
         said = self.store.wait(f"{name}/word", timeout_seconds=budget)
         if said is None:
-            self._disagree(f"the leader of {key} said nothing for {budget:g} s")
+            self._disagree(f"the leader of {request.key} said nothing for {budget:g} s")
             return CompileTurn(None, no_op)
         word = json.loads(said)
         self._cache.waits.share(word["wait_left"])
         match word["word"]:
             case "artifact":
-                payload = self._artifact(key, name, word)
+                payload = self._artifact(request, name, word)
                 return CompileTurn(None, no_op) if payload is None else payload
             case "each":
                 return CompileTurn(None, no_op)
             case _:
                 return None
 
-    def _artifact(self, key: ArtifactKey, name: str, word: dict[str, Any]) -> bytes | None:
+    def _artifact(self, request: CompileRequest, name: str, word: dict[str, Any]) -> bytes | None:
         """The bytes that the leader loads, wherever they are to be had."""
-        began = monotonic()
-        found = self._cache.get(key)
+        began, key = monotonic(), request.key
+        found = self._cache.get(key, max_bytes=request.max_bytes)
         if found is not None and hashlib.sha256(found).hexdigest() == word["sha256"]:
             return found
         chunks = []
@@ -270,6 +272,52 @@ class RankCoordinator:
 
     def _disagree(self, detail: str) -> None:
         self._cache.record_fallback(CacheError(Reason.RANKS, detail))
+
+
+class CompileTurns:
+    """Whose turn it is to compile, among the ranks of this job or alone; never raises.
+
+    Args:
+        cache: finds and publishes.
+    """
+
+    def __init__(self, cache: CompileCache) -> None:
+        self._cache = cache
+        self._lock = threading.Lock()  # guards the coordinator
+        self._coordinator: RankCoordinator | None = None
+
+    def ask(
+        self, request: CompileRequest, ranks: Callable[[], RankStore | None], *, lease: bool = True
+    ) -> bytes | CompileTurn:
+        """The payload, or this process's turn.
+
+        Args:
+            request: what is wanted.
+            ranks: gives what the ranks share that all want it; None where this process is alone.
+            lease: as for `CompileCache.fetch_or_start`.
+        """
+        try:
+            if (store := ranks()) is not None:
+                with self._lock:
+                    if self._coordinator is None or self._coordinator.store is not store:
+                        self._coordinator = RankCoordinator(self._cache, store)
+                    coordinator = self._coordinator
+                return coordinator.get(request, lease=lease)
+        except Exception as error:  # noqa: BLE001 - a hook's outermost frame: training goes on
+            self._record_fallback(error)
+        found = self._cache.fetch_bytes_or_start(request, lease=lease)
+        return found if isinstance(found, bytes) else CompileTurn(found, no_op)
+
+    def announce(self, turn: CompileTurn, payload: bytes | None) -> None:
+        """Tells the other ranks what came of a turn, or None."""
+        try:
+            turn.announce(payload)
+        except Exception as error:  # noqa: BLE001 - a hook's outermost frame: training goes on
+            self._record_fallback(error)
+
+    def _record_fallback(self, error: Exception) -> None:
+        _log.debug("the ranks cannot agree", exc_info=True)
+        self._cache.record_fallback(CacheError(Reason.RANKS, repr(error)))
 
 
 def no_op(_payload: bytes | None) -> None:

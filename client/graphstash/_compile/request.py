@@ -29,6 +29,7 @@ class CompileRequest:
         label: what its user calls it, e.g. `jit(train_step)`.
         details: what explains a miss beside the parts, such as what is inside a key that only the
             compiler makes; called after a miss at most, and may cost a little of a compilation.
+        max_bytes: largest payload that can be one; None where `max_artifact` is the only limit.
     """
 
     key: ArtifactKey
@@ -36,6 +37,7 @@ class CompileRequest:
     toolchain: str = ""
     label: str = ""
     details: Callable[[], Mapping[str, str]] = dict
+    max_bytes: int | None = None
 
     @classmethod
     def of(
@@ -47,6 +49,7 @@ class CompileRequest:
         toolchain: str = "",
         label: str = "",
         details: Callable[[], Mapping[str, str]] = dict,
+        max_bytes: int | None = None,
     ) -> Self:
         """A request whose key follows from its parts.
 
@@ -56,7 +59,7 @@ class CompileRequest:
         key = ArtifactKey(
             kind=kind, device_type=device_type, fingerprint=fingerprint_of(kind, parts)
         )
-        return cls(key, parts, toolchain, label, details)
+        return cls(key, parts, toolchain, label, details, max_bytes)
 
     def metadata(self, *, compile_seconds: float, raw_size_bytes: int) -> ArtifactMetadata:
         """What is said of the artifact when it is published."""

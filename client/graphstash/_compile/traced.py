@@ -65,19 +65,18 @@ class TracedCache(CompileCache):
                 self._tracer.note(outcome="hit")
             return is_found
 
-    def fetch_pack(self, key: ArtifactKey) -> FetchedPack | None:
+    def fetch_pack(self, key: ArtifactKey, *, max_bytes: int | None = None) -> FetchedPack | None:
         """As `CompileCache.fetch_pack`."""
         with self._tracer.span("graphstash.lookup", _of(key, "pack")):
             self._tracer.note(outcome="miss")
-            pack = super().fetch_pack(key)
+            pack = super().fetch_pack(key, max_bytes=max_bytes)
             if pack is not None and pack.trouble is None:
                 self._tracer.note(outcome="hit")
             return pack
 
-    def record_fallback(self, error: CacheError) -> None:
-        """As `CompileCache.record_fallback`."""
+    def _count_fallback(self, error: CacheError) -> None:
         self._tracer.note(outcome="fallback", reason=error.reason.value)
-        super().record_fallback(error)
+        super()._count_fallback(error)
 
     def store(
         self, key: ArtifactKey, payload: Path, metadata: ArtifactMetadata, *, local_only: bool

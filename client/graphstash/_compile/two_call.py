@@ -8,21 +8,18 @@ Nothing in here raises, and nothing waits without a bound. The ranks of a distri
 same answer for the same key, see `RankCoordinator`.
 """
 
-import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
 
 from graphstash._compile.cache import CompileCache
-from graphstash._compile.ranks import CompileTurn, RankCoordinator, RankStore, no_op
+from graphstash._compile.ranks import CompileTurn, CompileTurns, RankStore, no_op
 from graphstash._compile.request import CompileRequest
-from graphstash.errors import CacheError, Reason
+from graphstash.errors import Reason
 from graphstash_schema import ArtifactKey
 
 __all__ = ["TwoCallCache"]
-
-_log = logging.getLogger("graphstash")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +38,7 @@ class TwoCallCache:
 
     def __init__(self, cache: CompileCache) -> None:
         self._cache = cache
-        self._coordinator: RankCoordinator | None = None
+        self._turns = CompileTurns(cache)
         self._lock = threading.Lock()  # guards the table below
         self._begun: dict[ArtifactKey, _Begun] = {}
 
@@ -58,7 +55,7 @@ class TwoCallCache:
             ranks: what the ranks share that all compile it; None where this process is alone.
         """
         key = request.key
-        answer = self._ask(request, ranks, lease=lease)
+        answer = self._turns.ask(request, lambda: ranks, lease=lease)
         if isinstance(answer, bytes):
             return answer
         if answer.compilation is None and self._cache.limit is not None:
@@ -93,7 +90,7 @@ class TwoCallCache:
         if begun is None:  # never asked for, or put twice
             begun = _Begun(CompileTurn(self._cache.begin(request), no_op), 0, monotonic())
         seconds = monotonic() - begun.started if compile_seconds is None else compile_seconds
-        self._announce(begun.turn, payload)
+        self._turns.announce(begun.turn, payload)
         if begun.turn.compilation is not None:
             begun.turn.compilation.publish_bytes(payload, compile_seconds=seconds)
 
@@ -116,20 +113,6 @@ class TwoCallCache:
         """Gives up everything that was begun."""
         self._give_up_all(lambda _: True)
 
-    def _ask(
-        self, request: CompileRequest, ranks: RankStore | None, *, lease: bool
-    ) -> bytes | CompileTurn:
-        try:
-            if ranks is not None:
-                coordinator = self._coordinator
-                if coordinator is None or coordinator.store is not ranks:
-                    coordinator = self._coordinator = RankCoordinator(self._cache, ranks)
-                return coordinator.get(request, lease=lease)
-        except Exception as error:  # noqa: BLE001 - a hook's outermost frame: training goes on
-            self._record_fallback(error)
-        found = self._cache.fetch_bytes_or_start(request, lease=lease)
-        return found if isinstance(found, bytes) else CompileTurn(found, no_op)
-
     def _give_up_all(self, chosen: Callable[[_Begun], bool]) -> None:
         with self._lock:
             ended = [key for key, begun in self._begun.items() if chosen(begun)]
@@ -138,16 +121,6 @@ class TwoCallCache:
             self._give_up(begun)
 
     def _give_up(self, begun: _Begun) -> None:
-        self._announce(begun.turn, None)
+        self._turns.announce(begun.turn, None)
         if begun.turn.compilation is not None:
             begun.turn.compilation.abandon()
-
-    def _announce(self, turn: CompileTurn, payload: bytes | None) -> None:
-        try:
-            turn.announce(payload)
-        except Exception as error:  # noqa: BLE001 - a hook's outermost frame: training goes on
-            self._record_fallback(error)
-
-    def _record_fallback(self, error: Exception) -> None:
-        _log.debug("the ranks cannot agree", exc_info=True)
-        self._cache.record_fallback(CacheError(Reason.RANKS, repr(error)))

@@ -146,7 +146,12 @@ class ServerClient:
                 Reason.PROTOCOL, f"{self.config.url} does not confirm that it has stored {key}"
             )
 
-    def lookup(self, keys: Iterable[schema.ArtifactKey]) -> schema.LookupResponse:
+    def lookup(
+        self,
+        keys: Iterable[schema.ArtifactKey],
+        *,
+        namespace: schema.Namespace | None = None,
+    ) -> schema.LookupResponse:
         """Asks which of many artifacts the server has; more than 1,000 take several calls.
 
         Raises:
@@ -157,7 +162,7 @@ class ServerClient:
         missing: list[schema.ArtifactKey] = []
         for start in range(0, len(wanted), MAX_LOOKUP_KEYS):
             request = schema.LookupRequest(keys=wanted[start : start + MAX_LOOKUP_KEYS])
-            answer = self._post("lookup", request)
+            answer = self._post("lookup", request, namespace=namespace)
             reply = _parsed(schema.LookupResponse, answer)
             found += reply.found
             missing += reply.missing

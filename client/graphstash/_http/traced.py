@@ -1,7 +1,8 @@
 """TracedTransport: each call of the server is a span, which the server continues."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import httpx
 from opentelemetry.trace import SpanKind
@@ -28,38 +29,18 @@ class TracedTransport(Transport):
 
     @contextmanager
     def _stream(
-        self,
-        method: str,
-        path: str,
-        *,
-        deadline: Deadline,
-        headers: Mapping[str, str],
-        content: bytes | Iterable[bytes] | None = None,
-        patience_seconds: float = 0.0,
+        self, method: str, path: str, *, headers: Mapping[str, str], **options: Any
     ) -> Iterator[httpx.Response]:
         if not self._tracer.is_inside:  # renewals of leases, and what a job says at its end
-            with super()._stream(
-                method,
-                path,
-                deadline=deadline,
-                headers=headers,
-                content=content,
-                patience_seconds=patience_seconds,
-            ) as response:
+            with super()._stream(method, path, headers=headers, **options) as response:
                 yield response
             return
         url = f"{self._config.url}{path.partition('?')[0]}"
         attributes = {"http.request.method": method, "url.full": url}
         with self._tracer.span(method, attributes, kind=SpanKind.CLIENT):
+            headers = {**headers, **self._tracer.headers()}
             try:
-                with super()._stream(
-                    method,
-                    path,
-                    deadline=deadline,
-                    headers={**headers, **self._tracer.headers()},
-                    content=content,
-                    patience_seconds=patience_seconds,
-                ) as response:
+                with super()._stream(method, path, headers=headers, **options) as response:
                     self._tracer.answered(response.status_code)
                     yield response
             except RefusedError as error:

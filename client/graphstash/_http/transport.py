@@ -67,11 +67,11 @@ class Transport:
             fails there ends this for the process, and says nothing against the server.
     """
 
-    def __init__(self, config: ClientConfig, *, breaker: CircuitBreaker | None = None) -> None:
+    def __init__(self, config: ClientConfig) -> None:
         self._config = config
         self.job = config.job
         self.is_copying = False
-        self._breaker = breaker or CircuitBreaker()
+        self._breaker = CircuitBreaker()
         self._credentials = Credentials(config)
         # Loading the system's certificate authorities takes some 20 ms: it is delayed until needed.
         self._context = server_context(config) if config.ca_file or config.client_cert else None

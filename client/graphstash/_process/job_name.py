@@ -36,17 +36,8 @@ _VARYING: Final = frozenset(
         *("experiment", "id", "log", "logdir", "logging", "logs", "name", "notes", "project"),
         *("run", "tag", "tags", "uuid", "wandb"),
         *("date", "time", "timestamp", "seed", "rank", "node"),
-        *(
-            "apikey",
-            "auth",
-            "credential",
-            "credentials",
-            "key",
-            "passwd",
-            "password",
-            "secret",
-            "token",
-        ),
+        *("apikey", "auth", "credential", "credentials", "key"),
+        *("passwd", "password", "secret", "token"),
     }
 )
 """Words in the names of options whose values differ between runs that compile the same."""

@@ -46,6 +46,7 @@ __all__ = [
     "begin_for_hook",
     "get_or_compile",
     "install",
+    "open_cache",
     "stats",
     "uninstall",
 ]
@@ -474,6 +475,12 @@ def stats() -> Stats:
         return _current.stats() if _current is not None else Stats()
 
 
+def open_cache() -> "CompileCache | None":
+    """The cache of this process, which is started if need be; None where it is off or has ended."""
+    session = _session({})
+    return None if session is None else session.cache
+
+
 def get_or_compile(
     key: "ArtifactKey",
     compile_payload: Callable[[], bytes],
@@ -486,12 +493,10 @@ def get_or_compile(
 
     Starts the cache in this process if need be. Args as in `CompileCache.get_or_compile`.
     """
-    session = _session({})
-    if session is None:
+    cache = open_cache()
+    if cache is None:
         return compile_payload()
-    return session.cache.get_or_compile(
-        key, compile_payload, parts=parts, toolchain=toolchain, label=label
-    )
+    return cache.get_or_compile(key, compile_payload, parts=parts, toolchain=toolchain, label=label)
 
 
 def _own_provider() -> "tuple[TracerProvider, Close]":

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
+from graphstash._trust.private_file import read_private
 from graphstash.errors import ConfigError
 from graphstash_schema import SigningKeyId, key_id_of
 
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 __all__ = ["SigningKey", "check_available", "is_safe", "is_signed_by"]
-
-_MAX_FILE_BYTES: Final = 64 * 1024
 
 _P: Final = 2**255 - 19
 """The field of edwards25519 (RFC 8032, section 5.1)."""
@@ -91,18 +90,7 @@ class SigningKey:
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-        try:
-            with path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                pem = file.read(_MAX_FILE_BYTES)
-        except OSError as error:
-            raise ConfigError(f"signing key {path}: {error.strerror}") from None
-        mode = status.st_mode & 0o777
-        # Root's file that one group reads is how a cluster hands a secret to a container's user.
-        if mode & (0o037 if status.st_uid == 0 else 0o077):
-            raise ConfigError(
-                f"signing key {path}: others may use it, too (mode {mode:o}): chmod 600 {path}"
-            )
+        pem = read_private(path, "signing key")
         try:
             private = load_pem_private_key(pem, password=None)
         except (ValueError, TypeError, UnsupportedAlgorithm):  # an encrypted one is a TypeError

@@ -9,8 +9,9 @@ Each part stands alone: `DeviceExecutor` needs no torch, the optimizers and the 
 torch_xla. So this module imports nothing until a name is used.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from graphstash._lazy import lazy
 
 if TYPE_CHECKING:
     from graphstash.training.checkpoints import Checkpoint, CheckpointError, Checkpoints
@@ -26,7 +27,21 @@ if TYPE_CHECKING:
     )
     from graphstash.training.loop.trackers import TensorBoardCallback, WandbCallback
     from graphstash.training.loop.trainer import train
-    from graphstash.training.optimizers import LAMB, SGD, Adam, AdamW, Lion, Muon, muon_groups
+    from graphstash.training.optimizers import (
+        LAMB,
+        SGD,
+        SOAP,
+        Adafactor,
+        Adam,
+        Adam8bit,
+        AdamW,
+        AdamW8bit,
+        Lion,
+        Muon,
+        ScheduleFreeAdamW,
+        Shampoo,
+        muon_groups,
+    )
     from graphstash.training.optimizers.gradients import (
         LossScale,
         clip_grad_norm_,
@@ -39,8 +54,12 @@ if TYPE_CHECKING:
 __all__ = [
     "LAMB",
     "SGD",
+    "SOAP",
+    "Adafactor",
     "Adam",
+    "Adam8bit",
     "AdamW",
+    "AdamW8bit",
     "Batches",
     "Callback",
     "Checkpoint",
@@ -56,6 +75,8 @@ __all__ = [
     "LogEntry",
     "LossScale",
     "Muon",
+    "ScheduleFreeAdamW",
+    "Shampoo",
     "StopTraining",
     "TensorBoardCallback",
     "TracedStep",
@@ -78,20 +99,14 @@ _NAMES = {
     "loop.events": "Callback DivergedError LogEntry StopTraining TrainingResult",
     "loop.trackers": "TensorBoardCallback WandbCallback",
     "loop.trainer": "train",
-    "optimizers": "LAMB SGD Adam AdamW Lion Muon muon_groups",
+    "optimizers": (
+        "LAMB SGD SOAP Adafactor Adam AdamW Lion Muon ScheduleFreeAdamW Shampoo muon_groups"
+    ),
+    "optimizers.eight_bit": "Adam8bit AdamW8bit",
     "optimizers.gradients": "LossScale clip_grad_norm_ clip_grad_value_",
     "threads": "DeviceExecutor",
     "traced": "TracedStep traced_step",
     "traced.step": "DeviceState",
 }
-_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(f"graphstash.training.{_HOME[name]}"), name)
-    raise AttributeError(f"module 'graphstash.training' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy(__name__, _NAMES)

@@ -7,9 +7,13 @@ gradient is infinite) adds up what the shards say, in one message for all of the
     local     the shard, which shares its memory with the DTensor
     Sums      sums and maxima over the processes that share a parameter
     full      the whole tensor, on every process; a DTensor is `distributed_like` another again
+
+FullyShardedDataParallel, which FSDP2 replaces, has plain tensors instead: its shards are parts of
+several parameters in one row (`is_flattened`). Nothing here can look at whole ones.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
@@ -18,7 +22,7 @@ from torch import Tensor, distributed, nn
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Sums", "aligned", "distributed_like", "full", "is_sharded", "local"]
+__all__ = ["Sums", "aligned", "distributed_like", "full", "is_flattened", "is_sharded", "local"]
 
 
 _PLAIN: Final = (Tensor, nn.Parameter)
@@ -28,6 +32,11 @@ _PLAIN: Final = (Tensor, nn.Parameter)
 def is_sharded(tensor: Tensor) -> bool:
     """Whether it is a DTensor."""
     return type(tensor) not in _PLAIN and hasattr(tensor, "device_mesh")
+
+
+def is_flattened(parameter: Tensor) -> bool:
+    """Whether FullyShardedDataParallel has made it a part of a flat tensor."""
+    return bool(getattr(parameter, "_fsdp_flattened", False))
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -95,13 +104,31 @@ class Sums:
         """Whether anything is sharded."""
         return bool(self._places)
 
+    def of(self, chosen: Sequence[int]) -> "Sums":
+        """The same for some of the parameters, which are given by their numbers."""
+        place_of = {number: place for place, number in enumerate(chosen)}
+        part = Sums()
+        kept = [
+            (place, tuple(place_of[number] for number in numbers if number in place_of))
+            for place, numbers in self._places
+        ]
+        part._places = tuple((place, numbers) for place, numbers in kept if numbers)
+        return part
+
     def sums(self, numbers: Sequence[Tensor]) -> list[Tensor]:
-        """Of each parameter, the sum of its shards' numbers, each []."""
+        """Of each parameter, the sum of its shards' numbers, each [].
+
+        Added up by rank, so that a sum does not depend on what is summed with it: a collective sum
+        of three and more adds in an order that the place in the message decides.
+        """
         summed = list(numbers)
         for (mesh, *dimensions), which in self._places:
             stacked = torch.stack([numbers[n] for n in which])
             for dimension in dimensions:
-                distributed.all_reduce(stacked, group=mesh.get_group(dimension))
+                group = mesh.get_group(dimension)
+                of_all = [torch.empty_like(stacked) for _ in range(group.size())]
+                distributed.all_gather(of_all, stacked, group=group)
+                stacked = reduce(torch.add, of_all)
             for n, number in zip(which, stacked, strict=True):
                 summed[n] = number
         return summed

@@ -234,8 +234,8 @@ async def lookup_artifacts(call: NamespaceCall) -> Response:
             missing.append(key.json)
         else:
             there.append(
-                f'{{"key":{key.json},"digest":"{each.digest}",'
-                f'"size_bytes":{each.digest.size_bytes},"compile_seconds":{each.compile_seconds}}}'
+                f'{{"key":{key.json},"digest":"sha256:{each.sha256}",'
+                f'"size_bytes":{each.size_bytes},"compile_seconds":{each.compile_seconds}}}'
             )
     reply = f'{{"found":[{",".join(there)}],"missing":[{",".join(missing)}]}}'  # LookupResponse
     return Response(reply, media_type="application/json")

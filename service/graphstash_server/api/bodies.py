@@ -141,19 +141,15 @@ def _plain_keys(raw: bytes, where: Namespace, *, max_keys: int) -> list[StoredKe
         items = body["keys"]
         if len(body) != 1 or not 1 <= len(items) <= max_keys:
             return None
-        keys = [
-            StoredKey(
-                where,
-                kinds[item["kind"]],
-                device_types[item["device_type"]],
-                Fingerprint(item["fingerprint"]),
-            )
-            for item in items
-            if len(item) == _FIELDS
+        if any(len(item) != _FIELDS for item in items):
+            return None
+        fingerprints = Fingerprint.all_of([item["fingerprint"] for item in items])
+        return [
+            StoredKey(where, kinds[item["kind"]], device_types[item["device_type"]], fingerprint)
+            for item, fingerprint in zip(items, fingerprints, strict=True)
         ]
     except (ValueError, TypeError, KeyError, InvalidValueError):
         return None
-    return keys if len(keys) == len(items) else None
 
 
 class _DeviceTypes(dict[str, DeviceType]):

@@ -164,7 +164,7 @@ def in_namespace(
             raise _unauthenticated()
         where = Namespace(name)
         policy = await context.policies.of(where)
-        if principal is not OPEN_ACCESS and not principal.may(scope, where, policy):
+        if not principal.may(scope, where, policy):
             if is_anonymous:
                 raise _unauthenticated()
             if not principal.may_read(where, policy):

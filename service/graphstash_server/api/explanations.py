@@ -16,7 +16,6 @@ from graphstash_server.api.bodies import read_model
 from graphstash_server.api.calls import Calls, NamespaceCall, in_namespace, json_answer
 from graphstash_server.errors import ServerError
 from graphstash_server.services.artifacts.explanations import MAX_NAMESPACES
-from graphstash_server.services.identity.principals import OPEN_ACCESS
 from graphstash_server.services.namespaces import check_writable
 
 __all__ = ["router"]
@@ -80,13 +79,10 @@ async def _readable(call: NamespaceCall) -> tuple[list[Namespace], bool]:
     whether there are more.
     """
     readable = [call.namespace]
-    principal = call.principal
-    for name in await call.context.explanations.namespaces():
+    for name in await call.context.policies.namespaces():
         where = Namespace(name)
         policy = await call.context.policies.of(where)
-        if where != call.namespace and (
-            principal is OPEN_ACCESS or principal.may_read(where, policy)
-        ):
+        if where != call.namespace and call.principal.may_read(where, policy):
             if len(readable) == MAX_NAMESPACES:
                 return readable, True
             readable.append(where)

@@ -4,10 +4,11 @@ from datetime import UTC, datetime
 from typing import Annotated
 
 from fastapi import Response
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
+from pydantic import AwareDatetime, Field
 
 from graphstash_schema import ErrorCode, Namespace
 from graphstash_schema.history import Grouping, History, Step
+from graphstash_schema.model import WireModel
 from graphstash_schema.protocol import API_PREFIX
 from graphstash_server.api.calls import KNOWN, Call, Calls, json_answer
 from graphstash_server.api.queries import parameters_of, read_query
@@ -22,10 +23,8 @@ Time = Annotated[
 ]
 
 
-class _HistoryQuery(BaseModel):
+class _HistoryQuery(WireModel):
     """Which points are wanted."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     since: Time | None = Field(
         default=None,
@@ -65,7 +64,7 @@ async def _readable(call: Call, wanted: Namespace | None) -> list[str] | None:
     """The namespaces that are asked for and that the caller may read; None for all there are."""
     if call.principal.may_see_totals:
         return None if wanted is None else [wanted]
-    names = await call.context.history.namespaces() if wanted is None else [wanted]
+    names = await call.context.policies.namespaces() if wanted is None else [wanted]
     return [
         name
         for name in names

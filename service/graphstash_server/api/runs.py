@@ -3,9 +3,10 @@
 from typing import Final
 
 from fastapi import Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from graphstash_schema import ErrorCode, ManifestName, Namespace, Scope
+from graphstash_schema.model import WireModel
 from graphstash_schema.protocol import API_PREFIX
 from graphstash_schema.run import (
     MAX_LISTED_RUNS,
@@ -27,10 +28,8 @@ router = Calls(prefix=API_PREFIX, tags=["runs"])
 _PATH: Final = "/{namespace}/runs"
 
 
-class _RunsQuery(BaseModel):
+class _RunsQuery(WireModel):
     """Which runs are wanted."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     job: ManifestName | None = Field(default=None, description="only runs of it")
     limit: int = Field(default=20, ge=1, le=MAX_LISTED_RUNS, description="most runs")

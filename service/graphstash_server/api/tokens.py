@@ -3,7 +3,7 @@
 from typing import Final
 
 from fastapi import Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from graphstash_schema import (
     Access,
@@ -16,6 +16,7 @@ from graphstash_schema import (
     TokenList,
     TokenRequest,
 )
+from graphstash_schema.model import WireModel
 from graphstash_schema.protocol import ADMIN_PREFIX
 from graphstash_server.api.bodies import read_model
 from graphstash_server.api.calls import (
@@ -37,10 +38,8 @@ router = Calls(prefix=ADMIN_PREFIX, tags=["administration"])
 _MAX_ID: Final = 2**63 - 1
 
 
-class _AuditQuery(BaseModel):
+class _AuditQuery(WireModel):
     """Which page of the audit log is wanted."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     limit: int = Field(default=100, ge=1, le=MAX_AUDIT_ENTRIES, description="most entries")
     before: int | None = Field(

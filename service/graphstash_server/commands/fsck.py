@@ -66,7 +66,7 @@ async def _check(
     console = Console(stderr=True)
     with Progress(*columns, console=console, disable=not is_deep, transient=True) as progress:
         bar = progress.add_task("checking", total=total_bytes)
-        async for finding in context.fsck.check(
+        async for finding in context.reconciler.check(
             blobs_before=system_clock() - age,
             is_deep=is_deep,
             is_repair=is_repair,

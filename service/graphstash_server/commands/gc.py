@@ -66,11 +66,6 @@ def gc(
             totals = await collect_garbage(
                 GarbageWanted(dry_run, age, toolchain, namespace, system_clock() - orphan_age),
                 actor=Actor.local(),
-                evictor=context.evictor,
-                collector=context.collector,
-                artifacts=context.artifacts,
-                retention=context.retention,
-                reconciler=context.reconciler,
                 maintenance=context.maintenance,
                 found=found,
             )

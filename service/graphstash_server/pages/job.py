@@ -15,27 +15,6 @@ __all__ = ["job_of", "run_of"]
 _MAX_RUNS: Final = 20
 
 
-class RunRow:
-    """A run, with the sums of its counts."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        counts = run.counts
-        self.hits_server = sum(each.hits_server for each in counts)
-        self.hits_prefetched = sum(each.hits_prefetched for each in counts)
-        self.hits_host = sum(each.hits_host for each in counts)
-        self.hits = self.hits_server + self.hits_prefetched + self.hits_host
-        self.misses = sum(each.misses for each in counts)
-        self.fallbacks = sum(each.fallbacks for each in counts)
-        self.compile_seconds = sum(each.compile_seconds for each in counts)
-        self.saved_compile_seconds = sum(each.saved_compile_seconds for each in counts)
-
-    @property
-    def programs(self) -> int:
-        """All that the run needed."""
-        return self.hits + self.misses + self.fallbacks
-
-
 async def job_of(visitor: Visitor) -> dict[str, Any]:
     """Everything on a job's page.
 
@@ -52,20 +31,20 @@ async def job_of(visitor: Visitor) -> dict[str, Any]:
             ErrorCode.NOT_FOUND,
             f"no run of a job {job} in the namespace {where} has reported, and it has no manifest",
         )
-    rows = [RunRow(run) for run in sorted(runs, key=lambda run: run.started_at, reverse=True)]
-    earliest_first = rows[::-1]
+    earliest_first = sorted(runs, key=lambda run: run.started_at)
+    compiled = [run.sums.compiled for run in earliest_first]
     chart = partial(
         charts.bars,
-        f"Programs compiled in each of the last {len(rows)} runs, the latest on the right",
-        [f"{each.run.started_at:%-d %b %H:%M}" for each in earliest_first],
-        [each.misses + each.fallbacks for each in earliest_first],
+        f"Programs compiled in each of the last {len(runs)} runs, the latest on the right",
+        [f"{run.started_at:%-d %b %H:%M}" for run in earliest_first],
+        compiled,
         written="{:g}".format,
     )
     return {
         "namespace": where,
         "job": job,
-        "rows": rows,
-        "chart": chart if any(each.misses + each.fallbacks for each in rows) else None,
+        "runs": earliest_first[::-1],
+        "chart": chart if any(compiled) else None,
         "entries": len(entries),
         "used_at": max((each.used_at for each in entries), default=None),
         "device_types": _device_types(runs),
@@ -88,8 +67,8 @@ async def run_of(visitor: Visitor) -> dict[str, Any]:
         )
     return {
         "namespace": where,
-        "row": RunRow(run),
         "run": run,
+        "sums": run.sums,
         "causes": _causes(run),
     }
 

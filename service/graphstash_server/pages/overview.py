@@ -72,23 +72,6 @@ class NamedRun(NamedTuple):
     namespace: Namespace
     run: Run
 
-    @property
-    def hits(self) -> int:
-        """Wherever they came from."""
-        return sum(
-            each.hits_server + each.hits_prefetched + each.hits_host for each in self.run.counts
-        )
-
-    @property
-    def compiled(self) -> int:
-        """Misses and fallbacks."""
-        return sum(each.misses + each.fallbacks for each in self.run.counts)
-
-    @property
-    def compile_seconds(self) -> float:
-        """Spent on what was compiled."""
-        return sum(each.compile_seconds for each in self.run.counts)
-
 
 @dataclass(slots=True)
 class MissGroup:
@@ -286,11 +269,17 @@ async def _runs(visitor: Visitor, listed: Sequence[Namespace]) -> dict[str, Any]
     runs.sort(key=lambda each: each.run.started_at, reverse=True)
     runs = runs[:_RUNS_READ]
     with_misses = await asyncio.gather(
-        *(context.runs.find(each.namespace, each.run.run) for each in runs if each.compiled)
+        *(
+            context.runs.find(each.namespace, each.run.run)
+            for each in runs
+            if each.run.sums.compiled
+        )
     )
     missed = [
         (NamedRun(each.namespace, run), miss)
-        for each, run in zip((each for each in runs if each.compiled), with_misses, strict=True)
+        for each, run in zip(
+            (each for each in runs if each.run.sums.compiled), with_misses, strict=True
+        )
         if run is not None
         for miss in run.misses
     ]

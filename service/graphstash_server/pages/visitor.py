@@ -15,7 +15,7 @@ from graphstash_schema import AccessKind, ErrorCode, Namespace, NamespaceStats, 
 from graphstash_server.api.calls import nothing_there, principal_of
 from graphstash_server.context import ProcessContext
 from graphstash_server.errors import ServerError
-from graphstash_server.services.identity.principals import ANONYMOUS, OPEN_ACCESS, Principal
+from graphstash_server.services.identity.principals import ANONYMOUS, Principal
 from graphstash_server.services.identity.sessions import Session
 
 __all__ = ["COOKIES", "HOST_COOKIE", "PLAIN_COOKIE", "Visitor", "is_over_tls", "visitor_of"]
@@ -66,12 +66,12 @@ class Visitor:
     async def may_read(self, namespace: Namespace) -> bool:
         """Whether a GET there would be answered."""
         policy = await self.context.policies.of(namespace)
-        return self.principal is OPEN_ACCESS or self.principal.may_read(namespace, policy)
+        return self.principal.may_read(namespace, policy)
 
     async def may(self, scope: Scope, namespace: Namespace) -> bool:
         """Whether a call of that scope would be allowed."""
         policy = await self.context.policies.of(namespace)
-        return self.principal is OPEN_ACCESS or self.principal.may(scope, namespace, policy)
+        return self.principal.may(scope, namespace, policy)
 
     async def enter(self, name: str) -> Namespace:
         """A namespace that they may read; the visit counts against its rate.

@@ -173,6 +173,7 @@ class _Counts:
         self.token_uses = other.token_uses | self.token_uses
 
 
+@dataclass(kw_only=True, eq=False)
 class Accounting:
     """The caller of `run` cancels it and calls `flush` at the end.
 
@@ -185,10 +186,11 @@ class Accounting:
         reads: how many GETs and HEADs of artifacts it got, by the way they took, see `fast`.
     """
 
-    def __init__(self, *, database: Database, counters: Counters, clock: Clock) -> None:
-        self._database = database
-        self._clock = clock
-        self.counters = counters
+    database: Database
+    counters: Counters
+    clock: Clock
+
+    def __post_init__(self) -> None:
         self._counts = _Counts()
         self._flushing = asyncio.Lock()  # one flush at a time, so that counts merge back in order
         self.healed = 0
@@ -205,7 +207,7 @@ class Accounting:
         usage.hits += 1
         usage.saved_seconds += saved_seconds
         usage.served_bytes += sent_bytes
-        self._counts.use(key, 1, self._clock())
+        self._counts.use(key, 1, self.clock())
 
     def count_answer(
         self,
@@ -234,7 +236,7 @@ class Accounting:
 
     def count_use(self, key: StoredKey) -> None:
         """An artifact was requested without its bytes, or only a later part of them."""
-        self._counts.use(key, 0, self._clock())
+        self._counts.use(key, 0, self.clock())
 
     def count_served(self, key: StoredKey, *, sent_bytes: int, job: str = "") -> None:
         """Bytes went out."""
@@ -254,7 +256,7 @@ class Accounting:
 
     def count_token_use(self, token_id: str) -> None:
         """A caller presented a valid token."""
-        self._counts.token_uses[token_id] = self._clock()
+        self._counts.token_uses[token_id] = self.clock()
 
     def count_healed(self) -> None:
         """A row was dropped because its blob was lost or damaged."""
@@ -278,7 +280,7 @@ class Accounting:
         """
         async with self._flushing:
             counts, self._counts = self._counts, _Counts()
-            counts.date(begin_of(Step.HOUR, self._clock()))
+            counts.date(begin_of(Step.HOUR, self.clock()))
             failure: ServerError | None = None
             try:
                 await self._drop_unknown(counts)
@@ -288,7 +290,7 @@ class Accounting:
                     except ServerError as error:
                         failure = error  # the others are written all the same
                 if counts.token_uses:
-                    async with self._database.writing() as connection:
+                    async with self.database.writing() as connection:
                         await touch_tokens(connection, counts.token_uses)
                     counts.token_uses.clear()
             finally:
@@ -302,7 +304,7 @@ class Accounting:
         """
         if not counts.usage:
             return
-        known = await find_namespaces(self._database, sorted(counts.usage))
+        known = await find_namespaces(self.database, sorted(counts.usage))
         for namespace in counts.usage.keys() - known:
             del counts.usage[namespace]
 
@@ -330,7 +332,7 @@ class Accounting:
                 }
                 await add_history(connection, namespace, hour, changes, max_groups=MAX_GROUPS)
 
-        async with self._database.writing_in_steps() as steps:
+        async with self.database.writing_in_steps() as steps:
             await steps.run(write, is_last=True)
         self.when_written([key for key, _ in uses])
         counts.uses.pop(namespace, None)

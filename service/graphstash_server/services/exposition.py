@@ -7,6 +7,7 @@ database is the same wherever it is asked: of several servers on one database, o
 import asyncio
 import heapq
 from collections.abc import Iterable
+from dataclasses import dataclass
 from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -37,31 +38,24 @@ OTHER = "(other)"
 _STORED = ("size_bytes", "metadata_bytes", "manifest_bytes")
 
 
+@dataclass(kw_only=True, eq=False)
 class ExpositionService:
     """Safe for concurrent calls."""
 
-    def __init__(
-        self,
-        *,
-        database: Database,
-        counters: Counters,
-        leases: LeaseService,
-        store_limit_bytes: int | None,
-    ) -> None:
-        self._database = database
-        self._counters = counters
-        self._leases = leases
-        self._store_limit_bytes = store_limit_bytes
+    database: Database
+    counters: Counters
+    leases: LeaseService
+    store_limit_bytes: int | None
 
     async def read(self) -> bytes:
         """All series. Without those of the database, while it does not answer."""
-        host = list(_of_host(self._counters.host.sums(), self._database.is_postgresql))
-        limit = self._store_limit_bytes
+        host = list(_of_host(self.counters.host.sums(), self.database.is_postgresql))
+        limit = self.store_limit_bytes
         if limit is not None:
             host.append(_gauge("store_limit_bytes", "Hard limit of all that is stored.", limit))
         try:
-            rows = await list_usage(self._database)
-            held = await self._leases.count_held()
+            rows = await list_usage(self.database)
+            held = await self.leases.count_held()
         except ServerError:
             return _text([*host, _gauge("database_up", _DATABASE_UP, 0)])
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
@@ -23,7 +24,6 @@ from graphstash_server.db.queries.history import (
     list_points,
     rank_groups,
 )
-from graphstash_server.db.queries.usage import list_namespaces
 from graphstash_server.errors import ServerError
 
 __all__ = ["HistoryService"]
@@ -32,12 +32,14 @@ _USUAL: Final = {Step.HOUR: timedelta(days=1), Step.DAY: timedelta(days=30)}
 _LENGTH: Final = {Step.HOUR: timedelta(hours=1), Step.DAY: timedelta(days=1)}
 
 
+@dataclass(kw_only=True, eq=False)
 class HistoryService:
     """Reads what `Accounting` writes. Safe for concurrent calls."""
 
-    def __init__(self, *, database: Database, clock: Clock) -> None:
-        self._database = database
-        self._clock = clock
+    database: Database
+    clock: Clock
+
+    def __post_init__(self) -> None:
         self._reading = asyncio.Semaphore(1)  # one at a time has its points in memory
 
     async def read(
@@ -63,11 +65,11 @@ class HistoryService:
             ServerError: 400 when that is nothing, longer than `HISTORY_KEPT`, or more than
                 `MAX_GROUPED_STEPS` where points are told apart.
         """
-        until = (until or self._clock()).astimezone(UTC)
+        until = (until or self.clock()).astimezone(UTC)
         since = (since or until - _USUAL[step]).astimezone(UTC)
         _check(since, until, step, by)
         asked = Asked(step, begin_of(step, since), until, namespaces)
-        async with self._reading, self._database.reading() as connection:
+        async with self._reading, self.database.reading() as connection:
             shown: list[str] = []
             if by is not Grouping.NONE:
                 ranked = await rank_groups(connection, asked, by, limit=MAX_HISTORY_GROUPS + 1)
@@ -75,16 +77,11 @@ class HistoryService:
             points = await list_points(connection, asked, by, shown=shown)
         return History(step=step, by=by, points=tuple(points))
 
-    async def namespaces(self) -> Sequence[str]:
-        """Where anything was ever stored."""
-        async with self._database.reading() as connection:
-            return await list_namespaces(connection)
-
     async def drop_old(self) -> None:
         """Deletes hours and days that are older than `HISTORY_KEPT`."""
         for step, kept in HISTORY_KEPT.items():
-            async with self._database.writing() as connection:
-                await drop_history(connection, step, before=self._clock() - kept)
+            async with self.database.writing() as connection:
+                await drop_history(connection, step, before=self.clock() - kept)
 
 
 def _check(since: datetime, until: datetime, step: Step, by: Grouping) -> None:

@@ -5,6 +5,7 @@ import logging
 import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,19 +62,15 @@ class Readiness(NamedTuple):
         return self.database == _OK and self.blob_store in (_OK, _READ_ONLY)
 
 
+@dataclass(kw_only=True, eq=False)
 class HealthService:
     """Safe for concurrent calls; `last` is what the last finished check found."""
 
-    def __init__(
-        self,
-        *,
-        database: Database,
-        blobs: BlobStore,
-        new_probe: Callable[[], bytes] = lambda: b"graphstash probe " + secrets.token_bytes(16),
-    ) -> None:
-        self._database = database
-        self._blobs = blobs
-        self._new_probe = new_probe
+    database: Database
+    blobs: BlobStore
+    new_probe: Callable[[], bytes] = lambda: b"graphstash probe " + secrets.token_bytes(16)
+
+    def __post_init__(self) -> None:
         self._checking: asyncio.Task[Readiness] | None = None
         self._ready_at = float("-inf")
         self.last: Readiness | None = None
@@ -102,12 +99,12 @@ class HealthService:
         return readiness
 
     async def _ask_database(self) -> str:
-        async with self._database.reading() as connection:
+        async with self.database.reading() as connection:
             await stored_bytes(connection)  # unlike SELECT 1, it needs the file and the tables
         return _OK
 
     async def _ask_for_waiting(self) -> str:
-        async with self._database.reading() as connection:
+        async with self.database.reading() as connection:
             waiting = await find_waiting(connection)
         if waiting is None:
             return _OK
@@ -123,14 +120,14 @@ class HealthService:
 
     async def _use_store(self) -> str:
         """Writes, reads and deletes a blob of its own."""
-        probe = self._new_probe()
+        probe = self.new_probe()
         digest = Digest.of(probe)
         try:
-            await self._blobs.put(digest, _one(probe))
+            await self.blobs.put(digest, _one(probe))
         except NoSpaceError:
             return _READ_ONLY
         try:
-            reader = await self._blobs.open(digest)
+            reader = await self.blobs.open(digest)
             if reader is None:
                 return "failed: what was written is not there"
             try:
@@ -138,7 +135,7 @@ class HealthService:
             finally:
                 await reader.close()
         finally:
-            await self._blobs.delete(digest)
+            await self.blobs.delete(digest)
         return _OK if read == probe else "failed: other bytes were read than written"
 
 
@@ -160,24 +157,18 @@ async def _verdict(what: str, probe: Awaitable[str], seconds: float) -> str:
         return f"failed: {type(error).__name__}"
 
 
+@dataclass(kw_only=True, eq=False)
 class StatisticsService:
     """Safe for concurrent calls."""
 
-    def __init__(
-        self,
-        *,
-        database: Database,
-        accounting: Accounting,
-        leases: LeaseService,
-        wait_queue: WaitQueue,
-        clock: Clock,
-    ) -> None:
-        self._database = database
-        self._accounting = accounting
-        self._leases = leases
-        self._wait_queue = wait_queue
-        self._clock = clock
-        self._started_at = clock()
+    database: Database
+    accounting: Accounting
+    leases: LeaseService
+    wait_queue: WaitQueue
+    clock: Clock
+
+    def __post_init__(self) -> None:
+        self._started_at = self.clock()
 
     async def read(
         self, *, may_read: Callable[[Namespace], Awaitable[bool]] | None = None
@@ -185,8 +176,8 @@ class StatisticsService:
         """The counters of the database and of this process, of every namespace or of those that
         somebody may read.
         """
-        rows = await list_usage(self._database)
-        async with self._database.reading() as connection:
+        rows = await list_usage(self.database)
+        async with self.database.reading() as connection:
             withheld = await count_withheld(connection)
         namespaces = []
         for number, (name, *counters) in enumerate(rows):
@@ -199,13 +190,13 @@ class StatisticsService:
                 )
         return ServerStats(
             version=__version__,
-            uptime_seconds=max((self._clock() - self._started_at).total_seconds(), 0.0),
-            leases_held=await self._leases.count_held(),
-            waiters=self._wait_queue.count,
-            healed=self._accounting.healed,
-            reported=self._accounting.reported,
-            refused=dict(sorted(self._accounting.refused.items())),
-            reads=dict(sorted(self._accounting.reads.items())),
+            uptime_seconds=max((self.clock() - self._started_at).total_seconds(), 0.0),
+            leases_held=await self.leases.count_held(),
+            waiters=self.wait_queue.count,
+            healed=self.accounting.healed,
+            reported=self.accounting.reported,
+            refused=dict(sorted(self.accounting.refused.items())),
+            reads=dict(sorted(self.accounting.reads.items())),
             namespaces=tuple(namespaces),
         )
 
@@ -223,37 +214,30 @@ class StoreSpace(NamedTuple):
     free_bytes: int | None
 
 
+@dataclass(kw_only=True, eq=False)
 class SpaceService:
     """What limits the store and its namespaces; safe for concurrent calls."""
 
-    def __init__(
-        self,
-        *,
-        budgets: Budgets,
-        policies: PolicyService,
-        disk: Path | None,
-        min_free_bytes: int,
-    ) -> None:
-        self._budgets = budgets
-        self._policies = policies
-        self._disk = disk
-        self._min_free_bytes = min_free_bytes
+    budgets: Budgets
+    policies: PolicyService
+    disk: Path | None
+    min_free_bytes: int
 
     async def of_store(self) -> StoreSpace:
         """The limits of the whole store."""
         free_bytes = None
-        if self._disk is not None:
-            free_bytes = await asyncio.to_thread(self._free_bytes, self._disk)
-        return StoreSpace(self._budgets.store, free_bytes)
+        if self.disk is not None:
+            free_bytes = await asyncio.to_thread(self._free_bytes, self.disk)
+        return StoreSpace(self.budgets.store, free_bytes)
 
     async def of_namespaces(self, namespaces: Sequence[str]) -> list[Budget]:
         """The limits of each of some namespaces, which may be none."""
-        limits = await self._policies.limits()
-        return [self._budgets.of(namespace, limits) for namespace in namespaces]
+        limits = await self.policies.limits()
+        return [self.budgets.of(namespace, limits) for namespace in namespaces]
 
     def _free_bytes(self, disk: Path) -> int | None:
         try:
             found = os.statvfs(disk)
         except OSError:
             return None
-        return max(0, found.f_bavail * found.f_frsize - self._min_free_bytes)
+        return max(0, found.f_bavail * found.f_frsize - self.min_free_bytes)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Final, NamedTuple
 
@@ -28,6 +29,7 @@ from graphstash_server.db.queries.policies import (
     list_rules,
     put_policy,
 )
+from graphstash_server.db.queries.usage import list_namespaces
 from graphstash_server.errors import ServerError
 from graphstash_server.services.buckets import Buckets
 
@@ -65,10 +67,6 @@ class Budget(NamedTuple):
     def is_passed_softly(self, used_bytes: int) -> bool:
         """Whether it is time to evict."""
         return self.soft_bytes is not None and used_bytes > self.soft_bytes
-
-    def is_passed(self, used_bytes: int) -> bool:
-        """Whether an upload that leads there is refused."""
-        return self.hard_bytes is not None and used_bytes > self.hard_bytes
 
 
 class Budgets:
@@ -155,6 +153,7 @@ def check_writable(namespace: Namespace, policy: NamespacePolicy) -> None:
         )
 
 
+@dataclass(kw_only=True, eq=False)
 class PolicyService:
     """The policy of each namespace, known to every request without a query.
 
@@ -168,13 +167,12 @@ class PolicyService:
     defaults to a namespace with a policy.
     """
 
-    def __init__(
-        self, *, database: Database, clock: Clock, seconds: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._database = database
-        self._clock = clock
-        self._seconds = seconds
-        self._rates = Rates(seconds=seconds)
+    database: Database
+    clock: Clock
+    seconds: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._rates = Rates(seconds=self.seconds)
         self._rows: Sequence[Row] = ()
         self._row_of: Mapping[str, Row] = {}
         self._known: dict[str, NamespacePolicy] = {}
@@ -229,22 +227,27 @@ class PolicyService:
         if policy.requests_per_second is not None:
             self._rates.take(namespace, per_second=policy.requests_per_second)
 
+    async def namespaces(self) -> Sequence[str]:
+        """Where anything was ever stored."""
+        async with self.database.reading() as connection:
+            return await list_namespaces(connection)
+
     async def list_all(self) -> list[NamespaceInfo]:
         """Every namespace that has a policy of its own, by name, as it is now."""
-        async with self._database.reading() as connection:
+        async with self.database.reading() as connection:
             return await list_policies(connection)
 
     async def find(self, namespace: Namespace) -> NamespaceInfo | None:
         """One namespace, as it is now; None when it has no policy of its own."""
-        async with self._database.reading() as connection:
+        async with self.database.reading() as connection:
             return await find_policy(connection, namespace)
 
     async def put(
         self, namespace: Namespace, policy: NamespacePolicy, actor: Actor
     ) -> NamespaceInfo:
         """Sets the policy of a namespace, in place of the one that it had."""
-        now = self._clock()
-        async with self._database.writing() as connection:
+        now = self.clock()
+        async with self.database.writing() as connection:
             await put_policy(connection, namespace, policy, now=now)
             rules = policy.model_dump_json(exclude_defaults=True)
             record = AuditRecord(
@@ -256,11 +259,11 @@ class PolicyService:
 
     async def remove(self, namespace: Namespace, actor: Actor) -> bool:
         """Removes the policy of a namespace, so that the defaults apply; False when it had none."""
-        async with self._database.writing() as connection:
+        async with self.database.writing() as connection:
             is_gone = await delete_policy(connection, namespace)
             if is_gone:
                 record = AuditRecord(
-                    self._clock(), actor, AuditAction.POLICY_REMOVE, namespace, subject=namespace
+                    self.clock(), actor, AuditAction.POLICY_REMOVE, namespace, subject=namespace
                 )
                 await add_audit(connection, [record])
         await self._forget()
@@ -284,10 +287,10 @@ class PolicyService:
                 return
             if self._failure is not None and self._tries != tries:
                 raise ServerError(self._failure.code, self._failure.detail) from self._failure
-            asked_at = self._seconds()
+            asked_at = self.seconds()
             self._failure = None
             try:
-                rows = await list_rules(self._database)
+                rows = await list_rules(self.database)
             except ServerError as error:
                 self._tries += 1
                 if not self._is_younger(self._read_at, _KEPT_SECONDS):
@@ -300,7 +303,7 @@ class PolicyService:
                 if rows != self._rows:
                     self._learn(rows)
                 self._read_at = asked_at
-            self._tried_at = self._seconds()
+            self._tried_at = self.seconds()
 
     def _learn(self, rows: Sequence[Row]) -> None:
         self._rows = rows
@@ -313,4 +316,4 @@ class PolicyService:
         self._is_anything_public = any(rules.anonymous_read for rules in every)
 
     def _is_younger(self, at: float | None, seconds: float) -> bool:
-        return at is not None and self._seconds() - at < seconds
+        return at is not None and self.seconds() - at < seconds

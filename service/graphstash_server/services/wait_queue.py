@@ -9,6 +9,7 @@ sleep until they are woken.
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from graphstash_schema import Digest, InvalidValueError
@@ -68,6 +69,7 @@ class Ticket(asyncio.Event):
     digest: Digest | None = None
 
 
+@dataclass(kw_only=True, eq=False)
 class WaitQueue:
     """A waiter that leaves passes on the wake-up that it got to the next one.
 
@@ -76,9 +78,10 @@ class WaitQueue:
         is_closed: whether the server is stopping, so that no request should wait any longer.
     """
 
-    def __init__(self, *, counters: Counters, tracing: "Tracing | None" = None) -> None:
-        self._counters = counters
-        self._tracing = tracing
+    counters: Counters
+    tracing: "Tracing | None" = None
+
+    def __post_init__(self) -> None:
         self.are_informed = False
         self._waiting: dict[StoredKey, list[Ticket]] = {}
         self.is_closed = False
@@ -97,12 +100,12 @@ class WaitQueue:
         """Queues for a key. Join before the first look, so that no change is missed in between."""
         ticket = Ticket()
         self._waiting.setdefault(key, []).append(ticket)
-        self._counters.add_waiters(1)
+        self.counters.add_waiters(1)
         try:
-            with nullcontext() if self._tracing is None else self._tracing.span("lease.wait"):
+            with nullcontext() if self.tracing is None else self.tracing.span("lease.wait"):
                 yield ticket
         finally:
-            self._counters.add_waiters(-1)
+            self.counters.add_waiters(-1)
             line = self._waiting[key]
             was_needed = line[0] is ticket or ticket.is_set()
             line.remove(ticket)

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from graphstash_schema import Digest, ErrorCode, InvalidValueError
 from graphstash_server.errors import NoSpaceError, ServerError
-from graphstash_server.storage.base import BlobReader
+from graphstash_server.storage.base import BlobReader, BlobStore
 from graphstash_server.storage.files import FileReader, open_cached, open_file, read_cached
 from graphstash_server.storage.upload import (
     DirectorySyncs,
@@ -41,7 +41,7 @@ _WRITE_THREADS = 16
 """Threads that wait for fsync cost nothing, and the disk joins the flushes of all of them."""
 
 
-class DiskBlobStore:
+class DiskBlobStore(BlobStore):
     """A `BlobStore` in a directory; several processes may share it."""
 
     def __init__(self, directory: Path, *, min_free_bytes: int = 0) -> None:
@@ -111,17 +111,9 @@ class DiskBlobStore:
         """Removes the file, see `BlobStore.delete`."""
         await self._write(lambda: self._path(digest).unlink(missing_ok=True))
 
-    def use_generation(self, digest: Digest, generation: int) -> bool:  # noqa: ARG002 - the protocol's
-        """False: a deletion ends with its call, so every blob keeps its name."""
-        return False
-
     async def is_whole(self, digest: Digest) -> bool | None:
         """Reads the blob, see `BlobStore.is_whole`."""
         return await read_whole(self, digest)
-
-    async def link(self, digest: Digest) -> str | None:  # noqa: ARG002 - the protocol's
-        """None: files have no URL of their own."""
-        return None
 
     async def list(self, *, before: datetime | None = None) -> AsyncIterator[Digest]:
         """Lists one directory of 256 at a time, see `BlobStore.list`."""

@@ -26,7 +26,7 @@ from s3transfer.manager import TransferConfig, TransferManager
 from graphstash_schema import Digest, ErrorCode, InvalidValueError
 from graphstash_server.errors import NoSpaceError, ServerError, ShortBlobError
 from graphstash_server.settings import Settings
-from graphstash_server.storage.base import CHUNK_BYTES, BlobReader
+from graphstash_server.storage.base import CHUNK_BYTES, BlobReader, BlobStore
 from graphstash_server.storage.bucket import FAILURES, UPLOAD_REQUESTS, Bucket
 from graphstash_server.storage.upload import SpaceGuard, Spool, feed
 from graphstash_server.storage.whole import read_whole
@@ -174,7 +174,7 @@ _ABANDONED_AGE = timedelta(days=1)
 """No upload takes this long: the server of an older one is gone."""
 
 
-class S3BlobStore:
+class S3BlobStore(BlobStore):
     """A `BlobStore` in a bucket; any number of servers may share it."""
 
     def __init__(self, settings: Settings) -> None:
@@ -232,12 +232,6 @@ class S3BlobStore:
             except asyncio.CancelledError:
                 opening.add_done_callback(_close_unread)
                 raise
-
-    def read_now(self, digest: Digest) -> None:
-        """None: every answer of a bucket is waited for, see `BlobStore.read_now`."""
-
-    def open_now(self, digest: Digest) -> None:
-        """None, see `read_now`."""
 
     async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:
         """The size of the object, see `BlobStore.stat`."""

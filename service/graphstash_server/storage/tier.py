@@ -107,7 +107,7 @@ _TOLD_SECONDS = 5.0
 artifact."""
 
 
-class TieredBlobStore:
+class TieredBlobStore(BlobStore):
     """A `BlobStore` in front of another.
 
     Attributes:
@@ -172,12 +172,6 @@ class TieredBlobStore:
         except (OSError, TierError) as error:
             self._complain(error)
         return await self._back.open(digest)
-
-    def read_now(self, digest: Digest) -> None:
-        """None: a copy's time of use may have to be written, see `BlobStore.read_now`."""
-
-    def open_now(self, digest: Digest) -> None:
-        """None, see `read_now`."""
 
     async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:
         """What the back says, see `BlobStore.stat`."""

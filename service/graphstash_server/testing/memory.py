@@ -8,14 +8,14 @@ from pathlib import Path
 from graphstash_schema import Digest
 from graphstash_server.clock import Clock, system_clock
 from graphstash_server.errors import NoSpaceError, ShortBlobError
-from graphstash_server.storage import BlobReader
+from graphstash_server.storage import BlobReader, BlobStore
 from graphstash_server.storage.upload import Incoming
 from graphstash_server.storage.whole import read_whole
 
 __all__ = ["MemoryBlobStore"]
 
 
-class MemoryBlobStore:
+class MemoryBlobStore(BlobStore):
     """Loses everything with the process.
 
     Attributes:
@@ -64,12 +64,6 @@ class MemoryBlobStore:
         blob = self.blobs.get(digest.sha256)
         return _MemoryReader(blob) if blob is not None else None
 
-    def read_now(self, digest: Digest) -> None:
-        """None: what is not awaited cannot be made to fail."""
-
-    def open_now(self, digest: Digest) -> None:
-        """None, see `read_now`."""
-
     async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:  # noqa: ARG002
         """See `BlobStore.stat`."""
         blob = self.blobs.get(digest.sha256)
@@ -79,17 +73,9 @@ class MemoryBlobStore:
         """See `BlobStore.delete`."""
         self.blobs.pop(digest.sha256, None)
 
-    def use_generation(self, digest: Digest, generation: int) -> bool:  # noqa: ARG002 - the protocol's
-        """False: a deletion ends with its call, so every blob keeps its name."""
-        return False
-
     async def is_whole(self, digest: Digest) -> bool | None:
         """Reads the blob, see `BlobStore.is_whole`."""
         return await read_whole(self, digest)
-
-    async def link(self, digest: Digest) -> str | None:  # noqa: ARG002 - the protocol's
-        """None: memory has no URL."""
-        return None
 
     async def list(self, *, before: datetime | None = None) -> AsyncIterator[Digest]:
         """See `BlobStore.list`."""

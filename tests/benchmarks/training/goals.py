@@ -1,43 +1,17 @@
-"""Goals: which of them the figures reach, said plainly.
+"""The goals of the training loops."""
 
-A cell reaches a goal if the median over the rounds does; no margin is taken off for noise.
-"""
-
-import statistics
-from dataclasses import dataclass
-
+from benchmarks.goals import Goal
+from benchmarks.training import fusion
 from benchmarks.training.arms import HOST, RATES, RATIOS
 
-__all__ = ["Goal", "goals_of"]
+__all__ = ["fusion_goals_of", "goals_of"]
 
 HOST_BOUND = 0.5
 """The host is the bottleneck where its thread computes for this part of the best lazy step."""
 
 
-@dataclass
-class Goal:
-    """`cells` has each cell's figure, by its name."""
-
-    text: str
-    least: float
-    cells: dict[str, float]
-
-    @property
-    def missed(self):
-        return {name: value for name, value in self.cells.items() if value < self.least}
-
-    def as_markdown(self):
-        if not self.cells:
-            return f"| {self.text} | nothing to measure it by here | |"
-        low, high = min(self.cells.values()), max(self.cells.values())
-        middle = statistics.median(self.cells.values())
-        reached = len(self.cells) - len(self.missed)
-        verdict = "holds" if not self.missed else "does not hold"
-        misses = ", ".join(f"{name} {value:.2f}" for name, value in self.missed.items())
-        return (
-            f"| {self.text} | {verdict}: {reached} of {len(self.cells)} | {middle:.2f} "
-            f"({low:.2f} to {high:.2f})" + (f"; not in {misses}" if misses else "") + " |"
-        )
+HEAVY = 0.2
+"""From this part of the unfused step on, what the optimizer takes is worth saving."""
 
 
 def goals_of(parts):
@@ -62,6 +36,23 @@ def goals_of(parts):
             },
         ),
     ]
+    return goals
+
+
+def fusion_goals_of(parts):
+    """Where the optimizer takes a fifth of the step, fusion saves a tenth; it costs little else."""
+    cells = parts.get("fusion", {}).get("tables", {}).get(fusion.RATIOS, {})
+    goals = []
+    for when in ("backward", "forward"):
+        gained = {name: 1 / row[f"{when} / unfused"]["median"] for name, row in cells.items()}
+        heavy = {name for name, row in cells.items() if row[fusion.SHARE]["median"] >= HEAVY}
+        for where, least, names in (
+            (f"at least {HEAVY:.0%}", 1 / 0.9, heavy),
+            (f"below {HEAVY:.0%}", 1 / 1.03, gained.keys() - heavy),
+        ):
+            text = f"fused with {when}, optimizer {where} of the step: CPU time unfused / fused"
+            chosen = {name: value for name, value in gained.items() if name in names}
+            goals.append(Goal(f"{text} at least {least:.2f}", least, chosen))
     return goals
 
 

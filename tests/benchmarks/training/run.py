@@ -4,17 +4,14 @@
 
 Runs on every backend that is there (torch_xla, CUDA, plain torch on the CPU; the last one with one
 batch size only, since there each traced step takes torch.compile half a minute), then measures how
-well the executor overlaps, and writes bench-training.md, .json and .png. `make bench-training` runs
-this.
+well the executor overlaps and what optimizer fusion does to time and memory, and writes
+bench-training.md, .json and .png. `make bench-training` runs this.
 """
 
 import argparse
 import importlib.util
 import json
-import os
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 TESTS = Path(__file__).parents[2]
@@ -24,13 +21,15 @@ sys.path[:0] = [str(TESTS), str(EXAMPLES)]
 from loops import ARMS  # noqa: E402 (the line above finds it)
 
 from benchmarks.figures import Figures, console  # noqa: E402
-from benchmarks.run import machine, markdown  # noqa: E402
+from benchmarks.report import begin, environment, files_of, finish, pages, run_part  # noqa: E402
 from benchmarks.training import overlap  # noqa: E402
 from benchmarks.training.arms import BACKENDS, ROUNDS  # noqa: E402
-from benchmarks.training.goals import HOST_BOUND, goals_of  # noqa: E402
+from benchmarks.training.goals import HOST_BOUND, fusion_goals_of, goals_of  # noqa: E402
 from benchmarks.training.plot import draw  # noqa: E402
 
 OVERLAP = "Equal halves of 10 ms, one computed by the executor: wall time over the slower half"
+
+PARTS = ("loops", "overlap", "fusion")
 
 EXPLANATION = (
     "A cell is a model, a batch size and an optimizer; it reaches a goal if the median of its "
@@ -41,48 +40,50 @@ EXPLANATION = (
 
 def main():
     options = parse_options()
-    options.directory.mkdir(parents=True, exist_ok=True)
-    report = {"machine": machine(), "started": time.strftime("%Y-%m-%d %H:%M %Z"), "parts": {}}
-    failed = []
-    for backend in options.backends:
+    written, report = files_of(options.directory, "bench-training"), begin()
+    for backend in options.backends if "loops" in options.parts else ():
         console.rule(f"[bold]{backend}[/bold]")
-        output = options.directory / f"bench-training-{backend}.json"
-        if run(backend, options, output) == 0:
-            report["parts"][backend] = json.loads(output.read_text())
-        else:
-            failed.append(backend)
-    console.rule("[bold]overlap[/bold]")
-    figures = measure_overlap(options)
-    figures.write(options.directory / "bench-training-overlap.json")
-    report["parts"]["overlap"] = figures.as_json()
-    report["failed"] = failed
-    goals = goals_of(report["parts"])
-    report["goals"] = [vars(goal) | {"missed": sorted(goal.missed)} for goal in goals]
-    written = {name: options.directory / f"bench-training.{name}" for name in ("json", "md", "png")}
+        measure_loops(report, backend, options)
+    if "overlap" in options.parts:
+        console.rule("[bold]overlap[/bold]")
+        figures = measure_overlap(options)
+        figures.write(options.directory / "bench-training-overlap.json")
+        report["parts"]["overlap"] = figures.as_json()
+    if "fusion" in options.parts:
+        console.rule("[bold]fusion[/bold]")
+        measure_fusion(report, options)
+    goals = [*goals_of(report["parts"]), *fusion_goals_of(report["parts"])]
+    report["goals"] = [goal.as_json() for goal in goals]
     written["json"].write_text(json.dumps(report, indent=2) + "\n")
     draw(report["parts"], written["png"])
-    written["md"].write_text(pages(report, goals, written["png"].name))
+    picture = f"![Speed of each arm relative to the plain loop]({written['png'].name})"
+    page = pages(report, "Training loops", about=EXPLANATION, goals=goals, picture=picture)
+    written["md"].write_text(page)
     console.print("\n".join(goal.as_markdown() for goal in goals), highlight=False)
-    console.print("written:", ", ".join(map(str, written.values())))
-    if failed:
-        raise SystemExit(f"failed: {', '.join(failed)}; the reasons are above")
+    finish(report, written.values())
 
 
-def run(backend, options, output):
-    """Measures one backend in a process of its own, with no settings from outside."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("GRAPHSTASH_")}
-    environment |= {"PYTHONPATH": f"{TESTS}{os.pathsep}{EXAMPLES}"}
-    environment |= {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+def measure_loops(report, backend, options):
+    """In a process for each backend."""
+    env = environment(EXAMPLES, TORCHINDUCTOR_COMPILE_THREADS="1")
     if backend == "torch_xla":
-        environment = {"PJRT_DEVICE": "CPU"} | environment
-    command = [
-        *(sys.executable, "-m", "benchmarks.training.arms", "--backend", backend),
-        *("--output", str(output), "--rounds", str(options.rounds)),
-        *("--models", *options.models, "--optimizers", *options.optimizers),
-        *("--arms", *options.arms),
+        env = {"PJRT_DEVICE": "CPU"} | env
+    output = options.directory / f"bench-training-{backend}.json"
+    given = (
+        *("--backend", backend, "--rounds", options.rounds, "--models", *options.models),
+        *("--optimizers", *options.optimizers, "--arms", *options.arms),
         *("--batch-sizes", "1" if options.quick or backend == "torch" else "2"),
-    ]
-    return subprocess.run(command, env=environment, check=False).returncode
+    )
+    run_part(report, backend, "benchmarks.training.arms", output, *given, env=env)
+
+
+def measure_fusion(report, options):
+    """In processes of one thread each."""
+    output = options.directory / "bench-training-fusion.json"
+    given = ["--rounds", options.rounds, "--optimizers", *options.optimizers]
+    given += ["--batch-sizes", "1", "32"] if options.quick else []
+    env = environment(EXAMPLES, OMP_NUM_THREADS="1")
+    run_part(report, "fusion", "benchmarks.training.fusion", output, *given, env=env)
 
 
 def measure_overlap(options):
@@ -97,23 +98,6 @@ def measure_overlap(options):
             "executor / slower half": row.threaded,
         }
     return figures
-
-
-def pages(report, goals, picture):
-    """The report for people: the goals, the plot, then every table."""
-    title, rest = markdown(report).split("\n", 1)
-    lines = [
-        title.replace("Benchmarks", "Training loops"),
-        "",
-        "| goal | in how many cells | median of the cells (lowest to highest) |",
-        "|---|---|---|",
-        *(goal.as_markdown() for goal in goals),
-        "",
-        EXPLANATION,
-        "",
-        f"![Speed of each arm relative to the plain loop]({picture})",
-    ]
-    return "\n".join(lines) + "\n" + rest
 
 
 def backends_here():
@@ -132,7 +116,8 @@ def parse_options():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="fewer cells and rounds: 3 minutes")
+    parser.add_argument("--quick", action="store_true", help="fewer cells and rounds: 10 minutes")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="[all]")
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, help="[all that are there]")
     parser.add_argument("--models", nargs="+", default=("MLP", "CNN", "GPT"), help="[all]")
     parser.add_argument("--optimizers", nargs="+", help="[SGD Adam AdamW; quick: not Adam]")

@@ -120,6 +120,7 @@ def test_the_benchmark_writes_report_plot_and_figures(tmp_path):
             *(sys.executable, str(TESTS / "benchmarks" / "training" / "run.py"), "--quick"),
             *("--backends", "torch", "--models", "MLP", "--optimizers", "SGD", "--rounds", "2"),
             *("--arms", "plain", "best", "ours", "--directory", str(tmp_path)),
+            *("--parts", "loops", "overlap"),
         ],
         env=ENVIRONMENT,
         check=True,

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from graphstash.training import LAMB, SGD, Adam, AdamW, Lion
+from graphstash.training import LAMB, SGD, Adafactor, Adam, AdamW, Lion, ScheduleFreeAdamW
 from graphstash.training.optimizers import cohort
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -63,7 +63,9 @@ def test_every_size_follows_the_formula_in_every_dtype_and_layout(name, fused, l
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [1, 15, 16, 64, 4097])
-@pytest.mark.parametrize("optimizer_class", [SGD, Adam, AdamW, LAMB, Lion])
+@pytest.mark.parametrize(
+    "optimizer_class", [SGD, Adam, AdamW, LAMB, Lion, Adafactor, ScheduleFreeAdamW]
+)
 def test_one_step_changes_every_element(optimizer_class, size, dtype):
     parameter = torch.nn.Parameter(torch.ones(size, dtype=dtype))
     parameter.grad = torch.ones(size, dtype=dtype)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.extended
 
 BAD = {0: math.inf, 5: math.inf, 7: math.nan}
 EXCHANGED = [name for name, case in CASES.items() if case.name not in NOT_IN_TORCH]
-OPTIMIZERS = ["SGD", "Adam", "AdamW", "LAMB", "Lion"]
+OPTIMIZERS = ["SGD", "Adam", "AdamW", "LAMB", "Lion", "Adafactor", "ScheduleFreeAdamW"]
 SCRIPT = JOB.with_name("optimizer_job.py")
 
 
@@ -292,3 +292,46 @@ def test_muon_runs_in_one_graph_and_rounds_as_bfloat16_does(report):
     host = [torch.tensor(numbers) for numbers in run["host"]["parameters"]]
     assert_close(run["here"]["parameters"], host, atol=4 * 0.02 * 0.05)
     assert_one_graph(run["here"]["counts"])
+
+
+def test_a_switch_to_averages_and_back_changes_neither_the_steps_nor_their_graph(report):
+    run = report["switched"]
+    parameters = new_parameters()
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.mul_(2.0)
+    optimizer = optimizers.ScheduleFreeAdamW(parameters, lr=0.05)
+    scale, averages = torchs_scaler(), []
+    for part in range(3):
+        steps = range(4 * part, 4 * part + 4)
+        for step in steps:
+            optimizer.zero_grad()
+            scale.scale(loss_of(parameters, gradients(step, bad=BAD.get(step)))).backward()
+            scale.step(optimizer)
+            scale.update()
+        optimizer.eval()
+        averages.append([parameter.detach().clone() for parameter in parameters])
+        optimizer.train()
+    assert_close(run["parameters"], parameters)
+    for ours, theirs in zip(run["averages"], averages, strict=True):
+        assert_close(ours, theirs)
+    # The first switch compiles itself; the steps after it run the graph of those before.
+    assert run["compiles"][3] == run["compiles"][-1]
+
+
+def test_moments_of_eight_bits_are_rounded_in_one_graph_as_on_the_host(report):
+    run = report["rounded"]
+    host = [torch.tensor(numbers) for numbers in run["host"]["parameters"]]
+    # Where two sums differ in their last bit, a moment may be rounded the other way.
+    assert_close(run["here"]["parameters"], host, atol=0.01 / 4)
+    for ours, theirs in zip(run["here"]["codes"], run["host"]["codes"], strict=True):
+        differ = sum(a != b for a, b in zip(ours, theirs, strict=True))
+        assert differ <= len(ours) / 1000
+    assert len(run["here"]["codes"]) == 2
+    assert_one_graph(run["here"]["counts"])
+
+
+def test_optimizers_that_compute_beside_the_steps_are_refused_with_the_way_out(report):
+    for message, name in zip(report["refused"], ("Shampoo", "SOAP"), strict=True):
+        assert message.startswith(f"{name} decomposes matrices beside the training, and torch_xla")
+        assert message.endswith("use Muon, LAMB or AdamW")

@@ -55,3 +55,18 @@ def test_a_sharded_tensor_that_nobody_has_gathered_is_refused(reports):
 def test_a_shard_of_a_matrix_is_refused_by_muon(reports):
     for report in reports:
         assert "a parameter is sharded: put it into a group" in report["refused by Muon"]
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "ScheduleFreeAdamW", "Adam8bit"])
+def test_shards_are_refused_by_what_needs_whole_parameters(reports, name):
+    for report in reports:
+        assert "a parameter is sharded" in report["refused by"][name]
+        assert "use Adam" in report["refused by"][name]
+
+
+def test_a_shard_of_a_matrix_is_refused_by_shampoo_and_soap(reports):
+    for report in reports:
+        assert report["refused with roots"] == [
+            f"{name} needs whole matrices, and a parameter is sharded; use LAMB or AdamW"
+            for name in ("Shampoo", "SOAP")
+        ]

@@ -200,6 +200,22 @@ def test_an_error_of_the_function_is_raised_and_training_goes_on(report):
     assert failing["difference"] < ROUNDING
 
 
+def test_gradients_and_updates_are_one_program_and_fuse_says_so(report):
+    one = report("one program")
+    assert one["mode"] == "traced"
+    assert one["counts"][-1] == ONE_EXECUTION
+    assert one["programs"]
+    for program in one["programs"]:
+        assert program["modules"] == 1
+        # Of two layers: two forward, the gradients of both weights and of what is between them.
+        assert program["dots before the update"] == 5
+        assert program["results"] >= 5  # the parameters
+    assert len(one["refused"]) == 2
+    for text in one["refused"]:
+        assert "on xla:0, where the compiler fuses the update by itself" in text
+        assert "instead of fuse()" in text
+
+
 @pytest.mark.parametrize("look_up", ["exact", "hint"])
 def test_what_one_host_has_traced_another_does_not_compile(
     jobs, server, namespace, tmp_path, look_up

@@ -357,7 +357,8 @@ def nan_from(step, *, only=None):
     return loss
 
 
-def test_a_loss_that_is_nan_for_ever_is_an_error_that_names_step_and_scale():
+@pytest.mark.parametrize("fuse", [None, "forward"])
+def test_a_loss_that_is_nan_for_ever_is_an_error_that_names_step_and_scale(fuse):
     model, optimizer, data = problem()
     with pytest.raises(training.DivergedError) as error:
         training.train(
@@ -369,6 +370,7 @@ def test_a_loss_that_is_nan_for_ever_is_an_error_that_names_step_and_scale():
             loss_scale=training.LossScale(1024.0),
             log_every=10,
             progress=False,
+            fuse=fuse,
         )
     assert "step 10" in str(error.value)
     assert "since step 8" in str(error.value)
@@ -376,12 +378,12 @@ def test_a_loss_that_is_nan_for_ever_is_an_error_that_names_step_and_scale():
     assert all(p.isfinite().all() for p in model.parameters())
 
 
-def test_without_a_loss_scale_the_first_boundary_with_a_nan_is_the_last():
+@pytest.mark.parametrize("fuse", [None, *FUSED])
+def test_without_a_loss_scale_the_first_boundary_with_a_nan_is_the_last(fuse):
     model, optimizer, data = problem()
+    options = {"log_every": 10, "progress": False, "fuse": fuse}
     with pytest.raises(training.DivergedError, match=r"step 10 .* since step 10"):
-        training.train(
-            model, optimizer, data, steps=100, loss=nan_from(10), log_every=10, progress=False
-        )
+        training.train(model, optimizer, data, steps=100, loss=nan_from(10), **options)
 
 
 def test_a_single_bad_step_is_left_out_and_told():

@@ -49,8 +49,10 @@ class Training:
         return [float(self.step(*batch(number, size))) for number in numbers]
 
     def state(self):
-        tensors = [*self.model.parameters(), *self.optimizer.device_tensors()]
-        return [tensor.tolist() for tensor in (*tensors, *self.scale.device_tensors())]
+        states = self.optimizer.state.values()
+        moments = [value for state in states for value in state.values()]
+        tensors = (*self.model.parameters(), *moments, *self.scale.device_tensors())
+        return [tensor.tolist() for tensor in tensors]
 
 
 def batch(number, size=8):

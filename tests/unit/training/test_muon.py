@@ -247,7 +247,7 @@ def test_train_takes_it():
         ({"ns_steps": 0}, r"a whole number from 1 to 99 \(got 0\)"),
         ({"ns_steps": 100}, "ns_steps must be"),
         ({"ns_steps": 5.0}, r"ns_steps must be .* \(got 5.0\)"),
-        ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients must be three numbers"),
+        ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients must be 3 numbers"),
         ({"adjust_lr_fn": "linear"}, r"None, original or match_rms_adamw \(got linear\)"),
         ({"lr": -1.0}, "lr must be at least 0"),
         ({"weight_decay": math.nan}, "weight_decay must be at least 0"),

@@ -2,6 +2,7 @@ import copy
 import inspect
 import math
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from graphstash.training.optimizers import LAMB, SGD, Adam, AdamW, Lion
+from graphstash.errors import ConfigError
+from graphstash.training.optimizers import (
+    LAMB,
+    SGD,
+    SOAP,
+    Adafactor,
+    Adam,
+    AdamW,
+    AdamW8bit,
+    Lion,
+    Muon,
+    ScheduleFreeAdamW,
+    Shampoo,
+    SyncFreeOptimizer,
+    eight_bit,
+)
 from graphstash.training.optimizers.gradients import LossScale, clip_grad_norm_
 from support.device_reads import Reads
 from support.optimizer_cases import (
@@ -24,7 +40,8 @@ from support.optimizer_cases import (
     train_scheduled,
 )
 
-OPTIMIZERS = [SGD, Adam, AdamW, LAMB, Lion]
+OPTIMIZERS = [SGD, Adam, AdamW, LAMB, Lion, Adafactor, ScheduleFreeAdamW]
+WIDE = {"step", "weight_sum", "lr_max"}
 BAD = {0: math.inf, 5: math.inf, 7: math.nan}
 FUSED = [None, False]
 EXCHANGED = [name for name, case in CASES.items() if case.name not in NOT_IN_TORCH]
@@ -116,6 +133,15 @@ def test_a_bad_first_step_leaves_parameters_alone_and_state_at_zero(name, fused)
     train(parameters, optimizer, LossScale(8.0), steps=[0])
     assert all(torch.equal(*pair) for pair in zip(parameters, new_parameters(), strict=True))
     assert all(not tensor.any() for tensor in state_of(optimizer, parameters))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_gradients_that_stay_nan_change_no_bit_however_often_they_come(optimizer):
+    parameters = new_parameters()
+    mine = optimizer(parameters, lr=0.1)
+    train(parameters, mine, LossScale(8.0), bad=dict.fromkeys(range(12), math.nan))
+    assert all(torch.equal(*pair) for pair in zip(parameters, new_parameters(), strict=True))
+    assert mine.state_dict()["state"] == {}
 
 
 STEP_KINDS = st.tuples(
@@ -491,13 +517,47 @@ def test_narrow_parameters_and_their_state_stay_narrow(optimizer, fused, dtype):
             mine.step(found_inf=torch.tensor(0.0))
         for parameter in parameters:
             for name, value in mine.state[parameter].items():
-                assert value.dtype == (torch.float32 if name == "step" else parameter.dtype)
+                assert value.dtype == (torch.float32 if name in WIDE else parameter.dtype)
     for a, b in zip(narrow, wide, strict=True):
         torch.testing.assert_close(a.float(), b, rtol=0.05, atol=0.05)
 
 
 def p_dtype(parameters):
     return parameters[0].dtype
+
+
+def trained_under(default_dtype, optimizer_class):
+    """Resumes after 300 steps, a number that bfloat16 cannot count on from."""
+    parameter = nn.Parameter(torch.linspace(-1, 1, 4096).reshape(64, 64))
+    eight_bit._table.cache_clear()
+    torch.set_default_dtype(default_dtype)
+    try:
+        optimizer, scale = optimizer_class([parameter]), LossScale(8.0, growth_interval=2)
+        for step in range(6):
+            gradient = torch.arange(4096, dtype=torch.float32).add(step).sin().reshape(64, 64)
+            scale.scale((parameter * gradient).sum()).backward()
+            scale.step(optimizer)
+            scale.update()
+            optimizer.zero_grad()
+            if step == 2:
+                state = optimizer.state_dict()
+                state["state"][0]["step"] += 298
+                optimizer = optimizer_class([parameter])
+                optimizer.load_state_dict(state)
+        return parameter, optimizer.state_dict()["state"][0]["step"], scale.get_scale()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        eight_bit._table.cache_clear()
+
+
+@pytest.mark.parametrize("default_dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("optimizer_class", [*OPTIMIZERS, Muon, AdamW8bit])
+def test_torchs_default_dtype_changes_no_bit(optimizer_class, default_dtype):
+    parameter, step, scale = trained_under(default_dtype, optimizer_class)
+    expected, _, _ = trained_under(torch.float32, optimizer_class)
+
+    assert torch.equal(parameter, expected)
+    assert (step, step.dtype, scale) == (304, torch.float32, 64)
 
 
 @pytest.mark.parametrize("fused", FUSED)
@@ -514,6 +574,208 @@ def test_dtypes_may_be_mixed_in_a_group(fused):
     for parameter in parameters:
         expected = torch.full_like(parameter, 0.5)
         torch.testing.assert_close(parameter, expected, rtol=0.01, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("make", [partial(SGD, momentum=0.9), AdamW])
+def test_a_model_may_be_converted_in_part(make, dtype):
+    def trained(**options):
+        parameters = [nn.Parameter(torch.linspace(-1, 1, 20)) for _ in range(2)]
+        optimizer = make(parameters, lr=0.1, **options)
+        for step in range(4):
+            if step == 2:
+                parameters[1].data = parameters[1].data.to(dtype)
+            for parameter in parameters:
+                parameter.grad = torch.linspace(step, 2, 20).to(parameter.dtype)
+            optimizer.step()
+        return parameters
+
+    for ours, expected in zip(trained(), trained(fused=False), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0])
+@pytest.mark.parametrize("make", [partial(AdamW, fused=False), LAMB, ScheduleFreeAdamW])
+def test_float16_parameters_stay_finite_and_near_those_in_float32(make, size):
+    generator = torch.Generator().manual_seed(0)
+    wide = nn.Parameter(torch.randn(8, 8, generator=generator).half().float())
+    half = nn.Parameter(wide.detach().half())
+    optimizers = [make([parameter], lr=1e-2) for parameter in (wide, half)]
+    for _ in range(5):
+        half.grad = (torch.randn(8, 8, generator=generator) * size).half()
+        wide.grad = half.grad.float()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.isfinite(half).all()
+    if size == 1:  # else moments that are kept in float16 become 0
+        torch.testing.assert_close(half.detach().float(), wide.detach(), rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("scale", [None, 2.0**16])
+@pytest.mark.parametrize("make", [Adafactor, Shampoo, SOAP])
+@pytest.mark.parametrize("shape", [(8, 8), (8,)])
+def test_a_finite_gradient_whose_squares_overflow_changes_nothing(make, shape, scale):
+    generator = torch.Generator().manual_seed(0)
+    parameter = nn.Parameter(torch.randn(shape, generator=generator))
+    optimizer = make([parameter], lr=1e-2)
+    given = {} if scale is None else {"grad_scale": torch.tensor(scale)}
+    for step in range(12):
+        before = parameter.detach().clone()
+        parameter.grad = torch.randn(shape, generator=generator) * (scale or 1.0)
+        if step == 6:
+            parameter.grad.flatten()[3] = 1e20 * (scale or 1.0)
+        kept = copy.deepcopy(optimizer.state_dict()["state"].get(0, {}))
+        optimizer.step(found_inf=torch.tensor(0.0) if scale else None, **given)
+        if step == 6:
+            assert torch.equal(parameter, before)
+            now = optimizer.state_dict()["state"][0]
+            for name in kept.keys() - {"calls", "pending", "step"}:
+                torch.testing.assert_close(now[name], kept[name], rtol=0, atol=0)
+        elif step:  # the first step of SOAP only begins
+            assert torch.isfinite(parameter).all()
+            assert not torch.equal(parameter, before)
+
+
+@pytest.mark.parametrize("make", [Adafactor, Shampoo, SOAP])
+def test_a_gradient_that_overflows_leaves_the_other_parameters_their_bits(make):
+    together, alone = ([nn.Parameter(torch.ones(4, 4)) for _ in range(2)] for _ in range(2))
+    for parameters in (together, alone[:1], alone[1:]):
+        optimizer = make(parameters, lr=1e-2)
+        for step in range(4):
+            for parameter in parameters:
+                parameter.grad = torch.full((4, 4), 0.5)
+                if step == 2 and any(parameter is each for each in (together[0], alone[0])):
+                    parameter.grad[0, 0] = 1e20
+            optimizer.step()
+    assert all(torch.equal(*pair) for pair in zip(together, alone, strict=True))
+    assert not torch.equal(*together)
+
+
+@pytest.mark.parametrize("make", [Adafactor, Shampoo, SOAP])
+def test_a_loss_scale_alone_makes_no_squares_overflow(make):
+    parameters = [nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
+    for parameter, scale in zip(parameters, (None, torch.tensor(2.0**66)), strict=True):
+        optimizer = make([parameter], lr=1e-2)
+        for _ in range(2):
+            parameter.grad = torch.full((4, 4), 0.5 if scale is None else 2.0**65)
+            optimizer.step(found_inf=None if scale is None else torch.tensor(0.0), grad_scale=scale)
+    assert torch.equal(*parameters)
+    assert not torch.equal(parameters[0], torch.ones(4, 4))
+
+
+def moments_of(kind, parameters):
+    options = {"momentum": 0.9} if kind in {SGD, torch.optim.SGD} else {}
+    return kind(parameters, lr=0.01, **options)
+
+
+@pytest.mark.parametrize(
+    ("given", "mine"),
+    [
+        *((kind, AdamW) for kind in (Lion, SGD, Shampoo, Muon, AdamW8bit, Adafactor)),
+        *((kind, AdamW) for kind in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop)),
+        *((AdamW, kind) for kind in (SGD, Muon, Adafactor)),
+        (AdamW8bit, Lion),
+    ],
+    ids=lambda kind: f"{kind.__module__}.{kind.__name__}",
+)
+def test_state_without_its_moments_is_refused_and_changes_nothing(given, mine):
+    parameter = nn.Parameter(torch.randn(64, 64))
+    other, optimizer = moments_of(given, [parameter]), moments_of(mine, [parameter])
+    for each in (other, optimizer):
+        parameter.grad = torch.randn(64, 64)
+        each.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=rf"not one of {mine.__name__}: .*begin with new state"):
+        optimizer.load_state_dict(other.state_dict())
+    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("make", [*OPTIMIZERS[1:], partial(SGD, momentum=0.9), Muon, SOAP, Shampoo])
+def test_state_of_another_shape_is_refused_and_changes_nothing(make):
+    parameter, larger = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 9))
+    saved, optimizer = make([parameter]), make([larger])
+    for each, of in ((saved, parameter), (optimizer, larger)):
+        of.grad = torch.ones_like(of)
+        each.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ConfigError, match=r"of shape \[4, 9\], \w+ has the shape \[\d, \d\]"):
+        optimizer.load_state_dict(saved.state_dict())
+    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("optimizer_class", [AdamW, partial(SGD, momentum=0.9)])
+def test_no_kernel_writes_past_the_end_of_smaller_state(optimizer_class):
+    parameter = nn.Parameter(torch.ones(20))
+    optimizer = optimizer_class([parameter])
+    parameter.grad = torch.ones(20)
+    optimizer.step()
+    parameter.data, parameter.grad = torch.ones(4000), None
+    parameter.grad = torch.ones(4000)
+
+    with pytest.raises(RuntimeError, match=r"size of tensor a \(\d+\) must match"):
+        optimizer.step()
+    assert torch.equal(parameter, torch.ones(4000))
+
+
+@pytest.mark.parametrize(
+    ("given", "mine"),
+    [
+        *((kind, AdamW) for kind in (SOAP, LAMB, torch.optim.NAdam)),
+        *((kind, Lion) for kind in (SOAP, AdamW, torch.optim.AdamW, torch.optim.Adam)),
+        (AdamW, LAMB),
+    ],
+    ids=lambda kind: f"{kind.__module__}.{kind.__name__}",
+)
+def test_state_with_the_same_names_is_refused_by_the_options_of_its_maker(given, mine):
+    parameter = nn.Parameter(torch.randn(8, 8))
+    other, optimizer = given([parameter]), mine([parameter])
+    for each in (other, optimizer):
+        parameter.grad = torch.randn(8, 8)
+        each.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    expected = rf"not one of {mine.__name__}: its options are those of {given.__name__}; "
+    with pytest.raises(ConfigError, match=expected):
+        optimizer.load_state_dict(other.state_dict())
+    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+
+
+def test_an_optimizer_of_ones_own_loads_its_state_although_it_has_the_options_of_another():
+    class Mine(Lion):
+        def __init__(self, params):
+            of_adamw = {"lr": 0.1, "betas": (0.9, 0.9), "eps": 0, "weight_decay": 0, "amsgrad": 0}
+            SyncFreeOptimizer.__init__(self, params, {**of_adamw, "maximize": False, "mine": 1})
+
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    optimizer, other = Mine([parameter]), Mine([parameter])
+    optimizer.step()
+    other.load_state_dict(optimizer.state_dict())
+    assert other.state[parameter]["step"] == 1
+
+
+@pytest.mark.parametrize(("given", "mine"), [(Adafactor, AdamW), (AdamW, Adafactor)])
+def test_options_of_another_kind_are_refused_before_the_first_step(given, mine):
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = mine([parameter])
+    with pytest.raises(ValueError, match=rf"not one of {mine.__name__}: its eps"):
+        optimizer.load_state_dict(given([parameter]).state_dict())
+    assert optimizer.param_groups[0]["eps"] == optimizer.defaults["eps"]
+
+
+@pytest.mark.parametrize(
+    ("make", "option"),
+    [(SGD, {"momentum": 0.9}), (AdamW, {"amsgrad": True})],
+    ids=["SGD", "AdamW"],
+)
+def test_an_option_may_be_turned_on_right_before_it_is_saved(make, option):
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = make([parameter], lr=0.1)
+    parameter.grad = torch.ones(2)
+    optimizer.step()
+    optimizer.param_groups[0].update(option)
+    other = make([parameter], lr=0.1)
+    other.load_state_dict(optimizer.state_dict())
+    assert other.state[parameter]["step"] == 1
 
 
 def test_a_state_of_another_lion_is_kept_although_it_has_no_step():
@@ -580,6 +842,8 @@ def feed(parameters, copies, step):
         (AdamW, {"maximize": True}),
         (LAMB, {}),
         (Lion, {}),
+        (Adafactor, {"weight_decay": 0.1}),
+        (ScheduleFreeAdamW, {"warmup_steps": 3}),
     ],
 )
 def test_with_master_weights_training_is_that_of_float32_parameters(optimizer, options, dtype):
@@ -633,12 +897,43 @@ def test_master_weights_go_on_from_a_state_dictionary_to_the_bit(optimizer):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_master_weights_follow_what_is_loaded_before_the_first_step_that_counts(optimizer):
+    results = []
+    for bad_steps in (1, 0):
+        parameters = half_parameters(torch.bfloat16)
+        mine = optimizer(parameters, lr=1e-3, master_weights=True)
+        for _ in range(bad_steps):
+            feed(parameters, wide_copies(parameters), 0)
+            mine.step(found_inf=torch.tensor(1.0))
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.mul_(3.0)
+        for step in range(3):
+            feed(parameters, wide_copies(parameters), step)
+            mine.step()
+        results.append([mine.state[parameter]["master"] for parameter in parameters])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_master_weights_of_float32_are_refused(optimizer):
     with pytest.raises(ValueError, match=r"bfloat16 and float16 parameters.*got torch.float32"):
         optimizer(new_parameters(), master_weights=True)
 
 
 # What else torch's optimizers do.
+
+
+@pytest.mark.parametrize("fused", FUSED)
+def test_a_backward_through_what_a_step_has_changed_is_an_error(fused):
+    parameter = nn.Parameter(torch.ones(20))
+    optimizer = AdamW([parameter], fused=fused)
+    (parameter * parameter.detach()).sum().backward()
+    before = (parameter * parameter).sum()
+    optimizer.step()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        before.backward()
 
 
 def test_a_closure_is_called_with_gradients_and_its_loss_returned():
@@ -678,6 +973,13 @@ def test_step_hooks_are_called(optimizer):
         (SGD, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}),
         *((o, {"betas": (0.9, 1.0)}) for o in (Adam, AdamW, LAMB, Lion)),
         *((o, {"eps": -1.0}) for o in (Adam, AdamW, LAMB)),
+        *((AdamW, {"betas": bad}) for bad in (0.9, (0.9,), (0.9, 0.9, 0.9))),
+        *((Adafactor, {"eps": bad}) for bad in ((-1.0, 1e-3), (math.nan, 1e-3), (None, -1.0))),
+        *((Adafactor, {"eps": bad}) for bad in (1e-3, (None,))),
+        *((ScheduleFreeAdamW, {"betas": (bad, 0.9)}) for bad in (0.0, 1.0, math.nan)),
+        *((ScheduleFreeAdamW, {name: -1}) for name in ("warmup_steps", "r", "weight_lr_power")),
+        *((Adafactor, {"d": bad}) for bad in (0.5, math.nan)),
+        *((Adafactor, {"beta2_decay": bad}) for bad in (0.1, math.nan)),
     ],
 )
 def test_an_option_out_of_range_is_refused(optimizer, options):
@@ -691,7 +993,12 @@ def test_an_option_out_of_range_is_refused(optimizer, options):
 
 @pytest.mark.parametrize(
     ("ours", "theirs"),
-    [(SGD, torch.optim.SGD), (Adam, torch.optim.Adam), (AdamW, torch.optim.AdamW)],
+    [
+        (SGD, torch.optim.SGD),
+        (Adam, torch.optim.Adam),
+        (AdamW, torch.optim.AdamW),
+        (Adafactor, torch.optim.Adafactor),
+    ],
 )
 def test_the_arguments_are_those_of_torch_in_its_order(ours, theirs):
     taken = inspect.signature(theirs).parameters.values()

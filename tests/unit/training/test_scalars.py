@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from graphstash.training.loop.training_step import DeviceLog
 from graphstash.training.optimizers.base import DeviceScalars
 
 CPU = torch.device("cpu")
@@ -52,3 +53,15 @@ def test_refresh_changes_every_tensor_of_a_group_and_no_other():
     (other,) = get(scalars, group=1, lr=0.5)
     scalars.refresh(0, {"lr": 0.25})
     assert [float(t) for t in (narrow, wide, other)] == [0.25, 0.25, 0.5]
+
+
+def test_what_is_logged_is_float32_whatever_torchs_default_is():
+    loss = torch.tensor(1.001)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        log = DeviceLog(["loss"], 1, CPU)
+        log.append({"loss": loss})
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+    assert log.read(1) == [{"loss": float(loss)}]

@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Final, TypeVar
 
@@ -59,10 +58,6 @@ def doctor(
     Suggests a fix for each problem and changes nothing. Exits with 1 if a check fails; warnings
     alone exit with 0.
     """
-    # An error may have characters that this terminal cannot show.
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
     # The client's warnings are findings here.
     logging.getLogger("graphstash").addHandler(logging.NullHandler())
     findings = []

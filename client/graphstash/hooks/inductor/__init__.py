@@ -132,6 +132,8 @@ class InductorHook:
         for module, name in _KEY_MAKERS:
             if hasattr(module, name):
                 self._patches.wrap(module, name, self._entries.key_info.listen)
+        if hasattr(codecache, "log_cache_bypass"):  # torch's own place for a listener
+            self._patches.wrap(codecache, "log_cache_bypass", _telling_why)
         original = compile_fx._compile_fx_inner
 
         def compile_fx_inner(*args: Any, **kwargs: Any) -> Any:
@@ -159,6 +161,20 @@ class InductorHook:
         # code, and torch's compile workers, which may have no hook, act on it.
         if torch.accelerator.is_available() and has_triton():
             self._patches.switch_on(config, "bundled_autotune_remote_cache")
+
+
+def _telling_why(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Also says, once for each reason, why torch keeps a graph out of its caches."""
+    told: set[str] = set()
+
+    def listened(*args: Any, **kwargs: Any) -> Any:
+        reason = str(args[-1]) if args else ""
+        if reason not in told:
+            told.add(reason)
+            _log.warning("graphstash: torch caches no graph like this one: %s", reason)
+        return original(*args, **kwargs)
+
+    return listened
 
 
 def _forget_remote_cache() -> None:

@@ -11,7 +11,6 @@ are. What this adds:
 
 import base64
 import json
-import logging
 import pickle
 import threading
 from collections.abc import Callable, Iterator
@@ -25,7 +24,6 @@ from torch._inductor.remote_cache import RemoteCacheBackend
 from graphstash._compile.cache import CompileCache
 from graphstash._compile.request import CompileRequest
 from graphstash._compile.two_call import TwoCallCache
-from graphstash.errors import CacheError, Reason
 from graphstash.hooks.inductor.fingerprint import entry_request
 from graphstash.hooks.inductor.key_info import KeyInfo
 from graphstash.hooks.inductor.ranks import ranks
@@ -33,7 +31,6 @@ from graphstash_schema import ArtifactKey, ArtifactKind
 
 __all__ = ["Entries", "offering_variants"]
 
-_log = logging.getLogger("graphstash")
 
 _VARIANTS: Final = 4
 """Entries under one of torch's keys; what is compiled beyond them is not shared."""
@@ -209,8 +206,7 @@ class Entries:
         try:
             return work()
         except Exception as error:  # noqa: BLE001 - see above
-            _log.debug("a remote cache of torch failed", exc_info=True)
-            self._cache.record_fallback(CacheError(Reason.INTERNAL, repr(error)))
+            self._cache.record_fallback(error)
             return None
 
 

@@ -29,7 +29,7 @@ from torch._inductor.runtime.runtime_utils import (  # type: ignore[attr-defined
 from graphstash._compile.cache import CompileCache
 from graphstash._compile.request import CompileRequest
 from graphstash._compile.two_call import TwoCallCache
-from graphstash.errors import CacheError, LocalTierError, Reason
+from graphstash.errors import LocalTierError
 from graphstash.hooks.inductor.fingerprint import host_parts, request_of, torch_release
 from graphstash_schema import ArtifactKind
 
@@ -158,8 +158,7 @@ class Objects:
             self._cache.record_fallback(LocalTierError(str(error)))
             return False
         except Exception as error:  # noqa: BLE001 - the hook's outermost frame: torch builds it
-            _log.debug("looking for a C++ object failed", exc_info=True)
-            self._cache.record_fallback(CacheError(Reason.INTERNAL, repr(error)))
+            self._cache.record_fallback(error)
             return False
         return True
 

@@ -7,7 +7,6 @@ envelope compresses better, and for every reader. The 51 MB of a TPU executable 
 packs them, and 5.6 MB in the envelope.
 """
 
-import logging
 import sys
 import threading
 import zlib
@@ -24,14 +23,12 @@ from graphstash._compile.cache import CompileCache
 from graphstash._compile.packs import Packs
 from graphstash._compile.request import CompileRequest
 from graphstash._compile.two_call import TwoCallCache
-from graphstash.errors import CacheError, Reason
 from graphstash.hooks.jax.compiling import Program
 from graphstash.hooks.jax.fingerprint import request_of
 from graphstash.hooks.jax.ranks import ranks
 
 __all__ = ["Entries", "Keeper", "packer", "unpack"]
 
-_log = logging.getLogger("graphstash")
 
 _TWO_KEYS: Final = ("jax_enable_pgle", "jax_compilation_cache_expect_pgle")
 
@@ -149,8 +146,7 @@ class Entries:
 
     def record_fallback(self, error: Exception) -> None:
         """Counts it; the first of its kind is logged."""
-        _log.debug("an entry of jax cannot be shared", exc_info=True)
-        self._cache.record_fallback(CacheError(Reason.INTERNAL, repr(error)))
+        self._cache.record_fallback(error)
 
     def _packs_for(self, jax_key: str, program: Program) -> Packs:
         """The packs of this job, which are named after its script and its first small program."""

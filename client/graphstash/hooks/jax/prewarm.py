@@ -9,16 +9,12 @@ it loads what was compiled here. A difference in the first costs a miss; in the 
 and compiles.
 """
 
-import importlib
-import importlib.util
 import logging
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from time import monotonic
 from typing import Any, Final
 
@@ -26,6 +22,7 @@ import jax
 from jax.experimental import topologies
 
 from graphstash._artifacts.stash import Stash
+from graphstash._user_code import load
 from graphstash.config import ClientConfig
 from graphstash.errors import ConfigError
 from graphstash.hooks.jax.compiling import Program
@@ -202,37 +199,10 @@ def _key_components(components: dict[str, str]) -> Iterator[None]:
 
 
 def _function(target: str) -> Callable[..., Any]:
-    name, _, attribute = target.rpartition(":")
-    if not name or not attribute:
-        raise ConfigError(f"{target!r}: expected module:function or script.py:function")
-    try:
-        module = _script(Path(name)) if name.endswith(".py") else _module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not name.startswith(error.name):
-            raise  # found, but what it imports is not
-        raise ConfigError(f"{target!r}: no module {error.name!r} here") from None
-    function: Callable[..., Any] | None = getattr(module, attribute, None)
+    function: Callable[..., Any] | None = load(target, what="function")
     if not callable(function):
-        raise ConfigError(f"{target!r}: {name} has no function {attribute!r}")
+        raise ConfigError(f"{target!r} is no function")
     return function
-
-
-def _module(name: str) -> Any:
-    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
-    return importlib.import_module(name)
-
-
-def _script(path: Path) -> Any:
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file")
-    sys.path.insert(0, str(path.resolve().parent))  # as `python script.py` does
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{path}: not a Python script")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def _devices(platform: str, topology: str) -> list[Any]:

@@ -9,7 +9,6 @@ Whatever happens in here, the framework gets what the plug-in's own function ret
 """
 
 import ctypes
-import logging
 import signal
 import threading
 import time
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from graphstash._compile.cache import CompileCache
-from graphstash.errors import CacheError, Reason
 from graphstash.hooks.pjrt.abi import (
     POINTER_BYTES,
     PROFILER_EXTENSION,
@@ -34,7 +32,6 @@ from graphstash.hooks.pjrt.plugins import Plugin, is_writable
 
 __all__ = ["Interceptor", "Shield"]
 
-_log = logging.getLogger("graphstash")
 
 _T = TypeVar("_T")
 _Args = TypeVar("_Args", ClientCompileArgs, AheadOfTimeArgs)
@@ -121,13 +118,8 @@ class Interceptor:
         return kind(args, plugin=self._plugin, cache=cache, experience=self._experience)
 
     def _failed(self, error: Exception) -> None:
-        cache = self._cache_now()
-        if cache is None:
-            return
-        _log.debug("serving a compile call failed", exc_info=error)
-        if not isinstance(error, CacheError):
-            error = CacheError(Reason.INTERNAL, repr(error))
-        cache.record_fallback(error)
+        if (cache := self._cache_now()) is not None:
+            cache.record_fallback(error)
 
 
 def _is_extended(args: _Args) -> bool:

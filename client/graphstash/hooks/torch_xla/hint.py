@@ -13,7 +13,6 @@ a few steps without a new graph, a step costs one `stat` of the directory, about
 
 import hashlib
 import json
-import logging
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,14 +25,13 @@ import torch_xla
 
 from graphstash._compile.cache import CompileCache, InFlightCompile
 from graphstash._compile.stats import Counters
-from graphstash.errors import CacheError, Reason
+from graphstash.errors import Reason
 from graphstash.hooks.patching import Patches
 from graphstash.hooks.torch_xla.fingerprint import Fingerprints
 from graphstash.hooks.torch_xla.written import publish_file
 
 __all__ = ["HintMode"]
 
-_log = logging.getLogger("graphstash")
 
 _LAZY_SEAMS: Final = ("_xla_sync_multi", "_xla_step_marker")
 _DYNAMO_SEAM: Final = "_xla_warm_up_cache"
@@ -110,8 +108,7 @@ class HintMode:
         try:
             return work(*args)
         except Exception as error:  # noqa: BLE001 - see above
-            _log.debug("predicting a graph failed", exc_info=True)
-            self._cache.record_fallback(CacheError(Reason.INTERNAL, repr(error)))
+            self._cache.record_fallback(error)
             return None
 
     def _before_dynamo(self, args: tuple[Any, ...]) -> _Pending | None:

@@ -26,7 +26,7 @@ from triton.runtime.cache import FileCacheManager, RemoteCacheBackend
 from graphstash._compile.cache import CompileCache
 from graphstash._compile.request import CompileRequest
 from graphstash._compile.two_call import TwoCallCache
-from graphstash.errors import CacheError, LocalTierError, Reason
+from graphstash.errors import LocalTierError
 from graphstash.hooks.triton.fingerprint import is_shareable, request_of
 from graphstash.hooks.triton.kernel import (
     GROUP_PREFIX,
@@ -99,9 +99,6 @@ class Kernels:
 
     def record_fallback(self, error: Exception) -> None:
         """Counts an error of the hook; the first of its kind is logged."""
-        _log.debug("the triton hook failed", exc_info=error)
-        if not isinstance(error, CacheError):
-            error = CacheError(Reason.INTERNAL, repr(error))
         self._cache.record_fallback(error)
 
     def close(self) -> None:

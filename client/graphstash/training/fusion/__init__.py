@@ -12,6 +12,8 @@ are never in memory together. Forward fusion keeps them, and updates the paramet
 the module is about to run: while they are in the processor's cache. It goes with everything that
 needs all gradients first: clipping, a loss scale, accumulation.
 
+The smallest parameters, up to 1 MiB together, are left to `step`.
+
 Both end where the optimizer alone ends, to the bit; where they would not, they refuse. What cannot
 be seen when `fuse` is called is seen in the first step, which is made without fusion and watched.
 
@@ -25,7 +27,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from graphstash.training.fusion.backward import BackwardFusion
-from graphstash.training.fusion.base import Fusion, FusionError
+from graphstash.training.fusion.base import Fusion
+from graphstash.training.fusion.errors import FusionError
 from graphstash.training.fusion.forward import ForwardFusion
 
 __all__ = ["Fusion", "FusionError", "fuse"]
@@ -40,23 +43,33 @@ def fuse(
 
     With `when="backward"`, read gradients in hooks of the parameters, if at all: after `backward`
     they are gone. With `when="forward"`, call `flush()` before you read parameters other than by
-    the model's forward and `state_dict()`; averaged weights are an example.
+    calling the model (`model.forward(...)` runs no hooks) and `state_dict()`; averaged weights are
+    an example.
 
     Args:
-        model: whose forward is called; on a CPU or on CUDA.
+        model: whose forward is called; on a CPU or on CUDA. With when="backward", the
+            DistributedDataParallel around it, where there is one.
         optimizer: of some of the model's parameters: one of this package, or one of torch.optim
-            that treats each parameter by itself.
+            that treats each parameter by itself. The wrapper that Accelerate or Lightning makes of
+            one stands for it.
         when: "backward" takes least memory; it needs the gradients of one backward to be final.
-            "forward" goes with clipping, a loss scale, accumulation, and data-parallel training.
+            "forward" goes with clipping, a loss scale and accumulation, but not with FSDP2.
 
     Returns:
         A handle, which is also a context manager.
 
     Raises:
         FusionError: the result would not be that of the optimizer alone; says why, and what to do.
-            Also raised by the first `step()`, before it has changed anything.
+            Also raised by the first `step()`, before it has changed anything, and later on where
+            a parameter is used in a way that would not be exact.
         ValueError: `when` is neither of the two.
     """
     if when not in _KINDS:
         raise ValueError(f'when must be "backward" or "forward" (got {when!r})')
-    return _KINDS[when](model, optimizer)
+    return _KINDS[when](model, _unwrapped(optimizer))
+
+
+def _unwrapped(optimizer: Optimizer) -> Optimizer:
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer

@@ -2,25 +2,35 @@
 
 A gradient is whole when autograd has added to it what all uses of the parameter contribute, which
 it does once per backward. The parameter must not be read after that: what the first step's backward
-reads is watched.
+reads is watched. Where DDP has a parameter in a bucket, its update follows the sum of the bucket.
 """
 
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from graphstash.training.fusion.base import Fusion, FusionError, ModuleHook, named
-from graphstash.training.fusion.partial_step import Options, in_units, options_of
+from graphstash.training.fusion.base import Fusion, ModuleHook
+from graphstash.training.fusion.buckets import Buckets
+from graphstash.training.fusion.errors import FusionError, named
+from graphstash.training.fusion.memory import Memory
+from graphstash.training.fusion.partial_step import Options, in_units, options_of, small_of
+from graphstash.training.fusion.stand_ins import StandIns
+from graphstash.training.sharding import is_sharded, local
 
 __all__ = ["BackwardFusion"]
 
-_REMEDY: Final = 'use when="forward", or train without fusion'
+_FIRST_STEP: Final = -1
+"""Among the numbers of backwards: the first step, which updates parameters as one."""
 
 
 @dataclass(slots=True)
@@ -36,10 +46,18 @@ class _Unit:
 class _Watched:
     """What happened until the first step."""
 
-    gradients: dict[Tensor, tuple[Tensor, int]] = field(default_factory=dict)
-    """By parameter: its gradient after the last backward, and the version of it."""
+    came: set[Tensor] = field(default_factory=set)
+    gradients: dict[Tensor, tuple[Tensor, int, Tensor]] = field(default_factory=dict)
+    """By parameter: its gradient after the last backward, the version of it, and its norm, because
+    the kernel that divides by a loss scale leaves the version as it is."""
     twice: list[Tensor] = field(default_factory=list)
     read_late: dict[Tensor, None] = field(default_factory=dict)
+    reduces: bool = False
+    """DDP has not reduced the gradients of this backward yet."""
+
+    def note(self, parameter: Tensor) -> None:
+        if (gradient := parameter.grad) is not None:
+            self.gradients[parameter] = (gradient, gradient._version, _norm(gradient))
 
 
 class BackwardFusion(Fusion):
@@ -56,16 +74,44 @@ class BackwardFusion(Fusion):
         self._options: Options | None = None
         """With which parameters were updated since the last step."""
         self._watched: _Watched | None = _Watched()
+        self._gradient_hooks: list[Any] = []
+        self._stand_ins: StandIns | None = None
+        self._reduced: set[Tensor] = set()
+        """Those that DDP has in its buckets."""
+        self._came: set[Tensor] = set()
+        """Of these, those whose gradient has come since the last step."""
+        self._bucket_units: list[list[Tensor]] = []
+        self._freed: list[Tensor] = []
+        """Those whose gradients the first step has freed."""
+        self._turn = object()
+        """Another one for each step; an update of an earlier one comes too late."""
+        self._updating = threading.Lock()
+        """Buckets are updated by threads of their own."""
+        elsewhere = "train without fusion"
+        by_fsdp = any(isinstance(module, FSDPModule) for module in model.modules())
+        self._remedy = elsewhere if by_fsdp else f'use when="forward", or {elsewhere}'
         super().__init__(model, optimizer)
 
     def flush(self) -> None:
         """Refuses to go on with what a failed backward has updated in part."""
         if self._backwards:
             raise FusionError(
-                f"a backward failed after {len(self._updated)} of {len(self.parameters)} "
+                f"a backward failed after {self._share_updated()} "
                 "parameters were updated: what the model has now was never trained; load the last "
                 "checkpoint into a new model and optimizer"
             )
+
+    def _before_save(self) -> None:
+        """Between backward and step some parameters are updated and others not."""
+        self.flush()
+        if self._updated:
+            raise FusionError(
+                f"{self._share_updated()} parameters are updated already, the others by step(); "
+                "save after step()"
+            )
+
+    def _share_updated(self) -> str:
+        return f"{len(self._updated)} of {len(self.parameters)}"
 
     def _before_load(self) -> None:
         """What is loaded replaces what was updated in part."""
@@ -73,42 +119,62 @@ class BackwardFusion(Fusion):
             self._end_step()
 
     def _refuse(self) -> None:
-        if any(isinstance(m, DataParallel | DistributedDataParallel) for m in self.model.modules()):
+        if any(isinstance(module, DataParallel) for module in self.model.modules()):
             raise FusionError(
-                "with DistributedDataParallel a gradient is whole before it is the mean over all "
-                f"processes; {_REMEDY}"
+                "DataParallel runs copies of the modules; use DistributedDataParallel, or train "
+                "without fusion"
             )
 
     def _attach(self) -> None:
         trained = [parameter for parameter in self.parameters if parameter.requires_grad]
+        for module in self.model.modules():
+            if isinstance(module, DistributedDataParallel):
+                buckets = Buckets(module, self._updater_of, self._has_come)
+                self.keep(buckets)
+                self._reduced |= set(buckets.parameters) & set(trained)
         order = {parameter: number for number, parameter in enumerate(self.names)}
         last_first = sorted(trained, key=lambda each: -order.get(each, -1))
-        for parameters in in_units(last_first):
+        alone = [each for each in last_first if each not in self._reduced]
+        small = small_of(alone)
+        for parameters in in_units(each for each in alone if each not in small):
             unit = _Unit(parameters)
             unit.begin()
             self._units.append(unit)
             self._unit_of.update(dict.fromkeys(parameters, unit))
-        self.partial_step.set_units(unit.parameters for unit in self._units)
+        self._set_units()
         self._watch = _Watch(self)
+        self._follow_gradients(trained)
+
+    def _follow_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Those of these parameters alone, after all hooks that they have by now."""
+        for handle in self._gradient_hooks:
+            handle.remove()
         # The garbage collector does not see the hooks of tensors; the optimizer's keep the fusion.
-        whole = weakref.WeakMethod(self._gradient_is_whole)
+        this = weakref.ref(self)
 
         def gradient_is_whole(parameter: Tensor) -> None:
-            if (method := whole()) is not None:
-                method(parameter)
+            if (fusion := this()) is not None:
+                fusion._gradient_is_whole(parameter)
 
-        for parameter in trained:
-            self.keep(parameter.register_post_accumulate_grad_hook(gradient_is_whole))  # type: ignore[no-untyped-call] # torch
+        for parameter in parameters:
+            handle = parameter.register_post_accumulate_grad_hook(gradient_is_whole)  # type: ignore[no-untyped-call] # torch
+            self._gradient_hooks.append(handle)
+            self.keep(handle)
 
     def before_step(self, options: dict[str, Any]) -> None:
         """Leaves the gradients that no unit was updated with."""
         self.flush()
+        self.last_gradients.clear()
         if options.get("found_inf") is not None:
             raise FusionError(
                 "a loss scale decides from all gradients whether the step counts, but parameters "
                 "are updated before all are there; train in bf16 without a loss scale, or "
-                + _REMEDY
+                + self._remedy
             )
+        if self._stand_ins is not None:
+            self._stand_ins.check_all()
+            self._stand_ins.remove()
+            self._stand_ins = None
         if self._watched is not None:
             self._end_watching(self._watched)
         elif self._options is not None and _differ(self._options, options_of(self.optimizer)):
@@ -116,15 +182,23 @@ class BackwardFusion(Fusion):
                 "the optimizer's options (lr, ...) were changed between backward() and step(), but "
                 'parameters are updated in backward(); change them before, or use when="forward"'
             )
+        fused = self._unit_of.keys() | self._reduced
+        if any(each.grad is not None for each in fused - self._updated):
+            self.partial_step.state_has_changed()
 
     def after_step(self) -> None:
         """Everything is updated; the next backward begins anew."""
-        if len(self._updated) < len(self._unit_of):
-            self.partial_step.state_has_changed()
+        if self._freed:
+            self._stand_ins = StandIns(self._freed, self.refuse_old_gradient)
+            self.keep(self._stand_ins)
         self._end_step()
 
     def _end_step(self) -> None:
+        with self._updating:
+            self._turn = object()
         self._updated.clear()
+        self._freed.clear()
+        self._came.clear()
         self._backwards.clear()
         self._options = None
         for unit in self._units:
@@ -135,40 +209,110 @@ class BackwardFusion(Fusion):
         if self._watched is not None:
             self._note(parameter, self._watched)
             return
-        unit = self._unit_of[parameter]
-        if parameter in self._updated:
+        if self.last_gradients and self.has_old_gradient(parameter):
+            self.refuse_old_gradient(parameter)
+        if parameter in self._updated or parameter in self._came:
+            if self._backwards - {torch._C._current_graph_task_id()}:
+                self.flush()  # it comes again because a backward failed
             raise FusionError(
                 f"the gradient of {named([parameter], self.names)} came twice between two steps "
                 "(accumulation, a second loss, a checkpoint with use_reentrant=True, no step()), "
-                f"but the parameter is updated when it comes first; {_REMEDY}"
+                f"but the parameter is updated when it comes first; {self._remedy}"
             )
+        if parameter in self._reduced:
+            self._came.add(parameter)
+            return
+        unit = self._unit_of[parameter]
         unit.missing.discard(parameter)
         if unit.missing:
             return
-        if self._options is None:
-            self._options = options_of(self.optimizer)
-        self._remember_backward()
-        self.partial_step(unit.parameters, self._options)
+        self._update(unit, self._begin_update())
+
+    def _update(self, unit: _Unit, options: Options) -> None:
+        with self._updating:
+            self.partial_step(unit.parameters, options)
         for each in unit.parameters:
             each.grad = None
         self._updated.update(unit.parameters)
 
-    def _remember_backward(self) -> None:
+    def _begin_update(self) -> Options:
+        if self._options is None:
+            self._options = options_of(self.optimizer)
         task = torch._C._current_graph_task_id()
         if task not in self._backwards:
             self._backwards.add(task)
-            # Called when this backward has succeeded, and not when it fails.
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: self._backwards.discard(task))
+            _at_the_end(lambda: self._end_backward(task))
+        return self._options
+
+    def _end_backward(self, task: int) -> None:
+        """This backward has succeeded."""
+        self._backwards.discard(task)
+        for parameter in self._updated & self._reduced:
+            parameter.grad = None  # DDP has just put the mean there
+
+    # The buckets of DDP.
+
+    def _has_come(self, parameter: Tensor) -> bool:
+        return parameter in self._came
+
+    def _updater_of(self, bucket: GradBucket) -> Callable[[Sequence[Tensor | None]], None] | None:
+        if self._watched is not None:
+            return None
+        options, turn, parameters = self._begin_update(), self._turn, bucket.parameters()
+
+        def update(gradients: Sequence[Tensor | None]) -> None:
+            pairs = zip(parameters, gradients, strict=True)
+            ours = {each: gradient for each, gradient in pairs if each in self._reduced}
+            with self._updating:
+                if self._turn is turn:
+                    self._update_bucket(ours, options)
+
+        return update
+
+    def _update_bucket(self, gradients: Mapping[Tensor, Tensor | None], options: Options) -> None:
+        """Also of those without a gradient, which may share a count with the others."""
+        unit = self._bucket_unit(list(gradients))
+        here = [each.grad for each in unit]
+        try:
+            for each, gradient in gradients.items():
+                each.grad = gradient
+            self.partial_step(unit, options)
+        finally:
+            for each, gradient in zip(unit, here, strict=True):
+                each.grad = gradient
+        self._updated.update(each for each in unit if gradients[each] is not None)
+
+    def _bucket_unit(self, parameters: list[Tensor]) -> list[Tensor]:
+        """The one of these parameters; DDP may fill its buckets anew."""
+        for unit in self._bucket_units:
+            if len(unit) == len(parameters) and all(map(is_, unit, parameters)):
+                return unit
+        apart = [unit for unit in self._bucket_units if set(unit).isdisjoint(parameters)]
+        self._bucket_units = [*apart, parameters]
+        self._set_units()
+        return parameters
+
+    def _set_units(self) -> None:
+        self.partial_step.set_units(
+            [*(unit.parameters for unit in self._units), *self._bucket_units]
+        )
 
     # The first step.
 
     def _note(self, parameter: Tensor, watched: _Watched) -> None:
-        gradient = parameter.grad
-        if parameter in watched.gradients:
+        if parameter in watched.came:
             watched.twice.append(parameter)
-        if gradient is not None:
-            watched.gradients[parameter] = (gradient, gradient._version)
+        watched.came.add(parameter)
+        if parameter not in self._reduced:
+            watched.note(parameter)
+        elif not watched.reduces:
+            watched.reduces = True
+            _at_the_end(lambda: self._note_reduced(watched))
+
+    def _note_reduced(self, watched: _Watched) -> None:
+        watched.reduces = False
+        for parameter in self._reduced:
+            watched.note(parameter)
 
     def _end_watching(self, watched: _Watched) -> None:
         if not watched.gradients:
@@ -178,34 +322,65 @@ class BackwardFusion(Fusion):
                 f"{len(watched.twice)} gradients ({named(watched.twice, self.names)}) came twice "
                 "before the first step (accumulation, a second loss, or a checkpoint with "
                 "use_reentrant=True), but parameters are updated when they come first; "
-                f"{_REMEDY}"
+                f"{self._remedy}"
             )
         changed = [
             parameter
-            for parameter, (gradient, version) in watched.gradients.items()
-            if parameter.grad is not gradient or gradient._version != version
+            for parameter, (gradient, version, norm) in watched.gradients.items()
+            if parameter.grad is not gradient
+            or gradient._version != version
+            or not torch.allclose(_norm(gradient), norm, rtol=0.0, atol=0.0, equal_nan=True)
         ]
         if changed:
             raise FusionError(
                 f"{len(changed)} gradients ({named(changed, self.names)}) were changed between "
-                "backward() and step() (clipping, unscaling, or an average over processes), but "
-                f"parameters are updated before; {_REMEDY}"
+                "backward() and step() (clipping, unscaling, or an average over processes by "
+                "a DistributedDataParallel that fuse() was not given), but parameters are updated "
+                f"before; {self._remedy}"
             )
         if watched.read_late:
             raise FusionError(
                 f"backward() reads {named(watched.read_late, self.names)} again after its gradient "
                 "is whole (a use that is detached, or by .data), and would read the updated one; "
-                f"{_REMEDY}"
+                f"{self._remedy}"
             )
-        self.partial_step.watch_layouts()
         self._watch.end()
+        self._follow_gradients([*self._unit_of, *self._reduced])
+        for module in self._watch.outermost:
+            hook = ModuleHook(self._before_forward)
+            self.keep(module.register_forward_pre_hook(hook, prepend=True))
         self._watched = None
+        watched.gradients.clear()
+        self._make_first_step()
+        self.remember_gradients()
+
+    def _make_first_step(self) -> None:
+        """Frees each unit's gradients before the next one's state begins."""
+        options = options_of(self.optimizer)
+        self._backwards.add(_FIRST_STEP)
+        for unit in self._units:
+            if not any(map(is_sharded, unit.parameters)):  # to these FSDP adds by itself
+                self._freed += [each for each in unit.parameters if each.grad is not None]
+                self._update(unit, options)
+        self._backwards.discard(_FIRST_STEP)
+
+    def _before_forward(self, _: nn.Module) -> None:
+        """The hook of the modules that the user calls."""
+        if torch.compiler.is_compiling() or not self._updated:
+            return
+        if torch._C._current_graph_task_id() == -1:  # else a checkpoint computes it again
+            self.flush()
+            raise FusionError(
+                "the model is called between backward() and step() (accumulation, evaluation), "
+                f"when {self._share_updated()} parameters are updated already; call it after "
+                f"step(), or {self._remedy}"
+            )
 
     def note_read(self, parameters: Sequence[Tensor]) -> None:
         """Backward reads what holds these parameters."""
         watched = self._watched
         if watched is not None:
-            late = (each for each in parameters if each in watched.gradients)
+            late = (each for each in parameters if each in watched.came)
             watched.read_late.update(dict.fromkeys(late))
 
 
@@ -214,11 +389,10 @@ class _Watch:
 
     def __init__(self, fusion: BackwardFusion) -> None:
         self._fusion = fusion
-        self._by_memory: dict[int, list[Tensor]] = {}
-        for parameter in fusion.parameters:
-            place = parameter.untyped_storage().data_ptr()
-            self._by_memory.setdefault(place, []).append(parameter)
+        self._memory = Memory(fusion.parameters)
         self._open: list[Any] = []
+        self.outermost = weakref.WeakSet([fusion.model])
+        """The modules that were called by no other module."""
         self._handles = []
         for module in fusion.model.modules():
             before = module.register_forward_pre_hook(ModuleHook(self._begin), prepend=True)
@@ -236,7 +410,10 @@ class _Watch:
             self._fusion.note_read(list(module.parameters(recurse=False)))
             return
         context = None
-        if not self._open:  # the outermost module
+        is_outermost = not self._open
+        if is_outermost:
+            self.outermost.add(module)
+        if is_outermost and torch._C._functorch.maybe_current_level() is None:
             context = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
             context.__enter__()
         self._open.append(context)
@@ -248,15 +425,31 @@ class _Watch:
             context.__exit__()
 
     def _pack(self, tensor: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        if tensor.layout is not torch.strided or type(tensor) not in (Tensor, nn.Parameter):
+        with torch.no_grad():
+            here = local(tensor)
+        if here.layout is not torch.strided or type(here) not in (Tensor, nn.Parameter):
             return tensor, ()
-        return tensor, self._by_memory.get(tensor.untyped_storage().data_ptr(), ())
+        return tensor, self._memory.shared_with(here)
 
     def _unpack(self, packed: tuple[Tensor, Sequence[Tensor]]) -> Tensor:
         tensor, parameters = packed
         if parameters:
             self._fusion.note_read(parameters)
         return tensor
+
+
+def _at_the_end(function: Callable[[], None]) -> None:
+    """Calls it when this backward has succeeded, after what DDP and FSDP do then."""
+    engine = torch.autograd.Variable._execution_engine
+    engine.queue_callback(lambda: engine.queue_callback(function))
+
+
+@torch.no_grad()
+def _norm(gradient: Tensor) -> Tensor:
+    dense = local(gradient).to_dense()
+    dtype = torch.complex128 if dense.is_complex() else torch.float64
+    norm: Tensor = torch.linalg.vector_norm(dense, dtype=dtype)
+    return norm
 
 
 def _differ(before: Options, now: Options) -> bool:

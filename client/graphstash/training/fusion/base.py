@@ -6,55 +6,57 @@ hooks that torch has. A hook before the step leaves to it only the gradients tha
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, MutableMapping
-from typing import Any, Final, Self
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import nullcontext, suppress
+from typing import Any, Final, NoReturn, Self
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn, optim
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
+from graphstash.training.fusion.errors import FusionError, named
+from graphstash.training.fusion.guards import Guards
+from graphstash.training.fusion.memory import Memory
 from graphstash.training.fusion.partial_step import PartialStep
 from graphstash.training.optimizers.base import SyncFreeOptimizer
+from graphstash.training.sharding import is_sharded, local
 
-__all__ = ["Fusion", "FusionError", "ModuleHook", "named"]
-
-_SHOWN: Final = 3
+__all__ = ["Fusion", "ModuleHook", "require_unfused"]
 
 # Each treats every parameter by itself: its step for some of them is its step for all of them, one
 # after the other.
 _OF_TORCH: Final = frozenset(
-    getattr(torch.optim, name)
-    for name in (
-        *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam"),
-        *("RMSprop", "Rprop", "SGD"),
+    (
+        *(optim.ASGD, optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.AdamW),
+        *(optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
     )
-    if hasattr(torch.optim, name)
 )
 
 _FUSED: MutableMapping[Tensor, "weakref.ref[Fusion]"] = WeakTensorKeyDictionary()  # type: ignore[no-untyped-call] # torch
 
 
-class FusionError(RuntimeError):
-    """Fused updates would not be, or are no longer, those of the optimizer alone."""
-
-
 class ModuleHook:
-    """A hook of a module. What is copied or pickled with the module does nothing."""
+    """A hook of a module. What is copied or pickled with the module does nothing.
 
-    def __init__(self, function: Any) -> None:
+    Args:
+        function: called with the module.
+        before_copy: called before; may raise.
+    """
+
+    def __init__(self, function: Any, before_copy: Callable[[], None] | None = None) -> None:
         self._function = function
+        self._before_copy = before_copy
 
     def __call__(self, module: nn.Module, *_: object) -> None:
         """Called by torch with the module, and what the kind of hook gets beside it."""
         self._function(module)
 
-    def __deepcopy__(self, memo: Any) -> "_NoHook":
-        del memo
-        return _NoHook()
-
     def __reduce__(self) -> tuple[type["_NoHook"], tuple[()]]:
+        if self._before_copy is not None:
+            self._before_copy()
         return _NoHook, ()
 
 
@@ -81,8 +83,11 @@ class Fusion(ABC):
         self.parameters = list(_parameters_of(optimizer))
         self.partial_step = PartialStep(optimizer)
         self._handles: list[Any] = []
+        self.last_gradients: dict[Tensor, TensorWeakRef] = {}
+        """Of the first step, until the second one."""
         self._is_closed = False
-        _refuse_general(model, optimizer, self.parameters)
+        _refuse_general(model, optimizer)
+        _refuse_parameters(optimizer, self.names, self.parameters)
         self._refuse()
         self._attach_common()
         self._attach()
@@ -112,8 +117,9 @@ class Fusion(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with suppress(FusionError) if kind is not None else nullcontext():  # the first one matters
+            self.close()
 
     @abstractmethod
     def _refuse(self) -> None:
@@ -135,33 +141,68 @@ class Fusion(ABC):
         """Removes a hook at the end."""
         self._handles.append(handle)
 
+    def remember_gradients(self) -> None:
+        """Called in the first step; the second one must not use them, or what is added to them."""
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                self.last_gradients[parameter] = TensorWeakRef(parameter.grad)
+
+    def has_old_gradient(self, parameter: Tensor) -> bool:
+        """Whether the parameter still has that of the first step; asked once."""
+        last = self.last_gradients.pop(parameter, None)
+        return last is not None and parameter.grad is not None and last() is parameter.grad
+
+    def refuse_old_gradient(self, parameter: Tensor) -> NoReturn:
+        """Raises FusionError."""
+        raise FusionError(
+            f"the gradient of {named([parameter], self.names)} is still that of the last step, "
+            "and fusion would free it; call zero_grad() in each step, without set_to_none=False"
+        )
+
     def _attach_common(self) -> None:
         optimizer = self.optimizer
 
-        def before(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            names = ("self", "closure", "found_inf", "grad_scale")
-            given = dict(zip(names, args, strict=False)) | kwargs
-            if given.get("closure") is not None:
-                raise FusionError(
-                    "a closure computes gradients inside step(), where they cannot be fused; call "
-                    "backward() before step()"
-                )
+        def before(
+            _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            names = ("closure", "found_inf", "grad_scale")
+            given = dict(zip(names, args[1:], strict=False)) | kwargs
+            if (closure := given.get("closure")) is not None:
+                # Lightning computes gradients in one. All that is fused calls it first, and once.
+                with torch.set_grad_enabled(True):
+                    loss = closure()
+                given["closure"] = lambda: loss
+            options = given
             if given.get("found_inf") is None:  # torch.amp.GradScaler says it by attributes
-                given["found_inf"] = getattr(optimizer, "found_inf", None)
-                given["grad_scale"] = getattr(optimizer, "grad_scale", None)
+                options = given | {name: getattr(optimizer, name, None) for name in names[1:]}
             self._require_same_parameters()
-            self.before_step(given)
+            self.before_step(options)
+            return args[:1], given
 
         self.keep(optimizer.register_step_pre_hook(before))
-        self.keep(optimizer.register_step_post_hook(lambda *_: self.after_step()))
-        self.keep(optimizer.register_state_dict_pre_hook(lambda _: self.flush()))
+        after = optimizer.register_step_post_hook(lambda *_: self.after_step())
+        self.keep(after)
+        # A hook of the user's may call zero_grad().
+        optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined] # an OrderedDict
+        self.keep(optimizer.register_state_dict_pre_hook(lambda _: self._before_save()))
         self.keep(optimizer.register_load_state_dict_pre_hook(lambda *_: self._before_load()))
         self.keep(optimizer.register_load_state_dict_post_hook(lambda _: self._loaded()))
         for module in self.model.modules():
-            flush = ModuleHook(lambda _: self.flush())
-            self.keep(module.register_state_dict_pre_hook(flush))  # type: ignore[no-untyped-call] # torch
+            save = ModuleHook(lambda _: self._before_save(), self._before_copy)
+            self.keep(module.register_state_dict_pre_hook(save))  # type: ignore[no-untyped-call] # torch
             load = ModuleHook(lambda _: self._before_load())
             self.keep(module.register_load_state_dict_pre_hook(load))  # type: ignore[no-untyped-call] # torch
+
+        fused = {each: self.names.get(each, "a parameter") for each in self.parameters}
+        self.keep(Guards(self.model, optimizer, fused))
+
+    def _before_save(self) -> None:
+        """What is saved is what the optimizer alone would have now."""
+        self.flush()
+
+    def _before_copy(self) -> None:
+        """A copy or a pickle of the model has begun: it may have parameters already."""
+        self._before_save()
 
     def _before_load(self) -> None:
         """Old updates must not come on top of what is loaded."""
@@ -181,34 +222,63 @@ class Fusion(ABC):
             )
 
 
-def named(parameters: Iterable[Tensor], names: dict[Tensor, str]) -> str:
-    """Some parameters for people: the first names, and how many there are more."""
-    found = [names.get(parameter, "a parameter outside of the model") for parameter in parameters]
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return ", ".join(found[:_SHOWN]) + more
+def require_unfused(parameters: Iterable[Tensor]) -> None:
+    """Called before a whole step is made one graph.
+
+    Raises:
+        FusionError: a parameter is fused.
+    """
+    for parameter in parameters:
+        if (known := _FUSED.get(parameter)) is not None and (fusion := known()) is not None:
+            raise FusionError(
+                f"{named([parameter], fusion.names)} is fused by hooks of the model, which a "
+                "traced step does not run; call close() of the fusion before"
+            )
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _refuse_general(model: nn.Module, optimizer: Optimizer, parameters: list[Tensor]) -> None:
+def _refuse_general(model: nn.Module, optimizer: Optimizer) -> None:
     if not (isinstance(optimizer, SyncFreeOptimizer) or type(optimizer) in _OF_TORCH):
         raise FusionError(
             f"{type(optimizer).__name__} is not known to treat each parameter by itself; use an "
             "optimizer of graphstash.training or of torch.optim, or train without fusion"
         )
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel) and module.mixed_precision is not None:
+            raise FusionError(
+                "DistributedDataParallel(mixed_precision=) trains copies of the parameters; use "
+                "torch.autocast instead, or train without fusion"
+            )
+        if not isinstance(module, FullyShardedDataParallel):
+            continue
+        raise FusionError(
+            "FullyShardedDataParallel trains copies of what the optimizer has; use fully_shard() "
+            'and when="backward", or train without fusion'
+        )
+
+
+def _refuse_parameters(
+    optimizer: Optimizer, names: dict[Tensor, str], parameters: list[Tensor]
+) -> None:
     for parameter in parameters:
+        if parameter.is_meta:
+            raise FusionError(
+                f"{named([parameter], names)} is on meta and has no values yet: call fuse() when "
+                "the model has them, with an optimizer of the parameters that it has then"
+            )
         if parameter.device.type not in {"cpu", "cuda"}:
             raise FusionError(
                 f"parameters are on {parameter.device}, where the compiler fuses the update by "
                 "itself: make the whole step one graph (on torch_xla it is; elsewhere "
                 "training.traced_step) instead of fuse()"
             )
-        if isinstance(parameter, DTensor):
+        if is_sharded(parameter) and parameter.device_mesh.device_type != parameter.device.type:  # type: ignore[attr-defined] # a DTensor
             raise FusionError(
-                "parameters are sharded (DTensor), and FSDP reads and writes them in hooks of its "
-                "own; use the optimizer without fuse()"
+                "CPUOffloadPolicy copies gradients while backward goes on, and updates would not "
+                "wait; shard without it, or train without fusion"
             )
         known = _FUSED.get(parameter)
         if known is not None and (other := known()) is not None:
@@ -217,7 +287,14 @@ def _refuse_general(model: nn.Module, optimizer: Optimizer, parameters: list[Ten
                 f"{named([parameter], other.names)} is already fused with {whose}; call close() "
                 "on that fusion first"
             )
-    if set(model.parameters()).isdisjoint(parameters):
+    memory = Memory(parameters)
+    for parameter in parameters:
+        if len(both := memory.shared_with(local(parameter))) > 1:
+            raise FusionError(
+                f"{named(both, names)} share memory, and the order of their updates would be "
+                "another one; make them one parameter, or train without fusion"
+            )
+    if names.keys().isdisjoint(parameters):
         raise FusionError(
             "the optimizer has no parameter of the model; give fuse() the model that it trains"
         )

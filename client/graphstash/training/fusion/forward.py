@@ -6,17 +6,24 @@ parameter first is seen in the first forward: it need not be the one that has it
 """
 
 import sys
+import weakref
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import TensorWeakRef
 
-from graphstash.training.fusion.base import Fusion, FusionError, ModuleHook
-from graphstash.training.fusion.partial_step import Options, in_units, options_of
+from graphstash.training.fusion.base import Fusion, ModuleHook
+from graphstash.training.fusion.errors import FusionError
+from graphstash.training.fusion.memory import Memory
+from graphstash.training.fusion.partial_step import Options, in_units, options_of, small_of
+from graphstash.training.sharding import local
 
 __all__ = ["ForwardFusion"]
 
@@ -33,16 +40,40 @@ class ForwardFusion(Fusion):
         self._units: dict[nn.Module, list[list[Tensor]]] | None = None
         """What to update before a module runs, in units; None until a forward was watched."""
         self._all_units: list[list[Tensor]] = []
+        self._hooks: dict[nn.Module, list[Any]] = {}
         self._waiting: dict[Tensor, Tensor] = {}
         """By parameter: the gradient of the last step."""
         self._options: Options = ()
         self._found_inf: Tensor | None = None
         self._grad_scale: Tensor | None = None
+        self._has_new_gradients = False
+        """A backward has given some since the first step."""
+        self._kept: dict[Tensor, TensorWeakRef] = {}
+        """By parameter: the first step's gradient, which a backward has added to. Accelerate may
+        call zero_grad() only after that."""
+        self._is_first_step = True
+        self._is_interrupted = False
+        """An update has failed in the middle."""
         super().__init__(model, optimizer)
 
     def flush(self) -> None:
         """Makes the updates that wait for the next forward."""
         self._update(self._all_units)
+
+    def _before_copy(self) -> None:
+        self._require_whole()
+        if self._waiting:
+            raise FusionError(
+                "updates wait for the model's next forward, and a copy would be without them: call "
+                "flush() of the fusion before the model is copied or pickled"
+            )
+
+    def _before_load(self) -> None:
+        """What is loaded replaces what was updated in part."""
+        if self._is_interrupted:
+            self._waiting.clear()
+            self._is_interrupted = False
+        self.flush()
 
     def _refuse(self) -> None:
         if any(isinstance(module, nn.DataParallel) for module in self.model.modules()):
@@ -50,29 +81,44 @@ class ForwardFusion(Fusion):
                 "DataParallel runs copies of the modules; use DistributedDataParallel, or train "
                 "without fusion"
             )
+        if any(isinstance(module, FSDPModule) for module in self.model.modules()):
+            raise FusionError(
+                "fully_shard() may gather parameters before their module is about to run; use "
+                'when="backward", or train without fusion'
+            )
         for name, module in self.model.named_modules():
             if _is_compiled(module):
-                raise FusionError(
-                    f"{name or 'the model'} is compiled by torch.compile, which may run a module "
-                    'without the hook that updates it; use when="backward", or '
-                    "training.traced_step, which compiles the update with the rest"
-                )
+                _refuse_compiled(name or "the model")
 
     def _attach(self) -> None:
         for module in self.model.modules():
-            self.keep(
-                module.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True)
-            )
-            self.keep(
-                module.register_forward_hook(ModuleHook(self._after_forward), always_call=True)
-            )
+            before, after = ModuleHook(self._before_forward), ModuleHook(self._after_forward)
+            self._hooks[module] = [
+                module.register_forward_pre_hook(before, prepend=True),
+                module.register_forward_hook(after, always_call=True),
+            ]
+            for handle in self._hooks[module]:
+                self.keep(handle)
 
     def before_step(self, options: dict[str, Any]) -> None:
         """Takes the gradients, with the options of this moment."""
         self.flush()  # of a step that no forward came after
         if self._units is None or self._running:
             return
-        self.partial_step.watch_layouts()
+        for parameter, kept in self._kept.items():
+            if parameter.grad is not None and parameter.grad is kept():
+                self.refuse_old_gradient(parameter)
+        self._kept.clear()
+        if not self._has_new_gradients:  # of the second step, without a backward
+            for parameter in list(self.last_gradients):
+                if self.has_old_gradient(parameter):
+                    self.refuse_old_gradient(parameter)
+        self.last_gradients.clear()
+        if self._is_first_step:  # by the optimizer alone: are its gradients kept?
+            self._is_first_step = False
+            self.remember_gradients()
+            self._watch_new_gradients()
+            return
         self._options = options_of(self.optimizer)
         # The loss scale changes its tensors in place.
         self._found_inf = _copy(options.get("found_inf"))
@@ -82,14 +128,36 @@ class ForwardFusion(Fusion):
                 self._waiting[parameter] = parameter.grad
                 parameter.grad = None
 
+    def _watch_new_gradients(self) -> None:
+        of = weakref.ref(self)
+        handles: list[Any] = []
+
+        def gradient_is_whole(parameter: Tensor) -> None:
+            if (fusion := of()) is not None and fusion.last_gradients:
+                fusion._has_new_gradients = True
+                if parameter.grad is not None and fusion.has_old_gradient(parameter):
+                    fusion._kept[parameter] = TensorWeakRef(parameter.grad)
+                return
+            for handle in handles:
+                handle.remove()
+
+        for parameter in self.last_gradients:
+            if parameter.requires_grad:
+                handles.append(parameter.register_post_accumulate_grad_hook(gradient_is_whole))  # type: ignore[no-untyped-call] # torch
+                self.keep(handles[-1])
+
     def after_step(self) -> None:
         """Of a step that was made at once, all parameters share a count."""
         if not self._waiting:
             self.partial_step.state_has_changed()
 
     def _before_forward(self, module: nn.Module) -> None:
+        if torch.compiler.is_compiling():  # since fuse() was called, as Trainer and Accelerate do
+            torch._dynamo.disable(_refuse_compiled)("the model")  # type: ignore[no-untyped-call] # torch
         self._require_eager()
         is_outermost = not self._running
+        if is_outermost:
+            self._require_whole()
         self._running.append(module)
         if is_outermost:
             self._begin_forward(module)
@@ -119,8 +187,9 @@ class ForwardFusion(Fusion):
 
     def _set_units(self, reader_of: dict[Tensor, nn.Module]) -> None:
         """A parameter is updated before the first of: who has it, and who was seen to read it."""
+        small = small_of(self.parameters)
         users: dict[Tensor, dict[nn.Module, None]] = {
-            each: {} for each in self.parameters if each in self.names
+            each: {} for each in self.parameters if each in self.names and each not in small
         }
         for module in self.model.modules():
             for own in module.parameters(recurse=False):
@@ -136,6 +205,22 @@ class ForwardFusion(Fusion):
             for module in dict.fromkeys(module for each in unit for module in users[each]):
                 self._units.setdefault(module, []).append(unit)
         self.partial_step.set_units(self._all_units)
+        self._remove_hooks(users.keys())
+
+    def _remove_hooks(self, fused: AbstractSet[Tensor]) -> None:
+        """Leaves hooks only where there is something to update before a module runs, or in it."""
+        for module, handles in self._hooks.items():
+            if module not in (self._units or ()) and fused.isdisjoint(module.parameters()):
+                for handle in handles:
+                    handle.remove()
+        self._hooks.clear()
+
+    def _require_whole(self) -> None:
+        if self._is_interrupted:
+            raise FusionError(
+                "an update failed in the middle: what the model has now was never trained; load "
+                "the last checkpoint into a new model and optimizer"
+            )
 
     def _require_eager(self) -> None:
         if self._waiting and torch._C._functorch.maybe_current_level() is not None:
@@ -145,19 +230,25 @@ class ForwardFusion(Fusion):
             )
 
     def _update(self, units: Iterable[list[Tensor]]) -> None:
-        due = [unit for unit in units if any(each in self._waiting for each in unit)]
-        members = [each for unit in due for each in unit]
-        if not members:
+        self._require_whole()
+        if not self._waiting:
             return
-        later = [each.grad for each in members]  # of a backward that came after the step
-        for each in members:
+        for unit in units:
+            if any(each in self._waiting for each in unit):
+                self._update_unit(unit)
+
+    def _update_unit(self, unit: list[Tensor]) -> None:
+        later = [each.grad for each in unit]  # of a backward that came after the step
+        self._is_interrupted = True
+        for each in unit:
             each.grad = self._waiting.pop(each, None)
         try:
             self.partial_step(
-                members, self._options, found_inf=self._found_inf, grad_scale=self._grad_scale
+                unit, self._options, found_inf=self._found_inf, grad_scale=self._grad_scale
             )
+            self._is_interrupted = False
         finally:
-            for each, gradient in zip(members, later, strict=True):
+            for each, gradient in zip(unit, later, strict=True):
                 each.grad = gradient
 
 
@@ -172,15 +263,12 @@ class _Readers(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call] # torch
         self.of: dict[Tensor, nn.Module] = {}
         self._running = running
-        self._by_memory: dict[int, list[Tensor]] = {}
-        for parameter in parameters:
-            place = parameter.untyped_storage().data_ptr()
-            self._by_memory.setdefault(place, []).append(parameter)
+        self._memory = Memory(parameters)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-                for parameter in self._by_memory.get(leaf.untyped_storage().data_ptr(), ()):
+                for parameter in self._memory.shared_with(local(leaf)):
                     self.of.setdefault(parameter, self._running[-1])
         return func(*args, **(kwargs or {}))
 
@@ -189,6 +277,14 @@ def _is_compiled(module: nn.Module) -> bool:
     frames = sys.modules.get("torch._dynamo.eval_frame")  # nothing is compiled before its import
     wrapper = () if frames is None else frames.OptimizedModule
     return isinstance(module, wrapper) or module._compiled_call_impl is not None
+
+
+def _refuse_compiled(name: str) -> None:
+    raise FusionError(
+        f"{name} is compiled by torch.compile, which may run a module without the hook that "
+        'updates it; use when="backward", or training.traced_step, which compiles the update with '
+        "the rest"
+    )
 
 
 def _copy(value: Any) -> Any:

@@ -1,20 +1,20 @@
 """PartialStep: an optimizer's step for some of its parameters, with options of another moment."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from graphstash.training.device import formula_only
 from graphstash.training.optimizers.base import SyncFreeOptimizer
+from graphstash.training.optimizers.prepared import PreparedUpdate, prepared
 
-__all__ = ["Options", "PartialStep", "in_units", "options_of"]
+__all__ = ["Options", "PartialStep", "in_units", "options_of", "small_of"]
 
 _UNIT_BYTES: Final = 1024**2
-"""Smaller parameters are updated together up to this size: each update costs the host some fifty
+"""Smaller parameters are updated together up to this size: each update costs the host some thirty
 microseconds, whatever its size."""
 
 Options = Sequence[Mapping[str, Any]]
@@ -33,17 +33,36 @@ def options_of(optimizer: Optimizer) -> Options:
     ]
 
 
+def small_of(parameters: Iterable[Tensor]) -> set[Tensor]:
+    """The smallest ones, of the size of a unit together: to fuse them costs more than it brings.
+
+    Biases and norms are most of a model's parameters, and next to nothing of its memory.
+    """
+    small = set()
+    size = 0
+    for parameter in sorted(parameters, key=_bytes):
+        size += _bytes(parameter)
+        if size > _UNIT_BYTES:
+            break
+        small.add(parameter)
+    return small
+
+
 def in_units(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     """Groups neighbors; one that is larger than a unit stays alone."""
     units: list[list[Tensor]] = []
     size = _UNIT_BYTES
     for parameter in parameters:
-        size += parameter.numel() * parameter.element_size()
+        size += _bytes(parameter)
         if not units or size > _UNIT_BYTES:
             units.append([])
-            size = parameter.numel() * parameter.element_size()
+            size = _bytes(parameter)
         units[-1].append(parameter)
     return units
+
+
+def _bytes(parameter: Tensor) -> int:
+    return parameter.numel() * parameter.element_size()
 
 
 class PartialStep:
@@ -61,68 +80,71 @@ class PartialStep:
             for number, group in enumerate(optimizer.param_groups)
             for parameter in group["params"]
         }
+        self._devices = {parameter.device.type for parameter in self._group_of}
         self._are_counts_apart = False
-        self._formula_only = False
         self._units: list[Sequence[Tensor]] = []
+        self._by_group: dict[int, dict[int, list[Tensor]]] = {}
+        """By the identity of a unit: its parameters by the number of their group."""
+        self._prepared: dict[int, PreparedUpdate | None] = {}
 
     def set_units(self, units: Iterable[Sequence[Tensor]]) -> None:
         """Says which parameters are updated together."""
         self._units = list(units)
+        self._by_group = {id(unit): self._split(unit) for unit in self._units}
         self.state_has_changed()
 
     def state_has_changed(self) -> None:
         """Somebody else has updated parameters or loaded their state."""
         self._are_counts_apart = False
-
-    def watch_layouts(self) -> None:
-        """Looks at gradients before a step for all, which computes all parameters of a group by the
-        formula when torch's kernel does not suit one of them; so does each partial step then.
-        """
-        self._formula_only = isinstance(self._optimizer, SyncFreeOptimizer) and any(
-            parameter.grad is not None
-            and not (parameter.is_contiguous() and parameter.grad.is_contiguous())
-            for parameter in self._group_of
-        )
+        self._prepared.clear()
 
     def __call__(
         self,
-        parameters: Sequence[Tensor],
+        unit: Sequence[Tensor],
         options: Options,
         *,
         found_inf: Tensor | None = None,
         grad_scale: Tensor | None = None,
     ) -> None:
-        """Makes the step for those of `parameters` that have a gradient."""
-        optimizer = self._optimizer
-        chosen: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
-        for parameter in parameters:
-            chosen[self._group_of[parameter]].append(parameter)
-        begins = any(not optimizer.state.get(parameter) for parameter in parameters)
-        groups = optimizer.param_groups
-        chosen_groups = [
-            {**values, "params": members}
-            for values, members in zip(options, chosen, strict=False)  # a new group has no unit
-        ]
+        """Makes the step for those of a unit's parameters that have a gradient."""
+        if found_inf is None and (again := self._prepared.get(id(unit))) is not None:
+            with torch.no_grad():
+                if not torch.is_inference_mode_enabled() and again(options):
+                    return
+        by_group = self._by_group[id(unit)]
         # A module that is called in a context of its caller's: the step is made outside of it.
         with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(mode=False))
-            for device in {parameter.device.type for parameter in parameters}:
+            stack.enter_context(torch.no_grad())
+            if torch.is_inference_mode_enabled():
+                stack.enter_context(torch.inference_mode(mode=False))
+            for device in self._devices:
                 if torch.is_autocast_enabled(device):
                     stack.enter_context(torch.autocast(device, enabled=False))
-            if self._formula_only:
-                token = formula_only.set(True)
-                stack.callback(formula_only.reset, token)
             self._set_counts_apart()
-            optimizer.param_groups = chosen_groups
-            try:
-                if found_inf is None:
-                    self._step(optimizer)
-                else:
-                    self._step(optimizer, found_inf=found_inf, grad_scale=grad_scale)
-            finally:
-                optimizer.param_groups = groups
-                # Those that begin together share a count.
-                self._are_counts_apart = not begins
+            optimizer = self._optimizer
+            if isinstance(optimizer, SyncFreeOptimizer) and self._step is _SYNC_FREE_STEP:
+                chosen = {
+                    number: {**options[number], "params": members}
+                    for number, members in by_group.items()
+                }
+                optimizer.update(chosen, found_inf, grad_scale)
+                if found_inf is None and id(unit) not in self._prepared:
+                    self._prepared[id(unit)] = prepared(optimizer, chosen)
+            else:
+                stack.callback(setattr, optimizer, "param_groups", optimizer.param_groups)
+                optimizer.param_groups = [
+                    {**values, "params": by_group.get(number, [])}
+                    for number, values in enumerate(options)
+                ]
+                if found_inf is not None:
+                    stack.enter_context(_scaled(optimizer, found_inf, grad_scale))
+                self._step(optimizer)
+
+    def _split(self, unit: Sequence[Tensor]) -> dict[int, list[Tensor]]:
+        chosen: dict[int, list[Tensor]] = {}
+        for parameter in unit:
+            chosen.setdefault(self._group_of[parameter], []).append(parameter)
+        return chosen
 
     def _set_counts_apart(self) -> None:
         if self._are_counts_apart:
@@ -141,9 +163,26 @@ class PartialStep:
                     state["step"] = own[id(count)]
 
 
+@contextmanager
+def _scaled(optimizer: Optimizer, found_inf: Tensor, grad_scale: Tensor | None) -> Iterator[None]:
+    """Tells an optimizer of a loss scale as torch.amp.GradScaler does, and leaves no trace."""
+    given = {"found_inf": found_inf, "grad_scale": grad_scale}
+    before = {name: value for name, value in vars(optimizer).items() if name in given}
+    vars(optimizer).update(given)
+    try:
+        yield
+    finally:
+        for name in given:
+            del vars(optimizer)[name]
+        vars(optimizer).update(before)
+
+
 def _bare_step(optimizer: Optimizer) -> Any:
     """The class's own `step`, without hooks and profiling, which belong to the whole step."""
     step = type(optimizer).step
     while getattr(step, "hooked", False):
         step = step.__wrapped__  # type: ignore[attr-defined]
     return step
+
+
+_SYNC_FREE_STEP: Final = SyncFreeOptimizer.step

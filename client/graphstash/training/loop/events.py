@@ -51,6 +51,9 @@ class LogEntry:
     """Before clipping, in the last step; None where the norm is not clipped."""
     metrics: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """What the loss function gave beside the loss, in each of them, by name."""
+    reduced: Mapping[str, float] = field(default_factory=dict)
+    """What was sent of the gradients since this run began, as `SparseState.scalars` says; empty
+    without `reduce`."""
 
     @property
     def loss(self) -> float:

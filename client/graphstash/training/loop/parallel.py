@@ -30,7 +30,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from graphstash.errors import ConfigError
-from graphstash.training.sharding import is_sharded
+from graphstash.training.reduce.ddp_hook import SparseState, sparse_hook
+from graphstash.training.sharding import is_flattened, is_sharded
 
 __all__ = ["DistributedTorch", "DistributedXla", "Parallel"]
 
@@ -79,8 +80,17 @@ class Parallel:
         """Whether this process shows progress and writes checkpoints."""
         return self.rank == 0
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """The model to compute losses with. All processes then have the first one's parameters."""
+    def wrap(self, model: nn.Module, *, reduce: SparseState | None = None) -> nn.Module:
+        """The model to compute losses with. All processes then have the first one's parameters.
+
+        Raises:
+            ConfigError: `reduce` is given, and nothing here reduces in DDP.
+        """
+        if reduce is not None:
+            raise ConfigError(
+                "reduce= is for several processes of torch.distributed (torchrun), whose gradients "
+                "DistributedDataParallel reduces; train without it"
+            )
         return model
 
     def reducing(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
@@ -94,10 +104,6 @@ class Parallel:
     def gather(self, value: Any) -> list[Any]:
         """The values of all processes, by rank. Waits for them, and may use the device."""
         return [value]
-
-    def barrier(self) -> None:
-        """Waits until all processes are here."""
-        self.gather(None)
 
     def require_same(self, name: str, value: Any) -> None:
         """Waits for all processes, and makes sure that they agree.
@@ -121,13 +127,21 @@ class DistributedTorch(Parallel):
         self.rank = distributed.get_rank()
         self.world = distributed.get_world_size()
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: nn.Module, *, reduce: SparseState | None = None) -> nn.Module:
         """The model in DDP, unless it is already, or FSDP2 or tensor parallelism has sharded it."""
-        if isinstance(model, DistributedDataParallel) or any(map(is_sharded, model.parameters())):
-            return model
-        return DistributedDataParallel(
-            model, device_ids=[self._device] if self._device.type == "cuda" else None
-        )
+        if any(map(is_flattened, model.parameters())):
+            raise ConfigError(
+                "FullyShardedDataParallel has sharded the model, and its flat shards cannot be "
+                "trained here: shard it with fully_shard(), which replaces it"
+            )
+        if any(map(is_sharded, model.parameters())):
+            return super().wrap(model, reduce=reduce)
+        if not isinstance(model, DistributedDataParallel):
+            device_ids = [self._device] if self._device.type == "cuda" else None
+            model = DistributedDataParallel(model, device_ids=device_ids)
+        if reduce is not None:
+            _register(model, reduce)
+        return model
 
     def reducing(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
         """DDP and FSDP2 reduce in the last backward of a step."""
@@ -145,6 +159,22 @@ class DistributedTorch(Parallel):
         return [_unpacked(payload) for payload in payloads]
 
 
+def _register(model: DistributedDataParallel, reduce: SparseState) -> None:
+    ranks = distributed.get_process_group_ranks(model.process_group)
+    if ranks != reduce.ranks:
+        raise ConfigError(
+            f"reduce= adds up over the ranks {reduce.ranks}, and the model is trained by {ranks}; "
+            "make the SparseState with a group of these"
+        )
+    try:
+        model.register_comm_hook(reduce, sparse_hook)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"this DistributedDataParallel has a hook already ({error}); give train the model "
+            "inside it"
+        ) from error
+
+
 class DistributedXla(Parallel):
     """Processes, or threads, of torch_xla with a device each."""
 
@@ -152,10 +182,11 @@ class DistributedXla(Parallel):
         self.rank = rank
         self.world = world
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: nn.Module, *, reduce: SparseState | None = None) -> nn.Module:
         """The model itself, with the first process's parameters."""
         import torch_xla.core.xla_model as xm
 
+        super().wrap(model, reduce=reduce)
         xm.broadcast_master_param(model)
         return model
 

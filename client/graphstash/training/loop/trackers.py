@@ -49,14 +49,14 @@ class TensorBoardCallback(Callback):
 
     def on_log(self, entry: LogEntry) -> None:
         """Writes the figures as of now."""
-        self._write(entry.step)
+        self._write(entry.step, entry.reduced)
 
     def on_end(self, result: TrainingResult) -> None:
         """Writes the figures of the whole run."""
         self._write(result.step)
 
-    def _write(self, step: int) -> None:
-        for name, value in stats().scalars().items():
+    def _write(self, step: int, reduced: Mapping[str, float] | None = None) -> None:
+        for name, value in _scalars(reduced).items():
             self._writer.add_scalar(name, value, step)
 
 
@@ -76,12 +76,17 @@ class WandbCallback(Callback):
 
     def on_log(self, entry: LogEntry) -> None:
         """Logs the figures as of now."""
-        self._log(entry.step)
+        self._log(entry.step, entry.reduced)
 
     def on_end(self, result: TrainingResult) -> None:
         """Logs the figures of the whole run."""
         self._log(result.step)
 
-    def _log(self, step: int) -> None:
-        scalars: Mapping[str, float] = stats().scalars()
-        self._run.log({_STEP: step, **scalars})
+    def _log(self, step: int, reduced: Mapping[str, float] | None = None) -> None:
+        self._run.log({_STEP: step, **_scalars(reduced)})
+
+
+def _scalars(reduced: Mapping[str, float] | None) -> dict[str, float]:
+    """What the cache did, and what was sent of the gradients."""
+    sent = {f"graphstash/reduce/{name}": value for name, value in (reduced or {}).items()}
+    return {**stats().scalars(), **sent}

@@ -87,6 +87,9 @@ class _Run:
         """Held by each thread that draws from the host's random generators beside the training."""
         elements = (options.model, options.optimizer, options.loss_scale)
         self.elements: list[StateElement] = [part for part in elements if part is not None]
+        switches = (getattr(options.optimizer, name, None) for name in ("train", "eval"))
+        self.averaging: Any = options.optimizer if all(map(callable, switches)) else None
+        """The optimizer, if it has other parameters for evaluations than for training."""
 
     def resume(self) -> None:
         """Resumes from the newest checkpoint, if there is one."""
@@ -102,6 +105,8 @@ class _Run:
                 part.load_state_dict(state[name])
         for name, part in self.options.stateful.items():
             part.load_state_dict(state["stateful"][name])
+        if self.options.reduce is not None:
+            self.options.reduce.load_state_dict(state.get("reduce") or {})
         self._load_position(found)
         for element in (*self.elements, self.step.log):
             settle(State([element]).tensors())
@@ -170,6 +175,8 @@ class _Run:
         began = self.interval_began = time.perf_counter()
         resumed_from = self.done
         stopped_by: Literal["steps", "callback"] = "steps"
+        if self.averaging is not None:
+            self.averaging.train()  # it may have been given, or saved, as evaluations see it
         with self._fused(), _Signals(interrupt=self.checkpoints is not None) as signals:
             self._tell(lambda callback: callback.on_start(self.done, self.options.steps))
             with self._loader() as loader:
@@ -198,13 +205,8 @@ class _Run:
         if self.options.fuse is None:
             yield
             return
-        if self.options.fuse == "backward" and self.parallel.world > 1:
-            raise ConfigError(
-                f"fuse='backward' updates parameters before their gradients are the mean over "
-                f"{self.parallel.world} processes: use fuse='forward'"
-            )
         try:
-            self.fusion = fuse(self.options.model, self.options.optimizer, when=self.options.fuse)
+            self.fusion = fuse(self.step.model, self.options.optimizer, when=self.options.fuse)
         except FusionError as error:
             raise ConfigError(f"fuse={self.options.fuse!r}: {error}") from error
         try:
@@ -361,6 +363,7 @@ class _Run:
             skipped=sum(row.get("found_inf", 0.0) != 0 for row in rows),
             gradient_norm=rows[-1].get("gradient_norm"),
             metrics={name: tuple(row[name] for row in rows) for name in self.options.metrics},
+            reduced=self.options.reduce.scalars() if self.options.reduce is not None else {},
         )
         self.losses += entry.losses
         self._tell(lambda callback: callback.on_log(entry))
@@ -372,7 +375,7 @@ class _Run:
         modes = [(module, module.training) for module in self.options.model.modules()]
         # What an evaluation draws is not part of the training, nor may it come between two draws
         # of the thread that loads.
-        with self.drawing:
+        with self.drawing, self._averaged():
             generators = host_random_state()
             self.options.model.eval()
             try:
@@ -383,6 +386,23 @@ class _Run:
                 for module, mode in modes:
                     module.training = mode
         self._tell(lambda callback: callback.on_evaluation(self.done, metrics))
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """The averages of an optimizer such as Schedule-Free's are in the model meanwhile.
+
+        Nothing is saved until what is trained is back.
+        """
+        if self.averaging is None:
+            yield
+            return
+        self.in_step = True
+        try:
+            self.averaging.eval()
+            yield
+        finally:
+            self.averaging.train()
+            self.in_step = False
 
     def _save(self) -> None:
         if self.checkpoints is None:
@@ -407,6 +427,7 @@ class _Run:
             "schedule": _state_of(self.options.schedule),
             "loss_scale": _state_of(self.options.loss_scale),
             "stateful": {name: _state_of(part) for name, part in self.options.stateful.items()},
+            "reduce": _state_of(self.options.reduce),
             # Of every process.
             "random": self.parallel.gather(random_state(self.device) | place["random"]),
             "data": self.parallel.gather(place["data"]),
@@ -511,12 +532,15 @@ def train(options: Options) -> TrainingResult:  # noqa: D417 - its fields, as ca
         fuse: make the updates inside backward or right before the next forward; see `fuse`.
             Callbacks, evaluations and checkpoints see all updates: a callback with `on_step` makes
             "forward" update at once. A run may be resumed with another value.
+        reduce: how the processes of torch.distributed add up gradients that are mostly zero; see
+            `graphstash.training.reduce`.
         ahead: batches that are loaded and uploaded beforehand by threads. None: 2, but 0 where the
             model draws its random numbers from the generator that the data draws from, that is on
             a CPU without torch_xla.
         log_every: steps between two logging boundaries.
         metrics: names of further numbers in what `loss` gives, which are logged with it.
-        evaluate: `evaluate(model)` gives metrics, in `eval()` mode and without gradients.
+        evaluate: `evaluate(model)` gives metrics, in `eval()` mode and without gradients. It sees
+            the averages of an optimizer that has `eval()` and `train()`.
         evaluate_every: steps between two evaluations; there is one after the last step.
         checkpoints: directory of the checkpoints. If there are any, training resumes from the
             newest. SIGTERM and Ctrl-C write one more after the step and end the process with status

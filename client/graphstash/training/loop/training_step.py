@@ -19,6 +19,7 @@ from graphstash.training.device import TracedOp, assign, upload
 from graphstash.training.loop.events import Callback
 from graphstash.training.loop.parallel import Parallel
 from graphstash.training.optimizers.gradients import LossScale, clip_grad_norm_, clip_grad_value_
+from graphstash.training.reduce.ddp_hook import SparseState
 from graphstash_schema import InvalidValueError, ManifestName
 
 __all__ = ["Options", "TrainingStep"]
@@ -79,6 +80,7 @@ class Options:
     schedule: LRScheduler | None = None
     traced: bool = False
     fuse: Literal["backward", "forward"] | None = None
+    reduce: SparseState | None = None
     ahead: int | None = None
     log_every: int = 50
     metrics: Sequence[str] = ()
@@ -106,6 +108,11 @@ class Options:
             object.__setattr__(self, "loss_scale", LossScale())
         if self.loss_scale is not None and not self.loss_scale.is_enabled():
             object.__setattr__(self, "loss_scale", None)
+        if self.reduce is not None and self.reduce.holds_back and self.loss_scale is not None:
+            raise ConfigError(
+                "thresholding keeps gradients for later steps, which have another loss scale; use "
+                "precision='bf16', or reduce= without thresholding"
+            )
         step_parameters = inspect.signature(self.optimizer.step).parameters
         if self.loss_scale is not None and "found_inf" not in step_parameters:
             raise ConfigError(
@@ -171,12 +178,15 @@ class TrainingStep:
     """A function of one step's micro-batches that trains and writes a row of the log.
 
     The gradients are gone afterwards: on torch_xla they would otherwise be results of the graph.
+
+    Attributes:
+        model: whose forward it calls; in DDP where several processes train.
     """
 
     def __init__(self, options: Options, parallel: Parallel) -> None:
         self._options = options
         self._parallel = parallel
-        self._model = parallel.wrap(options.model)
+        self.model = parallel.wrap(options.model, reduce=options.reduce)
         self._device = options.device
         self._parameters = [p for g in options.optimizer.param_groups for p in g["params"]]
         columns = ["loss", *options.metrics]
@@ -213,9 +223,9 @@ class TrainingStep:
         total: dict[str, Tensor] = {}
         for number, batch in enumerate(batches, 1):
             last = number == len(batches)
-            with self._parallel.reducing(self._model, last=last):
+            with self._parallel.reducing(self.model, last=last):
                 with self._autocast():
-                    values = self._values_of(self._options.loss(self._model, batch))
+                    values = self._values_of(self._options.loss(self.model, batch))
                 if len(batches) > 1:
                     values = {name: value / len(batches) for name, value in values.items()}
                 loss, scale = values["loss"], self._options.loss_scale
@@ -265,7 +275,7 @@ class DeviceLog:
     def __init__(self, columns: Sequence[str], rows: int, device: torch.device) -> None:
         self.columns = tuple(columns)
         self._read_count = 0
-        empty = torch.full((rows, len(self.columns)), math.nan)
+        empty = torch.full((rows, len(self.columns)), math.nan, dtype=torch.float32)
         first = torch.tensor(0, dtype=torch.int32)
         numbers = torch.arange(rows, dtype=torch.int32).unsqueeze(1)  # [rows, 1]
         self._table, self._next, self._numbers = upload([empty, first, numbers], device)

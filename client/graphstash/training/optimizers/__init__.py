@@ -4,16 +4,41 @@
 there, and so does whatever a schedule changes. With `LossScale` a whole mixed-precision step is one
 graph without a gap in it, and no number in it changes from step to step and with it the graph.
 
-    sgd adam lion muon    the formulas; LAMB and AdamW are with Adam
-    base                  parameter groups, state dictionaries, the step; selects old or new values
-    cohort                parameters that are updated together, their state, torch's kernels
-    gradients             loss scale and clipping
+    sgd adam lion muon          the formulas; LAMB and AdamW are with Adam
+    adafactor schedule_free
+    eight_bit                   Adam and AdamW with moments of eight bits
+    shampoo soap                formulas with matrices that are decomposed beside the training
+    roots background            when the results are used; the thread that computes them
+    factors                     which matrices a tensor has
+    base                        parameter groups, state dictionaries, the step
+    cohort                      parameters that are updated together, their state, torch's kernels
+    gradients                   loss scale and clipping
 """
 
+from graphstash.training.optimizers.adafactor import Adafactor
 from graphstash.training.optimizers.adam import LAMB, Adam, AdamW
 from graphstash.training.optimizers.base import SyncFreeOptimizer
+from graphstash.training.optimizers.eight_bit import Adam8bit, AdamW8bit
 from graphstash.training.optimizers.lion import Lion
 from graphstash.training.optimizers.muon import Muon, muon_groups
+from graphstash.training.optimizers.schedule_free import ScheduleFreeAdamW
 from graphstash.training.optimizers.sgd import SGD
+from graphstash.training.optimizers.shampoo import Shampoo
+from graphstash.training.optimizers.soap import SOAP
 
-__all__ = ["LAMB", "SGD", "Adam", "AdamW", "Lion", "Muon", "SyncFreeOptimizer", "muon_groups"]
+__all__ = [
+    "LAMB",
+    "SGD",
+    "SOAP",
+    "Adafactor",
+    "Adam",
+    "Adam8bit",
+    "AdamW",
+    "AdamW8bit",
+    "Lion",
+    "Muon",
+    "ScheduleFreeAdamW",
+    "Shampoo",
+    "SyncFreeOptimizer",
+    "muon_groups",
+]

@@ -22,8 +22,7 @@ You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 min
 arXiv 1904.00962, algorithm 2 with phi(z) = z. There is no LAMB in torch.optim.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Unpack
 
@@ -32,18 +31,19 @@ from torch import Tensor
 
 from graphstash.training.device import TracedOp
 from graphstash.training.optimizers.base import (
+    Group,
+    Kernel,
     Options,
     Split,
     SyncFreeOptimizer,
     TorchOptions,
-    at_least,
-    betas_below_one,
+    options_in,
     selecting,
 )
 from graphstash.training.optimizers.cohort import Cohort
-from graphstash.training.sharding import Sums
+from graphstash.training.sharding import Sums, is_flattened
 
-__all__ = ["LAMB", "Adam", "AdamW", "MomentOptimizer", "adam_formula", "fused_adam"]
+__all__ = ["LAMB", "Adam", "AdamW", "adam_formula", "fused_adam"]
 
 
 class Moments:
@@ -73,31 +73,6 @@ class Moments:
         self.correction2 = -torch.expm1(step * log2)
 
 
-class MomentOptimizer(SyncFreeOptimizer):
-    """Base of the optimizers with moments: their common arguments, and their state."""
-
-    def _check(self, group: Mapping[str, Any]) -> None:
-        at_least(group, 0, "lr", "eps", "weight_decay")
-        betas_below_one(group)
-
-    def _scheduled(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
-        beta1, beta2 = group["betas"]
-        return {
-            "lr": group["lr"],
-            "weight_decay": group["weight_decay"],
-            "beta1": beta1,
-            "beta2": beta2,
-            # Computed here, in the host's double precision.
-            "1 - beta1": 1 - beta1,
-            "1 - beta2": 1 - beta2,
-            "log beta1": math.log(beta1) if beta1 else -math.inf,
-            "log beta2": math.log(beta2) if beta2 else -math.inf,
-        }
-
-    def _slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group.get("amsgrad") else ()))
-
-
 def adam_formula(
     old: Split, step: Tensor, options: Options
 ) -> tuple[list[Tensor], list[list[Tensor]]]:
@@ -124,9 +99,7 @@ def adam_formula(
     return list(torch._foreach_sub(parameters, change)), slots
 
 
-def fused_adam(
-    group: Mapping[str, Any], cohort: Cohort, *, decoupled: bool
-) -> Callable[..., object]:
+def fused_adam(group: Group, cohort: Cohort, *, decoupled: bool) -> Kernel:
     """Torch's kernel for Adam, or for AdamW if the decay is decoupled, with its arguments."""
     beta1, beta2 = group["betas"]
     amsgrad = group.get("amsgrad", False)
@@ -145,7 +118,7 @@ def fused_adam(
     )
 
 
-class Adam(MomentOptimizer):
+class Adam(SyncFreeOptimizer):
     """Sync-free `torch.optim.Adam`; the formula is in the module's docstring.
 
     Args:
@@ -163,6 +136,7 @@ class Adam(MomentOptimizer):
     """
 
     _operation = TracedOp("adam", selecting(adam_formula))
+    _moments = ("exp_avg", "exp_avg_sq")
     _decoupled = False
 
     def __init__(  # noqa: PLR0917 - torch.optim's order
@@ -177,27 +151,17 @@ class Adam(MomentOptimizer):
         maximize: bool = False,
         **options: Unpack[TorchOptions],
     ) -> None:
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "amsgrad": amsgrad,
-                "maximize": maximize,
-                # What torch calls the difference between the two in its state dictionaries.
-                "decoupled_weight_decay": self._decoupled,
-            },
-            **options,
-        )
+        # What torch calls the difference between the two in its state dictionaries.
+        defaults = {**options_in(locals()), "decoupled_weight_decay": self._decoupled}
+        super().__init__(params, defaults, **options)
 
-    def _options(self, group: Mapping[str, Any]) -> Options:
+    def _options(self, group: Group) -> Options:
         return (group["eps"], group["amsgrad"], group["maximize"], self._decoupled)
 
-    def _fused_kernel(
-        self, group: Mapping[str, Any], cohort: Cohort
-    ) -> Callable[..., object] | None:
+    def _slots(self, group: Group) -> tuple[str, ...]:
+        return (*self._moments, "max_exp_avg_sq") if group["amsgrad"] else self._moments
+
+    def _fused_kernel(self, group: Group, cohort: Cohort) -> Kernel | None:
         return fused_adam(group, cohort, decoupled=self._decoupled)
 
 
@@ -259,7 +223,7 @@ def _norms(tensors: Sequence[Tensor], shards: Sums) -> list[Tensor]:
     return list(torch._foreach_sqrt(squares))
 
 
-class LAMB(MomentOptimizer):
+class LAMB(SyncFreeOptimizer):
     """Sync-free LAMB; the formula is in the module's docstring.
 
     Args:
@@ -273,10 +237,11 @@ class LAMB(MomentOptimizer):
         options: see `TorchOptions`; there is no fused kernel.
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: an argument is out of its range, or FullyShardedDataParallel holds a parameter.
     """
 
     _operation = TracedOp("lamb", selecting(_lamb))
+    _moments = ("exp_avg", "exp_avg_sq")
 
     def __init__(
         self,
@@ -289,14 +254,12 @@ class LAMB(MomentOptimizer):
         maximize: bool = False,
         **options: Unpack[TorchOptions],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults, **options)
+        super().__init__(params, options_in(locals()), **options)
 
-    def _options(self, group: Mapping[str, Any]) -> Options:
-        return (group["eps"], group["maximize"])
+    def _check_parameters(self, group: Group) -> None:
+        super()._check_parameters(group)
+        if any(map(is_flattened, group["params"])):
+            raise ValueError(
+                "LAMB needs norms of whole parameters, and FullyShardedDataParallel has put them "
+                "into flat tensors; shard with fully_shard(), or use AdamW"
+            )

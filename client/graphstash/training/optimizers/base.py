@@ -9,14 +9,18 @@ device decides whether its result counts: with `bad = found_inf != 0`,
 This is a selection and not a product with a mask, because NaN * 0 is NaN.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+import inspect
+import math
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NamedTuple, TypedDict, Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, optim
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from graphstash.errors import ConfigError
 from graphstash.training.device import (
     Shapes,
     TracedOp,
@@ -29,26 +33,37 @@ from graphstash.training.device import (
 from graphstash.training.optimizers.cohort import (
     MASTER,
     Cohort,
+    NewState,
     Place,
     begin,
-    beginning,
     cohorts_of,
     computes_the_same,
+    place_of,
 )
 from graphstash.training.sharding import Sums, distributed_like
 
 __all__ = [
+    "Group",
+    "Kernel",
     "Options",
     "Split",
     "SyncFreeOptimizer",
     "TorchOptions",
     "at_least",
-    "betas_below_one",
+    "can_be_squared",
+    "options_in",
     "selecting",
+    "so_many",
 ]
 
 Options = tuple[Any, ...]
 """What of an optimizer's settings is part of the graph."""
+
+Group = Mapping[str, Any]
+"""A parameter group: its options and, mostly, its `params`."""
+
+Kernel = Callable[..., object]
+"""One of torch's own kernels with its arguments, but for found_inf and grad_scale."""
 
 
 class Layout(NamedTuple):
@@ -74,6 +89,7 @@ class Split(NamedTuple):
     slots: list[list[Tensor]]
     found_inf: Tensor | None  # []
     shards: Sums
+    dtype: torch.dtype  # of the parameters where they are kept: float16 is widened here
 
 
 Formula = Callable[[Split, Tensor, Options], tuple[list[Tensor], list[list[Tensor]]]]
@@ -92,12 +108,19 @@ def selecting(formula: Formula) -> Callable[[list[Tensor], Layout], list[Tensor]
         good = old.found_inf == 0 if old.found_inf is not None else None
         step = old.step + (1.0 if good is None else good.to(old.step.dtype))
         if layout.master:
-            *slots, master = old.slots
+            *slots, kept = old.slots
+            # State may be older than the first step that counts, and the parameters changed since.
+            master = [
+                torch.where(step == 1, new.float(), wide)
+                for new, wide in zip(old.parameters, kept, strict=True)
+            ]
             wide = old._replace(parameters=master, slots=slots)
             parameters, slots = formula(wide, step, layout.options)
             slots = [*slots, parameters]
         else:
-            parameters, slots = formula(old, step, layout.options)
+            slots = [list(map(_widened, slot)) for slot in old.slots]
+            wide = old._replace(parameters=list(map(_widened, old.parameters)), slots=slots)
+            parameters, slots = formula(wide, step, layout.options)
         before = old.parameters + [tensor for slot in old.slots for tensor in slot]
         after = parameters + [tensor for slot in slots for tensor in slot]
         if good is not None:
@@ -109,6 +132,14 @@ def selecting(formula: Formula) -> Callable[[list[Tensor], Layout], list[Tensor]
     return update
 
 
+def _widened(tensor: Tensor) -> Tensor:
+    """float16 as float32: an eps of 1e-8 is 0 in float16, and 0 / 0 would be NaN.
+
+    Small moments are 0 where they are kept all the same; `master_weights` keeps them in float32.
+    """
+    return tensor.float() if tensor.dtype == torch.float16 else tensor
+
+
 def _split(inputs: list[Tensor], layout: Layout) -> Split:
     count = len(layout.parameters)
     scalars, rest = inputs[: layout.scalar_count], inputs[layout.scalar_count :]
@@ -117,11 +148,11 @@ def _split(inputs: list[Tensor], layout: Layout) -> Split:
     lists = [tensors[n * count : (n + 1) * count] for n in range(1 + layout.slot_count)]
     extra = tensors[(1 + layout.slot_count) * count :]
     found_inf = extra[0] if layout.select else None
-    if layout.master:
-        gradients = [gradient.float() for gradient in gradients]
+    gradients = [g.float() if layout.master else _widened(g) for g in gradients]
     if layout.unscale:
         gradients = list(torch._foreach_mul(gradients, extra[-1].reciprocal()))
-    return Split(scalars, gradients, step, lists[0], lists[1:], found_inf, layout.shards)
+    dtype = torch.float32 if layout.master else layout.parameters[0][1]
+    return Split(scalars, gradients, step, lists[0], lists[1:], found_inf, layout.shards, dtype)
 
 
 class TorchOptions(TypedDict, total=False):
@@ -148,6 +179,8 @@ class TorchOptions(TypedDict, total=False):
     amp_scaling: bool
 
 
+_NO_OPTIONS: Final = frozenset({"self", "params", "options", "__class__"})
+
 _IN_GROUPS: Final = frozenset(
     (
         *("params", "param_names", "name"),
@@ -157,7 +190,27 @@ _IN_GROUPS: Final = frozenset(
 """What a group may hold beside options: its parameters, and what schedules of torch keep there."""
 
 
-def at_least(group: Mapping[str, Any], least: float, *names: str) -> None:
+def can_be_squared(gradient: Tensor) -> Tensor:
+    """[], bool, on the device: whether squares of the gradient, and sums of them, stay finite.
+
+    Statistics that are made of others would be infinite, and NaN from the next step on. The sum of
+    all squares bounds every product of two elements. Each parameter is looked at by itself: it gets
+    the same bits whatever it is updated together with.
+    """
+    norm: Tensor = torch.linalg.vector_norm(gradient)
+    return torch.isfinite(norm.square())
+
+
+def options_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What a constructor was given for the options of its groups.
+
+    Args:
+        arguments: its `locals()`.
+    """
+    return {name: each for name, each in arguments.items() if name not in _NO_OPTIONS}
+
+
+def at_least(group: Group, least: float, *names: str) -> None:
     """Refuses options of a group that are NaN or below `least`.
 
     Raises:
@@ -169,15 +222,15 @@ def at_least(group: Mapping[str, Any], least: float, *names: str) -> None:
             raise ValueError(f"{name} must be at least {least} (got {value})")
 
 
-def betas_below_one(group: Mapping[str, Any]) -> None:
-    """Refuses decays of running means that are NaN, negative, or 1 and above.
+def so_many(group: Group, count: int, name: str) -> None:
+    """Refuses an option of a group that is not a tuple or a list of so many.
 
     Raises:
-        ValueError: says which.
+        ValueError: says what it is.
     """
-    for number, beta in enumerate(group["betas"]):
-        if not 0 <= beta < 1:
-            raise ValueError(f"betas[{number}] must be at least 0 and below 1 (got {beta})")
+    value = group[name]
+    if not _is_sequence(value) or len(value) != count:
+        raise ValueError(f"{name} must be {count} numbers (got {value})")
 
 
 class SyncFreeOptimizer(Optimizer):
@@ -191,7 +244,11 @@ class SyncFreeOptimizer(Optimizer):
     multi-tensor forms of `torch.optim`.
     """
 
+    works_on_host: ClassVar[bool] = False
+    """Whether a step does work on the host that no graph of it has."""
     _operation: ClassVar[TracedOp]
+    _has_own_types: ClassVar[bool] = False
+    """State tensors may be of other types than their parameters."""
 
     def __init__(
         self, params: Any, defaults: dict[str, Any], **options: Unpack[TorchOptions]
@@ -251,7 +308,7 @@ class SyncFreeOptimizer(Optimizer):
         self.__dict__.setdefault("_checked_kernels", {})
         super().__setstate__(state)
 
-    def _check_parameters(self, group: Mapping[str, Any]) -> None:
+    def _check_parameters(self, group: Group) -> None:
         """Raises ValueError where a group's options are not for parameters such as its own."""
         dtypes = {parameter.dtype for parameter in group["params"]}
         if group["master_weights"] and not dtypes <= {torch.bfloat16, torch.float16}:
@@ -262,25 +319,59 @@ class SyncFreeOptimizer(Optimizer):
 
     # What a formula says of itself.
 
-    def _check(self, group: Mapping[str, Any]) -> None:
+    _nonnegative: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "eps")
+    """Options that must be at least 0."""
+    _numbers: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "betas")
+    """Options that may change from step to step, in the formula's order. Of betas, the formula gets
+    both, 1 less both, and both logarithms."""
+    _constants: ClassVar[tuple[str, ...]] = ("eps", "maximize")
+    """Options that are part of the graph, in the formula's order."""
+    _moments: ClassVar[tuple[str, ...]]
+    """State tensors that every parameter has beside `step`."""
+
+    def _check(self, group: Group) -> None:
         """Raises ValueError where a value of a group is out of its range."""
-        raise NotImplementedError
+        at_least(group, 0, *self._nonnegative)
+        if "betas" in group:
+            so_many(group, 2, "betas")
+            self._check_betas(*group["betas"])
 
-    def _scheduled(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
+    def _check_betas(self, *betas: float) -> None:
+        for number, beta in enumerate(betas):
+            if not 0 <= beta < 1:
+                raise ValueError(f"betas[{number}] must be at least 0 and below 1 (got {beta})")
+
+    def _scheduled(self, group: Group) -> dict[str, float | Tensor]:
         """The values of a group that may change from step to step, in the formula's order."""
-        raise NotImplementedError
+        values = {name: group[name] for name in self._numbers}
+        betas = values.pop("betas", ())
+        values |= {f"beta{number}": beta for number, beta in enumerate(betas, 1)}
+        # Computed here, in the host's double precision.
+        values |= {f"1 - beta{number}": 1 - beta for number, beta in enumerate(betas, 1)}
+        logs = [math.log(beta) if beta else -math.inf for beta in betas]
+        return values | {f"log beta{number}": log for number, log in enumerate(logs, 1)}
 
-    def _options(self, group: Mapping[str, Any]) -> Options:
+    def _options(self, group: Group) -> Options:
         """The values of a group that are part of the graph."""
-        raise NotImplementedError
+        return tuple(group[name] for name in self._constants)
 
-    def _slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+    def _slots(self, group: Group) -> tuple[str, ...]:
         """The names of the state tensors that every parameter of the group has beside `step`."""
-        raise NotImplementedError
+        del group
+        return self._moments
 
-    def _fused_kernel(
-        self, group: Mapping[str, Any], cohort: Cohort
-    ) -> Callable[..., object] | None:
+    def _slots_of(self, group: Group, parameter: Tensor) -> tuple[str, ...]:
+        """Those of one parameter, where its shape decides about them."""
+        del parameter
+        return self._slots(group)
+
+    def _beginning(self, group: Group, parameter: Tensor, name: str) -> Tensor:
+        """A state tensor before the first step."""
+        del name
+        dtype = torch.float32 if group["master_weights"] else None
+        return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
+
+    def _fused_kernel(self, group: Group, cohort: Cohort) -> Kernel | None:
         """Torch's own kernel with its arguments; None if there is none for these options."""
         del group, cohort
         return None
@@ -300,7 +391,9 @@ class SyncFreeOptimizer(Optimizer):
             closure: computes the loss again, as in torch.optim.
             found_inf: tensor with one element on the parameters' device; 0: update, anything else:
                 leave parameters, state and step count as they are, to the bit. None: update. Which
-                of the two it is on torch_xla is part of the graph, its value is not.
+                of the two it is on torch_xla is part of the graph, its value is not. Adafactor,
+                Shampoo and SOAP leave a parameter and its state as they are, too, where squares of
+                its gradient overflow; such a step counts.
             grad_scale: [], on the parameters' device: divide the gradients by it first. None: they
                 are not scaled.
 
@@ -319,20 +412,36 @@ class SyncFreeOptimizer(Optimizer):
         if found_inf is None:  # torch.amp.GradScaler says it by attributes
             found_inf = getattr(self, "found_inf", None)
             grad_scale = getattr(self, "grad_scale", None)
+        self.update(dict(enumerate(self.param_groups)), found_inf, grad_scale)
+        return loss
+
+    def update(
+        self,
+        groups: Mapping[int, Group],
+        found_inf: Tensor | None = None,
+        grad_scale: Tensor | None = None,
+    ) -> None:
+        """Makes a step for some of the parameters; `step` is one for all. Call it under `no_grad`.
+
+        Args:
+            groups: by the number of a group: its options, and which of its parameters to update.
+            found_inf: as in `step`.
+            grad_scale: as in `step`.
+        """
         if found_inf is not None:
             found_inf = _checked(found_inf)
         newborn: list[Tensor] = []
         cohorts = [
             (index, group, cohort)
-            for index, group in enumerate(self.param_groups)
-            for cohort in cohorts_of(group["params"], self.state, self._names(group), newborn)
+            for index, group in groups.items()
+            for cohort in cohorts_of(group["params"], self.state, self._new_state(group), newborn)
         ]
-        materialize(newborn)
+        if newborn:
+            materialize(newborn)
         for index, group, cohort in cohorts:
             cohort.found_inf = _scalar_on(found_inf, cohort.device)
             cohort.grad_scale = _scalar_on(grad_scale, cohort.device)
             self._update_cohort(index, group, cohort)
-        return loss
 
     def refresh(self) -> None:
         """Uploads what the host has changed since the last step (learning rate, momentum, ...).
@@ -353,31 +462,49 @@ class SyncFreeOptimizer(Optimizer):
                     yield value
         yield from self._scalars
 
-    def _names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return (*self._slots(group), *((MASTER,) if group["master_weights"] else ()))
+    def _new_state(self, group: Group) -> NewState:
+        has_master = group["master_weights"]
 
-    def _update_cohort(self, index: int, group: Mapping[str, Any], cohort: Cohort) -> None:
-        scalars = self._scalars.get(index, self._scheduled(group), cohort.device, cohort.wide)
-        if (
-            group["fused"] is not False
-            and cohort.suits_fused_kernels()
-            and (kernel := self._fused_kernel(group, cohort)) is not None
-            and self._is_kernel_exact(group, cohort)
-        ):
-            self._update_fused(kernel, cohort)
-        else:
-            self._update_by_formula(group, cohort, scalars)
+        def names(parameter: Tensor) -> tuple[str, ...]:
+            return (*self._slots_of(group, parameter), *((MASTER,) if has_master else ()))
+
+        def beginning(parameter: Tensor, name: str) -> Tensor:
+            if name == MASTER:
+                return parameter.detach().float()
+            return self._beginning(group, parameter, name)
+
+        return NewState(names, beginning)
+
+    def _update_cohort(self, index: int, group: Group, cohort: Cohort) -> None:
+        scheduled = self._scheduled(group)
+        fitting, others = cohort.by_layout()
+        if fitting is not None:
+            if (kernel := self._kernel(group, scheduled, fitting)) is not None:
+                self._update_fused(kernel, fitting)
+            else:
+                others = cohort
+        if others is not None:
+            scalars = self._scalars.get(index, scheduled, cohort.device, cohort.wide)
+            self._update_by_formula(group, others, scalars)
+
+    def _kernel(
+        self, group: Group, scheduled: Mapping[str, float | Tensor], cohort: Cohort
+    ) -> Kernel | None:
+        """Torch's kernel with its arguments, if there is one and it was shown to be exact."""
+        kernel = None if group["fused"] is False else self._fused_kernel(group, cohort)
+        exact = kernel is not None and self._is_kernel_exact(group, scheduled, cohort)
+        return kernel if exact else None
 
     @staticmethod
-    def _update_fused(kernel: Callable[..., object], cohort: Cohort) -> None:
+    def _update_fused(kernel: Kernel, cohort: Cohort) -> None:
         found_inf = cohort.found_inf
         cohort.step += 1.0 if found_inf is None else (found_inf == 0).to(cohort.step.dtype)
         bad = None if found_inf is None else (found_inf != 0).float()
         kernel(grad_scale=cohort.grad_scale, found_inf=bad)
+        # Torch's kernels do not (2.7 to 2.15); autograd would use new values for old ones.
+        increment_version(cohort.parameters)
 
-    def _update_by_formula(
-        self, group: Mapping[str, Any], cohort: Cohort, scalars: Sequence[Tensor]
-    ) -> None:
+    def _update_by_formula(self, group: Group, cohort: Cohort, scalars: Sequence[Tensor]) -> None:
         layout = Layout(
             options=self._options(group),
             select=cohort.found_inf is not None,
@@ -395,13 +522,15 @@ class SyncFreeOptimizer(Optimizer):
         inputs = [*scalars, *cohort.gradients, *targets, *extra]
         assign(targets, self._operation(inputs, layout))
 
-    def _is_kernel_exact(self, group: Mapping[str, Any], cohort: Cohort) -> bool:
+    def _is_kernel_exact(
+        self, group: Group, scheduled: Mapping[str, float | Tensor], cohort: Cohort
+    ) -> bool:
         """Whether torch's kernel was shown to compute the formula; tried once for each case."""
         case = (
             *(cohort.device, cohort.parameters[0].dtype, len(cohort.slots)),
             *(cohort.found_inf is not None, cohort.grad_scale is not None),
             *self._options(group),
-            *(isinstance(value, Tensor) or value != 0 for value in self._scheduled(group).values()),
+            *[_number(value) != 0 for value in scheduled.values()],
         )
         if case not in self._checked_kernels:
             tried = {**group, "lr": 0.5}  # large enough to show in half precision
@@ -420,7 +549,7 @@ class SyncFreeOptimizer(Optimizer):
             self._checked_kernels[case] = computes_the_same(kernel, formula, cohort)
         return self._checked_kernels[case]
 
-    def _begin_early(self, groups: Iterable[Mapping[str, Any]]) -> None:
+    def _begin_early(self, groups: Iterable[Group]) -> None:
         """Puts parameters and new state on torch_xla at rest before the first step.
 
         torch_xla orders what a graph gives by the age of its tensors. State that is younger than
@@ -436,7 +565,7 @@ class SyncFreeOptimizer(Optimizer):
                 resting.append(parameter)
                 ours = parameter.is_floating_point() and parameter.requires_grad
                 if ours and not self.state.get(parameter):
-                    begin(parameter, self.state, self._names(group), steps, resting)
+                    begin(parameter, self.state, self._new_state(group), steps, resting)
         materialize(resting)
 
     # State dictionaries.
@@ -457,7 +586,8 @@ class SyncFreeOptimizer(Optimizer):
             if id(step) not in on_host:
                 on_host[id(step)] = float(step)
             if on_host[id(step)] > 0:
-                states[key] = state | {"step": torch.tensor(on_host[id(step)])}
+                count = torch.tensor(on_host[id(step)], dtype=torch.float32)
+                states[key] = state | {"step": count}
         return state_dict | {"state": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -466,11 +596,13 @@ class SyncFreeOptimizer(Optimizer):
         Options that it lacks stay as they are.
 
         Raises:
+            ConfigError: it is that of another optimizer; nothing was changed.
             ValueError: it is that of other groups; nothing was changed.
         """
         kept = [dict(group) for group in self.param_groups]
         for group, saved_group in zip(kept, state_dict["param_groups"], strict=False):
-            self._check_loaded(group, saved_group)
+            states = [state_dict["state"].get(number, {}) for number in saved_group["params"]]
+            self._check_loaded(group, saved_group, states)
         super().load_state_dict(state_dict)
         adopted: list[Tensor] = []
         counts: list[Tensor] = []
@@ -484,9 +616,11 @@ class SyncFreeOptimizer(Optimizer):
             steps: dict[tuple[Place, float], Tensor] = {}
             for parameter, before in zip(group["params"], given, strict=False):
                 if state := self.state.get(parameter):
-                    if group["master_weights"]:  # torch has rounded them to the parameter's type
-                        wide = [name for name in self._names(group) if name in before]
-                        state |= {name: before[name].to(parameter.device) for name in wide}
+                    if group["master_weights"] or self._has_own_types:
+                        # torch has rounded them to the parameter's type
+                        names = self._new_state(group).names(parameter)
+                        saved_names = [name for name in names if name in before]
+                        state |= {n: before[n].to(parameter.device) for n in saved_names}
                     adopted += self._adopt(group, parameter, state, steps)
             counts += steps.values()
         materialize(adopted)
@@ -495,34 +629,126 @@ class SyncFreeOptimizer(Optimizer):
 
     def _adopt(
         self,
-        group: Mapping[str, Any],
+        group: Group,
         parameter: Tensor,
         state: dict[str, Any],
         steps: dict[tuple[Place, float], Tensor],
     ) -> list[Tensor]:
         """Makes loaded state ours: no memory shared with where it came from, equal steps shared."""
+        new = self._new_state(group)
+        names = new.names(parameter)
         count = float(state.get("step", self._step_of(state)))
-        place = ((parameter.device, parameter.dtype), count)
+        place = (place_of(parameter, names), count)
         if place not in steps:
-            steps[place] = upload([torch.tensor(count)], parameter.device)[0]
+            number = torch.tensor(count, dtype=torch.float32)
+            steps[place] = upload([number], parameter.device)[0]
         state["step"] = steps[place]
-        names = self._names(group)
         for name in names:
             value = state.get(name)
             state[name] = (
-                beginning(parameter, name, wide=group["master_weights"])
+                new.beginning(parameter, name)
                 if value is None
                 else distributed_like(_own_copy(value), parameter)
             )
         return [state[name] for name in names]
 
-    def _check_loaded(self, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-        """Raises ValueError where a saved group cannot be loaded into one of this optimizer."""
+    def _check_loaded(self, group: Group, saved: Group, states: Sequence[Group]) -> None:
+        """Raises ConfigError where a saved group cannot be loaded into one of this optimizer.
+
+        `states` are those of the saved group's parameters, empty where there was none.
+        """
+        name = type(self).__name__
+        remedy = "load only the model, and begin with new state"
+        for option in self.defaults.keys() & saved.keys():
+            if _is_sequence(saved[option]) is not _is_sequence(self.defaults[option]):
+                raise ConfigError(
+                    f"the state dictionary is not one of {name}: its {option} is {saved[option]}, "
+                    f"where that of {name} is like {self.defaults[option]}; {remedy}"
+                )
+        if any(states) and (makers := self._other_makers(saved)):
+            raise ConfigError(
+                f"the state dictionary is not one of {name}: its options are those of "
+                f"{' or '.join(makers)}; {remedy}"
+            )
+        options = {**group, **saved}
+        for parameter, state in zip(group["params"], states, strict=False):
+            self._check_shapes(options, parameter, state)
+            has = {key for key, value in state.items() if value is not None and key != "step"}
+            count = float(state.get("step") or 0)
+            if (has or count > 0) and not self._has_moments(options, parameter, has):
+                raise ConfigError(
+                    f"the state dictionary is not one of {name}: after {count:.0f} steps a "
+                    f"parameter of shape {list(parameter.shape)} has "
+                    f"{', '.join(sorted(has)) or 'nothing'}, where {name} has "
+                    f"{', '.join(self._slots_of(options, parameter))}; {remedy}"
+                )
+
+    def _check_shapes(self, group: Group, parameter: Tensor, state: Group) -> None:
+        new = self._new_state(group)
+        like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        for name in new.names(parameter):
+            value, begun = state.get(name), new.beginning(like, name)
+            if value is not None and value.shape != begun.shape:
+                raise ConfigError(
+                    f"the state dictionary is that of another model: for a parameter of shape "
+                    f"{list(parameter.shape)}, {name} has the shape {list(value.shape)} instead of "
+                    f"{list(begun.shape)}; begin with new state"
+                )
+
+    def _other_makers(self, saved: Mapping[str, Any]) -> list[str]:
+        """The optimizers that a saved group fits best, unless this is one of them.
+
+        Equal names of state tensors say little: half of all optimizers have an `exp_avg`.
+        """
+        fitting = [
+            (len(names), maker) for maker, names in _options_of_makers() if names <= {*saved}
+        ]
+        most = max((count for count, _ in fitting), default=0)
+        makers = {maker for count, maker in fitting if count == most}
+        if makers & {each.__name__ for each in type(self).__mro__}:
+            return []
+        if len(self.defaults) >= most and self.defaults.keys() <= saved.keys():
+            return []  # an optimizer of the user's own, with options of one that it resembles
+        if _DECOUPLED in saved and {"Adam", "AdamW"} <= makers:
+            makers.remove("Adam" if saved[_DECOUPLED] else "AdamW")
+        return sorted(makers)
+
+    def _has_moments(self, group: Group, parameter: Tensor, saved: Collection[str]) -> bool:
+        """Whether saved tensors of these names are enough to go on.
+
+        That of amsgrad need not be there: it may have been turned on since the last step.
+        """
+        return {*self._slots_of(group, parameter)} - {"max_exp_avg_sq"} <= {*saved}
 
     def _step_of(self, state: Mapping[str, Any]) -> float:
         """The step count that state without one stands for."""
         del state
         return 0.0
+
+
+_DECOUPLED: Final = "decoupled_weight_decay"
+"""By which torch tells AdamW from Adam, and which other optimizers have as well."""
+
+
+def _options_of_makers() -> Iterator[tuple[str, set[str]]]:
+    """Optimizers of this package and of torch.optim by name, with the options that each saves."""
+    theirs = [each for each in vars(optim).values() if isinstance(each, type)]
+    for maker in [*_makers_below(SyncFreeOptimizer), *theirs]:
+        if issubclass(maker, Optimizer) and maker is not Optimizer:
+            names = {*inspect.signature(maker).parameters} - {"params", "options", _DECOUPLED}
+            is_ours = issubclass(maker, SyncFreeOptimizer)
+            yield maker.__name__, names | (TorchOptions.__optional_keys__ if is_ours else set())
+
+
+def _makers_below(base: type[Optimizer]) -> Iterator[type[Optimizer]]:
+    for maker in base.__subclasses__():
+        if "__init__" in vars(maker):
+            yield maker
+        yield from _makers_below(maker)
+
+
+def _is_sequence(value: object) -> bool:
+    return isinstance(value, tuple | list)
 
 
 def _checked(found_inf: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ scratch tensors on this machine, which are compared with the formula's result.
 """
 
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,15 +19,34 @@ from torch import Tensor
 from graphstash.training.device import formula_only
 from graphstash.training.sharding import Sums, aligned, is_sharded, local
 
-__all__ = ["MASTER", "Cohort", "Place", "begin", "beginning", "cohorts_of", "computes_the_same"]
+__all__ = [
+    "MASTER",
+    "Cohort",
+    "NewState",
+    "Place",
+    "begin",
+    "cohorts_of",
+    "computes_the_same",
+    "place_of",
+]
 
-Place = tuple[torch.device, torch.dtype]
+Place = tuple[torch.device, torch.dtype, tuple[str, ...]]
+"""Parameters that share a step have the same device, dtype and names of state tensors."""
 
 MASTER: Final = "master"
 """The state tensor that a half-precision parameter is a rounded copy of."""
 
 States = MutableMapping[Tensor, dict[str, Any]]
 """By parameter: its state tensors by name; an optimizer's `state`."""
+
+
+class NewState(NamedTuple):
+    """What state the parameters of a group get."""
+
+    names: Callable[[Tensor], tuple[str, ...]]
+    """Of a parameter's state tensors beside `step`."""
+    beginning: Callable[[Tensor, str], Tensor]
+    """One of them before the first step."""
 
 
 @dataclass(slots=True)
@@ -72,37 +91,70 @@ class Cohort:
             self.parameters = list(map(local, self.parameters))
             self.slots = [list(map(local, slot)) for slot in self.slots]
 
-    def suits_fused_kernels(self) -> bool:
-        """Whether torch's own fused kernels may update it.
+    def by_layout(self) -> tuple["Cohort | None", "Cohort | None"]:
+        """The parameters that torch's own fused kernels may update, and the others.
 
         They compute at once, with numbers (betas, momentum) from the host; in what is only recorded
         for later these would be frozen. On a CPU they go over memory from a tensor's first element
         on, as if all of a parameter's tensors were laid out alike and without gaps, and do not look
-        (torch 2.7); on CUDA they refuse others.
+        (torch 2.7); on CUDA they refuse others. All want one type, but a model may be converted in
+        part, and a gradient may be wider (`grad_dtype`); and one shape, or they write past the end
+        of state that was that of a smaller parameter. Each parameter is looked at by itself: it
+        gets the same bits whatever it is updated together with.
         """
+        if not self.allows_fused_kernels():
+            return None, self
+        rows = list(zip(self.parameters, self.gradients, *self.slots, strict=True))
+        numbers: dict[bool, list[int]] = {True: [], False: []}
+        for number, tensors in enumerate(rows):
+            numbers[self.suits_kernels(tensors)].append(number)
+        if not numbers[False]:
+            return self, None
+        if not numbers[True]:
+            return None, self
+        others = self._of(numbers[False])
+        others.step = self.step.clone()  # both count this step, and only one of them is kept
+        return self._of(numbers[True]), others
+
+    def _of(self, numbers: Sequence[int]) -> "Cohort":
+        def chosen(tensors: Sequence[Tensor]) -> list[Tensor]:
+            return [tensors[number] for number in numbers]
+
+        return replace(
+            self,
+            parameters=chosen(self.parameters),
+            gradients=chosen(self.gradients),
+            slots=list(map(chosen, self.slots)),
+            sums=self.sums.of(numbers),
+        )
+
+    def suits_kernels(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether a parameter, its gradient and its state have one type, shape and layout."""
+        dtype, shape = self.parameters[0].dtype, tensors[0].shape
+        for tensor in tensors:  # any() takes longer
+            if tensor.dtype is not dtype or tensor.shape != shape:
+                return False
+        return _are_laid_out_alike(tensors)
+
+    def allows_fused_kernels(self) -> bool:
+        """Whether a kernel may be called now."""
         device = self.device.type
-        if device not in ("cpu", "cuda") or torch.compiler.is_compiling() or formula_only.get():
+        if device not in {"cpu", "cuda"} or torch.compiler.is_compiling() or formula_only.get():
             return False
-        if device == "cuda" and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
-            return False
-        if any(slot[0].dtype != self.parameters[0].dtype for slot in self.slots):
-            return False
-        for tensors in zip(self.parameters, self.gradients, *self.slots, strict=True):
-            if not all(tensor.is_contiguous() for tensor in tensors):
-                strides = torch.empty_like(tensors[0], device="meta").stride()  # without gaps
-                if any(tensor.stride() != strides for tensor in tensors):
-                    return False
+        return not (device == "cuda" and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
+
+
+def _are_laid_out_alike(tensors: Sequence[Tensor]) -> bool:
+    if all(tensor.is_contiguous() for tensor in tensors):
         return True
+    strides = torch.empty_like(tensors[0], device="meta").stride()  # without gaps
+    return all(tensor.stride() == strides for tensor in tensors)
 
 
 def cohorts_of(
-    parameters: Iterable[Tensor], states: States, names: Sequence[str], newborn: list[Tensor]
+    parameters: Iterable[Tensor], states: States, new: NewState, newborn: list[Tensor]
 ) -> Iterable[Cohort]:
-    """The parameters of a group that have a gradient, by step; `newborn` gets new state tensors.
-
-    `names` are those of the state tensors that every parameter has beside `step`.
-    """
-    needed = {"step", *names}
+    """The parameters of a group that have a gradient, by step; `newborn` gets new state tensors."""
     cohorts: dict[int, Cohort] = {}
     waiting: set[int] = set()  # steps that a parameter without a gradient shares
     steps: dict[Place, Tensor] = {}
@@ -115,8 +167,9 @@ def cohorts_of(
             continue
         if gradient.layout is not torch.strided:
             raise _unsuitable(parameter)
-        if state is None or not needed <= state.keys():
-            state = begin(parameter, states, names, steps, newborn)
+        names = new.names(parameter)
+        if state is None or not {"step", *names} <= state.keys():
+            state = begin(parameter, states, new, steps, newborn)
         step = state["step"]
         cohort = cohorts.get(id(step))
         if cohort is None:
@@ -135,11 +188,11 @@ def cohorts_of(
 def begin(
     parameter: Tensor,
     states: States,
-    names: Sequence[str],
+    new: NewState,
     steps: dict[Place, Tensor],
     newborn: list[Tensor],
 ) -> dict[str, Any]:
-    """Makes what is missing of a parameter's state: zeros, which `newborn` gets too.
+    """Makes what is missing of a parameter's state, which `newborn` gets too.
 
     Options may ask for another state tensor later on; it joins the others. If there are none, as
     when SGD gets a momentum, the parameter starts again. Parameters that begin together share
@@ -151,25 +204,23 @@ def begin(
     if not parameter.is_floating_point():
         raise _unsuitable(parameter)
     state = states.setdefault(parameter, {})
+    names = new.names(parameter)
     if "step" not in state or not any(name in state for name in names):
-        place = (parameter.device, parameter.dtype)
+        place = place_of(parameter, names)
         if place not in steps:
             steps[place] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             newborn.append(steps[place])
         state["step"] = steps[place]
     for name in names:
         if name not in state:
-            state[name] = beginning(parameter, name, wide=MASTER in names)
+            state[name] = new.beginning(parameter, name)
             newborn.append(state[name])
     return state
 
 
-def beginning(parameter: Tensor, name: str, *, wide: bool) -> Tensor:
-    """A state tensor before the first step, in float32 if it is to be `wide`."""
-    if name == MASTER:
-        return parameter.detach().float()
-    dtype = torch.float32 if wide else None
-    return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
+def place_of(parameter: Tensor, names: tuple[str, ...]) -> Place:
+    """Equal for parameters that share a step if they begin together."""
+    return parameter.device, parameter.dtype, names
 
 
 def _unsuitable(parameter: Tensor) -> RuntimeError:
@@ -216,8 +267,8 @@ def _scratch(like: Cohort) -> Cohort:
     tensors.append(torch.empty(67, 5, dtype=first.dtype, device=first.device).t())
     parameters = [_values(each, 1) for each in tensors]
     slots = [[torch.zeros_like(each) for each in parameters] for _ in like.slots]
-    good = None if like.found_inf is None else torch.tensor(0.0, device=like.device)
-    scale = None if like.grad_scale is None else torch.tensor(2.0, device=like.device)
+    good = None if like.found_inf is None else torch.zeros_like(like.found_inf)
+    scale = None if like.grad_scale is None else torch.full_like(like.grad_scale, 2.0)
     return Cohort(
         torch.zeros_like(like.step), parameters, slots=slots, found_inf=good, grad_scale=scale
     )

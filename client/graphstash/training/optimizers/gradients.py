@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from graphstash.training.device import Shapes, TracedOp, assign, shapes_of, upload
 from graphstash.training.optimizers.base import SyncFreeOptimizer
-from graphstash.training.sharding import Sums, full, local
+from graphstash.training.sharding import Sums, full, is_flattened, local
 
 __all__ = ["LossScale", "clip_grad_norm_", "clip_grad_value_"]
 
@@ -48,11 +48,17 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
         The norm before clipping, [], on the device; 0 without gradients.
 
     Raises:
-        ValueError: max_norm is not above 0.
+        ValueError: max_norm is not above 0, or FullyShardedDataParallel holds the parameters.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm must be above 0 (got {max_norm})")
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if any(map(is_flattened, parameters)):
+        raise ValueError(
+            "FullyShardedDataParallel holds the parameters, and this process sees only its shards "
+            "of their gradients; call clip_grad_norm_() of the wrapped model, or shard with "
+            "fully_shard()"
+        )
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients or gradients[0].device.type != "xla":
         return full(utils.clip_grad_norm_(parameters, max_norm))
@@ -204,10 +210,11 @@ class LossScale:
 
         Raises:
             RuntimeError: they have been unscaled since the last update, or there are none.
-            ValueError: they are float16: unscaled, they would vanish after all.
+            ValueError: they are float16: unscaled, they would vanish after all. Or
+                FullyShardedDataParallel holds the parameters.
         """
         if not self._is_enabled:
-            return torch.zeros(())
+            return torch.zeros((), dtype=torch.float32)
         if id(optimizer) in self._found_inf:
             raise RuntimeError(
                 "unscale_() was called after unscale_() or step(); call update() after each step"
@@ -234,11 +241,11 @@ class LossScale:
 
         Raises:
             RuntimeError: it was stepped since the last update, or has no gradients.
-            ValueError: gradients are float16.
+            ValueError: gradients are float16, or FullyShardedDataParallel holds the parameters.
         """
         if not self._is_enabled:
             optimizer.step()
-            return torch.zeros(())
+            return torch.zeros((), dtype=torch.float32)
         if id(optimizer) in self._stepped:
             raise RuntimeError("step() was called twice for one optimizer; call update() after it")
         found_inf = self._found_inf.get(id(optimizer))
@@ -289,7 +296,7 @@ class LossScale:
         if not isinstance(new_scale, Tensor):
             if not 0 < new_scale < math.inf:
                 raise ValueError(f"new_scale must be above 0 and finite (got {new_scale})")
-            new_scale = torch.tensor(float(new_scale))
+            new_scale = torch.tensor(float(new_scale), dtype=torch.float32)
         if new_scale.numel() != 1:
             raise ValueError(f"new_scale must be a single number (got {list(new_scale.shape)})")
         new_scale = new_scale.detach().float().reshape(())
@@ -357,16 +364,21 @@ class LossScale:
 
     def _first_values(self) -> list[Tensor]:
         scale, good_steps = self._start
-        return [torch.tensor(scale), torch.tensor(good_steps, dtype=torch.int32)]
+        return [
+            torch.tensor(scale, dtype=torch.float32),
+            torch.tensor(good_steps, dtype=torch.int32),
+        ]
 
 
 def _gradients(optimizer: Optimizer) -> tuple[list[Tensor], Sums]:
-    whole = [
-        parameter.grad
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.grad is not None
-    ]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(map(is_flattened, parameters)):
+        raise ValueError(
+            "FullyShardedDataParallel holds the parameters, and each process would decide by its "
+            "own shards whether a step counts; shard with fully_shard(), or train in bf16 without "
+            "a loss scale"
+        )
+    whole = [parameter.grad for parameter in parameters if parameter.grad is not None]
     gradients = [local(gradient) for gradient in whole]
     if not gradients:
         raise RuntimeError("the optimizer has no gradients; call backward() on the scaled loss")
@@ -384,7 +396,7 @@ def _check_here(gradients: list[Tensor], factor: Tensor) -> Tensor:
         found_inf = _any_nonfinite(gradients, None)[0]
         torch._foreach_mul_(gradients, factor)
         return found_inf
-    found_inf = torch.zeros((), device=factor.device)
+    found_inf = torch.zeros((), dtype=torch.float32, device=factor.device)
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
         by_dtype.setdefault(gradient.dtype, []).append(gradient)

@@ -23,8 +23,7 @@ from graphstash.training.optimizers.base import (
     Split,
     SyncFreeOptimizer,
     TorchOptions,
-    at_least,
-    betas_below_one,
+    options_in,
     selecting,
 )
 
@@ -34,7 +33,7 @@ __all__ = ["Lion"]
 def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], list[list[Tensor]]]:
     del step
     (maximize,) = options
-    lr, weight_decay, rest1, rest2 = old.scalars
+    lr, weight_decay, _, _, rest1, rest2, *_ = old.scalars
     gradients = list(torch._foreach_neg(old.gradients)) if maximize else old.gradients
     news = torch._foreach_sub(gradients, old.slots[0])
     ahead = torch._foreach_add(old.slots[0], torch._foreach_mul(news, rest1))
@@ -61,6 +60,9 @@ class Lion(SyncFreeOptimizer):
     """
 
     _operation = TracedOp("lion", selecting(_formula))
+    _nonnegative = ("lr", "weight_decay")
+    _constants = ("maximize",)
+    _moments = ("exp_avg",)
 
     def __init__(
         self,
@@ -72,28 +74,7 @@ class Lion(SyncFreeOptimizer):
         maximize: bool = False,
         **options: Unpack[TorchOptions],
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, **options)
-
-    def _check(self, group: Mapping[str, Any]) -> None:
-        at_least(group, 0, "lr", "weight_decay")
-        betas_below_one(group)
-
-    def _scheduled(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
-        beta1, beta2 = group["betas"]
-        return {
-            "lr": group["lr"],
-            "weight_decay": group["weight_decay"],
-            "1 - beta1": 1 - beta1,
-            "1 - beta2": 1 - beta2,
-        }
-
-    def _options(self, group: Mapping[str, Any]) -> Options:
-        return (group["maximize"],)
-
-    def _slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        del group
-        return ("exp_avg",)
+        super().__init__(params, options_in(locals()), **options)
 
     def _step_of(self, state: Mapping[str, Any]) -> float:
         return 0.0 if state.get("exp_avg") is None else 1.0

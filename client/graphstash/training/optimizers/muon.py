@@ -18,19 +18,24 @@ Its authors leave embeddings, the last layer, and what is no matrix to AdamW: `m
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from graphstash.training.device import TracedOp
-from graphstash.training.optimizers.adam import MomentOptimizer, adam_formula, fused_adam
+from graphstash.training.optimizers.adam import adam_formula, fused_adam
 from graphstash.training.optimizers.base import (
+    Group,
+    Kernel,
     Options,
     Split,
+    SyncFreeOptimizer,
     TorchOptions,
+    options_in,
     selecting,
+    so_many,
 )
 from graphstash.training.optimizers.cohort import Cohort
 from graphstash.training.sharding import is_sharded
@@ -94,7 +99,7 @@ def _sum(beta: float, addend: Tensor, alpha: float, left: Tensor, right: Tensor)
     return torch.addmm(addend, left, right, beta=beta, alpha=alpha)
 
 
-class Muon(MomentOptimizer):
+class Muon(SyncFreeOptimizer):
     """Sync-free Muon; the formula is in the module's docstring.
 
     Groups with `use_muon=True`, which is the default, hold matrices; groups with False are updated
@@ -122,6 +127,7 @@ class Muon(MomentOptimizer):
     """
 
     _operation = TracedOp("muon", selecting(_formula))
+    _moments = ("exp_avg", "exp_avg_sq")
 
     def __init__(
         self,
@@ -139,25 +145,9 @@ class Muon(MomentOptimizer):
         maximize: bool = False,
         **options: Unpack[TorchOptions],
     ) -> None:
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "weight_decay": weight_decay,
-                "momentum": momentum,
-                "nesterov": nesterov,
-                "adjust_lr_fn": adjust_lr_fn,
-                "ns_coefficients": ns_coefficients,
-                "ns_steps": ns_steps,
-                "betas": betas,
-                "eps": eps,
-                "maximize": maximize,
-                "use_muon": True,
-            },
-            **options,
-        )
+        super().__init__(params, {**options_in(locals()), "use_muon": True}, **options)
 
-    def _check_parameters(self, group: Mapping[str, Any]) -> None:
+    def _check_parameters(self, group: Group) -> None:
         super()._check_parameters(group)
         flat = [list(each.shape) for each in group["params"] if each.dim() < 2]
         if not group["use_muon"]:
@@ -173,7 +163,7 @@ class Muon(MomentOptimizer):
                 "group with use_muon=False, as muon_groups does"
             )
 
-    def _check(self, group: Mapping[str, Any]) -> None:
+    def _check(self, group: Group) -> None:
         super()._check(group)
         if not 0 <= group["momentum"] < 1:
             raise ValueError(f"momentum must be at least 0 and below 1 (got {group['momentum']})")
@@ -181,16 +171,13 @@ class Muon(MomentOptimizer):
             raise ValueError(
                 f"ns_steps must be a whole number from 1 to 99 (got {group['ns_steps']})"
             )
-        if len(group["ns_coefficients"]) != 3:
-            raise ValueError(
-                f"ns_coefficients must be three numbers (got {group['ns_coefficients']})"
-            )
+        so_many(group, 3, "ns_coefficients")
         if group["adjust_lr_fn"] not in (None, *_RATIOS):
             raise ValueError(
                 f"adjust_lr_fn must be None, {' or '.join(_RATIOS)} (got {group['adjust_lr_fn']})"
             )
 
-    def _check_loaded(self, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    def _check_loaded(self, group: Group, saved: Group, states: Sequence[Group]) -> None:
         given = saved.get("use_muon", group["use_muon"])
         if given is not group["use_muon"]:
             raise ValueError(
@@ -198,8 +185,9 @@ class Muon(MomentOptimizer):
                 f"one with {group['use_muon']}: give it the groups in the order in which they were "
                 "saved"
             )
+        super()._check_loaded(group, saved, states)
 
-    def _scheduled(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
+    def _scheduled(self, group: Group) -> dict[str, float | Tensor]:
         if not group["use_muon"]:
             return super()._scheduled(group)
         momentum = group["momentum"]
@@ -210,7 +198,7 @@ class Muon(MomentOptimizer):
             "1 - momentum": 1 - momentum,
         }
 
-    def _options(self, group: Mapping[str, Any]) -> Options:
+    def _options(self, group: Group) -> Options:
         if not group["use_muon"]:
             return (False, group["eps"], False, group["maximize"], True)
         return (
@@ -218,12 +206,10 @@ class Muon(MomentOptimizer):
             *(tuple(group["ns_coefficients"]), group["ns_steps"], group["maximize"]),
         )
 
-    def _slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+    def _slots(self, group: Group) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["use_muon"] else super()._slots(group)
 
-    def _fused_kernel(
-        self, group: Mapping[str, Any], cohort: Cohort
-    ) -> Callable[..., object] | None:
+    def _fused_kernel(self, group: Group, cohort: Cohort) -> Kernel | None:
         return None if group["use_muon"] else fused_adam(group, cohort, decoupled=True)
 
     def _step_of(self, state: Mapping[str, Any]) -> float:

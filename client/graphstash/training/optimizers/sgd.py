@@ -14,7 +14,7 @@ it the first or not.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, Unpack
 
@@ -23,11 +23,13 @@ from torch import Tensor
 
 from graphstash.training.device import TracedOp
 from graphstash.training.optimizers.base import (
+    Group,
+    Kernel,
     Options,
     Split,
     SyncFreeOptimizer,
     TorchOptions,
-    at_least,
+    options_in,
     selecting,
 )
 from graphstash.training.optimizers.cohort import Cohort
@@ -75,6 +77,9 @@ class SGD(SyncFreeOptimizer):
     """
 
     _operation = TracedOp("sgd", selecting(_formula))
+    _nonnegative = ("lr", "momentum", "weight_decay")
+    _numbers = ("lr", "weight_decay", "momentum", "dampening")
+    _constants = ("nesterov", "maximize")
 
     def __init__(  # noqa: PLR0917 - torch.optim's order
         self,
@@ -88,18 +93,10 @@ class SGD(SyncFreeOptimizer):
         maximize: bool = False,
         **options: Unpack[TorchOptions],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults, **options)
+        super().__init__(params, options_in(locals()), **options)
 
-    def _check(self, group: Mapping[str, Any]) -> None:
-        at_least(group, 0, "lr", "momentum", "weight_decay")
+    def _check(self, group: Group) -> None:
+        super()._check(group)
         momentum, dampening = group["momentum"], group["dampening"]
         if math.isnan(dampening):
             raise ValueError("dampening must be a number (got nan)")
@@ -108,19 +105,14 @@ class SGD(SyncFreeOptimizer):
                 f"nesterov needs momentum above 0 and dampening 0 (got {momentum} and {dampening})"
             )
 
-    def _scheduled(self, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
-        names = ("lr", "weight_decay", "momentum", "dampening")
-        return {name: group[name] for name in names}
-
-    def _options(self, group: Mapping[str, Any]) -> Options:
-        return (group["nesterov"], group["maximize"])
-
-    def _slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+    def _slots(self, group: Group) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
-    def _fused_kernel(
-        self, group: Mapping[str, Any], cohort: Cohort
-    ) -> Callable[..., object] | None:
+    def _has_moments(self, group: Group, parameter: Tensor, saved: Collection[str]) -> bool:
+        # With nothing saved, the momentum may have been turned on since the last step.
+        return not saved or super()._has_moments(group, parameter, saved)
+
+    def _fused_kernel(self, group: Group, cohort: Cohort) -> Kernel | None:
         if cohort.slots and group["dampening"] != 0:
             return None  # the kernel must be told from the host which step is the first
         names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")

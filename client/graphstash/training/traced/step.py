@@ -197,6 +197,9 @@ class TracedStep(ABC, Generic[R]):
         self.reason = None
         self._refused = False
         self._state.scan()
+        for optimizer in self._state.optimizers:
+            if getattr(optimizer, "works_on_host", False):
+                self._refuse(f"{type(optimizer).__name__} computes a part of its steps on the host")
 
     def _refuse(self, reason: str) -> None:
         """From now on every call runs the function."""

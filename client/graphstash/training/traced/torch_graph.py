@@ -18,6 +18,7 @@ from torch import Tensor, distributed
 from torch.utils import _pytree as pytree
 
 from graphstash.training.device import formula_only
+from graphstash.training.fusion.base import require_unfused
 from graphstash.training.traced.step import (
     STRUCTURES,
     State,
@@ -36,9 +37,13 @@ class Snapshot:
     Args:
         state: of the step.
         values: copy what the tensors hold; not needed where nothing is executed.
+
+    Raises:
+        FusionError: updates are made elsewhere, by `fuse`.
     """
 
     def __init__(self, state: State, *, values: bool = True) -> None:
+        require_unfused(state.parameters)
         self._grads = [(parameter, parameter.grad) for parameter in state.parameters]
         kept = [*state.tensors(), *(grad for _, grad in self._grads if grad is not None)]
         self._values = [(tensor, tensor.detach().clone()) for tensor in kept] if values else []

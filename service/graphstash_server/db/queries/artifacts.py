@@ -144,9 +144,12 @@ class NewArtifact(NamedTuple):
 
 
 class FoundArtifact(NamedTuple):
-    """What a look-up tells of an artifact."""
+    """What a look-up tells of an artifact; words as they are stored, since a `Digest` would check
+    each again.
+    """
 
-    digest: Digest
+    sha256: str
+    size_bytes: int
     compile_seconds: float
 
 
@@ -197,7 +200,7 @@ async def find_artifacts(
         key = wanted.get((kind, device_type, fingerprint))
         if key is None:
             continue
-        found.artifacts[key] = FoundArtifact(Digest(sha256, size_bytes), seconds)
+        found.artifacts[key] = FoundArtifact(sha256, size_bytes, seconds)
         if not is_protected:
             found.unprotected.append(key)
     return found

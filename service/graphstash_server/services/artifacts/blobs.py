@@ -26,6 +26,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -67,13 +68,15 @@ _SETTLE_SECONDS = 0.1
 _SETTLE_TIMES = 50
 
 
+@dataclass(kw_only=True, eq=False)
 class BlobCollector:
     """Deletes blobs that no artifact needs."""
 
-    def __init__(self, *, database: Database, blobs: BlobStore, clock: Clock) -> None:
-        self._database = database
-        self._blobs = blobs
-        self._clock = clock
+    database: Database
+    blobs: BlobStore
+    clock: Clock
+
+    def __post_init__(self) -> None:
         self._uploading: Counter[str] = Counter()
 
     @contextmanager
@@ -98,13 +101,13 @@ class BlobCollector:
             ServerError: 503, when that takes too long, for example because its server died.
         """
         for _ in range(_SETTLE_TIMES):
-            is_marked, generation = await find_state(self._database, digest)
+            is_marked, generation = await find_state(self.database, digest)
             if not is_marked:
-                self._blobs.use_generation(digest, generation)
+                self.blobs.use_generation(digest, generation)
                 return False
-            async with self._database.writing() as connection:
+            async with self.database.writing() as connection:
                 await lock_blob(connection, digest)
-                is_free = not await is_claimed(connection, digest, now=self._clock())
+                is_free = not await is_claimed(connection, digest, now=self.clock())
                 if is_free:
                     await abandon_deletion(connection, digest)
             if is_free:
@@ -119,11 +122,11 @@ class BlobCollector:
         """Deletes a blob if no artifact has it, no upload of this process brings it, and no other
         server has claimed it; with `only_marked`, if it is marked, too. Returns whether it did.
         """
-        async with self._database.writing() as connection:
+        async with self.database.writing() as connection:
             await lock_blob(connection, digest)
             if only_marked and not await has_deletion(connection, digest):
                 return False
-            now = self._clock()
+            now = self.clock()
             if await is_claimed(connection, digest, now=now):
                 return False
             if await self._is_kept(connection, digest):
@@ -143,9 +146,9 @@ class BlobCollector:
         deleted = 0
         failure: ServerError | None = None
         while True:
-            now = self._clock()
+            now = self.clock()
             until = now + _CLAIM
-            async with self._database.writing() as connection:
+            async with self.database.writing() as connection:
                 claimed = await claim_deletions(
                     connection, now=now, until=until, limit=_CLAIMED, spared=self._uploading
                 )
@@ -168,7 +171,7 @@ class BlobCollector:
         deadline = loop.time() + 2 * _CLAIM.total_seconds()
         deleted = 0
         while loop.time() < deadline:
-            async with self._database.reading() as connection:
+            async with self.database.reading() as connection:
                 if not await count_deletions(connection):
                     break
             deleted += await self.collect_marked()
@@ -180,7 +183,7 @@ class BlobCollector:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + patience_seconds
         while True:
-            async with self._database.reading() as connection:
+            async with self.database.reading() as connection:
                 pending = await pending_bytes(connection)
             if not pending or loop.time() >= deadline:
                 return pending
@@ -199,9 +202,9 @@ class BlobCollector:
         """Deletes one blob of a page that was claimed together. Others of the page may have taken
         long, so the claim is renewed first; it may have been lost.
         """
-        async with self._database.writing() as connection:
+        async with self.database.writing() as connection:
             await lock_blob(connection, digest)
-            until = self._clock() + _CLAIM
+            until = self.clock() + _CLAIM
             if not await renew_claim(connection, digest, held_until=held_until, until=until):
                 return False
             if await self._is_kept(connection, digest):
@@ -215,8 +218,8 @@ class BlobCollector:
         """Learns under which name a blob is stored now; another server may have changed it. Returns
         whether that is news.
         """
-        generation = await self._generation(self._database, digest)
-        return self._blobs.use_generation(digest, generation)
+        generation = await self._generation(self.database, digest)
+        return self.blobs.use_generation(digest, generation)
 
     async def _generation(self, source: Source, digest: Digest) -> int:
         return (await find_generations(source, [digest])).get(digest.sha256, 0)
@@ -228,16 +231,16 @@ class BlobCollector:
         that a call that waits for a thread of the store ends before its claim; a server that was
         frozen since has lost its claim.
         """
-        if self._clock() + timedelta(seconds=_DELETE_SECONDS) > held_until:
+        if self.clock() + timedelta(seconds=_DELETE_SECONDS) > held_until:
             raise ServerError(
                 ErrorCode.UNAVAILABLE, f"blob {digest} was not deleted: its claim ended before"
             )
         try:
             async with asyncio.timeout(_DELETE_SECONDS):
-                await self._blobs.delete(digest, generation=generation)
+                await self.blobs.delete(digest, generation=generation)
         except TimeoutError:
             raise ServerError(
                 ErrorCode.UNAVAILABLE, f"blob {digest} was not deleted within {_DELETE_SECONDS:g} s"
             ) from None
-        async with self._database.writing() as connection:
+        async with self.database.writing() as connection:
             await end_deletion(connection, digest, held_until=held_until)

@@ -75,16 +75,18 @@ class ArtifactDetails:
         return compare(self.parts, other.parts)
 
 
+@dataclass(kw_only=True, eq=False)
 class CatalogService:
     """Safe for concurrent calls."""
 
-    def __init__(self, *, database: Database) -> None:
-        self._database = database
+    database: Database
+
+    def __post_init__(self) -> None:
         self._reading = asyncio.Semaphore(1)
 
     async def latest(self, namespaces: Sequence[Namespace], *, limit: int) -> list[Entry]:
         """The artifacts that were stored last."""
-        async with self._database.reading() as connection:
+        async with self.database.reading() as connection:
             rows = await list_latest(connection, namespaces, limit=limit)
         return [_entry(row) for row in rows]
 
@@ -96,7 +98,7 @@ class CatalogService:
         if not wanted:
             return []
         async with self._reading:  # one at a time has its metadata in memory
-            async with self._database.reading() as connection:
+            async with self.database.reading() as connection:
                 rows = await list_labelled(connection, namespaces, wanted, limit=_MAX_FOUND)
                 if _PREFIX.fullmatch(wanted.lower()):
                     rows += await list_by_fingerprint(
@@ -107,7 +109,7 @@ class CatalogService:
 
     async def find(self, key: StoredKey) -> ArtifactDetails | None:
         """One artifact; None when it is absent or withheld."""
-        async with self._database.reading() as connection:
+        async with self.database.reading() as connection:
             found = await find_entry(connection, key)
             users = await list_users(connection, key, limit=_MAX_USERS) if found else []
         return None if found is None else _details(found, users)

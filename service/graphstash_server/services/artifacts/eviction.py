@@ -11,6 +11,7 @@ servers side by side.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -41,6 +42,7 @@ _PAGE = 200
 """Artifacts of one transaction: a few milliseconds in which SQLite takes no other writer."""
 
 
+@dataclass(kw_only=True, eq=False)
 class Evictor:
     """Evicts artifacts.
 
@@ -48,21 +50,14 @@ class Evictor:
         is_needed: set when an upload passed a soft limit.
     """
 
-    def __init__(
-        self,
-        *,
-        database: Database,
-        budgets: Budgets,
-        policies: PolicyService,
-        artifacts: ArtifactService,
-        clock: Clock,
-    ) -> None:
+    database: Database
+    budgets: Budgets
+    policies: PolicyService
+    artifacts: ArtifactService
+    clock: Clock
+
+    def __post_init__(self) -> None:
         self.is_needed = asyncio.Event()
-        self._database = database
-        self._budgets = budgets
-        self._policies = policies
-        self._artifacts = artifacts
-        self._clock = clock
 
     async def run(self, *, actor: Actor) -> int:
         """Evicts until no soft limit is exceeded; returns how many artifacts."""
@@ -81,15 +76,15 @@ class Evictor:
         freed_bytes = 0
         last: dict[str, Candidate] = {}
         for namespace, goal_bytes in await self._passed():
-            async with self._database.reading() as connection:
+            async with self.database.reading() as connection:
                 excess = await stored_bytes(connection, namespace) - goal_bytes
             if namespace is None:
                 excess -= freed_bytes
             after = None
             while excess > 0:
-                async with self._database.reading() as connection:
+                async with self.database.reading() as connection:
                     page = await list_least_valuable(
-                        connection, namespace=namespace, now=self._clock(), limit=_PAGE, after=after
+                        connection, namespace=namespace, now=self.clock(), limit=_PAGE, after=after
                     )
                 fresh = [each for each in page if not _is_planned(each, last)]
                 for candidate in _enough(fresh, excess):
@@ -106,8 +101,8 @@ class Evictor:
         """Evicts artifacts that were chosen for another reason than space; returns how many."""
         evicted = 0
         for page in _by_namespace(chosen):
-            async with self._database.writing() as connection:
-                gone = await evict_artifacts(connection, page, now=self._clock())
+            async with self.database.writing() as connection:
+                gone = await evict_artifacts(connection, page, now=self.clock())
                 await self._log(connection, gone, actor=actor, reason=reason)
             self._forget(gone)
             evicted += len(gone)
@@ -115,10 +110,10 @@ class Evictor:
 
     async def _passed(self) -> list[tuple[str | None, int]]:
         """Namespaces, or None for the whole store, above their soft limit, and how far to go."""
-        limits = await self._policies.limits()
-        sizes: dict[str | None, int] = dict(map(tuple, await list_stored(self._database)))
-        budgets = {name: self._budgets.of(name or "", limits) for name in sizes}
-        budgets[None] = self._budgets.store  # last: what the namespaces free counts for it
+        limits = await self.policies.limits()
+        sizes: dict[str | None, int] = dict(map(tuple, await list_stored(self.database)))
+        budgets = {name: self.budgets.of(name or "", limits) for name in sizes}
+        budgets[None] = self.budgets.store  # last: what the namespaces free counts for it
         sizes[None] = sum(sizes.values())
         return [
             (name, budget.goal_bytes or 0)
@@ -150,12 +145,12 @@ class Evictor:
         """
         evicted = 0
         while True:
-            async with self._database.writing() as connection:
+            async with self.database.writing() as connection:
                 await lock_name(connection, f"eviction {measured or ''}")
                 excess = await stored_bytes(connection, measured) - goal_bytes
                 if excess <= 0:
                     return evicted
-                now = self._clock()
+                now = self.clock()
                 page = await list_least_valuable(
                     connection,
                     namespace=evicted_from or measured,
@@ -176,7 +171,7 @@ class Evictor:
     def _forget(self, gone: Sequence[Candidate]) -> None:
         """This process serves none of them any longer, though their blobs may still be there."""
         for candidate in gone:
-            self._artifacts.forget(candidate.key)
+            self.artifacts.forget(candidate.key)
 
     async def _log(
         self,
@@ -186,7 +181,7 @@ class Evictor:
         actor: Actor,
         reason: str,
     ) -> None:
-        now = self._clock()
+        now = self.clock()
         await add_audit(
             connection,
             [

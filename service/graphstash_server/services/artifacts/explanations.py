@@ -7,6 +7,7 @@ a program that its user calls by the same name. Among those, fewer differences a
 import asyncio
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from difflib import SequenceMatcher
 from typing import Final
@@ -33,7 +34,6 @@ from graphstash_server.db.queries.descriptions import (
     list_by_identity,
     list_by_label,
 )
-from graphstash_server.db.queries.usage import list_namespaces
 from graphstash_server.keys import StoredKey
 
 __all__ = ["MAX_NAMESPACES", "ExplanationService"]
@@ -49,12 +49,14 @@ _LOOKED_AT: Final = 250
 _UNUSED: Final = timedelta(days=1)
 
 
+@dataclass(kw_only=True, eq=False)
 class ExplanationService:
     """Keeps descriptions, and compares them."""
 
-    def __init__(self, *, database: Database, clock: Clock) -> None:
-        self._database = database
-        self._clock = clock
+    database: Database
+    clock: Clock
+
+    def __post_init__(self) -> None:
         self._comparing = asyncio.Semaphore(1)
 
     async def describe(self, namespace: Namespace, given: Sequence[Description]) -> int:
@@ -67,8 +69,8 @@ class ExplanationService:
             )
             for each in given
         ]
-        async with self._database.writing() as connection:
-            return await add_descriptions(connection, new, now=self._clock())
+        async with self.database.writing() as connection:
+            return await add_descriptions(connection, new, now=self.clock())
 
     async def explain(
         self, namespace: Namespace, wanted: Description, *, readable: Sequence[Namespace]
@@ -81,7 +83,7 @@ class ExplanationService:
             readable: where to look, `MAX_NAMESPACES` at most.
         """
         async with self._comparing:  # one at a time has its descriptions in memory
-            async with self._database.reading() as connection:
+            async with self.database.reading() as connection:
                 rows: dict[StoredKey, DescribedRow] = {}
                 for where in readable:
                     for row in await self._candidates(connection, where, wanted):
@@ -96,15 +98,10 @@ class ExplanationService:
             relatives = await asyncio.to_thread(_nearest, list(rows.values()), wanted)
         return ExplainResponse(relatives=relatives, undescribed=undescribed)
 
-    async def namespaces(self) -> Sequence[str]:
-        """Where anything was ever stored."""
-        async with self._database.reading() as connection:
-            return await list_namespaces(connection)
-
     async def drop_unused(self) -> None:
         """Deletes environments whose artifacts are gone."""
-        async with self._database.writing() as connection:
-            await drop_unused_environments(connection, before=self._clock() - _UNUSED)
+        async with self.database.writing() as connection:
+            await drop_unused_environments(connection, before=self.clock() - _UNUSED)
 
     @staticmethod
     async def _candidates(

@@ -1,5 +1,6 @@
 """ListingService: pages of the artifacts of a namespace."""
 
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
 
@@ -29,11 +30,11 @@ _SCANNED: Final = 5000
 """Artifacts that one call looks through: some milliseconds of the database."""
 
 
+@dataclass(kw_only=True, eq=False)
 class ListingService:
     """Safe for concurrent calls."""
 
-    def __init__(self, *, database: Database) -> None:
-        self._database = database
+    database: Database
 
     async def list_artifacts(self, namespace: Namespace, query: ArtifactQuery) -> ArtifactList:
         """A page of what may be served.
@@ -52,7 +53,7 @@ class ListingService:
             label=query.label,
         )
         limit = min(query.limit, MAX_DETAILED_ARTIFACTS) if query.details else query.limit
-        async with self._database.reading() as connection:
+        async with self.database.reading() as connection:
             rows, last = await list_page(connection, wanted, limit=limit, most_scanned=_SCANNED)
         return ArtifactList(
             artifacts=tuple(_listed(row, with_details=query.details) for row in rows),

@@ -20,6 +20,7 @@ valid for the rest of its 15 minutes.
 
 import logging
 from contextlib import suppress
+from dataclasses import dataclass
 from io import BytesIO
 from typing import Final
 
@@ -69,23 +70,15 @@ _MOST: Final = 1000
 _NOTHING: Final = ReportResponse(found=False, withheld=False)
 
 
+@dataclass(kw_only=True, eq=False)
 class QuarantineService:
     """Withholds, releases and lists artifacts."""
 
-    def __init__(
-        self,
-        *,
-        database: Database,
-        artifacts: ArtifactService,
-        accounting: Accounting,
-        wait_queue: WaitQueue,
-        clock: Clock,
-    ) -> None:
-        self._database = database
-        self._artifacts = artifacts
-        self._accounting = accounting
-        self._wait_queue = wait_queue
-        self._clock = clock
+    database: Database
+    artifacts: ArtifactService
+    accounting: Accounting
+    wait_queue: WaitQueue
+    clock: Clock
 
     async def report(
         self,
@@ -107,13 +100,13 @@ class QuarantineService:
             may_withhold: whether the caller may write.
             may_decide: whether the caller may delete, so that nobody else has to agree.
         """
-        stored = await find_stored(self._database, key)
+        stored = await find_stored(self.database, key)
         if stored is None or str(stored.digest) != report.digest:
             return _NOTHING
         counts = may_withhold and report.reason.is_about_artifact
         is_new = False
         if counts and stored.withheld_at is None:
-            if (await self._artifacts.verify(key)).healed:
+            if (await self.artifacts.verify(key)).healed:
                 return ReportResponse(found=True, withheld=False)
             is_agreed = may_decide or await self._is_foreign(stored)
             found, is_new = await self._vote(
@@ -123,9 +116,9 @@ class QuarantineService:
                 return _NOTHING
             stored = found
         is_withheld = stored.withheld_at is not None
-        self._accounting.count_reported()
+        self.accounting.count_reported()
         if is_withheld:
-            self._artifacts.forget(key)
+            self.artifacts.forget(key)
         # Neither a caller who may only read nor one who repeats a report may fill the log.
         _LOGGER.log(
             logging.WARNING if is_new else logging.DEBUG,
@@ -143,7 +136,7 @@ class QuarantineService:
         so, because bytes are also damaged on their way from the store.
         """
         for _ in range(2):
-            start = await self._artifacts.read_start(stored, most_bytes=MAX_ENVELOPE_HEAD_BYTES)
+            start = await self.artifacts.read_start(stored, most_bytes=MAX_ENVELOPE_HEAD_BYTES)
             with suppress(ValueError):
                 if names_key(read_envelope_head(BytesIO(start).read), stored.key.key):
                     return False
@@ -165,8 +158,8 @@ class QuarantineService:
             The artifact as it is then, None when it was replaced or deleted; and whether the report
             was new.
         """
-        key, now = stored.key, self._clock()
-        async with self._database.writing() as connection:
+        key, now = stored.key, self.clock()
+        async with self.database.writing() as connection:
             await lock_name(connection, f"report {key.namespace}/{key.key}")
             last = await find_stored(connection, key)
             if last is None or last.digest != stored.digest:
@@ -191,28 +184,28 @@ class QuarantineService:
 
     async def release(self, key: StoredKey, *, actor: Actor) -> bool:
         """Serves an artifact again and wakes its waiters; False when it was not withheld."""
-        async with self._database.writing() as connection:
+        async with self.database.writing() as connection:
             digest = await release_artifact(connection, key)
             if digest is None:
                 return False
             news = Notification.ready(key, digest)
             await drop_report(connection, key)
             await notify(connection, [news.payload])
-            record = AuditRecord.of_artifact(self._clock(), actor, AuditAction.RELEASE, key, digest)
+            record = AuditRecord.of_artifact(self.clock(), actor, AuditAction.RELEASE, key, digest)
             await add_audit(connection, [record])
-        self._wait_queue.wake(news)
+        self.wait_queue.wake(news)
         return True
 
     async def delete(self, key: StoredKey, *, actor: Actor) -> bool:
         """Deletes a withheld artifact; False when it is not withheld."""
-        stored = await find_stored(self._database, key)
+        stored = await find_stored(self.database, key)
         if stored is None or stored.withheld_at is None:
             return False
-        return await self._artifacts.delete(key, actor=actor)
+        return await self.artifacts.delete(key, actor=actor)
 
     async def list_withheld(self, namespace: Namespace | None = None) -> WithheldList:
         """Withheld artifacts, newest report first, of one namespace or of all; at most 1,000."""
-        async with self._database.reading() as connection:
+        async with self.database.reading() as connection:
             rows = await list_reports(connection, namespace=namespace, limit=_MOST)
         return WithheldList(artifacts=tuple(_withheld(row) for row in rows))
 

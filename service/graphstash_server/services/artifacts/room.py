@@ -81,27 +81,19 @@ class _Excess(NamedTuple):
     reason: str
 
 
+@dataclass(kw_only=True, eq=False)
 class RoomKeeper:
     """Knows what the uploads of this process have taken."""
 
-    def __init__(
-        self,
-        *,
-        database: Database,
-        blobs: BlobStore,
-        collector: BlobCollector,
-        evictor: Evictor,
-        budgets: Budgets,
-        policies: PolicyService,
-        clock: Clock,
-    ) -> None:
-        self._database = database
-        self._blobs = blobs
-        self._collector = collector
-        self._evictor = evictor
-        self._budgets = budgets
-        self._policies = policies
-        self._clock = clock
+    database: Database
+    blobs: BlobStore
+    collector: BlobCollector
+    evictor: Evictor
+    budgets: Budgets
+    policies: PolicyService
+    clock: Clock
+
+    def __post_init__(self) -> None:
         self._taken: Counter[Namespace] = Counter()
         self._unwritten_bytes = 0
 
@@ -112,9 +104,9 @@ class RoomKeeper:
             NoSpaceError: too much is pinned, withheld or being uploaded, or it is too large.
         """
         for excess in await self._excesses(room, ahead_bytes=room.size_bytes - room.taken_bytes):
-            async with self._database.reading() as connection:
+            async with self.database.reading() as connection:
                 stored = await stored_bytes(connection, excess.where)
-                kept = await kept_bytes(connection, namespace=excess.where, now=self._clock())
+                kept = await kept_bytes(connection, namespace=excess.where, now=self.clock())
             if excess.size_bytes > stored - kept:
                 raise excess.refusal
 
@@ -183,20 +175,20 @@ class RoomKeeper:
         """The limits that would be passed by what is taken and so many bytes more. Sets `is_needed`
         when what is taken passes a soft limit.
         """
-        where, store = room.namespace, self._budgets.store
-        budget = self._budgets.of(where, await self._policies.limits())
-        full = await self._blobs.full(self._unwritten_bytes + ahead_bytes)
+        where, store = room.namespace, self.budgets.store
+        budget = self.budgets.of(where, await self.policies.limits())
+        full = await self.blobs.full(self._unwritten_bytes + ahead_bytes)
         if budget.is_none and store.is_none and full is None:
             return []
         # Before the database is asked: what is committed meanwhile is counted twice, and nothing is
         # missed. Whoever takes more from here on sees that this was taken.
         taken, own_taken = self._taken.total(), self._taken[where]
-        async with self._database.reading() as connection:
+        async with self.database.reading() as connection:
             stored = await stored_bytes(connection) + taken
             own = await stored_bytes(connection, where) + own_taken
             pending = await pending_bytes(connection)
         if store.is_passed_softly(stored) or budget.is_passed_softly(own):
-            self._evictor.is_needed.set()
+            self.evictor.is_needed.set()
         found = []
         if budget.hard_bytes is not None and own + ahead_bytes > budget.hard_bytes:
             refusal = _refusal(room, f"the namespace {where}", own, budget.hard_bytes)
@@ -212,18 +204,18 @@ class RoomKeeper:
 
     async def _make_room(self, room: Room, excess: _Excess) -> None:
         """Evicts for one limit that is passed."""
-        async with self._database.reading() as connection:
+        async with self.database.reading() as connection:
             goal_bytes = max(await stored_bytes(connection, excess.where) - excess.size_bytes, 0)
         evicted = await self._evict(room, excess, goal_bytes)
         if excess.where is not None:
             return
-        await self._collector.collect_marked()
+        await self.collector.collect_marked()
         # Blobs that other servers are deleting count until they are gone. If they stay, because
         # such a server died, other artifacts are evicted.
-        pending = await self._collector.pending_bytes(patience_seconds=_PATIENCE_SECONDS)
+        pending = await self.collector.pending_bytes(patience_seconds=_PATIENCE_SECONDS)
         if pending:
             evicted += await self._evict(room, excess, max(goal_bytes - pending, 0))
-            await self._collector.collect_marked()
+            await self.collector.collect_marked()
         if evicted:
             _LOGGER.info("the store is full: evicted %d artifacts for an upload", evicted)
 
@@ -232,7 +224,7 @@ class RoomKeeper:
         own = room.namespace
         for evicted_from in (own,) if excess.where is not None else (own, None):
             for spares_looked_up in (True, False):
-                evicted += await self._evictor.shrink(
+                evicted += await self.evictor.shrink(
                     excess.where,
                     goal_bytes=goal_bytes,
                     actor=room.actor,

@@ -3,9 +3,10 @@
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import partial
 from typing import TypeAlias
 
 from graphstash_schema import AuditAction, Digest, Namespace, VerifyResponse
@@ -45,6 +46,7 @@ _NO_AGE = timedelta(0)
 _MAX_AGE = timedelta(seconds=2)
 
 
+@dataclass(kw_only=True, eq=False)
 class RecentRows:
     """The rows of artifacts that were served a moment ago, so that a hot hit needs no query. The
     least recently used row goes first.
@@ -57,8 +59,9 @@ class RecentRows:
     disk tier keeps a copy), the old artifact is served for at most two seconds (`_MAX_AGE`).
     """
 
-    def __init__(self, *, clock: Clock) -> None:
-        self._clock = clock
+    clock: Clock
+
+    def __post_init__(self) -> None:
         self._rows: OrderedDict[StoredKey, tuple[datetime, ArtifactRow | None]] = OrderedDict()
 
     def get(self, key: StoredKey) -> ArtifactRow | None:
@@ -67,7 +70,7 @@ class RecentRows:
         if kept is None:
             return None
         since, row = kept
-        if not _NO_AGE <= self._clock() - since <= _MAX_AGE:
+        if not _NO_AGE <= self.clock() - since <= _MAX_AGE:
             del self._rows[key]
             return None
         self._rows.move_to_end(key)
@@ -82,7 +85,7 @@ class RecentRows:
 
     def drop(self, key: StoredKey) -> None:
         """Forgets a row that has changed; one that is being read now may be the old one."""
-        self._keep(key, self._clock(), None)
+        self._keep(key, self.clock(), None)
 
     def drop_used(self, keys: Iterable[StoredKey]) -> None:
         """Forgets those of these rows that are kept: their hits have changed."""
@@ -124,25 +127,19 @@ class OpenArtifact:
     reader: BlobReader
 
 
+@dataclass(kw_only=True, eq=False)
 class ArtifactService:
     """Everything but uploads (`UploadService`)."""
 
-    def __init__(
-        self,
-        *,
-        database: Database,
-        blobs: BlobStore,
-        collector: BlobCollector,
-        accounting: Accounting,
-        clock: Clock,
-    ) -> None:
-        self._database = database
-        self._blobs = blobs
-        self._collector = collector
-        self._accounting = accounting
-        self._clock = clock
-        self._recent = RecentRows(clock=clock)
-        accounting.when_written = self._recent.drop_used
+    database: Database
+    blobs: BlobStore
+    collector: BlobCollector
+    accounting: Accounting
+    clock: Clock
+
+    def __post_init__(self) -> None:
+        self._recent = RecentRows(clock=self.clock)
+        self.accounting.when_written = self._recent.drop_used
         self._protected = Buckets()
         self._verifying: dict[Digest, asyncio.Task[bool | None]] = {}
         self._verifiers = asyncio.Semaphore(_MAX_VERIFIED)
@@ -173,8 +170,8 @@ class ArtifactService:
         row = self._recent.get(key)
         if row is not None:
             return (row,)
-        read_at = self._clock()
-        found = find_artifact_now(self._database, key)
+        read_at = self.clock()
+        found = find_artifact_now(self.database, key)
         for row in found or ():
             self._recent.add(row, read_at=read_at)
         return found
@@ -183,11 +180,11 @@ class ArtifactService:
         """All bytes of a small artifact, where they are in memory; None otherwise."""
         if row.digest.size_bytes > SMALL_BYTES:
             return None
-        return self._blobs.read_now(row.digest)
+        return self.blobs.read_now(row.digest)
 
     def open_now(self, row: ArtifactRow) -> FileReader | None:
         """An artifact's file, where its name is in memory; None otherwise. The caller closes it."""
-        file = self._blobs.open_now(row.digest)
+        file = self.blobs.open_now(row.digest)
         if file is not None and file.size_bytes != row.digest.size_bytes:
             file.close_now()
             return None
@@ -199,28 +196,16 @@ class ArtifactService:
         The blob is not checked: a client that does not find it comes back without a redirect.
         """
         row = self._recent.get(key) or await self._read(key)
-        url = await self._blobs.link(row.digest) if row is not None else None
+        url = await self.blobs.link(row.digest) if row is not None else None
         return (row, url) if row is not None and url is not None else None
 
     async def find(self, key: StoredKey) -> ArtifactRow | None:
         """An artifact whose blob is there; None otherwise."""
-        for _ in range(_LOOKS):
-            row = await self._read(key)
-            if row is None or await self._is_there(row):
-                return row
-            if await self.heal(row):
-                return None
-        return None
+        return await self._with_blob(partial(self._read, key))
 
     async def find_stored(self, key: StoredKey) -> ArtifactRow | None:
         """The same, withheld or not: what an upload would conflict with."""
-        for _ in range(_LOOKS):
-            row = await find_stored(self._database, key)
-            if row is None or await self._is_there(row):
-                return row
-            if await self.heal(row):
-                return None
-        return None
+        return await self._with_blob(partial(find_stored, self.database, key))
 
     async def verify(self, key: StoredKey) -> VerifyResponse:
         """Reads an artifact's blob and compares its digest; drops the artifact when it is damaged.
@@ -255,7 +240,7 @@ class ArtifactService:
 
     async def _read_whole(self, digest: Digest) -> bool | None:
         async with self._verifiers:
-            return await self._blobs.is_whole(digest)
+            return await self.blobs.is_whole(digest)
 
     async def lookup(
         self, namespace: Namespace, keys: Sequence[StoredKey], *, caller: str
@@ -267,11 +252,11 @@ class ArtifactService:
         not decide what stays. The protection lasts for twice that time, so that a second lookup
         soon after writes nothing. Blobs are not checked: a lost one shows at the GET.
         """
-        promised = self._clock() + _PIN
-        found = await find_artifacts(self._database, namespace, keys, until=promised)
+        promised = self.clock() + _PIN
+        found = await find_artifacts(self.database, namespace, keys, until=promised)
         loose = found.unprotected
         if loose := loose[: self._allowance(namespace, caller, len(loose))]:
-            async with self._database.writing() as connection:
+            async with self.database.writing() as connection:
                 await note_look_up(connection, loose, until=promised + _PIN)
         return found.artifacts
 
@@ -290,7 +275,7 @@ class ArtifactService:
         when it is absent.
         """
         while True:  # it may be replaced in between
-            row = await find_stored(self._database, key)
+            row = await find_stored(self.database, key)
             if row is None:
                 self.forget(key)
                 return False
@@ -304,7 +289,7 @@ class ArtifactService:
         When the database does not answer, a later request tries again; reads continue.
         """
         try:
-            if await self._collector.learn(row.digest):
+            if await self.collector.learn(row.digest):
                 return False
             is_dropped = await self._delete(row.key, row.digest, created_at=row.created_at)
         except ServerError as error:
@@ -313,7 +298,7 @@ class ArtifactService:
             )
             return False
         if is_dropped:
-            self._accounting.count_healed()
+            self.accounting.count_healed()
             _LOGGER.warning(
                 "dropped %s of %s: its blob %s is lost or damaged; the next job stores it again",
                 row.key.key,
@@ -333,22 +318,30 @@ class ArtifactService:
         self._recent.drop(key)
 
     async def _read(self, key: StoredKey) -> ArtifactRow | None:
-        read_at = self._clock()
-        row = await find_artifact(self._database, key)
+        read_at = self.clock()
+        row = await find_artifact(self.database, key)
         if row is not None:
             self._recent.add(row, read_at=read_at)
         return row
 
     async def _open_whole(self, digest: Digest) -> BlobReader | None:
         """Opens a blob; None when it is lost or has another size."""
-        reader = await self._blobs.open(digest)
+        reader = await self.blobs.open(digest)
         if reader is None or reader.size_bytes == digest.size_bytes:
             return reader
         await reader.close()
         return None
 
-    async def _is_there(self, row: ArtifactRow) -> bool:
-        return await self._blobs.stat(row.digest) == row.digest.size_bytes
+    async def _with_blob(
+        self, read: Callable[[], Awaitable[ArtifactRow | None]]
+    ) -> ArtifactRow | None:
+        for _ in range(_LOOKS):
+            row = await read()
+            if row is None or await self.blobs.stat(row.digest) == row.digest.size_bytes:
+                return row
+            if await self.heal(row):
+                return None
+        return None
 
     async def _delete(
         self,
@@ -359,7 +352,7 @@ class ArtifactService:
         created_at: datetime | None = None,
     ) -> bool:
         """Removes an artifact if it is unchanged; logged in the audit log when it has an actor."""
-        async with self._database.writing() as connection:
+        async with self.database.writing() as connection:
             await share_blobs(connection, [digest])
             freed_bytes = await delete_artifact(
                 connection, key, digest=digest, created_at=created_at
@@ -374,10 +367,10 @@ class ArtifactService:
                 await add_deletions(connection, [digest])
             if is_gone and actor is not None:
                 record = AuditRecord.of_artifact(
-                    self._clock(), actor, AuditAction.DELETE, key, digest
+                    self.clock(), actor, AuditAction.DELETE, key, digest
                 )
                 await add_audit(connection, [record])
         self.forget(key)
         if is_gone:
-            await self._collector.collect(digest, only_marked=True)
+            await self.collector.collect(digest, only_marked=True)
         return is_gone

@@ -106,6 +106,7 @@ _Outcome: TypeAlias = Commit | Exception | None
 _Waiting: TypeAlias = "tuple[Upload, asyncio.Future[Commit]]"
 
 
+@dataclass(kw_only=True, eq=False)
 class CommitBatcher:
     """Makes stored blobs visible as artifacts, many of one namespace in one transaction.
 
@@ -113,10 +114,11 @@ class CommitBatcher:
     frozen in the middle of its own, the others go on.
     """
 
-    def __init__(self, *, database: Database, blobs: BlobStore, clock: Clock) -> None:
-        self._database = database
-        self._blobs = blobs
-        self._clock = clock
+    database: Database
+    blobs: BlobStore
+    clock: Clock
+
+    def __post_init__(self) -> None:
         self._waiting: dict[str, list[_Waiting]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -185,12 +187,12 @@ class CommitBatcher:
         """
         if self._are_there_now(uploads[:1]):  # or this kind of store has to be asked
             with suppress(_UnknownError):
-                async with self._database.writing_in_steps() as steps:
+                async with self.database.writing_in_steps() as steps:
                     return await steps.run(partial(self._commit_now, uploads), is_last=True)
-        async with self._database.writing_in_steps() as steps:
+        async with self.database.writing_in_steps() as steps:
             locked = await steps.run(partial(self._lock_to_look, uploads))
             sizes = await asyncio.gather(
-                *(self._blobs.stat(upload.digest, is_newest=True) for upload in uploads)
+                *(self.blobs.stat(upload.digest, is_newest=True) for upload in uploads)
             )
             are_there = [
                 size_bytes == upload.digest.size_bytes
@@ -203,7 +205,7 @@ class CommitBatcher:
     def _are_there_now(self, uploads: Sequence[Upload]) -> bool:
         """Whether every blob is there; False also where that would have to be waited for."""
         for upload in uploads:
-            file = self._blobs.open_now(upload.digest)
+            file = self.blobs.open_now(upload.digest)
             if file is None:
                 return False
             file.close_now()
@@ -223,13 +225,13 @@ class CommitBatcher:
         if not self._are_there_now(uploads):
             raise _UnknownError
         are_there = [True] * len(uploads)
-        return await _store_all(connection, uploads, are_there, locked, now=self._clock())
+        return await _store_all(connection, uploads, are_there, locked, now=self.clock())
 
     async def _lock_to_look(self, uploads: Sequence[Upload], connection: Transaction) -> "_Locked":
         """The first of two steps; nothing is changed yet."""
         locked = await _lock(connection, uploads)
         for digest, generation in locked.generations.items():
-            self._blobs.use_generation(Digest(digest, 0), generation)
+            self.blobs.use_generation(Digest(digest, 0), generation)
         await pause(connection, seconds=_LOOK_SECONDS)
         return locked
 
@@ -242,7 +244,7 @@ class CommitBatcher:
     ) -> list[_Outcome]:
         """The second step."""
         await end_pause(connection)
-        return await _store_all(connection, uploads, are_there, locked, now=self._clock())
+        return await _store_all(connection, uploads, are_there, locked, now=self.clock())
 
 
 class _UnknownError(Exception):
@@ -393,31 +395,20 @@ def _deleted_meanwhile() -> ServerError:
 _LOGGER = logging.getLogger(__name__)
 
 
+@dataclass(kw_only=True, eq=False)
 class UploadService:
     """Keeps the first upload of a key: compilers are not reproducible, and the processes of one job
     must all load one executable. A namespace's policy may keep the last one instead, or refuse all.
     """
 
-    def __init__(
-        self,
-        *,
-        blobs: BlobStore,
-        collector: BlobCollector,
-        artifacts: ArtifactService,
-        accounting: Accounting,
-        committer: CommitBatcher,
-        rooms: RoomKeeper,
-        wait_queue: WaitQueue,
-        max_artifact_bytes: int,
-    ) -> None:
-        self._blobs = blobs
-        self._collector = collector
-        self._artifacts = artifacts
-        self._accounting = accounting
-        self._committer = committer
-        self._rooms = rooms
-        self._wait_queue = wait_queue
-        self._max_artifact_bytes = max_artifact_bytes
+    blobs: BlobStore
+    collector: BlobCollector
+    artifacts: ArtifactService
+    accounting: Accounting
+    committer: CommitBatcher
+    rooms: RoomKeeper
+    wait_queue: WaitQueue
+    max_artifact_bytes: int
 
     async def publish(self, upload: Upload, chunks: AsyncIterator[bytes]) -> bool:
         """Stores an artifact. Everything else is checked before `chunks` are read.
@@ -429,7 +420,7 @@ class UploadService:
             ServerError: 400, 403, 409, 412, 413, 503 or 507; nothing is stored then.
         """
         self.check(upload.key.namespace, upload.digest.size_bytes, policy=upload.policy)
-        existing = await self._artifacts.find_stored(upload.key)
+        existing = await self.artifacts.find_stored(upload.key)
         if existing is not None and existing.withheld_at is not None:
             raise withheld(upload, existing.digest)
         if existing is not None and (existing.digest == upload.digest or not upload.replaces):
@@ -442,24 +433,24 @@ class UploadService:
             row_bytes=rows_bytes,
             actor=upload.actor,
         )
-        await self._rooms.check(room)
+        await self.rooms.check(room)
         is_due = False
         try:
-            with self._collector.uploading(upload.digest), self._rooms.opened(room):
-                is_due = await self._collector.settle(upload.digest)
-                await self._blobs.put(upload.digest, self._rooms.passed(room, chunks))
+            with self.collector.uploading(upload.digest), self.rooms.opened(room):
+                is_due = await self.collector.settle(upload.digest)
+                await self.blobs.put(upload.digest, self.rooms.passed(room, chunks))
                 is_due = True
-                commit = await self._committer.commit(upload)
+                commit = await self.committer.commit(upload)
         except BaseException:
             if is_due:
                 await asyncio.shield(self._drop_blob(upload.digest))
             raise
         if commit.stored is not None:
-            self._artifacts.remember(commit.stored)
-            self._accounting.count_put(upload.key, job=upload.job)
-        self._wait_queue.wake(Notification.ready(upload.key, commit.stays or upload.digest))
+            self.artifacts.remember(commit.stored)
+            self.accounting.count_put(upload.key, job=upload.job)
+        self.wait_queue.wake(Notification.ready(upload.key, commit.stays or upload.digest))
         if commit.replaced is not None:
-            self._artifacts.forget(upload.key)
+            self.artifacts.forget(upload.key)
             await self._drop_blob(commit.replaced.digest)
         if commit.stays is None:
             return True
@@ -471,7 +462,7 @@ class UploadService:
         fails, the blob is marked, or the next start removes it.
         """
         try:
-            await self._collector.collect(digest)
+            await self.collector.collect(digest)
         except ServerError as error:
             _LOGGER.warning("could not delete the unused blob %s, will retry: %s", digest, error)
 
@@ -491,12 +482,12 @@ class UploadService:
                 "--max-artifact)",
                 limit=limit,
             )
-        if size_bytes > self._max_artifact_bytes:
+        if size_bytes > self.max_artifact_bytes:
             raise ServerError(
                 ErrorCode.TOO_LARGE,
                 f"the artifact has {size_bytes} bytes and the limit of this server is "
-                f"{self._max_artifact_bytes}: raise GRAPHSTASH_MAX_ARTIFACT_BYTES there",
-                limit=self._max_artifact_bytes,
+                f"{self.max_artifact_bytes}: raise GRAPHSTASH_MAX_ARTIFACT_BYTES there",
+                limit=self.max_artifact_bytes,
             )
 
     def _refuse_other(self, upload: Upload, stays: Digest) -> bool:
@@ -509,7 +500,7 @@ class UploadService:
                 given_digest=upload.digest,
             )
         if stays != upload.digest:
-            self._accounting.count_conflict(upload.key)
+            self.accounting.count_conflict(upload.key)
             raise ServerError(
                 ErrorCode.CONFLICT,
                 f"{upload.key.key} exists with the digest {stays}, {upload.digest} was given: the "

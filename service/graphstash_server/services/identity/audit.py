@@ -3,6 +3,7 @@
 Every change is logged in its own transaction (`queries.audit.add_audit`).
 """
 
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
@@ -19,11 +20,11 @@ _PRUNED_AT_ONCE = 1000
 """A transaction over a year's log would stop every writer of an SQLite database."""
 
 
+@dataclass(kw_only=True, eq=False)
 class AuditService:
     """Safe for concurrent calls."""
 
-    def __init__(self, *, database: Database) -> None:
-        self._database = database
+    database: Database
 
     async def read(
         self, *, limit: int, before: int | None = None, namespace: Namespace | None = None
@@ -32,7 +33,7 @@ class AuditService:
 
         `limit` is from 1 to `MAX_AUDIT_ENTRIES`; `before` is `next_before` of the previous page.
         """
-        async with self._database.reading() as connection:
+        async with self.database.reading() as connection:
             entries = await read_audit(
                 connection, limit=limit + 1, before=before, namespace=namespace
             )
@@ -43,7 +44,7 @@ class AuditService:
         """Deletes the entries that were written before a time; returns how many."""
         pruned = 0
         while True:
-            async with self._database.writing() as connection:
+            async with self.database.writing() as connection:
                 count = await prune_audit(connection, older_than=older_than, limit=_PRUNED_AT_ONCE)
             pruned += count
             if count < _PRUNED_AT_ONCE:

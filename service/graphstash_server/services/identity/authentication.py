@@ -60,6 +60,7 @@ class _Seen:
         return timedelta(0) <= now - self.read_at < MAX_DECISION_AGE
 
 
+@dataclass(kw_only=True, eq=False)
 class KnownTokens:
     """What the database says about tokens, remembered for two seconds.
 
@@ -67,9 +68,10 @@ class KnownTokens:
     statement at a time: guessing tokens costs the database next to nothing and evicts no known one.
     """
 
-    def __init__(self, *, database: Database, clock: Clock) -> None:
-        self._database = database
-        self._clock = clock
+    database: Database
+    clock: Clock
+
+    def __post_init__(self) -> None:
         self._known: OrderedDict[str, _Seen] = OrderedDict()
         self._unknown: OrderedDict[str, _Seen] = OrderedDict()
         self._wanted: dict[str, asyncio.Future[KnownToken | None]] = {}
@@ -96,7 +98,7 @@ class KnownTokens:
     def _seen(self, token_id: str) -> _Seen | None:
         """What the database said, while it counts."""
         seen = self._known.get(token_id) or self._unknown.get(token_id)
-        return seen if seen is not None and seen.is_fresh(self._clock()) else None
+        return seen if seen is not None and seen.is_fresh(self.clock()) else None
 
     def forget(self, token_id: str) -> None:
         """Makes the next use of a token query the database. A query that is under way may have been
@@ -111,10 +113,10 @@ class KnownTokens:
         try:
             while self._wanted:
                 batch = dict(islice(self._wanted.items(), _AT_ONCE))
-                read_at = self._clock()
+                read_at = self.clock()
                 self._reading = set(batch)
                 try:
-                    rows = await find_tokens(self._database, list(batch))
+                    rows = await find_tokens(self.database, list(batch))
                 except Exception as error:  # noqa: BLE001 - it belongs to those who wait
                     self._settle(batch, error)
                 else:
@@ -177,25 +179,19 @@ class _Verified(NamedTuple):
     principal: Principal
 
 
+@dataclass(kw_only=True, eq=False)
 class AccessService:
     """Authenticates callers; `is_open` is set on a server without authentication, `oidc` is None
     when the server accepts no JWTs.
     """
 
-    def __init__(
-        self,
-        *,
-        is_open: bool,
-        tokens: KnownTokens,
-        oidc: OidcVerifier | None,
-        accounting: Accounting,
-        clock: Clock,
-    ) -> None:
-        self.is_open = is_open
-        self._tokens = tokens
-        self._oidc = oidc
-        self._accounting = accounting
-        self._clock = clock
+    is_open: bool
+    tokens: KnownTokens
+    oidc: OidcVerifier | None
+    accounting: Accounting
+    clock: Clock
+
+    def __post_init__(self) -> None:
         self._verified: OrderedDict[bytes, _Verified] = OrderedDict()
 
     async def principal_of(self, authorization: str | None) -> Principal:
@@ -234,7 +230,7 @@ class AccessService:
         credentials = credentials.strip(" ")
         form = TOKEN_FORM.fullmatch(credentials)
         if form is not None:
-            token = self._tokens.find_now(form["id"])
+            token = self.tokens.find_now(form["id"])
             principal = self._accept(token, form["id"], form["secret"])
         else:
             principal = self._verified_now(_name_of(credentials))
@@ -244,25 +240,25 @@ class AccessService:
         """Whose token has an id, for a session that began with its secret; None when the token is
         revoked or expired.
         """
-        token = await self._tokens.find(token_id)
+        token = await self.tokens.find(token_id)
         principal = self._use(token, token_id) if token is not None else None
         return None if principal is None or self._is_expired(principal) else principal
 
     def forget_token(self, token_id: str) -> None:
         """A token was revoked: its next use queries the database."""
-        self._tokens.forget(token_id)
+        self.tokens.forget(token_id)
 
     def _is_expired(self, principal: Principal) -> bool:
-        return principal.expires_at is not None and principal.expires_at <= self._clock()
+        return principal.expires_at is not None and principal.expires_at <= self.clock()
 
     async def _of_bearer(self, credentials: str) -> Principal | None:
         token = TOKEN_FORM.fullmatch(credentials)
         if token is not None:
             return await self._of_token(token["id"], token["secret"])
-        return await self._of_jwt(credentials, self._oidc) if self._oidc is not None else None
+        return await self._of_jwt(credentials, self.oidc) if self.oidc is not None else None
 
     async def _of_token(self, token_id: str, secret: str) -> Principal | None:
-        return self._accept(await self._tokens.find(token_id), token_id, secret)
+        return self._accept(await self.tokens.find(token_id), token_id, secret)
 
     def _accept(self, token: KnownToken | None, token_id: str, secret: str) -> Principal | None:
         """Whose token it is, if the secret is right; counts its use."""
@@ -275,15 +271,15 @@ class AccessService:
     def _use(self, token: KnownToken, token_id: str) -> Principal | None:
         """Whose token it is, if its issuer counts; counts its use."""
         issuer = token.principal.issuer
-        if issuer is not None and (self._oidc is None or not self._oidc.trusts(issuer)):
+        if issuer is not None and (self.oidc is None or not self.oidc.trusts(issuer)):
             return None  # it was exchanged for a JWT of a provider that counts no more
         if not self._is_expired(token.principal):
-            self._accounting.count_token_use(token_id)
+            self.accounting.count_token_use(token_id)
         return token.principal
 
     async def _of_jwt(self, token: str, oidc: OidcVerifier) -> Principal | None:
         name = _name_of(token)
-        now = self._clock()
+        now = self.clock()
         verified = self._verified_now(name)
         if verified is not None:
             return verified
@@ -298,7 +294,7 @@ class AccessService:
     def _verified_now(self, name: bytes) -> Principal | None:
         """Whose JWT was found good a moment ago."""
         verified = self._verified.get(name)
-        if verified is None or not timedelta(0) <= self._clock() - verified.at < MAX_DECISION_AGE:
+        if verified is None or not timedelta(0) <= self.clock() - verified.at < MAX_DECISION_AGE:
             return None
         return verified.principal
 

@@ -8,6 +8,7 @@ as soon as the token is revoked or expires, and after `SESSION_LIFETIME` in any 
 import hashlib
 import re
 import secrets
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Final, NamedTuple
 
@@ -44,13 +45,13 @@ class Session(NamedTuple):
     principal: Principal
 
 
+@dataclass(kw_only=True, eq=False)
 class SessionService:
     """Safe for concurrent calls."""
 
-    def __init__(self, *, database: Database, access: AccessService, clock: Clock) -> None:
-        self._database = database
-        self._access = access
-        self._clock = clock
+    database: Database
+    access: AccessService
+    clock: Clock
 
     async def begin(self, token: str) -> Session:
         """Signs in with a token of `graphstash token create` or of an exchange.
@@ -65,16 +66,16 @@ class SessionService:
                 "this is not a token of graphstash, which begins with gst_: paste the whole token; "
                 "an administrator creates one with `graphstash token create`",
             )
-        principal = await self._access.principal_of(f"Bearer {token}")
+        principal = await self.access.principal_of(f"Bearer {token}")
         if principal is OPEN_ACCESS:  # which nobody had to prove; another server would believe it
             raise ServerError(
                 ErrorCode.FORBIDDEN,
                 "this server has no authentication: nobody needs to sign in",
             )
-        now = self._clock()
+        now = self.clock()
         ends = [now + SESSION_LIFETIME, *filter(None, [principal.expires_at])]
         session = Session(secrets.token_urlsafe(32), min(ends), principal)
-        async with self._database.writing() as connection:
+        async with self.database.writing() as connection:
             await drop_sessions(
                 connection, expired=now, token_id=form["id"], kept=MAX_SESSIONS_OF_TOKEN - 1
             )
@@ -90,17 +91,17 @@ class SessionService:
         """
         if _ID.fullmatch(session_id) is None:
             return None
-        async with self._database.reading() as connection:
+        async with self.database.reading() as connection:
             row = await find_session(connection, _sha256(session_id))
-        if row is None or row.expires_at <= self._clock():
+        if row is None or row.expires_at <= self.clock():
             return None
-        principal = await self._access.principal_of_token(row.token_id)
+        principal = await self.access.principal_of_token(row.token_id)
         return None if principal is None else Session(session_id, row.expires_at, principal)
 
     async def end(self, session_id: str) -> None:
         """Signs out."""
         if await self.find(session_id) is not None:  # who writes, waits in line with uploads
-            async with self._database.writing() as connection:
+            async with self.database.writing() as connection:
                 await delete_session(connection, _sha256(session_id))
 
 

@@ -7,6 +7,7 @@ plain hash does not reveal it, however fast hashing is.
 import hashlib
 import re
 import secrets
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
@@ -76,12 +77,12 @@ _REVOKED = "revoked"
 """First word of the notification of a revocation; the id follows."""
 
 
+@dataclass(kw_only=True, eq=False)
 class TokenService:
     """Safe for concurrent calls; every change is in the audit log, in the same transaction."""
 
-    def __init__(self, *, database: Database, clock: Clock) -> None:
-        self._database = database
-        self._clock = clock
+    database: Database
+    clock: Clock
 
     async def create(self, request: TokenRequest, *, actor: Actor) -> TokenIssued:
         """Creates a token.
@@ -92,7 +93,7 @@ class TokenService:
         Raises:
             ServerError: 400 when it would be expired, 409 when there are too many, 503.
         """
-        now = self._clock()
+        now = self.clock()
         info = TokenInfo(
             id=_new_id(),
             description=request.description,
@@ -133,7 +134,7 @@ class TokenService:
             )
         for grant in request.grants:
             _check_included(grant, caller)
-        now = self._clock()
+        now = self.clock()
         info = TokenInfo(
             id=_new_id(),
             description=caller.name,
@@ -148,7 +149,7 @@ class TokenService:
     async def _issue(self, info: TokenInfo, *, actor: Actor) -> TokenIssued:
         secret = secrets.token_urlsafe(_SECRET_BYTES)
         now = info.created_at
-        async with self._database.writing() as connection:
+        async with self.database.writing() as connection:
             await lock_name(connection, "tokens")  # so that two cannot both be the last one
             if info.issuer is not None:
                 await _check_room(connection, (info.issuer, info.created_by), now=now)
@@ -169,15 +170,15 @@ class TokenService:
 
     async def list_all(self) -> TokenList:
         """All tokens, newest first, revoked and expired ones included."""
-        async with self._database.reading() as connection:
+        async with self.database.reading() as connection:
             return TokenList(tokens=tuple(await list_tokens(connection)))
 
     async def revoke(self, token_id: str, *, actor: Actor) -> TokenInfo | None:
         """Revokes a token for good; None when there is none. A second time changes nothing."""
         if _ID.fullmatch(token_id) is None:
             return None  # PostgreSQL does not even compare with a NUL
-        now = self._clock()
-        async with self._database.writing() as connection:
+        now = self.clock()
+        async with self.database.writing() as connection:
             if await revoke_token(connection, token_id, now=now):
                 await add_audit(
                     connection, [AuditRecord(now, actor, AuditAction.TOKEN_REVOKE, None, token_id)]
@@ -190,8 +191,8 @@ class TokenService:
         """Deletes tokens that were revoked or expired before a time; returns how many. Those that
         JWTs were exchanged for go an hour after their end.
         """
-        soon = max(before, self._clock() - _EXCHANGED_COUNTS_FOR)
-        async with self._database.writing() as connection:
+        soon = max(before, self.clock() - _EXCHANGED_COUNTS_FOR)
+        async with self.database.writing() as connection:
             return await delete_ended_tokens(connection, before=before, exchanged_before=soon)
 
 

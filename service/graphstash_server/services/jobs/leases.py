@@ -6,6 +6,7 @@ Leases are advisory: an upload needs none, and an expired one only lets the next
 import asyncio
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
@@ -74,27 +75,20 @@ class HeldLease(NamedTuple):
     waiters: int
 
 
+@dataclass(kw_only=True, eq=False)
 class LeaseService:
     """Grants, renews and releases leases."""
 
-    def __init__(
-        self,
-        *,
-        database: Database,
-        artifacts: ArtifactService,
-        wait_queue: WaitQueue,
-        counters: Counters,
-        clock: Clock,
-        new_token: Callable[[], str] = lambda: secrets.token_hex(16),
-    ) -> None:
-        self._database = database
-        self._artifacts = artifacts
-        self._wait_queue = wait_queue
-        self._counters = counters
-        self._clock = clock
-        self._new_token = new_token
+    database: Database
+    artifacts: ArtifactService
+    wait_queue: WaitQueue
+    counters: Counters
+    clock: Clock
+    new_token: Callable[[], str] = lambda: secrets.token_hex(16)
+
+    def __post_init__(self) -> None:
         # A thousand callers may join at once: the upload that they wait for does not queue behind.
-        self._turns = asyncio.Semaphore(database.shared_connections)
+        self._turns = asyncio.Semaphore(self.database.shared_connections)
 
     async def acquire(self, wanted: Acquisition, *, gone: "asyncio.Future[None]") -> LeaseReply:
         """Takes the lease, or waits until it can be taken or the artifact is there.
@@ -103,7 +97,7 @@ class LeaseService:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wanted.wait_seconds
-        with self._wait_queue.joined(wanted.key) as ticket:
+        with self.wait_queue.joined(wanted.key) as ticket:
 
             def wake(_: object) -> None:
                 ticket.set()
@@ -117,11 +111,11 @@ class LeaseService:
                             return _ready(ticket.digest)
                         reply, digest = await self._try(wanted)
                     if digest is not None:
-                        self._wait_queue.wake(Notification.ready(wanted.key, digest))
+                        self.wait_queue.wake(Notification.ready(wanted.key, digest))
                     if gone.done() and reply.token is not None:
                         await self.release(wanted.key, token=reply.token)
                     rest = deadline - loop.time()
-                    is_over = rest <= 0 or gone.done() or self._wait_queue.is_closed
+                    is_over = rest <= 0 or gone.done() or self.wait_queue.is_closed
                     if reply.state is not LeaseState.HELD or is_over:
                         return reply
                     await self._pause(wanted.key, ticket, reply=reply, rest_seconds=rest)
@@ -134,8 +128,8 @@ class LeaseService:
         Raises:
             ServerError: 410 when the token no longer holds the lease.
         """
-        now = self._clock()
-        async with self._database.writing() as connection:
+        now = self.clock()
+        async with self.database.writing() as connection:
             fencing = await renew_lease(
                 connection,
                 key,
@@ -156,8 +150,8 @@ class LeaseService:
         Raises:
             ServerError: 410 when the token never held the lease, or lost it.
         """
-        now = self._clock()
-        async with self._database.writing() as connection:
+        now = self.clock()
+        async with self.database.writing() as connection:
             is_ended = await release_lease(connection, key, token=token, now=now)
             if is_ended:
                 await notify(connection, [Notification.free(key).payload])
@@ -166,18 +160,18 @@ class LeaseService:
                 is_ended = last is not None and last.token == token and last.released_at is not None
         if not is_ended:
             raise _lost(key)
-        self._wait_queue.wake(Notification.free(key))
+        self.wait_queue.wake(Notification.free(key))
 
     async def count_held(self) -> int:
         """How many leases are held now, of all servers."""
-        async with self._database.reading() as connection:
-            return await count_held_leases(connection, now=self._clock())
+        async with self.database.reading() as connection:
+            return await count_held_leases(connection, now=self.clock())
 
     async def list_held(self, namespaces: Sequence[Namespace], *, limit: int) -> list[HeldLease]:
         """Leases of some namespaces that are held now, the last ones to end first."""
-        async with self._database.reading() as connection:
-            rows = await list_held_leases(connection, namespaces, now=self._clock(), limit=limit)
-        return [HeldLease(*row, self._wait_queue.count_of(row.key)) for row in rows]
+        async with self.database.reading() as connection:
+            rows = await list_held_leases(connection, namespaces, now=self.clock(), limit=limit)
+        return [HeldLease(*row, self.wait_queue.count_of(row.key)) for row in rows]
 
     async def _try(self, wanted: Acquisition) -> tuple[LeaseReply, Digest | None]:
         """Looks once; tries again when another process was faster between two statements.
@@ -186,16 +180,16 @@ class LeaseService:
             What to answer, and the digest of the artifact if it is there.
         """
         while True:
-            row = await self._artifacts.find(wanted.key)
+            row = await self.artifacts.find(wanted.key)
             if row is not None:
                 return _ready(row.digest), row.digest
-            lease = await find_lease(self._database, wanted.key)
-            if lease is not None and lease.is_held(self._clock()):
+            lease = await find_lease(self.database, wanted.key)
+            if lease is not None and lease.is_held(self.clock()):
                 return self._held(lease), None
             reply = await self._take(wanted)
             if reply is not None:
                 if lease is not None and lease.released_at is None:
-                    self._counters.count_expired_lease()
+                    self.counters.count_expired_lease()
                 return reply, None
 
     async def _take(self, wanted: Acquisition) -> LeaseReply | None:
@@ -204,9 +198,9 @@ class LeaseService:
         The lease is taken before the artifact is looked for: an upload that commits meanwhile has
         either ended before, and is seen, or ends this lease.
         """
-        now = self._clock()
-        token = self._new_token()
-        async with self._database.writing() as connection:
+        now = self.clock()
+        token = self.new_token()
+        async with self.database.writing() as connection:
             await _check_number(connection, wanted, now)
             fencing = await acquire_lease(
                 connection,
@@ -229,8 +223,8 @@ class LeaseService:
     ) -> None:
         """Sleeps until it is worth looking again."""
         seconds = rest_seconds
-        if self._wait_queue.is_poller(key, ticket):
-            mean = _LOOK_SECONDS_INFORMED if self._wait_queue.are_informed else _LOOK_SECONDS
+        if self.wait_queue.is_poller(key, ticket):
+            mean = _LOOK_SECONDS_INFORMED if self.wait_queue.are_informed else _LOOK_SECONDS
             look = mean * (0.5 + jitter())
             seconds = min(seconds, look, reply.expires_in_seconds or 0.0)
         try:
@@ -240,7 +234,7 @@ class LeaseService:
             return
 
     def _held(self, lease: LeaseRow) -> LeaseReply:
-        rest = lease.expires_at - self._clock()
+        rest = lease.expires_at - self.clock()
         return LeaseReply(
             state=LeaseState.HELD,
             holder=lease.holder,

@@ -1,6 +1,7 @@
 """ManifestService remembers the artifacts of a job; PinService keeps them from eviction."""
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
 from typing import TypeAlias
@@ -41,6 +42,7 @@ _MAX_ENTRIES = 16 * MAX_MANIFEST_ENTRIES
 """Of one namespace: sixteen of the largest manifests, or hundreds of usual ones."""
 
 
+@dataclass(kw_only=True, eq=False)
 class ManifestService:
     """Safe for concurrent calls: a merge is one transaction.
 
@@ -48,14 +50,13 @@ class ManifestService:
     those that were not used for the longest time go, of whatever manifest.
     """
 
-    def __init__(self, *, database: Database, rooms: RoomKeeper, clock: Clock) -> None:
-        self._database = database
-        self._rooms = rooms
-        self._clock = clock
+    database: Database
+    rooms: RoomKeeper
+    clock: Clock
 
     async def get(self, namespace: Namespace, name: ManifestName) -> list[EntryRow]:
         """The entries of a manifest, most recently used first; none when there is no manifest."""
-        return await list_entries(self._database, namespace, name)
+        return await list_entries(self.database, namespace, name)
 
     async def merge(
         self,
@@ -76,23 +77,23 @@ class ManifestService:
             NoSpaceError: the namespace or the store has no room for so many more entries.
         """
         wanted = list(dict.fromkeys(keys))
-        known = {entry.name for entry in await list_entries(self._database, namespace, name)}
+        known = {entry.name for entry in await list_entries(self.database, namespace, name)}
         more = sum((key.kind, key.device_type, key.fingerprint) not in known for key in wanted)
         room = Room(namespace, blob_bytes=0, row_bytes=more * MANIFEST_ENTRY_BYTES, actor=actor)
-        await self._rooms.check(room)
-        with self._rooms.opened(room):
-            await self._rooms.take(room, room.row_bytes)
-            async with self._database.writing_in_steps() as steps:
-                run = partial(_merge, name=name, keys=wanted, writer=writer, now=self._clock())
+        await self.rooms.check(room)
+        with self.rooms.opened(room):
+            await self.rooms.take(room, room.row_bytes)
+            async with self.database.writing_in_steps() as steps:
+                run = partial(_merge, name=name, keys=wanted, writer=writer, now=self.clock())
                 return await steps.run(run, is_last=True)
 
     async def drop_unused(self) -> None:
         """Deletes what no run used for `_UNUSED`, of all namespaces."""
-        before = self._clock() - _UNUSED
-        async with self._database.reading() as connection:
+        before = self.clock() - _UNUSED
+        async with self.database.reading() as connection:
             namespaces = await list_unused(connection, before=before)
         for namespace in namespaces:
-            async with self._database.writing() as connection:
+            async with self.database.writing() as connection:
                 dropped = await drop_unused_entries(connection, namespace, before=before)
                 await _count(connection, namespace, -dropped)
 
@@ -123,11 +124,11 @@ async def _count(connection: Transaction, namespace: str, more: int) -> None:
         await add_usage(connection, namespace, change)
 
 
+@dataclass(kw_only=True, eq=False)
 class PinService:
     """Keeps artifacts of a job from eviction. Only `unpin` makes a pin shorter."""
 
-    def __init__(self, *, database: Database) -> None:
-        self._database = database
+    database: Database
 
     async def pin(self, namespace: Namespace, job: ManifestName, *, until: datetime) -> int:
         """Pins the artifacts that a job used; returns how many its manifest names."""
@@ -143,7 +144,7 @@ class PinService:
         job: ManifestName,
         change: Callable[[AsyncConnection, Sequence[StoredKey]], Awaitable[None]],
     ) -> int:
-        entries = await list_entries(self._database, namespace, job)
+        entries = await list_entries(self.database, namespace, job)
         keys = [
             StoredKey.parse(
                 namespace=namespace,
@@ -153,7 +154,7 @@ class PinService:
             )
             for entry in entries
         ]
-        async with self._database.writing() as connection:
+        async with self.database.writing() as connection:
             if keys:
                 await change(connection, keys)
         return len(keys)

@@ -10,6 +10,7 @@ import asyncio
 import heapq
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from pydantic import TypeAdapter
@@ -76,21 +77,16 @@ _COUNTS: Final = TypeAdapter(tuple[RunCounts, ...])
 _MISSES: Final = TypeAdapter(tuple[RunMiss, ...])
 
 
+@dataclass(kw_only=True, eq=False)
 class RunService:
     """Safe for concurrent calls."""
 
-    def __init__(
-        self,
-        *,
-        database: Database,
-        clock: Clock,
-        max_reports: int = MAX_REPORTS,
-        max_bytes: int = MAX_REPORT_BYTES,
-    ) -> None:
-        self._database = database
-        self._clock = clock
-        self._max_reports = max_reports
-        self._max_bytes = max_bytes
+    database: Database
+    clock: Clock
+    max_reports: int = MAX_REPORTS
+    max_bytes: int = MAX_REPORT_BYTES
+
+    def __post_init__(self) -> None:
         self._summing = asyncio.Semaphore(1)  # the interpreter's lock lets one of them on anyway
 
     async def put(
@@ -109,7 +105,7 @@ class RunService:
                 nothing was ever stored; 409 for a run of somebody else; 413 for a run of too many
                 processes.
         """
-        now = self._clock()
+        now = self.clock()
         if report.started_at - now > MAX_RUN_AHEAD:
             raise ServerError(
                 ErrorCode.INVALID_REQUEST,
@@ -136,13 +132,13 @@ class RunService:
             counts=counts,
             misses=misses,
         )
-        if not await find_namespaces(self._database, [namespace]):
+        if not await find_namespaces(self.database, [namespace]):
             raise ServerError(
                 ErrorCode.NOT_FOUND,
                 f"nothing was ever stored in the namespace {namespace}, so it keeps no reports of "
                 "runs: publish an artifact first",
             )
-        async with self._database.writing() as connection:
+        async with self.database.writing() as connection:
             await lock_name(connection, f"runs {namespace}")
             owner = await find_writer(connection, namespace, run)
             if owner not in (None, writer):
@@ -178,7 +174,7 @@ class RunService:
             limit: most runs, 1 to `MAX_LISTED_RUNS`.
         """
         async with self._summing:  # one at a time has its reports in memory
-            async with self._database.reading() as connection:
+            async with self.database.reading() as connection:
                 latest = await list_latest(
                     connection, namespace, job=job, limit=min(limit, MAX_LISTED_RUNS)
                 )
@@ -204,20 +200,20 @@ class RunService:
     async def find(self, namespace: Namespace, run: RunName) -> Run | None:
         """One run, with what it missed; None when there is none."""
         async with self._summing:
-            async with self._database.reading() as connection:
+            async with self.database.reading() as connection:
                 reports = await list_reports(connection, namespace, [run], with_misses=True)
             return await asyncio.to_thread(_sum, reports) if reports else None
 
     async def drop_old(self) -> None:
         """Deletes reports that are older than `RUNS_KEPT`."""
-        before = self._clock() - RUNS_KEPT
+        before = self.clock() - RUNS_KEPT
         dropped = _PRUNED_AT_ONCE
         while dropped == _PRUNED_AT_ONCE:
-            async with self._database.writing() as connection:
+            async with self.database.writing() as connection:
                 dropped = await delete_old_runs(connection, before=before, limit=_PRUNED_AT_ONCE)
 
     def _is_too_much(self, reports: int, size_bytes: int) -> bool:
-        return reports > self._max_reports or size_bytes > self._max_bytes
+        return reports > self.max_reports or size_bytes > self.max_bytes
 
     def _surplus(self, held: Sequence[HeldRun]) -> list[HeldRun]:
         """The runs that have to go, of those given with the oldest first: each time the oldest one
@@ -234,7 +230,7 @@ class RunService:
         heapq.heapify(largest)
         gone = []
         while (
-            reports > self._max_reports * _LEFT or size_bytes > self._max_bytes * _LEFT
+            reports > self.max_reports * _LEFT or size_bytes > self.max_bytes * _LEFT
         ) and largest:
             held_by, writer = largest[0]
             run = of_writer[writer].popleft()
@@ -248,7 +244,7 @@ class RunService:
         return gone
 
     def _share(self, run: HeldRun) -> float:
-        return max(run.reports / self._max_reports, run.size_bytes / self._max_bytes)
+        return max(run.reports / self.max_reports, run.size_bytes / self.max_bytes)
 
 
 def _sum(reports: Sequence[ReportRow]) -> Run:

@@ -6,11 +6,9 @@ from datetime import datetime, timedelta
 from typing import NamedTuple
 
 from graphstash_server.actor import Actor
-from graphstash_server.services.artifacts.blobs import BlobCollector
-from graphstash_server.services.artifacts.eviction import OVER_SOFT_LIMIT, Evictor
-from graphstash_server.services.artifacts.service import ArtifactService
-from graphstash_server.services.maintenance.reconciler import Lost, Orphan, Reconciler
-from graphstash_server.services.maintenance.schedule import Candidate, Maintenance, RetentionService
+from graphstash_server.services.artifacts.eviction import OVER_SOFT_LIMIT
+from graphstash_server.services.maintenance.reconciler import Lost, Orphan
+from graphstash_server.services.maintenance.schedule import Candidate, Maintenance
 
 __all__ = ["Chosen", "GarbageTotals", "GarbageWanted", "collect_garbage"]
 
@@ -48,11 +46,6 @@ async def collect_garbage(
     wanted: GarbageWanted,
     *,
     actor: Actor,
-    evictor: Evictor,
-    collector: BlobCollector,
-    artifacts: ArtifactService,
-    retention: RetentionService,
-    reconciler: Reconciler,
     maintenance: Maintenance,
     found: Callable[[Chosen | Orphan | Lost], None],
 ) -> GarbageTotals:
@@ -62,8 +55,9 @@ async def collect_garbage(
         ServerError: 503.
     """
     totals = GarbageTotals()
-
-    async for reason, page in _chosen(wanted, retention, maintenance, evictor):
+    evictor, collector = maintenance.evictor, maintenance.collector
+    reconciler = maintenance.reconciler
+    async for reason, page in _chosen(wanted, maintenance):
         for candidate in page:
             totals.evicted += 1
             totals.chosen_bytes += candidate.digest.size_bytes
@@ -74,15 +68,14 @@ async def collect_garbage(
         totals.evicted += await evictor.run(actor=actor)
         totals.deleted += await collector.collect_marked()
     async for each in reconciler.compare(blobs_before=wanted.blobs_before):
+        if not wanted.is_dry_run and not await reconciler.remove(each):
+            continue
+        found(each)
         if isinstance(each, Lost):
             totals.lost += 1
-            found(each)
-            if not wanted.is_dry_run:
-                await artifacts.heal(each.artifact)
-        elif wanted.is_dry_run or await collector.collect(each.digest):
+        else:
             totals.orphans += 1
             totals.orphan_bytes += each.digest.size_bytes
-            found(each)
     if not wanted.is_dry_run:
         totals.deleted += await collector.collect_abandoned()
         await reconciler.drop_old_leases()
@@ -90,14 +83,12 @@ async def collect_garbage(
 
 
 async def _chosen(
-    wanted: GarbageWanted,
-    retention: RetentionService,
-    maintenance: Maintenance,
-    evictor: Evictor,
+    wanted: GarbageWanted, maintenance: Maintenance
 ) -> AsyncIterator[tuple[str, list[Candidate]]]:
     """What goes even if there is room, by option and by the retention of the settings; of a dry run
     also what would be evicted for lack of room.
     """
+    retention = maintenance.retention
     if wanted.unused_for is not None:
         async for page in retention.unused(wanted.unused_for, namespace=wanted.namespace):
             yield "unused", page
@@ -107,5 +98,5 @@ async def _chosen(
     async for page in maintenance.outlived():
         yield "retention", page
     if wanted.is_dry_run:
-        async for candidate in evictor.plan():
+        async for candidate in maintenance.evictor.plan():
             yield OVER_SOFT_LIMIT, [candidate]

@@ -1,4 +1,4 @@
-"""Reconciler: makes rows and blobs agree again; FsckService: checks everything on demand.
+"""Reconciler: makes rows and blobs agree again, and checks everything on demand.
 
 A crash between the rename and the commit leaves a blob without a row; files that are lost from
 outside leave rows without a blob. Both are harmless to readers, and are removed here. Rows and
@@ -7,7 +7,9 @@ checked once more before it is removed.
 """
 
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
@@ -22,7 +24,7 @@ from graphstash_server.services.artifacts.blobs import BlobCollector
 from graphstash_server.services.artifacts.service import ArtifactService, StoredArtifact
 from graphstash_server.storage import BlobStore
 
-__all__ = ["Finding", "FsckService", "Lost", "Orphan", "Reconciler"]
+__all__ = ["Finding", "Lost", "Orphan", "Reconciler"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -44,23 +46,30 @@ class Lost(NamedTuple):
     artifact: StoredArtifact
 
 
-class Reconciler:
-    """Runs in the background; cancelling it loses nothing."""
+class Finding(NamedTuple):
+    """Something that a check found wrong.
 
-    def __init__(
-        self,
-        *,
-        database: Database,
-        blobs: BlobStore,
-        collector: BlobCollector,
-        artifacts: ArtifactService,
-        clock: Clock,
-    ) -> None:
-        self._database = database
-        self._blobs = blobs
-        self._collector = collector
-        self._artifacts = artifacts
-        self._clock = clock
+    Attributes:
+        problem: `orphan` (a blob that no artifact has), `lost` (an artifact without its blob),
+            `damaged` (an artifact whose blob has other bytes) or `miscounted` (a namespace).
+        name: of the blob, the artifact or the namespace.
+        size_bytes: of the blob; 0 for a namespace.
+    """
+
+    problem: str
+    name: str
+    size_bytes: int
+
+
+@dataclass(kw_only=True, eq=False)
+class Reconciler:
+    """Safe while servers run; cancelling it loses nothing."""
+
+    database: Database
+    blobs: BlobStore
+    collector: BlobCollector
+    artifacts: ArtifactService
+    clock: Clock
 
     async def check_store_not_empty(self) -> None:
         """Before a server starts: an empty store is not that of a database with artifacts. If it
@@ -69,11 +78,11 @@ class Reconciler:
         Raises:
             StartError: then.
         """
-        async with self._database.reading() as connection:
+        async with self.database.reading() as connection:
             stored = await stored_bytes(connection)
         if not stored:
             return
-        async for _ in self._blobs.list():
+        async for _ in self.blobs.list():
             return
         raise StartError(
             f"the database has artifacts of {stored} bytes and the blob store has no blob: mount "
@@ -90,7 +99,7 @@ class Reconciler:
             until = page[-1].sha256 if len(page) == _PAGE else None
             sizes = {digest.sha256: digest.size_bytes for digest in page}
             referenced: set[str] = set()
-            async for digest in _used_digests(self._database, after=after, until=until):
+            async for digest in _used_digests(self.database, after=after, until=until):
                 referenced.add(digest.sha256)
                 if sizes.get(digest.sha256) != digest.size_bytes:
                     for artifact in await self._lost(digest):
@@ -104,45 +113,91 @@ class Reconciler:
         """Removes what `compare` finds, and corrects the counters: a server of the release before
         does not count what it does not know.
         """
-        blobs = rows = 0
+        removed: Counter[type] = Counter()
         async for found in self.compare(blobs_before=blobs_before):
-            if isinstance(found, Orphan):
-                blobs += await self._collector.collect(found.digest)
-            else:
-                await self._artifacts.heal(found.artifact)
-                rows += 1
-        if blobs or rows:
+            removed[type(found)] += await self.remove(found)
+        if removed.total():
             _LOGGER.info(
-                "cleaned up: %d blobs without an artifact, %d artifacts without a blob", blobs, rows
+                "cleaned up: %d blobs without an artifact, %d artifacts without a blob",
+                removed[Orphan],
+                removed[Lost],
             )
         await self.recount(is_repair=True)
 
+    async def remove(self, found: Orphan | Lost) -> bool:
+        """Removes what `compare` found; False for a blob that somebody was quicker to use."""
+        if isinstance(found, Orphan):
+            return await self.collector.collect(found.digest)
+        await self.artifacts.heal(found.artifact)
+        return True
+
+    async def check(
+        self,
+        *,
+        blobs_before: datetime,
+        is_deep: bool,
+        is_repair: bool,
+        checked: Callable[[int], None],
+    ) -> AsyncIterator[Finding]:
+        """Checks every artifact and every blob.
+
+        Args:
+            blobs_before: ignore younger blobs without an artifact: they may be uploads.
+            is_deep: read every blob and compare its digest.
+            is_repair: drop what is lost or damaged (the next job publishes it again), delete
+                orphans and recount.
+            checked: told the size of every blob that was read.
+        """
+        async for found in self.compare(blobs_before=blobs_before):
+            if is_repair and not await self.remove(found):
+                continue
+            if isinstance(found, Orphan):
+                yield Finding("orphan", str(found.digest), found.digest.size_bytes)
+            else:
+                yield _about("lost", found.artifact)
+        if is_deep:
+            async for damaged in self._damaged(checked):
+                if is_repair:
+                    await self.artifacts.heal(damaged)
+                yield _about("damaged", damaged)
+        for namespace in await self.recount(is_repair=is_repair):
+            yield Finding("miscounted", namespace, 0)
+
     async def recount(self, *, is_repair: bool) -> Sequence[str]:
         """Namespaces whose counters differ from what they have; each is corrected by itself."""
-        async with self._database.reading() as connection:  # it reads every row
+        async with self.database.reading() as connection:  # it reads every row
             wrong = await recount_usage(connection)
         if is_repair:
             for namespace in wrong:
-                async with self._database.writing() as connection:
+                async with self.database.writing() as connection:
                     await recount_usage(connection, corrected=namespace)
         return wrong
 
     async def drop_old_leases(self) -> None:
         """Deletes leases that ended long ago."""
-        async with self._database.writing() as connection:
-            await drop_ended_leases(connection, before=self._clock() - _LEASES_KEPT)
+        async with self.database.writing() as connection:
+            await drop_ended_leases(connection, before=self.clock() - _LEASES_KEPT)
 
     async def _lost(self, digest: Digest) -> list[StoredArtifact]:
         """The artifacts of a blob that is not merely younger than the list."""
-        if await self._blobs.stat(digest) == digest.size_bytes:
+        if await self.blobs.stat(digest) == digest.size_bytes:
             return []
-        async with self._database.reading() as connection:
+        async with self.database.reading() as connection:
             return await list_artifacts_of(connection, digest)
+
+    async def _damaged(self, checked: Callable[[int], None]) -> AsyncIterator[StoredArtifact]:
+        async for digest in _used_digests(self.database):
+            if await self.blobs.is_whole(digest) is False:
+                async with self.database.reading() as connection:
+                    rows = await list_artifacts_of(connection, digest)
+                for row in rows:
+                    yield row
+            checked(digest.size_bytes)
 
     async def _pages(self, before: datetime) -> AsyncIterator[list[Digest]]:
         """Blobs by `_PAGE`; the last page is shorter, and empty if need be."""
         page: list[Digest] = []
-        async for digest in self._blobs.list(before=before):
+        async for digest in self.blobs.list(before=before):
             page.append(digest)
             if len(page) == _PAGE:
                 yield page
@@ -165,79 +220,5 @@ async def _used_digests(
         after = digests[-1].sha256
 
 
-class Finding(NamedTuple):
-    """Something that fsck found wrong.
-
-    Attributes:
-        problem: `orphan` (a blob that no artifact has), `lost` (an artifact without its blob),
-            `damaged` (an artifact whose blob has other bytes) or `miscounted` (a namespace).
-        name: of the blob, the artifact or the namespace.
-        size_bytes: of the blob; 0 for a namespace.
-    """
-
-    problem: str
-    name: str
-    size_bytes: int
-
-
-class FsckService:
-    """Safe while servers run."""
-
-    def __init__(
-        self,
-        *,
-        database: Database,
-        blobs: BlobStore,
-        collector: BlobCollector,
-        artifacts: ArtifactService,
-        reconciler: Reconciler,
-    ) -> None:
-        self._database = database
-        self._blobs = blobs
-        self._collector = collector
-        self._artifacts = artifacts
-        self._reconciler = reconciler
-
-    async def check(
-        self,
-        *,
-        blobs_before: datetime,
-        is_deep: bool,
-        is_repair: bool,
-        checked: Callable[[int], None],
-    ) -> AsyncIterator[Finding]:
-        """Checks every artifact and every blob.
-
-        Args:
-            blobs_before: ignore younger blobs without an artifact: they may be uploads.
-            is_deep: read every blob and compare its digest.
-            is_repair: drop what is lost or damaged (the next job publishes it again), delete
-                orphans and recount.
-            checked: told the size of every blob that was read.
-        """
-        async for found in self._reconciler.compare(blobs_before=blobs_before):
-            if isinstance(found, Orphan):
-                if is_repair and not await self._collector.collect(found.digest):
-                    continue  # an upload was faster
-                yield Finding("orphan", str(found.digest), found.digest.size_bytes)
-            else:
-                yield await self._drop(found.artifact, "lost", is_repair=is_repair)
-        if is_deep:
-            async for damaged in self._damaged(checked):
-                yield await self._drop(damaged, "damaged", is_repair=is_repair)
-        for namespace in await self._reconciler.recount(is_repair=is_repair):
-            yield Finding("miscounted", namespace, 0)
-
-    async def _drop(self, row: StoredArtifact, problem: str, *, is_repair: bool) -> Finding:
-        if is_repair:
-            await self._artifacts.heal(row)
-        return Finding(problem, row.key.artifact_path, row.digest.size_bytes)
-
-    async def _damaged(self, checked: Callable[[int], None]) -> AsyncIterator[StoredArtifact]:
-        async for digest in _used_digests(self._database):
-            if await self._blobs.is_whole(digest) is False:
-                async with self._database.reading() as connection:
-                    rows = await list_artifacts_of(connection, digest)
-                for row in rows:
-                    yield row
-            checked(digest.size_bytes)
+def _about(problem: str, artifact: StoredArtifact) -> Finding:
+    return Finding(problem, artifact.key.artifact_path, artifact.digest.size_bytes)

@@ -7,6 +7,7 @@ claimed, and a chore is done by the server that claims it when it is due.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
 from functools import partial
@@ -47,20 +48,20 @@ _HOURLY = timedelta(hours=1)
 _DAILY = timedelta(days=1)
 
 
+@dataclass(kw_only=True, eq=False)
 class RetentionService:
     """Chooses artifacts by age or toolchain, not for space; the caller evicts them. Pinned ones are
     never chosen.
     """
 
-    def __init__(self, *, database: Database, clock: Clock) -> None:
-        self._database = database
-        self._clock = clock
+    database: Database
+    clock: Clock
 
     async def unused(
         self, longer_than: timedelta, *, namespace: str | None = None
     ) -> AsyncIterator[list[Candidate]]:
         """Artifacts that were not used for longer than a time, longest unused first, by page."""
-        find = partial(list_unused, before=self._clock() - longer_than, namespace=namespace)
+        find = partial(list_unused, before=self.clock() - longer_than, namespace=namespace)
         async for page in self._pages(find):
             yield page
 
@@ -68,7 +69,7 @@ class RetentionService:
         """Artifacts of all but the most recently used toolchains of their namespace and kind; those
         without a known toolchain stay.
         """
-        async with self._database.reading() as connection:
+        async with self.database.reading() as connection:
             toolchains = await list_toolchains(connection)
         for _, group in groupby(toolchains, key=lambda each: (each.namespace, each.kind)):
             known = [toolchain for toolchain in group if toolchain.toolchain]
@@ -80,7 +81,7 @@ class RetentionService:
         self, pattern: str, *, namespace: str | None = None
     ) -> AsyncIterator[list[Candidate]]:
         """Artifacts of the toolchains that match a pattern (`*torch 2.6*`)."""
-        async with self._database.reading() as connection:
+        async with self.database.reading() as connection:
             toolchains = await list_toolchains(connection)
         for toolchain in toolchains:
             is_wanted = namespace is None or toolchain.namespace == namespace
@@ -93,8 +94,8 @@ class RetentionService:
     ) -> AsyncIterator[list[Candidate]]:
         after = None
         while True:
-            async with self._database.reading() as connection:
-                page = await find(connection, now=self._clock(), limit=_PAGE, after=after)
+            async with self.database.reading() as connection:
+                page = await find(connection, now=self.clock(), limit=_PAGE, after=after)
             if page:
                 yield page
             if len(page) < _PAGE:
@@ -102,43 +103,25 @@ class RetentionService:
             after = page[-1]
 
 
+@dataclass(kw_only=True, eq=False)
 class Maintenance:
     """Runs in the background; cancelling it loses nothing."""
 
-    def __init__(
-        self,
-        *,
-        database: Database,
-        collector: BlobCollector,
-        evictor: Evictor,
-        retention: RetentionService,
-        reconciler: Reconciler,
-        manifests: ManifestService,
-        explanations: ExplanationService,
-        history: HistoryService,
-        runs: RunService,
-        audit: AuditService,
-        tokens: TokenService,
-        clock: Clock,
-        unused_longer_than: timedelta | None,
-        toolchains_kept: int | None,
-        audit_kept_for: timedelta,
-    ) -> None:
-        self._database = database
-        self._collector = collector
-        self._evictor = evictor
-        self._retention = retention
-        self._reconciler = reconciler
-        self._manifests = manifests
-        self._explanations = explanations
-        self._history = history
-        self._runs = runs
-        self._audit = audit
-        self._tokens = tokens
-        self._clock = clock
-        self._unused_longer_than = unused_longer_than
-        self._toolchains_kept = toolchains_kept
-        self._audit_kept_for = audit_kept_for
+    database: Database
+    collector: BlobCollector
+    evictor: Evictor
+    retention: RetentionService
+    reconciler: Reconciler
+    manifests: ManifestService
+    explanations: ExplanationService
+    history: HistoryService
+    runs: RunService
+    audit: AuditService
+    tokens: TokenService
+    clock: Clock
+    unused_longer_than: timedelta | None
+    toolchains_kept: int | None
+    audit_kept_for: timedelta
 
     async def run(self, *, every_seconds: float, started_at: datetime, was_alone: bool) -> None:
         """Runs until it is cancelled; a failed round is retried by the next one. A round starts
@@ -148,60 +131,60 @@ class Maintenance:
         without an artifact was left by a crash.
         """
         if was_alone:
-            await self._try("cleaning up", self._reconciler.reconcile(blobs_before=started_at))
+            await self._try("cleaning up", self.reconciler.reconcile(blobs_before=started_at))
         while True:
             await self._try("maintenance", self.run_once())
             pause = every_seconds * (0.5 + jitter())
             try:
                 async with asyncio.timeout(pause):
-                    await self._evictor.is_needed.wait()
+                    await self.evictor.is_needed.wait()
             except TimeoutError:
                 continue
 
     async def run_once(self) -> None:
         """One round."""
-        await self._evictor.run(actor=Actor.server())
-        await self._collector.collect_marked()
+        await self.evictor.run(actor=Actor.server())
+        await self.collector.collect_marked()
         if await self._is_due("drop old leases", _HOURLY):
-            await self._reconciler.drop_old_leases()
+            await self.reconciler.drop_old_leases()
         if await self._is_due("drop unused manifests", _HOURLY):
-            await self._manifests.drop_unused()
+            await self.manifests.drop_unused()
         if await self._is_due("drop unused environments", _HOURLY):
-            await self._explanations.drop_unused()
+            await self.explanations.drop_unused()
         if await self._is_due("drop old history and runs", _HOURLY):
-            await self._history.drop_old()
-            await self._runs.drop_old()
+            await self.history.drop_old()
+            await self.runs.drop_old()
         if await self._is_due("retention", _HOURLY):
             await self.retain()
         if await self._is_due("prune the audit log", _HOURLY):
-            oldest = self._clock() - self._audit_kept_for
-            await self._audit.prune(older_than=oldest)
-            await self._tokens.forget_ended(before=oldest)
+            oldest = self.clock() - self.audit_kept_for
+            await self.audit.prune(older_than=oldest)
+            await self.tokens.forget_ended(before=oldest)
         if await self._is_due("compare rows and blobs", _DAILY):
-            await self._reconciler.reconcile(blobs_before=self._clock() - _ORPHAN_AGE)
+            await self.reconciler.reconcile(blobs_before=self.clock() - _ORPHAN_AGE)
 
     async def retain(self) -> int:
         """Evicts what retention chooses; returns how many artifacts."""
         evicted = 0
         async for page in self.outlived():
-            evicted += await self._evictor.evict(page, actor=Actor.server(), reason="retention")
+            evicted += await self.evictor.evict(page, actor=Actor.server(), reason="retention")
         if evicted:
             _LOGGER.info("evicted %d artifacts by age or toolchain", evicted)
-            await self._collector.collect_marked()
+            await self.collector.collect_marked()
         return evicted
 
     async def outlived(self) -> AsyncIterator[list[Candidate]]:
         """What retention chooses, by page."""
-        if self._unused_longer_than is not None:
-            async for page in self._retention.unused(self._unused_longer_than):
+        if self.unused_longer_than is not None:
+            async for page in self.retention.unused(self.unused_longer_than):
                 yield page
-        if self._toolchains_kept is not None:
-            async for page in self._retention.outdated(self._toolchains_kept):
+        if self.toolchains_kept is not None:
+            async for page in self.retention.outdated(self.toolchains_kept):
                 yield page
 
     async def _is_due(self, chore: str, every: timedelta) -> bool:
-        async with self._database.writing() as connection:
-            return await claim_chore(connection, chore, now=self._clock(), every=every)
+        async with self.database.writing() as connection:
+            return await claim_chore(connection, chore, now=self.clock(), every=every)
 
     async def _try(self, what: str, work: Awaitable[object]) -> None:
         """The outermost frame: a server whose maintenance fails can still serve."""

@@ -1,0 +1,329 @@
+"""`graphstash tune`: what the team has found out about its kernels."""
+
+import json
+import logging
+import os
+import stat
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from graphstash._artifacts.stash import Memory, Stash
+from graphstash._cli.artifacts import DeviceTypeOption
+from graphstash._cli.output import (
+    Json,
+    NamespaceOption,
+    Url,
+    count_progress,
+    err,
+    fail,
+    fail_for,
+    load_config,
+    open_stash,
+    plural,
+    print_json,
+    print_table,
+    say,
+    shown,
+)
+from graphstash._user_code import load
+from graphstash.errors import CacheError, ConfigError, VerificationError
+from graphstash_schema import ArtifactKey, ArtifactKind, DeviceType, InvalidValueError
+from graphstash_schema.exit_status import ExitStatus
+from graphstash_schema.listing import MAX_LISTED_ARTIFACTS, ArtifactQuery, ListOrder
+
+if TYPE_CHECKING:
+    from graphstash.tuning.measuring import MakeExecutor
+
+__all__ = ["tune"]
+
+_SHOWN_VALUES: Final = 120
+
+_SEARCHERS: Final = "One of g-bfs, n-a2c, xgboost, rnn, random, exhaustive."
+"""`graphstash.tuning` is imported when one of these commands runs: no other one needs it."""
+
+tune = typer.Typer(
+    help="Find, show and export the team's schedules of kernels.",
+    no_args_is_help=True,
+)
+
+TaskName = Annotated[
+    str,
+    typer.Argument(
+        metavar="TASK", help="`script.py:name` or `module:name` of a `graphstash.tuning.Task`."
+    ),
+]
+ProblemText = Annotated[
+    str,
+    typer.Argument(
+        metavar="PROBLEM",
+        help="Only problems whose name has this text, e.g. `matmul` or `512x512x512`.",
+    ),
+]
+
+
+@tune.command()
+def search(
+    task: TaskName,
+    *,
+    trials: Annotated[int, typer.Option(min=1, help="Configurations to measure at most.")] = 500,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.001, help="Time after which no further one is measured.")
+    ] = None,
+    searcher: Annotated[str, typer.Option(help=_SEARCHERS)] = "g-bfs",
+    seed: Annotated[int, typer.Option(help="Of the searcher.")] = 0,
+    workers: Annotated[int, typer.Option(min=1, help="Builds side by side.")] = 1,
+    ray: Annotated[
+        bool,
+        typer.Option(
+            "--ray",
+            help="Measure on the machines of the Ray cluster of `RAY_ADDRESS`; they have to be "
+            "alike.",
+        ),
+    ] = False,
+    ray_gpus: Annotated[
+        int, typer.Option(min=0, help="GPUs of each worker on Ray; implies --ray.")
+    ] = 0,
+    as_json: Json = False,
+) -> None:
+    """Find the schedule of a kernel, unless the team has it already.
+
+    Trials run in processes of their own, which may crash. Each measurement is published, so a
+    search that is cut short was not in vain. Example:
+
+        graphstash tune search gemm.py:task --trials 500
+    """
+    from graphstash.tuning.measuring import Budget, MeasuringError, Pool
+    from graphstash.tuning.task import Task
+    from graphstash.tuning.task import tune as run
+
+    log, failures = logging.getLogger("graphstash.trials"), _Failures()
+    log.addHandler(failures)
+    log.setLevel(logging.INFO)
+    try:
+        asked = load(task, what="task")
+        if not isinstance(asked, Task):
+            fail(f"{task!r} is no graphstash.tuning.Task", status=ExitStatus.USAGE)
+        budget = Budget(measurements=trials, seconds=seconds)
+        executor = _on_ray(task, gpus=ray_gpus) if ray or ray_gpus else Pool
+        with err.status(f"looking for {asked.problem.label}"):
+            found = run(
+                asked,
+                budget=budget,
+                searcher=searcher,
+                seed=seed,
+                workers=workers,
+                executor=executor,
+            )
+    except (ConfigError, ValueError) as error:
+        fail(str(error), status=ExitStatus.USAGE)
+    except ModuleNotFoundError as error:
+        extra = ": graphstash[tuning] brings it" if error.name in {"numpy", "xgboost"} else ""
+        fail(f"{error.name} is not installed here{extra}", status=ExitStatus.USAGE)
+    except MeasuringError as error:
+        fail(str(error))
+    if found is None:
+        last = f"; the last: {shown(failures.last, most=600)}" if failures.last else ""
+        fail(f"no configuration of {asked.problem.label} works{last}")
+    best = found.best[0]
+    named = asked.space.named(best.configuration)
+    values = " ".join(f"{name}={value}" for name, value in named.items())
+    if as_json:
+        key = None if found.key is None else str(found.key)
+        told = {"configuration": named, "cost": best.cost, "spread": best.spread}
+        print_json({**told, "count": best.count, "searched": found.was_searched, "key": key})
+        return
+    say("found by a search here" if found.was_searched else "the team has it: nothing was measured")
+    say(f"{_format_cost(best.cost)}  {values}")
+
+
+class _Failures(logging.Handler):
+    """Keeps why the last trial on this host failed, for a search that finds nothing."""
+
+    last = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.last = record.getMessage()
+
+
+def _on_ray(task: str, *, gpus: int) -> "MakeExecutor":
+    """Makes pools on Ray's machines, which get the code of a script: they may not have it."""
+    from graphstash.tuning.measuring.ray_pool import RayPool
+
+    script = Path(task.rpartition(":")[0])
+    modules = [script.stem] if script.suffix == ".py" else []
+    return partial(RayPool, options={"num_gpus": gpus}, modules=modules)
+
+
+@tune.command()
+def show(
+    problem: ProblemText = "",
+    *,
+    device_type: DeviceTypeOption = None,
+    url: Url = None,
+    namespace: NamespaceOption = None,
+    as_json: Json = False,
+) -> None:
+    """List the tuned problems, with the best configuration of each.
+
+    A cost is the median of what the host that answered has measured, the spread its interquartile
+    range.
+    """
+    found = _schedules(problem, device_type, url=url, namespace=namespace)
+    if as_json:
+        print_json(found)
+        return
+    if not found:
+        say("no such problem was tuned: `graphstash tune show` without a text lists all")
+        return
+    headings = ("problem", ">cost", ">spread", ">count", ">measured", ">hosts", "configuration")
+    below = [f"  on {each['device_type']}, {each['compiler']}" for each in found]
+    print_table(headings, map(_cells, found), flexible=6, below=below)
+
+
+@tune.command()
+def export(
+    file: Annotated[Path, typer.Argument(help="File to write, JSON.")],
+    problem: ProblemText = "",
+    *,
+    device_type: DeviceTypeOption = None,
+    url: Url = None,
+    namespace: NamespaceOption = None,
+) -> None:
+    """Write the best configurations to a file, for programs that run without a server.
+
+    It has what `tune show --json` prints. `graphstash export --kind schedule` takes the artifacts
+    themselves to hosts that no network connects with the server.
+    """
+    found = _schedules(problem, device_type, url=url, namespace=namespace)
+    if not found:
+        fail("no such problem was tuned: `graphstash tune show` lists all")
+    try:
+        _write(file, json.dumps(found, indent=2) + "\n")
+    except OSError as error:
+        fail(f"{file} cannot be written: {error}; choose another file")
+    say(f"{plural(len(found), 'schedule')} written to {file}")
+
+
+def _write(file: Path, text: str) -> None:
+    """Whole or not at all: a program may read the file at any time. What is no file, such as a pipe
+    or a device, is written to.
+    """
+    file = file.resolve()  # what a link leads to
+    try:
+        mode = file.stat().st_mode
+    except FileNotFoundError:
+        mode = stat.S_IFREG | (0o666 & ~_umask())
+    if not stat.S_ISREG(mode):
+        file.write_text(text, encoding="utf-8")
+        return
+    with tempfile.NamedTemporaryFile(
+        "w", dir=file.parent, prefix=".graphstash-", delete=False, encoding="utf-8"
+    ) as written:
+        partial = Path(written.name)
+        try:
+            written.write(text)
+            written.flush()
+            os.fchmod(written.fileno(), stat.S_IMODE(mode))
+            os.fsync(written.fileno())
+            partial.replace(file)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    umask = os.umask(0o077)  # there is no other way to ask
+    os.umask(umask)
+    return umask
+
+
+def _schedules(
+    problem: str, device_type: str | None, *, url: str | None, namespace: str | None
+) -> list[dict[str, Any]]:
+    """The verified answers, newest first; ends the command where the server cannot be asked."""
+    from graphstash.tuning.memory.problem import HELION_LABEL, parse_label
+
+    config = load_config(url=url, namespace=namespace)
+    try:
+        query = ArtifactQuery(
+            kind=ArtifactKind.SCHEDULE,
+            device_type=None if device_type is None else DeviceType(device_type),
+            label="tuned ",
+            order=ListOrder.NEWEST,
+            limit=MAX_LISTED_ARTIFACTS,
+        )
+    except InvalidValueError as error:
+        fail(str(error), status=ExitStatus.USAGE)
+    found = []
+    with open_stash(config) as stash, count_progress() as progress:
+        try:
+            listed = [
+                (each.key, named)
+                for each in stash.server.every_artifact(query)
+                if each.key.kind is ArtifactKind.SCHEDULE
+                and (named := parse_label(each.label)) is not None
+                and problem.lower() in each.label.lower()
+            ]
+            for key, named in progress.track(listed, description="schedules"):
+                if (told := _read(stash, key)) is not None:
+                    found.append({**named, "device_type": key.device_type, **told})
+            of_helion = query.model_copy(update={"label": HELION_LABEL, "limit": 1})
+            has_more = stash.server.list_artifacts(of_helion).artifacts
+        except CacheError as error:
+            fail_for(error)
+    if has_more:
+        err.print(
+            f"Helion's own entries are not among these: `graphstash ls '{HELION_LABEL}' --kind "
+            "schedule` lists them",
+            markup=False,
+            soft_wrap=True,
+        )
+    return found
+
+
+def _read(stash: Stash, key: ArtifactKey) -> dict[str, Any] | None:
+    """What an answer says; None, and a line on standard error, for what cannot be used."""
+    from graphstash.tuning.memory.findings import MAX_RECORD_BYTES, read_answer
+
+    payload = Memory(MAX_RECORD_BYTES)
+    try:
+        if stash.fetch(key, payload) is None:
+            return None  # evicted in this moment
+        answer = read_answer(payload.getvalue())
+    except (VerificationError, ValueError) as error:
+        err.print(f"rejected: {key}: {shown(str(error))}", markup=False, soft_wrap=True)
+        return None
+    return {
+        "compiler": answer.compiler,
+        **answer.best,
+        "measured": answer.measured,
+        "hosts": list(answer.hosts),
+        "key": str(key),
+    }
+
+
+def _cells(each: dict[str, Any]) -> tuple[str, ...]:
+    sizes = "x".join(map(str, each["shape"]))
+    values = " ".join(f"{name}={value}" for name, value in each["configuration"].items())
+    return (
+        shown(f"{each['kernel']} {each['dtype']} {each['layout']} {sizes}"),
+        _format_cost(each["cost"]),
+        _format_cost(each["spread"]),
+        f"{each['count']}",
+        f"{each['measured']}",
+        f"{len(each['hosts'])}",
+        shown(values, most=_SHOWN_VALUES),
+    )
+
+
+def _format_cost(seconds: float | None) -> str:
+    """In its largest unit: `1.23 s`, `45.6 ms`, `7.89 µs`; a dash for what does not work."""
+    if seconds is None:
+        return "-"
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"

@@ -1,0 +1,54 @@
+"""What a command takes from a user's code, by its name: `module:name` or `script.py:name`."""
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from graphstash.errors import ConfigError
+
+__all__ = ["load"]
+
+
+def load(target: str, *, what: str) -> Any:
+    """Imports the module or runs the script, and gives what has that name there.
+
+    Args:
+        target: `module:name` or `script.py:name`.
+        what: what errors call it, e.g. `function`.
+
+    Raises:
+        ConfigError: there is no such module, script or name. What the code itself raises passes
+            through.
+    """
+    name, _, attribute = target.rpartition(":")
+    if not name or not attribute:
+        raise ConfigError(f"{target!r}: expected module:{what} or script.py:{what}")
+    try:
+        module = _script(Path(name)) if name.endswith(".py") else _module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise  # found, but what it imports is not
+        raise ConfigError(f"{target!r}: no module {error.name!r} here") from None
+    if not hasattr(module, attribute):
+        raise ConfigError(f"{target!r}: {name} has no {what} {attribute!r}")
+    return getattr(module, attribute)
+
+
+def _module(name: str) -> Any:
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
+    return importlib.import_module(name)
+
+
+def _script(path: Path) -> Any:
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file")
+    sys.path.insert(0, str(path.resolve().parent))  # as `python script.py` does
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path}: not a Python script")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # as others import it who are given one of its functions
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,27 @@
+"""A graphstash server for your own tests: in memory, on loopback, with failures on demand.
+
+    from graphstash.testing import FakeServer
+
+    def test_training_continues_when_the_cache_fails(tmp_path):
+        with FakeServer() as server:
+            server.fail_on("get", status=503, times=2)
+            variables = os.environ | server.environment(cache_dir=tmp_path)
+            subprocess.run([sys.executable, "train.py"], env=variables, check=True)
+            assert server.count("put") == 1
+
+As a pytest fixture:
+
+    @pytest.fixture
+    def cache_server():
+        with FakeServer() as server:
+            yield server
+
+It speaks real HTTP, so the code under test may be a subprocess, and nothing has to be patched. It
+needs none of graphstash's extras.
+"""
+
+from graphstash.testing.failures import Call, Failure, Fault, ServerCall
+from graphstash.testing.server import FakeServer
+from graphstash.testing.store import StoredArtifact
+
+__all__ = ["Call", "Failure", "FakeServer", "Fault", "ServerCall", "StoredArtifact"]

@@ -1,0 +1,134 @@
+"""Buckets: updates in the futures of DistributedDataParallel's buckets.
+
+DDP sums gradients over all processes in buckets, each as soon as backward has filled it. What
+follows the sum of a bucket is the update of its parameters, on the thread that received the sum,
+while backward fills the next buckets.
+
+DDP keeps a hook for ever. One without a fusion does what DDP does without a hook, to the bit.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, distributed, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from graphstash.training.fusion.errors import FusionError
+
+__all__ = ["Buckets"]
+
+_REMEDY: Final = 'use when="forward", or train without fusion'
+
+
+class Buckets:
+    """The buckets of one DDP.
+
+    Args:
+        ddp: whose gradients are reduced.
+        updater: called with each full bucket, in backward; gives what is to be done with the means
+            of the gradients, by parameter (None: none of the processes has one), or None. Held
+            weakly.
+        is_used: whether backward has given the parameter a gradient here.
+
+    Raises:
+        FusionError: gradients are reduced in another way.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        updater: Callable[[GradBucket], Callable[[Sequence[Tensor | None]], None] | None],
+        is_used: Callable[[Tensor], bool],
+    ) -> None:
+        _refuse(ddp)
+        self.parameters = [p for p in _managed(ddp) if p.requires_grad]
+        state = _state_of(ddp)
+        if state is None:
+            state = _State(ddp)
+            try:
+                ddp.register_comm_hook(state, _reduce)
+            except RuntimeError as error:  # one of torch's own, in C++
+                raise _other_hook() from error
+        state.updater = weakref.WeakMethod(updater)
+        state.is_used = weakref.WeakMethod(is_used)
+        self._state = state
+
+    def remove(self) -> None:
+        """Leaves it to DDP again."""
+        self._state.updater = _nobody
+
+
+def _nobody() -> None:
+    """Like a weak reference whose object is gone."""
+
+
+class _State:
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.ddp = weakref.ref(ddp)
+        self.updater: Callable[[], Any] = _nobody
+        self.is_used: Callable[[], Any] = _nobody
+
+
+def _state_of(ddp: DistributedDataParallel) -> _State | None:
+    for _, state in ddp._comm_hooks:
+        if isinstance(state, _State):
+            return state
+        raise _other_hook()
+    return None
+
+
+def _other_hook() -> FusionError:
+    return FusionError(
+        "DistributedDataParallel has a communication hook, which decides what becomes of the "
+        f"gradients, and takes only one; {_REMEDY}"
+    )
+
+
+def _managed(ddp: DistributedDataParallel) -> list[nn.Parameter]:
+    return [p for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore]
+
+
+def _refuse(ddp: DistributedDataParallel) -> None:
+    if ddp._delay_all_reduce_params:
+        raise FusionError(
+            "DistributedDataParallel(delay_all_reduce_named_params=) reduces gradients outside of "
+            f"the buckets; {_REMEDY}"
+        )
+
+
+def _reduce(state: _State, bucket: GradBucket) -> Future[Tensor]:
+    ddp = cast("DistributedDataParallel", state.ddp())  # it calls this
+    sums = bucket.buffer()
+    group = ddp.process_group
+    updater = state.updater()
+    if updater is not None and (sums.is_sparse or ddp._join_config.enable):
+        what = "a sparse gradient" if sums.is_sparse else "join()"
+        raise FusionError(f"{what} of DistributedDataParallel cannot be fused; {_REMEDY}")
+    sums.mul_(1.0 / group.size())  # DDP multiplies, too
+    work = distributed.all_reduce(sums, group=group, async_op=True)
+    update = None if updater is None else updater(bucket)
+    if update is None:
+        return cast("Future[Tensor]", work.get_future().then(lambda done: done.value()[0]))
+    futures = [work.get_future()]
+    used = None
+    if ddp.find_unused_parameters or ddp.static_graph:
+        is_used = state.is_used()
+        used = torch.tensor(
+            [is_used(each) for each in bucket.parameters()], dtype=torch.int32, device=sums.device
+        )
+        most = distributed.ReduceOp.MAX
+        futures.append(distributed.all_reduce(used, most, group, async_op=True).get_future())
+    gradients = bucket.gradients()
+
+    def apply(done: Future[list[Future[Any]]]) -> Tensor:
+        for each in done.value():
+            each.value()  # raises what the reduction has raised
+        uses = [True] * len(gradients) if used is None else used.tolist()
+        update([g if use else None for g, use in zip(gradients, uses, strict=True)])
+        return sums
+
+    return torch.futures.collect_all(futures).then(apply)

@@ -1,0 +1,92 @@
+"""Guards: nobody else updates what is fused, or has the model read it elsewhere.
+
+Both happen where no hook of the model or of its optimizer is called. Torch has hooks of all
+optimizers' steps and of all changes of modules; these keep nothing alive.
+"""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from graphstash.training.fusion.errors import FusionError, named
+
+__all__ = ["Guards"]
+
+
+class Guards:
+    """Raise FusionError before the change is made.
+
+    Args:
+        model: whose modules were looked at.
+        optimizer: the only one that may update `names`.
+        names: of the fused parameters.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, names: dict[Tensor, str]) -> None:
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet(model.modules())
+        self._optimizer = weakref.ref(optimizer)
+        self._names = names
+        me = weakref.WeakMethod
+        step, module, parameter = me(self._step), me(self._module), me(self._parameter)
+        self._handles = [
+            register_optimizer_step_pre_hook(lambda *given: _call(step, given)),
+            register_module_module_registration_hook(lambda *given: _call(module, given)),
+            register_module_parameter_registration_hook(lambda *given: _call(parameter, given)),
+        ]
+        for handle in self._handles:
+            weakref.finalize(self, handle.remove)
+
+    def remove(self) -> None:
+        """Ends them."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _step(self, optimizer: Optimizer, *_: Any) -> None:
+        if torch.compiler.is_compiling() or optimizer is self._optimizer():
+            return
+        shared = self._fused(p for group in optimizer.param_groups for p in group["params"])
+        if shared:
+            raise FusionError(
+                f"{named(shared, self._names)}: another optimizer ({type(optimizer).__name__}) "
+                "updates what is fused, and would miss gradients; give each parameter to one "
+                "optimizer, or train without fusion"
+            )
+
+    def _module(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        if child is None or parent not in self._modules:
+            return
+        for module in child.modules():
+            if module not in self._modules:
+                for own, value in module.named_parameters(recurse=False):
+                    self._refuse(f"{name}.{own}", value)
+                self._modules.add(module)
+
+    def _parameter(self, parent: nn.Module, name: str, value: nn.Parameter | None) -> None:
+        is_new = parent in self._modules and parent._parameters.get(name) is not value
+        if is_new and value is not None:
+            self._refuse(name, value)
+
+    def _refuse(self, name: str, value: Tensor) -> None:
+        if self._fused([value]):
+            raise FusionError(
+                f"{name} would be {named([value], self._names)}, which is fused where the model "
+                "had it when fuse() was called; call close(), change the model, and call fuse() "
+                "again"
+            )
+
+    def _fused(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        return [parameter for parameter in parameters if parameter in self._names]
+
+
+def _call(method: "weakref.WeakMethod[Any]", given: tuple[Any, ...]) -> None:
+    if (found := method()) is not None:
+        found(*given)

@@ -1,0 +1,163 @@
+"""Adafactor: steps scaled by the gradient's mean square, of which rows and columns are kept.
+
+With G the gradient (negated to maximize), t the number of steps with this one, RMS the root of a
+tensor's mean square, and W a parameter of two or more dimensions:
+
+    b <- t^beta2_decay
+    R <- (1 - b) * R + b * mean(G^2 over each row)                   row_var
+    C <- (1 - b) * C + b * mean(G^2 over each column)                col_var
+    V <- R C / max(mean(R), eps1)
+    U <- G / sqrt(max(V, eps1^2))
+    W <- W - lr * weight_decay * W
+    W <- W - max(eps2, RMS(W)) * min(lr, 1 / sqrt(t)) / max(1, RMS(U) / d) * U
+
+RMS(W) is that of before the step. What has fewer dimensions has a V of its own shape, which is kept
+(variance) and gets b * G^2. A matrix of A rows and B columns has A + B numbers of state, where
+Adam has 2 A B.
+
+Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", 2018, arXiv
+1804.04235. The same as `torch.optim.Adafactor`, which says where it differs from the paper; but a
+G whose squares overflow changes nothing, where torch's parameters become NaN. With
+the default lr, 0.01, step lengths are those of Hugging Face's Adafactor with its defaults,
+`relative_step` and `scale_parameter`; that one adds eps1 to G^2 instead. There is no form with
+steps of a fixed length, which Hugging Face's Trainer uses (both options False).
+"""
+
+import math
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from graphstash.training.device import TracedOp
+from graphstash.training.optimizers.base import (
+    Group,
+    Options,
+    Split,
+    SyncFreeOptimizer,
+    TorchOptions,
+    at_least,
+    can_be_squared,
+    options_in,
+    selecting,
+    so_many,
+)
+from graphstash.training.sharding import is_sharded
+
+__all__ = ["Adafactor"]
+
+
+def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], list[list[Tensor]]]:
+    eps1, eps2, d, maximize = options
+    lr, weight_decay, beta2_decay = old.scalars
+    step = step.to(lr.dtype)
+    rest2 = step.pow(beta2_decay)
+    longest = torch.minimum(lr, step.rsqrt())
+    least = torch.finfo(old.dtype).eps if eps1 is None else eps1
+    parameters: list[Tensor] = []
+    slots: list[list[Tensor]] = [[] for _ in old.slots]
+    for inputs in zip(old.parameters, old.gradients, *old.slots, strict=True):
+        # In the type of the numbers: squares of float16 soon leave its range.
+        value, gradient, *before = (each.to(lr.dtype) for each in inputs)
+        if maximize:
+            gradient = -gradient
+        if len(before) == 1:
+            means = [before[0].lerp(gradient * gradient, rest2)]
+            square = means[0]
+        else:
+            pairs = zip(before, (-1, -2), strict=True)
+            means = [mean.lerp(_mean_square(gradient, dim), rest2) for mean, dim in pairs]
+            rows, columns = means
+            square = rows * columns / rows.mean(dim=-2, keepdim=True).clamp(min=least)
+        update = gradient * square.clamp(min=least * least).rsqrt()
+        length = _rms(value).clamp(min=eps2) * longest / (_rms(update) / d).clamp(min=1.0)
+        changed = value * (1 - lr * weight_decay) - length * update
+        fits = can_be_squared(gradient)
+        parameters.append(torch.where(fits, changed, value))
+        for slot, mean, kept in zip(slots, means, before, strict=True):
+            slot.append(torch.where(fits, mean, kept))
+    return parameters, slots
+
+
+def _mean_square(tensor: Tensor, dim: int) -> Tensor:
+    """Over one dimension, which stays with size 1; makes no tensor of all squares."""
+    norm: Tensor = torch.linalg.vector_norm(tensor, dim=dim, keepdim=True)
+    return norm.square() / tensor.shape[dim]
+
+
+def _rms(tensor: Tensor) -> Tensor:
+    """[]."""
+    norm: Tensor = torch.linalg.vector_norm(tensor)
+    return norm / math.sqrt(max(1, tensor.numel()))
+
+
+class Adafactor(SyncFreeOptimizer):
+    """Sync-free `torch.optim.Adafactor`; the formula is in the module's docstring.
+
+    Args:
+        params: parameters or groups of them, as for torch.optim.
+        lr: the longest step, relative to the parameter's RMS, and the factor of the weight decay,
+            >= 0.
+        beta2_decay: the exponent by which the newest gradient's share of the mean square falls,
+            <= 0.
+        eps: eps1, the least root of a mean square, >= 0, or None for the parameter's machine
+            epsilon; and eps2, the least RMS that a parameter counts with, >= 0. Part of the graph.
+        d: an update whose RMS is larger is scaled down to it, >= 1; part of the graph.
+        weight_decay: beside the gradient, >= 0.
+        maximize: go up instead of down.
+        options: see `TorchOptions`. There is no fused kernel.
+
+    Raises:
+        ValueError: an argument is out of its range, or a parameter is sharded.
+    """
+
+    _operation = TracedOp("adafactor", selecting(_formula))
+    _nonnegative = ("lr", "weight_decay")
+    _numbers = ("lr", "weight_decay", "beta2_decay")
+    _moments = ("row_var", "col_var")
+
+    def __init__(  # noqa: PLR0917 - torch.optim's order
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        **options: Unpack[TorchOptions],
+    ) -> None:
+        super().__init__(params, options_in(locals()), **options)
+
+    def _check(self, group: Group) -> None:
+        super()._check(group)
+        at_least(group, 1, "d")
+        if not group["beta2_decay"] <= 0:
+            raise ValueError(f"beta2_decay must be at most 0 (got {group['beta2_decay']})")
+        so_many(group, 2, "eps")
+        eps1, eps2 = group["eps"]
+        at_least({"eps[0]": 0 if eps1 is None else eps1, "eps[1]": eps2}, 0, "eps[0]", "eps[1]")
+
+    def _check_parameters(self, group: Group) -> None:
+        super()._check_parameters(group)
+        if any(map(is_sharded, group["params"])):
+            raise ValueError(
+                "Adafactor needs whole rows and columns, and a parameter is sharded: use AdamW, "
+                "whose state is sharded"
+            )
+
+    def _options(self, group: Group) -> Options:
+        return (*group["eps"], group["d"], group["maximize"])
+
+    def _slots_of(self, group: Group, parameter: Tensor) -> tuple[str, ...]:
+        return self._slots(group) if parameter.dim() > 1 else ("variance",)
+
+    def _beginning(self, group: Group, parameter: Tensor, name: str) -> Tensor:
+        if name == "variance":
+            return super()._beginning(group, parameter, name)
+        dim = {"row_var": -1, "col_var": -2}[name]
+        dtype = torch.float32 if group["master_weights"] else parameter.dtype
+        shape = list(parameter.shape)
+        shape[dim] = 1
+        return parameter.new_zeros(shape, dtype=dtype)

@@ -1,0 +1,181 @@
+"""Adam and AdamW with moments of eight bits.
+
+Each element of a moment is kept as one byte, a place in a table of 256 numbers up to 1
+(`exp_avg_codes`), and each 256 elements share a number in float32 which these are multiplied by
+(`exp_avg_scale`): 2.03 bytes per element for two moments, where float32 takes 8. A step reads the
+moments, is Adam's in float32, and rounds the new moments, one parameter after the other. Parameters
+of fewer than 4096 elements, or of a number that 256 does not divide, have ordinary moments.
+
+Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022, arXiv 2110.02861. Table and
+rounding are torchao's, and so are the sizes: the same as `torchao.optim.Adam8bit` and `AdamW8bit`,
+whose state dictionaries load here, as do those of Adam and AdamW.
+"""
+
+from collections.abc import Collection
+from functools import cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from graphstash.errors import ConfigError
+from graphstash.training.device import TracedOp, upload
+from graphstash.training.optimizers.adam import Adam, AdamW, adam_formula
+from graphstash.training.optimizers.base import Group, Kernel, Options, Split, selecting
+from graphstash.training.optimizers.cohort import Cohort
+from graphstash.training.sharding import is_sharded
+
+__all__ = ["Adam8bit", "AdamW8bit"]
+
+_BLOCK: Final = 256
+_LEAST: Final = 4096
+_PARTS: Final = ("codes", "scale")
+_SIGNED: Final = (True, False)
+"""Whether exp_avg and exp_avg_sq have negative elements."""
+
+
+def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], list[list[Tensor]]]:
+    is_rounded = old.slots[0][0].dtype == torch.uint8
+    parameters: list[Tensor] = []
+    slots: list[list[Tensor]] = [[] for _ in old.slots]
+    for parameter, gradient, *kept in zip(old.parameters, old.gradients, *old.slots, strict=True):
+        if is_rounded:
+            pairs = zip(kept[::2], kept[1::2], _SIGNED, strict=True)
+            moments = [_read(codes, scale, signed=signed) for codes, scale, signed in pairs]
+        else:
+            moments = [_wide(each) for each in kept]
+        alone = old._replace(
+            parameters=[_wide(parameter)],
+            gradients=[_wide(gradient)],
+            slots=[[moment] for moment in moments],
+        )
+        new, after = adam_formula(alone, step, options)
+        parameters += new
+        moments = [moment for (moment,) in after]
+        if is_rounded:
+            both = zip(moments, _SIGNED, strict=True)
+            moments = [part for moment, signed in both for part in _rounded(moment, signed=signed)]
+        for slot, moment in zip(slots, moments, strict=True):
+            slot.append(moment)
+    return parameters, slots
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _read(codes: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
+    read: Tensor = _torchao().dequant_with_qmap(codes, _table(codes.device, signed=signed), scale)
+    return read
+
+
+def _rounded(moment: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
+    """Codes of the moment's shape, and the scale of every block."""
+    within, scale = _torchao().scale_tensor(moment.float().contiguous(), _BLOCK)
+    table = _table(moment.device, signed=signed)
+    return _torchao().quantize_8bit_with_qmap(within, table), scale
+
+
+@cache
+def _table(device: torch.device, *, signed: bool) -> Tensor:
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)  # in which torchao divides the range
+    try:
+        table = torch.tensor(_torchao().create_dynamic_map(signed))
+    finally:
+        torch.set_default_dtype(default)
+    return upload([table], device)[0]
+
+
+@cache
+def _torchao() -> Any:
+    import torch._inductor.config as inductor
+
+    # torchao 0.12 sets a pass of its own there (for linear layers of eight and four bits), which
+    # has no name for torch's cache of compiled graphs: torch would cache none in this process.
+    passes = inductor.post_grad_custom_post_pass
+    try:
+        from torchao.optim import quant_utils
+    except ImportError as error:
+        raise ConfigError(
+            f"moments of eight bits need torchao, which cannot be imported ({error}): "
+            "pip install 'graphstash[torchao] @ git+<repository>', with the torchao that was made "
+            f"for torch {torch.__version__} (0.12.0 is for torch 2.7)"
+        ) from error
+    finally:
+        inductor.post_grad_custom_post_pass = passes
+    return quant_utils
+
+
+def _is_rounded(parameter: Tensor) -> bool:
+    return parameter.numel() >= _LEAST and parameter.numel() % _BLOCK == 0
+
+
+class Adam8bit(Adam):
+    """`Adam` with moments of eight bits; see the module's docstring.
+
+    Needs the extra `torchao`. Args as for `Adam`, without amsgrad. There is no fused kernel.
+
+    Raises:
+        ConfigError: torchao cannot be imported.
+        ValueError: an argument is out of its range, or a parameter is sharded.
+    """
+
+    _operation = TracedOp("adam8bit", selecting(_formula))
+    _has_own_types = True
+
+    def _check(self, group: Group) -> None:
+        _torchao()
+        super()._check(group)
+        if group["amsgrad"]:
+            raise ValueError("amsgrad is not for moments of eight bits: use Adam or AdamW with it")
+
+    def _check_parameters(self, group: Group) -> None:
+        super()._check_parameters(group)
+        if any(map(is_sharded, group["params"])):
+            raise ValueError(
+                "moments of eight bits are kept in blocks of whole parameters, and a parameter is "
+                "sharded: use Adam or AdamW, whose state is sharded"
+            )
+
+    def _slots_of(self, group: Group, parameter: Tensor) -> tuple[str, ...]:
+        names = self._slots(group)
+        if not _is_rounded(parameter):
+            return names
+        return tuple(f"{name}_{part}" for name in names for part in _PARTS)
+
+    def _beginning(self, group: Group, parameter: Tensor, name: str) -> Tensor:
+        if name.endswith("_codes"):
+            return parameter.new_zeros(parameter.shape, dtype=torch.uint8)
+        if name.endswith("_scale"):
+            return parameter.new_zeros(parameter.numel() // _BLOCK, dtype=torch.float32)
+        return super()._beginning(group, parameter, name)
+
+    def _fused_kernel(self, group: Group, cohort: Cohort) -> Kernel | None:
+        del group, cohort
+        return None
+
+    def _has_moments(self, group: Group, parameter: Tensor, saved: Collection[str]) -> bool:
+        # Those of torchao, or not rounded, have the names of Adam's.
+        return {*self._slots(group)} <= {*saved} or super()._has_moments(group, parameter, saved)
+
+    def _adopt(
+        self, group: Group, parameter: Tensor, state: dict[str, Any], *more: Any
+    ) -> list[Tensor]:
+        if _is_rounded(parameter):
+            for name, signed in zip(self._slots(group), _SIGNED, strict=True):
+                if (moment := state.pop(name, None)) is not None:  # of torchao, or not rounded
+                    parts = (
+                        (moment.codes, moment.scale)
+                        if hasattr(moment, "codes")
+                        else _rounded(moment, signed=signed)
+                    )
+                    state |= {f"{name}_{n}": part for n, part in zip(_PARTS, parts, strict=True)}
+        return super()._adopt(group, parameter, state, *more)
+
+
+class AdamW8bit(Adam8bit, AdamW):
+    """`AdamW` with moments of eight bits; see the module's docstring.
+
+    Needs the extra `torchao`. Args as for `AdamW`, errors as for `Adam8bit`.
+    """

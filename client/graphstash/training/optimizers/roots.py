@@ -1,0 +1,294 @@
+"""RootsOptimizer: preconditions with roots that a thread computes while training goes on.
+
+Shampoo and SOAP keep statistics of the gradients, [d, d] matrices, and multiply gradients by what
+is computed from them now and then: inverse roots, or bases of eigenvectors, "roots" here. That
+takes many times as long as the rest of a step, and reads the device. So with `delay` k > 0:
+
+    call c          statistics are copied; the thread begins to compute
+    calls c+1 ...   use the old roots
+    call c+k        begins with the new ones, and waits for them if they are not there yet
+
+The first roots are waited for: there are no others. With k = 0 all are.
+
+Calls are counted on the host, for each parameter by itself, so that nobody has to read the device.
+Which of them were bad is known there only; like a schedule of learning rates, this one counts bad
+ones, too. Of a bad step nothing is computed. Roots that are there before call c+k are used at once,
+unless `deterministic` is set: then equal runs are equal to the bit. With k of 0 or 1 they always
+are; and a job of several processes is always deterministic, so that their parameters stay equal.
+
+A state dictionary has the roots that a parameter waits for, and the call that they are due in.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, distributed
+
+from graphstash.errors import ConfigError
+from graphstash.training.optimizers.background import (
+    Background,
+    Compute,
+    Pending,
+    Roots,
+    Snapshot,
+    nothing_pending,
+)
+from graphstash.training.optimizers.base import Group, Options, SyncFreeOptimizer
+from graphstash.training.optimizers.cohort import Cohort
+from graphstash.training.optimizers.factors import Blocking, Factors, factors_of
+from graphstash.training.sharding import is_sharded
+
+__all__ = ["RootsOptimizer"]
+
+_log = logging.getLogger("graphstash")
+
+
+class RootsOptimizer(SyncFreeOptimizer):
+    """Base of the optimizers with roots; see the module's docstring.
+
+    Beside the slots, a parameter's state has `statistics` and `roots` (flat, as `Factors` has
+    them), `calls` (since the first roots; -1 before), and `pending` (None while nothing waits).
+
+    Attributes:
+        failed_roots: how many computations gave no finite result; the old roots were kept.
+    """
+
+    works_on_host = True
+    _accumulates_first: ClassVar[bool]
+    """Whether a step's roots are of statistics that its own gradient is part of."""
+    _splits: ClassVar[bool]
+    """Whether dimensions that are too large are cut up; else they are left alone."""
+    _own_option: ClassVar[str]
+    """One that no other optimizer has."""
+
+    def __init__(self, params: Any, defaults: dict[str, Any], **options: Any) -> None:
+        self._background = Background()
+        self.failed_roots = 0
+        super().__init__(params, defaults, **options)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores a pickled optimizer; torch also calls it when it loads a state dictionary."""
+        self.__dict__.setdefault("_background", Background())
+        self.__dict__.setdefault("failed_roots", 0)
+        super().__setstate__(state)
+
+    def close(self) -> None:
+        """Waits for what is being computed and ends the thread; a later step starts another.
+
+        A thread that is not closed ends with the optimizer, or with the process.
+        """
+        self._background.close()
+
+    # What an optimizer says of itself.
+
+    def _statistics_beta(self, group: Group) -> float:
+        """The decay of the statistics; 1: they are a sum."""
+        raise NotImplementedError
+
+    def _compute(self, group: Group) -> Compute:
+        """What the thread calls; it does not know the optimizer."""
+        raise NotImplementedError
+
+    def _replace(self, state: dict[str, Any], factors: Factors, roots: Roots) -> None:
+        """Takes new roots into a parameter's state."""
+        del factors
+        state["roots"].copy_(roots.flat)
+
+    # Options.
+
+    def _options(self, group: Group) -> Options:
+        return (*super()._options(group), self._blocking(group))
+
+    def _blocking(self, group: Group) -> Blocking:
+        """How the group's tensors are cut up."""
+        return Blocking(
+            group["max_preconditioner_dim"],
+            splits=self._splits,
+            merges=group["merge_dims"],
+            one_dimensional=group["precondition_1d"],
+        )
+
+    def _check(self, group: Group) -> None:
+        super()._check(group)
+        for name in ("precondition_frequency", "max_preconditioner_dim"):
+            if not isinstance(group[name], int) or group[name] < 1:
+                raise ValueError(
+                    f"{name} must be a whole number and at least 1 (got {group[name]})"
+                )
+        delay, frequency = group["delay"], group["precondition_frequency"]
+        if not isinstance(delay, int) or not 0 <= delay <= frequency:
+            raise ValueError(
+                "delay must be a whole number from 0 to precondition_frequency, which is "
+                f"{frequency} (got {delay})"
+            )
+
+    def _check_parameters(self, group: Group) -> None:
+        super()._check_parameters(group)
+        name = type(self).__name__
+        if any(parameter.device.type == "xla" for parameter in group["params"]):
+            raise ValueError(
+                f"{name} decomposes matrices beside the training, and torch_xla computes nothing "
+                "beside a step; use Muon, LAMB or AdamW"
+            )
+        if any(map(is_sharded, group["params"])):
+            raise ValueError(
+                f"{name} needs whole matrices, and a parameter is sharded; use LAMB or AdamW"
+            )
+
+    def _check_loaded(self, group: Group, saved: Group, states: Sequence[Group]) -> None:
+        if self._own_option not in saved:
+            raise ConfigError(
+                f"the state dictionary is not one of {type(self).__name__}: its groups have no "
+                f"{self._own_option}"
+            )
+        super()._check_loaded(group, saved, states)
+
+    # The step.
+
+    def _update_cohort(self, index: int, group: Group, cohort: Cohort) -> None:
+        cohort.gradients = list(map(_aligned, cohort.gradients))
+        for parameter in cohort.parameters:
+            self._begin_call(group, parameter)
+        if self._accumulates_first:
+            self._accumulate(group, cohort)
+        super()._update_cohort(index, group, cohort)
+        if not self._accumulates_first:
+            self._accumulate(group, cohort)
+
+    def _update_by_formula(self, group: Group, cohort: Cohort, scalars: Sequence[Tensor]) -> None:
+        roots = [self.state[parameter]["roots"] for parameter in cohort.parameters]
+        super()._update_by_formula(group, cohort, [*scalars, *roots])
+
+    def _begin_call(self, group: Group, parameter: Tensor) -> None:
+        """Counts the call, and takes the roots that it is to begin with."""
+        state = self.state[parameter]
+        if "roots" not in state:
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            like = parameter.new_empty((), dtype=wide)
+            state["roots"] = self._factors(group, parameter).identity(like)
+            state["statistics"] = torch.zeros_like(state["roots"])
+            state["calls"], state["pending"] = -1, None
+        if state["calls"] >= 0:
+            state["calls"] += 1
+        pending = state["pending"]
+        if pending is None:
+            return
+        may_be_early = not (group["deterministic"] or _has_replicas())
+        if state["calls"] >= pending.due or (may_be_early and pending.is_here()):
+            self._take(group, parameter)
+
+    def _accumulate(self, group: Group, cohort: Cohort) -> None:
+        """Adds gradients to their statistics, and begins with the roots that are due."""
+        good = None if cohort.found_inf is None else cohort.found_inf == 0
+        beta = self._statistics_beta(group)
+        for parameter, gradient in zip(cohort.parameters, cohort.gradients, strict=True):
+            factors = self._factors(group, parameter)
+            if not factors.numel:
+                continue
+            state = self.state[parameter]
+            old = state["statistics"]
+            wide = gradient.to(old.dtype)
+            if cohort.grad_scale is not None:
+                wide = wide * cohort.grad_scale.reciprocal()
+            news = factors.statistics(wide)
+            new = old + news if beta == 1 else old.lerp(news, 1 - beta)
+            fits = torch.isfinite(new).all()
+            old.copy_(torch.where(fits if good is None else good & fits, new, old))
+            is_due = max(state["calls"], 0) % group["precondition_frequency"] == 0
+            if is_due and state["pending"] is None:
+                self._begin_roots(group, parameter, cohort.found_inf)
+
+    def _begin_roots(self, group: Group, parameter: Tensor, found_inf: Tensor | None) -> None:
+        state = self.state[parameter]
+        is_first = state["calls"] < 0
+        delay = 0 if is_first else group["delay"]
+        snapshot = Snapshot(
+            self._factors(group, parameter),
+            statistics=state["statistics"].clone(),
+            roots=state["roots"],  # which change when this is over
+            is_first=is_first,
+            found_inf=None if found_inf is None else found_inf.clone(),
+        )
+        due = max(state["calls"], 0) + delay
+        state["pending"] = self._background.submit(self._compute(group), snapshot, due=due)
+        if delay == 0:
+            self._take(group, parameter)
+
+    def _take(self, group: Group, parameter: Tensor) -> None:
+        """Waits for the roots of a parameter, and uses them from now on."""
+        state = self.state[parameter]
+        pending, state["pending"] = state["pending"], None
+        roots = pending.roots()
+        if roots.flat is not None:
+            for tensor in (roots.flat, roots.order):
+                if tensor is not None and tensor.is_cuda:  # memory of the thread's stream
+                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            self._replace(state, self._factors(group, parameter), roots)
+            state["calls"] = max(state["calls"], 0)
+        elif roots.has_failed:
+            self.failed_roots += 1
+            if self.failed_roots == 1:
+                _log.warning(
+                    "%s could not decompose the statistics of a parameter of shape %s, or not into "
+                    "finite numbers; what it had stays (further cases are counted in failed_roots)",
+                    type(self).__name__,
+                    list(parameter.shape),
+                )
+
+    def _factors(self, group: Group, parameter: Tensor) -> Factors:
+        return factors_of(parameter.shape, self._blocking(group))
+
+    # State dictionaries.
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the other optimizers'; waits for what is being computed. Reads the device."""
+        state_dict = super().state_dict()
+        states = dict(state_dict["state"])
+        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            for number, parameter in zip(saved["params"], group["params"], strict=True):
+                state = states.get(number, {})
+                if "pending" in state:
+                    plain = _plain(state, self._factors(group, parameter))
+                    states[number] = state | {"pending": plain}
+        return state_dict | {"state": states}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dictionary of this class; what is being computed is dropped.
+
+        Raises:
+            ConfigError: it is another optimizer's; nothing was changed.
+            ValueError: it is that of other groups; nothing was changed.
+        """
+        super().load_state_dict(state_dict)
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        ours = [parameter for group in self.param_groups for parameter in group["params"]]
+        groups = [group for group in self.param_groups for _ in group["params"]]
+        for number, parameter, group in zip(saved, ours, groups, strict=True):
+            given = state_dict["state"].get(number, {})
+            state = self.state[parameter] if given else {}
+            # Torch has given them the parameter's type, and shares memory where it can.
+            for name in given.keys() & {"statistics", "roots"}:
+                state[name] = given[name].to(parameter.device, copy=True)
+            if "pending" in given:
+                plain = given["pending"].to(parameter.device)
+                factors = self._factors(group, parameter)
+                state["pending"] = Pending.from_plain(plain, state["calls"], factors)
+
+
+def _plain(state: Mapping[str, Any], factors: Factors) -> Tensor:
+    pending: Pending | None = state["pending"]
+    nothing = nothing_pending(factors, state["roots"])
+    return nothing if pending is None else pending.plain(nothing, state["calls"])
+
+
+def _aligned(gradient: Tensor) -> Tensor:
+    """Products of matrices round by their place in memory, which in DDP's buckets is another."""
+    return gradient.clone() if gradient.data_ptr() % 64 else gradient
+
+
+def _has_replicas() -> bool:
+    """Whether other processes train the same parameters."""
+    is_distributed = distributed.is_available() and distributed.is_initialized()
+    return is_distributed and distributed.get_world_size() > 1

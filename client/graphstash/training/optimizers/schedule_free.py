@@ -1,0 +1,234 @@
+"""Schedule-Free AdamW: an average of the iterates takes the place of a falling learning rate.
+
+With g the gradient (negated to maximize) at y, which the parameters are in training, and t the
+number of steps with this one:
+
+    a <- lr * min(1, t / warmup_steps)
+    v <- beta2 * v + (1 - beta2) * g^2                                   exp_avg_sq
+    u <- g / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * y
+    w <- t^r * (largest a until now)^weight_lr_power
+    c <- w / (sum of w until now)
+    y <- y + c * (z - y) + a * (beta1 * (1 - c) - 1) * u
+    z <- z - a * u                                                       z; y before the first step
+
+What is learned is x, the average of all z with the weights w. It is where the model is evaluated,
+and follows from y = beta1 * x + (1 - beta1) * z:
+
+    eval()     puts x into the parameters and y aside
+    train()    puts y back, to the bit: an evaluation changes nothing of the training
+
+Defazio et al., "The Road Less Scheduled", 2024, arXiv 2405.15682. A parameter counts the steps that
+it had a gradient in; in the authors' implementation a group counts all.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Unpack
+
+import torch
+from torch import Tensor
+
+from graphstash.training.device import TracedOp, assign, materialize
+from graphstash.training.optimizers.base import (
+    Group,
+    Options,
+    Split,
+    SyncFreeOptimizer,
+    TorchOptions,
+    options_in,
+    selecting,
+)
+from graphstash.training.optimizers.cohort import MASTER
+from graphstash.training.sharding import is_sharded
+
+__all__ = ["ScheduleFreeAdamW"]
+
+_ASIDE: Final = "y"
+"""The state tensor that a parameter has only while x is in it."""
+_SWITCHED: Final = "averages"
+"""What a saved group says of how many have it. In a group in use it is only a place for that."""
+
+
+def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], list[list[Tensor]]]:
+    eps, warmup_steps, r, weight_lr_power, maximize = options
+    lr, weight_decay, beta1, beta2, _, rest2, _, log2 = old.scalars
+    step = step.to(lr.dtype)
+    if warmup_steps:
+        lr = lr * (step / warmup_steps).clamp(max=1.0)
+    gradients = list(torch._foreach_neg(old.gradients)) if maximize else old.gradients
+    # On torch_xla state is older than the first step, and the parameters may have changed since.
+    points = [
+        torch.where(step == 1, y, z) for y, z in zip(old.parameters, old.slots[0], strict=True)
+    ]
+    squares = torch._foreach_add(
+        torch._foreach_mul(old.slots[1], beta2),
+        torch._foreach_mul(torch._foreach_mul(gradients, gradients), rest2),
+    )
+    correction = -torch.expm1(step * log2)
+    denominator = torch._foreach_add(
+        torch._foreach_sqrt(torch._foreach_div(squares, correction)), eps
+    )
+    decay = torch._foreach_mul(old.parameters, weight_decay)
+    update = torch._foreach_add(torch._foreach_div(gradients, denominator), decay)
+    # The sum is kept in units of the newest weight: equal ones are then counted without rounding.
+    before = torch.stack(old.slots[3])
+    largest = torch.maximum(before, lr)
+    counts = (largest > 0) | (weight_lr_power == 0)
+    older = torch.where(largest > 0, before / largest, 0.0).pow(weight_lr_power)
+    total = torch.stack(old.slots[2]) * older * ((step - 1) / step).pow(r) + counts
+    share = torch.where(total > 0, total.reciprocal(), 0.0)  # [parameters], as are these all
+    pulls = torch._foreach_mul(torch._foreach_sub(points, old.parameters), list(share))
+    pushes = torch._foreach_mul(update, list(lr * (beta1 * (1 - share) - 1)))
+    parameters = torch._foreach_add(torch._foreach_add(old.parameters, pulls), pushes)
+    points = list(torch._foreach_sub(points, torch._foreach_mul(update, lr)))
+    return list(parameters), [points, list(squares), list(total), list(largest)]
+
+
+class ScheduleFreeAdamW(SyncFreeOptimizer):
+    """Sync-free Schedule-Free AdamW; the formula is in the module's docstring.
+
+    Call `eval()` where you call the model's, before an evaluation and before you save the model for
+    use, and `train()` before the next step. `graphstash.training.train` does so around evaluations.
+    A model and its optimizer that are saved together go on exactly, saved in either mode; in
+    `eval()` the state has one tensor more. torch.distributed.checkpoint loads only what the new
+    optimizer has, too: save in `train()` with it.
+
+    A model with batch norm needs statistics for x: before an evaluation, run some batches with the
+    optimizer in `eval()` and the model in `train()`.
+
+    Args:
+        params: parameters or groups of them, as for torch.optim.
+        lr: learning rate, >= 0, about 1 to 10 times AdamW's; leave it constant.
+        betas: how far y is from z towards x, in (0, 1), and the decay of the running mean of the
+            gradient's square, in [0, 1).
+        eps: added to the denominator, >= 0; part of the graph.
+        weight_decay: beside the gradient, >= 0.
+        warmup_steps: in which the learning rate rises from 0, >= 0; part of the graph.
+        r: exponent of the step in the weights of the average, >= 0; part of the graph.
+        weight_lr_power: exponent of the learning rate in them, >= 0; part of the graph.
+        maximize: go up instead of down.
+        options: see `TorchOptions`. There is no fused kernel.
+
+    Raises:
+        ValueError: an argument is out of its range, or a parameter is sharded.
+    """
+
+    _operation = TracedOp("schedule_free", selecting(_formula))
+    _has_own_types = True
+    _nonnegative = ("lr", "eps", "weight_decay", "warmup_steps", "r", "weight_lr_power")
+    _constants = ("eps", "warmup_steps", "r", "weight_lr_power", "maximize")
+    _moments = ("z", "exp_avg_sq", "weight_sum", "lr_max")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 2.5e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        warmup_steps: int = 0,
+        r: float = 0.0,
+        weight_lr_power: float = 2.0,
+        maximize: bool = False,
+        **options: Unpack[TorchOptions],
+    ) -> None:
+        super().__init__(params, {**options_in(locals()), _SWITCHED: 0}, **options)
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        """Puts the averages into the parameters, for evaluations and for use; may be repeated."""
+        for hook in list(self._optimizer_state_dict_pre_hooks.values()):
+            hook(self)  # forward fusion makes the updates that wait, as before a state dictionary
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state.get(parameter, {})
+                if "z" in state and _ASIDE not in state:
+                    average = _average(parameter, state, group["betas"][0])
+                    state[_ASIDE] = parameter.detach().clone()
+                    assign([parameter], [average])
+        self._settle()
+
+    @torch.no_grad()
+    def train(self) -> None:
+        """Puts back, to the bit, what `eval` has put aside; may be repeated."""
+        switched = {p: state for p, state in self.state.items() if _ASIDE in state}
+        for parameter, state in switched.items():
+            assign([parameter], [state[_ASIDE]])
+        self._settle()
+        for state in switched.values():  # now: who is interrupted before can call this again
+            del state[_ASIDE]
+
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        found_inf: Tensor | None = None,
+        grad_scale: Tensor | None = None,
+    ) -> Any:
+        """As in the other optimizers.
+
+        Raises:
+            RuntimeError: the parameters are the averages; and what the others raise.
+        """
+        if any(_ASIDE in state for state in self.state.values()):
+            raise RuntimeError(
+                "the parameters are averages for evaluation: call train() of the optimizer before "
+                "gradients are computed and step() is called"
+            )
+        return super().step(closure, found_inf, grad_scale)
+
+    def _settle(self) -> None:
+        """The next step's graph on torch_xla is to have nothing of the switch."""
+        switched = [(p, state[_ASIDE]) for p, state in self.state.items() if _ASIDE in state]
+        # A number would get another place among the graph's results, and is at rest already.
+        materialize([tensor for pair in switched for tensor in pair if tensor.dim()])
+
+    def _check(self, group: Group) -> None:
+        super()._check(group)
+        if not group["betas"][0] > 0:
+            raise ValueError(f"betas[0] must be above 0 (got {group['betas'][0]})")
+
+    def _check_parameters(self, group: Group) -> None:
+        super()._check_parameters(group)
+        if any(map(is_sharded, group["params"])):
+            raise ValueError(
+                "a parameter is sharded, and FSDP keeps gathered copies that a switch between "
+                "averages and iterates would not reach: use AdamW"
+            )
+
+    def _check_loaded(self, group: Group, saved: Group, states: Sequence[Group]) -> None:
+        if not {"weight_lr_power", "master_weights"} <= saved.keys():
+            raise ValueError(
+                "the state dictionary is not of graphstash's ScheduleFreeAdamW, whose state has "
+                "another meaning than that of others: load only the model, and begin with new state"
+            )
+        super()._check_loaded(group, saved, states)
+        if (there := sum(_ASIDE in state for state in states)) != saved.get(_SWITCHED, there):
+            raise ValueError(
+                f"the state was saved in eval(), and has only {there} of the {saved[_SWITCHED]} "
+                "tensors that eval() had put aside: torch.distributed.checkpoint leaves out what "
+                "the new optimizer does not have, too. Call get_optimizer_state_dict and then "
+                "eval() of the new optimizer, and load into what get_optimizer_state_dict and "
+                "get_model_state_dict give then"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the other optimizers'; its groups say how many parameters are averages."""
+        state_dict = super().state_dict()
+        groups = [
+            group
+            | {_SWITCHED: sum(_ASIDE in state_dict["state"].get(n, {}) for n in group["params"])}
+            for group in state_dict["param_groups"]
+        ]
+        return state_dict | {"param_groups": groups}
+
+    def _beginning(self, group: Group, parameter: Tensor, name: str) -> Tensor:
+        if name in {"z", "exp_avg_sq"}:
+            return super()._beginning(group, parameter, name)
+        return parameter.new_zeros((), dtype=torch.promote_types(parameter.dtype, torch.float32))
+
+
+def _average(parameter: Tensor, state: Mapping[str, Tensor], beta1: float) -> Tensor:
+    """x, as one parameter holds it; before the first step the parameter's own value."""
+    y = state.get(MASTER, parameter)
+    average = torch.where(state["step"] > 0, y.lerp(state["z"], 1 - 1 / beta1), y)
+    return average.to(parameter.dtype)

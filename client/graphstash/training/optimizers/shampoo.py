@@ -1,0 +1,153 @@
+"""Shampoo: gradients multiplied along each dimension by inverse roots of their second moments.
+
+With G the gradient of shape [d1, ..., dn] (negated to maximize), and for each dimension i the
+product G Gᵀ over all others, [di, di]:
+
+    S_i <- beta2 * S_i + (1 - beta2) * G Gᵀ             statistics; S_i + G Gᵀ if beta2 is 1
+    R_i <- (S_i + eps * I)^(-1 / 2n)                    roots, every `precondition_frequency` calls
+    D   <- G multiplied along each dimension by R_i
+    D   <- D * |G| / |D|                                if graft, of the whole tensor
+    B   <- beta1 * B + D                                momentum_buffer
+    p   <- p - lr * weight_decay * p
+    p   <- p - lr * (beta1 * B + D  if nesterov, else B)
+
+Gupta et al., "Shampoo: Preconditioned Stochastic Tensor Optimization", 2018, arXiv 1802.09568, with
+the blocks, the merging and the grafting (of the length of SGD's step) of Anil et al., "Scalable
+Second Order Optimization for Deep Learning", 2020, arXiv 2002.09018; eps is added when a root is
+computed, as in Shi et al., "A Distributed Data-Parallel PyTorch Implementation of the Distributed
+Shampoo Optimizer", 2023, arXiv 2309.06497. With delay=0, betas=(0, 1) and no grafting, merging or
+blocks it is pytorch-optimizer's `Shampoo`; with them, its `ScalableShampoo` with `use_svd=True`.
+
+The roots are computed by a background thread; `roots` says when they are used.
+"""
+
+from functools import partial
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from graphstash.training.device import TracedOp
+from graphstash.training.optimizers.background import Compute, Roots, Snapshot
+from graphstash.training.optimizers.base import (
+    Group,
+    Options,
+    Split,
+    TorchOptions,
+    can_be_squared,
+    options_in,
+    selecting,
+)
+from graphstash.training.optimizers.factors import factors_of
+from graphstash.training.optimizers.roots import RootsOptimizer
+
+__all__ = ["Shampoo"]
+
+
+def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], list[list[Tensor]]]:
+    del step
+    graft, nesterov, maximize, blocking = options
+    lr, weight_decay, beta1, _, _, _, _, _, *roots = old.scalars
+    parameters, buffers = [], []
+    for parameter, gradient, buffer, root in zip(
+        old.parameters, old.gradients, old.slots[0], roots, strict=True
+    ):
+        wide = (-gradient if maximize else gradient).to(root.dtype)
+        direction = factors_of(parameter.shape, blocking).apply(root, wide)
+        if graft:
+            least = torch.finfo(root.dtype).tiny
+            direction = direction * (wide.norm() / direction.norm().clamp(min=least))
+        moved = buffer * beta1 + direction
+        change = moved * beta1 + direction if nesterov else moved
+        changed = parameter * (1 - lr * weight_decay) - change * lr
+        fits = can_be_squared(wide)
+        buffers.append(torch.where(fits, moved, buffer))
+        parameters.append(torch.where(fits, changed, parameter))
+    return parameters, [buffers]
+
+
+def _inverse_roots(eps: float, snapshot: Snapshot) -> Roots:
+    """(S + eps * I)^(-1 / 2n) of all matrices S."""
+    factors = snapshot.factors
+    roots = []
+    for matrices in factors.matrices(snapshot.statistics):
+        for matrix in matrices:
+            if matrix is not None:
+                values, vectors = torch.linalg.eigh(matrix)
+                # Rounding makes eigenvalues of 0 negative.
+                powers = (values.clamp(min=0) + eps).pow(-1 / (2 * len(factors.dimensions)))
+                roots.append(((vectors * powers) @ vectors.T).flatten())
+    return Roots(torch.cat(roots))
+
+
+class Shampoo(RootsOptimizer):
+    """Sync-free Shampoo; the formula is in the module's docstring.
+
+    Statistics and roots take as much memory as d1² + ... + dn² numbers each, in float32 or wider.
+
+    Args:
+        params: parameters or groups of them, as for torch.optim; not on torch_xla, not sharded.
+        lr: learning rate, >= 0; with `graft` that of SGD with momentum.
+        betas: decay of the momentum, in [0, 1), and of the statistics, in [0, 1]. 1: their sum.
+        eps: added to the eigenvalues of the statistics, > 0.
+        weight_decay: beside the gradient, >= 0.
+        nesterov: step in the direction of the momentum after one more such step.
+        graft: make each tensor's step as long as SGD's.
+        precondition_frequency: compute roots in each so many calls of `step`, 1 or more.
+        delay: use them so many calls later, 0 to precondition_frequency; 0: wait for them.
+        deterministic: never use them earlier, so that equal runs are equal to the bit; with a delay
+            of 0 or 1, or several processes, they always are.
+        max_preconditioner_dim: split larger dimensions into blocks of this size.
+        merge_dims: treat neighboring dimensions as one while their product is no larger than that,
+            such as those of a convolution's filters.
+        precondition_1d: precondition vectors, too.
+        maximize: go up instead of down.
+        options: see `TorchOptions`. There is no fused kernel.
+
+    Raises:
+        ValueError: an argument is out of its range, or a parameter is sharded or on torch_xla.
+    """
+
+    _operation = TracedOp("shampoo", selecting(_formula))
+    _constants = ("graft", "nesterov", "maximize")
+    _moments = ("momentum_buffer",)
+    _accumulates_first = True
+    _splits = True
+    _own_option = "graft"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-2,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        *,
+        nesterov: bool = True,
+        graft: bool = True,
+        precondition_frequency: int = 10,
+        delay: int = 1,
+        deterministic: bool = False,
+        max_preconditioner_dim: int = 1024,
+        merge_dims: bool = False,
+        precondition_1d: bool = False,
+        maximize: bool = False,
+        **options: Unpack[TorchOptions],
+    ) -> None:
+        super().__init__(params, options_in(locals()), **options)
+
+    def _check(self, group: Group) -> None:
+        super()._check(group)
+        if not group["eps"] > 0:
+            raise ValueError(f"eps must be above 0 (got {group['eps']})")
+
+    def _check_betas(self, *betas: float) -> None:
+        super()._check_betas(betas[0])
+        if not 0 <= betas[1] <= 1:
+            raise ValueError(f"betas[1] must be from 0 to 1 (got {betas[1]})")
+
+    def _statistics_beta(self, group: Group) -> float:
+        return float(group["betas"][1])
+
+    def _compute(self, group: Group) -> Compute:
+        return partial(_inverse_roots, group["eps"])

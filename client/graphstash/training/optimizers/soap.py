@@ -1,0 +1,170 @@
+"""SOAP: Adam in the basis of the eigenvectors of Shampoo's statistics.
+
+With G the gradient of shape [d1, ..., dn] (negated to maximize), and for each dimension i the
+product G Gᵀ over all others, [di, di]; "turned" is multiplied along each dimension by Q_i, and back
+by its transpose:
+
+    M <- beta1 * M + (1 - beta1) * G                         exp_avg
+    V <- beta2 * V + (1 - beta2) * (G turned)^2              exp_avg_sq
+    D <- (M turned) / (sqrt(V) + eps), turned back
+    p <- p - lr * sqrt(1 - beta2^t) / (1 - beta1^t) * D
+    p <- p - lr * weight_decay * p
+    S_i <- beta3 * S_i + (1 - beta3) * G Gᵀ                  statistics
+    Q_i <- orthogonal part (QR) of S_i Q_i                   roots, every `precondition_frequency`
+
+The first step only begins: S_i are those of its gradient, Q_i their eigenvectors, and t is 1 in the
+second. Before each QR, the columns of Q_i and with them V are sorted by how much of S_i they hold.
+
+Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam", 2024, arXiv 2409.11321. The same
+as `SOAP` of pytorch-optimizer. The bases are computed by a background thread; `roots` says when
+they are used. As a step needs them only when the next one begins, a delay of 1 changes nothing.
+"""
+
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from graphstash.training.device import TracedOp
+from graphstash.training.optimizers.background import Compute, Roots, Snapshot
+from graphstash.training.optimizers.base import (
+    Group,
+    Options,
+    Split,
+    TorchOptions,
+    can_be_squared,
+    options_in,
+    selecting,
+)
+from graphstash.training.optimizers.factors import Factors, factors_of
+from graphstash.training.optimizers.roots import RootsOptimizer
+
+__all__ = ["SOAP"]
+
+
+def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], list[list[Tensor]]]:
+    eps, maximize, blocking = options
+    lr, weight_decay, _, _, rest1, rest2, log1, log2, *bases = old.scalars
+    began = step > 1
+    before = torch.clamp(step - 1, min=1)
+    length = lr * (-torch.expm1(before * log2)).sqrt() / -torch.expm1(before * log1)
+    results: list[tuple[Tensor, ...]] = []
+    for parameter, gradient, mean, square, basis in zip(
+        old.parameters, old.gradients, *old.slots, bases, strict=True
+    ):
+        factors = factors_of(parameter.shape, blocking)
+        wide = (-gradient if maximize else gradient).to(basis.dtype)
+        new_mean = mean.to(basis.dtype).lerp(wide, rest1)
+        new_square = square.to(basis.dtype).lerp(factors.apply(basis, wide).square(), rest2)
+        turned = factors.apply(basis, new_mean) / (new_square.sqrt() + eps)
+        change = factors.apply(basis, turned, transposed=True)
+        changed = (parameter - change * length) * (1 - lr * weight_decay)
+        news = ((changed, parameter), (new_mean, mean), (new_square, square))
+        counts = began & can_be_squared(wide)
+        results.append(tuple(torch.where(counts, new, kept) for new, kept in news))
+    parameters, means, squares = (list(each) for each in zip(*results, strict=True))
+    return parameters, [means, squares]
+
+
+def _basis(snapshot: Snapshot) -> Roots:
+    """Bases of eigenvectors: computed, or improved by one power iteration."""
+    factors = snapshot.factors
+    (matrices,) = factors.matrices(snapshot.statistics)
+    (old,) = factors.matrices(snapshot.roots)
+    bases, orders = [], []
+    for matrix, basis in zip(matrices, old, strict=True):
+        if matrix is None or basis is None:
+            continue
+        if snapshot.is_first:
+            bases.append(torch.linalg.eigh(matrix).eigenvectors.flip(1))  # largest first
+            continue
+        power = matrix @ basis
+        order = torch.argsort((basis * power).sum(0), descending=True)
+        bases.append(torch.linalg.qr(power[:, order]).Q)
+        orders.append(order)
+    flat = torch.cat([basis.flatten() for basis in bases])
+    return Roots(flat, torch.cat(orders) if orders else None)
+
+
+def _sorted(tensor: Tensor, factors: Factors, order: Tensor) -> Tensor:
+    """A tensor that was turned by old bases, with its directions in the order of the new ones."""
+    result = tensor.reshape(factors.shape)
+    orders = torch.split(order, [factors.shape[dimension] for dimension in factors.dimensions])
+    for dimension, which in zip(factors.dimensions, orders, strict=True):
+        result = result.index_select(dimension, which)
+    return result.reshape(tensor.shape)
+
+
+class SOAP(RootsOptimizer):
+    """Sync-free SOAP; the formula is in the module's docstring.
+
+    Statistics and bases take as much memory as d1² + ... + dn² numbers each, in float32 or wider.
+
+    Args:
+        params: parameters or groups of them, as for torch.optim; not on torch_xla, not sharded.
+        lr: learning rate, >= 0; about that of AdamW.
+        betas: decay of the running means of the gradient and of its square, in [0, 1).
+        eps: added to the denominator, >= 0.
+        weight_decay: beside the gradient, >= 0.
+        shampoo_beta: decay of the statistics, in [0, 1); None: betas[1].
+        precondition_frequency: compute bases in each so many calls of `step`, 1 or more.
+        delay: use them so many calls later, 0 to precondition_frequency; 0: wait for them. 1 gives
+            the same bits as 0.
+        deterministic: never use them earlier, so that equal runs are equal to the bit; with a delay
+            of 0 or 1, or several processes, they always are.
+        max_preconditioner_dim: larger dimensions are not turned.
+        merge_dims: treat neighboring dimensions as one while their product is no larger than that,
+            such as those of a convolution's filters.
+        precondition_1d: turn vectors, too; others are updated as by Adam.
+        maximize: go up instead of down.
+        options: see `TorchOptions`. There is no fused kernel.
+
+    Raises:
+        ValueError: an argument is out of its range, or a parameter is sharded or on torch_xla.
+    """
+
+    _operation = TracedOp("soap", selecting(_formula))
+    _moments = ("exp_avg", "exp_avg_sq")
+    _accumulates_first = False
+    _splits = False
+    _own_option = "shampoo_beta"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 3e-3,
+        betas: tuple[float, float] = (0.95, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        shampoo_beta: float | None = None,
+        precondition_frequency: int = 10,
+        delay: int = 1,
+        deterministic: bool = False,
+        max_preconditioner_dim: int = 10_000,
+        merge_dims: bool = False,
+        precondition_1d: bool = False,
+        maximize: bool = False,
+        **options: Unpack[TorchOptions],
+    ) -> None:
+        super().__init__(params, options_in(locals()), **options)
+
+    def _check(self, group: Group) -> None:
+        super()._check(group)
+        beta = self._statistics_beta(group)
+        if not 0 <= beta < 1:
+            raise ValueError(f"shampoo_beta must be at least 0 and below 1 (got {beta})")
+
+    def _statistics_beta(self, group: Group) -> float:
+        given = group["shampoo_beta"]
+        return float(group["betas"][1] if given is None else given)
+
+    def _compute(self, group: Group) -> Compute:
+        del group
+        return _basis
+
+    def _replace(self, state: dict[str, Any], factors: Factors, roots: Roots) -> None:
+        super()._replace(state, factors, roots)
+        if roots.order is not None:
+            square = state["exp_avg_sq"]
+            square.copy_(_sorted(square, factors, roots.order))

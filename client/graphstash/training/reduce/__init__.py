@@ -1,0 +1,51 @@
+"""Sparse gradients: send only the blocks of a gradient that are not zero.
+
+    state = reduce.SparseState(process_group=None)
+    ddp.register_comm_hook(state, reduce.sparse_hook)
+    ...
+    print(state.statistics())
+
+Gradients of embeddings, mixtures of experts and pruned layers are mostly zero. A ring sends every
+zero; here the ranks first agree on the blocks that are not zero anywhere, a bit for each, and then
+add up these alone. The sums are those of a dense all-reduce, with the same bits on all ranks, the
+sign of zeros excepted. This is OmniReduce (Fei et al., SIGCOMM 2021) on the collectives of
+torch.distributed; `AggregatedAllReduce` is its form with aggregators, over UDP.
+"""
+
+from typing import TYPE_CHECKING
+
+from graphstash._lazy import lazy
+
+if TYPE_CHECKING:
+    from graphstash.training.reduce.aggregators.all_reduce import AggregatedAllReduce
+    from graphstash.training.reduce.aggregators.client import Counters
+    from graphstash.training.reduce.aggregators.errors import AggregationError
+    from graphstash.training.reduce.all_reduce import BlockSparseAllReduce, Sent
+    from graphstash.training.reduce.ddp_hook import SparseState, sparse_hook
+    from graphstash.training.reduce.forecast import Forecast, report
+    from graphstash.training.reduce.thresholding import Thresholding
+
+__all__ = [
+    "AggregatedAllReduce",
+    "AggregationError",
+    "BlockSparseAllReduce",
+    "Counters",
+    "Forecast",
+    "Sent",
+    "SparseState",
+    "Thresholding",
+    "report",
+    "sparse_hook",
+]
+
+_NAMES = {
+    "aggregators.all_reduce": "AggregatedAllReduce",
+    "aggregators.client": "Counters",
+    "aggregators.errors": "AggregationError",
+    "all_reduce": "BlockSparseAllReduce Sent",
+    "ddp_hook": "SparseState sparse_hook",
+    "forecast": "Forecast report",
+    "thresholding": "Thresholding",
+}
+
+__getattr__, __dir__ = lazy(__name__, _NAMES)

@@ -1,0 +1,77 @@
+"""Starts an aggregator: `python -m graphstash.training.reduce.aggregators --help`."""
+
+import argparse
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from graphstash.errors import ConfigError
+from graphstash.training.reduce.aggregators import sockets
+from graphstash.training.reduce.aggregators.secret_file import read_secret
+from graphstash.training.reduce.aggregators.server import Owner, Server
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Serves until SIGTERM or Ctrl-C, or until its rank ends."""
+    options = _options()
+    if options.owner is None:
+        secret, owner, end = read_secret(options.secret_file), None, _told_by_signals()
+    else:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)  # for the rank, which may have a last step to do
+        told = json.loads(sys.stdin.readline())
+        secret, owner = bytes.fromhex(told["secret"]), Owner(options.owner, told["process"])
+        end = sys.stdin.fileno()
+    at = sockets.bound(sockets.parsed(options.listen))
+    print(json.dumps({"address": sockets.address_of(at.getsockname())}), flush=True)  # noqa: T201
+    Server(at, secret, end=end, owner=owner).run()
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m graphstash.training.reduce.aggregators",
+        description=(
+            "Adds up gradients that workers send it, see graphstash.training.reduce. Serves any "
+            "number of jobs until SIGTERM, and prints one line of JSON when it listens."
+        ),
+    )
+    parser.add_argument(
+        "--listen",
+        metavar="HOST:PORT",
+        required=True,
+        help="UDP address of this host by which the workers know it; [HOST]:PORT with IPv6",
+    )
+    who = parser.add_mutually_exclusive_group(required=True)
+    who.add_argument(
+        "--secret-file",
+        metavar="FILE",
+        type=Path,
+        help=(
+            "32 bytes or more that the workers' secret_file= has as well; only its owner may read "
+            "it"
+        ),
+    )
+    who.add_argument("--owner", type=int, help=argparse.SUPPRESS)  # the rank that starts it
+    return parser.parse_args()
+
+
+def _told_by_signals() -> int:
+    """A descriptor that can be read after SIGTERM or Ctrl-C."""
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    signal.set_wakeup_fd(writes)
+    return reads
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ConfigError as error:
+        print(json.dumps({"error": str(error)}), flush=True)  # noqa: T201
+        sys.exit(2)

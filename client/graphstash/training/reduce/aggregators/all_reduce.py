@@ -1,0 +1,292 @@
+"""The all-reduce through aggregators: each rank sends its own blocks that are not zero, once.
+
+    ranks  --  their blocks that are not zero  -->  aggregators, one for every n-th block
+    ranks  <--  the sums of the union's blocks  --  aggregators
+
+A ring sends each element 2(N-1)/N times, zero or not. Here a rank sends its own blocks, and
+receives the union's. This is OmniReduce with its aggregators (Fei et al., SIGCOMM 2021); a tensor
+without zeros is streamed as by SwitchML (Sapio et al., NSDI 2021).
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, Self
+from weakref import finalize
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, distributed
+
+from graphstash.errors import ConfigError
+from graphstash.training.reduce.aggregators.aggregator import MAX_SLOTS
+from graphstash.training.reduce.aggregators.block_rows import BlockRows
+from graphstash.training.reduce.aggregators.client import Counters
+from graphstash.training.reduce.aggregators.datagrams import (
+    END,
+    LONGEST,
+    OVERHEAD_BYTES,
+    Operation,
+    Values,
+    blocks_per_datagram,
+)
+from graphstash.training.reduce.aggregators.elements import ELEMENTS, code_of
+from graphstash.training.reduce.aggregators.quantization import dequantized, exponents, quantized
+from graphstash.training.reduce.aggregators.session import Session, Settings
+from graphstash.training.reduce.agreement import require_floats
+from graphstash.training.reduce.all_reduce import BLOCK_ELEMENTS, Sent
+from graphstash.training.reduce.blocks import BlockView
+from graphstash.training.reduce.group_timeout import timeout_of
+
+__all__ = ["AggregatedAllReduce"]
+
+_INT32: Final = code_of("int32") or 0
+_UINT8: Final = code_of("uint8") or 0
+
+_YEAR: Final = 31_536_000
+"""Seconds."""
+
+
+class AggregatedAllReduce:
+    """Sums tensors over ranks, through aggregators. Every rank calls it as often, in the same
+    order, from one thread at a time, and closes it.
+
+    The bits are the same on all ranks and in every run: an aggregator adds in the order of the
+    ranks, fp16 and bf16 in fp32, rounded once; other types in themselves.
+    """
+
+    def __init__(
+        self,
+        group: distributed.ProcessGroup | None = None,
+        *,
+        block_size: int = BLOCK_ELEMENTS,
+        aggregators: Sequence[str] | None = None,
+        secret_file: Path | str | None = None,
+        listen: str | None = None,
+        quantize: bool = False,
+        payload_bytes: int | None = None,
+        slots: int | None = None,
+        lost_after_seconds: float = 30.0,
+        timeout_seconds: float | None = None,
+    ) -> None:
+        """Begins on all ranks together, with the same arguments but for `listen`.
+
+        Args:
+            group: of the ranks, for the beginning alone; None for the default one.
+            block_size: elements of a block: the smaller, the fewer zeros are sent.
+            aggregators: `HOST:PORT` of each that runs already, see
+                `python -m graphstash.training.reduce.aggregators --help`. None starts one process
+                beside each rank, which ends with it.
+            secret_file: what those that run already were given.
+            listen: the IP address by which other ranks know this host; None for the one on the way
+                to torch's store.
+            quantize: adds up fp32 as int32 with an exponent for each block, see `quantization`.
+            payload_bytes: of a UDP datagram, up to 65,507; None for the largest of 61,440, 8,952
+                and 1,452 that passes between all of them.
+            slots: datagrams under way between a rank and an aggregator, up to 64; None for as many
+                as the aggregator's buffer holds of all ranks, and no more than 16.
+            lost_after_seconds: after which a silent process is taken for dead, and all ranks end
+                with an error; 0.001 to a year.
+            timeout_seconds: how long to wait for ranks that live, and are late; None for the
+                timeout of the group.
+
+        Raises:
+            ValueError: a number is out of its range.
+            TypeError: `aggregators` is one address, and no list.
+            ConfigError: ranks have different arguments, or an address cannot be used; on each rank.
+            AggregationError: an aggregator does not start or answer; on each rank.
+        """
+        if block_size < 1:
+            raise ValueError(f"a block of {block_size} elements: take 1 or more, 256 is usual")
+        if payload_bytes is not None and not OVERHEAD_BYTES < payload_bytes <= LONGEST:
+            raise ValueError(
+                f"payload_bytes={payload_bytes}: take more than {OVERHEAD_BYTES}, which a "
+                f"datagram has beside its blocks, and up to {LONGEST}, which UDP carries"
+            )
+        if slots is not None and not 1 <= slots <= MAX_SLOTS:
+            raise ValueError(f"slots={slots}: take 1 to {MAX_SLOTS}")
+        if not 0.001 <= lost_after_seconds <= _YEAR:
+            raise ValueError(f"lost_after_seconds={lost_after_seconds}: take 0.001 to {_YEAR}")
+        if timeout_seconds is not None and not timeout_seconds > 0:
+            raise ValueError(f"timeout_seconds={timeout_seconds}: take more than 0")
+        if isinstance(aggregators, str):
+            raise TypeError(f"aggregators={aggregators!r}: give a list, [{aggregators!r}]")
+        if aggregators is None and secret_file is not None:
+            raise ValueError(
+                f"secret_file={str(secret_file)!r} is for aggregators that run already: name them "
+                "in aggregators= as well, or leave it out"
+            )
+        if aggregators is not None and not aggregators:
+            raise ValueError("aggregators=[]: name one or more, or take None to start them")
+        if aggregators is not None and len(set(aggregators)) < len(aggregators):
+            raise ValueError(f"aggregators={list(aggregators)}: name each of them once")
+        self.block_size = block_size
+        self.group = _or_default(group)
+        self._world = distributed.get_world_size(self.group)
+        self._quantize = quantize
+        self._session = Session(
+            self.group,
+            Settings(
+                block_size,
+                None if aggregators is None else tuple(aggregators),
+                quantize,
+                payload_bytes,
+                slots,
+                lost_after_seconds,
+            ),
+            secret_file=None if secret_file is None else Path(secret_file),
+            listen=listen,
+            timeout_seconds=_seconds(self.group) if timeout_seconds is None else timeout_seconds,
+        )
+        finalize(self, self._session.close)
+
+    def close(self) -> None:
+        """Ends the session, and the process beside this rank. The last sums are lost for no rank:
+        an aggregator stays until every rank has closed, two seconds at most.
+        """
+        self._session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def counters(self) -> Counters:
+        """What this rank has sent and received since the beginning."""
+        return self._session.counters
+
+    def sum_(
+        self,
+        flat: Tensor,
+        *,
+        scale: float = 1.0,
+        wire_dtype: torch.dtype | None = None,
+        dense_above: float = 1.0,
+    ) -> Sent:
+        """Sums in place, over all ranks.
+
+        Args:
+            flat: one dimension, contiguous; integers of 8 to 64 bits, fp16, bf16, fp32 or fp64;
+                alike on all ranks.
+            scale: factor of every element before it is sent.
+            wire_dtype: what elements are sent as; None for their own type.
+            dense_above: without effect, for an index costs four bytes of a block.
+
+        Raises:
+            ValueError: the tensor has more or less than one dimension.
+            ConfigError: the ranks have different tensors, which is the end of the session, or a
+                block is too large for a datagram, or of another type.
+            AggregationError: a rank or an aggregator is gone; the session is over.
+        """
+        del dense_above
+        began = time.perf_counter()
+        element = self._element_of(flat, wire_dtype)
+        nonzero = BlockView(flat, self.block_size).nonzero().cpu().numpy()
+        return self._sum(flat, nonzero, scale, element, began)
+
+    def sum_whole_(self, flat: Tensor, *, wire_dtype: torch.dtype | None = None) -> int:
+        """Sums in place, zeros and all, and returns how many bytes this rank has sent."""
+        began = time.perf_counter()
+        element = self._element_of(flat, wire_dtype)
+        nonzero = np.ones(BlockView(flat, self.block_size).count, np.bool_)
+        sent = self._sum(flat, nonzero, 1.0, element, began)
+        return sent.bitmap_bytes + sent.block_bytes
+
+    def _sum(
+        self,
+        flat: Tensor,
+        nonzero: npt.NDArray[np.bool_],
+        scale: float,
+        element: int,
+        began: float,
+    ) -> Sent:
+        if scale != 1.0:
+            flat.mul_(scale)
+        wire = flat.detach().to("cpu", getattr(torch, ELEMENTS[element].name))
+        values = _as_numpy(wire)
+        packed = time.perf_counter()
+        before = self._session.counters.sent_bytes
+        if self._quantize and wire.dtype == torch.float32:
+            union = self._sum_quantized(values, nonzero)
+        else:
+            union = self._session.reduce(
+                BlockRows(values, self.block_size), nonzero, element=element
+            ).union_blocks
+        summed = time.perf_counter()
+        if wire.data_ptr() != flat.data_ptr():
+            flat.copy_(wire)
+        own = int(nonzero.sum())
+        block_bytes = own * self.block_size * wire.itemsize
+        return Sent(
+            blocks=len(nonzero),
+            own_blocks=own,
+            union_blocks=union,
+            bitmap_bytes=self._session.counters.sent_bytes - before - block_bytes,
+            block_bytes=block_bytes,
+            dense_bytes=flat.nbytes,
+            pack_seconds=packed - began,
+            send_seconds=summed - packed,
+            unpack_seconds=time.perf_counter() - summed,
+        )
+
+    def _sum_quantized(self, values: Values, nonzero: npt.NDArray[np.bool_]) -> int:
+        """Exponents first, then integers; how many blocks the union has."""
+        rows = np.zeros((len(nonzero), self.block_size), np.float32)
+        rows.reshape(-1)[: len(values)] = values
+        codes = exponents(rows)
+        groups = BlockRows(codes, self.block_size)
+        starts = np.arange(0, len(codes), self.block_size)
+        some = np.add.reduceat(codes != 0, starts, dtype=np.int64) > 0 if len(codes) else codes > 0
+        self._session.reduce(groups, some, element=_UINT8, operation=Operation.MAX)
+        integers = quantized(rows, codes, self._world)
+        total = self._session.reduce(
+            BlockRows(integers.reshape(-1), self.block_size), nonzero, element=_INT32
+        )
+        values[:] = dequantized(integers, codes, self._world).reshape(-1)[: len(values)]
+        return total.union_blocks
+
+    def _element_of(self, flat: Tensor, wire_dtype: torch.dtype | None) -> int:
+        """The code of the type that a tensor is sent as; ConfigError where it cannot be sent."""
+        require_floats(flat, wire_dtype)
+        dtype = wire_dtype or flat.dtype
+        element = code_of(str(dtype).removeprefix("torch."))
+        if element is None:
+            raise ConfigError(
+                f"aggregators add up {', '.join(each.name for each in ELEMENTS.values())}, and "
+                f"this is {dtype}"
+            )
+        if flat.numel() > self.block_size * (END - 1):
+            raise ConfigError(
+                f"{flat.numel()} elements in blocks of {self.block_size}: a tensor has {END - 1} "
+                "blocks at most, so take a larger block_size="
+            )
+        payload, block_bytes = self._session.payload_bytes, self.block_size * dtype.itemsize
+        if not blocks_per_datagram(payload, block_bytes):
+            raise ConfigError(
+                f"a block of {self.block_size} {dtype} has {block_bytes} bytes, and a datagram of "
+                f"{payload} has {payload - OVERHEAD_BYTES} for a block and its number of 4: take "
+                "a smaller block_size= or a larger payload_bytes="
+            )
+        return element
+
+
+def _or_default(group: distributed.ProcessGroup | None) -> distributed.ProcessGroup:
+    found = group if group is not None else distributed.group.WORLD
+    if found is None:
+        raise ValueError("torch.distributed is not initialized: call init_process_group before")
+    return found
+
+
+def _seconds(group: distributed.ProcessGroup) -> float:
+    """The group's timeout; torch's own where it does not tell."""
+    return (timeout_of(group) or distributed.default_pg_timeout).total_seconds()
+
+
+def _as_numpy(flat: Tensor) -> Values:
+    """The same memory; bf16 as bits."""
+    if flat.dtype == torch.bfloat16:
+        return flat.view(torch.int16).numpy().view(np.uint16)
+    return flat.numpy()

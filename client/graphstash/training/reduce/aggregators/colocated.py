@@ -1,0 +1,93 @@
+"""The aggregator process of one rank: started with it, and ended with it.
+
+It ends when its standard input does. Children that the rank forks may keep that open after the
+rank was killed, so it looks for its parent every second as well.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import subprocess
+import sys
+from typing import Final
+
+from graphstash.training.reduce.aggregators.errors import AggregationError
+from graphstash.training.reduce.aggregators.sockets import Address
+
+__all__ = ["ColocatedAggregator"]
+
+_MODULE: Final = "graphstash.training.reduce.aggregators"
+_START_SECONDS: Final = 60.0
+_END_SECONDS: Final = 5.0
+
+
+class ColocatedAggregator:
+    """Starts one.
+
+    Args:
+        host: the address of this host that it listens on.
+        rank: that starts it.
+
+    Attributes:
+        address: where it listens.
+        secret: that it knows.
+
+    Raises:
+        AggregationError: it does not start; says why.
+    """
+
+    def __init__(self, host: str, *, rank: int) -> None:
+        self.secret = secrets.token_bytes(32)
+        listen = f"[{host}]:0" if ":" in host else f"{host}:0"
+        # Of the job's working directory nothing is imported, whatever its files are called.
+        command = [sys.executable, "-P", "-m", _MODULE, "--listen", listen, "--owner", str(rank)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        )
+        told = {"secret": self.secret.hex(), "process": os.getpid()}
+        try:
+            self.address = self._started(json.dumps(told).encode() + b"\n")
+        except BaseException:
+            self._process.kill()
+            self._process.wait()
+            raise
+
+    def has_ended(self) -> bool:
+        """Whether it is gone, though nobody has closed it."""
+        return self._process.poll() is not None
+
+    def close(self) -> None:
+        """Ends it. It stays some seconds for ranks that have not got the last answers."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.write(b"end")  # a fork may keep the pipe open
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
+        self._process.kill()
+        self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def _started(self, told: bytes) -> Address:
+        assert self._process.stdin is not None  # noqa: S101 - both are pipes
+        assert self._process.stdout is not None  # noqa: S101
+        answer: dict[str, object] = {}
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(told)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            if selector.select(_START_SECONDS):
+                said = self._process.stdout.readline()
+                try:
+                    answer = json.loads(said or b"{}")
+                except ValueError:  # what the environment makes Python print as it starts
+                    answer["error"] = f"its first line is {said[:200]!r}"
+        match answer:
+            case {"address": [str(host), int(port)]}:
+                return host, port
+        raise AggregationError(
+            f"the aggregator process did not start: {answer.get('error', 'it has said nothing')}"
+        )

@@ -1,0 +1,170 @@
+"""The process of an aggregator: one socket, and an `Aggregator` for each session.
+
+It waits in one place, for datagrams and for its end. A rank's own one ends with its rank; one
+that serves many jobs ends with a signal.
+"""
+
+import os
+import selectors
+import socket
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+from graphstash.training.reduce.aggregators import sockets
+from graphstash.training.reduce.aggregators.aggregator import Aggregator, Reply
+from graphstash.training.reduce.aggregators.awake_clock import AwakeClock
+from graphstash.training.reduce.aggregators.datagrams import Header, Kind, Seal, session_of
+
+__all__ = ["Owner", "Server"]
+
+_MAX_SESSIONS: Final = 64
+_REMEMBERED: Final = 4096
+"""Sessions that are over, and are not begun again."""
+_TICK_SECONDS: Final = 1.0
+_LINGER_SECONDS: Final = 2.0
+"""For ranks that have not got the last answer."""
+
+
+@dataclass
+class Owner:
+    """The rank whose aggregator this is.
+
+    Attributes:
+        rank: its number.
+        process: its process.
+    """
+
+    rank: int
+    process: int
+
+
+@dataclass
+class _Session:
+    seal: Seal
+    aggregator: Aggregator
+    over_since: float | None = None
+
+
+class Server:
+    """Serves until it is told to end.
+
+    Args:
+        at: a socket that is bound and does not block.
+        secret: that seals are made of, 32 bytes or more.
+        end: a descriptor, of which anything that can be read means to end; so does its own end.
+        owner: with whom it ends; None for one that serves all who know the secret.
+    """
+
+    def __init__(
+        self, at: socket.socket, secret: bytes, *, end: int, owner: Owner | None = None
+    ) -> None:
+        self._socket = at
+        self._secret = secret
+        self._owner = owner
+        self._clock = AwakeClock()
+        self._sessions: dict[int, _Session] = {}
+        self._over: deque[int] = deque(maxlen=_REMEMBERED)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(at, selectors.EVENT_READ)
+        self._selector.register(end, selectors.EVENT_READ)
+        self._stopped_since: float | None = None
+
+    def run(self) -> None:
+        """Returns at its end."""
+        next_tick = self._clock() + _TICK_SECONDS
+        while not self._has_ended(now := self._clock()):
+            is_busy = bool(self._sessions) or self._owner is not None
+            for key, _ in self._selector.select(_TICK_SECONDS if is_busy else None):
+                if key.fileobj is self._socket:
+                    for datagram, source in sockets.received(self._socket):
+                        self._send(self._answer(datagram, source, self._clock()))
+                else:
+                    self._selector.unregister(key.fd)
+                    self._stop()
+            if now >= next_tick:
+                next_tick = now + _TICK_SECONDS
+                self._tick(now)
+
+    def _answer(self, datagram: bytes, source: sockets.Name, now: float) -> list[Reply]:
+        number = session_of(datagram)
+        if number is None:
+            return []
+        session = self._sessions.get(number)
+        seal = session.seal if session is not None else Seal(self._secret, number)
+        message = seal.open(datagram)
+        if message is None:
+            return []
+        if session is None:
+            is_over, is_full = number in self._over, len(self._sessions) >= _MAX_SESSIONS
+            if message.header.kind != Kind.OPEN or is_over or is_full:
+                return _unknown(seal, message.header, source, is_over=is_over)
+            session = _Session(seal, self._begun(seal, message.header, now))
+            self._sessions[number] = session
+        return session.aggregator.receive(message, source, now)
+
+    def _begun(self, seal: Seal, header: Header, now: float) -> Aggregator:
+        return Aggregator(
+            seal,
+            number=header.aggregator,
+            world=header.filled,
+            now=now,
+            lost_after_seconds=header.round / 1000,
+            room_bytes=sockets.room_of(self._socket),
+        )
+
+    def _tick(self, now: float) -> None:
+        for number, session in list(self._sessions.items()):
+            self._send(session.aggregator.tick(now))
+            if not session.aggregator.is_over:
+                continue
+            session.over_since = session.over_since or now
+            if now - session.over_since > _LINGER_SECONDS:
+                del self._sessions[number]
+                self._over.append(number)
+        if self._owner is not None and os.getppid() != self._owner.process:
+            self._stop()
+
+    def _stop(self) -> None:
+        """Told to end, or the owner has: says so to whom it concerns."""
+        if self._stopped_since is not None:
+            return
+        self._stopped_since = self._clock()
+        for session in self._sessions.values():
+            if self._owner is None:
+                self._send(session.aggregator.fail("an aggregator was stopped"))
+            elif not session.aggregator.has_left(self._owner.rank):
+                self._send(
+                    session.aggregator.fail(f"the process of rank {self._owner.rank} has ended")
+                )
+
+    def _has_ended(self, now: float) -> bool:
+        if self._stopped_since is None:
+            return False
+        is_needed = any(not session.aggregator.is_over for session in self._sessions.values())
+        return not is_needed or now - self._stopped_since > _LINGER_SECONDS
+
+    def _send(self, replies: list[Reply]) -> None:
+        for name, datagram in replies:
+            sockets.send(self._socket, datagram, name)
+
+
+def _unknown(seal: Seal, header: Header, source: sockets.Name, *, is_over: bool) -> list[Reply]:
+    """For whom has the key, and a session that this process has not begun, or that is over."""
+    if header.kind == Kind.LEAVE:
+        kind, text = Kind.LEFT, ""
+    elif is_over:  # and somebody repeats what was recorded of it
+        kind = Kind.FAILED
+        text = f"aggregator {header.aggregator} has ended that aggregation session"
+    elif header.kind == Kind.OPEN:
+        kind, text = Kind.FAILED, _full(header.aggregator)
+    else:
+        kind, text = Kind.FAILED, f"aggregator {header.aggregator} has been started anew"
+    return [Reply(source, seal.close(header._replace(kind=kind, filled=0), text.encode()))]
+
+
+def _full(aggregator: int) -> str:
+    return (
+        f"aggregator {aggregator} has {_MAX_SESSIONS} sessions, and takes no more: wait until one "
+        "of them ends, or start another aggregator"
+    )

@@ -1,0 +1,325 @@
+"""A session: the ranks of a process group, their aggregators, and what they have agreed on.
+
+The process group is used for this alone. Sums do not go through it.
+"""
+
+import hashlib
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from torch import distributed
+
+from graphstash.errors import ConfigError, GraphstashError
+from graphstash.training.reduce.aggregators import sockets
+from graphstash.training.reduce.aggregators.block_rows import BlockRows
+from graphstash.training.reduce.aggregators.client import Client, Counters, Way
+from graphstash.training.reduce.aggregators.colocated import ColocatedAggregator
+from graphstash.training.reduce.aggregators.datagrams import Operation, Seal
+from graphstash.training.reduce.aggregators.errors import AggregationError
+from graphstash.training.reduce.aggregators.own_address import own_host
+from graphstash.training.reduce.aggregators.secret_file import read_secret
+from graphstash.training.reduce.aggregators.worker import Totals, Worker
+from graphstash.training.reduce.agreement import require_same
+
+__all__ = ["Session", "Settings"]
+
+_PAYLOADS: Final = (1_452, 8_952, 61_440)
+"""What passes where a link carries frames of 1,500 or 9,000 bytes (less IPv6 and UDP), and what one
+datagram holds when it may be cut into fragments."""
+
+_MOST_SLOTS: Final = 16
+"""Unless told otherwise; more only make queues longer."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all ranks have to agree on.
+
+    Attributes:
+        block_size: elements.
+        aggregators: addresses of dedicated ones; None where each rank has one.
+        quantize: whether fp32 is added up as int32.
+        payload_bytes: of a datagram; None for the largest that passes.
+        slots: of each aggregator; None for as many as its buffer holds.
+        lost_after_seconds: how long a process may be silent.
+    """
+
+    block_size: int
+    aggregators: tuple[str, ...] | None
+    quantize: bool
+    payload_bytes: int | None
+    slots: int | None
+    lost_after_seconds: float
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What one rank brings to the others. Of a secret that other jobs have as well, it is a hash:
+    the process group may send it in the clear.
+    """
+
+    session: int
+    host: str
+    addresses: list[sockets.Address]
+    secret: bytes
+    problem: str = ""
+
+
+class Session:
+    """Begins on all ranks together.
+
+    Args:
+        group: of the ranks.
+        settings: alike on all ranks.
+        secret_file: for dedicated aggregators.
+        listen: the address of this rank's own aggregator; None to find it out.
+        timeout_seconds: how long a rank that lives may be late.
+
+    Attributes:
+        payload_bytes: of the longest datagram.
+        counters: what this rank has sent and received.
+
+    Raises:
+        ConfigError: the ranks do not agree, or an address cannot be used.
+        AggregationError: a process does not start or answer.
+    """
+
+    def __init__(
+        self,
+        group: distributed.ProcessGroup,
+        settings: Settings,
+        *,
+        secret_file: Path | None,
+        listen: str | None,
+        timeout_seconds: float,
+    ) -> None:
+        rank, world = distributed.get_rank(group), distributed.get_world_size(group)
+        self._own: ColocatedAggregator | None = None
+        self._secret = b""
+        self._client: Client | None = None
+        self._process = os.getpid()
+        self.counters = Counters()
+        self._failure: str | None = None
+        self._is_used = threading.Lock()
+        self._rank = rank
+        try:
+            require_same(
+                *(group, str(settings)),
+                wrong="the ranks want different sums",
+                way_out="give the same settings on each",
+            )
+            offers = _gathered(group, self._offer(settings, rank, secret_file, listen))
+            _require_agreement(offers, settings)
+            addresses = [offer.addresses[0] for offer in offers]
+            keys = [offer.secret for offer in offers]
+            if settings.aggregators is not None:
+                addresses = offers[0].addresses
+                keys = [self._secret] * len(addresses)
+            seals = [Seal(key, offers[0].session) for key in keys]
+            ways = _gathered(group, self._way(addresses, seals, settings, rank, world))
+            self.payload_bytes, slots = _agreed(ways, settings, world)
+            self._worker = Worker(
+                seals,
+                rank=rank,
+                slots=slots,
+                payload_bytes=self.payload_bytes,
+                lost_after_seconds=settings.lost_after_seconds,
+                timeout_seconds=timeout_seconds,
+            )
+        except BaseException:
+            self.close("its session did not begin")
+            raise
+
+    def reduce(
+        self,
+        blocks: BlockRows,
+        nonzero: npt.NDArray[np.bool_],
+        *,
+        element: int,
+        operation: Operation = Operation.SUM,
+    ) -> Totals:
+        """Adds up a tensor in place; see `Client.reduce`.
+
+        Raises:
+            AggregationError: the session is over, or another process's.
+            RuntimeError: another thread is in the middle of a sum.
+        """
+        if self._process != os.getpid():
+            raise AggregationError(
+                f"these sums are those of process {self._process}, of which this one is a fork: "
+                "only that one is a rank"
+            )
+        if not self._is_used.acquire(blocking=False):
+            raise RuntimeError(
+                "two threads add up through one AggregatedAllReduce at the same time, so ranks "
+                "could take one tensor for the other: make one for each"
+            )
+        try:
+            return self._reduce(blocks, nonzero, element, operation)
+        finally:
+            self._is_used.release()
+
+    def _reduce(
+        self,
+        blocks: BlockRows,
+        nonzero: npt.NDArray[np.bool_],
+        element: int,
+        operation: Operation,
+    ) -> Totals:
+        if self._failure is not None or self._client is None:
+            raise AggregationError(f"these sums have ended: {self._failure or 'closed'}")
+        try:
+            return self._client.reduce(
+                self._worker,
+                blocks,
+                nonzero,
+                element=element,
+                operation=operation,
+                look=self._require_own,
+            )
+        except BaseException as error:
+            self._failure = self._why(error)
+            self.close(self._failure)
+            raise
+
+    def _why(self, error: BaseException) -> str:
+        """For all ranks; what is not of this package tells nobody whose it is."""
+        if isinstance(error, GraphstashError):
+            return str(error)
+        return f"rank {self._rank} has given up: {type(error).__name__} {error}".rstrip()
+
+    def close(self, why: str = "") -> None:
+        """Ends this rank's part; the others go on until they need it."""
+        if self._process != os.getpid():  # a fork has the same sockets, and is another process
+            return
+        if self._client is not None:
+            self._client.leave(why)
+            self._client = None
+        if self._own is not None:
+            self._own.close()
+            self._own = None
+
+    def _offer(
+        self, settings: Settings, rank: int, secret_file: Path | None, listen: str | None
+    ) -> _Offer:
+        session = secrets.randbits(64)
+        host = socket.gethostname()
+        try:
+            addresses, secret = self._aggregators(settings, rank, secret_file, listen)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for an offer
+            return _Offer(session, host, [], b"", f"rank {rank}: {error}")
+        return _Offer(session, host, addresses, secret)
+
+    def _aggregators(
+        self, settings: Settings, rank: int, secret_file: Path | None, listen: str | None
+    ) -> tuple[list[sockets.Address], bytes]:
+        """Where they are, and the secret to offer; this rank's own one is started."""
+        if settings.aggregators is None:
+            self._own = ColocatedAggregator(_host(listen) or own_host(), rank=rank)
+            return [self._own.address], self._own.secret
+        if secret_file is None:
+            raise ConfigError(
+                "dedicated aggregators need secret_file=, the file that they were given"
+            )
+        self._secret = read_secret(secret_file)
+        addresses = [sockets.parsed(each) for each in settings.aggregators]
+        return addresses, hashlib.sha256(self._secret).digest()
+
+    def _way(
+        self,
+        addresses: Sequence[sockets.Address],
+        seals: Sequence[Seal],
+        settings: Settings,
+        rank: int,
+        world: int,
+    ) -> Way | str:
+        """How this rank reaches the aggregators, or what keeps it from them."""
+        sizes = _PAYLOADS if settings.payload_bytes is None else (settings.payload_bytes,)
+        try:
+            self._client = Client(
+                addresses,
+                seals,
+                rank=rank,
+                world=world,
+                lost_after_seconds=settings.lost_after_seconds,
+                counters=self.counters,
+            )
+            return self._client.open(sizes)
+        except GraphstashError as error:
+            return str(error)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer
+            return self._why(error)
+
+    def _require_own(self) -> None:
+        if self._own is not None and self._own.has_ended():
+            raise AggregationError(
+                f"the aggregator process of rank {self._rank} on {socket.gethostname()} has ended"
+            )
+
+
+def _host(listen: str | None) -> str | None:
+    """An address by which other ranks can reach this host, as it was given."""
+    if listen is None:
+        return None
+    try:
+        if not ip_address(listen.partition("%")[0]).is_unspecified:
+            return listen
+    except ValueError:
+        pass
+    raise ConfigError(
+        f"listen={listen!r} is no address by which others know this host: give its IP address "
+        "without a port, such as 10.0.0.7"
+    )
+
+
+def _gathered(group: distributed.ProcessGroup, mine: Any) -> list[Any]:
+    found: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(found, mine, group=group)
+    return found
+
+
+def _require_agreement(offers: Sequence[_Offer], settings: Settings) -> None:
+    """Raises the same on every rank."""
+    problems = [offer.problem for offer in offers if offer.problem]
+    if problems:
+        raise ConfigError(f"the sums cannot begin: {'; '.join(problems)}")
+    if settings.aggregators is not None:
+        if any(offer.secret != offers[0].secret for offer in offers):
+            raise ConfigError(
+                "the files of secret_file= differ between the ranks: give all the same"
+            )
+        return
+    hosts = {offer.host for offer in offers}
+    for rank, offer in enumerate(offers):
+        if len(hosts) > 1 and ip_address(offer.addresses[0][0].partition("%")[0]).is_loopback:
+            raise ConfigError(
+                f"rank {rank} on {offer.host} listens on {offer.addresses[0][0]}, which other "
+                "hosts do not reach: give listen= the address of its network"
+            )
+
+
+def _agreed(found: Sequence[Way | str], settings: Settings, world: int) -> tuple[int, int]:
+    """Bytes of a datagram and slots of an aggregator, the same on all ranks: as much as can wait in
+    the smallest buffer when all ranks send at once, or much of it would be lost.
+    """
+    problems = [each for each in found if isinstance(each, str)]
+    if problems:
+        raise AggregationError(problems[0])
+    ways = [each for each in found if isinstance(each, Way)]
+    room = min(way.room_bytes for way in ways) // 2  # Linux counts more than what is sent
+    common = sorted(set.intersection(*(set(way.payload_bytes) for way in ways)))
+    if not common:
+        raise AggregationError("no size of datagrams passes between all ranks and aggregators")
+    fitting = [size for size in common if size * world <= room]
+    payload = fitting[-1] if fitting else common[0]
+    slots = min(max(room // (payload * world), 1), _MOST_SLOTS)
+    return payload, slots if settings.slots is None else settings.slots

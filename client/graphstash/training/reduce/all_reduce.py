@@ -1,0 +1,235 @@
+"""The block-sparse all-reduce: a bitmap first, then the union's blocks, slot by slot.
+
+    mark     -- MAX over the ranks -->  whether all add up the same    (16 bytes)
+    bitmap   -- OR over the ranks -->   union                          (one bit for each block)
+    blocks of the union, packed  -- SUM over the ranks -->  written back in place
+
+Blocks that are zero everywhere are never sent, and are zero already. Slots of some mebibytes are
+packed, sent and unpacked at the same time. A slot has the same blocks on every rank, so the
+process group adds its elements in the same order every time, and gives every rank the same bits.
+"""
+
+import hashlib
+import time
+from collections import deque
+from typing import Any, Final, NamedTuple, Self
+
+import torch
+from torch import Tensor, distributed
+
+from graphstash.training.reduce.agreement import require_floats, require_same
+from graphstash.training.reduce.blocks import BlockView, bits_of, from_bits
+
+__all__ = ["BLOCK_ELEMENTS", "BlockSparseAllReduce", "Sent"]
+
+BLOCK_ELEMENTS: Final = 256
+"""The paper's: 1 KiB of fp32."""
+
+_SLOT_BYTES: Final = 4 * 1024**2
+_SLOTS: Final = 2
+"""On their way at the same time."""
+
+
+class Sent(NamedTuple):
+    """What one all-reduce gave to the process group, and how long it took.
+
+    Attributes:
+        blocks: of the tensor.
+        own_blocks: that were not zero on this rank.
+        union_blocks: that were not zero on at least one rank.
+        bitmap_bytes: handed to the all-reduces of the mark and of the bitmap.
+        block_bytes: handed to that of the blocks.
+        dense_bytes: of the whole tensor.
+        pack_seconds: looking for blocks that are not zero, and packing.
+        send_seconds: waiting for the process group.
+        unpack_seconds: writing back.
+    """
+
+    blocks: int
+    own_blocks: int
+    union_blocks: int
+    bitmap_bytes: int
+    block_bytes: int
+    dense_bytes: int
+    pack_seconds: float = 0.0
+    send_seconds: float = 0.0
+    unpack_seconds: float = 0.0
+
+    @classmethod
+    def whole(cls, flat: Tensor, sent_bytes: int) -> Self:
+        """Of a tensor that was sent without a look at its blocks."""
+        return cls(0, 0, 0, 0, sent_bytes, flat.nbytes)
+
+    @property
+    def density(self) -> float:
+        """The share of blocks that were not zero on this rank, 0 to 1."""
+        return self.own_blocks / self.blocks if self.blocks else 0.0
+
+    @property
+    def union_density(self) -> float:
+        """The share of blocks that were not zero on at least one rank, 0 to 1."""
+        return self.union_blocks / self.blocks if self.blocks else 0.0
+
+
+class BlockSparseAllReduce:
+    """Sums tensors over the ranks of a process group. Every rank calls it as often, in the same
+    order, from one thread at a time; what else the ranks send needs a process group of its own.
+    """
+
+    def __init__(
+        self, group: distributed.ProcessGroup | None = None, *, block_size: int = BLOCK_ELEMENTS
+    ) -> None:
+        """Takes a process group, None for the default one, and the elements of a block: the
+        smaller, the fewer zeros are sent, and the longer packing takes.
+
+        Raises:
+            ValueError: when a block has no element.
+        """
+        if block_size < 1:
+            raise ValueError(f"a block of {block_size} elements: take 1 or more, 256 is usual")
+        self.group = group if group is not None else distributed.group.WORLD
+        self.block_size = block_size
+
+    def union_of(self, nonzero: Tensor) -> tuple[Tensor, int]:
+        """Where a boolean is set on at least one rank, and how many bytes were handed over."""
+        if not nonzero.is_cuda:
+            bits = bits_of(nonzero)
+            distributed.all_reduce(bits, distributed.ReduceOp.BOR, group=self.group)
+            return from_bits(bits, len(nonzero)), bits.nbytes
+        flags = nonzero.to(torch.uint8)  # NCCL has no OR
+        distributed.all_reduce(flags, distributed.ReduceOp.MAX, group=self.group)
+        return flags.bool(), flags.nbytes
+
+    def sum_(
+        self,
+        flat: Tensor,
+        *,
+        scale: float = 1.0,
+        wire_dtype: torch.dtype | None = None,
+        dense_above: float = 1.0,
+    ) -> Sent:
+        """Sums in place, over all ranks.
+
+        Args:
+            flat: one dimension, contiguous, of any number type; alike on all ranks.
+            scale: factor of every element before it is sent.
+            wire_dtype: what elements are sent as; None for their own type.
+            dense_above: with a higher share of blocks in the union, the tensor is sent whole.
+
+        Raises:
+            ConfigError: the ranks have different tensors or arguments, and every rank is told; or
+                a type that is no floating-point type is sent as another.
+            RuntimeError: a rank is gone.
+        """
+        began = time.perf_counter()
+        blocks = BlockView(flat, self.block_size)
+        mark = _Mark(
+            f"{flat.numel()} {flat.dtype} in blocks of {self.block_size}, "
+            f"{scale=}, {wire_dtype=}, {dense_above=}",
+            flat.device,
+            self.group,
+        )
+        nonzero = blocks.nonzero()
+        own = int(nonzero.sum())
+        looked = time.perf_counter()
+        mark.require_same()
+        require_floats(flat, wire_dtype)
+        union, bitmap_bytes = self.union_of(nonzero)
+        chosen = union.nonzero().flatten()
+        agreed = time.perf_counter()
+        if len(chosen) > dense_above * blocks.count:
+            block_bytes = self.sum_whole_(_scaled(flat, scale, None), wire_dtype=wire_dtype)
+            pack, send, unpack = 0.0, time.perf_counter() - agreed, 0.0
+        else:
+            block_bytes, pack, send, unpack = self._send(blocks, chosen, flat, scale, wire_dtype)
+        return Sent(
+            blocks.count,
+            own,
+            len(chosen),
+            bitmap_bytes + mark.nbytes,
+            block_bytes,
+            flat.nbytes,
+            looked - began + pack,
+            agreed - looked + send,
+            unpack,
+        )
+
+    def sum_whole_(self, flat: Tensor, *, wire_dtype: torch.dtype | None = None) -> int:
+        """Sums in place, zeros and all, and returns how many bytes were handed over."""
+        wire = flat if wire_dtype is None else flat.to(wire_dtype)
+        distributed.all_reduce(wire, group=self.group)
+        if wire is not flat:
+            flat.copy_(wire)
+        return wire.nbytes
+
+    def _send(
+        self,
+        blocks: BlockView,
+        chosen: Tensor,
+        flat: Tensor,
+        scale: float,
+        wire_dtype: torch.dtype | None,
+    ) -> tuple[int, float, float, float]:
+        """Sums the chosen blocks, slot by slot: bytes, and seconds to pack, send and unpack."""
+        pack = send = unpack = 0.0
+        sent_bytes = 0
+        under_way: deque[tuple[Tensor, Tensor, Any]] = deque()
+        slots = deque(torch.split(chosen, self._blocks_of_a_slot(flat)) if len(chosen) else ())
+        while slots or under_way:
+            started = time.perf_counter()
+            if slots and len(under_way) < _SLOTS:
+                slot = slots.popleft()
+                wire = _scaled(blocks.pack(slot), scale, wire_dtype)
+                work = distributed.all_reduce(wire, group=self.group, async_op=True)
+                under_way.append((slot, wire, work))
+                sent_bytes += wire.nbytes
+                pack += time.perf_counter() - started
+                continue
+            slot, wire, work = under_way.popleft()
+            work.wait()
+            arrived = time.perf_counter()
+            blocks.unpack(slot, wire.to(flat.dtype))
+            send += arrived - started
+            unpack += time.perf_counter() - arrived
+        return sent_bytes, pack, send, unpack
+
+    def _blocks_of_a_slot(self, flat: Tensor) -> int:
+        return max(1, _SLOT_BYTES // (self.block_size * flat.element_size()))
+
+
+def _scaled(values: Tensor, scale: float, dtype: torch.dtype | None) -> Tensor:
+    """The values as they are sent; themselves, changed, where their type stays."""
+    if scale != 1.0:
+        values.mul_(scale)
+    return values if dtype is None else values.to(dtype)
+
+
+class _Mark:
+    """Whether all ranks are about to do the same: found out while this rank looks at its blocks.
+
+    Eight bytes of a hash and, of each, what it lacks to 255: of the largest ones of all ranks, two
+    that belong together have another sum where two ranks differ.
+    """
+
+    def __init__(self, text: str, device: torch.device, group: Any) -> None:
+        digest = hashlib.sha256(text.encode()).digest()[:8]
+        marks = [*digest, *(255 - byte for byte in digest)]
+        self._text, self._group = text, group
+        self._marks = torch.tensor(marks, dtype=torch.uint8, device=device)
+        self.nbytes = self._marks.nbytes
+        self._work = distributed.all_reduce(
+            self._marks, distributed.ReduceOp.MAX, group=group, async_op=True
+        )
+
+    def require_same(self) -> None:
+        """Raises ConfigError, on every rank, if they are not."""
+        self._work.wait()
+        digest, rest = self._marks.int().view(2, 8)
+        if bool((digest + rest != 255).any()):
+            require_same(
+                self._group,
+                self._text,
+                wrong="the ranks want to add up different tensors",
+                way_out="build the same model with the same settings of the hook on each, and add "
+                "up in the same order",
+            )

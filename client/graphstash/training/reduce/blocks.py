@@ -1,0 +1,112 @@
+"""Blocks of a flat tensor: which are not zero, and moving some of them together and back.
+
+The last block is shorter where the length is no multiple of the block size.
+"""
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+__all__ = ["BlockView", "bits_of", "from_bits"]
+
+_CACHED: Final = 512 * 1024
+"""Elements whose absolute values a CPU still has at hand when it looks for the largest."""
+
+
+class BlockView:
+    """A flat, contiguous tensor as blocks of `size` elements.
+
+    Attributes:
+        count: how many blocks, the last and shorter one included.
+
+    Raises:
+        ValueError: the tensor has not one dimension.
+    """
+
+    def __init__(self, flat: Tensor, size: int) -> None:
+        if flat.dim() != 1:
+            raise ValueError(
+                f"a tensor of shape {tuple(flat.shape)}: give one dimension, such as .view(-1) of "
+                "a contiguous one has"
+            )
+        flat = flat.detach()  # or a parameter could not be written to
+        whole = flat.numel() // size
+        self.count = -(-flat.numel() // size)
+        self._size = size
+        self._whole = flat[: whole * size].view(whole, size)
+        self._tail = flat[whole * size :]
+
+    def nonzero(self) -> Tensor:
+        """A boolean for each block: whether an element is not zero. NaN is not zero."""
+        found = torch.empty(self.count, dtype=torch.bool, device=self._tail.device)
+        whole = len(self._whole)
+        at_once = max(1, whole if self._tail.is_cuda else _CACHED // self._size)
+        pieces = torch.split(self._whole, at_once), torch.split(found[:whole], at_once)
+        for blocks, out in zip(*pieces, strict=True):
+            if blocks.is_floating_point():  # half the time, and NaN is the largest
+                torch.ne(blocks.abs().amax(dim=1), 0, out=out)
+            else:  # the smallest integer has no absolute value
+                torch.any(blocks.ne(0), dim=1, out=out)
+        if whole < self.count:
+            found[whole] = self._tail.ne(0).any()
+        return found
+
+    def norms(self) -> Tensor:
+        """The Euclidean norm of each block, in fp32 or more."""
+        wide = torch.promote_types(self._tail.dtype, torch.float32)
+        found = torch.empty(self.count, dtype=wide, device=self._tail.device)
+        whole = len(self._whole)
+        torch.linalg.vector_norm(self._whole, dim=1, dtype=wide, out=found[:whole])
+        if whole < self.count:
+            found[whole] = torch.linalg.vector_norm(self._tail, dtype=wide)
+        return found
+
+    def zero_(self, flags: Tensor) -> None:
+        """Makes blocks zero, in place, where a boolean for each is set."""
+        whole = len(self._whole)
+        self._whole.masked_fill_(flags[:whole].unsqueeze(1), 0)
+        if whole < self.count:
+            self._tail.masked_fill_(flags[whole], 0)
+
+    def pack(self, chosen: Tensor) -> Tensor:
+        """The elements of some blocks, one after the other, in new memory.
+
+        Args:
+            chosen: numbers of blocks, ascending, int64.
+        """
+        ends_short = self._ends_short(chosen)
+        full = chosen[:-1] if ends_short else chosen
+        elements = len(full) * self._size
+        packed = self._tail.new_empty(elements + (len(self._tail) if ends_short else 0))
+        torch.index_select(self._whole, 0, full, out=packed[:elements].view(len(full), self._size))
+        packed[elements:] = self._tail if ends_short else self._tail[:0]
+        return packed
+
+    def unpack(self, chosen: Tensor, packed: Tensor) -> None:
+        """The opposite of `pack`, in place."""
+        ends_short = self._ends_short(chosen)
+        full = chosen[:-1] if ends_short else chosen
+        elements = len(full) * self._size
+        self._whole.index_copy_(0, full, packed[:elements].view(len(full), self._size))
+        if ends_short:
+            self._tail.copy_(packed[elements:])
+
+    def _ends_short(self, chosen: Tensor) -> bool:
+        return len(self._tail) > 0 and len(chosen) > 0 and int(chosen[-1]) == len(self._whole)
+
+
+def bits_of(flags: Tensor) -> Tensor:
+    """Booleans as bits of uint8, eight in each; the last is filled up with zeros."""
+    padded = flags.new_zeros(-(-len(flags) // 8) * 8)
+    padded[: len(flags)] = flags
+    return (padded.view(-1, 8) * _weights(flags)).sum(dim=1, dtype=torch.uint8)
+
+
+def from_bits(bits: Tensor, count: int) -> Tensor:
+    """The opposite of `bits_of`, for as many booleans as there were."""
+    return (bits.unsqueeze(1) & _weights(bits)).ne(0).flatten()[:count]
+
+
+def _weights(like: Tensor) -> Tensor:
+    return torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=like.device)

@@ -1,0 +1,114 @@
+"""Whether sparse reduction would pay, from a few batches and the speed of the link.
+
+The model is that of the paper's section on performance: a ring sends 2(N-1)/N of a gradient, and
+this package the same share of the union's blocks and of a bit for each block.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from graphstash.training.reduce.all_reduce import BLOCK_ELEMENTS
+from graphstash.training.reduce.blocks import BlockView
+
+__all__ = ["Forecast", "report"]
+
+
+class Forecast(NamedTuple):
+    """What is expected of each step.
+
+    Attributes:
+        density: share of the gradients' blocks that are not zero in one batch, 0 to 1.
+        union_density: the same of `workers` batches at once.
+        dense_seconds: for the ring to send all of the gradients.
+        sparse_seconds: to send the bitmaps and the union's blocks.
+        densities: share of each parameter's blocks that are not zero in one batch, by its name.
+    """
+
+    density: float
+    union_density: float
+    dense_seconds: float
+    sparse_seconds: float
+    densities: dict[str, float]
+
+    @property
+    def times_faster(self) -> float:
+        """How many times sooner the gradients are there; what computing costs is not in it."""
+        return self.dense_seconds / self.sparse_seconds
+
+    def __str__(self) -> str:
+        """For people, in a line."""
+        verdict = "would pay" if self.times_faster > 1.1 else "would not pay"
+        return (
+            f"sparse reduction {verdict}: {self.density:.1%} of the blocks are not zero in one "
+            f"batch, {self.union_density:.1%} in all workers'; {self.dense_seconds * 1e3:.3g} ms "
+            f"for dense gradients, {self.sparse_seconds * 1e3:.3g} ms for sparse ones"
+        )
+
+
+def report(
+    model: nn.Module,
+    data: Iterable[Any],
+    *,
+    loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    workers: int = 4,
+    link_gbits: float = 1.0,
+    block_size: int = BLOCK_ELEMENTS,
+) -> Forecast:
+    """Computes the gradients of a few batches, and says what sending them would take.
+
+    Gradients that the model has are lost; its parameters stay as they are, and buffers such as
+    those of batch normalization see the batches.
+
+    Args:
+        model: as `train` takes it, on its device.
+        data: batches, of which the first `workers` are used as one step of that many workers.
+        loss: `loss(model, batch)`; by default `model(*batch)`.
+        workers: that reduce, 2 or more.
+        link_gbits: what each of them sends and receives at the same time, Gbit/s, above 0.
+        block_size: elements of a block.
+
+    Raises:
+        ValueError: there are fewer batches than workers, one worker, or no link.
+    """
+    if workers < 2:
+        raise ValueError(f"workers={workers}: one alone sends nothing; take 2 or more")
+    if not link_gbits > 0:
+        raise ValueError(f"link_gbits={link_gbits}: take the link's Gbit/s, above 0")
+    loss = loss if loss is not None else lambda model, batch: model(*batch)
+    unions: dict[str, Tensor] = {}
+    shares: dict[str, list[float]] = {}
+    sizes: dict[str, int] = {}
+    batches = 0
+    for _, batch in zip(range(workers), data, strict=False):
+        batches += 1
+        model.zero_grad(set_to_none=True)
+        loss(model, batch).backward()
+        for name, parameter in model.named_parameters():
+            if parameter.grad is None or not parameter.numel():
+                continue
+            dense = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+            nonzero = BlockView(dense.reshape(-1), block_size).nonzero()
+            unions[name] = unions[name] | nonzero if name in unions else nonzero
+            shares.setdefault(name, []).append(float(nonzero.float().mean()))
+            sizes[name] = dense.nbytes
+    model.zero_grad(set_to_none=True)
+    if batches < workers:
+        raise ValueError(
+            f"data has {batches} batches for workers={workers}: give one for each, or the union "
+            "of their blocks would seem smaller than it is"
+        )
+    total = sum(sizes.values())
+    blocks = sum(map(len, unions.values()))
+    union_bytes = sum(sizes[name] * float(union.float().mean()) for name, union in unions.items())
+    bytes_per_second = link_gbits * 1e9 / 8
+    ring = 2 * (workers - 1) / workers / bytes_per_second
+    weighted = sum(sizes[name] * sum(each) / len(each) for name, each in shares.items())
+    return Forecast(
+        density=weighted / total,
+        union_density=union_bytes / total,
+        dense_seconds=ring * total,
+        sparse_seconds=ring * (union_bytes + blocks / 8),
+        densities={name: sum(each) / len(each) for name, each in shares.items()},
+    )

@@ -1,0 +1,182 @@
+"""What is known of a configuration, how thoroughly it is measured, and when a search ends."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from reprlib import repr as short
+from typing import Any, Final, NamedTuple
+
+from graphstash.tuning.search.base import Trial
+from graphstash.tuning.space import MAX_COST, SearchSpace, Value
+
+__all__ = ["FAILURES", "Budget", "Measurement", "Method"]
+
+FAILURES: Final = {
+    "compile": "building it raised an error",
+    "run": "running it raised an error",
+    "wrong": "its result is not the reference result",
+    "memory": "it needs more memory than a trial may have",
+    "timeout": "building or running it took longer than a trial may take",
+    "crash": "its process ended, or sent something else than a result",
+    "cost": f"its cost is no number above 0 and at most {MAX_COST:g}",
+}
+"""Why a configuration has no cost, and what that means."""
+
+
+_MAX_SAMPLES: Final = 1000
+
+
+class Measurement(NamedTuple):
+    """What measuring a configuration gave.
+
+    The cost is the median of the samples, which up to half of them may miss by any factor without
+    moving it far; nothing is trimmed. `to_json` is the form in which measurements are kept.
+
+    Attributes:
+        configuration: value of each parameter by its name.
+        cost: of one call in seconds, or in the unit of the target; None where it failed.
+        spread: interquartile range of the samples, in the unit of the cost; 0 for a single one.
+        count: of samples; 0 where it failed.
+        failure: a key of `FAILURES`; None where it has a cost.
+    """
+
+    configuration: dict[str, Value]
+    cost: float | None
+    spread: float
+    count: int  # type: ignore[assignment] # hides a method of tuples
+    failure: str | None
+
+    @classmethod
+    def of(cls, configuration: Mapping[str, Value], samples: Sequence[object]) -> "Measurement":
+        """Of what a target says each sample costs; the failure "cost" where it is no cost."""
+        if not samples or not all(map(_is_cost, samples)):
+            return cls.failed(configuration, "cost")
+        costs: list[float] = [float(sample) for sample in samples]  # type: ignore[arg-type]
+        spread = 0.0
+        if len(costs) > 1:
+            low, _, high = statistics.quantiles(costs, n=4, method="inclusive")
+            spread = high - low
+        return cls(dict(configuration), statistics.median(costs), spread, len(costs), None)
+
+    @classmethod
+    def failed(cls, configuration: Mapping[str, Value], failure: str) -> "Measurement":
+        """Of a configuration that has no cost, for a reason of `FAILURES`."""
+        return cls(dict(configuration), None, 0.0, 0, failure)
+
+    @classmethod
+    def from_json(cls, document: object) -> "Measurement":
+        """The opposite of `to_json`; trusts nothing.
+
+        Raises:
+            ValueError: when it is no measurement; says why.
+        """
+        if not isinstance(document, dict) or set(document) != set(cls._fields):
+            raise ValueError(f"a measurement has the fields {', '.join(cls._fields)}")
+        if (problem := _problem(**document)) is not None:
+            raise ValueError(problem)
+        return cls(**document)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON: `{"configuration": {name: value}, "cost": seconds or null, "spread": seconds,
+        "count": samples, "failure": null or a word}`.
+        """
+        return self._asdict()
+
+    def trial(self, space: SearchSpace) -> Trial:
+        """What a searcher is told: an infinite cost for a failure.
+
+        Raises:
+            ValueError: when the space has no such configuration.
+        """
+        cost = math.inf if self.cost is None else self.cost
+        return Trial(space.configuration(self.configuration), cost)
+
+
+def _problem(
+    configuration: object, cost: object, spread: object, count: object, failure: object
+) -> str | None:
+    """Why these are not the fields of a measurement."""
+    if not isinstance(configuration, dict) or not all(
+        isinstance(name, str) and isinstance(value, int | float | str)
+        for name, value in configuration.items()
+    ):
+        return f"configuration is {configuration!r}: it must map names to plain values"
+    if failure is not None:
+        if not isinstance(failure, str) or failure not in FAILURES:
+            return f"failure is {failure!r}: it must be null or one of {', '.join(FAILURES)}"
+        has_samples = (cost, spread, count) != (None, 0, 0)
+        return "it failed, but has a cost, a spread or samples" if has_samples else None
+    if not _is_cost(cost):
+        return f"cost is {short(cost)}: it must be a number above 0 and at most {MAX_COST:g}"
+    if not _is_cost(spread) and (spread != 0 or isinstance(spread, bool)):
+        return f"spread is {short(spread)}: it must be a number from 0 to {MAX_COST:g}"
+    return None if _is_count(count) else f"count is {count!r}: it must be an integer above 0"
+
+
+def _is_count(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 1
+
+
+def _is_cost(sample: object) -> bool:
+    return (
+        isinstance(sample, int | float)
+        and not isinstance(sample, bool)
+        and 0 < sample <= MAX_COST  # NaN is neither
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """How thoroughly a configuration is measured.
+
+    Attributes:
+        samples: how many are taken of a configuration, from 1 to 1000.
+        sample_seconds: a quick kernel is called so often for one sample that it takes this long.
+        trial_seconds: no further sample is begun after this time; the first always is. So a slow
+            configuration, which need not be known precisely, is measured fewer times.
+        timeout_seconds: what building may take, and then a check or a sample, before the process
+            is killed.
+        memory_bytes: what a measuring process may allocate on the host (RLIMIT_DATA); None for
+            no limit. A host that runs out of memory ends measuring processes first in any case.
+    """
+
+    samples: int = 5
+    sample_seconds: float = 0.002
+    trial_seconds: float = 0.5
+    timeout_seconds: float = 10.0
+    memory_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not (_is_count(self.samples) and self.samples <= _MAX_SAMPLES):
+            raise ValueError(f"samples must be from 1 to {_MAX_SAMPLES} (got {self.samples})")
+        for name in ("sample_seconds", "trial_seconds", "timeout_seconds"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a finite number above 0")
+        if self.memory_bytes is not None and not _is_count(self.memory_bytes):
+            raise ValueError(
+                f"memory_bytes must be a whole number, at least 1 (got {self.memory_bytes})"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """When a search ends; whichever comes first.
+
+    Attributes:
+        measurements: how many configurations are measured; those known before are not counted.
+        seconds: after which no further measurement is begun.
+    """
+
+    measurements: int | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.measurements is None and self.seconds is None:
+            raise ValueError("a budget needs measurements, seconds or both")
+        if self.measurements is not None and not _is_count(self.measurements):
+            raise ValueError(
+                f"measurements must be a whole number, at least 1 (got {self.measurements})"
+            )
+        if self.seconds is not None and not self.seconds > 0:
+            raise ValueError(f"seconds must be above 0 (got {self.seconds})")

@@ -1,0 +1,270 @@
+"""Several measuring processes: they build side by side, and run one at a time.
+
+A kernel that runs beside another one is measured with its load, so only one process at a time runs
+what it has built. Others may build meanwhile: `Pool.compare` is for figures that have to be right.
+
+What a trial does wrong may show in a later one of the same process. So a process is replaced after
+every failure but those of building and of the cost, and a failure in a process that has measured
+before counts only when it happens again in a new one.
+"""
+
+import logging
+import math
+import pickle
+import selectors
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any, Final
+
+from graphstash.errors import GraphstashError
+from graphstash.tuning.measuring.executor import Executor
+from graphstash.tuning.measuring.measurement import Measurement, Method
+from graphstash.tuning.measuring.process import EndedError, MeasuringProcess
+from graphstash.tuning.measuring.target import Target
+from graphstash.tuning.space import Value
+
+__all__ = ["MeasuringError", "Pool"]
+
+_log = logging.getLogger("graphstash.trials")
+
+_START_SECONDS: Final = 300.0
+"""What a measuring process gets to import its compiler and to make inputs."""
+
+_HARMLESS: Final = frozenset({None, "compile", "cost"})
+"""How a trial ends that lets its process go on."""
+
+_REPEATED: Final = frozenset({"run", "wrong", "memory", "crash"})
+"""Failures that an earlier trial of the process may have caused. A hang is not repeated: it would
+take as long again."""
+
+
+class MeasuringError(GraphstashError):
+    """No process could be made ready to measure; says what the target or the process said."""
+
+
+@dataclass(eq=False)
+class _Job:
+    """Configurations that one process measures together."""
+
+    configurations: list[dict[str, Value]]
+    needs_new_process: bool = False
+
+    def fail(self, failure: str) -> list[Measurement]:
+        return [Measurement.failed(each, failure) for each in self.configurations]
+
+
+@dataclass(eq=False)
+class _Worker:
+    """A measuring process, what it does, and until when it has to say something.
+
+    Attributes:
+        state: starting, idle, building, built (it waits for its turn), or running.
+        is_new: whether it has measured nothing before its job.
+        results: of the job, as far as they have come.
+    """
+
+    process: MeasuringProcess
+    deadline: float
+    state: str = "starting"
+    is_new: bool = True
+    job: _Job | None = None
+    results: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class Pool(Executor):
+    """Measures configurations of a target in processes that may crash.
+
+    Use it as a context manager, in one thread. Processes are started when they are needed.
+
+    Args:
+        target: what is measured, or its pickle.
+        workers: how many processes at most, 1 or more. With one, results come in the order of
+            `submit`.
+        method: how thoroughly.
+
+    Raises:
+        MeasuringError: when the target cannot be pickled.
+        ValueError: when there are no workers.
+    """
+
+    target: Target | bytes
+    workers: int = 1
+    method: Method = field(default_factory=Method)
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ValueError(f"workers must be at least 1 (got {self.workers})")
+        try:
+            self._target = (
+                self.target if isinstance(self.target, bytes) else pickle.dumps(self.target)
+            )
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise MeasuringError(
+                "the target cannot be sent to other processes; define the functions that it is "
+                f"made of at the top level of a module: {error}"
+            ) from error
+        self._jobs: deque[_Job] = deque()
+        self._workers: list[_Worker] = []
+        self._done: list[Measurement] = []
+
+    def close(self) -> None:
+        """Ends all processes, whatever they do."""
+        while self._workers:
+            self._workers.pop().process.end()
+
+    @property
+    def pending(self) -> int:
+        """How many configurations were submitted and not yet returned by `results`."""
+        measuring = sum(worker.job is not None for worker in self._workers)
+        return len(self._jobs) + measuring + len(self._done)
+
+    def submit(self, configuration: Mapping[str, Value]) -> None:
+        """Queues a configuration; `results` has what comes of it."""
+        self._jobs.append(_Job([_plain(configuration)]))
+
+    def _compare(self, configurations: Sequence[Mapping[str, Value]]) -> list[Measurement]:
+        """In a new process; where one of them ends it, each in a new process of its own."""
+        found = self._in_turns(configurations)
+        if len(configurations) > 1 and any(each.failure not in _HARMLESS for each in found):
+            found = [alone for each in configurations for alone in self._in_turns([each])]
+        return found
+
+    def _in_turns(self, configurations: Sequence[Mapping[str, Value]]) -> list[Measurement]:
+        if not configurations:
+            return []
+        self.close()
+        self._jobs.append(_Job([*map(_plain, configurations)], needs_new_process=True))
+        while len(self._done) < len(configurations):
+            self._advance()
+        return self.results()
+
+    def _advance(self) -> None:
+        """Hands out work, waits until something happens, and takes what has come."""
+        self._hand_out()
+        self._wait()
+        for worker in list(self._workers):
+            self._listen(worker)
+
+    def _listen(self, worker: _Worker) -> None:
+        try:
+            while worker in self._workers and (message := worker.process.receive()) is not None:
+                self._take(worker, message)
+        except EndedError as error:
+            self._lose(worker, "crash", str(error))
+        if worker in self._workers and worker.deadline <= monotonic():
+            seconds = self.method.timeout_seconds
+            self._lose(worker, "timeout", f"{worker.state} took more than {seconds} s")
+
+    def _hand_out(self) -> None:
+        for worker in self._workers:
+            if worker.state == "idle" and (job := self._next_job(is_new=worker.is_new)) is not None:
+                worker.job = job
+                self._begin(worker, "building")
+                worker.process.build(job.configurations)
+        starting = sum(worker.state == "starting" for worker in self._workers)
+        for _ in range(min(self.workers - len(self._workers), len(self._jobs) - starting)):
+            try:
+                process = MeasuringProcess(self._target, self.method)
+            except OSError as error:
+                raise MeasuringError(
+                    "no measuring process can be started; is the working directory still there? "
+                    f"{error}"
+                ) from error
+            self._workers.append(_Worker(process, monotonic() + _START_SECONDS))
+        if not any(worker.state == "running" for worker in self._workers):
+            for worker in [each for each in self._workers if each.state == "built"][:1]:
+                self._begin(worker, "running")
+                worker.process.run()
+
+    def _next_job(self, *, is_new: bool) -> _Job | None:
+        """For a process; takes it out of the queue."""
+        for job in self._jobs:
+            if is_new or not job.needs_new_process:
+                self._jobs.remove(job)
+                return job
+        return None
+
+    def _wait(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for worker in self._workers:
+                selector.register(worker.process.channel, selectors.EVENT_READ)
+                selector.register(worker.process.lifeline, selectors.EVENT_READ)
+            deadline = min(worker.deadline for worker in self._workers)
+            selector.select(None if deadline == math.inf else max(deadline - monotonic(), 0))
+
+    def _begin(self, worker: _Worker, state: str) -> None:
+        worker.state = state
+        worker.deadline = monotonic() + self.method.timeout_seconds
+
+    def _take(self, worker: _Worker, message: dict[str, Any]) -> None:
+        match message["step"]:
+            case "unable":
+                raise MeasuringError(f"nothing can be measured here: {message['reason']}")
+            case "ready":
+                worker.state, worker.deadline = "idle", math.inf
+            case "built":
+                worker.state, worker.deadline = "built", math.inf
+            case "result":
+                worker.results.append(message)
+            case "measured":
+                self._finish(worker)
+            case _:  # before a step that has a deadline of its own
+                self._begin(worker, worker.state)
+
+    def _finish(self, worker: _Worker) -> None:
+        assert worker.job is not None  # noqa: S101 - it has measured them
+        found = []
+        for configuration, result in zip(worker.job.configurations, worker.results, strict=True):
+            if result["failure"] is None:
+                found.append(Measurement.of(configuration, result["samples"]))
+            else:
+                found.append(Measurement.failed(configuration, result["failure"]))
+            if found[-1].failure is not None:
+                _report(found[-1], result["reason"])
+        self._settle(worker, found)
+
+    def _lose(self, worker: _Worker, failure: str, reason: str) -> None:
+        """Of a process that ended or has to."""
+        if worker.state == "starting":
+            raise MeasuringError(f"a measuring process did not become ready: {reason}")
+        if worker.job is None:
+            self._end(worker)
+            return
+        found = worker.job.fail(failure)
+        for measurement in found:
+            _report(measurement, reason)
+        self._settle(worker, found)
+
+    def _settle(self, worker: _Worker, found: list[Measurement]) -> None:
+        """Accepts what a job gave, or has it done again."""
+        assert worker.job is not None  # noqa: S101 - these are its results
+        failures = {measurement.failure for measurement in found}
+        if not worker.is_new and failures & _REPEATED:
+            self._jobs.appendleft(_Job(worker.job.configurations, needs_new_process=True))
+        else:
+            self._done.extend(found)
+        worker.job, worker.results, worker.is_new = None, [], False
+        worker.state, worker.deadline = "idle", math.inf
+        if failures - _HARMLESS:
+            self._end(worker)
+
+    def _end(self, worker: _Worker) -> None:
+        self._workers.remove(worker)
+        worker.process.end()
+
+
+def _plain(configuration: Mapping[str, Value]) -> dict[str, Value]:
+    """With Python's own numbers, which JSON has, in the place of numpy's."""
+    return {
+        name: value.item() if hasattr(value, "item") else value
+        for name, value in configuration.items()
+    }
+
+
+def _report(measurement: Measurement, reason: str) -> None:
+    _log.info(
+        "measuring %s failed (%s): %s", measurement.configuration, measurement.failure, reason
+    )

@@ -1,0 +1,161 @@
+"""The program of a measuring process.
+
+It answers each request of `process.MeasuringProcess` over a socket of its own, so that whatever a
+trial prints harms nothing; its standard output is dropped. Messages are JSON: what comes
+from a trial is never unpickled.
+
+    < {"token", "step": "ready"} or {"token", "step": "unable", "reason"}
+    > {"token", "configurations": [...]}          build these
+    < {"token", "step": "build" or "run", "index"}  before each step that has a deadline
+    < {"token", "step": "built"}
+    > {"token"}                                    it is your turn: run them
+    < {"token", "step": "result", "samples", "failure", "reason"}    of each, in their order
+    < {"token", "step": "measured"}
+"""
+
+import contextlib
+import ctypes
+import json
+import math
+import multiprocessing.spawn
+import os
+import pickle
+import resource
+import signal
+import socket
+from functools import partial
+from numbers import Real
+from pathlib import Path
+from reprlib import repr as short
+from typing import Any, Final
+
+from graphstash.tuning.measuring.measurement import Method
+from graphstash.tuning.measuring.sampling import Built, only_here, take_samples
+from graphstash.tuning.measuring.target import Kernel, Target
+
+__all__ = ["LAST", "MAX_MESSAGE_BYTES", "MORE", "is_starting", "main"]
+
+MAX_MESSAGE_BYTES: Final = 64 * 1024
+"""Of one packet. A socket of packets takes about three times as much by default."""
+
+MORE: Final = b"+"
+LAST: Final = b"."
+"""A request comes in packets, and the first byte of each says whether it is the last one."""
+
+_MAX_REASON: Final = 500
+"""Characters."""
+
+
+_PR_SET_PDEATHSIG: Final = 1
+"""Of prctl(2): the signal that a process gets when its parent, here the guard, ends."""
+
+is_starting = False
+"""Whether this is a measuring process that imports the main module of the program around it."""
+
+
+def main(channel_number: int, payload_number: int) -> None:
+    """Serves until the other end is closed."""
+    global is_starting  # noqa: PLW0603 - of this process, as its name says
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    with open(payload_number, "rb") as file:
+        payload = pickle.load(file)  # noqa: S301 - written by the process that started this one
+    channel = _Channel(socket.socket(fileno=channel_number), payload["token"])
+    method: Method = payload["method"]
+    try:
+        if method.memory_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, (method.memory_bytes, method.memory_bytes))
+        with only_here():
+            is_starting = True
+            multiprocessing.spawn.prepare(payload["preparation"])
+            is_starting = False
+            target: Target = pickle.loads(payload["target"])  # noqa: S301 - as above
+            target.prepare()
+    except BaseException as error:  # noqa: BLE001 - of user code: it is told, and ends this process
+        channel.send("unable", reason=_brief(f"{type(error).__name__}: {error}"))
+        return
+    channel.send("ready")
+    directory = Path.cwd()
+    while (request := channel.receive()) is not None:
+        _measure(target, request["configurations"], method, channel, directory=directory)
+
+
+def _measure(
+    target: Target,
+    configurations: list[dict[str, Any]],
+    method: Method,
+    channel: "_Channel",
+    *,
+    directory: Path,
+) -> None:
+    def build(configuration: dict[str, Any]) -> Kernel:
+        with contextlib.suppress(OSError):  # it is no longer there
+            os.chdir(directory)  # an earlier trial may have left it, and would fail this one
+        return target.build(configuration)
+
+    trials = []
+    for index, configuration in enumerate(configurations):
+        channel.send("build", index=index)
+        built = Built()
+        built.kernel = built.attempt("compile", partial(build, configuration))  # type: ignore[assignment]
+        if built.failure is None and not callable(built.kernel):
+            built.fail("compile", f"build returned {built.kernel!r}, which cannot be called")
+        trials.append(built)
+    channel.send("built")
+    if channel.receive() is None:
+        return
+    take_samples(target, trials, method, lambda index: channel.send("run", index=index))
+    for trial in trials:
+        channel.send("result", **_result(trial))
+    channel.send("measured")
+
+
+def _result(trial: Built) -> dict[str, Any]:
+    # What is no number stays none: the other side counts it as the failure "cost".
+    samples = [_plain(each) for each in trial.samples]
+    reason = trial.reason
+    if not reason and None in samples:
+        reason = f"a sample costs {short(trial.samples[samples.index(None)])}"
+    return {
+        "samples": [] if trial.failure else samples,
+        "failure": trial.failure,
+        "reason": _brief(reason),
+    }
+
+
+def _plain(sample: object) -> float | None:
+    """A number of any library as one of JSON; None for what is none."""
+    if not isinstance(sample, Real) or isinstance(sample, bool):
+        return None
+    try:
+        return float(sample)
+    except OverflowError:
+        return math.inf
+
+
+def _brief(reason: str) -> str:
+    """One line of bounded length: a compiler's message may be as long as a program."""
+    return " ".join(reason[: 10 * _MAX_REASON].split())[:_MAX_REASON]
+
+
+class _Channel:
+    def __init__(self, channel: socket.socket, token: str) -> None:
+        self._channel = channel
+        self._token = token
+
+    def send(self, step: str, **fields: Any) -> None:
+        self._channel.send(json.dumps({"token": self._token, "step": step} | fields).encode())
+
+    def receive(self) -> dict[str, Any] | None:
+        """The next request; None where there will be none."""
+        message, mark = b"", MORE
+        while mark == MORE:
+            packet = self._channel.recv(MAX_MESSAGE_BYTES)
+            if not packet:
+                return None
+            mark, message = packet[:1], message + packet[1:]
+        request: dict[str, Any] = json.loads(message)
+        self._token = request["token"]
+        return request

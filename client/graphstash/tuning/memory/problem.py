@@ -1,0 +1,163 @@
+"""Problem: what is tuned, and how near two of them are.
+
+Its label is what the server lists it under, `tuned matmul float32 nn 512x512x512`, so that a search
+finds out what its neighbours ended with. A label is shown and read, never trusted: what a neighbour
+has is verified like any artifact, and is no more than a place to begin at.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import log2
+from numbers import Integral
+from typing import Any, Final
+
+from graphstash._compile.request import CompileRequest
+from graphstash.tuning.space import SearchSpace
+from graphstash_schema import ArtifactKind, DeviceType
+
+__all__ = ["HELION_LABEL", "Problem", "parse_label", "shape_bucket", "word"]
+
+HELION_LABEL: Final = "Helion kernel"
+"""What the labels of Helion's own entries begin with: they name no problem."""
+
+_WORD_CHARACTERS: Final = 64
+_WORD: Final = re.compile(rf"[\x21-\x7e]{{1,{_WORD_CHARACTERS}}}")
+_LABEL: Final = re.compile(r"tuned (\S+) (\S+) (\S+) (\d{1,19}(?:x\d{1,19}){0,15}|-)")
+_MAX_SIZES: Final = 16
+_MAX_SIZE: Final = 2**63 - 1
+
+_ANOTHER_DEVICE: Final = 2.0
+"""As far away as a size that is four times as large."""
+
+
+def shape_bucket(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Each size rounded up to a power of two: one schedule serves all shapes of a bucket.
+
+    For kernels whose sizes change with every batch. A space that is made for exact sizes needs
+    exact shapes.
+    """
+    return tuple(1 << (size - 1).bit_length() if size > 0 else 0 for size in shape)
+
+
+def word(text: str) -> str:
+    """A text in the form of a `Problem`'s names; what does not fit ends with its digest."""
+    plain = "".join(each if "\x21" <= each <= "\x7e" else "_" for each in text)
+    if plain == text and len(plain) <= _WORD_CHARACTERS:
+        return plain or "-"
+    digest = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
+    return f"{plain[: _WORD_CHARACTERS - 17]}.{digest}"
+
+
+def parse_label(label: str) -> dict[str, Any] | None:
+    """The `kernel`, `dtype`, `layout` and `shape` of a listed answer; None for anything else."""
+    named = _LABEL.fullmatch(label)
+    if named is None:
+        return None
+    kernel, dtype, layout, sizes = named.groups()
+    shape = [] if sizes == "-" else [int(size) for size in sizes.split("x")]
+    return {"kernel": kernel, "dtype": dtype, "layout": layout, "shape": shape}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a schedule is for: two problems that are equal in all of this share one.
+
+    Attributes:
+        kernel: what its users call it, 1 to 64 printable ASCII characters without a space.
+        shape: the sizes that decide which schedule is fast, or their bucket; at most 16.
+        dtype: of the operands, in the form of `kernel`.
+        device_type: what it runs on.
+        compiler: name and version, e.g. `triton 3.3.0`.
+        layout: order of the operands in memory, in the form of `kernel`; `-` where there is one.
+        parts: what else makes it another problem, such as the digest of the kernel's source.
+
+    Raises:
+        ValueError: on construction, for what is out of form.
+    """
+
+    kernel: str
+    shape: tuple[int, ...]
+    dtype: str
+    device_type: DeviceType
+    compiler: str
+    layout: str = "-"
+    parts: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        for name in ("kernel", "dtype", "layout"):
+            if _WORD.fullmatch(value := getattr(self, name)) is None:
+                raise ValueError(
+                    f"the {name} {value!r} cannot be used: write 1 to 64 printable ASCII "
+                    "characters without a space"
+                )
+        if len(self.shape) > _MAX_SIZES or not all(map(_is_size, self.shape)):
+            raise ValueError(
+                f"the shape {self.shape} cannot be used: it has at most {_MAX_SIZES} sizes, whole "
+                "numbers from 0 to 2**63 - 1"
+            )
+
+    @property
+    def family(self) -> str:
+        """What the labels of the same kernel in other shapes begin with."""
+        return f"tuned {self.kernel} {self.dtype} {self.layout} "
+
+    @property
+    def label(self) -> str:
+        """What people see, and others search for."""
+        return self.family + ("x".join(map(str, self.shape)) or "-")
+
+    def distance(self, label: str, device_type: DeviceType) -> float | None:
+        """How far away a listed problem is: the doublings between the sizes, and something for
+        another device. None for another kernel, number of sizes, or platform.
+        """
+        named = parse_label(label)
+        if named is None or not label.startswith(self.family):
+            return None
+        sizes = named["shape"]
+        if len(sizes) != len(self.shape) or device_type.platform != self.device_type.platform:
+            return None
+        doublings = sum(
+            abs(log2((here + 1) / (there + 1)))
+            for here, there in zip(self.shape, sizes, strict=True)
+        )
+        return doublings + (0.0 if device_type == self.device_type else _ANOTHER_DEVICE)
+
+    def request(
+        self, space: SearchSpace, role: str, number: int, *, max_bytes: int
+    ) -> CompileRequest:
+        """What is looked up for it.
+
+        Args:
+            space: what was searched: what another space has is of no use.
+            role: `answer` or `measurements`.
+            number: from 0; see `TeamMemory`.
+            max_bytes: most that such an artifact may have.
+        """
+        # Not to be found by those who look for answers.
+        label = self.label if role == "answer" else self.label.replace("tuned", "measured", 1)
+        return CompileRequest.of(
+            ArtifactKind.SCHEDULE,
+            self.device_type,
+            {
+                **{f"problem.{name}": value for name, value in self.parts.items()},
+                "kernel": self.kernel,
+                "shape": "x".join(map(str, self.shape)),
+                "dtype": self.dtype,
+                "layout": self.layout,
+                "compiler": self.compiler,
+                "space": json.dumps(space.describe(), sort_keys=True),
+                "role": role,
+                "number": str(number),
+            },
+            toolchain=self.compiler,
+            label=label,
+            max_bytes=max_bytes,
+        )
+
+
+def _is_size(size: Any) -> bool:
+    is_whole = isinstance(size, Integral) and not isinstance(size, bool)
+    return is_whole and bool(0 <= size <= _MAX_SIZE)

@@ -1,0 +1,549 @@
+"""TeamMemory: what the team has measured, and the schedule that everybody gets for a problem.
+
+Both are `schedule` artifacts, and what is said of artifacts holds for them: immutable, verified
+before use, withheld when they are reported, evicted and explained as others are.
+
+    answer n         the best configurations, best first; the first is what jobs run
+    measurements n   what one host has measured, published while it searches; at most 64
+
+Finding an answer is one look-up, under the lease that lets one host of the team search while the
+others wait, and with one word for all ranks of a job. Who has to search begins with the
+measurements of all hosts, and at the configurations that were best for the nearest problems.
+
+Artifacts are never overwritten. So an answer that no longer works is left behind: who finds that
+out asks for the answer with the next number, which a colleague may have found already.
+
+What comes out of a search was measured on the host that searched, and an answer is taken only if it
+is in the space that its user searches. Where a peer's costs are far from what is measured here, or
+nothing works of what its failures leave, the search is made again with this host's measurements
+alone. A peer that only calls fast configurations slow, or failing beside others that work, is not
+found out: they are not tried. And whoever may publish an answer decides what others run of their
+space.
+"""
+
+import json
+import logging
+import math
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from reprlib import repr as short
+from time import monotonic
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from graphstash._compile.cache import CompileCache
+from graphstash._compile.ranks import CompileTurn, CompileTurns, RankStore, no_op
+from graphstash.config import holder_name
+from graphstash.errors import CacheError, Reason
+from graphstash.tuning.memory.findings import (
+    MAX_MEASUREMENTS,
+    MAX_RECORD_BYTES,
+    Finding,
+    merged,
+    read,
+    values_of,
+)
+from graphstash.tuning.memory.problem import Problem
+from graphstash.tuning.space import Configuration, SearchSpace, Value
+from graphstash_schema import ArtifactKey, ArtifactKind
+from graphstash_schema.explanation import described
+from graphstash_schema.listing import ArtifactQuery, ListOrder
+
+__all__ = ["Fit", "Measure", "Schedule", "Search", "TeamMemory", "Tune"]
+
+_log = logging.getLogger("graphstash")
+
+_MAX_ANSWERS: Final = 8
+"""How often a problem's answer may be left behind."""
+
+_MAX_BATCHES: Final = 64
+"""Artifacts with measurements of one problem; a search downloads all of them."""
+
+_BATCH_COUNT: Final = 64
+_BATCH_SECONDS: Final = 10.0
+"""After so many, or so long, measurements are published: a search may be killed. The more artifacts
+there are, the larger and the later the next one, so that a search of hours has room in them.
+"""
+
+_STEP: Final = 8
+"""Artifacts that have the same number of measurements."""
+
+_MAX_BEST: Final = 8
+"""Configurations in an answer: one to run, and places to begin at for others."""
+
+_MAX_CLAIMS: Final = 32
+"""What only others have measured, and is tried here at most."""
+
+_MAX_HOSTS: Final = 64
+"""Names in an answer."""
+
+_MAX_FINALISTS: Final = 4
+_FINAL_ROUNDS: Final = 3
+_LEAST_SPREAD: Final = 0.01
+"""Costs that are nearer to each other, as a share of the best, are measured again: hosts and clocks
+differ by more."""
+
+_FAR: Final = 4.0
+"""Costs of one configuration do not differ by more between equal hosts, whatever else they run."""
+
+_MAX_NEIGHBOURS: Final = 3
+_MAX_LISTED: Final = 500
+_NO_ANSWER: Final = b"{}"
+"""What a leader tells the other ranks where a stored answer is of no use."""
+
+Measure: TypeAlias = Callable[[Configuration], Finding]
+"""Measures a configuration once more."""
+
+Fit: TypeAlias = Callable[[Mapping[str, Value]], Configuration]
+"""The configuration of this space that is like one of another shape's; `ValueError` for none. It is
+given what others say: what it raises, or returns that is not of the space, is no place to begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What to run.
+
+    Attributes:
+        best: the measurements of the best configurations, best first.
+        key: of the artifact; None where the cache had no part in it.
+        was_searched: whether this process has searched for it.
+    """
+
+    best: tuple[Finding, ...]
+    key: ArtifactKey | None
+    was_searched: bool
+
+    @property
+    def configuration(self) -> Configuration:
+        """The one to run."""
+        return self.best[0].configuration
+
+
+class Search(NamedTuple):
+    """It is this process's turn to search.
+
+    Attributes:
+        known: what all hosts have measured, by configuration. A searcher is told of them and does
+            not measure them again.
+        hints: where to begin: the best configurations of the nearest problems, the nearest first.
+        publish: takes a measurement as soon as it is made; never raises or waits.
+    """
+
+    known: dict[Configuration, Finding]
+    hints: Sequence[Configuration]
+    publish: Callable[[Finding], None]
+
+
+Tune: TypeAlias = Callable[[Search], None]
+"""Searches until its budget is spent."""
+
+
+class TeamMemory:
+    """Finds the team's schedules, or has them searched; one per process, for many threads.
+
+    Args:
+        cache: finds and publishes.
+        ranks: gives what the ranks share that all run the kernel; None where a process is alone.
+        batch_count: measurements in one artifact, at most 512.
+    """
+
+    def __init__(
+        self,
+        cache: CompileCache,
+        *,
+        ranks: Callable[[], RankStore | None] = lambda: None,
+        batch_count: int = _BATCH_COUNT,
+    ) -> None:
+        self._cache = cache
+        self._ranks = ranks
+        self._batch_count = min(batch_count, MAX_MEASUREMENTS)
+        self._turns = CompileTurns(cache)
+        self._lock = threading.Lock()  # guards the field below
+        self._rejected: dict[ArtifactKey, Configuration] = {}
+
+    def schedule(
+        self,
+        problem: Problem,
+        space: SearchSpace,
+        tune: Tune,
+        *,
+        measure: Measure,
+        fit: Fit | None = None,
+    ) -> Schedule | None:
+        """The schedule that the whole team has for a problem; searched for where there is none.
+
+        The cache's troubles are counted and never raised; then the search begins with nothing and
+        stays on this host.
+
+        Args:
+            problem: what is tuned.
+            space: what its configurations are; no other one is ever returned.
+            tune: searches. What it raises passes through, and the next host may search. Called a
+                second time, without what others have measured, where that does not hold here.
+            measure: called for finalists that are too near each other, and for those that only
+                others have measured.
+            fit: see `Fit`; by default what is in the space itself.
+
+        Returns:
+            None when nothing works.
+        """
+        for number in range(_MAX_ANSWERS):
+            request = problem.request(space, "answer", number, max_bytes=MAX_RECORD_BYTES)
+            if request.key in self._rejected:
+                continue
+            found = self._turns.ask(request, self._ranks)
+            if isinstance(found, bytes):
+                if (best := self._read_answer(request.key, found, space)) is not None:
+                    return Schedule(best, request.key, was_searched=False)
+                continue
+            if found.compilation is not None and not found.compilation.is_wanted:
+                found.compilation.abandon()  # what is stored does not verify: on to the next
+                self._turns.announce(found, _NO_ANSWER)
+                continue
+            return self._search(found, request.key, problem, space, tune, measure=measure, fit=fit)
+        self._cache.record_fallback(
+            CacheError(Reason.REJECTED, f"none of {_MAX_ANSWERS} answers of {problem.label} works")
+        )
+        alone = CompileTurn(None, no_op)
+        return self._search(alone, None, problem, space, tune, measure=measure, fit=fit)
+
+    def find(self, problem: Problem, space: SearchSpace) -> Schedule | None:
+        """The schedule that is there already, not counted as a hit; neither waits nor searches.
+
+        Args:
+            problem: what is tuned.
+            space: what its configurations are; no other one is ever returned.
+
+        Returns:
+            None where there is none, and for the ranks of a job: they agree in `schedule`.
+        """
+        try:
+            if self._ranks() is not None:
+                return None
+        except Exception as error:  # noqa: BLE001 - tuning's outermost frame: training goes on
+            self._cache.record_fallback(CacheError(Reason.RANKS, repr(error)))
+            return None
+        for number in range(_MAX_ANSWERS):
+            key = problem.request(space, "answer", number, max_bytes=MAX_RECORD_BYTES).key
+            if key in self._rejected:
+                continue
+            pack = self._cache.fetch_pack(key, max_bytes=MAX_RECORD_BYTES)
+            payload = None if pack is None else pack.payload
+            best = None if payload is None else self._read_answer(key, payload, space)
+            return None if best is None else Schedule(best, key, was_searched=False)
+        return None
+
+    def reject(self, schedule: Schedule, failure: str) -> None:
+        """Counts that a schedule does not work here: the next one is found or searched for.
+
+        Args:
+            schedule: what `schedule` gave.
+            failure: what happened, for people.
+        """
+        if schedule.key is not None:
+            with self._lock:
+                self._rejected[schedule.key] = schedule.configuration
+            self._cache.reject(schedule.key, failure)
+
+    def _read_answer(
+        self, key: ArtifactKey, payload: bytes, space: SearchSpace
+    ) -> tuple[Finding, ...] | None:
+        try:
+            best = tuple(read(payload, space))
+        except ValueError as error:
+            if payload != _NO_ANSWER:
+                self._cache.reject(key, f"{key} is no answer: {error}")
+            return None
+        if best[0].cost is None:
+            self._cache.reject(key, f"{key} is no answer: its first configuration does not work")
+            return None
+        return best
+
+    def _search(
+        self,
+        turn: CompileTurn,
+        key: ArtifactKey | None,
+        problem: Problem,
+        space: SearchSpace,
+        tune: Tune,
+        *,
+        measure: Measure,
+        fit: Fit | None,
+    ) -> Schedule | None:
+        """Searches, and tells the team and the other ranks what came of it."""
+        started = monotonic()
+        journal = _Journal(self._cache, problem, space, batch_count=self._batch_count)
+        payload: bytes | None = None
+        try:
+            known = journal.read()
+            for configuration in self._rejected_of(space):
+                known[configuration] = Finding(configuration, None, failure="compile")
+                journal.add(known[configuration])
+            hints = self._hints(problem, space, fit or space.configuration)
+            tune(Search(dict(known), hints, journal.add))
+            best = _best(journal, known, measure)
+            if _is_misled(best, _own(journal), known):
+                _log.warning(
+                    "%s: what others have measured does not hold here: it is searched without",
+                    problem.label,
+                )
+                tune(Search(_own(journal), hints, journal.add))
+                best = _best(journal, {}, measure)
+            if best:
+                payload = _answer(best, known, journal, problem, space)
+        finally:
+            journal.flush()
+            if payload is None and turn.compilation is not None:
+                turn.compilation.abandon()
+            self._turns.announce(turn, payload)
+        if payload is None:
+            return None
+        if turn.compilation is not None:
+            turn.compilation.publish_bytes(payload, compile_seconds=monotonic() - started)
+            cache = self._cache  # others look for it by its label, so not only at the end
+            cache.publisher.submit(lambda: cache.log.tell(cache.stash.server))
+        return Schedule(best, key, was_searched=True)
+
+    def _rejected_of(self, space: SearchSpace) -> Collection[Configuration]:
+        with self._lock:
+            return [each for each in self._rejected.values() if each in space]
+
+    def _hints(self, problem: Problem, space: SearchSpace, fit: Fit) -> list[Configuration]:
+        hints: dict[Configuration, None] = {}
+        for key in self._nearest(problem):
+            pack = self._cache.fetch_pack(key, max_bytes=MAX_RECORD_BYTES)
+            if pack is None or pack.payload is None:
+                continue
+            try:
+                found = values_of(pack.payload)
+            except ValueError as error:
+                self._cache.record_fallback(CacheError(Reason.CORRUPT, f"{key}: {error}"))
+                continue
+            for values in found[:_MAX_BEST]:
+                try:
+                    hint = fit(values)
+                    if hint in space and space.has_types(hint):
+                        hints[hint] = None
+                except Exception as error:  # noqa: BLE001 - of the caller's code, at others' values
+                    _log.debug("%s: %s does not fit: %s", problem.label, key, short(error))
+        return list(hints)
+
+    def _nearest(self, problem: Problem) -> list[ArtifactKey]:
+        server = self._cache.stash.server
+        if not server.is_known:
+            return []
+        query = ArtifactQuery(
+            kind=ArtifactKind.SCHEDULE,
+            label=problem.family,
+            order=ListOrder.NEWEST,
+            limit=_MAX_LISTED,
+        )
+        try:
+            listed = server.list_artifacts(query).artifacts
+        except CacheError as error:
+            self._cache.record_fallback(error)
+            return []
+        distances = {
+            each.key: distance
+            for each in listed
+            if each.key.kind is ArtifactKind.SCHEDULE
+            and (distance := problem.distance(each.label, each.key.device_type)) is not None
+        }
+        return sorted(distances, key=lambda key: distances[key])[:_MAX_NEIGHBOURS]
+
+
+class _Journal:
+    """The measurements of one problem: those that are stored, and those that this process adds."""
+
+    def __init__(
+        self, cache: CompileCache, problem: Problem, space: SearchSpace, *, batch_count: int
+    ) -> None:
+        self.own: list[Finding] = []
+        self._cache = cache
+        self._space = space
+        self._requests = [
+            problem.request(space, "measurements", number, max_bytes=MAX_RECORD_BYTES)
+            for number in range(_MAX_BATCHES)
+        ]
+        self._batch_count = batch_count
+        self._lock = threading.Lock()  # guards the fields below
+        self._next = 0  # number of the first artifact that may be absent
+        self._pending: list[Finding] = []
+        self._since = monotonic()
+
+    def read(self) -> dict[Configuration, Finding]:
+        """What all hosts have measured."""
+        batches = []
+        stored = self._stored()
+        for key in stored:
+            pack = self._cache.fetch_pack(key, max_bytes=MAX_RECORD_BYTES)
+            if pack is None or pack.payload is None:
+                continue
+            try:
+                batches.append(read(pack.payload, self._space))
+            except ValueError as error:
+                self._cache.record_fallback(CacheError(Reason.CORRUPT, f"{key}: {error}"))
+        absent = (n for n, each in enumerate(self._requests) if each.key not in stored)
+        self._next = next(absent, _MAX_BATCHES)
+        return merged(batches)
+
+    def add(self, measurement: Finding) -> None:
+        """Keeps a measurement for the team."""
+        with self._lock:
+            self.own.append(measurement)
+            self._pending.append(measurement)
+            count = min(self._batch_count * (1 + self._next // _STEP), MAX_MEASUREMENTS)
+            seconds = _BATCH_SECONDS * (1 + self._next)
+            is_due = len(self._pending) >= count or monotonic() - self._since >= seconds
+        if is_due:
+            self.flush()
+
+    def flush(self) -> None:
+        """Publishes in the background what was added since the last time."""
+        with self._lock:
+            pending, self._pending = self._pending, []
+            seconds, self._since = monotonic() - self._since, monotonic()
+        if pending and not self._cache.publisher.submit(lambda: self._publish(pending, seconds)):
+            self._cache.record_fallback(
+                CacheError(Reason.QUEUE_FULL, "too many artifacts wait for their upload")
+            )
+
+    def _stored(self) -> Collection[ArtifactKey]:
+        """The artifacts that there are, on this host or in a namespace that this job reads."""
+        keys = [each.key for each in self._requests]
+        found = {key for key in keys if self._cache.is_on_this_host(key)}
+        server = self._cache.stash.server
+        if not server.is_known:
+            return found
+        for namespace in self._cache.config.readable:
+            try:
+                reply = server.lookup(keys, namespace=namespace)
+            except CacheError as error:
+                self._cache.record_fallback(error)
+                break
+            found |= {each.key for each in reply.found} & set(keys)
+        return sorted(found, key=keys.index)
+
+    def _publish(self, pending: Sequence[Finding], seconds: float) -> None:
+        payload = _encoded(
+            {
+                "host": _this_host(),
+                "measurements": [each.to_json(self._space) for each in pending],
+            }
+        )
+        if len(payload) > MAX_RECORD_BYTES and len(pending) > 1:
+            half = len(pending) // 2
+            for part in (pending[:half], pending[half:]):
+                self._publish(part, seconds * len(part) / len(pending))
+            return
+        while self._next < _MAX_BATCHES:
+            request = self._requests[self._next]
+            self._next += 1
+            metadata = request.metadata(compile_seconds=seconds, raw_size_bytes=len(payload))
+            if self._cache.store_pack(request.key, payload, metadata, artifact_count=1):
+                with suppress(CacheError):  # it is there; only people miss the description
+                    name = described(request.key, request.label, request.parts)
+                    self._cache.stash.server.describe([name])
+                return
+            # Another host has taken this number.
+        self._cache.record_fallback(
+            CacheError(Reason.TOO_LARGE, f"{_MAX_BATCHES} artifacts have measurements already")
+        )
+
+
+def _best(
+    journal: _Journal, known: Mapping[Configuration, Finding], measure: Measure
+) -> tuple[Finding, ...]:
+    """The best configurations, best first, by what they cost on this host.
+
+    The word of others decides nothing: what they say is fast is tried here, until what was found
+    here is faster than all that is left. What is too near the best to tell apart is measured again,
+    turn by turn.
+    """
+    for claim in _ranked(known)[:_MAX_CLAIMS]:
+        own = _own(journal)
+        if claim.configuration in own:
+            continue
+        if (here := _ranked(own)) and _cost(here[0]) < _cost(claim):
+            break
+        journal.add(measure(claim.configuration))
+    near = _near(_ranked(_own(journal)))
+    for _ in range(_FINAL_ROUNDS if len(near) > 1 else 0):
+        for each in near:
+            journal.add(measure(each.configuration))
+    return tuple(_ranked(_own(journal))[:_MAX_BEST])
+
+
+def _is_misled(
+    best: Sequence[Finding],
+    own: Mapping[Configuration, Finding],
+    known: Mapping[Configuration, Finding],
+) -> bool:
+    """Whether others' word kept this host from trying what it should have: nothing works that they
+    left, or a cost of theirs is far from what it is here.
+    """
+    if not known.keys() - own.keys():
+        return False
+    pairs = [(_cost(own[key]), _cost(known[key])) for key in own.keys() & known.keys()]
+    return not best or any(
+        max(here, there) > _FAR * min(here, there)
+        for here, there in pairs
+        if here < math.inf and there < math.inf
+    )
+
+
+def _near(ranked: Sequence[Finding]) -> Sequence[Finding]:
+    """Those that cannot be told from the best."""
+    if not ranked:
+        return ()
+    limit = _cost(ranked[0]) + max(ranked[0].spread, _LEAST_SPREAD * _cost(ranked[0]))
+    return [each for each in ranked if _cost(each) <= limit][:_MAX_FINALISTS]
+
+
+def _own(journal: _Journal) -> dict[Configuration, Finding]:
+    return merged([journal.own])
+
+
+def _ranked(measurements: Mapping[Configuration, Finding]) -> list[Finding]:
+    return sorted((each for each in measurements.values() if each.cost is not None), key=_cost)
+
+
+def _cost(measurement: Finding) -> float:
+    return measurement.cost if measurement.cost is not None else float("inf")
+
+
+def _answer(
+    best: Sequence[Finding],
+    known: Mapping[Configuration, Finding],
+    journal: _Journal,
+    problem: Problem,
+    space: SearchSpace,
+) -> bytes:
+    """What is published: as many of the best as an artifact has room for. Only the measurements
+    decide anything, the rest is for people.
+    """
+    hosts = {_this_host()}.union(*(each.hosts for each in known.values()))
+    answer = _encoded(
+        {
+            "problem": problem.label,
+            "compiler": problem.compiler,
+            "hosts": sorted(hosts)[:_MAX_HOSTS],
+            "measured": len({each.configuration for each in journal.own} | known.keys()),
+            "measurements": [each.to_json(space) for each in best],
+        }
+    )
+    if len(answer) > MAX_RECORD_BYTES and len(best) > 1:
+        return _answer(best[: len(best) // 2], known, journal, problem, space)
+    return answer
+
+
+def _this_host() -> str:
+    """`user@host`: a holder's name without its process."""
+    return holder_name().rpartition(":")[0]
+
+
+def _encoded(record: Mapping[str, Any]) -> bytes:
+    # The numbers of a searcher may be those of numpy.
+    plain = json.dumps(record, sort_keys=True, allow_nan=False, default=lambda each: each.item())
+    return plain.encode()

@@ -1,0 +1,55 @@
+"""Searchers: which configuration to measure next.
+
+    g-bfs       greedy best-first search: neighbours of the best so far
+    n-a2c       a policy and a value network walk from the best so far
+    xgboost     a model of the costs, searched by simulated annealing, as AutoTVM does it
+    rnn         a recurrent controller writes configurations value by value
+    random      draws; what the others have to beat
+    exhaustive  everything, for small spaces
+
+All of them have one interface, `Searcher`; `make_searcher` makes one by its name.
+"""
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, Final
+
+from graphstash.tuning.search.base import Searcher
+from graphstash.tuning.space import Configuration, SearchSpace
+
+__all__ = ["SEARCHERS", "make_searcher"]
+
+_HOME: Final = {
+    "g-bfs": ("gbfs", "GBFS"),
+    "n-a2c": ("na2c", "NA2C"),
+    "xgboost": ("xgb", "XGBoostSearch"),
+    "rnn": ("rnn", "RNNController"),
+    "random": ("random_search", "RandomSearch"),
+    "exhaustive": ("exhaustive", "Exhaustive"),
+}
+
+SEARCHERS: Final = tuple(_HOME)
+"""The names of the searchers."""
+
+
+def make_searcher(
+    name: str,
+    space: SearchSpace,
+    *,
+    seed: int = 0,
+    first: Sequence[Configuration] = (),
+    **options: Any,
+) -> Searcher:
+    """A searcher by its name; only this one is imported.
+
+    Raises:
+        ValueError: when there is no searcher of this name.
+        ModuleNotFoundError: when it needs numpy or xgboost, which the extra `tuning` brings.
+    """
+    if name not in _HOME:
+        raise ValueError(f"there is no searcher {name!r}: choose one of {', '.join(SEARCHERS)}")
+    module, of = _HOME[name]
+    made: Searcher = getattr(import_module(f"graphstash.tuning.search.{module}"), of)(
+        space, seed=seed, first=first, **options
+    )
+    return made

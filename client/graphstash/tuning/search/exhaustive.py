@@ -1,0 +1,24 @@
+"""Exhaustive search: for small spaces, and to know the optimum."""
+
+from collections.abc import Sequence
+
+from graphstash.tuning.search.base import Searcher
+from graphstash.tuning.space import Configuration, SearchSpace
+
+__all__ = ["Exhaustive"]
+
+
+class Exhaustive(Searcher):
+    """Every configuration, in the order of the space. The seed changes nothing."""
+
+    waits = False
+
+    def __init__(
+        self, space: SearchSpace, *, seed: int = 0, first: Sequence[Configuration] = ()
+    ) -> None:
+        super().__init__(space, seed=seed, first=first)
+        self._all = iter(space)
+
+    def _propose(self) -> list[Configuration]:
+        new = (each for each in self._all if each not in self._visited)
+        return [found] if (found := next(new, None)) is not None else []

@@ -1,0 +1,78 @@
+"""Greedy best-first search (G-BFS).
+
+    Q = {start}
+    while Q and there is budget:
+        s = the cheapest of Q, taken from it
+        measure up to rho random neighbours of s; put those that were not visited into Q
+
+(Zhang et al., "Compiler-Level Matrix Multiplication Optimization for Deep Learning", arXiv
+1909.10616, 2019.) A state is taken from the queue once, so neighbours that were not drawn then are
+reached by other ways or not at all. Where the queue is empty, which the paper leaves open, the
+search starts again from a random configuration that was not visited.
+
+The queue begins with a few random configurations. The paper's begins with the untiled one, which is
+slow, and so is what lies around it: on most spaces, a short search then loses to random search.
+"""
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+from graphstash.tuning.search.base import Searcher, Trial
+from graphstash.tuning.space import Configuration, SearchSpace
+
+__all__ = ["GBFS"]
+
+
+class GBFS(Searcher):
+    """Greedy best-first search: goes on from the cheapest configuration to its neighbours.
+
+    Args:
+        space: what is searched.
+        seed: of every choice.
+        first: measured before anything else, instead of the starts.
+        starts: how many random configurations are in the queue at first; 0 for the start of the
+            space, as in the paper.
+        rho: how many neighbours of a configuration are drawn. With all of them, the search is
+            exhaustive where the moves connect the space.
+        width: how many configurations are left for their neighbours in one round: 1 is the paper's;
+            with more, up to rho * width can be measured side by side.
+
+    Raises:
+        SpaceError: when one of `first` is not in the space.
+        ValueError: when rho or width is below 1.
+    """
+
+    def __init__(
+        self,
+        space: SearchSpace,
+        *,
+        seed: int = 0,
+        first: Sequence[Configuration] = (),
+        starts: int = 8,
+        rho: int = 5,
+        width: int = 1,
+    ) -> None:
+        if rho < 1 or width < 1:
+            raise ValueError(f"rho is {rho}, width is {width}: both must be at least 1")
+        super().__init__(space, seed=seed, first=first)
+        self._begin(starts)
+        self._rho = rho
+        self._width = width
+        self._queue: list[tuple[float, int, Configuration]] = []
+        self._pushed = 0
+
+    def _learn(self, trials: list[Trial]) -> None:
+        for trial in trials:
+            heappush(self._queue, (trial.cost, self._pushed, trial.configuration))
+            self._pushed += 1  # of equal costs, the one that was found first comes first
+
+    def _propose(self) -> list[Configuration]:
+        chosen: dict[Configuration, None] = {}
+        left = 0
+        while self._queue and left < self._width:
+            neighbours = self.space.neighbours(heappop(self._queue)[-1])
+            drawn = self._random.sample(neighbours, min(self._rho, len(neighbours)))
+            new = [each for each in drawn if each not in self._visited and each not in chosen]
+            chosen.update(dict.fromkeys(new))
+            left += bool(new)
+        return list(chosen) or self._unvisited(1)

@@ -1,0 +1,221 @@
+"""Neighbourhood actor advantage critic (N-A2C).
+
+    repeat: collect: walk from the best so far, `steps` moves at most; each is random with
+                     probability epsilon, else drawn from the policy; states that were not visited
+                     go into the batch, until it is full
+            measure the batch; r = log(first cost / cost)
+            A = r + discount * V(s') - V(s), a constant for the policy
+            descend -log pi(a | s) * A  and  (r + discount * V(s') - V(s))^2, V(s') a constant
+
+(Zhang et al., "Compiler-Level Matrix Multiplication Optimization for Deep Learning", arXiv
+1909.10616, 2019.) The policy never sees illegal moves: they are masked before the softmax. Rewards
+are logarithms, so that they do not depend on the unit of costs. Where all around is visited, the
+search goes on from a random state that was not.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphstash.tuning.search._numpy_networks import Adam, Floats, Rewards, choose, log_softmax
+from graphstash.tuning.search.base import Searcher, Trial
+from graphstash.tuning.space import Configuration, SearchSpace
+
+__all__ = ["NA2C", "ActorCritic", "Transitions"]
+
+MAX_WALKS = 20
+"""That find nothing new, before the search goes on from somewhere else."""
+
+
+class Transitions(NamedTuple):
+    """What a batch of moves did: B moves, F features, M moves that a state has."""
+
+    before: Floats  # [B, F]
+    after: Floats  # [B, F]
+    legal: NDArray[np.bool_]  # [B, M], of the state before
+    moves: NDArray[np.int64]  # [B]
+    rewards: Floats  # [B]
+
+
+class ActorCritic:
+    """A hidden layer of tanh, shared by a policy over moves and a value of states."""
+
+    def __init__(
+        self, features: int, moves: int, *, hidden: int, learning_rate: float, seed: int
+    ) -> None:
+        draw = np.random.default_rng(seed)
+        self.parameters: dict[str, Floats] = {
+            "hidden": draw.normal(0, features**-0.5, (features, hidden)),
+            "hidden_bias": np.zeros(hidden),
+            "policy": draw.normal(0, 0.01, (hidden, moves)),
+            "policy_bias": np.zeros(moves),
+            "value": draw.normal(0, 0.01, hidden),
+            "value_bias": np.zeros(1),
+        }
+        self._adam = Adam(self.parameters, learning_rate)
+
+    def log_policy(self, states: Floats, legal: NDArray[np.bool_]) -> Floats:
+        """Of the moves of each state, [B, M]; minus infinity where they are illegal."""
+        hidden = self._hidden(states)
+        logits = hidden @ self.parameters["policy"] + self.parameters["policy_bias"]
+        return log_softmax(np.where(legal, logits, -np.inf))
+
+    def values(self, states: Floats) -> Floats:
+        """Of each state, [B]."""
+        result: Floats = (
+            self._hidden(states) @ self.parameters["value"] + self.parameters["value_bias"]
+        )
+        return result
+
+    def gradients(self, batch: Transitions, discount: float) -> dict[str, Floats]:
+        """Of the mean over the batch of -log pi(a | s) * A + A^2."""
+        count = len(batch.moves)
+        hidden = self._hidden(batch.before)
+        advantage = batch.rewards + discount * self.values(batch.after) - self.values(batch.before)
+        logits = np.exp(self.log_policy(batch.before, batch.legal))
+        logits[np.arange(count), batch.moves] -= 1
+        logits *= advantage[:, None] / count  # d(-log pi(a) A) / d logits = (pi - onehot) A
+        value = -2 * advantage / count
+        into_hidden = logits @ self.parameters["policy"].T + np.outer(
+            value, self.parameters["value"]
+        )
+        into_hidden *= 1 - hidden**2
+        return {
+            "hidden": batch.before.T @ into_hidden,
+            "hidden_bias": into_hidden.sum(axis=0),
+            "policy": hidden.T @ logits,
+            "policy_bias": logits.sum(axis=0),
+            "value": hidden.T @ value,
+            "value_bias": value.sum(keepdims=True),
+        }
+
+    def learn(self, batch: Transitions, discount: float) -> None:
+        """One step of Adam."""
+        self._adam.step(self.gradients(batch, discount))
+
+    def _hidden(self, states: Floats) -> Floats:
+        result: Floats = np.tanh(
+            states @ self.parameters["hidden"] + self.parameters["hidden_bias"]
+        )
+        return result
+
+
+class NA2C(Searcher):
+    """A policy and a value network that walk from the best configuration so far. Needs numpy.
+
+    Args:
+        space: what is searched.
+        seed: of every choice.
+        first: measured before anything else, instead of the starts.
+        starts: how many random configurations are measured before the first walk; 0 for the start
+            of the space, as in the paper.
+        batch: how many configurations a round has.
+        steps: how long a walk is at most.
+        epsilon: the share of random moves, from 0 to 1.
+        discount: of the value of the state that a move leads to, from 0 to 1.
+        hidden: width of the hidden layer.
+        learning_rate: of Adam.
+        updates: how often the networks learn from each batch.
+
+    Raises:
+        SpaceError: when one of `first` is not in the space.
+        ValueError: when batch or steps is below 1.
+    """
+
+    def __init__(
+        self,
+        space: SearchSpace,
+        *,
+        seed: int = 0,
+        first: Sequence[Configuration] = (),
+        starts: int = 8,
+        batch: int = 6,
+        steps: int = 3,
+        epsilon: float = 0.1,
+        discount: float = 0.0,
+        hidden: int = 128,
+        learning_rate: float = 1e-3,
+        updates: int = 1,
+    ) -> None:
+        if batch < 1 or steps < 1:
+            raise ValueError(f"batch is {batch}, steps is {steps}: both must be at least 1")
+        super().__init__(space, seed=seed, first=first)
+        self._begin(starts)
+        self._batch = batch
+        self._steps = steps
+        self._epsilon = epsilon
+        self._discount = discount
+        self._updates = updates
+        self._rewards = Rewards()
+        self._best: Trial | None = None
+        self._walked: dict[Configuration, tuple[Configuration, int]] = {}  # to: from, move
+        self.network = ActorCritic(
+            len(space.features(space.start)),
+            space.moves,
+            hidden=hidden,
+            learning_rate=learning_rate,
+            seed=self._random.getrandbits(32),
+        )
+
+    def _propose(self) -> list[Configuration]:
+        self._walked.clear()
+        chosen: dict[Configuration, None] = {}
+        walks = 0
+        while len(chosen) < self._batch and walks < MAX_WALKS and self._best is not None:
+            before = len(chosen)
+            self._walk(self._best.configuration, chosen)
+            walks = 0 if len(chosen) > before else walks + 1
+        return list(chosen) or self._unvisited(self._batch)
+
+    def _walk(self, state: Configuration, chosen: dict[Configuration, None]) -> None:
+        for _ in range(self._steps):
+            if (move := self._move(state)) is None or len(chosen) == self._batch:
+                return
+            to = self.space.moved(state, move)
+            assert to is not None  # noqa: S101 - legal moves lead somewhere
+            if to not in self._visited and to not in chosen:
+                chosen[to] = None
+                self._walked[to] = (state, move)
+            state = to
+
+    def _move(self, state: Configuration) -> int | None:
+        legal = self._legal(state)
+        if not legal.any():
+            return None
+        if self._random.random() < self._epsilon:
+            return int(self._random.choice(np.flatnonzero(legal).tolist()))
+        return choose(
+            self.network.log_policy(self._features([state]), legal[None])[0], self._random
+        )
+
+    def _learn(self, trials: list[Trial]) -> None:
+        for trial in trials:
+            if self._best is None or trial.cost < self._best.cost:
+                self._best = trial
+        rewards = [self._rewards.of(trial.cost) for trial in trials]
+        moved = [
+            (self._walked[trial.configuration], trial.configuration, reward)
+            for trial, reward in zip(trials, rewards, strict=True)
+            if trial.configuration in self._walked
+        ]
+        if not moved:
+            return
+        batch = Transitions(
+            before=self._features([state for (state, _), _, _ in moved]),
+            after=self._features([to for _, to, _ in moved]),
+            legal=np.array([self._legal(state) for (state, _), _, _ in moved]),
+            moves=np.array([move for (_, move), _, _ in moved]),
+            rewards=np.array([reward for _, _, reward in moved]),
+        )
+        for _ in range(self._updates):
+            self.network.learn(batch, self._discount)
+
+    def _legal(self, state: Configuration) -> NDArray[np.bool_]:
+        return np.array(
+            [self.space.moved(state, move) is not None for move in range(self.space.moves)]
+        )
+
+    def _features(self, states: list[Configuration]) -> Floats:
+        return np.array([self.space.features(state) for state in states], dtype=float)

@@ -1,0 +1,15 @@
+"""Random search: the one that every other has to beat."""
+
+from graphstash.tuning.search.base import Searcher
+from graphstash.tuning.space import Configuration
+
+__all__ = ["RandomSearch"]
+
+
+class RandomSearch(Searcher):
+    """Draws configurations uniformly, none twice."""
+
+    waits = False
+
+    def _propose(self) -> list[Configuration]:
+        return self._unvisited(1)

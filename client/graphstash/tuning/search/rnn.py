@@ -1,0 +1,251 @@
+"""A recurrent controller that writes configurations value by value.
+
+    h_0 = 0;  h_t, c_t = LSTM(embedding of value t-1, h_t-1, c_t-1)
+    P(value t | values before) = softmax(W_t h_t + log of the configurations that each leaves)
+    descend -(r - baseline) * sum over t of log P(value t), the baseline a running mean of r
+
+(Policy gradients: Williams, "Simple statistical gradient-following algorithms for connectionist
+reinforcement learning", 1992. Such a controller is one of the methods that arXiv 1909.10616
+compares with; these details are ours.) While W is 0, configurations are drawn uniformly. What the
+controller writes again is not measured again: it learns from the cost that is known.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphstash.tuning.search._numpy_networks import Adam, Floats, Rewards, choose, log_softmax
+from graphstash.tuning.search.base import Searcher, Trial
+from graphstash.tuning.space import Configuration, SpaceError
+from graphstash.tuning.spaces.tree import TreeSpace
+
+__all__ = ["Controller", "RNNController", "Written"]
+
+MAX_ROUNDS_OF_OLD = 2
+"""How often a batch is written again where too little of it is new."""
+
+
+class Written(NamedTuple):
+    """Sequences of the controller: B of them, T parameters, V values at most."""
+
+    places: NDArray[np.int64]  # [B, T], of the chosen values
+    prior: Floats  # [B, T, V], log of how many configurations follow; minus infinity for none
+
+
+class Controller:
+    """An LSTM with an embedding and a head for each parameter."""
+
+    def __init__(
+        self, values: Sequence[int], *, hidden: int, learning_rate: float, seed: int
+    ) -> None:
+        draw = np.random.default_rng(seed)
+        steps, most = len(values), max(values)
+        scale = hidden**-0.5
+        self.hidden = hidden
+        self.parameters: dict[str, Floats] = {
+            "embedding": draw.normal(0, 1, (steps, most, hidden)),  # of the value before; 0 unused
+            "lstm": draw.normal(0, scale, (2 * hidden, 4 * hidden)),
+            "lstm_bias": np.zeros(4 * hidden),
+            "heads": np.zeros((steps, hidden, most)),
+            "head_biases": np.zeros((steps, most)),
+        }
+        self._adam = Adam(self.parameters, learning_rate)
+
+    def start(self, count: int) -> tuple[Floats, Floats]:
+        """H and c before the first value."""
+        return np.zeros((count, self.hidden)), np.zeros((count, self.hidden))
+
+    def step(
+        self, t: int, before: NDArray[np.int64] | None, h: Floats, c: Floats
+    ) -> tuple[Floats, Floats, Floats, tuple[Floats, ...]]:
+        """Logits of the values of parameter t, [B, V], the state after it, and what the way back
+        needs.
+        """
+        p = self.parameters
+        x = np.zeros_like(h) if before is None else p["embedding"][t, before]
+        both = np.concatenate([x, h], axis=1)
+        gates = both @ p["lstm"] + p["lstm_bias"]
+        take, keep, show = (
+            _sigmoid(gates[:, i * self.hidden : (i + 1) * self.hidden]) for i in range(3)
+        )
+        new = np.tanh(gates[:, 3 * self.hidden :])
+        c_after = keep * c + take * new
+        shown = np.tanh(c_after)
+        h_after = show * shown
+        logits = h_after @ p["heads"][t] + p["head_biases"][t]
+        return logits, h_after, c_after, (both, take, keep, show, new, c, shown, h_after)
+
+    def gradients(
+        self, written: Written, advantage: Floats, entropy_weight: float
+    ) -> dict[str, Floats]:
+        """Of the mean over the sequences of -(advantage * log P + entropy_weight * entropy)."""
+        count, steps = written.places.shape
+        h, c = self.start(count)
+        kept, into_logits = [], []
+        rows = np.arange(count)
+        for t in range(steps):
+            before = written.places[:, t - 1] if t else None
+            logits, h, c, cache = self.step(t, before, h, c)
+            logs = log_softmax(logits + written.prior[:, t])
+            chances = np.exp(logs)
+            finite = np.where(np.isfinite(logs), logs, 0)
+            entropy = -(chances * finite).sum(axis=1, keepdims=True)
+            into = chances.copy()
+            into[rows, written.places[:, t]] -= 1
+            into *= advantage[:, None]
+            into += entropy_weight * chances * (finite + entropy)
+            kept.append(cache)
+            into_logits.append(into / count)
+        return self._backwards(written, kept, into_logits)
+
+    def _backwards(
+        self, written: Written, kept: list[tuple[Floats, ...]], into_logits: list[Floats]
+    ) -> dict[str, Floats]:
+        p = self.parameters
+        found = {name: np.zeros_like(each) for name, each in p.items()}
+        into_h, into_c = self.start(len(written.places))
+        for t in reversed(range(len(kept))):
+            both, take, keep, show, new, c, shown, h = kept[t]
+            found["heads"][t] = h.T @ into_logits[t]
+            found["head_biases"][t] = into_logits[t].sum(axis=0)
+            into_h = into_h + into_logits[t] @ p["heads"][t].T
+            into_c = into_c + into_h * show * (1 - shown**2)
+            into_gates = np.concatenate(
+                [
+                    into_c * new * take * (1 - take),
+                    into_c * c * keep * (1 - keep),
+                    into_h * shown * show * (1 - show),
+                    into_c * take * (1 - new**2),
+                ],
+                axis=1,
+            )
+            found["lstm"] += both.T @ into_gates
+            found["lstm_bias"] += into_gates.sum(axis=0)
+            into_both = into_gates @ p["lstm"].T
+            if t:
+                np.add.at(
+                    found["embedding"][t], written.places[:, t - 1], into_both[:, : self.hidden]
+                )
+            into_h, into_c = into_both[:, self.hidden :], into_c * keep
+        return found
+
+    def learn(self, written: Written, advantage: Floats, entropy_weight: float) -> None:
+        """One step of Adam."""
+        self._adam.step(self.gradients(written, advantage, entropy_weight))
+
+
+class RNNController(Searcher):
+    """An LSTM that writes configurations, trained by policy gradients. Needs numpy.
+
+    Args:
+        space: what is searched.
+        seed: of every choice.
+        first: measured before anything else.
+        batch: how many configurations a round has.
+        hidden: width of the LSTM.
+        learning_rate: of Adam.
+        entropy_weight: how much it is worth to stay undecided.
+        momentum: of the baseline, from 0 to 1.
+
+    Raises:
+        SpaceError: when one of `first` is not in the space, or the space cannot be written value
+            by value.
+        ValueError: when batch is below 1.
+    """
+
+    def __init__(
+        self,
+        space: TreeSpace,
+        *,
+        seed: int = 0,
+        first: Sequence[Configuration] = (),
+        batch: int = 8,
+        hidden: int = 64,
+        learning_rate: float = 5e-3,
+        entropy_weight: float = 0.05,
+        momentum: float = 0.9,
+    ) -> None:
+        if batch < 1:
+            raise ValueError(f"batch is {batch}: it must be at least 1")
+        if not isinstance(space, TreeSpace):
+            raise SpaceError(
+                f"the controller writes value by value, and {type(space).__name__} does not say "
+                "which values may follow: make it a TreeSpace, or take another searcher"
+            )
+        super().__init__(space, seed=seed, first=first)
+        self._tree = space
+        self._batch = batch
+        self._entropy_weight = entropy_weight
+        self._momentum = momentum
+        self._baseline: float | None = None
+        self._rewards = Rewards()
+        self._known: dict[Configuration, float] = {}  # rewards
+        self._sequences: list[tuple[Configuration, Written]] = []
+        self.network = Controller(
+            [len(values) for values in space.values],
+            hidden=hidden,
+            learning_rate=learning_rate,
+            seed=self._random.getrandbits(32),
+        )
+
+    def _propose(self) -> list[Configuration]:
+        self._sequences = []
+        new: dict[Configuration, None] = {}
+        for _ in range(MAX_ROUNDS_OF_OLD):
+            for configuration, written in self._write():
+                if len(new) == self._batch:
+                    break
+                self._sequences.append((configuration, written))
+                if configuration not in self._visited:
+                    new[configuration] = None
+        return list(new) or self._unvisited(self._batch)
+
+    def _write(self) -> list[tuple[Configuration, Written]]:
+        h, c = self.network.start(self._batch)
+        chosen: list[Configuration] = [()] * self._batch
+        most = max(map(len, self._tree.values))
+        places = np.zeros((self._batch, len(self._tree.values)), dtype=np.int64)
+        prior = np.full((self._batch, len(self._tree.values), most), -np.inf)
+        for t, values in enumerate(self._tree.values):
+            before = places[:, t - 1] if t else None
+            logits, h, c, _ = self.network.step(t, before, h, c)
+            for row, prefix in enumerate(chosen):
+                after = self._tree.continuations(prefix)
+                total = sum(after.values())
+                for place, value in enumerate(values):
+                    if value in after:
+                        prior[row, t, place] = math.log(after[value] / total)
+            logs = log_softmax(logits + prior[:, t])
+            for row, prefix in enumerate(chosen):
+                places[row, t] = choose(logs[row], self._random)
+                chosen[row] = (*prefix, values[places[row, t]])
+        return [
+            (configuration, Written(places[row], prior[row]))
+            for row, configuration in enumerate(chosen)
+        ]
+
+    def _learn(self, trials: list[Trial]) -> None:
+        for trial in trials:
+            self._known[trial.configuration] = self._rewards.of(trial.cost)
+        written = [(self._known[each], how) for each, how in self._sequences]
+        self._sequences = []
+        if not written:
+            return
+        rewards = np.array([reward for reward, _ in written])
+        mean = float(rewards.mean())
+        if self._baseline is None:
+            self._baseline = mean
+        self.network.learn(
+            Written(*(np.stack(each) for each in zip(*(how for _, how in written), strict=True))),
+            rewards - self._baseline,
+            self._entropy_weight,
+        )
+        self._baseline += (1 - self._momentum) * (mean - self._baseline)
+
+
+def _sigmoid(x: Any) -> Floats:
+    result: Floats = 0.5 * (1 + np.tanh(0.5 * x))
+    return result

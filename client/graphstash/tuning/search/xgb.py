@@ -1,0 +1,177 @@
+"""A model of the costs, searched by simulated annealing, as AutoTVM does it.
+
+    repeat: measure a plan of 64, the first one random
+            train boosted trees to rank what was measured
+            128 chains walk for at most 500 steps of simulated annealing over the model's score,
+            the temperature falling from 1 to 0; the best that were seen and not measured are the
+            next plan, but for 5 % that are random
+
+(Chen et al., "Learning to optimize tensor programs", arXiv 1805.08166, 2018; the figures are those
+of TVM's XGBTuner.) A step of a chain is a random legal move of the space; TVM's gives one parameter
+another value, which leaves the space where parameters depend on each other.
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from graphstash.tuning.search.base import Searcher, Trial
+from graphstash.tuning.space import Configuration, SearchSpace
+
+__all__ = ["XGBoostSearch"]
+
+MODEL: Final = {
+    "objective": "rank:pairwise",
+    "max_depth": 3,
+    "gamma": 0.0001,
+    "min_child_weight": 1,
+    "subsample": 1.0,
+    "eta": 0.3,
+    "lambda": 1.0,
+    "nthread": 1,  # as many as there are would disturb what is measured, and not be repeatable
+    "verbosity": 0,
+}
+
+
+class XGBoostSearch(Searcher):
+    """Boosted trees that rank configurations, and simulated annealing over their score. Needs
+    numpy and xgboost: the extra `tuning`.
+
+    Args:
+        space: what is searched.
+        seed: of every choice.
+        first: measured before anything else.
+        plan_size: how many configurations a round has.
+        chains: how many walks of simulated annealing there are.
+        steps: of each of them, at most.
+        early_stop: after so many steps in which the plan did not change, annealing ends.
+        epsilon: the share of random configurations in a plan, from 0 to 1.
+        trees: of the model.
+
+    Raises:
+        SpaceError: when one of `first` is not in the space.
+        ValueError: when a number is below 1.
+    """
+
+    def __init__(
+        self,
+        space: SearchSpace,
+        *,
+        seed: int = 0,
+        first: Sequence[Configuration] = (),
+        plan_size: int = 64,
+        chains: int = 128,
+        steps: int = 500,
+        early_stop: int = 50,
+        epsilon: float = 0.05,
+        trees: int = 100,
+    ) -> None:
+        counts = {"plan_size": plan_size, "chains": chains, "steps": steps, "trees": trees}
+        if wrong := [name for name, count in counts.items() if count < 1]:
+            raise ValueError(f"{' and '.join(wrong)} must be at least 1")
+        super().__init__(space, seed=seed, first=first)
+        import xgboost
+
+        self._xgboost = xgboost
+        self._plan_size = plan_size
+        self._chains = chains
+        self._steps = steps
+        self._early_stop = early_stop
+        self._epsilon = epsilon
+        self._trees = trees
+        self._learned: list[Trial] = []
+        self._kept = 0
+        self._ends: list[Configuration] = []  # of the chains: they go on in the next round
+
+    def _learn(self, trials: list[Trial]) -> None:
+        self._learned += trials
+
+    def _propose(self) -> list[Configuration]:
+        if len({trial.cost for trial in self._learned}) < 2:  # nothing to rank
+            return self._unvisited(self._plan_size)
+        ranked = self._anneal(self._model())
+        chosen: dict[Configuration, None] = {}
+        for each in ranked:
+            if len(chosen) == self._plan_size:
+                break
+            drawn = self._unvisited(1) if self._random.random() < self._epsilon else []
+            chosen.update(dict.fromkeys(drawn or [each]))
+        missing = self._plan_size - len(chosen)
+        more = self._unvisited(self._plan_size) if missing else []
+        return list(dict.fromkeys([*chosen, *more]))[: self._plan_size]
+
+    def _model(self) -> Any:
+        """Trained to order what was measured: the cheaper the higher."""
+        costs = np.array([trial.cost for trial in self._learned])
+        data = self._matrix([trial.configuration for trial in self._learned])
+        order = np.unique(-costs, return_inverse=True)[1]  # failures are the lowest
+        data.set_label(order / max(1, order.max()))
+        data.set_group([len(costs)])
+        model = MODEL | {"seed": self._random.getrandbits(31)}
+        return self._xgboost.train(model, data, num_boost_round=self._trees)
+
+    def _matrix(self, configurations: list[Configuration]) -> Any:
+        rows = np.array([self.space.features(each) for each in configurations], dtype=np.float32)
+        return self._xgboost.DMatrix(rows, nthread=1)
+
+    def _anneal(self, model: Any) -> list[Configuration]:
+        """Configurations with the highest scores that were not visited, the highest first."""
+        points = self._ends or [self.space.draw(self._random) for _ in range(self._chains)]
+        known: dict[Configuration, float] = {}
+        scores = self._scores(model, points, known)
+        best: list[tuple[float, int, Configuration]] = []
+        within: set[Configuration] = set()
+        changed = 0
+        for step in range(self._steps):
+            if step - changed > self._early_stop:
+                break
+            for point in points:
+                if self._keep(point, known[point], best, within):
+                    changed = step
+            moved = [self._neighbour(point) for point in points]
+            new = self._scores(model, moved, known)
+            temperature = 1 - step / self._steps
+            for i, (to, score) in enumerate(zip(moved, new, strict=True)):
+                gain = (score - scores[i]) / (temperature + 1e-5)
+                if gain >= 0 or self._random.random() < math.exp(gain):
+                    points[i], scores[i] = to, score
+        self._ends = points
+        return [each for *_, each in sorted(best, reverse=True)]
+
+    def _keep(
+        self,
+        point: Configuration,
+        score: float,
+        best: list[tuple[float, int, Configuration]],
+        within: set[Configuration],
+    ) -> bool:
+        """Puts a point among the best; whether it changed them."""
+        if point in within or point in self._visited:
+            return False
+        if len(best) < self._plan_size:
+            heapq.heappush(best, (score, self._kept, point))
+        elif score > best[0][0]:
+            within.remove(heapq.heapreplace(best, (score, self._kept, point))[-1])
+        else:
+            return False
+        self._kept += 1  # orders those of equal scores
+        within.add(point)
+        return True
+
+    def _neighbour(self, point: Configuration) -> Configuration:
+        for _ in range(2 * self.space.moves):
+            move = self._random.randrange(self.space.moves)
+            if (found := self.space.moved(point, move)) is not None:
+                return found
+        return self.space.draw(self._random)
+
+    def _scores(
+        self, model: Any, points: list[Configuration], known: dict[Configuration, float]
+    ) -> list[float]:
+        if new := [each for each in dict.fromkeys(points) if each not in known]:
+            found = model.predict(self._matrix(new)).tolist()
+            known.update(zip(new, found, strict=True))
+        return [known[each] for each in points]

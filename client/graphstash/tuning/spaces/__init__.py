@@ -1,0 +1,54 @@
+"""Spaces as data: the paper's lattice of GEMM, named parameters with constraints, and tables."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from graphstash.tuning.space import SearchSpace, SpaceError
+from graphstash.tuning.spaces.gemm import GemmSpace
+from graphstash.tuning.spaces.parameters import ParameterSpace
+from graphstash.tuning.spaces.table import TableSpace
+
+__all__ = ["GemmSpace", "ParameterSpace", "TableSpace", "from_description"]
+
+_KINDS: Final[dict[str, tuple[set[str], Callable[[Mapping[str, Any]], SearchSpace]]]] = {
+    "gemm": (
+        {"m", "k", "n", "factors"},
+        lambda told: GemmSpace(told["m"], told["k"], told["n"], factors=tuple(told["factors"])),
+    ),
+    "parameters": (
+        {"parameters", "constraints"},
+        lambda told: ParameterSpace(
+            {each["name"]: each["values"] for each in told["parameters"]}, told["constraints"]
+        ),
+    ),
+    "table": (
+        {"names", "rows"},
+        lambda told: TableSpace(told["names"], map(tuple, told["rows"])),
+    ),
+}
+
+
+def from_description(description: Any) -> SearchSpace:
+    """The space that `SearchSpace.describe` described, also after a way through JSON.
+
+    Raises:
+        SpaceError: when this describes no space.
+    """
+    known = isinstance(description, Mapping) and str(description.get("space")) in _KINDS
+    if not known:
+        raise SpaceError(
+            f"{str(description)[:200]} describes no space: `space` must be one of {sorted(_KINDS)}"
+        )
+    kind = description["space"]
+    fields, build = _KINDS[kind]
+    if (found := set(description) - {"space"}) != fields:
+        raise SpaceError(
+            f"the description of a space of kind {kind!r} has the fields {sorted(found)}; "
+            f"it needs {sorted(fields)}"
+        )
+    try:
+        return build(description)
+    except (TypeError, KeyError) as error:
+        raise SpaceError(
+            f"the description of a space of kind {kind!r} is malformed: {error!r}"
+        ) from error

@@ -1,0 +1,127 @@
+"""The lattice of tilings of a matrix multiplication.
+
+    C (m x n) = A (m x k) B (k x n)
+
+Each of the three loops is split into nested ones: 4 for m, 2 for k and 4 for n by default, so that
+m = m_0 m_1 m_2 m_3, and so on. A move doubles one factor and halves another one of the same loop:
+12 + 2 + 12 = 26 moves. All inner factors are powers of two. (Zhang et al., "Compiler-Level Matrix
+Multiplication Optimization for Deep Learning", arXiv 1909.10616, 2019.)
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+from graphstash.tuning.space import Configuration, SpaceError, Value
+from graphstash.tuning.spaces.tree import TreeSpace
+
+__all__ = ["GemmSpace"]
+
+MAX_DIMENSION: Final = 2**40
+"""Of m, k and n; larger matrices do not fit into any memory."""
+
+MAX_FACTORS: Final = 16
+"""Of one loop."""
+
+
+class GemmSpace(TreeSpace):
+    """Every way to split the three loops of a matrix multiplication.
+
+    A dimension of 2^a times an odd number keeps its odd part in the outermost factor, which no move
+    takes from there: 768 is split as 256 is. An odd dimension is not split at all; pad the matrix
+    to a multiple of, say, 64 to have choices.
+
+    Args:
+        m: rows of the first matrix, and of the result.
+        k: columns of the first matrix, rows of the second.
+        n: columns of the second matrix, and of the result.
+        factors: into how many loops those of m, k and n are split.
+
+    Raises:
+        SpaceError: when a dimension is not from 1 to 2**40, or a number of factors not 1 to 16.
+    """
+
+    def __init__(
+        self, m: int, k: int, n: int, *, factors: tuple[int, int, int] = (4, 2, 4)
+    ) -> None:
+        dimensions = (m, k, n)
+        for name, length in zip("mkn", dimensions, strict=True):
+            if type(length) is not int or not 1 <= length <= MAX_DIMENSION:
+                raise SpaceError(f"{name} is {length!r}: it must be from 1 to {MAX_DIMENSION}")
+        if len(factors) != len(dimensions) or not all(
+            type(count) is int and 1 <= count <= MAX_FACTORS for count in factors
+        ):
+            raise SpaceError(
+                f"factors is {factors!r}: it must be three numbers from 1 to {MAX_FACTORS}, "
+                "for m, k and n"
+            )
+        self.dimensions = dimensions
+        self.factors = tuple(factors)
+        self._powers = [(length & -length).bit_length() - 1 for length in dimensions]
+        self._odd = [
+            length >> power for length, power in zip(dimensions, self._powers, strict=True)
+        ]
+        self._places = [(axis, i) for axis in range(3) for i in range(factors[axis])]
+        self.names = tuple(f"{'mkn'[axis]}_{i}" for axis, i in self._places)
+        self.values = tuple(
+            tuple((self._odd[axis] if i == 0 else 1) << e for e in range(self._powers[axis] + 1))
+            for axis, i in self._places
+        )
+        numbered = list(enumerate(self._places))
+        self._moves = [
+            (i, j)
+            for i, (axis, _) in numbered
+            for j, (other, _) in numbered
+            if i != j and axis == other
+        ]
+        self.moves = len(self._moves)
+
+    @property
+    def start(self) -> Configuration:
+        """Untiled: the outermost loops do everything."""
+        return tuple(self.dimensions[axis] if i == 0 else 1 for axis, i in self._places)
+
+    def __contains__(self, configuration: object) -> bool:
+        return self._fits(configuration) and all(
+            math.prod(self._of_axis(configuration, axis)) == self.dimensions[axis]
+            for axis in range(3)
+        )
+
+    def _of_axis(self, configuration: Configuration, axis: int) -> list[int]:
+        first = sum(self.factors[:axis])
+        return [int(each) for each in configuration[first : first + self.factors[axis]]]
+
+    def continuations(self, prefix: Configuration) -> Mapping[Value, int]:
+        """What the next parameter can be, and how many configurations begin with each."""
+        axis, i = self._places[len(prefix)]
+        used = math.prod(self._of_axis(prefix, axis))
+        if i:
+            used //= self._odd[axis]
+        left = self._powers[axis] - (used.bit_length() - 1)
+        loops = self.factors[axis] - i - 1
+        others = math.prod(
+            math.comb(self._powers[later] + self.factors[later] - 1, self.factors[later] - 1)
+            for later in range(axis + 1, 3)
+        )
+        values = self.values[len(prefix)]
+        if loops == 0:
+            return {values[left]: others}
+        return {
+            values[e]: others * math.comb(left - e + loops - 1, loops - 1) for e in range(left + 1)
+        }
+
+    def moved(self, configuration: Configuration, move: int) -> Configuration | None:
+        """Doubles one factor and halves another; illegal where that one is odd."""
+        doubled, halved = self._moves[move]
+        value = int(configuration[halved])
+        if value % 2:
+            return None
+        changed = list(configuration)
+        changed[halved] = value // 2
+        changed[doubled] = int(configuration[doubled]) * 2
+        return tuple(changed)
+
+    def describe(self) -> dict[str, Any]:
+        """The space as JSON."""
+        m, k, n = self.dimensions
+        return {"space": "gemm", "m": m, "k": k, "n": n, "factors": list(self.factors)}

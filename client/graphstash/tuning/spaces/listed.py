@@ -1,0 +1,86 @@
+"""A list of things that a compiler offers to choose from, such as `triton.Config`s."""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from random import Random
+from typing import Any, Final
+
+from graphstash.tuning.space import Configuration, SearchSpace, Value
+
+__all__ = ["ListedSpace"]
+
+_ABSENT: Final = "-"
+"""The value of a parameter that only others of the list have."""
+
+
+class ListedSpace(SearchSpace):
+    """What a compiler offers, and what tells one of it from another; none lies next to another.
+
+    Args:
+        kind: of what is listed, for those who share measurements.
+        things: one or more, each with its parameters by name. What is no plain value is told by its
+            `repr`. Of two that differ in nothing, the first one counts.
+    """
+
+    moves = 0
+
+    def __init__(self, kind: str, things: Iterable[tuple[Mapping[str, object], Any]]) -> None:
+        offered = list(things)
+        self.names = tuple(sorted({name for told, _ in offered for name in told}))
+        self._kind = kind
+        self._things: dict[Configuration, Any] = {}
+        self._types: dict[Configuration, list[type]] = {}
+        for told, thing in offered:
+            row = tuple(_plain(told.get(name, _ABSENT)) for name in self.names)
+            self._things.setdefault(row, thing)
+            self._types.setdefault(row, [*map(type, row)])
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return len(self._things)
+
+    @property
+    def start(self) -> Configuration:
+        """The first of the list."""
+        return next(iter(self))
+
+    def __contains__(self, configuration: object) -> bool:
+        return configuration in self._things
+
+    def __iter__(self) -> Iterator[Configuration]:
+        return iter(self._things)
+
+    def thing(self, configuration: Configuration) -> Any:
+        """What the list has under it."""
+        return self._things[configuration]
+
+    def draw(self, random: Random) -> Configuration:
+        """Any of them."""
+        return random.choice(list(self))
+
+    def moved(self, configuration: Configuration, move: int) -> None:
+        """None: there are no moves."""
+
+    def has_types(self, configuration: Configuration) -> bool:
+        """Whether the list has it with values of these types."""
+        return [*map(type, configuration)] == self._types[configuration]
+
+    def features(self, configuration: Configuration) -> Sequence[float]:
+        """Logarithms of the numbers, relative to 2**16; 0 for texts."""
+        return [
+            0.0 if isinstance(each, str) else math.log2(abs(each) + 1) / 16
+            for each in configuration
+        ]
+
+    def describe(self) -> dict[str, Any]:
+        """The list, in an order that does not matter."""
+        rows = sorted(json.dumps(row) for row in self)
+        listed = hashlib.sha256("\n".join(rows).encode()).hexdigest()
+        return {"space": self._kind, "names": list(self.names), "rows": listed}
+
+
+def _plain(value: object) -> Value:
+    return value if isinstance(value, int | float | str | bool) else repr(value)

@@ -1,0 +1,122 @@
+"""The candidates that Inductor has for a product of matrices, as the team knows them."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch._inductor import config
+from torch._inductor.virtualized import V
+
+from graphstash.hooks.environment import cpu_model, read_part
+from graphstash.tuning.memory.problem import Problem, word
+from graphstash.tuning.space import Configuration
+from graphstash.tuning.spaces.listed import ListedSpace
+from graphstash.tuning.targets.torch_device import device_type_of
+
+__all__ = ["CandidateSpace", "problem_of", "told_of", "told_of_template"]
+
+_COUNTED: Final = re.compile(r"_\d+$")
+"""torch numbers the kernels of a process."""
+
+
+class CandidateSpace(ListedSpace):
+    """The candidates for one product; none lies next to another.
+
+    Args:
+        candidates: what each is told by, and the candidate.
+        complete_for: the templates of which this holds all candidates, or None where it holds
+            those of any template. A configuration of another template is in the space as well.
+    """
+
+    def __init__(
+        self,
+        candidates: Iterable[tuple[Mapping[str, object], Any]],
+        *,
+        complete_for: frozenset[str] | None = None,
+    ) -> None:
+        super().__init__("inductor candidates", candidates)
+        self._complete_for = complete_for
+
+    def __contains__(self, configuration: object) -> bool:
+        return super().__contains__(configuration) or self._is_of_another(configuration)
+
+    def _is_of_another(self, configuration: object) -> bool:
+        if self._complete_for is None or not isinstance(configuration, tuple):
+            return False
+        return dict(zip(self.names, configuration, strict=True))["template"] not in (
+            self._complete_for
+        )
+
+    def has_types(self, configuration: Configuration) -> bool:
+        """Whether all are texts."""
+        return all(isinstance(each, str) for each in configuration)
+
+    def describe(self) -> dict[str, Any]:
+        """Not the candidates: a problem has the settings that they follow from."""
+        return {"space": "inductor candidates"}
+
+
+def problem_of(name: str, nodes: Sequence[Any]) -> Problem:
+    """A product as the team knows it.
+
+    Args:
+        name: of the operation, e.g. `addmm`.
+        nodes: the operands in Inductor's graph. Dynamic sizes count as what they are now.
+    """
+    sizevars: Any = V.graph.sizevars
+    hints = sizevars.optimization_hints
+    shapes = [hints(node.get_size()) for node in nodes]
+    strides = [hints(node.get_stride()) for node in nodes]
+    dtypes = [str(node.get_dtype()).removeprefix("torch.") for node in nodes]
+    kind = nodes[-1].get_device().type
+    return Problem(
+        kernel=word(f"inductor.{name}"),
+        shape=tuple(int(size) for shape in shapes for size in shape),
+        dtype=word(",".join(dtypes)),
+        layout=word(";".join("x".join(map(str, each)) for each in strides)),
+        device_type=device_type_of(kind),
+        compiler=f"torch {torch.__version__}",
+        parts={
+            "backends": config.max_autotune_gemm_backends,
+            "candidates": config.max_autotune_gemm_search_space,
+            "precision": read_part(_precision),
+            "triton": read_part(_triton),
+            **(_cpu_parts() if kind == "cpu" else {}),
+        },
+    )
+
+
+def told_of_template(choice: Any) -> dict[str, str]:
+    """What a `KernelTemplateChoice` is told by: its template, and what that is given."""
+    given = choice.params.to_serializeable_dict()
+    if (source := getattr(choice.template, "src_hash", None)) is not None:
+        given = {**given, "template_hash": source}
+    return {
+        "template": choice.template.uid,
+        "parameters": json.dumps(given, sort_keys=True, default=str),
+    }
+
+
+def told_of(choice: Any) -> dict[str, str]:
+    """What a `ChoiceCaller` is told by: its template, or else its name and description."""
+    if (made_of := choice.annotations.get("ktc")) is not None:
+        return told_of_template(made_of)
+    return {"template": _COUNTED.sub("", choice.name), "parameters": choice.description}
+
+
+def _cpu_parts() -> dict[str, str]:
+    return {"cpu": read_part(cpu_model), "threads": str(torch.get_num_threads())}
+
+
+def _precision() -> str:
+    """By backend: torch's setting for all of them raises once one of these has been set."""
+    backends: Any = torch.backends
+    return f"{backends.cuda.matmul.fp32_precision} {backends.mkldnn.matmul.fp32_precision}"
+
+
+def _triton() -> str:
+    import triton
+
+    return str(triton.__version__)

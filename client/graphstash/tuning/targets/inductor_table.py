@@ -1,0 +1,136 @@
+"""Inductor's lookup table, filled with what the team found best.
+
+torch generates the code of every candidate before it measures one, unless its lookup table has an
+entry for the product: then only what the entry lists. Here an entry is the best few of the team's
+answer, as far as torch would make them on this host anyway, and the library's own kernel as what
+always compiles. Which of them it is, `inductor` says.
+
+In a job of several ranks the table stays empty, so that all of them choose among the same.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from torch._inductor import choices, config
+from torch._inductor.lookup_table import (  # type: ignore[import-not-found]
+    LookupTableChoices,
+)
+from torch._inductor.select_algorithm import ExternKernelChoice
+from torch._inductor.virtualized import V
+
+from graphstash.tuning.memory.process import record_failure, team_memory
+from graphstash.tuning.targets.inductor_candidates import (
+    CandidateSpace,
+    problem_of,
+    told_of_template,
+)
+
+__all__ = ["TeamChoices", "register"]
+
+_NAME: Final = "graphstash"
+
+_torch: Final[Any] = choices
+"""Some of it is younger than the torch that types are checked with."""
+
+
+def register() -> Callable[[], None]:
+    """Lets torch ask the team's table, beside a table of the user's; returns the way back."""
+    _keeping_the_users(lambda: _torch.register_inductor_choices(_NAME, TeamChoices))
+    return lambda: _keeping_the_users(lambda: _torch.unregister_inductor_choices(_NAME))
+
+
+def _keeping_the_users(change: Callable[[], None]) -> None:
+    """Changes what torch makes its choices by; but it stays what somebody has set by hand, with
+    `V.set_choices_handler`, and then there is no table.
+    """
+    in_use: Any = V.choices
+    settings: Any = config
+    made = _torch.create_inductor_choices(settings.inductor_choices_class)
+    change()
+    if type(in_use) is not type(made):
+        V.set_choices_handler(in_use)
+
+
+class TeamChoices(LookupTableChoices):  # type: ignore[misc]
+    """torch's own look-up, key and check of sources, on a table of one product at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._of_thread = threading.local()
+
+    def uuid(self) -> str:
+        """Of all graphs alike, so that hosts share them, whatever the table holds."""
+        return "graphstash 1"
+
+    @staticmethod
+    def _get_device_key(device: Any) -> str | None:
+        """Torch's own for GPUs; CPUs have tables, too."""
+        own: Any = LookupTableChoices._get_device_key  # noqa: SLF001 - made to be overridden
+        return "cpu" if device.type == "cpu" else own(device)
+
+    def _get_lookup_table(self) -> dict[str, list[dict[str, Any]]]:
+        """The user's table comes first."""
+        return {**getattr(self._of_thread, "table", {}), **super()._get_lookup_table()}
+
+    def _finalize_template_configs(
+        self,
+        template_choices: dict[str, Iterator[Any]],
+        kernel_inputs: Any,
+        templates: list[Any],
+        op_name: str,
+        kwarg_overrides: dict[str, dict[str, Any]] | None = None,
+    ) -> list[Any]:
+        """Which candidates torch generates."""
+        offered = {uid: list(each) for uid, each in template_choices.items()}
+        # torch's look-up drops the overrides.
+        if not any((kwarg_overrides or {}).values()):
+            try:
+                self._of_thread.table = self._table(offered, kernel_inputs, op_name)
+            except Exception as error:  # noqa: BLE001 - the cache's outermost frame
+                record_failure(f"{op_name} is tuned without the team's table", error)
+        try:
+            again = {uid: iter(each) for uid, each in offered.items()}
+            taken: list[Any] = super()._finalize_template_configs(
+                again, kernel_inputs, templates, op_name, kwarg_overrides
+            )
+            return taken
+        finally:
+            self._of_thread.table = {}
+
+    def _table(
+        self, offered: Mapping[str, Sequence[Any]], kernel_inputs: Any, op_name: str
+    ) -> dict[str, list[dict[str, Any]]]:
+        """An entry for this product; no entry where the team has none, or little to choose."""
+        if _NAME not in dict(_torch.registered_inductor_choices()):
+            return {}  # it was taken out, but each thread of torch keeps what it has
+        all_offered = [each for several in offered.values() for each in several]
+        key = self.make_lookup_key(kernel_inputs, op_name)
+        memory = team_memory()
+        if memory is None or key is None or len(all_offered) < 3 or not _is_tuned():
+            return {}
+        space = CandidateSpace(
+            ((told_of_template(each), each) for each in all_offered),
+            complete_for=frozenset(offered),
+        )
+        found = memory.find(problem_of(op_name, kernel_inputs.nodes()), space)
+        if found is None:
+            return {}
+        best = [each.configuration for each in found.best]
+        listed = [space.thing(each) for each in space if each in best]
+        if not listed:  # it is of templates that do not come by the table
+            return {}
+        safe = [each for each in all_offered if isinstance(each.template, ExternKernelChoice)]
+        return {key: [_entry(each) for each in dict.fromkeys([*listed, *safe])]}
+
+
+def _entry(choice: Any) -> dict[str, Any]:
+    """In the form of torch's tables."""
+    entry = {**choice.params.to_serializeable_dict(), "template_id": choice.template.uid}
+    if (source := getattr(choice.template, "src_hash", None)) is not None:
+        entry["template_hash"] = source
+    return entry
+
+
+def _is_tuned() -> bool:
+    return bool(config.max_autotune or config.max_autotune_gemm)

@@ -1,0 +1,138 @@
+"""Matrix multiplication in TVM, on the CPU: the kernel of the paper that the searchers come from.
+
+    for m_0: for n_0: for m_1: for n_1:
+        for k_0:
+            for m_2: for n_2:
+                for k_1:
+                    for m_3 (unrolled): for n_3 (vectorized): C += A * B
+
+It needs the extra `tvm`. One thread runs a kernel. (Zhang et al., "Compiler-Level Matrix
+Multiplication Optimization for Deep Learning", arXiv 1909.10616, 2019, splits the loops of a GPU in
+the same numbers; the order of the loops is our own.)
+"""
+
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from time import thread_time
+from typing import Any, Final
+
+from graphstash.tuning.measuring import Target
+from graphstash.tuning.measuring.target import Kernel
+from graphstash.tuning.space import Value
+
+__all__ = ["TvmGemm"]
+
+_FACTORS: Final = {"m": 4, "k": 2, "n": 4}
+
+_MAX_LANES: Final = 64
+"""Of a vectorized loop: LLVM takes minutes over wider ones, and no register is so wide."""
+
+_MAX_UNROLLED: Final = 16
+
+
+class TvmGemm(Target):
+    """C (m x n) = A (m x k) B (k x n) in float32, all row by row.
+
+    The parameters of a configuration are m_0 to m_3, k_0, k_1, and n_0 to n_3, as `GemmSpace` names
+    them: how the three loops are split, from the outermost to the innermost.
+
+    Args:
+        m: rows of the first matrix, and of the result.
+        k: columns of the first matrix, rows of the second.
+        n: columns of the second matrix, and of the result.
+    """
+
+    def __init__(self, m: int, k: int, n: int) -> None:
+        self._sizes = {"m": m, "k": k, "n": n}
+
+    def describe(self) -> dict[str, Any]:
+        """The sizes, the type, and the version of TVM that is installed."""
+        return {
+            "target": "tvm-gemm",
+            **self._sizes,
+            "dtype": "float32",
+            "tvm": version("apache-tvm"),
+        }
+
+    def prepare(self) -> None:
+        """Imports TVM, and makes the matrices and the reference result in float64."""
+        import numpy as np
+        import tvm
+
+        m, k, n = self._sizes.values()
+        random = np.random.default_rng(0)
+        a = random.standard_normal((m, k), dtype=np.float32)
+        b = random.standard_normal((k, n), dtype=np.float32)
+        self._reference = a.astype(np.float64) @ b.astype(np.float64)
+        # The rounding errors of k products and sums, in any order (Higham, "Accuracy and Stability
+        # of Numerical Algorithms", 3.5): gamma_k |A| |B|, with a unit roundoff of 2^-24.
+        unit = k * 2.0**-24
+        self._tolerance = unit / (1 - unit) * (np.abs(a, dtype=np.float64) @ np.abs(b))
+        self._nothing = np.full((m, n), np.nan, np.float32)
+        self._a, self._b = tvm.runtime.tensor(a), tvm.runtime.tensor(b)
+        self._c = tvm.runtime.tensor(self._nothing)
+        cpu = tvm.target.codegen.llvm_get_system_cpu()
+        self._target = tvm.target.Target({"kind": "llvm", "mcpu": cpu})
+
+    def build(self, configuration: Mapping[str, Value]) -> Kernel:
+        """Compiles the loops for the CPU of this host."""
+        import tvm
+
+        splits = {
+            axis: [int(configuration[f"{axis}_{place}"]) for place in range(count)]
+            for axis, count in _FACTORS.items()
+        }
+        function = tvm.compile(self._scheduled(splits), target=self._target)["main"]
+        return _Gemm(function, (self._a, self._b, self._c))
+
+    def check(self, kernel: Kernel) -> bool:
+        """Whether each number of the result is as near to the exact one as rounding allows."""
+        self._c.copyfrom(self._nothing)
+        kernel()
+        error = abs(self._c.numpy() - self._reference)
+        return bool((error <= self._tolerance).all())  # NaN is not
+
+    def cost(self, kernel: Kernel, calls: int) -> float:
+        """Mean seconds of this thread's CPU: what else runs on it does not count."""
+        started = thread_time()
+        for _ in range(calls):
+            kernel()
+        return (thread_time() - started) / calls
+
+    def _scheduled(self, splits: Mapping[str, list[int]]) -> Any:
+        from tvm import s_tir
+
+        schedule = s_tir.Schedule(_module(**self._sizes))
+        block = schedule.get_sblock("C")
+        m, n, k = schedule.get_loops(block)
+        m_0, m_1, m_2, m_3 = schedule.split(m, factors=splits["m"])
+        n_0, n_1, n_2, n_3 = schedule.split(n, factors=splits["n"])
+        k_0, k_1 = schedule.split(k, factors=splits["k"])
+        schedule.reorder(m_0, n_0, m_1, n_1, k_0, m_2, n_2, k_1, m_3, n_3)
+        lanes = min(splits["n"][3], _MAX_LANES)
+        schedule.vectorize(schedule.split(n_3, factors=[None, lanes])[1])
+        if splits["m"][3] <= _MAX_UNROLLED:
+            schedule.unroll(m_3)
+        schedule.decompose_reduction(block, k_0)
+        return schedule.mod
+
+
+class _Gemm:
+    def __init__(self, function: Callable[..., object], matrices: tuple[Any, Any, Any]) -> None:
+        self._function = function
+        self._matrices = matrices
+
+    def __call__(self) -> None:
+        self._function(*self._matrices)
+
+
+def _module(m: int, k: int, n: int) -> Any:
+    """The computation, without a schedule."""
+    import tvm
+    from tvm import te
+
+    a = te.placeholder((m, k), "float32", name="A")
+    b = te.placeholder((k, n), "float32", name="B")
+    along = te.reduce_axis((0, k), name="k")
+    c = te.compute((m, n), lambda i, j: te.sum(a[i, along] * b[along, j], axis=along), name="C")
+    return tvm.IRModule({"main": te.create_prim_func([a, b, c])})

@@ -1,0 +1,114 @@
+"""Measures sums, cell by cell, and checks what was sent against the formula."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from benchmarks.figures import Figures, progress
+from benchmarks.goals import Goal
+from benchmarks.reduce.arms import AGGREGATED, LOOKS, arms_of, formula, model_bytes
+from benchmarks.reduce.cells import link_payload
+
+__all__ = ["Checks", "goals_of", "measure"]
+
+SECONDS, MODEL, RATIOS = "Seconds", "Seconds over the model's", "Ring's seconds over this arm's"
+PAYLOAD, WIRE = "MB of payload for each worker", "MB on all links for each worker"
+CPU = "CPU milliseconds of a worker"
+
+SLACK = 1.25
+FALLBACK = 1.03
+
+
+@dataclass
+class Checks:
+    """How many samples had the sum and the bytes that they must have, by what was checked."""
+
+    passed: Counter = field(default_factory=Counter)
+    failed: Counter = field(default_factory=Counter)
+
+    def check(self, what, is_so):
+        (self.passed if is_so else self.failed)[what] += 1
+
+    def lines(self):
+        for what in sorted(self.passed | self.failed):
+            total = self.passed[what] + self.failed[what]
+            yield f"{what}: in {self.passed[what]} of {total} samples"
+
+
+def measure(group, name, cells, arms, *, gbits, rounds, checks):
+    """All cells with all arms in each round, forth and back, so that drift meets all alike.
+
+    Args:
+        gbits: of the links; None where they have no rate.
+    """
+    figures = Figures(name, {"rounds": rounds})
+    first = {cell.mib: cell for cell in reversed(cells)}  # a ring does not know of zeros
+    per_round = [
+        (cell, arm)
+        for cell in cells
+        for arm in arms_of(cell, arms)
+        if arm != "ring" or cell == first[cell.mib]
+    ]
+    with progress() as shown:
+        task = shown.add_task(name, total=rounds * len(per_round))
+        for number in range(rounds):
+            found = {}
+            for cell, arm in per_round[:: -1 if number % 2 else 1]:
+                sample = found[cell, arm] = group.sample(arm, cell)
+                verify(checks, arm, cell, sample)
+                shown.advance(task)
+            add(figures, found, gbits)
+    return figures
+
+
+def verify(checks, arm, cell, sample):
+    checks.check("sums equal in every bit to the exact ones", sample.exact)
+    expected = formula(arm, cell, sample.datagrams)
+    checks.check("payload equal to the formula, to the byte", sample.payload == sum(expected))
+    if sample.counted and arm not in AGGREGATED:
+        handed = sample.counted * 2 * (cell.workers - 1) == cell.workers * expected[0]
+        checks.check("what `Sent` says equal to it, to the byte", handed)
+
+
+def add(figures, found, gbits):
+    """One round's samples."""
+    rings = {cell.mib: each.seconds for (cell, arm), each in found.items() if arm == "ring"}
+    for (cell, arm), sample in found.items():
+        of = f", {cell.mib} MiB"
+        figures.add(SECONDS + of, str(cell), arm, sample.seconds)
+        figures.add(CPU + of, str(cell), arm, 1000 * sample.cpu)
+        figures.add(PAYLOAD + of, str(cell), arm, sample.payload / cell.workers / 1e6)
+        if sample.wire:
+            figures.add(WIRE + of, str(cell), arm, sample.wire / cell.workers / 1e6)
+        if gbits is not None:
+            seconds = model_bytes(arm, cell) / link_payload(gbits)
+            figures.add(MODEL + of, str(cell), arm, sample.seconds / seconds)
+        if arm != "ring" and cell.mib in rings:
+            figures.add(RATIOS + of, str(cell), arm, rings[cell.mib] / sample.seconds)
+        if arm == "look" and (cell, "paused") in found and cell.mib in rings:
+            hook = LOOKS * sample.seconds + (1 - LOOKS) * found[cell, "paused"].seconds
+            figures.add(RATIOS + of, str(cell), "hook", rings[cell.mib] / hook)
+
+
+def goals_of(parts):
+    """The goals, by what the parts of a report say: their JSON, by (workers, gbits)."""
+    goals = []
+    for arm in ("blocks", "dedicated", "colocated"):
+        for rate in sorted({rate for _, rate in parts}):
+            near = {
+                f"{workers} workers, {table.rpartition(', ')[2]}, {row}": 1 / cells[arm]["median"]
+                for (workers, gbits), part in parts.items()
+                for table, rows in part["tables"].items()
+                for row, cells in rows.items()
+                if gbits == rate and workers <= 4 and table.startswith(MODEL) and arm in cells
+            }
+            text = f"{arm}, {rate:g} Gbit/s, 2 and 4 workers: the model's seconds over the arm's"
+            goals.append(Goal(f"{text} at least {1 / SLACK:.2f}", 1 / SLACK, near))
+    dense = {
+        f"{workers} workers, {gbits:g} Gbit/s, {table.rpartition(', ')[2]}": cells["hook"]["median"]
+        for (workers, gbits), part in parts.items()
+        for table, rows in part["tables"].items()
+        for row, cells in rows.items()
+        if table.startswith(RATIOS) and row == "1" and "hook" in cells
+    }
+    text = "density 1, with the fallback: the ring's seconds over the hook's"
+    return [*goals, Goal(f"{text} at least {1 / FALLBACK:.2f}", 1 / FALLBACK, dense)]

@@ -1,0 +1,109 @@
+"""A report: what several parts have measured, on which machine, and which goals that reaches."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.figures import columns_of, console, show
+
+__all__ = ["begin", "environment", "files_of", "finish", "machine", "pages", "row", "run_part"]
+
+TESTS = Path(__file__).parents[1]
+
+
+def begin(**more):
+    """A report without parts."""
+    started = time.strftime("%Y-%m-%d %H:%M %Z")
+    return {"machine": machine(), "started": started, "parts": {}, "failed": [], **more}
+
+
+def environment(*paths, **more):
+    """This process's without graphstash's settings; imports come from the tests and from paths."""
+    kept = {name: text for name, text in os.environ.items() if not name.startswith("GRAPHSTASH_")}
+    return kept | {"PYTHONPATH": os.pathsep.join(map(str, (TESTS, *paths)))} | more
+
+
+def run_part(report, name, module, output, *options, env):
+    """Runs a module as a process of its own, and adds what it has written to `output`."""
+    command = [sys.executable, "-m", module, "--output", output, *options]
+    if subprocess.run([*map(str, command)], env=env, check=False).returncode == 0:
+        report["parts"][name] = json.loads(output.read_text())
+    else:
+        report["failed"].append(name)
+
+
+def files_of(directory, name):
+    """Where a report goes, by its form."""
+    directory.mkdir(parents=True, exist_ok=True)
+    return {form: directory / f"{name}.{form}" for form in ("json", "md", "png")}
+
+
+def finish(report, written):
+    """Says where it is; fails if a part did."""
+    console.print("written:", ", ".join(map(str, written)))
+    if report["failed"]:
+        raise SystemExit(f"failed: {', '.join(report['failed'])}; the reasons are above")
+
+
+def machine():
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "cpu": cpu_model(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1024**3, 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+    }
+
+
+def cpu_model():
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def pages(report, title="Benchmarks", *, about="", goals=(), picture=""):
+    """The report for people: the goals, the plot, then every table, with `median (min to max)` in
+    each cell.
+
+    Args:
+        report: of `begin`, with its parts.
+        title: of the page.
+        about: what explains it.
+        goals: which of them it reaches; none are listed without any.
+        picture: Markdown of the plot.
+    """
+    where = report["machine"]
+    what = f"{where['cores']} cores ({where['cpu']}), {where['memory_gib']} GiB"
+    what += f", Linux {where['kernel']}, Python {where['python']}"
+    lines = [f"# {title}", ""]
+    if about:
+        lines += [about, ""]
+    if goals:
+        lines += ["| goal | in how many cells | median of the cells (lowest to highest) |"]
+        lines += ["|---|---|---|", *(goal.as_markdown() for goal in goals), ""]
+    if picture:
+        lines += [picture, ""]
+    lines += [f"{report['started']}; {what}. Cells: median (min to max)."]
+    for name, part in report["parts"].items():
+        load = ", ".join(f"{part[when][0]:.1f}" for when in ("load_before", "load_after"))
+        settings = ", ".join(f"{key} {value}" for key, value in part["settings"].items())
+        lines += ["", f"## {name}", "", f"{settings}; load average before and after: {load}."]
+        for heading, rows in part["tables"].items():
+            columns = columns_of(rows)
+            lines += ["", f"### {heading}", ""]
+            lines += [row("", columns), row("---", ["---:"] * len(columns))]
+            for label, cells in rows.items():
+                lines.append(row(label, [show(cells.get(column, "")) for column in columns]))
+        lines += ["", *(f"- {note}" for note in part["notes"])]
+    for part in report["failed"]:
+        lines += ["", f"`{part}` failed."]
+    return "\n".join(lines) + "\n"
+
+
+def row(label, cells):
+    return f"| {label} | {' | '.join(cells)} |"

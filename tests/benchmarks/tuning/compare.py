@@ -1,0 +1,180 @@
+"""Runs searchers on a problem with paired seeds, and says how they compare with random search."""
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate
+from statistics import median
+from time import monotonic
+
+from scipy.stats import wilcoxon
+
+from graphstash.tuning import make_searcher
+
+__all__ = ["ARMS", "PAPER", "Run", "best_known", "compare", "points_of", "rows_of", "saved"]
+
+ARMS = {
+    "random": ("random", {}),
+    "g-bfs": ("g-bfs", {}),
+    "g-bfs, the paper's start": ("g-bfs", {"starts": 0}),
+    "n-a2c": ("n-a2c", {}),
+    "n-a2c, the paper's start": ("n-a2c", {"starts": 0}),
+    "xgboost": ("xgboost", {}),
+    "rnn": ("rnn", {}),
+}
+"""What is compared: a searcher and its options."""
+
+SHARES = (0.001, 0.005, 0.01, 0.05)
+"""Of a space, that have been measured when the best so far is looked at."""
+
+FINALISTS = 5
+"""Of a search, which are measured again where costs are not exact."""
+
+NEAR = 0.05
+"""How far above the best known a cost may be to count as reached."""
+
+REMEASURED = "re-measured"
+
+PAPER = {"xgboost": 0.24, "rnn": 0.40}
+"""The time of the best kernel that G-BFS saved of these after 0.1 % of the space: 512 to 2048 cubed
+on one GPU (arXiv 1909.10616)."""
+
+
+def points_of(problem, most):
+    """After how many measurements: by their share of the space, none above `most`."""
+    points = {share: max(1, math.ceil(share * problem.space.size)) for share in SHARES}
+    return {share: count for share, count in points.items() if share <= most}
+
+
+@dataclass
+class Run:
+    """A search with one seed.
+
+    Attributes:
+        best: the lowest cost after 1, 2, ... measurements.
+        seconds: wall time until then, of choosing and measuring.
+        failed: how many configurations did not work.
+        final: the lowest cost of its best few, measured against those of the other arms; None where
+            costs are exact.
+    """
+
+    best: list[float]
+    seconds: list[float]
+    failed: int
+    final: float | None = None
+
+
+def compare(problem, arms, seed, most):
+    """What each arm finds with a seed. They take turns, so that load meets all of them alike."""
+    searches = {arm: _Search(problem, arm, seed) for arm in arms}
+    budget = max(points_of(problem, most).values())
+    for _ in range(budget):
+        for search in searches.values():
+            search.step()
+    runs = {arm: search.run(budget) for arm, search in searches.items()}
+    if problem.compare is not None:
+        finalists = {arm: search.finalists() for arm, search in searches.items()}
+        distinct = list(dict.fromkeys(each for few in finalists.values() for each in few))
+        costs = dict(zip(distinct, problem.compare(distinct), strict=True))
+        for arm, few in finalists.items():
+            runs[arm].final = min(map(costs.__getitem__, few))
+    return runs
+
+
+class _Search:
+    def __init__(self, problem, arm, seed):
+        name, options = ARMS[arm]
+        self._problem = problem
+        self._searcher = make_searcher(name, problem.space, seed=seed, **options)
+        self._seconds = []
+
+    def step(self):
+        started = monotonic()
+        if not (asked := self._searcher.ask()):
+            return
+        self._searcher.tell(asked[0], self._problem.measure(asked[0]))
+        self._seconds.append(monotonic() - started)
+
+    def run(self, budget):
+        costs = [trial.cost for trial in self._searcher.trials]
+        best, seconds = list(accumulate(costs, min)), list(accumulate(self._seconds))
+        rest = budget - len(costs)  # of a space that has no more
+        return Run(best + rest * best[-1:], seconds + rest * seconds[-1:], costs.count(math.inf))
+
+    def finalists(self):
+        """Its best few, as `graphstash.tuning.tuner.search` takes."""
+        cheapest = sorted(self._searcher.trials, key=lambda trial: trial.cost)
+        return [trial.configuration for trial in cheapest[:FINALISTS]]
+
+
+def best_known(problem, runs):
+    """The lowest cost of the space, or else of what was measured; finalists are not counted."""
+    return problem.optimum or min(run.best[-1] for each in runs.values() for run in each)
+
+
+def rows_of(problem, runs, most):
+    """For each arm what the report says: best so far over the best known, and the comparison."""
+    known = best_known(problem, runs)
+    if problem.compare is not None:
+        finals = [min(run.final for run in seed) for seed in zip(*runs.values(), strict=True)]
+    rows = {}
+    for arm, each in runs.items():
+        row = rows[arm] = {}
+        for share, count in points_of(problem, most).items():
+            row[f"{share:.1%} ({count})"] = _summary(run.best[count - 1] / known for run in each)
+        if problem.compare is not None:
+            row[REMEASURED] = _summary(
+                run.final / final for run, final in zip(each, finals, strict=True)
+            )
+            row |= _seconds(each, known)
+        if arm != "random" and "random" in runs:
+            row |= _against(each, runs["random"], known)
+    return rows
+
+
+def saved(rows):
+    """How much less time the best kernel of `g-bfs` takes than that of those in `PAPER`."""
+    shares = {}
+    for arm in PAPER:
+        if arm in rows and "g-bfs" in rows:
+            column = REMEASURED if REMEASURED in rows[arm] else next(iter(rows[arm]))
+            shares[arm] = 1 - rows["g-bfs"][column]["median"] / rows[arm][column]["median"]
+    return shares
+
+
+def _seconds(runs, known):
+    near = [_until(run, known * (1 + NEAR)) for run in runs]
+    within = f"to within {NEAR:.0%}"
+    return {
+        "seconds": _summary(run.seconds[-1] for run in runs),
+        f"measurements {within}": _summary(count for count, _ in near),
+        f"seconds {within}": _summary(seconds for _, seconds in near),
+        "failed": sum(run.failed for run in runs),
+    }
+
+
+def _until(run, cost):
+    """Measurements and seconds until a cost was reached."""
+    for count, (best, seconds) in enumerate(zip(run.best, run.seconds, strict=True), 1):
+        if best <= cost:
+            return count, seconds
+    return math.inf, math.inf
+
+
+def _summary(values):
+    values = list(values)
+    return {"median": median(values), "min": min(values), "max": max(values)}
+
+
+def _against(runs, baseline, known):
+    """Wilcoxon's signed-rank test of the areas under the curves, paired by seed, two-sided."""
+    pairs = [(_area(a, known), _area(b, known)) for a, b in zip(runs, baseline, strict=True)]
+    differences = [a - b for a, b in pairs]
+    return {
+        "seeds with less area than random": sum(each < 0 for each in differences),
+        "p": float(wilcoxon(differences).pvalue) if any(differences) else 1.0,
+    }
+
+
+def _area(run, known):
+    """Mean of log(best so far / best known); log 100 while nothing worked."""
+    return sum(math.log(min(each / known, 100)) for each in run.best) / len(run.best)

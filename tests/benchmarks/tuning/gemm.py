@@ -1,0 +1,56 @@
+"""Matrix multiplications that TVM compiles and this CPU runs, as problems for searchers.
+
+TVM has an environment of its own, which is made on first use. Searchers stay here; a process of
+that environment measures what they ask for.
+"""
+
+import json
+import math
+import subprocess
+from functools import partial
+from pathlib import Path
+
+from benchmarks.tuning.problems import Problem
+from graphstash.tuning import GemmSpace
+from support.environments import python_of
+
+__all__ = ["gemms"]
+
+MEASURER = Path(__file__).parents[2] / "support" / "tvm_measurer.py"
+
+
+def gemms(lengths):
+    """For each length a problem: square matrices of float32, loops split into 4, 2 and 4."""
+    for length in lengths:
+        space = GemmSpace(length, length, length)
+        with subprocess.Popen(
+            [_python(), MEASURER, *3 * [str(length)]],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as measurer:
+            compare = partial(_costs, measurer, space)
+            _cost(compare, space.start)  # starts what measures, at nobody's expense
+            yield Problem(f"TVM {length}^3", space, partial(_cost, compare), compare=compare)
+
+
+def _python():
+    try:
+        return python_of("tvm")
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit(
+            f"TVM is missing: tests/environments/tvm.txt could not be installed into .venv-tvm "
+            f"({error}); without --gemm, all else is compared"
+        ) from error
+
+
+def _cost(compare, configuration):
+    return compare([configuration])[0]
+
+
+def _costs(measurer, space, configurations):
+    measurer.stdin.write(json.dumps([space.named(each) for each in configurations]) + "\n")
+    measurer.stdin.flush()
+    if not (line := measurer.stdout.readline()):
+        raise SystemExit("TVM cannot be measured here; the reason is above")
+    return [math.inf if each["cost"] is None else each["cost"] for each in json.loads(line)]

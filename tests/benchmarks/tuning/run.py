@@ -1,0 +1,180 @@
+"""Compares searchers on lattices, on tables of measured kernels, on TVM, and on what is plugged in.
+
+    .venv/bin/python tests/benchmarks/tuning/run.py [--quick] [--tables FOLDER] [--gemm LENGTH ...]
+
+Lattices and tables are looked up, so that many seeds take minutes; every seed is shared by all
+searchers. A table is a file of CSV, perhaps with .gz: a column for each parameter, then
+`milliseconds`, which is a number or `invalid`. `--gemm` adds matrix multiplications that TVM
+compiles; choose what is affordable, at 0.2 to 1 s a measurement:
+
+    --lattices --gemm 256 512 1024 --seeds 5 --most 0.001
+
+`--problems MODULE:FUNCTION` adds what a function of that module returns: a list of
+`benchmarks.tuning.problems.Problem`. Writes bench-tuning.md and .json after each seed, and .png at
+the end. `make bench-tuning` runs this.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+
+TESTS = Path(__file__).parents[2]
+sys.path[:0] = [str(TESTS)]
+
+from benchmarks.figures import console  # noqa: E402 (the line above finds it)
+from benchmarks.report import begin, files_of, finish, row  # noqa: E402
+from benchmarks.tuning.compare import (  # noqa: E402
+    ARMS,
+    PAPER,
+    best_known,
+    compare,
+    rows_of,
+    saved,
+)
+from benchmarks.tuning.gemm import gemms  # noqa: E402
+from benchmarks.tuning.plot import draw  # noqa: E402
+from benchmarks.tuning.problems import lattices, table  # noqa: E402
+from support.tuning_costs import COSTS  # noqa: E402
+
+EXPLANATION = (
+    "Cells: the best so far over the best known, median of the seeds (lowest to highest), after "
+    "that share of the space was measured (so many measurements). Re-measured: the best of 5 "
+    "finalists over the best of that seed, measured against those of the other searchers. To "
+    "within 5%: of the best known (inf: not reached). Seconds: wall time; searchers took turns, "
+    "one measurement each. Area: the mean over the measurements of log(best so far / best known); "
+    "p of Wilcoxon's signed-rank test, two-sided, pairs of equal seeds."
+)
+
+
+def main():
+    options = parse_options()
+    written = files_of(options.directory, "bench-tuning")
+    report, curves = begin(seeds=options.seeds, problems={}), {}
+    for problem in problems(options):
+        began = time.process_time()
+        runs = {arm: [] for arm in options.arms}
+        for seed in range(options.seeds):
+            for arm, run in compare(problem, options.arms, seed, options.most).items():
+                runs[arm].append(run)
+            report["problems"][problem.name] = facts(problem, runs, options.most)
+            written["json"].write_text(json.dumps(report, indent=2) + "\n")
+            written["md"].write_text(pages(report, written["png"].name))
+        curves |= curves_of(problem, runs)
+        spent = time.process_time() - began
+        console.print(f"{problem.name}: {spent:.0f} s of CPU time", highlight=False)
+    draw(curves, written["png"])
+    console.print(written["md"].read_text(), highlight=False, markup=False)
+    finish(report, written.values())
+
+
+def problems(options):
+    yield from lattices(options.lattices, options.costs)
+    for file in sorted(options.tables.glob("*.csv*")) if options.tables else ():
+        yield table(file)
+    yield from gemms(options.gemm)
+    for name in options.problems:
+        module, _, function = name.partition(":")
+        yield from getattr(import_module(module), function)()
+
+
+def facts(problem, runs, most):
+    """What the report says of a problem, after as many seeds as have run."""
+    seeds = len(next(iter(runs.values())))
+    found = {"size": problem.space.size, "seeds": seeds, "load": os.getloadavg()}
+    found["rows"] = rows_of(problem, runs, most)
+    if problem.compare is not None:  # cannot be repeated exactly, so all of it is kept
+        found["runs"] = {arm: [asdict(run) for run in each] for arm, each in runs.items()}
+    return found
+
+
+def curves_of(problem, runs):
+    """The medians of the seeds, as `plot.draw` takes them."""
+    known = best_known(problem, runs)
+    best = {arm: medians([run.best for run in each]) for arm, each in runs.items()}
+    ratios = {arm: [cost / known for cost in costs] for arm, costs in best.items()}
+    curves = {
+        (problem.name, "measurements"): {
+            arm: (range(1, len(each) + 1), each) for arm, each in ratios.items()
+        }
+    }
+    if problem.compare is not None:
+        curves[problem.name, "seconds"] = {
+            arm: (medians([run.seconds for run in each]), ratios[arm]) for arm, each in runs.items()
+        }
+    return curves
+
+
+def medians(runs):
+    return [median(each) for each in zip(*runs, strict=True)]
+
+
+def pages(report, picture):
+    """The report for people."""
+    about = report["machine"]
+    lines = [
+        "# Searchers",
+        "",
+        (
+            f"{report['started']}; {about['cores']} cores ({about['cpu']}), "
+            f"Python {about['python']}; {report['seeds']} seeds. {EXPLANATION}"
+        ),
+        "",
+        f"![The best so far over the measurements]({picture})",
+    ]
+    for name, problem in report["problems"].items():
+        columns = list(dict.fromkeys(each for cells in problem["rows"].values() for each in cells))
+        load = ", ".join(f"{each:.1f}" for each in problem["load"])
+        about = f"{problem['size']} configurations, {problem['seeds']} seeds; load {load}."
+        lines += ["", f"## {name}", "", about, ""]
+        lines += [row("", columns), row("---", ["---:"] * len(columns))]
+        for arm, cells in problem["rows"].items():
+            lines.append(row(arm, [shown(cells.get(column, "")) for column in columns]))
+        lines += ["", "Time of the best kernel that g-bfs saves: " + savings(problem["rows"])]
+    return "\n".join(lines) + "\n"
+
+
+def savings(rows):
+    """Beside what the paper found."""
+    found = {arm: f"{round(100 * share)}%" for arm, share in saved(rows).items()}
+    return "; ".join(
+        f"{found.get(arm, 'not compared')} of {arm}'s (paper: {share:.0%})"
+        for arm, share in PAPER.items()
+    )
+
+
+def shown(cell):
+    if isinstance(cell, dict):
+        return f"{cell['median']:.2f} ({cell['min']:.2f} to {cell['max']:.2f})"
+    return f"{cell:.2g}" if isinstance(cell, float) else str(cell)
+
+
+def parse_options():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="5 seeds, at most 1 %% of a space")
+    parser.add_argument("--seeds", type=int, help="how many [30; quick: 5]")
+    parser.add_argument("--most", type=float, help="largest share of a space [0.05; quick: 0.01]")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="[all]")
+    parser.add_argument("--lattices", nargs="*", type=int, default=(32, 64), help="[32 64]")
+    parser.add_argument("--costs", nargs="+", choices=COSTS, default=list(COSTS), help="[all]")
+    parser.add_argument("--tables", type=Path, help="a folder of CSV files")
+    parser.add_argument("--gemm", nargs="+", type=int, default=(), help="lengths, for TVM [none]")
+    parser.add_argument("--problems", nargs="+", default=(), help="MODULE:FUNCTION of more")
+    parser.add_argument("--directory", type=Path, default=Path("build"), help="[build]")
+    options = parser.parse_args()
+    options.seeds = options.seeds or (5 if options.quick else 30)
+    options.most = options.most or (0.01 if options.quick else 0.05)
+    if options.tables and not any(options.tables.glob("*.csv*")):
+        parser.error(f"{options.tables} has no CSV files")
+    return options
+
+
+if __name__ == "__main__":
+    main()

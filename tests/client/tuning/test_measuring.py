@@ -1,0 +1,458 @@
+"""Configurations are measured by real processes, which crash, hang and lie."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from graphstash.tuning.measuring import Budget, Measurement, MeasuringError, Method, Pool
+from graphstash.tuning.targets.callable import CallableTarget
+from support import trials
+
+GOOD = {"does": "nothing bad"}
+
+
+def extended(*values):
+    return pytest.param(*values, marks=pytest.mark.extended)
+
+
+def target(**options):
+    return CallableTarget(trials.build, name="trials", is_right=trials.is_one, **options)
+
+
+def costing(cost):
+    return CallableTarget(trials.numbered, name="numbered", cost=cost)
+
+
+def measure(pool, *configurations):
+    for configuration in configurations:
+        pool.submit(configuration)
+    found = []
+    while pool.pending:
+        found += pool.results()
+    return found
+
+
+def failures(found):
+    return [measurement.failure for measurement in found]
+
+
+def test_values_may_be_numbers_of_numpy():
+    given = {"x": np.int64(36), "a": np.float32(0.5), "b": np.bool_(1), "c": np.str_("c")}
+    with Pool(costing(trials.costs_its_distance), method=Method(samples=1)) as pool:
+        (submitted,) = measure(pool, given)
+        (compared,) = pool.compare([given])
+    assert submitted == compared == Measurement.of({"x": 36, "a": 0.5, "b": True, "c": "c"}, [2.0])
+    assert [type(each) for each in submitted.configuration.values()] == [int, float, bool, str]
+
+
+# --- statistics
+
+
+def test_the_cost_is_the_median_whatever_a_minority_of_samples_say():
+    found = Measurement.of({"x": 1}, [2.0, 1000.0, 1.0, 3.0, 1e-9])
+    assert found == Measurement({"x": 1}, cost=2.0, spread=2.0, count=5, failure=None)
+
+
+def test_a_single_sample_has_no_spread():
+    assert Measurement.of({"x": 1}, [2]) == Measurement({"x": 1}, 2.0, 0.0, 1, None)
+
+
+@pytest.mark.parametrize(
+    "measurement",
+    [
+        Measurement.of({"block": 16, "order": "mnk", "unroll": True, "share": 0.5}, [1.0, 2.0]),
+        Measurement.failed({}, "compile"),
+    ],
+)
+def test_a_measurement_is_json(measurement):
+    document = json.loads(json.dumps(measurement.to_json(), allow_nan=False))
+    assert sorted(document) == ["configuration", "cost", "count", "failure", "spread"]
+    assert Measurement.from_json(document) == measurement
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cost": None}, "cost is None"),
+        ({"cost": math.nan}, "cost is nan"),
+        ({"cost": math.inf}, "cost is inf"),
+        ({"cost": -1}, "cost is -1"),
+        ({"cost": "1"}, "cost is '1'"),
+        ({"cost": True}, "cost is True"),
+        ({"spread": math.nan}, "spread is nan"),
+        ({"spread": None}, "spread is None"),
+        ({"count": 0}, "count is 0"),
+        ({"count": 1.0}, "count is 1.0"),
+        ({"failure": "bad luck"}, "failure is 'bad luck'"),
+        ({"failure": []}, r"failure is \[\]"),
+        ({"failure": "crash"}, "failed, but has a cost"),
+        ({"configuration": [1]}, r"configuration is \[1\]"),
+        ({"configuration": {"x": [1]}}, "must map names to plain values"),
+        ({"more": 1}, "has the fields configuration, cost"),
+    ],
+)
+def test_what_is_no_measurement_is_refused(change, message):
+    document = Measurement.of({"x": 1}, [1.0]).to_json()
+    with pytest.raises(ValueError, match=message):
+        Measurement.from_json(document | change)
+
+
+@pytest.mark.parametrize("document", [None, [], "x", {}])
+def test_what_is_no_object_is_no_measurement(document):
+    with pytest.raises(ValueError, match="has the fields"):
+        Measurement.from_json(document)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Budget,
+        lambda: Budget(measurements=0),
+        lambda: Budget(seconds=0),
+        lambda: Budget(seconds=math.nan),
+        lambda: Method(samples=0),
+        lambda: Method(samples=1001),
+        lambda: Method(samples=1.5),
+        lambda: Method(timeout_seconds=math.inf),
+        lambda: Method(trial_seconds=0),
+        lambda: Method(sample_seconds=math.nan),
+        lambda: Method(memory_bytes=0),
+        lambda: Method(memory_bytes=1e9),
+        lambda: Budget(measurements=math.nan),
+        lambda: Budget(measurements=1.5),
+        lambda: Pool(target(), workers=0),
+    ],
+)
+def test_numbers_that_are_too_small_are_refused(make):
+    with pytest.raises(ValueError, match=r"must be|needs"):
+        make()
+
+
+# --- trials that do not behave
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """Of one process at a time, which bad trials share with good ones."""
+    with Pool(target(), method=Method(timeout_seconds=20, memory_bytes=2**34)) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(
+    ("does", "failure"),
+    [
+        ("does not compile", "compile"),
+        extended("exits while it builds", "compile"),
+        extended("builds nothing", "compile"),
+        ("aborts while it builds", "crash"),
+        ("raises", "run"),
+        extended("exits", "run"),
+        ("is wrong", "wrong"),
+        ("takes all memory", "memory"),
+        ("reads address zero", "crash"),
+        extended("overwrites the heap", "crash"),
+        extended("aborts", "crash"),
+        extended("leaves with status 0", "crash"),
+        ("kills itself", "crash"),
+        ("kills its guard", "crash"),
+        extended("kills its session", "crash"),
+        extended("overflows the stack", "crash"),
+        ("writes into every descriptor", "crash"),
+        extended("closes every descriptor", "crash"),
+    ],
+)
+def test_a_failure_has_its_name_and_harms_no_other_trial(pool, does, failure):
+    assert failures(measure(pool, GOOD, {"does": does}, GOOD)) == [None, failure, None]
+
+
+@pytest.mark.parametrize(
+    "does",
+    ["hangs in C", *map(extended, ("hangs while it builds", "hangs", "stops itself"))],
+)
+def test_a_trial_that_hangs_is_killed(does):
+    with Pool(target(), method=Method(timeout_seconds=2)) as pool:
+        assert failures(measure(pool, {"does": does})) == ["timeout"]
+        assert failures(measure(pool, GOOD)) == [None]
+
+
+@pytest.mark.parametrize(
+    "says", [each for each in trials._COSTS if each not in {"right", "of numpy"}]
+)
+def test_a_cost_that_is_no_number_above_0_is_a_failure_and_the_process_goes_on(says):
+    right = {"says": "right"}
+    with Pool(costing(trials.costs_what_it_says)) as pool:
+        bad, good = measure(pool, {"says": says}, right)
+    assert bad == Measurement.failed({"says": says}, "cost")
+    assert good == Measurement(right, 1.5, 0.0, 5, None)
+
+
+def test_a_trial_builds_where_the_search_was_started(tmp_path, monkeypatch):
+    (tmp_path / "kernel.c").touch()
+    monkeypatch.chdir(tmp_path)
+    reads = {"does": "reads a file beside it", "beside": "kernel.c"}
+    with Pool(target()) as pool:
+        found = measure(pool, {"does": "leaves its directory"}, reads)
+    assert failures(found) == [None, None]
+
+
+def test_what_a_trial_prints_is_no_result(pool, capfd):
+    (found,) = measure(pool, {"does": "prints"})
+    assert found.failure is None
+    assert "garbage" not in "".join(capfd.readouterr())
+
+
+def test_the_beginning_of_what_a_trial_writes_to_standard_error_is_shown(capfd):
+    with Pool(target()) as pool:
+        assert failures(measure(pool, {"does": "shouts"}, GOOD)) == [None, None]
+    told = capfd.readouterr().err
+    assert told.startswith("trouble trouble ")
+    assert len(told) < 2**17
+    assert told.endswith("[what else a measuring process writes is left out]\n")
+
+
+@pytest.mark.parametrize("ends", ["exits", "returns"])
+def test_the_end_of_a_forked_child_is_no_failure(pool, ends):
+    does = {"does": f"forks a child that {ends}"}
+    assert failures(measure(pool, GOOD, does, GOOD)) == [None, None, None]
+
+
+@pytest.mark.parametrize("by", ["crash", "wrong"])
+def test_a_trial_does_not_fail_for_what_an_earlier_one_has_done(pool, by):
+    found = measure(
+        pool, {"does": "poisons its process"}, {"does": "fails when poisoned", "by": by}
+    )
+    assert failures(found) == [None, None]
+
+
+@pytest.mark.parametrize(("then", "failure"), [("crashes", "crash"), ("hangs", "timeout")])
+def test_no_process_that_a_trial_started_outlives_it(tmp_path, then, failure):
+    file = tmp_path / "pids"
+    trial = {"does": "leaves processes behind", "file": str(file), "then": then}
+    with Pool(target(), method=Method(timeout_seconds=5)) as pool:
+        assert failures(measure(pool, trial)) == [failure]
+        assert running(file) == []
+
+
+def test_a_process_ends_with_its_guard(pool, tmp_path):
+    file = tmp_path / "pid"
+    assert failures(measure(pool, {"does": "kills its guard", "file": str(file)})) == ["crash"]
+    until(lambda: running(file) == [])
+
+
+# --- the pool
+
+
+def test_processes_end_with_the_process_that_started_them(tmp_path):
+    file = tmp_path / "pids"
+    program = f"""
+        from graphstash.tuning.measuring import Pool
+        from graphstash.tuning.targets.callable import CallableTarget
+        from support import trials
+
+        if __name__ == "__main__":
+            with Pool(CallableTarget(trials.build, name="trials")) as pool:
+                pool.submit({{
+                    "does": "leaves processes behind", "file": {str(file)!r}, "then": "hangs",
+                }})
+                pool.results()
+    """
+    with start(tmp_path, program) as job:
+        until(lambda: file.exists() and len(running(file)) == 4)
+        job.kill()
+    until(lambda: running(file) == [])
+
+
+def test_a_target_may_be_made_of_functions_of_a_script(tmp_path):
+    with start(
+        tmp_path,
+        """
+        from graphstash.tuning.measuring import Pool
+        from graphstash.tuning.targets.callable import CallableTarget
+
+        def build(configuration):
+            return lambda: configuration["x"]
+
+        if __name__ == "__main__":
+            with Pool(CallableTarget(build, name="of a script")) as pool:
+                pool.submit({"x": 1})
+                print(pool.results()[0].failure)
+        """,
+    ) as job:
+        assert job.communicate()[0] == "None\n"
+
+
+def test_a_script_that_starts_a_search_when_it_is_imported_is_told_so(tmp_path):
+    with start(
+        tmp_path,
+        """
+        from graphstash.tuning.measuring import MeasuringError, Pool
+        from graphstash.tuning.targets.callable import CallableTarget
+
+        def build(configuration):
+            return lambda: 1
+
+        with Pool(CallableTarget(build, name="of a script")) as pool:
+            pool.submit({"x": 1})
+            try:
+                pool.results()
+            except MeasuringError as error:
+                print(error)
+        """,
+    ) as job:
+        assert 'under `if __name__ == "__main__":`' in job.communicate()[0]
+
+
+def test_a_target_that_cannot_be_prepared_ends_the_search():
+    with Pool(trials.Unprepared(trials.build, name="trials")) as pool:
+        pool.submit(GOOD)
+        with pytest.raises(MeasuringError, match=r"measured here: .* No module named 'compiler'"):
+            pool.results()
+
+
+def test_a_target_that_cannot_be_pickled_is_refused():
+    with pytest.raises(MeasuringError, match="at the top level of a module"):
+        Pool(CallableTarget(lambda _: int, name="a lambda"))
+
+
+def test_several_processes_build_side_by_side(tmp_path):
+    found = []
+    with Pool(target(), workers=2) as pool:
+        for x in range(2):
+            pool.submit({"does": "meets another build", "folder": str(tmp_path), "x": x})
+        while pool.pending:
+            found += pool.results()
+    assert failures(found) == [None, None]
+
+
+def test_several_processes_run_one_at_a_time(tmp_path):
+    log = tmp_path / "log"
+    with Pool(costing(trials.logged_cost), workers=3) as pool:
+        found = measure(pool, *({"x": x, "log": str(log)} for x in range(1, 7)))
+    assert sorted(measurement.cost for measurement in found) == [1, 2, 3, 4, 5, 6]
+    lines = [line.split() for line in log.read_text().splitlines()]
+    assert len(lines) == 6 * 2 * (1 + Method().samples)
+    for (x, begins), (y, ends) in zip(lines[::2], lines[1::2], strict=True):
+        assert (x, begins, ends) == (y, "begins", "ends")
+
+
+def test_what_is_compared_is_measured_in_turns(tmp_path):
+    log = tmp_path / "log"
+    configurations = [{"x": x, "log": str(log)} for x in (3, 1, 2)]
+    with Pool(costing(trials.logged_cost), method=Method(samples=4)) as pool:
+        found = pool.compare(configurations)
+    assert [(each.cost, each.count) for each in found] == [(3, 4), (1, 4), (2, 4)]
+    order = [line.split()[0] for line in log.read_text().splitlines()[::2]]
+    assert "".join(order) == "312" + "312" + "213" + "312" + "213"  # the warm-up first
+
+
+def test_what_is_compared_is_compared_without_those_that_fail(pool):
+    pair = [GOOD, {"does": "aborts"}, {"does": "is wrong"}, {"does": "does not compile"}]
+    assert failures(pool.compare(pair)) == [None, "crash", "wrong", "compile"]
+    assert pool.compare([]) == []
+
+
+def test_what_is_compared_runs_beside_nothing_else(pool):
+    pool.submit(GOOD)
+    with pytest.raises(RuntimeError, match="1 configurations are pending"):
+        pool.compare([GOOD])
+    assert failures(pool.results()) == [None]
+
+
+def test_the_largest_comparison_fits_into_messages():
+    configurations = [{"says": "right", "as": f"{x:0500}"} for x in range(64)]
+    with Pool(costing(trials.costs_what_it_says), method=Method(samples=1000)) as pool:
+        found = pool.compare(configurations)
+    assert [each.configuration for each in found] == configurations
+    assert {(each.cost, each.count) for each in found} == {(1.5, 1000)}
+
+
+def test_configurations_may_be_longer_than_a_packet(pool):
+    long = [{"does": "x" * 70_000, "number": number} for number in range(8)]
+    assert failures(pool.compare(long)) == [None] * 8
+
+
+def test_a_cost_may_be_a_number_of_numpy():
+    says = {"says": "of numpy"}
+    with Pool(costing(trials.costs_what_it_says)) as pool:
+        assert measure(pool, says) == [Measurement(says, 1.5, 0.0, 5, None)]
+
+
+def test_a_path_is_handed_over_as_text(pool, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    pool.close()
+    assert failures(measure(pool, GOOD)) == [None]
+
+
+def test_without_a_working_directory_nothing_is_measured(pool, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    pool.close()
+    with (
+        Pool(target()) as here,
+        pytest.raises(MeasuringError, match="working directory still there"),
+    ):
+        measure(here, GOOD)
+
+
+def test_no_file_of_the_working_directory_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "json.py").write_text("import os; os._exit(7)")
+    monkeypatch.chdir(tmp_path)
+    with Pool(target()) as pool:
+        assert failures(measure(pool, GOOD)) == [None]
+
+
+def test_the_cache_is_off_in_a_trial(pool, monkeypatch):
+    monkeypatch.setenv("GRAPHSTASH_ENABLED", "true")
+    pool.close()
+    assert failures(measure(pool, {"does": "is beside the cache"})) == [None]
+
+
+def test_a_slow_configuration_is_measured_once(tmp_path):
+    trial = {"x": 1, "log": str(tmp_path / "log")}
+    with Pool(costing(trials.logged_cost), method=Method(trial_seconds=1e-9)) as pool:
+        (found,) = measure(pool, trial)
+    assert found.count == 1
+
+
+def test_a_quick_kernel_is_called_often_for_one_sample():
+    with Pool(costing(trials.calls_of), method=Method(sample_seconds=0.05)) as pool:
+        (found,) = measure(pool, {"x": 1})
+    assert found.cost > 100
+
+
+def running(file):
+    """Those of the processes whose numbers are in the file that run."""
+    return [pid for pid in file.read_text().split() if is_running(pid)]
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def until(condition):
+    """Waits for an event outside of this process; the test's time limit ends it."""
+    while not condition():
+        time.sleep(0.01)
+
+
+def start(tmp_path, program):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(program))
+    return subprocess.Popen(
+        [sys.executable, script],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )

@@ -1,0 +1,539 @@
+"""Hosts of one team tune one kernel: each is a process with a local tier of its own."""
+
+import json
+import random
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+import numpy as np
+import pytest
+
+from graphstash._compile.cache import CompileCache
+from graphstash._compile.stats import Counters
+from graphstash._executor import BoundedExecutor
+from graphstash.tuning.memory import team as team_module
+from graphstash.tuning.memory.findings import Finding, merged
+from graphstash.tuning.memory.problem import Problem
+from graphstash.tuning.memory.team import TeamMemory
+from graphstash.tuning.space import MAX_COST, SearchSpace
+from graphstash.tuning.spaces import ParameterSpace
+from graphstash_schema import DeviceType
+from graphstash_schema.explanation import described
+from graphstash_schema.listing import ArtifactQuery
+from support.memory_ranks import MemoryRanks, Values
+from support.signing import Team
+from support.waiting import until, until_waiting
+
+
+def lines_of(running):
+    measured = running.report.with_suffix(".measured")
+    return len(measured.read_text().splitlines()) if measured.exists() else 0
+
+
+def test_what_one_host_tuned_another_does_not(team):
+    first = team.run("first")
+    second = team.run("second")
+    assert first.report["measured"] > 10
+    assert first.report["was_searched"]
+    assert second.report["measured"] == 0
+    assert not second.report["was_searched"]
+    assert second.report["schedule"] == first.report["schedule"]
+    assert first.report["schedule"] == {"block_m": 128, "block_n": 128, "block_k": 128}
+    assert second.hits == 1
+    assert first.stats["fallbacks"] == second.stats["fallbacks"] == {}
+
+
+def test_a_search_begins_where_the_nearest_shape_ended(team):
+    cold = team.run("cold", "--size", 1024)
+    team.run("far", "--size", 16)
+    warm = team.run("warm", "--size", 2048)
+    alone = team.run("alone", "--size", 2048, url="none")
+    elsewhere = team.run("elsewhere", "--size", 1024, "--device", "cuda-sm_80")
+    other = team.run("other", "--size", 1024, "--device", "tpu-v5e-2x4")
+    assert cold.report["hints"] == alone.report["hints"] == other.report["hints"] == 0
+    assert warm.report["hints"] == 16
+    assert warm.report["schedule"] == alone.report["schedule"]
+    assert warm.report["measured"] < alone.report["measured"] / 2
+    assert elsewhere.report["measured"] < cold.report["measured"] / 2
+
+
+def test_a_host_waits_for_the_one_that_tunes(team, server, tmp_path):
+    first = team.start("first", "--hang-after", 20, "--until", tmp_path / "go on")
+    until(lambda: lines_of(first) == 20)
+    second = team.start("second")
+    until_waiting(server.url)
+    (tmp_path / "go on").touch()
+    tuned, waited = first.finish(), second.finish()
+    assert waited.report["schedule"] == tuned.report["schedule"]
+    assert waited.report["measured"] == 0
+    assert waited.stats["waits"] == 1
+
+
+def test_a_host_that_may_not_wait_joins_in_with_what_is_measured(team, hosts):
+    first = team.start("first", "--hang-after", 20, "--batch", 5)
+    watcher = hosts("watcher").server
+    until(lambda: len(watcher.list_artifacts(ArtifactQuery(kind="schedule")).artifacts) == 3)
+    joined = team.run("joined", wait_seconds=0)
+    assert joined.report["was_searched"]
+    assert joined.report["known"] == 15
+    assert joined.stats["fallbacks"] == {"wait_budget": 1}
+    assert not first.ended()
+
+
+def test_the_lease_of_a_killed_tuner_is_taken_over_with_what_it_had_measured(team, hosts):
+    whole = team.run("whole", namespace="whole", lease_seconds=1)
+    killed = team.start("killed", "--hang-after", 31, "--batch", 10, lease_seconds=1)
+    watcher = hosts("watcher").server
+    until(lambda: len(watcher.list_artifacts(ArtifactQuery(kind="schedule")).artifacts) == 3)
+    killed.kill()
+    heir = team.run("heir", lease_seconds=1)
+    assert heir.report["was_searched"]
+    assert heir.report["known"] == 30
+    assert heir.report["schedule"] == whole.report["schedule"]
+    # What only the killed one has measured is tried again, where it may decide.
+    assert heir.report["measured"] < whole.report["measured"] - 15
+
+
+@pytest.mark.extended
+def test_all_ranks_of_a_torch_job_run_what_one_of_them_found(team, tmp_path):
+    ranks = [
+        team.start(
+            f"rank-{rank}",
+            *("--rank", rank, "--world", 4, "--rendezvous", tmp_path / "store"),
+            *("--seed", rank, "--noise", 3.0),
+        )
+        for rank in range(4)
+    ]
+    reports = [rank.finish().report for rank in ranks]
+    alone = [
+        team.run(f"alone-{rank}", "--seed", rank, "--noise", 3.0, url="none") for rank in range(4)
+    ]
+    assert len({str(each.report["schedule"]) for each in alone}) > 1  # such is the noise
+    assert len({str(each["schedule"]) for each in reports}) == 1
+    assert sorted(each["measured"] > 0 for each in reports) == [False, False, False, True]
+
+
+def test_a_schedule_that_does_not_work_is_searched_for_again_once(team):
+    team.run("first")
+    second = team.run("second", "--reject", 1)
+    third = team.run("third", "--reject", 1)
+    assert second.report["was_searched"]
+    assert second.stats["fallbacks"] == third.stats["fallbacks"] == {"rejected": 1}
+    assert second.report["schedule"] != {"block_m": 128, "block_n": 128, "block_k": 128}
+    assert third.report["schedule"] == second.report["schedule"]
+    assert not third.report["was_searched"]
+    assert third.report["measured"] == 0
+
+
+@pytest.mark.parametrize("is_listening", [False, True], ids=["absent", "silent"])
+def test_without_an_answer_of_the_server_a_host_tunes_for_itself(team, is_listening):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        if not is_listening:
+            listener.close()
+        impatient = {"first_byte_seconds": 0.2, "drain_seconds": 1}
+        first = team.run("host", url=url, **impatient)
+        again = team.run("host", url=url, **impatient)
+    assert first.report["schedule"] == {"block_m": 128, "block_n": 128, "block_k": 128}
+    assert set(first.stats["fallbacks"]) <= {"connect", "timeout", "circuit_open"}
+    assert first.stats["fallbacks"]
+    assert again.report["measured"] == 0  # this host knows
+
+
+class Tiles(SearchSpace):
+    """Five values of one parameter."""
+
+    names = ("tile",)
+    moves = 0
+    size = 5
+    start = (8,)
+
+    def __contains__(self, configuration):
+        return configuration in set(self)
+
+    def __iter__(self):
+        return iter([(8,), (16,), (32,), (64,), (128,)])
+
+    def draw(self, random):
+        return random.choice(list(self))
+
+    def moved(self, configuration, move):
+        return None
+
+    def features(self, configuration):
+        return configuration
+
+    def describe(self):
+        return {"tiles": 5}
+
+
+SPACE = Tiles()
+PROBLEM = Problem("matmul", (64, 64), "float32", DeviceType("cuda-sm_90"), "made-up 1.0")
+COSTS = {(8,): 5e-3, (16,): 4e-3, (32,): 1e-3, (64,): 2e-3, (128,): 3e-3}
+
+
+@pytest.fixture
+def memories(hosts):
+    """Makes the memories of processes of one team, in this process."""
+    with ExitStack() as stack:
+
+        def make(name, *, ranks=None, noise=None, **settings):
+            stash = hosts(name, **settings)
+            publisher = BoundedExecutor(f"publish-{name}", workers=1, capacity=64)
+            stack.callback(publisher.close)
+            cache = CompileCache(stash, counters=Counters(), publisher=publisher)
+            return Host(cache, TeamMemory(cache, ranks=lambda: ranks), noise)
+
+        yield make
+
+
+@dataclass
+class Host:
+    """Tries everything that it does not know."""
+
+    cache: CompileCache
+    memory: TeamMemory
+    noise: random.Random | None = None
+    measured: list[tuple[int, ...]] = field(default_factory=list)
+
+    def measure(self, configuration):
+        self.measured.append(configuration)
+        factor = 1 + 9 * self.noise.random() if self.noise else 1
+        if (cost := COSTS[configuration]) is None:
+            return Finding(configuration, None, failure="compile")
+        return Finding(configuration, cost * factor, count=1)
+
+    def tune(self, search):
+        self.known = search.known
+        for configuration in SPACE:
+            if configuration not in search.known:
+                search.publish(self.measure(configuration))
+
+    def schedule(self):
+        found = self.memory.schedule(PROBLEM, SPACE, self.tune, measure=self.measure)
+        assert self.cache.publisher.drain(30)
+        return found
+
+    @property
+    def fallbacks(self):
+        return self.cache.counters.snapshot().fallbacks
+
+    def plant(self, role, number, payload, *, problem=None):
+        """Publishes what this host should not, under a key that others look for."""
+        request = (problem or PROBLEM).request(SPACE, role, number, max_bytes=2**30)
+        raw = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
+        metadata = request.metadata(compile_seconds=1, raw_size_bytes=len(raw))
+        stash = self.cache.stash
+        assert stash.put(request.key, raw, metadata)
+        if problem is not None:  # others look for it by its label
+            stash.server.describe([described(request.key, request.label, request.parts)])
+
+
+def record(tile=32, **other):
+    told = {"cost": 1e-3, "spread": 0.0, "count": 1, "failure": None} | other
+    return {"configuration": {"tile": tile}, **told}
+
+
+def of(*records):
+    return {"measurements": list(records)}
+
+
+BAD = {
+    "no JSON": b"\x80\x04.",
+    "deep": b"[" * 200_000,
+    "nothing": of(),
+    "too many": of(*[record() for _ in range(513)]),
+    "not in the space": of(record(tile=4096)),
+    "text": of(record(tile="__import__('os').abort()")),
+    "another type": of(record(tile=32.0)),
+    "no flat value": of(record(tile=[32])),
+    "another parameter": of({**record(), "configuration": {"warps": 4}}),
+    "cost 0": of(record(cost=0)),
+    "infinite": b'{"measurements": ['
+    + json.dumps(record(cost=1)).encode()[:-1]
+    + b', "cost": Infinity}]}',
+    "longer than the world": of(record(cost=1e308)),
+    "more digits than a float": of(record(cost=10**400)),
+    "a spread without bounds": of(record(spread=10**400)),
+    "neither": of(record(cost=None)),
+    "boolean": of(record(count=True)),
+    "a long word": of(record(cost=None, count=0, failure="x" * 33)),
+    "another field": of({**record(), "code": "1"}),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_an_answer_that_is_none_is_counted_and_left_behind(memories, case):
+    memories("hostile").plant("answer", 0, BAD[case])
+    first, second = memories("first"), memories("second")
+    found = first.schedule()
+    assert found.configuration == (32,)
+    assert found.was_searched
+    assert first.fallbacks == {"rejected": 1}
+    assert second.schedule().configuration == (32,)
+    assert second.measured == []
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_measurements_that_are_none_are_counted_and_made_here(memories, case):
+    hostile, first = memories("hostile"), memories("first")
+    hostile.plant("measurements", 0, BAD[case])
+    hostile.plant("measurements", 7, of(record(tile=128, cost=3e-3)))
+    assert first.schedule().configuration == (32,)
+    assert set(first.known) == {(128,)}
+    assert first.fallbacks == {"corrupt": 1}
+
+
+def test_nothing_large_is_unpacked(memories):
+    hostile, first = memories("hostile"), memories("first")
+    large = b" " * (256 * 1024 + 1)
+    hostile.plant("answer", 0, large)
+    hostile.plant("measurements", 0, large)
+    assert first.schedule().configuration == (32,)
+    assert first.fallbacks == {"too_large": 2}
+
+
+def test_a_lie_about_a_cost_does_not_decide(memories):
+    hostile, first = memories("hostile"), memories("first")
+    lies = [record(tile=tile, cost=1e-9, count=10**6) for tile in (8, 16)]
+    hostile.plant("measurements", 0, of(*lies, record(tile=32, cost=1e3)))
+    found = first.schedule()
+    assert found.configuration == (32,)  # called slow by who was wrong about others
+    assert found.best[0].cost == 1e-3
+    assert sorted(set(first.measured)) == sorted(COSTS)
+
+
+@pytest.fixture
+def hints(memories):
+    """Where a search begins when a neighbour's answer has these records."""
+
+    def begun_at(*records, fit=None):
+        hostile, first = memories("hostile"), memories("first")
+        hostile.plant("answer", 0, of(*records), problem=replace(PROBLEM, shape=(128, 64)))
+        begun = []
+
+        def tune(search):
+            begun.extend(search.hints)
+            first.tune(search)
+
+        found = first.memory.schedule(PROBLEM, SPACE, tune, measure=first.measure, fit=fit)
+        assert first.cache.publisher.drain(30)
+        assert found.configuration == (32,)
+        assert first.fallbacks == {}
+        return begun
+
+    return begun_at
+
+
+def test_a_search_begins_only_at_configurations_of_the_spaces_own_types(hints):
+    begun = hints(record(tile=32.0), record(tile=True), record(tile=4096), record(tile=64))
+    assert begun == [(64,)]
+    assert type(begun[0][0]) is int
+
+
+def test_one_neighbour_does_not_spend_the_budget(hints):
+    begun = hints(*[record(tile=each) for each in range(1, 400)], fit=lambda told: (told["tile"],))
+    assert begun == [(8,)]  # the first eight of them were looked at
+
+
+@pytest.mark.parametrize(
+    "fit",
+    [
+        lambda told: (1024 // (told["tile"] - 64),),
+        lambda told: (told["tile"].bit_count,),
+        lambda told: (told["tile"] + 1,),
+        lambda _: None,
+        lambda _: ([8],),
+    ],
+)
+def test_a_search_goes_on_where_a_neighbours_values_cannot_be_fitted(hints, fit):
+    assert hints(record(tile=64), fit=fit) == []
+
+
+def test_what_holds_here_is_believed(memories):
+    colleague, first = memories("colleague"), memories("first")
+    told = [record(tile=tile, cost=2 * COSTS[tile,]) for tile in (8, 16, 32, 128)]
+    colleague.plant("measurements", 0, of(*told))
+    assert first.schedule().configuration == (32,)
+    assert set(first.measured) == {(32,), (64,)}
+
+
+@pytest.mark.parametrize("tiles", [(8, 16, 32, 64, 128), (16, 32, 64, 128)])
+def test_failures_that_only_others_saw_are_tried_where_nothing_else_works(
+    memories, monkeypatch, tiles
+):
+    broken, first = memories("broken"), memories("first")
+    failed = {"cost": None, "count": 0, "failure": "compile"}
+    broken.plant("measurements", 0, of(*[record(tile=tile, **failed) for tile in tiles]))
+    if 8 not in tiles:
+        monkeypatch.setitem(COSTS, (8,), None)
+    assert first.schedule().configuration == (32,)
+    assert first.measured.count((128,)) == 1
+
+
+def test_a_searcher_may_publish_numbers_of_numpy(memories):
+    first, second = memories("first"), memories("second")
+    first.measure = lambda each: Finding((np.int64(each[0]),), COSTS[each], count=1)
+    assert first.schedule().configuration == (32,)
+    assert second.schedule().configuration == (32,)
+    assert second.measured == []
+
+
+def test_what_is_there_is_found_without_a_search_or_a_wait(memories):
+    ranks = MemoryRanks(Values(), 0, 2)
+    first, second, ranked = memories("first"), memories("second"), memories("rank", ranks=ranks)
+    assert second.memory.find(PROBLEM, SPACE) is None
+    assert first.schedule().configuration == (32,)
+    found = second.memory.find(PROBLEM, SPACE)
+    assert found.configuration == (32,)
+    assert not found.was_searched
+    assert second.cache.counters.snapshot().misses == 0
+    assert ranked.memory.find(PROBLEM, SPACE) is None  # the ranks of a job agree in `schedule`
+    second.memory.reject(found, "it does not compile")
+    assert second.memory.find(PROBLEM, SPACE) is None
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_no_answer_is_not_found(memories, case):
+    memories("hostile").plant("answer", 0, BAD[case])
+    first = memories("first")
+    assert first.memory.find(PROBLEM, SPACE) is None
+    assert first.fallbacks == {"rejected": 1}
+
+
+def test_near_ties_are_measured_again(memories, monkeypatch):
+    monkeypatch.setitem(COSTS, (64,), 1.001e-3)
+    host = memories("host")
+    host.schedule()
+    assert host.measured.count((32,)) == host.measured.count((64,)) == 4
+    assert host.measured.count((8,)) == 1
+
+
+@pytest.fixture
+def remembered(memories):
+    """How much a second host knows of a search that was cut short after so many measurements."""
+
+    def known(space, count, *, batch_count=64):
+        first, second = memories("first"), memories("second")
+        first.measure = lambda configuration: Finding(configuration, 1.0, count=1)
+        memory = TeamMemory(first.cache, batch_count=batch_count)
+        random_ = random.Random(0)
+        told = []
+
+        def measure_some(search):
+            while len(told) < count:
+                if (configuration := space.draw(random_)) not in told:
+                    told.append(configuration)
+                    search.publish(first.measure(configuration))
+                    assert first.cache.publisher.drain(30)
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            memory.schedule(PROBLEM, space, measure_some, measure=first.measure)
+        assert first.cache.publisher.drain(30)
+        assert first.fallbacks == {}
+        known = {}
+        second.memory.schedule(
+            PROBLEM, space, lambda turn: known.update(turn.known), measure=first.measure
+        )
+        assert second.cache.publisher.drain(30)
+        return len(known)
+
+    return known
+
+
+NUMBERS = ParameterSpace({"x": list(range(1000))})
+
+
+def test_a_search_of_many_measurements_is_remembered_whole(remembered, monkeypatch):
+    monkeypatch.setattr(team_module, "_MAX_BATCHES", 16)
+    assert remembered(NUMBERS, 8 + 2 * 8, batch_count=1) == 24
+
+
+def test_a_search_of_hours_is_remembered_whole(remembered, monkeypatch):
+    monkeypatch.setattr(team_module, "_MAX_BATCHES", 16)
+    monkeypatch.setattr(team_module, "monotonic", count(0, 11).__next__)
+    assert remembered(NUMBERS, 60) == 60
+
+
+def test_measurements_that_are_too_long_for_one_artifact_go_into_several(remembered):
+    names = [f"{'parameter' * 10}_{number}" for number in range(100)]
+    assert remembered(ParameterSpace({name: [1, 2] for name in names}), 64) == 64
+
+
+def test_an_answer_has_as_many_of_the_best_as_there_is_room_for(memories):
+    first, second = memories("first"), memories("second")
+    space = ParameterSpace({f"flags_{number}": ["x" * 400, "y" * 400] for number in range(100)})
+    random_ = random.Random(0)
+    costs = {space.draw(random_): 1.0 + number for number in range(8)}
+
+    def measure(configuration):
+        return Finding(configuration, costs[configuration], count=1)
+
+    def tune(search):
+        for configuration in costs:
+            search.publish(measure(configuration))
+
+    found = first.memory.schedule(PROBLEM, space, tune, measure=measure)
+    assert first.cache.publisher.drain(30)
+    stored = second.memory.find(PROBLEM, space)
+    assert stored.configuration == found.configuration == min(costs, key=costs.get)
+    assert 1 < len(stored.best) < len(found.best) == 8
+
+
+def test_what_a_host_has_measured_is_merged_with_what_others_have():
+    def batch(host, cost, **other):
+        counted = {"count": 0 if cost is None else 1} | other
+        return [Finding((8,), cost, hosts=frozenset({host}), **counted)]
+
+    one = merged([batch("a", 3.0, spread=0.1), batch("b", 1.0, count=5), batch("c", 2.0)])[8,]
+    assert one.cost == 1.0  # five of seven
+    assert one.count == 7
+    assert one.hosts == {"a", "b", "c"}
+    longest = merged([batch("a", MAX_COST), batch("b", MAX_COST, spread=MAX_COST)])[8,]
+    assert longest.cost == longest.spread * 2 == MAX_COST
+    failed = batch("d", None, failure="compile")
+    assert merged([failed, batch("a", 3.0)])[8,].cost == 3.0
+    assert merged([failed, failed])[8,].cost is None
+
+
+def test_all_ranks_get_one_answer_however_noisy_their_measurements_are(memories):
+    values = Values()
+    ranks = [
+        memories(f"rank-{rank}", ranks=MemoryRanks(values, rank, 4), noise=random.Random(rank))
+        for rank in range(4)
+    ]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(Host.schedule, ranks))
+    assert len({each.configuration for each in found}) == 1
+    assert sorted(bool(rank.measured) for rank in ranks) == [False, False, False, True]
+    alone = [memories(f"alone-{n}", url="none", noise=random.Random(n)) for n in range(4)]
+    assert len({each.schedule().configuration for each in alone}) > 1  # such is the noise
+
+
+def test_all_ranks_leave_an_answer_behind_that_does_not_verify(memories):
+    memories("hostile").plant("answer", 0, b" " * (256 * 1024 + 1))
+    memories("hostile-too").plant("answer", 1, of(record(tile=4096)))
+    values = Values()
+    ranks = [memories(f"rank-{rank}", ranks=MemoryRanks(values, rank, 3)) for rank in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(Host.schedule, ranks))
+    assert [each.configuration for each in found] == 3 * [(32,)]
+    assert sorted(bool(rank.measured) for rank in ranks) == [False, False, True]
+
+
+def test_unsigned_measurements_and_answers_are_not_used(memories, tmp_path):
+    keys = Team(tmp_path)
+    unsigned = memories("unsigned")
+    unsigned.plant("answer", 0, of(record(tile=8)))
+    unsigned.plant("measurements", 0, of(record(tile=8)))
+    signing = {"signing_key": keys.trust("ci"), "trusted_keys": keys.file}
+    strict, other = memories("strict", **signing), memories("other", **signing)
+    assert strict.schedule().configuration == (32,)
+    assert strict.known == {}
+    assert strict.fallbacks == {"unsigned": 2}
+    assert other.schedule().configuration == (32,)
+    assert other.measured == []

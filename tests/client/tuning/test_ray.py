@@ -1,0 +1,79 @@
+"""Configurations are measured on the machines of a real Ray cluster, two of which die."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.environments import python_of
+
+JOB = Path(__file__).parents[2] / "support" / "ray_job.py"
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    path = tmp_path_factory.mktemp("ray") / "report.json"
+    subprocess.run([python_of("ray"), JOB, path], check=True)
+    return json.loads(path.read_text())
+
+
+@pytest.mark.extended
+def test_what_a_trial_does_wrong_ends_as_on_this_host(report):
+    assert report["measured"] == {
+        "{'x': 1}": [1.0, None],
+        "{'x': 2}": [2.0, None],
+        "{'x': 3}": [3.0, None],
+        "{'x': 1, 'does': 'does not compile'}": [None, "compile"],
+        "{'x': 1, 'does': 'dies'}": [None, "crash"],
+        "{'x': 1, 'does': 'hangs'}": [None, "timeout"],
+    }
+
+
+@pytest.mark.extended
+def test_what_is_compared_is_compared_in_one_worker(report):
+    assert report["compared"] == [[5.0, 2], [4.0, 2]]
+
+
+@pytest.mark.extended
+def test_a_search_keeps_its_budget(report):
+    assert report["search"]["measured"] == 8 + 2
+    assert 1 <= report["search"]["best"][0] <= 32
+
+
+@pytest.mark.extended
+def test_the_command_measures_there_what_only_this_host_has(report):
+    assert report["command"]["searched"]
+    assert set(report["command"]["configuration"]) == {"tile", "vector"}
+    assert len(report["built"]) >= 8
+    assert all(each.endswith(" on 0") for each in report["built"])  # the GPU of each machine
+
+
+@pytest.mark.extended
+def test_a_search_goes_on_when_a_machine_dies(report):
+    assert report["after a machine died"] == {"{'x': 7, 'does': 'waits'}": [7.0, None]}
+    assert report["machines"] == 2
+
+
+@pytest.mark.extended
+def test_a_search_that_cannot_measure_says_why(report):
+    assert "no such device" in report["unprepared"]
+    assert "has the cluster such a machine" in report["without machines"]
+
+
+@pytest.mark.extended
+def test_nothing_is_left_running(report):
+    assert report["is_over"]
+
+
+def test_without_ray_the_error_names_the_extra():
+    check = """
+import sys
+sys.modules["ray"] = None
+from graphstash import tuning
+tuning.RayPool(tuning.CallableTarget(len, name="length"))
+"""
+    ended = subprocess.run([sys.executable, "-c", check], stderr=subprocess.PIPE, check=False)
+    assert re.search(rb"ConfigError: RayPool needs Ray.*graphstash\[ray\]", ended.stderr)

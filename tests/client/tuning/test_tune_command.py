@@ -1,0 +1,170 @@
+"""What `graphstash tune` shows of what real jobs have found."""
+
+import json
+import os
+import re
+import shlex
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from graphstash.tuning.memory.problem import HELION_LABEL, Problem
+from graphstash_schema import ArtifactKey, ArtifactMetadata, DeviceType
+from graphstash_schema.explanation import described
+
+
+@pytest.fixture
+def tuned(team):
+    """Two problems, for two device types."""
+    team.run("first", "--size", 1024)
+    team.run("second", "--size", 16, "--device", "cuda-sm_80")
+
+
+def fields_of_the_page():
+    page = (Path(__file__).parents[3] / "docs" / "json-output.md").read_text()
+    section = page.partition("## `tune show`")[2].partition("\n## ")[0]
+    return set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
+
+
+@pytest.mark.usefixtures("tuned")
+def test_show_lists_what_was_tuned_and_export_writes_it(command, tmp_path):
+    every = json.loads(command("tune", "show", "--json").stdout)
+    assert [each["shape"] for each in every] == [[16, 16, 16], [1024, 1024, 1024]]
+    (large,) = json.loads(command("tune", "show", "MATMUL float32 - 1024x", "--json").stdout)
+    assert large == every[1]
+    assert large["configuration"] == {"block_m": 128, "block_n": 128, "block_k": 128}
+    assert (large["cost"], large["spread"], large["failure"]) == (1e-3, 0.0, None)
+    assert set(large) == fields_of_the_page()
+    assert large["count"] == 3
+    assert large["measured"] > 10
+    assert len(large["hosts"]) == 1
+    assert (large["device_type"], large["compiler"]) == ("cuda-sm_90", "made-up 1.0")
+    (small,) = json.loads(command("tune", "show", "--json", "--device-type=cuda-sm_80").stdout)
+    assert small == every[0]
+
+    lines = command("tune", "show", "1024").stdout.splitlines()
+    assert "matmul float32 - 1024x1024x1024" in lines[1]
+    assert "1 ms" in lines[1]
+    assert "block_k=128 block_m=128 block_n=128" in lines[1]
+    assert lines[2].strip() == "on cuda-sm_90, made-up 1.0"
+
+    file = tmp_path / "schedules.json"
+    assert "2 schedules written" in command("tune", "export", file).stdout
+    assert json.loads(file.read_text()) == every
+
+
+RECORD = {"configuration": {"a": 1}, "cost": 1e-3, "spread": 0.0, "count": 1, "failure": None}
+NO_ANSWERS = {
+    "nothing known of it": {"measurements": [{"configuration": {"a": [1]}}]},
+    "a cost without bounds": {
+        "measurements": [RECORD | {"cost": 10**400}],
+        "hosts": [],
+        "measured": 1,
+    },
+    "a value that JSON has not": {
+        "measurements": [RECORD | {"configuration": {"a": float("nan")}}],
+        "hosts": [],
+        "measured": 1,
+    },
+    "a count without bounds": {"measurements": [RECORD], "hosts": [], "measured": 10**4000},
+}
+
+
+@pytest.mark.usefixtures("tuned")
+def test_show_says_where_entries_of_helion_are(command, hosts):
+    assert "Helion" not in command("tune", "show").stderr
+    key = ArtifactKey.parse("schedule", "cuda-sm_90", "8" * 64)
+    host = hosts("helion")
+    host.put(key, b"{}", ArtifactMetadata(compile_seconds=1, raw_size_bytes=2))
+    host.server.describe([described(key, f"{HELION_LABEL} train.py:7 in step", {"a": "b"})])
+    shown = command("tune", "show", "--json")
+    assert len(json.loads(shown.stdout)) == 2
+    line = re.search("graphstash (ls 'Helion kernel' --kind schedule)", shown.stderr)[1]
+    assert "train.py:7" in command(*shlex.split(line)).stdout
+
+
+@pytest.mark.parametrize("case", NO_ANSWERS)
+def test_what_is_no_answer_is_told_and_left_out(command, hosts, namespace, case):
+    key = ArtifactKey.parse("schedule", "cuda-sm_90", namespace.encode().hex().ljust(64, "0"))
+    host = hosts("hostile")
+    payload = json.dumps(NO_ANSWERS[case]).encode()
+    host.put(key, payload, ArtifactMetadata(compile_seconds=1, raw_size_bytes=len(payload)))
+    problem = Problem("matmul", (8,), "float32", DeviceType("cuda-sm_90"), "made-up 1.0")
+    host.server.describe([described(key, problem.label, {"a": "b"})])
+    result = command("tune", "show")
+    assert f"rejected: {key}" in result.stderr
+    assert "no such problem was tuned" in result.stdout
+
+
+@pytest.mark.usefixtures("tuned")
+def test_a_terminal_without_the_letter_of_microseconds_shows_the_rest(config):
+    settings = {"GRAPHSTASH_URL": config().url, "GRAPHSTASH_NAMESPACE": config().namespace}
+    shown = subprocess.run(
+        [sys.executable, "-m", "graphstash", "tune", "show"],
+        env=os.environ | settings | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+        check=True,
+        capture_output=True,
+    )
+    assert shown.stdout.count(b"0 ?s") == 2
+
+
+def test_what_cannot_be_done_says_a_way_out(command, tmp_path):
+    nothing = command("tune", "export", tmp_path / "a.json", status=1)
+    assert "`graphstash tune show` lists all" in nothing.stderr
+    wrong = command("tune", "show", "--device-type", "A B", status=2)
+    assert "device type" in wrong.stderr
+    away = command("tune", "show", url="http://127.0.0.1:9", status=1)
+    assert "graphstash doctor" in away.stderr
+
+
+@pytest.mark.parametrize(
+    ("absent", "told"),
+    [
+        ("no_such_compiler", "no_such_compiler is not installed here\n"),
+        ("xgboost", "xgboost is not installed here: graphstash[tuning] brings it\n"),
+    ],
+)
+def test_a_search_names_what_is_not_installed(command, tmp_path, monkeypatch, absent, told):
+    monkeypatch.syspath_prepend(tmp_path)  # and takes out what the command adds
+    monkeypatch.setitem(sys.modules, absent, None)
+    (tmp_path / "needs_it.py").write_text(f"import {absent}")
+    failed = command("tune", "search", f"{tmp_path}/needs_it.py:task", status=2)
+    assert failed.stderr.endswith(told)
+
+
+@pytest.mark.usefixtures("tuned")
+def test_an_export_keeps_links_modes_and_devices(command, tmp_path):
+    file, link = tmp_path / "file", tmp_path / "link"
+    umask = os.umask(0o027)
+    try:
+        command("tune", "export", file)
+    finally:
+        os.umask(umask)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640
+    written = file.read_text()
+    file.write_text("")
+    file.chmod(0o604)
+    link.symlink_to(file)
+    command("tune", "export", link)
+    assert link.is_symlink()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o604
+    assert file.read_text() == written
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with open(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)) as reader:  # noqa: PTH123 - of a descriptor
+        command("tune", "export", pipe)
+        assert reader.read() == written
+    assert pipe.is_fifo()
+
+
+@pytest.mark.usefixtures("tuned")
+def test_an_export_that_cannot_be_written_leaves_nothing(command, tmp_path):
+    (tmp_path / "file").touch()
+    failed = command("tune", "export", tmp_path / "file" / "a.json", status=1)
+    assert "cannot be written" in failed.stderr
+    (tmp_path / "folder").mkdir()
+    command("tune", "export", tmp_path / "folder", status=1)
+    assert not list(tmp_path.glob(".graphstash-*"))

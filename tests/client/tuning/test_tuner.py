@@ -1,0 +1,193 @@
+"""A search asks, measures and tells; the best few decide it among themselves."""
+
+import math
+import random
+
+import pytest
+
+from graphstash.tuning.measuring import Budget, Measurement, Method
+from graphstash.tuning.search.base import Trial
+from graphstash.tuning.space import SearchSpace
+from graphstash.tuning.targets.callable import CallableTarget
+from graphstash.tuning.tuner import search
+from support import trials
+
+
+class Line(SearchSpace):
+    """The numbers below `size`; a move goes one down or one up."""
+
+    names = ("x",)
+    moves = 2
+    size = None
+
+    def __init__(self, size=100):
+        self.size = size
+
+    @property
+    def start(self):
+        return (self.size // 2,)
+
+    def __contains__(self, configuration):
+        return isinstance(configuration, tuple) and configuration in set(self)
+
+    def __iter__(self):
+        return ((x,) for x in range(self.size))
+
+    def draw(self, chosen):
+        return (chosen.randrange(self.size),)
+
+    def moved(self, configuration, move):
+        moved = (configuration[0] + (-1, 1)[move],)
+        return moved if moved in self else None
+
+    def features(self, configuration):
+        return [configuration[0] / 50 - 1]
+
+    def describe(self):
+        return {"space": "line"}
+
+
+class Descent:
+    """Asks for the start, and then for neighbours of the best so far, or else anything new.
+
+    It has what a search needs of a `Searcher`, and nothing of how one is made.
+    """
+
+    def __init__(self, space, *, seed):
+        self.space = space
+        self.trials = []
+        self._random = random.Random(seed)
+        self._seen = set()
+
+    def ask(self, count=1):
+        return [self._next() for _ in range(min(count, self.space.size - len(self._seen)))]
+
+    def tell(self, configuration, cost):
+        self._seen.add(configuration)
+        self.trials.append(Trial(configuration, cost))
+
+    def _next(self):
+        works = [trial for trial in self.trials if math.isfinite(trial.cost)]
+        best = min(works, key=lambda trial: trial.cost, default=None)
+        near = [self.space.start] if best is None else self.space.neighbours(best.configuration)
+        new = [each for each in near if each not in self._seen]
+        if not new:
+            new = [each for each in self.space if each not in self._seen]
+            self._random.shuffle(new)
+        self._seen.add(new[0])
+        return new[0]
+
+
+def target(cost=trials.costs_its_distance):
+    return CallableTarget(trials.numbered, name="line", cost=cost)
+
+
+def run(
+    *, size=100, measurements=None, seconds=None, seed=0, cost=trials.costs_its_distance, **options
+):
+    budget = Budget(measurements=measurements, seconds=seconds)
+    return search(Descent(Line(size), seed=seed), target(cost), budget=budget, **options)
+
+
+def asked(result, finalists=5):
+    made = result.measurements[: len(result.measurements) - finalists]
+    return [each.configuration["x"] for each in made]
+
+
+def test_a_search_finds_the_best_past_failures():
+    result = run(measurements=60)
+    assert result.ended == "measurements"
+    assert result.best == (37,)
+    assert result.measurement == Measurement({"x": 37}, 1.0, 0.0, 5, None)
+    assert {each.failure for each in result.measurements} == {None, "run", "cost"}
+    assert result.seconds > 0
+
+
+def test_with_one_worker_the_same_seed_gives_the_same_search():
+    first, second = run(measurements=25, seed=3), run(measurements=25, seed=3)
+    assert asked(first) == asked(second)
+    assert len(set(asked(first))) == 25
+
+
+def test_with_several_workers_every_configuration_is_measured_once():
+    result = run(measurements=30, workers=3)
+    assert len(asked(result)) == len(set(asked(result))) == 30
+
+
+def test_a_search_ends_when_the_space_does():
+    result = run(size=12, measurements=1000)
+    assert result.ended == "exhausted"
+    assert sorted(asked(result)) == list(range(12))
+
+
+def test_a_search_ends_in_time():
+    result = run(seconds=1e-9)
+    assert (result.ended, result.best, result.measurement) == ("seconds", None, None)
+    assert result.measurements == []
+
+
+def test_a_search_without_any_that_works_has_no_best():
+    result = run(measurements=3, cost=trials.costs_what_it_says)  # which needs another parameter
+    assert result.best is None
+    assert [each.failure for each in result.measurements] == ["run"] * 3
+
+
+def test_the_best_few_decide_it_in_a_round_of_their_own():
+    known = [Measurement.of({"x": x}, [cost]) for x, cost in ((3, 9.0), (4, 4.0), (6, 6.0))]
+    result = run(measurements=1, finalists=2, known=known, cost=trials.flatters_at_first)
+    assert [each.configuration["x"] for each in result.measurements] == [5, 5, 4]
+    assert [each.cost for each in result.measurements] == [0.001, 6, 5]
+    assert result.best == (4,)
+    assert result.measurement == result.measurements[-1]
+
+
+def test_what_is_known_is_told_and_not_measured_again():
+    known = [Measurement.of({"x": 36}, [2.0]), Measurement.failed({"x": 37}, "crash")]
+    result = run(measurements=5, known=known, finalists=2)
+    assert result.known == 2
+    assert asked(result, finalists=2)[0] == 35
+    assert 37 not in asked(result, finalists=0)
+
+
+def test_what_is_known_of_another_space_is_left_out(caplog):
+    known = [Measurement.of({"y": 1}, [1e-9]), Measurement.of({"x": 1000}, [1e-9])]
+    result = run(measurements=3, known=known)
+    assert result.known == 0
+    assert caplog.text.count("a known measurement is left out") == 2
+
+
+def test_what_is_known_is_believed_only_when_it_is_measured_here():
+    known = [Measurement.of({"x": 95}, [1e-9]), Measurement.of({"x": 38}, [2.0])]
+    result = run(measurements=1, known=known)
+    assert result.best == (38,)
+
+
+def test_every_measurement_is_published_as_soon_as_it_is_made():
+    published = []
+    result = run(measurements=10, publish=published.append)
+    assert published == result.measurements
+    assert len(published) == 15
+
+
+def test_a_search_goes_on_when_nothing_can_be_published(caplog):
+    def publish(measurement):
+        raise OSError("no server")
+
+    result = run(measurements=3, publish=publish)
+    assert len(asked(result, finalists=2)) == 3
+    assert "a measurement was not published" in caplog.text
+
+
+def test_the_method_says_how_often_each_is_measured():
+    result = run(measurements=2, method=Method(samples=2))
+    assert {each.count for each in result.measurements if each.failure is None} == {2}
+
+
+@pytest.mark.parametrize("options", [{"finalists": 0}, {"finalists": 65}, {"workers": 0}])
+def test_numbers_out_of_range_are_refused(options):
+    with pytest.raises(ValueError, match="must be "):
+        run(measurements=1, **options)
+
+
+def test_a_failure_costs_infinity():
+    assert Measurement.failed({"x": 1}, "wrong").trial(Line()).cost == math.inf

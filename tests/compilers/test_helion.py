@@ -1,0 +1,66 @@
+"""Hosts of one team call one Helion kernel; Helion tunes it for real, on a CPU."""
+
+from pathlib import Path
+
+import pytest
+
+from support.compiler_jobs import CompilerJobs
+
+JOB = Path(__file__).parents[1] / "support" / "tune_helion_job.py"
+
+BAD = [
+    *("", "\x80", "[]", "null", "{}", "[" * 100_000),
+    '{"config": "{}", "key": {"fields": {}}}',
+    '{"config": "[1]", "key": {"fields": {}}}',
+    '{"config": {"block_sizes": [1]}, "key": {"fields": {}}}',
+    '{"config": "{\\"block_sizes\\": [1]}", "key": []}',
+    '{"config": "{\\"block_sizes\\": [1]}", "key": {"fields": {}}, "cute_structural_policy": 7}',
+]
+UNFIT = ["[7, 64]", "[32]", '[\\"evil\\", 64]', "[-1, 64]"]  # two powers of two fit
+BAD += [
+    f'{{"config": "{{\\"block_sizes\\": {each}}}", "key": {{"fields": {{}}}}}}' for each in UNFIT
+]
+
+pytestmark = pytest.mark.extended
+
+
+@pytest.fixture(scope="module")
+def hosts(server, tmp_path_factory):
+    """A host that tunes a kernel and publishes much, one after it, and one without the team."""
+    settings = {"url": server.url, "namespace": "helion-kernels", "under": "python"}
+    settings |= {"script": JOB, "environment": "helion", "hooks": ""}
+    with CompilerJobs(tmp_path_factory.mktemp("hosts"), **settings) as jobs:
+        first = jobs.run("first", "--plant", *BAD)
+        second = jobs.run("second", "--planted", len(BAD))
+        yield first, second, jobs.run("third", "--broken-team")
+
+
+def test_a_team_tunes_a_kernel_once(hosts):
+    first, second, _ = hosts
+    assert first.report["measured"] == 2
+    assert second.report["measured"] == 0
+    assert second.report["chosen"] == first.report["chosen"]
+    assert first.report["is_right"]
+    assert second.report["is_right"]
+    assert first.stats["fallbacks"] == {}
+
+
+def test_a_search_begins_at_what_the_team_has_found(hosts):
+    first, second, _ = hosts
+    assert first.report["similar"] == []
+    rows, columns, *_ = (*second.report["similar"][0],)
+    assert [rows, columns] == second.report["chosen"]["block_sizes"]
+
+
+def test_what_helion_could_not_read_is_counted_and_not_handed_over(hosts):
+    _, second, _ = hosts
+    assert second.report["found"] == [None] * len(BAD)
+    assert second.stats["fallbacks"].pop("rejected") == len(BAD)
+    assert set(second.stats["fallbacks"]) <= {"corrupt"}  # `list` met them, too
+
+
+def test_a_kernel_is_tuned_without_the_team_where_that_fails(hosts):
+    _, _, third = hosts
+    assert third.report["measured"] == 2
+    assert third.report["is_right"]
+    assert third.stats["fallbacks"] == {"internal": 3}  # `list`, `get` and `put`

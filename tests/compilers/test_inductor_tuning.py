@@ -1,0 +1,83 @@
+"""Two hosts of one team compile the same products of matrices with max-autotune, on CPUs."""
+
+from pathlib import Path
+
+import pytest
+
+from support.compiler_jobs import CompilerJobs
+
+JOB = Path(__file__).parents[1] / "support" / "tune_inductor_job.py"
+LIBRARY, CPP = "bmm", "cpp_CppMicroGemmFP32Vec"
+BEST = "mm 32 16 32 5"
+
+
+@pytest.fixture(scope="module")
+def hosts(server, tmp_path_factory):
+    """A first host, and a second one that has the same products in other graphs."""
+    settings = {"url": server.url, "namespace": "inductor-products", "under": "python"}
+    settings |= {"script": JOB, "environment": "torch-newest"}
+    with CompilerJobs(tmp_path_factory.mktemp("hosts"), **settings) as jobs:
+        always = ("--triton", "--fastest", CPP, BEST)
+        first = jobs.run("first", *always)
+        yield first, jobs.run("second", *always, "--other-graphs", "--refuse", CPP, "--broken")
+
+
+@pytest.mark.extended
+def test_a_team_measures_a_product_once(hosts):
+    first, second = (each.report["product"] for each in hosts)
+    assert hosts[0].report["version"].startswith("2.15")
+    assert sorted(first["measured"]) == [LIBRARY, CPP]
+    assert second["measured"] == []
+    assert first["chosen"] == second["chosen"] == CPP
+    assert hosts[0].stats["fallbacks"] == {}
+
+
+@pytest.mark.extended
+def test_what_no_longer_compiles_is_left_behind_and_counted(hosts):
+    _, second = hosts
+    assert second.report["refused"]["chosen"] == LIBRARY
+    assert second.report["refused"]["measured"].count(CPP) <= 1
+    assert second.stats["fallbacks"]["rejected"] == 1
+
+
+@pytest.mark.extended
+def test_torch_measures_for_itself_where_the_team_fails(hosts):
+    _, second = hosts
+    broken = second.report["broken"]
+    assert set(broken["measured"]) == set(broken["generated"])
+    assert broken["chosen"] == "mm"  # all times are equal: the first
+    assert second.stats["fallbacks"] == {"rejected": 1, "internal": 2}  # the table, the answer
+    assert second.errors.count("is tuned without the team") == 1  # the first is logged
+    assert "Traceback" not in second.errors
+
+
+@pytest.mark.extended
+def test_no_code_is_generated_for_what_the_team_found_slow(hosts):
+    first, second = (each.report["triton"] for each in hosts)
+    assert first["chosen"] == second["chosen"] == BEST
+    assert set(first["measured"]) == set(first["generated"])
+    assert second["measured"] == []
+    assert set(second["generated"]) < set(first["generated"])
+    assert "mm" in second["generated"]  # the library's own
+
+
+@pytest.mark.extended
+def test_installing_leaves_alone_what_the_user_has_set(hosts):
+    for each in hosts:
+        assert each.report["is_one"]  # installed twice
+        assert each.report["by_hand"] == ["ByHand", "ByHand"]
+        assert each.report["is_refused"]
+        assert each.errors.count("does not implement uuid()") == 1
+
+
+@pytest.mark.extended
+def test_closing_takes_everything_out_of_torch(hosts):
+    assert all(each.report["is_taken_out"] for each in hosts)
+
+
+def test_a_torch_without_the_lookup_table_says_so_and_goes_on(server, namespace, tmp_path):
+    settings = {"url": server.url, "namespace": namespace, "under": "python", "script": JOB}
+    with CompilerJobs(tmp_path, **settings) as jobs:
+        job = jobs.run("host")
+    assert not job.report["is_installed"]
+    assert job.errors.count("what its max-autotune measures is not shared") == 1

@@ -1,0 +1,66 @@
+"""What the tests of Trainer, Accelerate, Lightning and torchtitan's loop train, and compare."""
+
+import copy
+import warnings
+from collections.abc import Iterable
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Regression", "batches", "framework", "is_same", "states"]
+
+WIDTH = 8
+
+
+def framework(name: str) -> ModuleType:
+    """Imports a framework, which takes some ten seconds: never while tests are collected."""
+    with warnings.catch_warnings(action="ignore"):
+        return import_module(name)
+
+
+class Regression(nn.Module):
+    """Three layers, whose outputs are to be the sum of the inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, 16)
+        self.second = nn.Linear(16, 16)
+        self.third = nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Gives [N, 1] for [N, WIDTH]."""
+        return self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+    def loss(self, x: Tensor) -> Tensor:
+        """The mean square error, []."""
+        return (self(x) - x.sum(1, keepdim=True)).square().mean()
+
+
+def batches(count: int) -> list[Tensor]:
+    """Batches of four, each [4, WIDTH], the same at every call."""
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(4, WIDTH, generator=generator) for _ in range(count)]
+
+
+def states(model: nn.Module, optimizer: Any) -> list[Any]:
+    """A copy of the state dictionaries."""
+    return copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Whether two nested values are equal, tensors to the bit."""
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(is_same(a[name], b[name]) for name in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and _all_same(a, b)
+    return bool(a == b)
+
+
+def _all_same(a: Iterable[Any], b: Iterable[Any]) -> bool:
+    return all(is_same(*pair) for pair in zip(a, b, strict=True))

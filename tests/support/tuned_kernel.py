@@ -1,0 +1,56 @@
+"""A made-up kernel that leaves a line in a file whenever it is built, with the GPUs that it may
+use: `task`, and bad ones.
+"""
+
+import os
+from pathlib import Path
+
+from graphstash import tuning
+from graphstash_schema import DeviceType
+
+SPACE = tuning.ParameterSpace(
+    {"tile": [8, 16, 32, 64, 128], "vector": [1, 2, 4, 8]}, constraints=["tile % vector == 0"]
+)
+
+
+def build(configuration):
+    """Works for tiles up to 64."""
+    with Path(os.environ["BUILT"]).open("a") as built:
+        built.write(f"{configuration} on {os.environ.get('CUDA_VISIBLE_DEVICES')}\n")
+    if configuration["tile"] > 64:
+        raise MemoryError("too large a tile")
+    return lambda: configuration
+
+
+def build_nothing(configuration):
+    """Never works."""
+    raise ValueError(configuration)
+
+
+def cost(kernel, calls):
+    """Least for a tile of 32 and a vector of 8."""
+    del calls
+    configuration = kernel()
+    return 1e-3 * (1 + abs(configuration["tile"] - 32) / 10 + 1 / configuration["vector"])
+
+
+def task_of(build):
+    """One kernel, built by a function."""
+    problem = tuning.Problem("rows", (512,), "float32", DeviceType("cpu"), "made-up 1.0")
+    return tuning.Task(problem, SPACE, tuning.CallableTarget(build, name="rows", cost=cost))
+
+
+task = task_of(build)
+impossible = task_of(build_nothing)
+no_task = SPACE
+
+
+class Undescribed(tuning.CallableTarget):
+    """Says what nobody can share."""
+
+    def describe(self):
+        """No JSON."""
+        return {"name": object()}
+
+
+undescribed = tuning.Task(task.problem, SPACE, Undescribed(build, name="rows"))

@@ -1,0 +1,54 @@
+"""Of FullyShardedDataParallel an optimizer sees flat shards: what needs more refuses them."""
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from graphstash import ConfigError
+from graphstash.training import LAMB, AdamW, LossScale, Muon, clip_grad_norm_
+from graphstash.training.loop.parallel import DistributedTorch
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+
+@pytest.fixture(params=[False, True], ids=["flat", "views"])
+def model(request):
+    """The first of two processes; no message is sent."""
+    distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        torch.manual_seed(0)
+        yield FullyShardedDataParallel(
+            nn.Linear(4, 4), use_orig_params=request.param, device_id=torch.device("cpu")
+        )
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("make", "remedy"), [(LAMB, r"fully_shard\(\), or use AdamW"), (Muon, "use_muon=False")]
+)
+def test_optimizers_that_look_at_whole_parameters_refuse_them(model, make, remedy):
+    with pytest.raises(ValueError, match=remedy):
+        make(model.parameters())
+
+
+def test_a_loss_scale_refuses_to_decide_from_one_shard(model):
+    optimizer, scale = AdamW(model.parameters()), LossScale()
+    scale.scale(model(torch.ones(2, 4)).sum()).backward()
+    with pytest.raises(ValueError, match=r"fully_shard\(\), or train in bf16"):
+        scale.step(optimizer)
+    with pytest.raises(ValueError, match=r"fully_shard\(\), or train in bf16"):
+        scale.unscale_(optimizer)
+
+
+def test_the_training_loop_refuses_them(model):
+    with pytest.raises(ConfigError, match=r"shard it with fully_shard\(\)"):
+        DistributedTorch(torch.device("cpu")).wrap(model)
+
+
+def test_clipping_refuses_the_norm_of_one_shard(model):
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(ValueError, match=r"clip_grad_norm_\(\) of the wrapped model"):
+        clip_grad_norm_(model.parameters(), 1.0)

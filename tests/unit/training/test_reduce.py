@@ -1,0 +1,319 @@
+"""The parts of sparse reduction that need no other process."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from graphstash import ConfigError
+from graphstash.training.reduce import SparseState, Thresholding, report, sparse_hook
+from graphstash.training.reduce.blocks import BlockView, bits_of, from_bits
+from graphstash.training.reduce.density_gate import DensityGate
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+]
+
+
+@st.composite
+def flats(draw):
+    """A tensor, most of it zero, and a block size."""
+    dtype = draw(st.sampled_from(DTYPES))
+    elements = draw(st.integers(0, 70))
+    flat = torch.zeros(elements, dtype=dtype)
+    values = [1, 3, *([-1, -2.5, math.nan, math.inf, -0.0] if dtype.is_floating_point else [])]
+    if not dtype.is_floating_point:
+        values += [torch.iinfo(dtype).min, torch.iinfo(dtype).max]
+    for place in draw(st.lists(st.integers(0, max(0, elements - 1)), max_size=6)):
+        if elements:
+            flat[place] = draw(st.sampled_from(values))
+    return flat, draw(st.integers(1, 20))
+
+
+@given(flats())
+def test_a_block_is_sent_if_an_element_of_it_is_not_zero(given_):
+    flat, size = given_
+    found = BlockView(flat, size).nonzero()
+    assert found.tolist() == [bool(part.ne(0).any()) for part in flat.split(size)] * bool(len(flat))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+def test_blocks_of_a_tensor_that_is_looked_at_in_pieces_are_all_found(dtype):
+    flat = torch.zeros(3 * 2**20 + 5, dtype=dtype)
+    places = [0, 2**19 - 1, 2**19, 2**20 + 300, 2**21, len(flat) - 6, len(flat) - 1]
+    flat[places] = 1
+    found = BlockView(flat, 256).nonzero()
+    assert found.nonzero().flatten().tolist() == sorted({place // 256 for place in places})
+
+
+@given(flats(), st.data())
+def test_blocks_come_back_from_where_they_were_packed(given_, data):
+    flat, size = given_
+    blocks = BlockView(flat, size)
+    numbers = sorted(data.draw(st.sets(st.integers(0, max(0, blocks.count - 1)))))
+    chosen = torch.tensor(numbers if blocks.count else [], dtype=torch.int64)
+    packed = blocks.pack(chosen)
+    parts = flat.split(size) if len(flat) else ()
+    expected = [parts[number] for number in chosen]
+    torch.testing.assert_close(
+        packed, torch.cat(expected) if expected else flat[:0], rtol=0, atol=0, equal_nan=True
+    )
+    empty = torch.zeros_like(flat)
+    BlockView(empty, size).unpack(chosen, packed)
+    for number, part in enumerate(empty.split(size) if len(flat) else ()):
+        wanted = parts[number] if number in numbers else torch.zeros_like(part)
+        torch.testing.assert_close(part, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def test_blocks_of_a_parameter_are_written_to():
+    parameter = nn.Parameter(torch.ones(10))
+    blocks = BlockView(parameter, 4)
+    chosen = torch.tensor([1, 2])
+    blocks.unpack(chosen, 2 * blocks.pack(chosen))
+    assert parameter.tolist() == [1] * 4 + [2] * 6
+
+
+@given(flats(), st.data())
+def test_blocks_that_are_made_zero_are_these_alone(given_, data):
+    flat, size = given_
+    blocks = BlockView(flat, size)
+    flags = data.draw(st.lists(st.booleans(), min_size=blocks.count, max_size=blocks.count))
+    parts = flat.clone().split(size) if len(flat) else ()
+    blocks.zero_(torch.tensor(flags, dtype=torch.bool))
+    for before, after, is_zero in zip(parts, flat.split(size), flags, strict=False):
+        wanted = torch.zeros_like(before) if is_zero else before
+        torch.testing.assert_close(after, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@given(st.lists(st.booleans(), max_size=70))
+def test_booleans_come_back_from_bits(flags):
+    given_ = torch.tensor(flags, dtype=torch.bool)
+    bits = bits_of(given_)
+    assert bits.nbytes == math.ceil(len(flags) / 8)
+    assert torch.equal(from_bits(bits, len(flags)), given_)
+
+
+def test_a_gate_becomes_dense_and_sparse_at_different_densities():
+    gate = DensityGate(dense_above=0.7, sparse_below=0.5)
+    seen = []
+    for density in (0.1, 0.69, 0.71, 0.6, 0.51, 0.5, 0.69):
+        while gate.skips():
+            pass
+        gate.saw(density)
+        seen.append(gate.is_dense)
+    assert seen == [False, False, True, True, True, False, False]
+
+
+def test_a_gate_that_stays_dense_looks_ever_more_rarely():
+    gate = DensityGate(dense_above=0.7, sparse_below=0.5, longest=8)
+    looks = []
+    for number in range(40):
+        if not gate.skips():
+            looks.append(number)
+            gate.saw(1.0)
+    assert looks == [0, 2, 5, 10, 19, 28, 37]
+
+
+@given(st.lists(st.floats(0, 1), max_size=50))
+def test_gates_that_see_the_same_decide_alike(densities):
+    gates = [DensityGate(dense_above=0.6, sparse_below=0.4) for _ in range(2)]
+    for density in densities:
+        assert len({gate.skips() for gate in gates}) == 1
+        for gate in gates:
+            gate.saw(density)
+        assert len({(gate.is_dense, gate.limit) for gate in gates}) == 1
+
+
+@pytest.mark.parametrize(("above", "below"), [(0.5, 0.6), (1.1, 0.5), (0.5, -0.1)])
+def test_limits_that_contradict_each_other_are_refused(above, below):
+    with pytest.raises(ValueError, match=rf"sparse_below={below}.*dense_above={above}"):
+        DensityGate(dense_above=above, sparse_below=below)
+
+
+def gradients_of(steps, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.rand(50, generator=generator).repeat_interleave(8)
+    return [torch.randn(400, generator=generator) * scales for _ in range(steps)]
+
+
+def test_what_is_held_back_is_sent_later():
+    model = nn.Linear(400, 1, bias=False)
+    thresholding = Thresholding(model, keep=0.2, refresh_every=3, largest_error=1)
+    given_, sent = torch.zeros(400), torch.zeros(400)
+    for gradient in gradients_of(20):
+        given_ += gradient
+        thresholding.hold_back_(model.weight, gradient, block_size=8)
+        sent += gradient
+        assert (BlockView(gradient, 8).nonzero()).sum() < 50
+    waiting = thresholding.waiting(model.weight)
+    torch.testing.assert_close(sent + waiting, given_, rtol=1e-5, atol=1e-5)
+    assert waiting.norm() > 0
+
+
+@given(st.floats(0, 1), st.integers(0, 5))
+@settings(max_examples=30)
+def test_no_more_waits_than_was_allowed(largest_error, seed):
+    model = nn.Linear(400, 1, bias=False)
+    thresholding = Thresholding(model, keep=0.05, refresh_every=4, largest_error=largest_error)
+    for gradient in gradients_of(8, seed):
+        whole = gradient + thresholding.waiting(model.weight)
+        thresholding.hold_back_(model.weight, gradient, block_size=8)
+        waits = thresholding.waiting(model.weight).norm()
+        assert waits <= largest_error * whole.norm() * 1.0001
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_never_waits(bad):
+    model = nn.Linear(400, 1, bias=False)
+    thresholding = Thresholding(model, keep=0.02, largest_error=1)
+    for number, gradient in enumerate(gradients_of(4)):
+        gradient[17] = bad if number == 2 else 1e-6
+        thresholding.hold_back_(model.weight, gradient, block_size=8)
+        assert gradient.isfinite().all() == (number != 2)
+        assert thresholding.waiting(model.weight).isfinite().all()
+
+
+def test_a_parameter_that_is_not_used_keeps_what_waits():
+    model = nn.Linear(400, 1, bias=False)
+    thresholding = Thresholding(model, keep=0.2, refresh_every=2, largest_error=0.9)
+    (gradient,) = gradients_of(1)
+    thresholding.hold_back_(model.weight, gradient, block_size=8)
+    waiting = thresholding.waiting(model.weight).clone()
+    assert waiting.norm() > 0
+    for _ in range(3):
+        unused = torch.zeros(400)
+        thresholding.hold_back_(model.weight, unused, block_size=8)
+        assert not unused.any()
+        assert torch.equal(thresholding.waiting(model.weight), waiting)
+    later = gradients_of(2)[1]
+    thresholding.hold_back_(model.weight, later, block_size=8)
+    assert (later == 0).any()  # the threshold is still one
+
+
+def test_a_gradient_with_infinity_sets_no_threshold_that_nothing_reaches():
+    model = nn.Linear(400, 1, bias=False)
+    thresholding = Thresholding(model, keep=0.2, refresh_every=100, largest_error=1)
+    for number, gradient in enumerate(gradients_of(3)):
+        if number == 0:
+            gradient[17] = math.inf
+        thresholding.hold_back_(model.weight, gradient, block_size=8)
+        assert gradient.any()
+
+
+def test_empty_and_strided_parameters_have_nothing_that_waits():
+    model = nn.Module()
+    model.empty = nn.Parameter(torch.zeros(0))
+    model.image = nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last).weight
+    thresholding = Thresholding(model)
+    thresholding.hold_back_(model.empty, torch.zeros(0), block_size=8)
+    assert thresholding.waiting(model.image).shape == (36,)
+
+
+def test_a_parameter_of_another_model_is_named():
+    with pytest.raises(ValueError, match=r"shape \[1, 2\] is not of the model"):
+        Thresholding(nn.Linear(3, 1)).waiting(nn.Linear(2, 1).weight)
+
+
+@pytest.mark.parametrize(
+    ("held", "text"),
+    [
+        ({"weight": torch.ones(7)}, "7 elements of 'weight', and this model has 6"),
+        ({"module.weight": torch.ones(6)}, "and this model has no such parameter"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(held, text):
+    state = {"held": held, "thresholds": {}, "steps": {}}
+    with pytest.raises(ValueError, match=text):
+        Thresholding(nn.Linear(3, 2)).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "gradients", [(torch.ones(4),), (torch.ones(4), torch.ones(2)), ((torch.ones(4), "w"),)]
+)
+def test_what_is_no_bucket_of_ddp_is_refused(gradients):
+    """FSDP calls a hook with the gradient and where it wants its shard, and compiled autograd with
+    a tuple.
+    """
+    with pytest.raises(
+        ConfigError, match=r"got a (Tensor|tuple) and no bucket of gradients, as FS"
+    ):
+        sparse_hook(object.__new__(SparseState), *gradients)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"), [("keep", 0), ("keep", 1.5), ("refresh_every", 0), ("largest_error", 2)]
+)
+def test_thresholding_refuses_what_is_out_of_range(argument, value):
+    with pytest.raises(ValueError, match=f"{argument}={value}"):
+        Thresholding(nn.Linear(2, 1), **{argument: value})
+
+
+def embedding():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.EmbeddingBag(10_000, 64), nn.Linear(64, 1))
+
+
+def batches(count, rows=10_000):
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randint(0, rows, (8, 4), generator=generator),) for _ in range(count)]
+
+
+def loss(model, batch):
+    return model(*batch).square().mean()
+
+
+def test_a_report_says_that_an_embedding_would_pay():
+    model = embedding()
+    before = [parameter.clone() for parameter in model.parameters()]
+    forecast = report(model, batches(9), loss=loss, workers=4, link_gbits=1)
+    # 32 rows of 64 elements are drawn in each batch, which a block of 256 elements has four of.
+    assert 0.01 < forecast.density < 0.013
+    assert 3 < forecast.union_density / forecast.density < 4
+    total = sum(parameter.nbytes for parameter in before)
+    assert forecast.dense_seconds == pytest.approx(1.5 * total * 8 / 1e9)
+    assert 20 < forecast.times_faster < 30
+    assert forecast.densities["1.weight"] == 1
+    assert str(forecast).startswith("sparse reduction would pay: 1.")
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_a_report_takes_as_many_batches_as_there_are_workers():
+    rest = iter(batches(5))
+    model = embedding()
+    model.register_parameter("empty", nn.Parameter(torch.zeros(0)))
+    forecast = report(model, rest, loss=lambda m, b: loss(m, b) + m.empty.sum(), workers=3)
+    assert len(list(rest)) == 2
+    assert forecast.density > 0
+
+
+def test_a_report_says_that_a_dense_model_would_not():
+    model = nn.Linear(100, 100)
+    forecast = report(model, [(torch.ones(1, 100),)] * 2, loss=loss, workers=2)
+    assert forecast.union_density == 1
+    assert forecast.times_faster < 1
+    assert "would not pay" in str(forecast)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"workers": 1}, "workers=1"),
+        ({"link_gbits": 0}, "link_gbits=0"),
+        ({"data": []}, "data has 0 batches for workers=4"),
+        ({"data": batches(3)}, "data has 3 batches for workers=4"),
+    ],
+)
+def test_a_report_needs_batches_workers_and_a_link(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        report(**{"model": embedding(), "data": batches(1), "loss": loss} | arguments)

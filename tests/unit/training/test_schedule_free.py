@@ -1,0 +1,433 @@
+"""Schedule-Free AdamW: its iterates and averages. What all optimizers do is tested with them."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import pytorch_optimizer
+import torch
+from torch import nn
+
+from graphstash.training import (
+    AdamW,
+    Checkpoints,
+    LossScale,
+    ScheduleFreeAdamW,
+    fuse,
+    train,
+)
+from graphstash.training.optimizers import schedule_free
+from support import distributed_checkpoint
+from support.device_reads import Reads
+from support.distributed_checkpoint import FLAT
+
+SHAPES = ((6, 4), (3, 2, 5, 2), (5,), ())
+BAD = {0: math.inf, 5: math.nan, 11: -math.inf}
+STEPS = 20
+
+
+def new_parameters(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in SHAPES]
+
+
+def give_gradients(parameters, step, *, bad=None):
+    generator = torch.Generator().manual_seed(100 + step)
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    if bad is not None:
+        parameters[0].grad[0, 0] = bad
+
+
+def make_steps(parameters, optimizer, steps):
+    for step in steps:
+        give_gradients(parameters, step)
+        optimizer.step()
+
+
+def values(parameters):
+    return [parameter.detach().clone() for parameter in parameters]
+
+
+def are_equal(ours, theirs):
+    return all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weight_decay": 0.1},
+        {"maximize": True, "betas": (0.95, 0.9)},
+        {"warmup_steps": 7},
+        {"warmup_steps": 7, "r": 1.0, "weight_lr_power": 0.0},
+    ],
+    ids=str,
+)
+def test_iterates_and_averages_go_as_with_a_public_implementation(options):
+    ours, theirs = new_parameters(), new_parameters()
+    mine = ScheduleFreeAdamW(ours, lr=0.02, **options)
+    reference = pytorch_optimizer.ScheduleFreeAdamW(theirs, lr=0.02, **options)
+    for step in range(STEPS):
+        give_gradients(ours, step, bad=BAD.get(step))
+        mine.step(found_inf=torch.tensor(float(step in BAD)))
+        if step not in BAD:
+            give_gradients(theirs, step)
+            reference.step()
+        if step % 4 == 0 and step:
+            mine.param_groups[0]["lr"] = reference.param_groups[0]["lr"] = 0.02 / step
+    for switch in (lambda _: None, lambda optimizer: optimizer.eval()):
+        switch(mine)
+        switch(reference)
+        for a, b, start in zip(ours, theirs, new_parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+            assert not torch.equal(a, start)
+
+
+def test_the_average_is_that_of_all_iterates():
+    parameter = nn.Parameter(torch.zeros(3))
+    optimizer = ScheduleFreeAdamW([parameter], lr=0.1)
+    points = []
+    for step in range(9):
+        give_gradients([parameter], step)
+        optimizer.step()
+        points.append(optimizer.state[parameter]["z"].clone())
+    optimizer.eval()
+    torch.testing.assert_close(parameter.detach(), torch.stack(points).mean(0))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "master"),
+    [
+        *((dtype, False) for dtype in (torch.float32, torch.float64)),
+        *((dtype, master) for dtype in (torch.bfloat16, torch.float16) for master in (False, True)),
+    ],
+)
+def test_train_puts_back_the_same_bits(dtype, master):
+    parameters = new_parameters(dtype)
+    optimizer = ScheduleFreeAdamW(parameters, lr=0.05, master_weights=master)
+    make_steps(parameters, optimizer, range(5))
+    before = copy.deepcopy([values(parameters), optimizer.state_dict()["state"]])
+    optimizer.eval()
+    averages = values(parameters)
+    optimizer.eval()
+    assert are_equal(parameters, averages)
+    assert not torch.equal(parameters[0], before[0][0])
+    optimizer.train()
+    optimizer.train()
+    after = [values(parameters), optimizer.state_dict()["state"]]
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def test_nothing_reads_the_device():
+    parameters = new_parameters()
+    optimizer, scale = ScheduleFreeAdamW(parameters, warmup_steps=2), LossScale(8.0).to("cpu")
+    with Reads() as reads:
+        for step in range(6):
+            give_gradients(parameters, step, bad=BAD.get(step))
+            scale.step(optimizer)
+            scale.update()
+            optimizer.eval()
+            optimizer.train()
+    assert reads.count == 0
+
+
+@pytest.mark.parametrize("steps", [[], [0]], ids=["no step", "a bad step"])
+def test_before_the_first_good_step_the_average_is_the_parameter(steps):
+    parameters = new_parameters()
+    optimizer = ScheduleFreeAdamW(parameters)
+    for step in steps:
+        give_gradients(parameters, step, bad=math.nan)
+        optimizer.step(found_inf=torch.tensor(1.0))
+    optimizer.eval()
+    assert are_equal(parameters, new_parameters())
+
+
+def test_what_is_loaded_into_the_model_before_the_first_good_step_counts():
+    ours, fresh = new_parameters(), new_parameters()
+    first, second = ScheduleFreeAdamW(ours), ScheduleFreeAdamW(fresh)
+    give_gradients(ours, 0)
+    first.step(found_inf=torch.tensor(1.0))
+    with torch.no_grad():
+        for parameter in (*ours, *fresh):
+            parameter.mul_(3.0)
+    make_steps(ours, first, range(3))
+    make_steps(fresh, second, range(3))
+    assert are_equal(ours, fresh)
+
+
+def test_a_step_on_averages_is_refused_and_changes_nothing():
+    parameters = new_parameters()
+    optimizer = ScheduleFreeAdamW(parameters)
+    make_steps(parameters, optimizer, range(2))
+    optimizer.eval()
+    averages = values(parameters)
+    with pytest.raises(RuntimeError, match=r"call train\(\) of the optimizer before"):
+        optimizer.step()
+    assert are_equal(parameters, averages)
+
+
+def test_the_sum_of_weights_counts_further_than_float32_adds_small_ones():
+    """Ten million equal weights of 1e-8 would stop the plain sum at a hundredth of that."""
+    parameter = nn.Parameter(torch.zeros(()))
+    optimizer = ScheduleFreeAdamW([parameter], lr=1e-4)
+    make_steps([parameter], optimizer, range(1))
+    state = optimizer.state[parameter]
+    state["weight_sum"].fill_(1e7)
+    make_steps([parameter], optimizer, range(1, 4))
+    assert state["weight_sum"] == 1e7 + 3
+
+
+def test_without_weights_of_the_learning_rate_steps_of_length_zero_count():
+    """As in the formula, where 0^0 is 1."""
+    parameter = nn.Parameter(torch.zeros(()))
+    optimizer = ScheduleFreeAdamW([parameter], lr=0.0, weight_lr_power=0.0)
+    points = []
+    for step in range(6):
+        optimizer.param_groups[0]["lr"] = 0.0 if step < 3 else 0.1
+        parameter.grad = torch.ones(())
+        optimizer.step()
+        points.append(optimizer.state[parameter]["z"].clone())
+    optimizer.eval()
+    torch.testing.assert_close(parameter.detach(), torch.stack(points).mean())
+
+
+# What is saved.
+
+
+def copied_by_state_dictionary(parameters, optimizer):
+    new = [nn.Parameter(value) for value in values(parameters)]
+    other = ScheduleFreeAdamW(new, lr=0.5, master_weights=optimizer.defaults["master_weights"])
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return new, other
+
+
+COPIES = {
+    "state dictionary": copied_by_state_dictionary,
+    "deepcopy": lambda p, o: copy.deepcopy((p, o)),
+    "pickle": lambda p, o: pickle.loads(pickle.dumps((p, o))),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize(
+    ("dtype", "master"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+)
+def test_what_is_saved_in_either_mode_goes_on_to_the_bit(dtype, master, mode, how):
+    parameters = new_parameters(dtype)
+    optimizer = ScheduleFreeAdamW(parameters, lr=0.02, warmup_steps=4, master_weights=master)
+    make_steps(parameters, optimizer, range(3))
+    getattr(optimizer, mode)()
+    new, other = COPIES[how](parameters, optimizer)
+    for each in (optimizer, other):
+        each.train()
+    make_steps(parameters, optimizer, range(3, 6))
+    assert not torch.equal(parameters[0], new[0])
+    make_steps(new, other, range(3, 6))
+    assert are_equal(parameters, new)
+
+
+@pytest.mark.parametrize("options", [FLAT, None], ids=["flat", "nested"])
+def test_what_a_distributed_checkpoint_of_an_evaluation_leaves_out_is_missed(options, tmp_path):
+    """It fills only what the new optimizer has, too, and that had nothing put aside."""
+    model, optimizer = trained(steps=4)
+    optimizer.eval()
+    distributed_checkpoint.save(model, optimizer, options, tmp_path)
+    other = new_model()
+    its = ScheduleFreeAdamW(other.parameters())
+    with pytest.raises(ValueError, match="has only 0 of the 6 tensors"):
+        distributed_checkpoint.load(other, its, options, tmp_path)
+    its.eval()
+    distributed_checkpoint.load(other, its, options, tmp_path)
+    for each in (optimizer, its):
+        each.train()
+    for each, of_it in ((model, optimizer), (other, its)):
+        for step in range(4, 8):
+            of_it.zero_grad()
+            loss_of(each, batch(step)).backward()
+            of_it.step()
+    assert are_equal(model.parameters(), other.parameters())
+
+
+@pytest.mark.parametrize("way", ["eval", "train"])
+def test_a_switch_that_is_interrupted_can_be_undone_also_after_it_was_saved(way, monkeypatch):
+    parameters = new_parameters()
+    optimizer = ScheduleFreeAdamW(parameters, lr=0.02)
+    make_steps(parameters, optimizer, range(3))
+    before = values(parameters)
+    assign, calls = schedule_free.assign, []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        assign(*arguments)
+
+    if way == "train":
+        optimizer.eval()
+    monkeypatch.setattr(schedule_free, "assign", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        getattr(optimizer, way)()
+    monkeypatch.undo()
+    new, other = copied_by_state_dictionary(parameters, optimizer)
+    with pytest.raises(RuntimeError, match="averages"):
+        optimizer.step()
+    for each, its in ((parameters, optimizer), (new, other)):
+        its.train()
+        assert are_equal(each, before)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [AdamW, torch.optim.AdamW, pytorch_optimizer.ScheduleFreeAdamW],
+    ids=lambda o: o.__module__,
+)
+def test_the_state_of_others_is_refused_and_changes_nothing(other):
+    parameters, theirs = new_parameters(), new_parameters()
+    optimizer, given = ScheduleFreeAdamW(parameters), other(theirs)
+    make_steps(parameters, optimizer, range(2))
+    make_steps(theirs, given, range(2))
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match="load only the model, and begin with new state"):
+        optimizer.load_state_dict(given.state_dict())
+    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+
+
+def test_state_dictionaries_of_other_groups_are_refused():
+    optimizer = ScheduleFreeAdamW(new_parameters())
+    halves = [{"params": new_parameters()[:2]}, {"params": new_parameters()[2:]}]
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict(ScheduleFreeAdamW(halves).state_dict())
+
+
+# With a model.
+
+
+def new_model():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(27, 5), nn.LayerNorm(5)
+    )
+
+
+def batch(step):
+    return torch.randn(4, 2, 4, 4, generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model, images):
+    return model(images).square()[:, 1:].mean()
+
+
+@pytest.mark.parametrize("when", ["backward", "forward"])
+def test_fused_it_is_the_same_to_the_bit_evaluations_included(when):
+    results = []
+    for fused in (False, True):
+        model, evaluated = new_model(), []
+        optimizer = ScheduleFreeAdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+        handle = fuse(model, optimizer, when=when) if fused else None
+        for step in range(50):
+            optimizer.zero_grad()
+            loss_of(model, batch(step)).backward()
+            optimizer.step()
+            if step % 10 == 3:
+                optimizer.eval()
+                with torch.no_grad():
+                    evaluated.append(loss_of(model.eval(), batch(1000)))
+                model.train()
+                optimizer.train()
+        if handle is not None:
+            handle.close()
+        results.append([evaluated, list(model.parameters()), optimizer.state_dict()["state"]])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+def trained(directory=None, *, steps=12, evaluate=None, make=ScheduleFreeAdamW, **options):
+    model = new_model()
+    optimizer = make(model.parameters(), lr=0.02)
+    train(
+        model,
+        optimizer,
+        [batch(step) for step in range(12)],
+        steps=steps,
+        loss=loss_of,
+        evaluate=evaluate,
+        evaluate_every=5 if evaluate else None,
+        checkpoints=directory,
+        log_every=3,
+        progress=False,
+        **options,
+    )
+    return model, optimizer
+
+
+@pytest.mark.parametrize("when", [None, "backward", "forward"])
+def test_the_loop_evaluates_averages_and_trains_as_without(when):
+    seen = []
+    model, _ = trained(evaluate=lambda m: seen.append(values(m.parameters())), fuse=when)
+    plain, _ = trained()
+    assert are_equal(model.parameters(), plain.parameters())
+    for steps, averages in zip((5, 10, 12), seen, strict=True):
+        other, its = trained(steps=steps)
+        its.eval()
+        assert are_equal(other.parameters(), averages)
+
+
+def test_the_loop_evaluates_averages_of_the_public_implementation():
+    seen = []
+    public = pytorch_optimizer.ScheduleFreeAdamW
+    trained(steps=5, make=public, evaluate=lambda m: seen.append(values(m.parameters())))
+    model, optimizer = trained(steps=5, make=public)
+    optimizer.eval()
+    assert are_equal(model.parameters(), seen[0])
+
+
+def test_a_run_that_resumes_ends_where_one_that_was_not_stopped_does(tmp_path):
+    for steps in (4, 12):
+        resumed, optimizer = trained(tmp_path, steps=steps, evaluate=lambda _: {})
+    whole, other = trained()
+    assert are_equal(resumed.parameters(), whole.parameters())
+    state, expected = (each.state_dict()["state"] for each in (optimizer, other))
+    torch.testing.assert_close(state, expected, rtol=0, atol=0)
+
+
+def test_an_evaluation_that_fails_leaves_a_checkpoint_of_what_was_trained(tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        trained(tmp_path, evaluate=lambda _: 1 / 0)
+    with Checkpoints(tmp_path) as checkpoints:
+        found = checkpoints.load()
+    assert found.step == 5
+    plain, _ = trained(steps=5)
+    assert are_equal(found.state["model"].values(), plain.state_dict().values())
+    resumed, _ = trained(tmp_path)
+    assert are_equal(resumed.parameters(), trained()[0].parameters())
+
+
+def test_a_switch_that_is_interrupted_is_not_saved(tmp_path, monkeypatch):
+    put_back = ScheduleFreeAdamW.train
+
+    def interrupted(optimizer):
+        if optimizer.state:
+            raise KeyboardInterrupt
+        put_back(optimizer)
+
+    monkeypatch.setattr(ScheduleFreeAdamW, "train", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path, evaluate=lambda _: {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_loop_trains_what_it_was_given_in_evaluation():
+    model, optimizer = trained(steps=4)
+    other = new_model()
+    with torch.no_grad():
+        for target, source in zip(other.parameters(), model.parameters(), strict=True):
+            target.copy_(source)
+    again = ScheduleFreeAdamW(other.parameters())
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    again.eval()
+    for each, its in ((model, optimizer), (other, again)):
+        data = [batch(step) for step in range(4, 8)]
+        train(each, its, data, steps=4, loss=loss_of, progress=False)
+    assert are_equal(model.parameters(), other.parameters())

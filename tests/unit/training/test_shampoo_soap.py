@@ -1,0 +1,872 @@
+"""Shampoo, SOAP, and the thread beside them. What all optimizers do is tested with the others."""
+
+import copy
+import gc
+import io
+import logging
+import math
+import pickle
+import subprocess
+import sys
+import threading
+from functools import partial
+
+import pytest
+import pytorch_optimizer
+import torch
+from torch import distributed, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from graphstash.training import SOAP, LossScale, Shampoo, fuse, traced_step, train
+from graphstash.training.optimizers import background
+from graphstash.training.optimizers.background import Pending, Roots
+from graphstash.training.optimizers.factors import Blocking, Factors
+from support import distributed_checkpoint
+from support.device_reads import Reads
+from support.distributed_checkpoint import FLAT
+
+BOTH = [Shampoo, SOAP]
+MATRICES = ((6, 4), (4, 6), (5, 5), (3, 2, 2, 2))
+SHAPES = (*MATRICES, (5,))
+BAD = {0: math.inf, 5: math.nan, 11: -math.inf}
+STEPS = 20
+
+
+def new_parameters(shapes=SHAPES, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
+
+
+def give_gradients(parameters, step, *, bad=None, scale=1.0):
+    generator = torch.Generator().manual_seed(100 + step)
+    for parameter in parameters:
+        gradient = torch.randn(parameter.shape, generator=generator) * scale
+        parameter.grad = gradient.to(parameter.dtype)
+    if bad is not None:
+        parameters[0].grad[0, 0] = bad
+
+
+def run(parameters, optimizer, steps, *, bad=None, after=lambda step: None):
+    for step in steps:
+        give_gradients(parameters, step, bad=(bad or {}).get(step))
+        optimizer.step(found_inf=torch.tensor(float(step in (bad or {}))))
+        after(step)
+
+
+def assert_close(ours, theirs, **tolerance):
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, **{"rtol": 0, "atol": 1e-6, **tolerance})
+
+
+def assert_equal(ours, theirs):
+    assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+
+
+def compare(make, make_reference, *, shapes=SHAPES, dtype=torch.float32, bad=BAD, refresh=None):
+    """Trains both; the reference does not see bad steps. `refresh(reference, is_due)` tells it
+    whether ours computes roots in this call, where the bad ones count."""
+    ours, theirs = new_parameters(shapes, dtype), new_parameters(shapes, dtype)
+    optimizer, reference = make(ours), make_reference(theirs)
+    with Reads() as reads:
+        run(ours, optimizer, range(STEPS), bad=bad)
+    assert reads.count == 0
+    since_first = -1
+    for step in range(STEPS):
+        if since_first >= 0 or step not in bad:
+            since_first += 1
+        if step not in bad:
+            give_gradients(theirs, step)
+            if refresh is not None:
+                refresh(reference, since_first)
+            reference.step()
+    assert_close(ours, theirs)
+    assert not any(
+        torch.equal(*pair) for pair in zip(ours, new_parameters(shapes, dtype), strict=True)
+    )
+
+
+# The formulas.
+
+SOAP_OPTIONS = [
+    {},
+    {"max": 5},
+    {"merge_dims": True, "max": 6, "shapes": ((6, 5), (5, 6), (3, 2, 2, 4))},
+    {"shampoo_beta": 0.8, "betas": (0.8, 0.9), "weight_decay": 0.1},
+    {"maximize": True},
+]
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("number", range(len(SOAP_OPTIONS)))
+def test_soap_goes_as_a_public_implementation_with_bad_steps(number, delay):
+    options = dict(SOAP_OPTIONS[number])
+    largest, shapes = options.pop("max", 10_000), options.pop("shapes", SHAPES)
+    options |= {"lr": 0.01, "precondition_frequency": 1}
+    compare(
+        lambda p: SOAP(p, delay=delay, max_preconditioner_dim=largest, **options),
+        lambda p: pytorch_optimizer.SOAP(p, max_precondition_dim=largest, **options),
+        shapes=shapes,
+    )
+
+
+@pytest.mark.parametrize("frequency", [3, 7])
+def test_soap_counts_bad_calls_between_two_bases(frequency):
+    def refresh(reference, since_first):
+        for state in reference.state.values():
+            state["precondition_frequency"] = 1 if since_first % frequency == 0 else 10**6
+
+    compare(
+        lambda p: SOAP(p, precondition_frequency=frequency),
+        pytorch_optimizer.SOAP,
+        refresh=refresh,
+    )
+
+
+def test_soap_turns_vectors_if_told_so():
+    options = {"precondition_frequency": 7, "precondition_1d": True}
+    compare(
+        lambda p: SOAP(p, **options),
+        lambda p: pytorch_optimizer.SOAP(p, **options),
+        shapes=(*MATRICES, (5,), (3,)),
+        bad={},
+    )
+
+
+@pytest.mark.parametrize(("frequency", "dtype"), [(1, torch.float32), (3, torch.float64)])
+def test_shampoo_goes_as_a_public_implementation_with_bad_steps(frequency, dtype):
+    def refresh(reference, since_first):
+        for group in reference.param_groups:
+            group["step"] = frequency - 1 if since_first % frequency == 0 else frequency
+
+    compare(
+        lambda p: Shampoo(
+            p,
+            betas=(0, 1),
+            eps=1e-3,
+            graft=False,
+            merge_dims=False,
+            precondition_1d=True,
+            precondition_frequency=frequency,
+            delay=0,
+        ),
+        lambda p: pytorch_optimizer.Shampoo(
+            p, lr=0.01, matrix_eps=1e-3, preconditioning_compute_steps=frequency
+        ),
+        refresh=refresh if frequency > 1 else None,
+        dtype=dtype,
+    )
+
+
+# What that implementation merges is another thing where the first dimension is larger than a block.
+SCALABLE_OPTIONS = [
+    {"merge_dims": False, "block": 3},
+    {"merge_dims": False, "block": 3, "graft": False},
+    {"merge_dims": False, "block": 512, "nesterov": False},
+    {"merge_dims": True, "block": 4, "shapes": ((4, 6), (3, 2, 2, 2), (2, 2, 7))},
+    {"merge_dims": False, "block": 4, "maximize": True, "betas": (0.5, 0.9)},
+]
+
+
+@pytest.mark.parametrize("number", range(len(SCALABLE_OPTIONS)))
+def test_shampoo_with_blocks_goes_as_a_public_implementation(number):
+    """In float64: the reference leaves out what keeps roots of singular matrices small."""
+    options = {"betas": (0.9, 0.99), "weight_decay": 0.1, **SCALABLE_OPTIONS[number]}
+    block, shapes = options.pop("block"), options.pop("shapes", SHAPES)
+    graft, merges = options.pop("graft", True), options.pop("merge_dims")
+    compare(
+        lambda p: Shampoo(
+            p,
+            eps=1e-12,
+            graft=graft,
+            merge_dims=merges,
+            max_preconditioner_dim=block,
+            precondition_frequency=1,
+            delay=0,
+            **options,
+        ),
+        lambda p: pytorch_optimizer.ScalableShampoo(
+            p,
+            lr=0.01,
+            matrix_eps=1e-12,
+            graft_type=int(graft),
+            shape_interpretation=merges,
+            block_size=block,
+            use_svd=True,
+            decoupled_weight_decay=True,
+            start_preconditioning_step=1,
+            preconditioning_compute_steps=1,
+            **options,
+        ),
+        shapes=shapes,
+        dtype=torch.float64,
+    )
+
+
+@pytest.mark.parametrize("optimizer", BOTH)
+def test_a_bad_step_changes_no_bit_and_none_reads_the_device(optimizer):
+    parameters = new_parameters()
+    mine = optimizer(parameters, precondition_frequency=1, delay=0)
+    scale = LossScale(8.0).to("cpu")
+
+    def everything():
+        return [
+            value.clone()
+            for parameter in parameters
+            for value in (parameter.detach(), *mine.state[parameter].values())
+            if isinstance(value, torch.Tensor)
+        ]
+
+    with Reads() as reads:
+        for step in range(3):
+            give_gradients(parameters, step, scale=8.0)
+            scale.step(mine)
+            scale.update()
+        before = everything()
+        for bad in (math.inf, math.nan):
+            give_gradients(parameters, 3, bad=bad, scale=8.0)
+            scale.step(mine)
+            scale.update()
+    assert reads.count == 0
+    assert_equal(everything(), before)
+    other = new_parameters()
+    run(other, optimizer(other, precondition_frequency=1, delay=0), range(3))
+    assert_close(parameters, other)
+
+
+@pytest.mark.parametrize("optimizer", BOTH)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_types_train_and_keep_their_type(dtype, optimizer):
+    parameters, wide = new_parameters(dtype=dtype), new_parameters()
+    for group in (parameters, wide):
+        mine = optimizer(group, precondition_frequency=1)
+        run(group, mine, range(3))
+    assert all(p.dtype == dtype for p in parameters)
+    assert_close([p.float() for p in parameters], wide, atol=0.02)
+    assert not torch.equal(parameters[0], new_parameters(dtype=dtype)[0])
+
+
+@pytest.mark.parametrize("optimizer", BOTH)
+def test_with_master_weights_training_is_that_of_float32_parameters(optimizer):
+    narrow = new_parameters(dtype=torch.bfloat16)
+    wide = [nn.Parameter(p.detach().float()) for p in narrow]
+    mine, reference = optimizer(narrow, master_weights=True), optimizer(wide)
+    for step in range(4):
+        give_gradients(narrow, step)
+        for parameter, copied in zip(narrow, wide, strict=True):
+            copied.grad = parameter.grad.float()
+        mine.step()
+        reference.step()
+    assert_equal([mine.state[p]["master"] for p in narrow], wide)
+
+
+@pytest.mark.parametrize("optimizer", BOTH)
+def test_a_parameter_without_a_gradient_is_as_if_the_call_had_not_been(optimizer):
+    first, second = new_parameters(MATRICES[:2]), new_parameters(MATRICES[:2])
+    mine = optimizer(first, precondition_frequency=2, delay=1)
+    alone = optimizer(second[:1], precondition_frequency=2, delay=1)
+    for step in range(9):
+        give_gradients(first, step)
+        give_gradients(second[:1], step)
+        if step in (2, 5):
+            first[0].grad = None
+        else:
+            alone.step()
+        mine.step()
+    assert torch.equal(first[0], second[0])
+
+
+@pytest.mark.parametrize("optimizer", BOTH)
+def test_empty_and_zero_parameters_stay_finite(optimizer):
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((0, 3), (2, 3), (), (1,))]
+    mine = optimizer(parameters, precondition_frequency=1)
+    for _ in range(3):
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        mine.step()
+    assert all(torch.equal(p, torch.zeros_like(p)) for p in parameters)
+    assert mine.failed_roots == 0
+
+
+# When the roots come.
+
+
+def roots_after_each_call(optimizer, steps=16, **options):
+    parameters = new_parameters(MATRICES[:2])
+    mine = optimizer(parameters, **options)
+    history = []
+    run(
+        parameters,
+        mine,
+        range(steps),
+        after=lambda _: history.append(mine.state[parameters[1]]["roots"].clone()),
+    )
+    return history
+
+
+@pytest.mark.parametrize("delay", [1, 2, 4])
+def test_deterministic_roots_come_so_many_calls_later_and_not_before(delay):
+    """Shampoo's depend on gradients alone, so they are those of a run without a delay."""
+    at_once = roots_after_each_call(Shampoo, precondition_frequency=4, delay=0)
+    later = roots_after_each_call(
+        Shampoo, precondition_frequency=4, delay=delay, deterministic=True
+    )
+    assert_equal(later[:4], at_once[:1] * 4)  # the first ones are waited for
+    for call in range(4, 16 - delay):
+        assert torch.equal(later[call + delay], at_once[call])
+    assert not torch.equal(at_once[4], at_once[3])
+
+
+@pytest.mark.parametrize("frequency", [1, 3])
+def test_a_delay_of_one_changes_no_bit_of_soap(frequency):
+    results = []
+    for delay in (0, 1):
+        parameters = new_parameters()
+        mine = SOAP(parameters, precondition_frequency=frequency, delay=delay)
+        run(parameters, mine, range(STEPS), bad=BAD)
+        results.append(parameters)
+    assert_equal(*results)
+
+
+class Gate:
+    """Lets computations begin when it is opened; the first ones of each parameter pass."""
+
+    def __init__(self, monkeypatch):
+        self.opened = threading.Event()
+        self.finite = background._finite
+        monkeypatch.setattr(background, "_finite", self)
+
+    def __call__(self, compute, snapshot):
+        if not snapshot.is_first:
+            self.opened.wait()
+        return self.finite(compute, snapshot)
+
+
+def test_training_goes_on_without_roots_and_waits_when_they_are_due(monkeypatch):
+    gate = Gate(monkeypatch)
+    waits = []
+
+    def roots(pending, original=Pending.roots):
+        waits.append(gate.opened.is_set())
+        gate.opened.set()
+        return original(pending)
+
+    parameters = new_parameters(MATRICES[:2])
+    mine = Shampoo(parameters, precondition_frequency=4, delay=3)
+    history = []
+
+    def look(_):
+        history.append(mine.state[parameters[1]]["roots"].clone())
+
+    run(parameters, mine, [0], after=look)
+    monkeypatch.setattr(Pending, "roots", roots)
+    run(parameters, mine, range(1, 7), after=look)  # begun in call 4; would hang if one waited
+    assert waits == []
+    assert torch.equal(history[6], history[0])
+    run(parameters, mine, [7], after=look)
+    assert waits == [False, True]  # for the first parameter's, and then for the second's
+    monkeypatch.undo()
+    at_once = roots_after_each_call(Shampoo, precondition_frequency=4, delay=0)
+    assert torch.equal(history[7], at_once[4])
+
+
+def test_a_computation_does_not_see_what_comes_after_its_step(monkeypatch):
+    gate = Gate(monkeypatch)
+    parameters, found_inf = new_parameters(MATRICES[1:2]), torch.tensor(0.0)
+    mine = SOAP(parameters, precondition_frequency=4, delay=4, deterministic=True)
+    state = mine.state[parameters[0]]
+    for step in range(8):
+        give_gradients(parameters, step)
+        found_inf.fill_(float(step > 5))
+        mine.step(found_inf=found_inf)
+        if step == 4:
+            statistics, basis = state["statistics"].clone(), state["roots"].clone()
+            pending = state["pending"]
+    gate.opened.set()
+    roots = pending.roots()
+    power = statistics[:16].view(4, 4) @ basis[:16].view(4, 4)
+    expected = torch.linalg.qr(power[:, roots.order[:4]]).Q
+    torch.testing.assert_close(roots.flat[:16].view(4, 4), expected)
+
+
+def test_a_parameter_waits_for_one_computation_at_a_time():
+    parameters = new_parameters(MATRICES[:1])
+    mine = Shampoo(parameters, precondition_frequency=4, delay=4, deterministic=True)
+    run(parameters, mine, range(5))
+    pending = mine.state[parameters[0]]["pending"]
+    mine.param_groups[0]["precondition_frequency"] = 1
+    run(parameters, mine, range(5, 8))
+    assert mine.state[parameters[0]]["pending"] is pending
+    run(parameters, mine, [8])
+    assert mine.state[parameters[0]]["pending"] is not pending
+
+
+def takes_roots_early(*, deterministic):
+    parameters = new_parameters(MATRICES[:1])
+    mine = Shampoo(parameters, precondition_frequency=4, delay=4, deterministic=deterministic)
+    run(parameters, mine, range(5))
+    state = mine.state[parameters[0]]
+    before = state["roots"].clone()
+    state["pending"].roots()  # waits
+    run(parameters, mine, [5])
+    return not torch.equal(before, state["roots"])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_roots_that_are_there_early_are_used_unless_it_must_be_deterministic(deterministic):
+    assert takes_roots_early(deterministic=deterministic) is not deterministic
+
+
+def test_in_a_job_of_several_processes_they_are_never_early():
+    """Else the processes' parameters would not stay equal."""
+    distributed.init_process_group("fake", world_size=2, rank=0, store=FakeStore())
+    try:
+        assert not takes_roots_early(deterministic=False)
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_no_computation_is_made_of_a_bad_step(monkeypatch, delay):
+    seen, finite = [], background._finite
+
+    def watched(compute, snapshot):
+        seen.append(finite(compute, snapshot))
+        return seen[-1]
+
+    monkeypatch.setattr(background, "_finite", watched)
+    parameters = new_parameters(MATRICES[:1])
+    mine = SOAP(parameters, precondition_frequency=1, delay=delay)
+    run(parameters, mine, range(4), bad={0: math.inf, 2: math.nan})
+    mine.close()
+    assert [roots.flat is not None for roots in seen] == [False, True, False, True]
+    assert mine.failed_roots == 0
+
+
+# What goes wrong.
+
+
+@pytest.mark.parametrize("optimizer", BOTH)
+@pytest.mark.parametrize("kind", ["raised", "not finite"])
+def test_roots_that_cannot_be_computed_are_counted_and_the_old_ones_stay(
+    optimizer, kind, monkeypatch, caplog
+):
+    parameters = new_parameters(MATRICES[:1])
+    mine = optimizer(parameters, precondition_frequency=1, delay=1)
+    run(parameters, mine, range(3))
+    mine.state_dict()  # waits
+    run(parameters, mine, [3])
+    mine.state[parameters[0]]["pending"].roots()
+
+    def fails(_, snapshot):
+        if kind == "raised":
+            raise torch.linalg.LinAlgError("no convergence")
+        return Roots(torch.full_like(snapshot.roots, math.nan))
+
+    monkeypatch.setattr(optimizer, "_compute", lambda *_: partial(fails, None))
+    run(parameters, mine, [4])
+    before = mine.state[parameters[0]]["roots"].clone()
+    with caplog.at_level(logging.WARNING, "graphstash"):
+        run(parameters, mine, range(5, 8))
+    assert torch.equal(mine.state[parameters[0]]["roots"], before)
+    assert mine.failed_roots == 3
+    assert [r.getMessage() for r in caplog.records if "shape [6, 4]" in r.getMessage()]
+    assert len(caplog.records) == 1
+    monkeypatch.undo()
+    run(parameters, mine, range(8, 11))
+    assert not torch.equal(mine.state[parameters[0]]["roots"], before)
+
+
+@pytest.mark.parametrize("optimizer", BOTH)
+def test_statistics_that_are_not_finite_leave_the_roots_alone(optimizer):
+    parameters = new_parameters(MATRICES[:1])
+    mine = optimizer(parameters, precondition_frequency=1, delay=0)
+    run(parameters, mine, range(2))
+    before = mine.state[parameters[0]]["roots"].clone()
+    mine.state[parameters[0]]["statistics"][0] = math.nan  # as a state may have them that is loaded
+    run(parameters, mine, [2])
+    assert torch.equal(mine.state[parameters[0]]["roots"], before)
+    assert mine.failed_roots == 1
+
+
+@pytest.mark.parametrize("delay", [0, 1, 2])
+def test_an_error_in_the_thread_is_raised_by_the_step_that_waits_for_it(delay, monkeypatch):
+    parameters = new_parameters(MATRICES[:1])
+    mine = Shampoo(parameters, precondition_frequency=2, delay=delay, deterministic=True)
+    run(parameters, mine, range(2))
+
+    def fails(_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Shampoo, "_compute", lambda *_: fails)
+    run(parameters, mine, range(2, 2 + delay))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run(parameters, mine, [2 + delay])
+    monkeypatch.undo()
+    run(parameters, mine, range(3, 9))
+    mine.close()
+
+
+# State.
+
+
+def continued(parameters, mine, how):
+    if how == "copied":
+        return copy.deepcopy((parameters, mine))
+    if how == "pickled":
+        return pickle.loads(pickle.dumps((parameters, mine)))
+    saved = {"parameters": parameters, "optimizer": mine.state_dict()}
+    if how == "saved":
+        file = io.BytesIO()
+        torch.save(saved, file)
+        saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    new = [nn.Parameter(p.detach().clone()) for p in saved["parameters"]]
+    other = type(mine)(new, lr=0.5)
+    other.load_state_dict(saved["optimizer"])
+    return new, other
+
+
+@pytest.mark.parametrize("how", ["saved", "given", "copied", "pickled"])
+@pytest.mark.parametrize("delay", [0, 1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("optimizer", BOTH)
+def test_it_goes_on_to_the_bit_from_any_step(optimizer, dtype, delay, how):
+    options = {"precondition_frequency": 3, "delay": delay, "deterministic": True}
+    parameters = new_parameters(dtype=dtype)
+    mine = optimizer(parameters, **options)
+    others = []
+    for step in range(10):
+        run(parameters, mine, [step], bad={0: math.inf, 6: math.nan})
+        for new, other in others:
+            run(new, other, [step], bad={0: math.inf, 6: math.nan})
+        others.append(continued(parameters, mine, how))
+    for new, other in others:
+        assert_equal(new, parameters)
+        for one, another in zip(parameters, new, strict=True):
+            for name in ("statistics", "roots"):
+                kept, its = mine.state[one][name], other.state[another][name]
+                assert torch.equal(kept, its)
+                assert kept.data_ptr() != its.data_ptr() or not kept.numel()
+
+
+@pytest.mark.parametrize("optimizer", BOTH)
+def test_the_place_of_a_gradient_in_memory_changes_no_bit(optimizer):
+    """In the buckets of DistributedDataParallel it is anywhere."""
+    results = []
+    for offset in (0, 3):
+        parameters = new_parameters([(64, 64), (3, 64)])
+        mine = optimizer(parameters, lr=0.01, deterministic=True)
+        for step in range(9):
+            give_gradients(parameters, step)
+            for parameter in parameters:
+                bucket = torch.zeros(parameter.numel() + offset)
+                gradient = bucket[offset:].view_as(parameter).copy_(parameter.grad)
+                parameter.grad = gradient
+            mine.step()
+        results.append(parameters)
+    assert_equal(*results)
+
+
+@pytest.mark.parametrize("options", [FLAT, None], ids=["flat", "nested"])
+@pytest.mark.parametrize("optimizer", BOTH)
+def test_a_distributed_checkpoint_has_the_roots_that_a_parameter_waits_for(
+    optimizer, options, tmp_path
+):
+    def new():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 4), nn.Conv2d(2, 3, 2))
+        return model, optimizer(
+            model.parameters(), precondition_frequency=3, delay=2, deterministic=True
+        )
+
+    model, mine = new()
+    run(list(model.parameters()), mine, range(5))
+    assert mine.state[model[0].weight]["pending"] is not None
+    distributed_checkpoint.save(model, mine, options, tmp_path)
+    other, its = new()
+    distributed_checkpoint.load(other, its, options, tmp_path)
+    for each, of_it in ((model, mine), (other, its)):
+        run(list(each.parameters()), of_it, range(5, 11))
+    assert_equal(list(other.parameters()), list(model.parameters()))
+
+
+@pytest.mark.parametrize("optimizer", BOTH)
+def test_state_of_another_optimizer_is_refused_and_changes_nothing(optimizer):
+    mine = optimizer(new_parameters(), lr=0.25)
+    other = torch.optim.AdamW(new_parameters(), lr=0.5)
+    with pytest.raises(ValueError, match=rf"not one of {optimizer.__name__}: its groups have no"):
+        mine.load_state_dict(other.state_dict())
+    assert mine.param_groups[0]["lr"] == 0.25
+
+
+def test_what_was_being_computed_is_dropped_when_a_state_is_loaded(monkeypatch):
+    gate = Gate(monkeypatch)
+    parameters = new_parameters(MATRICES[:1])
+    mine = Shampoo(parameters, precondition_frequency=2, delay=2)
+    run(parameters, mine, range(1))
+    saved = copy.deepcopy(mine.state_dict())
+    run(parameters, mine, range(1, 3))
+    assert mine.state[parameters[0]]["pending"] is not None
+    mine.load_state_dict(saved)
+    assert mine.state[parameters[0]]["pending"] is None
+    gate.opened.set()
+    mine.close()
+
+
+# The thread.
+
+
+def root_threads():
+    return [t for t in threading.enumerate() if t.name.startswith("roots")]
+
+
+@pytest.mark.parametrize("how", ["closed", "collected"])
+def test_the_thread_ends_with_close_or_with_the_optimizer(how):
+    before = root_threads()
+    parameters = new_parameters(MATRICES[:1])
+    mine = SOAP(parameters)
+    run(parameters, mine, range(2))
+    (thread,) = [t for t in root_threads() if t not in before]
+    if how == "closed":
+        mine.close()
+        mine.close()
+    else:
+        del mine
+        gc.collect()
+        thread.join()
+    assert not thread.is_alive()
+
+
+def test_a_step_after_close_starts_another_thread():
+    results = []
+    for closes in (False, True):
+        parameters = new_parameters()
+        mine = SOAP(parameters, precondition_frequency=2)
+        for step in range(8):
+            run(parameters, mine, [step])
+            if closes:
+                mine.close()
+        results.append(parameters)
+    assert_equal(*results)
+
+
+@pytest.mark.extended  # a process that imports torch
+def test_a_forked_process_computes_for_itself_and_a_process_ends_while_its_thread_computes():
+    script = """
+import os, sys, threading, torch
+from torch import nn
+from graphstash.training import Shampoo
+from graphstash.training.optimizers import background
+
+torch.set_num_threads(1)
+gate, began, finite = threading.Event(), threading.Event(), background._finite
+
+def gated(compute, snapshot):
+    if not snapshot.is_first:
+        began.set()
+        gate.wait()
+    return finite(compute, snapshot)
+
+background._finite = gated
+parameter = nn.Parameter(torch.ones(4, 3))
+optimizer = Shampoo([parameter], precondition_frequency=2, delay=2, deterministic=True)
+
+def run(steps):
+    for step in steps:
+        parameter.grad = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+
+run(range(3))
+began.wait()
+child = os.fork()
+gate.set()
+run(range(3, 8))
+if child == 0:
+    print("child", parameter.tolist(), flush=True)
+    optimizer.close()
+    sys.exit()
+assert os.waitpid(child, 0)[1] == 0
+print("parent", parameter.tolist(), flush=True)
+optimizer.state_dict()
+gate.clear()
+began.clear()
+run([8])
+began.wait()
+threading._register_atexit(gate.set)  # called before the interpreter waits for threads
+print("end", optimizer.state[parameter]["pending"] is not None, flush=True)
+"""
+    command = [sys.executable, "-W", "error", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    results = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    assert results.keys() == {"child", "parent", "end"}
+    assert results["child"] == results["parent"]
+    assert results["end"] == "True"
+    assert done.stderr == ""
+
+
+# With the rest.
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh())
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.layers(x))
+
+
+def inputs(step):
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
+
+
+@pytest.mark.parametrize("when", ["backward", "forward"])
+@pytest.mark.parametrize("optimizer", BOTH)
+def test_fused_it_is_the_same_to_the_bit(optimizer, when):
+    results = []
+    for is_fused in (False, True):
+        torch.manual_seed(0)
+        model = Model()
+        mine = optimizer(model.parameters(), precondition_frequency=3, delay=2, deterministic=True)
+        handle = fuse(model, mine, when=when) if is_fused else None
+        for step in range(9):
+            mine.zero_grad()
+            model(inputs(step)).square().mean().backward()
+            mine.step()
+        if handle is not None:
+            handle.close()
+        results.append(list(model.parameters()))
+    assert_equal(*results)
+
+
+@pytest.mark.parametrize("optimizer", BOTH)
+def test_a_traced_step_runs_as_it_is_and_says_why(optimizer, caplog):
+    results = []
+    for is_traced in (False, True):
+        torch.manual_seed(0)
+        model = Model()
+        mine = optimizer(model.parameters(), precondition_frequency=2)
+
+        def step(x, model=model, mine=mine):
+            mine.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            mine.step()
+            return loss
+
+        with caplog.at_level(logging.WARNING, "graphstash"):
+            function = traced_step(step, [model, mine]) if is_traced else step
+        for number in range(6):
+            function(inputs(number))
+        results.append(list(model.parameters()))
+    assert_equal(*results)
+    assert function.mode == "lazy"
+    assert f"{optimizer.__name__} computes a part of its steps on the host" in function.reason
+
+
+@pytest.mark.parametrize("optimizer", BOTH)
+def test_train_takes_it_and_resumes_to_the_bit(optimizer, tmp_path):
+    batches = [(inputs(n), torch.arange(5) % 3) for n in range(12)]
+
+    def loss(model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    def trained(steps, directory):
+        torch.manual_seed(0)
+        model = Model()
+        mine = optimizer(model.parameters(), lr=0.05, precondition_frequency=5, delay=4)
+        mine.param_groups[0]["deterministic"] = True
+        first = float(loss(model, batches[0]))
+        train(model, mine, batches, steps=steps, loss=loss, checkpoints=directory)
+        return model, first
+
+    whole, first = trained(60, tmp_path / "whole")
+    trained(27, tmp_path / "parts")
+    resumed, _ = trained(60, tmp_path / "parts")
+    assert_equal(whole.parameters(), resumed.parameters())
+    assert float(loss(whole, batches[0])) < first * 0.9
+
+
+def test_a_schedule_changes_the_learning_rate():
+    for optimizer in BOTH:
+        parameters = new_parameters()
+        mine = optimizer(parameters, lr=0.1, weight_decay=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(mine, lambda step: float(step < 2))
+        for step in range(3):
+            before = [p.detach().clone() for p in parameters]
+            run(parameters, mine, [step])
+            schedule.step()
+        assert_equal(parameters, before)
+
+
+# Options.
+
+
+@pytest.mark.parametrize("optimizer", BOTH)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr must be at least 0"),
+        ({"weight_decay": math.nan}, "weight_decay must be at least 0"),
+        ({"eps": -1.0}, "eps must be"),
+        ({"betas": (1.0, 0.9)}, r"betas\[0\] must be"),
+        ({"betas": (0.9, math.nan)}, r"betas\[1\] must be"),
+        ({"precondition_frequency": 0}, r"a whole number and at least 1 \(got 0\)"),
+        ({"precondition_frequency": 1.5}, r"precondition_frequency must be .* \(got 1.5\)"),
+        ({"max_preconditioner_dim": 0}, "max_preconditioner_dim must be"),
+        ({"delay": -1}, r"from 0 to precondition_frequency, which is 10 \(got -1\)"),
+        ({"delay": 11}, r"from 0 to precondition_frequency, which is 10 \(got 11\)"),
+        ({"delay": 1.0}, "delay must be a whole number"),
+    ],
+)
+def test_an_option_out_of_range_is_refused(optimizer, options, message):
+    with pytest.raises(ValueError, match=message):
+        optimizer(new_parameters(), **options)
+
+
+def test_options_of_one_of_them_out_of_range_are_refused():
+    with pytest.raises(ValueError, match=r"shampoo_beta must be .* \(got 1.0\)"):
+        SOAP(new_parameters(), shampoo_beta=1.0)
+    with pytest.raises(ValueError, match=r"eps must be above 0 \(got 0\)"):
+        Shampoo(new_parameters(), eps=0)
+
+
+# Factors.
+
+
+@pytest.mark.parametrize(
+    ("shape", "limit", "merged"),
+    [
+        ((64, 32, 3, 3), 64, (64, 32, 9)),
+        ((2, 3, 4), 100, (24,)),
+        ((200, 3), 100, (200, 3)),
+        ((1, 200, 1, 3), 100, (200, 3)),
+        ((), 10, (1,)),
+    ],
+)
+def test_small_neighbors_are_merged(shape, limit, merged):
+    blocking = Blocking(limit, splits=True, merges=True, one_dimensional=True)
+    assert Factors(shape, blocking).shape == merged
+
+
+@pytest.mark.parametrize("splits", [True, False])
+@pytest.mark.parametrize("shape", [(5, 3), (4, 4), (7,), (2, 5, 3), (3, 0), ()])
+def test_the_identity_changes_nothing_and_blocks_are_put_back_in_place(shape, splits):
+    blocking = Blocking(3, splits=splits, merges=False, one_dimensional=True)
+    factors, tensor = Factors(shape, blocking), torch.randn(shape)
+    flat = factors.identity(tensor)
+    assert flat.numel() == factors.numel
+    assert torch.equal(factors.apply(flat, tensor), tensor)
+    assert torch.equal(factors.apply(flat, tensor, transposed=True), tensor)
+
+
+def test_larger_dimensions_have_blocks_or_no_matrix():
+    shapes = {
+        splits: [
+            [None if m is None else len(m) for m in block]
+            for block in factors.matrices(torch.zeros(factors.numel))
+        ]
+        for splits in (True, False)
+        for factors in [Factors((5, 3), Blocking(3, splits, merges=False, one_dimensional=False))]
+    }
+    assert shapes == {True: [[3, 3], [2, 3]], False: [[None, 3]]}

@@ -1,0 +1,41 @@
+"""The public names of graphstash.tuning."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from graphstash import tuning
+from graphstash_schema import DeviceType
+
+
+def test_every_public_name_is_there():
+    assert all(getattr(tuning, name) is not None for name in tuning.__all__)
+    assert dir(tuning) == sorted(tuning.__all__)  # of the modules that have them
+
+
+def test_importing_it_loads_neither_numpy_nor_xgboost_nor_a_compiler():
+    heavy = ("numpy", "xgboost", "torch", "jax", "triton", "graphstash.tuning.space")
+    code = f"import sys, graphstash.tuning; sys.exit(any(m in sys.modules for m in {heavy}))"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_shapes_of_a_bucket_are_one_problem():
+    shapes = [(65, 4096), (100, 4096), (128, 4096)]
+    assert {tuning.shape_bucket(shape) for shape in shapes} == {(128, 4096)}
+    assert tuning.shape_bucket((129, 1, 0)) == (256, 1, 0)
+
+
+def problem(*shape):
+    return tuning.Problem("matmul", shape, "float32", DeviceType("cpu"), "made-up 1.0")
+
+
+@pytest.mark.parametrize("size", [64.0, True, "64", None, -1, 2**63], ids=repr)
+def test_a_size_that_is_no_whole_number_is_refused(size):
+    with pytest.raises(ValueError, match="at most 16 sizes, whole numbers from 0"):
+        problem(size)
+
+
+def test_a_size_may_be_a_number_of_numpy():
+    assert problem(np.int64(64)).label == problem(64).label

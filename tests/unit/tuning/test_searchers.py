@@ -1,0 +1,379 @@
+"""Searchers: what they promise together, and that each does what its paper says."""
+
+import math
+import random
+import sys
+from statistics import mean
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import wilcoxon
+
+from graphstash.tuning.search import SEARCHERS, make_searcher
+from graphstash.tuning.search._numpy_networks import log_softmax
+from graphstash.tuning.search.base import CostError, Trial
+from graphstash.tuning.search.gbfs import GBFS
+from graphstash.tuning.search.na2c import ActorCritic, Transitions
+from graphstash.tuning.search.rnn import Controller, Written
+from graphstash.tuning.space import SearchSpace, SpaceError
+from graphstash.tuning.spaces import GemmSpace, ParameterSpace, TableSpace
+from support.tuning_costs import COSTS, area_under_best
+
+SMALL = GemmSpace(8, 4, 8, factors=(3, 2, 3))  # 10 * 3 * 10 configurations
+SPACES = {
+    "gemm": SMALL,
+    "parameters": ParameterSpace(
+        {"a": [1, 2, 4, 8], "b": [1, 2, 4, 8], "c": ["x", "y"], "d": [0, 1, 2]},
+        ["a * b <= 16", "d < a"],
+    ),
+    "table": TableSpace("ab", [(i, j) for i in range(12) for j in range(12) if (i + j) % 5]),
+}
+QUICK = {"xgboost": {"plan_size": 8, "chains": 8, "steps": 20, "trees": 5}}
+
+
+def searcher_of(name, space=SMALL, **options):
+    return make_searcher(name, space, **(QUICK.get(name, {}) | options))
+
+
+def cost_of(configuration):
+    """Of any space; some do not work."""
+    rng = random.Random(repr(configuration))
+    return math.inf if rng.random() < 0.1 else 0.5 + rng.random()
+
+
+def run(searcher, count, *, batch=1, shuffled=None):
+    """Until so many trials; batches are told in the order of asking, or shuffled."""
+    while len(searcher.trials) < count:
+        asked = searcher.ask(min(batch, count - len(searcher.trials)))
+        if not asked:
+            break
+        if shuffled is not None:
+            shuffled.shuffle(asked)
+        for each in asked:
+            searcher.tell(each, cost_of(each))
+    return searcher
+
+
+@pytest.fixture(params=SEARCHERS)
+def name(request):
+    return request.param
+
+
+@pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
+def test_a_search_visits_everything_once_and_then_has_nothing_more(name, space):
+    searcher = run(searcher_of(name, space), 2 * space.size, batch=3)
+    visited = [trial.configuration for trial in searcher.trials]
+    assert sorted(map(repr, visited)) == sorted(map(repr, space))
+    assert searcher.ask() == []
+    assert searcher.best.cost == min(map(cost_of, space))
+
+
+def test_equal_seeds_give_equal_searches_whatever_the_batches(name):
+    one = run(searcher_of(name, seed=3), 60)
+    assert run(searcher_of(name, seed=3), 60, batch=4).trials == one.trials
+    shuffled = run(searcher_of(name, seed=3), 60, batch=4, shuffled=random.Random(0))
+    assert set(shuffled.trials) == set(one.trials)
+    if name != "exhaustive":
+        assert run(searcher_of(name, seed=4), 60).trials != one.trials
+
+
+@pytest.mark.parametrize("stopped", [1, 9, 23, 40])
+def test_a_resumed_search_goes_on_as_if_it_had_never_ended(name, stopped):
+    whole = run(searcher_of(name, seed=1), 70, batch=4)
+    before = run(searcher_of(name, seed=1), stopped, batch=4)
+    before.ask(3)  # was being measured when the process died
+    after = searcher_of(name, seed=1)
+    after.resume(before.trials)
+    assert run(after, 70, batch=4).trials == whole.trials
+
+
+def test_a_search_resumes_when_its_batches_were_told_in_any_order(name):
+    order = random.Random(5)
+    before = run(searcher_of(name, seed=1), 30, batch=5, shuffled=order)
+    after = searcher_of(name, seed=1)
+    after.resume(before.trials)
+    assert set(run(after, 60).trials) == set(run(before, 60).trials)
+
+
+def test_what_was_told_without_being_asked_for_is_not_measured_again(name):
+    told = [each for each in SMALL if random.Random(repr(each)).random() < 0.3]
+    searcher = searcher_of(name)
+    asked = searcher.ask(2)
+    told = [each for each in told if each not in asked]
+    for each in told + asked:
+        searcher.tell(each, 1.0)
+    while new := searcher.ask(7):
+        asked += new
+        for each in new:
+            searcher.tell(each, cost_of(each))
+    assert not set(asked) & set(told)
+    assert len(asked) == SMALL.size - len(told)
+
+
+def test_never_more_is_asked_than_wanted(name):
+    searcher = searcher_of(name)
+    for count in (0, 1, 2, 5, 100):
+        asked = searcher.ask(count)
+        assert len(asked) <= count
+        for each in asked:
+            searcher.tell(each, cost_of(each))
+
+
+def test_first_are_measured_first(name):
+    first = [(2, 2, 2, 2, 2, 2, 2, 2), (1, 1, 8, 1, 4, 8, 1, 1), (2, 2, 2, 2, 2, 2, 2, 2)]
+    searcher = run(searcher_of(name, first=first), 20)
+    visited = [trial.configuration for trial in searcher.trials]
+    assert visited[:2] == first[:2]
+    assert len(set(visited)) == 20
+    with pytest.raises(SpaceError, match="not in the space"):
+        searcher_of(name, first=[(1, 2, 3)])
+
+
+def test_a_search_survives_that_nothing_works(name):
+    searcher = searcher_of(name)
+    for _ in range(40):
+        for each in searcher.ask():
+            searcher.tell(each, math.inf)
+    assert len(searcher.trials) == 40
+    assert searcher.best is None
+
+
+@pytest.mark.parametrize(
+    "cost", [math.nan, 0, -1.0, -math.inf, "1", None, True, 1j, 10**400, [1.0]], ids=repr
+)
+def test_a_cost_that_is_none_is_refused_and_changes_nothing(cost):
+    searcher = searcher_of("g-bfs", starts=0)
+    [asked] = searcher.ask()
+    with pytest.raises(CostError, match="above 0, or infinity"):
+        searcher.tell(asked, cost)
+    assert searcher.trials == []
+    assert searcher.ask() == []  # it still waits
+    searcher.tell(asked, np.float32(2))
+    assert searcher.best == Trial(asked, 2.0)
+
+
+def test_a_configuration_of_another_space_is_refused():
+    with pytest.raises(SpaceError, match="not in the space of m_0, m_1"):
+        searcher_of("random").tell((1, 2), 1.0)
+
+
+def test_what_is_measured_again_counts_for_the_best_only():
+    searcher = run(searcher_of("g-bfs", seed=2), 10)
+    again = searcher.trials[4].configuration
+    searcher.tell(again, 0.001)
+    assert searcher.best == Trial(again, 0.001)
+    assert run(searcher, 31).trials[11:] == run(searcher_of("g-bfs", seed=2), 30).trials[10:]
+
+
+def test_an_unknown_searcher_is_refused():
+    with pytest.raises(ValueError, match="choose one of g-bfs, n-a2c"):
+        make_searcher("genetic", SMALL)
+
+
+@pytest.mark.parametrize("name", ["g-bfs", "random", "exhaustive"])
+def test_a_searcher_without_a_model_needs_no_numpy(name, monkeypatch):
+    for module in [each for each in sys.modules if each.startswith("graphstash.tuning.search")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    from graphstash.tuning.search import make_searcher as fresh
+
+    assert fresh(name, SMALL).ask()
+
+
+# --- G-BFS
+
+
+def test_gbfs_with_all_neighbours_is_best_first_search_by_hand():
+    """m = 4 in three factors: six states, whose costs are given."""
+    costs = {(4, 1, 1): 9, (2, 2, 1): 7, (2, 1, 2): 4, (1, 4, 1): 6, (1, 2, 2): 5, (1, 1, 4): 8}
+    space = GemmSpace(4, 1, 1, factors=(3, 1, 1))
+    searcher = GBFS(space, rho=100, starts=0)
+    rounds = []
+    while asked := searcher.ask(100):
+        rounds.append({each[:3] for each in asked})
+        for each in asked:
+            searcher.tell(each, costs[each[:3]])
+    assert rounds == [
+        {(4, 1, 1)},
+        {(2, 2, 1), (2, 1, 2)},  # around (4, 1, 1)
+        {(1, 2, 2), (1, 1, 4)},  # around (2, 1, 2), the cheapest; its other neighbours are known
+        {(1, 4, 1)},  # around (1, 2, 2), the cheapest that is left
+    ]
+
+
+def test_gbfs_draws_rho_neighbours_of_the_cheapest_that_was_not_expanded():
+    """Against the definition, written down once more, with its own bookkeeping."""
+    space = GemmSpace(16, 4, 16, factors=(3, 2, 3))
+    searcher = GBFS(space, rho=3, seed=8, starts=0)
+    queue, visited, rounds = [], set(), 0
+    while len(visited) < 60:
+        asked = searcher.ask(100)
+        if visited:
+            while True:  # those without an unvisited neighbour among the drawn ones give nothing
+                state = min(queue)[1]
+                queue.remove(min(queue))
+                if set(asked) <= set(space.neighbours(state)):
+                    break
+            assert 1 <= len(asked) <= 3
+            rounds += 1
+        assert not set(asked) & visited
+        for each in asked:
+            visited.add(each)
+            queue.append((cost_of(each), each))
+            searcher.tell(each, cost_of(each))
+    assert rounds > 10
+
+
+def test_gbfs_starts_again_elsewhere_where_its_queue_is_empty():
+    space = TableSpace("ab", [(0, 0), (0, 1), (5, 7), (9, 9)])  # three islands
+    searcher = run(GBFS(space, starts=0), 10)
+    assert {trial.configuration for trial in searcher.trials} == set(space)
+
+
+def test_gbfs_expands_several_at_once_for_parallel_measurement():
+    searcher = GBFS(GemmSpace(64, 64, 64), width=4)
+    asked = searcher.ask(100)
+    assert len(asked) == 8
+    for each in asked:
+        searcher.tell(each, cost_of(each))
+    assert 5 < len(searcher.ask(100)) <= 20
+
+
+# --- Networks
+
+
+def torch_of(parameters):
+    return {k: torch.tensor(v, requires_grad=True) for k, v in parameters.items()}
+
+
+def same(gradients, parameters):
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(gradient, parameters[name].grad.numpy(), rtol=1e-9, atol=1e-12)
+
+
+def test_the_gradients_of_n_a2c_are_those_of_its_definition():
+    network = ActorCritic(4, 3, hidden=5, learning_rate=0.1, seed=1)
+    draw = np.random.default_rng(2)
+    for parameter in network.parameters.values():
+        parameter[:] = draw.normal(size=parameter.shape)
+    legal = np.array([[1, 1, 1], [1, 0, 1]], dtype=bool)
+    before, after = draw.normal(size=(2, 2, 4))
+    moves, rewards = np.array([1, 2]), np.array([0.5, -2.0])
+    p = torch_of(network.parameters)
+
+    def hidden(states):
+        return torch.tanh(torch.tensor(states) @ p["hidden"] + p["hidden_bias"])
+
+    def values(states):
+        return hidden(states) @ p["value"] + p["value_bias"]
+
+    target = torch.tensor(rewards) + 0.9 * values(after).detach()
+    advantage = target - values(before)
+    logits = hidden(before) @ p["policy"] + p["policy_bias"]
+    log_pi = torch.log_softmax(logits.masked_fill(~torch.tensor(legal), -math.inf), dim=1)
+    chosen = log_pi[torch.arange(2), torch.tensor(moves)]
+    (-(chosen * advantage.detach()) + advantage**2).mean().backward()
+    batch = Transitions(before, after, legal, moves, rewards)
+    same(network.gradients(batch, 0.9), p)
+
+
+def test_n_a2c_makes_a_move_with_a_positive_advantage_more_likely():
+    network = ActorCritic(2, 3, hidden=8, learning_rate=0.01, seed=0)
+    state, legal = np.array([[0.3, -0.2]]), np.ones((1, 3), dtype=bool)
+    for sign in (1, -1):
+        before = network.log_policy(state, legal)[0, 1]
+        network.learn(Transitions(state, state, legal, np.array([1]), np.array([sign * 5.0])), 0)
+        assert (network.log_policy(state, legal)[0, 1] > before) == (sign == 1)
+
+
+def test_an_illegal_move_has_no_probability():
+    logs = log_softmax(np.array([[5.0, -np.inf, 5.0]]))
+    np.testing.assert_allclose(np.exp(logs), [[0.5, 0, 0.5]])
+
+
+def test_n_a2c_collects_near_the_best_so_far():
+    searcher = run(make_searcher("n-a2c", GemmSpace(64, 64, 64), seed=1, steps=1, starts=0), 1)
+    for _ in range(3):
+        around = searcher.space.neighbours(searcher.best.configuration)
+        asked = searcher.ask(6)
+        assert set(asked) <= set(around)
+        for each in asked:
+            searcher.tell(each, cost_of(each))
+
+
+def test_the_gradients_of_the_controller_are_those_of_its_definition():
+    controller = Controller([3, 2, 4], hidden=5, learning_rate=0.1, seed=3)
+    draw = np.random.default_rng(4)
+    prior = draw.normal(size=(2, 3, 4))
+    prior[:, 0, 3] = prior[:, 1, 2:] = prior[1, 2, 1] = -np.inf
+    for parameter in controller.parameters.values():
+        parameter[:] = draw.normal(size=parameter.shape)
+    places, advantage = np.array([[1, 0, 3], [2, 1, 0]]), draw.normal(size=2)
+    p = torch_of(controller.parameters)
+    h = c = torch.zeros(2, 5, dtype=torch.float64)
+    loss = 0
+    for t in range(3):
+        x = p["embedding"][t, places[:, t - 1]] if t else torch.zeros_like(h)
+        take, keep, show, new = (torch.cat([x, h], 1) @ p["lstm"] + p["lstm_bias"]).chunk(4, 1)
+        c = torch.sigmoid(keep) * c + torch.sigmoid(take) * torch.tanh(new)
+        h = torch.sigmoid(show) * torch.tanh(c)
+        logits = h @ p["heads"][t] + p["head_biases"][t]
+        logs = torch.log_softmax(logits + torch.tensor(prior[:, t]), 1)
+        entropy = -(logs.exp() * logs.masked_fill(logs.isinf(), 0)).sum(1)
+        chosen = logs[torch.arange(2), torch.tensor(places[:, t])]
+        loss = loss - (torch.tensor(advantage) * chosen + 0.1 * entropy).mean()
+    loss.backward()
+    same(controller.gradients(Written(places, prior), advantage, 0.1), p)
+
+
+def test_the_controller_refuses_a_space_that_it_cannot_write():
+    class Other(SearchSpace):
+        names, moves, size, start = ("a",), 0, 1, (1,)
+        __contains__ = __iter__ = draw = moved = features = describe = None
+
+    with pytest.raises(SpaceError, match="TreeSpace"):
+        make_searcher("rnn", Other())
+
+
+# --- Better than random
+
+
+@pytest.mark.parametrize("name", ["g-bfs"])
+def test_a_search_beats_random_on_a_lattice(name):
+    """The sign of it; `make bench-tuning` has the sizes."""
+    space = GemmSpace(32, 32, 32)
+    assert_beats_random(name, space, COSTS["ridge"], seeds=15, budget=150)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("cost", COSTS)
+@pytest.mark.parametrize("name", ["g-bfs", "n-a2c", "xgboost"])
+def test_searches_beat_random_on_lattices_with_a_known_optimum(name, cost):
+    options = {"xgboost": {"plan_size": 32, "chains": 32, "steps": 60, "trees": 30}}.get(name, {})
+    assert_beats_random(name, GemmSpace(32, 32, 32), COSTS[cost], seeds=30, budget=200, **options)
+
+
+def assert_beats_random(name, space, cost, *, seeds, budget, **options):
+    """Wilcoxon's signed-rank test over paired seeds: the area under the best so far, in logarithms
+    over the optimum, is smaller than random's.
+    """
+    optimum = min(cost(space.named(each)) for each in space)
+    areas = {
+        which: [
+            area_under_best(make_searcher(which, space, seed=seed, **kept), cost, budget, optimum)
+            for seed in range(seeds)
+        ]
+        for which, kept in ((name, options), ("random", {}))
+    }
+    test = wilcoxon(areas[name], areas["random"], alternative="less")
+    assert test.pvalue < 0.01, {which: mean(each) for which, each in areas.items()}
+
+
+def test_an_untrained_controller_draws_uniformly():
+    space = GemmSpace(4, 2, 4, factors=(3, 2, 3))  # 72 configurations
+    searcher = make_searcher("rnn", space, batch=4000)
+    drawn = [configuration for configuration, _ in searcher._write()]
+    counts = [drawn.count(each) for each in space]
+    expected = 4000 / space.size
+    assert sum((each - expected) ** 2 / expected for each in counts) < 71 + 60
