@@ -3,7 +3,9 @@
 import asyncio
 import functools
 import json
+import sqlite3
 import threading
+from contextlib import closing
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from sqlalchemy import text
 from sqlalchemy.engine import make_url
 
 from graphstash_schema import LookupRequest, Namespace, NamespacePolicy
@@ -266,6 +269,29 @@ async def test_a_caller_who_is_cancelled_often_waits_for_the_thread(tmp_path):
     may_end.set()
     with pytest.raises(asyncio.CancelledError):
         await writing
+    await database.close()
+
+
+async def test_a_statement_whose_caller_is_cancelled_leaves_no_lock(tmp_path):
+    """Though the caller's traceback, and with it the statement, is kept."""
+    database = Database(f"sqlite+aiosqlite:///{tmp_path / 'db'}")
+    counting = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n LIMIT 3000000)"
+    has_begun = asyncio.Event()
+
+    async def write():
+        async with database.writing() as connection:
+            has_begun.set()
+            await connection.execute(text(f"{counting} SELECT max(x) FROM n"))
+
+    writing = asyncio.create_task(write())
+    await has_begun.wait()
+    await asyncio.sleep(0.05)
+    writing.cancel()
+    with pytest.raises(asyncio.CancelledError) as kept:
+        await writing
+    with closing(sqlite3.connect(tmp_path / "db", timeout=0)) as neighbour:
+        neighbour.execute("BEGIN IMMEDIATE")
+    del kept
     await database.close()
 
 

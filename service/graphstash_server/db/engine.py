@@ -31,7 +31,13 @@ from graphstash_schema import ErrorCode
 from graphstash_server.db.prepared import NOTHING, Parameters, Prepared, Row
 from graphstash_server.db.prepared import Connection as Transaction
 from graphstash_server.db.reads import PostgresLane, Reads, SqliteLane
-from graphstash_server.db.sqlite import SqliteHere, SqliteThread, SqliteTransaction, set_pragmas
+from graphstash_server.db.sqlite import (
+    SqliteConnection,
+    SqliteHere,
+    SqliteThread,
+    SqliteTransaction,
+    set_pragmas,
+)
 from graphstash_server.errors import NoSpaceError, ServerError
 
 __all__ = ["Database", "Steps", "make_engine"]
@@ -249,7 +255,7 @@ def make_engine(url: URL, **pool: Any) -> AsyncEngine:
         }
         # A connection is tested before use: a restarted database must not fail a request.
         return create_async_engine(url, connect_args=arguments, pool_pre_ping=is_pool, **pool)
-    engine = create_async_engine(url, **pool)
+    engine = create_async_engine(url, connect_args={"factory": SqliteConnection}, **pool)
     event.listen(engine.sync_engine, "connect", set_pragmas)
     event.listen(engine.sync_engine, "connect", _begin_nothing)
     event.listen(engine.sync_engine, "begin", _begin_immediate)

@@ -19,7 +19,14 @@ from typing import Any, Final, TypeAlias, TypeVar
 from sqlalchemy.engine import URL, Dialect
 from sqlalchemy.exc import DBAPIError
 
-__all__ = ["SqliteHere", "SqliteThread", "SqliteTransaction", "as_core_says", "set_pragmas"]
+__all__ = [
+    "SqliteConnection",
+    "SqliteHere",
+    "SqliteThread",
+    "SqliteTransaction",
+    "as_core_says",
+    "set_pragmas",
+]
 
 T = TypeVar("T")
 
@@ -31,6 +38,22 @@ _BUSY_MILLISECONDS: Final = 10_000
 _SLOW_SECONDS: Final = 0.001
 _TOO_SLOW_SECONDS: Final = 0.05
 _SHARE_OF_WAITS: Final = 0.01
+
+
+class SqliteConnection(sqlite3.Connection):
+    """Closing it ends its transaction.
+
+    Python's own is closed by SQLite only when nobody refers to its cursors any more, and a
+    cancelled caller's traceback does: until it is forgotten, all others find the database locked.
+    """
+
+    def close(self) -> None:
+        """Rolls back what is open, and closes."""
+        try:
+            if self.in_transaction:
+                self.rollback()
+        finally:
+            super().close()
 
 
 class SqliteThread:
