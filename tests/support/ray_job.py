@@ -141,14 +141,18 @@ def searched_by_the_command():
     return json.loads(done.stdout)
 
 
+make = partial(RayPool, workers=2, method=METHOD, options=MACHINE)
 report = {}
+os.environ["RAY_ADDRESS"] = "ray://127.0.0.1:1"
+with make(Numbers(folder)) as pool:
+    report["without a cluster"] = failed(lambda: measured(pool, {"x": 1}))
+del os.environ["RAY_ADDRESS"]
 built = folder / "built"
 os.environ["BUILT"] = str(built)
 logging.basicConfig(level=logging.ERROR)
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
 machines = [cluster.add_node(num_cpus=1, num_gpus=1, resources={"machine": 1}) for _ in range(2)]
 ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
-make = partial(RayPool, workers=2, method=METHOD, options=MACHINE)
 
 with make(Numbers(folder)) as pool:
     report["measured"] = measured(

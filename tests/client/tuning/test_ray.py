@@ -59,6 +59,7 @@ def test_a_search_goes_on_when_a_machine_dies(report):
 
 @pytest.mark.extended
 def test_a_search_that_cannot_measure_says_why(report):
+    assert "RAY_ADDRESS=ray://127.0.0.1:1: " in report["without a cluster"]
     assert "no such device" in report["unprepared"]
     assert "has the cluster such a machine" in report["without machines"]
 

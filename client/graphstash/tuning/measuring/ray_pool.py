@@ -8,6 +8,8 @@ results.
 
 import logging
 import math
+import os
+import socket
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -37,6 +39,8 @@ __all__ = ["RayPool"]
 _log = logging.getLogger("graphstash")
 
 _OPTIONS: Final = {"num_cpus": 1, "scheduling_strategy": "SPREAD", "max_restarts": 0}
+
+_CONNECT_SECONDS: Final = 10.0
 
 _READY_SECONDS: Final = 300.0
 """What Ray gets to find a place for a worker and to start it, before others are waited for."""
@@ -177,7 +181,7 @@ class RayPool(Executor):
 
     def _start(self) -> None:
         if not ray.is_initialized():
-            ray.init()
+            _join_cluster()
         make = ray.remote(**{**_OPTIONS, **self.options})(_Measurer)
         actor = make.remote(self._target, self.method)
         self._workers.append(_Worker(actor, actor.ready.remote(), monotonic() + _READY_SECONDS))
@@ -241,3 +245,17 @@ class RayPool(Executor):
         self._workers.remove(worker)
         with suppress(Exception):  # with the whole cluster, it has ended already
             ray.kill(worker.actor)
+
+
+def _join_cluster() -> None:
+    """Calls `ray.init`, unless nothing listens at its address: it would try that for minutes."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if host and port.isdecimal():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+        except (OSError, OverflowError) as error:
+            raise MeasuringError(
+                f"no Ray cluster answers at RAY_ADDRESS={address}: {error}"
+            ) from error
+    ray.init()
