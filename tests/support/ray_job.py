@@ -28,7 +28,7 @@ from graphstash.tuning.tuner import search
 folder = Path(sys.argv[1]).parent
 waiting = folder / "waiting"
 is_over = Event()  # what the trial that waits was for
-METHOD = Method(samples=2, timeout_seconds=2.0)
+METHOD = Method(samples=2, trial_seconds=1e6, timeout_seconds=5.0)
 MACHINE = {"resources": {"machine": 1}}
 
 

@@ -186,8 +186,9 @@ def _leave_processes_behind(configuration: Any) -> Any:
     """
     detached = "import os, sys, time; os.setsid(); pid = os.fork(); pid and print(pid); "
     detached += "pid or os.close(1); pid or time.sleep(1000)"
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
-    grandchild = subprocess.check_output([sys.executable, "-c", detached], text=True)
+    python = [sys.executable, "-I", "-S", "-c"]  # quick: a trial that hangs has 5 seconds in all
+    child = subprocess.Popen([*python, "import time; time.sleep(1000)"])
+    grandchild = subprocess.check_output([*python, detached], text=True)
     numbers = (os.getpid(), os.getppid(), child.pid, int(grandchild))
     Path(configuration["file"]).write_text(" ".join(map(str, numbers)))
     if configuration["then"] == "crashes":

@@ -31,6 +31,11 @@ def costing(cost):
     return CallableTarget(trials.numbered, name="numbered", cost=cost)
 
 
+def unhurried(**options):
+    """Takes all samples, however long a busy machine needs for one."""
+    return Method(trial_seconds=1e6, **options)
+
+
 def measure(pool, *configurations):
     for configuration in configurations:
         pool.submit(configuration)
@@ -188,7 +193,7 @@ def test_a_trial_that_hangs_is_killed(does):
 )
 def test_a_cost_that_is_no_number_above_0_is_a_failure_and_the_process_goes_on(says):
     right = {"says": "right"}
-    with Pool(costing(trials.costs_what_it_says)) as pool:
+    with Pool(costing(trials.costs_what_it_says), method=unhurried()) as pool:
         bad, good = measure(pool, {"says": says}, right)
     assert bad == Measurement.failed({"says": says}, "cost")
     assert good == Measurement(right, 1.5, 0.0, 5, None)
@@ -236,7 +241,8 @@ def test_a_trial_does_not_fail_for_what_an_earlier_one_has_done(pool, by):
 def test_no_process_that_a_trial_started_outlives_it(tmp_path, then, failure):
     file = tmp_path / "pids"
     trial = {"does": "leaves processes behind", "file": str(file), "then": then}
-    with Pool(target(), method=Method(timeout_seconds=5)) as pool:
+    method = Method(timeout_seconds=5 if then == "hangs" else 100)
+    with Pool(target(), method=method) as pool:
         assert failures(measure(pool, trial)) == [failure]
         assert running(file) == []
 
@@ -253,12 +259,13 @@ def test_a_process_ends_with_its_guard(pool, tmp_path):
 def test_processes_end_with_the_process_that_started_them(tmp_path):
     file = tmp_path / "pids"
     program = f"""
-        from graphstash.tuning.measuring import Pool
+        from graphstash.tuning.measuring import Method, Pool
         from graphstash.tuning.targets.callable import CallableTarget
         from support import trials
 
         if __name__ == "__main__":
-            with Pool(CallableTarget(trials.build, name="trials")) as pool:
+            method = Method(timeout_seconds=1000)
+            with Pool(CallableTarget(trials.build, name="trials"), method=method) as pool:
                 pool.submit({{
                     "does": "leaves processes behind", "file": {str(file)!r}, "then": "hangs",
                 }})
@@ -334,7 +341,7 @@ def test_several_processes_build_side_by_side(tmp_path):
 
 def test_several_processes_run_one_at_a_time(tmp_path):
     log = tmp_path / "log"
-    with Pool(costing(trials.logged_cost), workers=3) as pool:
+    with Pool(costing(trials.logged_cost), workers=3, method=unhurried()) as pool:
         found = measure(pool, *({"x": x, "log": str(log)} for x in range(1, 7)))
     assert sorted(measurement.cost for measurement in found) == [1, 2, 3, 4, 5, 6]
     lines = [line.split() for line in log.read_text().splitlines()]
@@ -346,7 +353,7 @@ def test_several_processes_run_one_at_a_time(tmp_path):
 def test_what_is_compared_is_measured_in_turns(tmp_path):
     log = tmp_path / "log"
     configurations = [{"x": x, "log": str(log)} for x in (3, 1, 2)]
-    with Pool(costing(trials.logged_cost), method=Method(samples=4)) as pool:
+    with Pool(costing(trials.logged_cost), method=unhurried(samples=4)) as pool:
         found = pool.compare(configurations)
     assert [(each.cost, each.count) for each in found] == [(3, 4), (1, 4), (2, 4)]
     order = [line.split()[0] for line in log.read_text().splitlines()[::2]]
@@ -368,7 +375,7 @@ def test_what_is_compared_runs_beside_nothing_else(pool):
 
 def test_the_largest_comparison_fits_into_messages():
     configurations = [{"says": "right", "as": f"{x:0500}"} for x in range(64)]
-    with Pool(costing(trials.costs_what_it_says), method=Method(samples=1000)) as pool:
+    with Pool(costing(trials.costs_what_it_says), method=unhurried(samples=1000)) as pool:
         found = pool.compare(configurations)
     assert [each.configuration for each in found] == configurations
     assert {(each.cost, each.count) for each in found} == {(1.5, 1000)}
@@ -381,7 +388,7 @@ def test_configurations_may_be_longer_than_a_packet(pool):
 
 def test_a_cost_may_be_a_number_of_numpy():
     says = {"says": "of numpy"}
-    with Pool(costing(trials.costs_what_it_says)) as pool:
+    with Pool(costing(trials.costs_what_it_says), method=unhurried()) as pool:
         assert measure(pool, says) == [Measurement(says, 1.5, 0.0, 5, None)]
 
 
@@ -423,7 +430,7 @@ def test_a_slow_configuration_is_measured_once(tmp_path):
 
 
 def test_a_quick_kernel_is_called_often_for_one_sample():
-    with Pool(costing(trials.calls_of), method=Method(sample_seconds=0.05)) as pool:
+    with Pool(costing(trials.calls_of), method=Method(sample_seconds=10)) as pool:
         (found,) = measure(pool, {"x": 1})
     assert found.cost > 100
 

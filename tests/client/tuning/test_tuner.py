@@ -83,10 +83,19 @@ def target(cost=trials.costs_its_distance):
 
 
 def run(
-    *, size=100, measurements=None, seconds=None, seed=0, cost=trials.costs_its_distance, **options
+    *,
+    size=100,
+    measurements=None,
+    seconds=None,
+    seed=0,
+    cost=trials.costs_its_distance,
+    samples=5,
+    **options,
 ):
     budget = Budget(measurements=measurements, seconds=seconds)
-    return search(Descent(Line(size), seed=seed), target(cost), budget=budget, **options)
+    method = Method(samples=samples, trial_seconds=1e6)  # all of them, on a busy machine as well
+    searcher = Descent(Line(size), seed=seed)
+    return search(searcher, target(cost), budget=budget, method=method, **options)
 
 
 def asked(result, finalists=5):
@@ -179,7 +188,7 @@ def test_a_search_goes_on_when_nothing_can_be_published(caplog):
 
 
 def test_the_method_says_how_often_each_is_measured():
-    result = run(measurements=2, method=Method(samples=2))
+    result = run(measurements=2, samples=2)
     assert {each.count for each in result.measurements if each.failure is None} == {2}
 
 
