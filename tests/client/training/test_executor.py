@@ -303,8 +303,8 @@ def test_after_ctrl_c_the_executor_closes(waits_in, one_interrupt):
     running = device.submit(held)
     assert held.started.wait(SECONDS)
     thread = threading.Thread(target=one_interrupt)
-    thread.start()
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it may come anywhere in here
+        thread.start()
         if waits_in == "submit":
             device.submit(int)
         running.result()
