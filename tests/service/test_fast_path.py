@@ -519,9 +519,10 @@ class TestCallers:
         token_id = token.split("_")[1]
         assert guarded.http(guarded.admin).delete(f"/v1/-/tokens/{token_id}").status_code == 204
 
-        revoked_at = time.monotonic()
+        revoked_at = asked_at = time.monotonic()
         while b"200" in ask(mine.url, "GET", mine.path(), header)[0][0]:
-            assert time.monotonic() - revoked_at < 2.5
+            assert asked_at - revoked_at < 2.5
+            asked_at = time.monotonic()
 
     def test_the_rate_of_a_namespace_counts_both_ways(self, guarded, mine):
         guarded.set_policy(mine.namespace, requests_per_second=0.01)

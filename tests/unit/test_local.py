@@ -169,8 +169,8 @@ def test_the_lock_of_an_artifact_keeps_a_second_process_waiting_only_so_long(tmp
         with tier.exclusive(key(1), timeout_seconds=0.3):
             assert time.monotonic() - started >= 0.3  # goes on without the lock
 
-        threading.Timer(0.5, holder.kill).start()
         started = time.monotonic()
+        threading.Timer(0.5, holder.kill).start()
         with tier.exclusive(key(1), timeout_seconds=60):
             assert 0.3 < time.monotonic() - started < 30  # a killed holder's lock is free at once
     finally:
