@@ -333,7 +333,7 @@ def on_one_rank():
     sys.executable = "/bin/echo" if is_last else python
     told["speaks first"] = error_of(aggregated)
     sys.executable = python
-    size = threading.stack_size(2**46 if is_last else 0)  # more than there is
+    size = threading.stack_size(2**50 if is_last else 0)  # more than there are addresses
     told["no thread"] = error_of(aggregated)
     threading.stack_size(size)
     send = sockets.send
@@ -384,6 +384,15 @@ def told_to_end():
         return float(values.sum())
 
 
+def has_ipv6():
+    """Containers often have no such address."""
+    try:
+        sockets.bound(("::1", 0)).close()
+    except ConfigError:
+        return False
+    return True
+
+
 def everything():
     with aggregated(block_size=64) as made:
         report = {"sums": sums(made), "whole": whole(made)}
@@ -391,8 +400,9 @@ def everything():
         report["again"] = sums(again)
     with aggregated(block_size=64, payload_bytes=1_452, slots=3) as small:
         report["small"] = sums(small)
-    with aggregated(block_size=64, listen="::1") as other:
-        report["IPv6"] = sums(other, 6)
+    if has_ipv6():
+        with aggregated(block_size=64, listen="::1") as other:
+            report["IPv6"] = sums(other, 6)
     with aggregated(block_size=64, payload_bytes=3_000) as made, Lossy(options.rank, 0.03) as lossy:
         report["lossy"] = sums(made) | {"faults": lossy.faults}
     with aggregated(block_size=64, payload_bytes=3_000) as made:
@@ -414,10 +424,10 @@ def whole(made):
 
 
 def late():
-    """A rank is busy for three times as long as a silent one would be waited for."""
-    with aggregated(lost_after_seconds=1) as made:
+    """A rank is busy for twice as long as a silent one would be waited for."""
+    with aggregated(lost_after_seconds=3) as made:
         if options.rank == 0:
-            time.sleep(3)
+            time.sleep(6)
         values = torch.ones(100_000)
         made.sum_(values)
         return {"sum": float(values.sum()), "again": made.counters.resent_bytes}
