@@ -184,7 +184,7 @@ def test_a_request_whose_answer_had_begun_is_not_sent_again(transport_to):
 
 def test_a_request_that_is_not_answered_in_time_is_not_sent_again(transport_to):
     with Forgetful(End.SILENT) as server:
-        transport = transport_to(server, first_byte_seconds=0.2)
+        transport = transport_to(server, first_byte_seconds=1)
         transport.call("GET", "/x")
         with pytest.raises(TransportError) as caught:
             transport.call("GET", "/x")
