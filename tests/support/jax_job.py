@@ -180,6 +180,8 @@ if options.install:
 
     for _ in range(2):  # the second call must change nothing
         graphstash.install()
+if (packs := sys.modules.get("graphstash._compile.packs")) is not None:
+    packs.MAX_PACKED_SECONDS = 1e9  # however busy this machine is
 if options.pretend_features:
     from graphstash.hooks import environment
 
