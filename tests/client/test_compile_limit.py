@@ -142,15 +142,15 @@ def test_seconds_of_all_processes_count_and_the_next_compilation_does_not_begin(
     code = """
 import subprocess
 if len(sys.argv) > 1:
-    build(int(sys.argv[1]), seconds=0.6)
+    build(int(sys.argv[1]), seconds=1.2)
 else:
     for number in (1, 2, 3, 4):
         subprocess.run([sys.executable, __file__, str(number)])
 """
-    outcome = run(code, "--max-compile-seconds", "1")
+    outcome = run(code, "--max-compile-seconds", "2")
     assert outcome.returncode == 86
     assert outcome.stdout.split() == ["compiling", "1", "compiling", "2"]
-    assert "and the limit is 1 s" in outcome.stderr
+    assert "and the limit is 2 s" in outcome.stderr
 
 
 def test_a_compilation_that_does_not_end_is_ended(run):
