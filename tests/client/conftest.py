@@ -6,6 +6,7 @@ from typer.testing import CliRunner
 from graphstash import ClientConfig, Stash
 from graphstash._cli.main import app
 from support.signing import Team
+from support.waiting import PATIENT
 
 
 @pytest.fixture
@@ -14,7 +15,7 @@ def config(server, namespace, tmp_path):
 
     def make(name="host", **settings):
         usual = {"url": server.url, "namespace": namespace, "cache_dir": tmp_path / name}
-        return ClientConfig.load({}, **usual | settings)
+        return ClientConfig.load({}, **usual | PATIENT | settings)
 
     return make
 

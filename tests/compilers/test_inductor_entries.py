@@ -15,7 +15,7 @@ from graphstash import CompileCache
 from graphstash._compile.stats import Counters
 from graphstash.hooks.inductor import fingerprint
 from graphstash_schema import ArtifactKind, ArtifactMetadata
-from support.fault_proxy import Fault, FaultProxy
+from support.fault_proxy import IMPATIENT, Fault, FaultProxy
 from support.inductor_host import inductor_host
 from support.server import Server
 
@@ -95,7 +95,7 @@ def test_a_fault_is_counted_and_the_function_computes_the_same(host, server, fau
         proxy.fault = fault if fault != "absent" else Fault.NONE
         proxy.swap_to = f"{key.kind}/{key.device_type}/{key.fingerprint}"
         url = "http://127.0.0.1:9" if fault == "absent" else proxy.url
-        with host(f"under-{fault}", url=url, fetch_seconds=2) as under:
+        with host(f"under-{fault}", url=url, fetch_seconds=2, **IMPATIENT) as under:
             compute()
             fallbacks = under.stats.fallbacks
     assert fallbacks.get(REASONS[fault], 0) >= 1, fallbacks

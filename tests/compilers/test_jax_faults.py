@@ -9,7 +9,7 @@ from graphstash._artifacts.stash import Stash
 from graphstash.config import ClientConfig
 from graphstash_schema import ArtifactKey, ArtifactMetadata
 from support.compiler_jobs import JaxJobs
-from support.fault_proxy import Fault, FaultProxy
+from support.fault_proxy import IMPATIENT, Fault, FaultProxy
 from support.tiers import most_extended
 
 QUICK = [Fault.FLIP]
@@ -50,7 +50,7 @@ def test_the_job_ends_with_the_same_losses_and_the_reason_is_counted(server, job
     else:
         with FaultProxy(server.port) as proxy:
             proxy.fault, proxy.swap_to = fault, "jax/" + "/".join(keys[0])
-            faulty = jobs.run(fault, url=proxy.url)
+            faulty = jobs.run(fault, url=proxy.url, **IMPATIENT)
     assert faulty.report["losses"] == outcome.report["losses"]
     assert faulty.stats["fallbacks"].get(REASONS[fault], 0) >= 1, faulty.stats["fallbacks"]
     if fault != Fault.SWAP:  # of swapped artifacts one is the right one

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from support.fault_proxy import Fault, FaultProxy
+from support.fault_proxy import IMPATIENT, Fault, FaultProxy
 from support.tiers import most_extended
 
 # What a job counts under each fault; other reasons may follow from the first one (a circuit that
@@ -42,7 +42,8 @@ def outcomes(jobs, server, tmp_path_factory, is_extended):
             return jobs.start(directory / fault, url=url, namespace="faults").finish()
         with FaultProxy(server.port) as proxy:
             proxy.fault, proxy.swap_to = fault, other
-            return jobs.start(directory / fault, url=proxy.url, namespace="faults").finish()
+            settings = {"url": proxy.url, "namespace": "faults", **IMPATIENT}
+            return jobs.start(directory / fault, **settings).finish()
 
     with ThreadPoolExecutor(2) as pool:
         faults = list(REASONS) if is_extended else QUICK

@@ -13,7 +13,7 @@ import pytest
 from graphstash import ClientConfig, Stash
 from graphstash_schema import ArtifactKey, ArtifactKind, ArtifactMetadata, DeviceType, Fingerprint
 from support.compiler_jobs import TRITON_VERSIONS, TritonJobs
-from support.fault_proxy import Fault, FaultProxy
+from support.fault_proxy import IMPATIENT, Fault, FaultProxy
 from support.tiers import each_of, most_extended
 
 QUICK = [Fault.FLIP]
@@ -179,7 +179,7 @@ def outcomes(start, cold, server, is_extended):
             return jobs.run(fault, url="http://127.0.0.1:9")
         with FaultProxy(server.port) as proxy:
             proxy.fault = fault
-            return jobs.run(fault, url=proxy.url)
+            return jobs.run(fault, url=proxy.url, **IMPATIENT)
 
     with ThreadPoolExecutor(2) as pool:
         faults = list(REASONS) if is_extended else QUICK

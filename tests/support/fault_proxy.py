@@ -7,9 +7,12 @@ import threading
 import time
 from contextlib import suppress
 from enum import StrEnum
-from typing import Self
+from typing import Final, Self
 
-__all__ = ["Fault", "FaultProxy"]
+__all__ = ["IMPATIENT", "Fault", "FaultProxy"]
+
+IMPATIENT: Final = {"connect_seconds": 0.5, "first_byte_seconds": 2}
+"""The defaults, for clients of the proxy: some faults last as long as they wait."""
 
 
 class Fault(StrEnum):

@@ -14,6 +14,7 @@ from torch._inductor.utils import fresh_inductor_cache
 from graphstash import ClientConfig
 from graphstash.hooks import inductor
 from support.host import Host
+from support.waiting import PATIENT
 
 __all__ = ["InductorHost", "inductor_host"]
 
@@ -61,5 +62,5 @@ def inductor_host(directory: Path, **settings: Any) -> Iterator[InductorHost]:
         # Once per process, torch builds a probe where a processor says that it has AMX: an object
         # like any other. What a test counts are its own.
         cpu_vec_isa.valid_vec_isa_list()
-        with InductorHost(ClientConfig.load({}, cache_dir=directory, **settings)) as host:
+        with InductorHost(ClientConfig.load({}, cache_dir=directory, **PATIENT | settings)) as host:
             yield host

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from support.environments import python_of
+from support.waiting import PATIENT
 
 __all__ = ["JOB", "TRAIN_JOB", "Jobs", "Outcome", "Running", "losses_of"]
 
@@ -134,7 +135,7 @@ class Jobs:
             environment: whose Python runs it; empty for the one that runs the tests.
             launcher: what starts the script under `graphstash run`; otherwise that Python.
             variables: of the environment.
-            settings: fields of ClientConfig.
+            settings: fields of ClientConfig; `PATIENT` unless they say otherwise.
         """
         directory.mkdir(parents=True, exist_ok=True)
         number = len(list(directory.glob("report-*")))
@@ -143,7 +144,7 @@ class Jobs:
         errors = directory / f"errors-{number}"
         report.touch()
         errors.touch()
-        settings = {"cache_dir": directory / "tier", "stats_file": stats, **settings}
+        settings = {"cache_dir": directory / "tier", "stats_file": stats, **PATIENT, **settings}
         environ = os.environ | {"PJRT_DEVICE": "CPU"}
         environ.pop("XLA_FLAGS", None)  # torch_xla sets it in the tests' own process
         environ |= {f"GRAPHSTASH_{name.upper()}": str(v) for name, v in settings.items()}

@@ -2,10 +2,15 @@
 
 import time
 from collections.abc import Callable
+from typing import Final
 
 import httpx
 
-__all__ = ["until", "until_waiting"]
+__all__ = ["PATIENT", "until", "until_waiting"]
+
+PATIENT: Final = {"connect_seconds": 30, "first_byte_seconds": 30}
+"""Settings of a client whose fallbacks a test counts: a busy machine may take longer than the
+defaults, 0.5 and 2 seconds."""
 
 
 def until(holds: Callable[[], object], *, seconds: float = 60) -> None:

@@ -13,6 +13,7 @@ from graphstash._compile.two_call import TwoCallCache
 from support.host import Host
 from support.host import request as request_of
 from support.memory_ranks import MemoryRanks, Values
+from support.waiting import PATIENT
 
 NOBODY = "http://127.0.0.1:9"
 request = partial(request_of, kind="inductor")
@@ -75,7 +76,7 @@ def job(server, namespace, tmp_path):
                 cache_dir=tmp_path / name / str(rank),  # each rank on a host of its own
                 url=NOBODY if rank in broken else server.url,
                 namespace=namespace,
-                **settings,
+                **PATIENT | settings,
             )
             store = MemoryRanks(values, rank, size, compiles_together=compiles_together)
             ranks.append(Rank(config, store))
