@@ -10,6 +10,7 @@ from pathlib import Path
 import asyncpg
 import httpx
 import pytest
+from sqlalchemy import text
 
 from graphstash_schema import Digest, Namespace
 from graphstash_server.db import engine as engine_module
@@ -60,6 +61,23 @@ async def put(http, url, namespace, number):
     blob = os.urandom(1000)
     path = f"{url}/v1/{namespace}/artifacts/{key_of(number).key}"
     return await http.put(path, content=blob, headers={"Repr-Digest": Digest.of(blob).repr_digest})
+
+
+async def test_a_server_that_stops_does_not_wait_for_silent_sessions(database, monkeypatch):
+    monkeypatch.setattr(engine_module, "_STATEMENT_SECONDS", 10 * _BOUND_SECONDS)
+    opened = engine_module.Database(database)
+    async with opened.writing() as one, opened.writing() as other:
+        sessions = [
+            await connection.scalar(text("SELECT pg_backend_pid()")) for connection in (one, other)
+        ]
+    for session in sessions:
+        os.kill(session, signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(_BOUND_SECONDS):
+            await opened.close()
+    finally:
+        for session in sessions:
+            os.kill(session, signal.SIGCONT)
 
 
 async def test_a_listener_whose_session_is_silent_takes_another_one(database, monkeypatch):
