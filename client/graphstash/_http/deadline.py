@@ -15,7 +15,7 @@ import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any, Final, cast
@@ -236,25 +236,25 @@ class _Backend(httpcore.NetworkBackend):
     ) -> httpcore.NetworkStream:
         self._current.is_fresh = True
         bounded = _bounded(self._current, timeout)
-        try:
-            directory = open_own_directory(Path(path).parent)
-        except OSError as error:
-            raise httpcore.ConnectError(error.strerror or str(error)) from error
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.settimeout(bounded)
-        try:
-            # By the directory that was checked: nobody can put another one in its place.
-            connection.connect(f"/proc/self/fd/{directory}/{Path(path).name}")
-        except OSError as error:
-            connection.close()
-            kind = (
-                httpcore.ConnectTimeout
-                if isinstance(error, TimeoutError)
-                else httpcore.ConnectError
-            )
-            raise kind(error.strerror or str(error)) from error
-        finally:
-            os.close(directory)
+        with ExitStack() as undo:
+            try:
+                connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                undo.callback(connection.close)
+                connection.settimeout(bounded)
+                directory = open_own_directory(Path(path).parent)
+                try:
+                    # By the directory that was checked: nobody can put another one in its place.
+                    connection.connect(f"/proc/self/fd/{directory}/{Path(path).name}")
+                finally:
+                    os.close(directory)
+            except OSError as error:
+                kind = (
+                    httpcore.ConnectTimeout
+                    if isinstance(error, TimeoutError)
+                    else httpcore.ConnectError
+                )
+                raise kind(error.strerror or str(error)) from error
+            undo.pop_all()
         return _Stream(SyncStream(connection), self._current)
 
 

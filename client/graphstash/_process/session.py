@@ -182,6 +182,11 @@ class Session:
         atexit.unregister(self.close)
         atexit.register(self.close)
 
+    def record_without_cache(self, error: OSError) -> None:
+        """Counts that the cache could not be made; the first time is logged."""
+        if self._counters.fallback(Reason.LOCAL_IO):
+            _log.warning("graphstash: %s; the job goes on without the cache", error)
+
     def begin_for_hook(self, name: str) -> None:
         """Makes the cache while a hook's compiler is imported, which takes long: what is prefetched
         comes meanwhile.
@@ -476,9 +481,17 @@ def stats() -> Stats:
 
 
 def open_cache() -> "CompileCache | None":
-    """The cache of this process, which is started if need be; None where it is off or has ended."""
+    """The cache of this process, which is started if need be; None where it is off, has ended, or
+    cannot be started now.
+    """
     session = _session({})
-    return None if session is None else session.cache
+    if session is None:
+        return None
+    try:
+        return session.cache
+    except OSError as error:  # no directory takes a file, or no descriptor is left
+        session.record_without_cache(error)
+        return None
 
 
 def get_or_compile(
