@@ -135,11 +135,11 @@ class DeadlineTransport(httpx.HTTPTransport):
     @contextmanager
     def within(self, deadline: Deadline) -> Iterator[None]:
         """Bounds everything that this thread sends and receives in the block."""
-        self._current.deadline = deadline
+        before, self._current.deadline = self._current.deadline, deadline
         try:
             yield
         finally:
-            self._current.deadline = None
+            self._current.deadline = before  # of a call that a signal handler's interrupts
 
 
 class ProcessClient:
