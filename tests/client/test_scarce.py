@@ -1,7 +1,15 @@
 """A process that has no descriptor or no thread left: it trains all the same."""
 
+import threading
+from contextlib import contextmanager
+
 import pytest
 
+from graphstash._compile.compile_limit import CompileLimit
+from graphstash._compile.in_flight import InFlightCompile
+from graphstash._compile.packs import Packs
+from graphstash_schema import LeaseState
+from support.host import Host, key, request
 from support.processes import python
 
 PROGRAM = """
@@ -66,3 +74,53 @@ print(graphstash.get_or_compile(KEY, lambda: b"compiled"), graphstash.stats().fa
     assert outcome.stdout == "b'compiled' {'local_io': 1}\n"
     assert outcome.stderr.count("the job goes on without the cache") == 1
     assert "Traceback" not in outcome.stderr
+
+
+@contextmanager
+def no_thread(name):
+    """No thread whose name begins like this can be started, as at a container's limit."""
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name.startswith(name):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        yield
+
+
+def test_a_lease_that_no_thread_can_keep_is_given_back(config):
+    with Host(config("a")) as host, Host(config("b")) as other:
+        with no_thread("graphstash-lease"):
+            compilation = host.cache.fetch_bytes_or_start(request(1))
+        assert isinstance(compilation, InFlightCompile)
+        assert other.stash.server.acquire(key(1)).state is LeaseState.GRANTED
+        assert (host.stats.fallbacks, host.stats.misses) == ({}, 1)
+
+
+def test_a_limit_that_no_thread_can_watch_is_watched_from_the_next_compilation_on(config):
+    ended = threading.Event()
+    with Host(config("a", max_compile_seconds=0.01)) as host:
+        host.cache.limit = CompileLimit(host.stash.config, lambda *_, **__: ended.set())
+        with no_thread("graphstash-compile-limit"):
+            host.cache.begin(request(1))
+        host.cache.begin(request(2))
+        assert ended.wait(60)
+
+
+def test_a_program_for_a_pack_that_no_thread_will_send_is_kept_for_the_end(config):
+    with Host(config("a")) as host:
+        packs = Packs(host.cache, lambda number: request(1000 + number))
+        assert packs.get(key(1)) is None
+        with no_thread("Thread-"):
+            assert packs.put(key(1), b"program") is None
+        packs.flush()
+        assert host.stats.published == 1
+
+
+def test_a_name_that_no_thread_can_resolve_is_no_connection(config):
+    with Host(config("a", url="http://graphstash.invalid")) as host, no_thread("graphstash-res"):
+        assert host.build(key(1)) == b"graph"
+        assert list(host.stats.fallbacks) == ["connect"]

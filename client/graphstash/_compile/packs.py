@@ -19,6 +19,7 @@ import json
 import struct
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
 from typing import Final, TypeAlias
@@ -132,9 +133,11 @@ class Packs:
             if len(self._pending) >= _MAX_ENTRIES or self._pending_bytes >= _MAX_BYTES:
                 self._submit()
             elif self._timer is None:
-                self._timer = threading.Timer(_FLUSH_SECONDS, self.flush)
-                self._timer.daemon = True
-                self._timer.start()
+                timer = threading.Timer(_FLUSH_SECONDS, self.flush)
+                timer.daemon = True
+                with suppress(RuntimeError):  # no thread can be started: the next one may
+                    timer.start()
+                    self._timer = timer
                 self._cache.publisher.start()  # for the last pack
         if not fits:
             return seconds

@@ -305,8 +305,9 @@ def _address(host: str, timeout: float | None) -> str:
         return str(ipaddress.ip_address(host))
     except ValueError:
         resolver = threading.Thread(target=resolve, name="graphstash-resolve", daemon=True)
-    resolver.start()
-    resolver.join(timeout)
+    with suppress(RuntimeError):  # no thread can be started
+        resolver.start()
+        resolver.join(timeout)
     if not found:
         raise httpcore.ConnectError(f"{host}: no address")
     return found[0]
