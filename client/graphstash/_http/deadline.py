@@ -8,6 +8,7 @@ A server may close a connection just as the next request goes out on it; a worke
 Such a request is sent again, once, on a connection of its own, before anybody counts a failure.
 """
 
+import encodings.idna  # noqa: F401 - connections need it, and would import it as others fork
 import ipaddress
 import os
 import socket
@@ -31,6 +32,7 @@ import httpx  # noqa: E402 - see above
 if _absent:
     sys.modules.pop("httpx._main", None)
 
+from graphstash._forking import unforked  # noqa: E402 - see above
 from graphstash.config import UNIX  # noqa: E402 - see above
 from graphstash.errors import Reason, TransportError  # noqa: E402 - see above
 from graphstash_schema.own_files import open_own_directory  # noqa: E402 - see above
@@ -171,7 +173,7 @@ class ProcessClient:
         Raises:
             TransportError: it was closed.
         """
-        with self._lock:
+        with unforked(), self._lock:
             if self._closed:
                 raise TransportError(Reason.CONNECT, f"{self._url}: the client is closed")
             # A forked child must not use its parent's sockets.

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 from graphstash import hooks
 from graphstash._compile.stats import Counters, Stats, plural
 from graphstash._executor import BoundedExecutor
+from graphstash._forking import unforked
 from graphstash._process.notices import notices, tell_once
 from graphstash._process.run_name import command_of_run, this_run
 from graphstash.config import ClientConfig
@@ -97,7 +98,7 @@ class Session:
     @property
     def cache(self) -> "CompileCache":
         """What hooks use, and programs that compile something of their own."""
-        with self._making:
+        with unforked(), self._making:
             if self._cache is None:
                 self._cache = self._open_cache()
                 self._cache.stash.server.name_job(self.job)
@@ -305,7 +306,8 @@ class Session:
             return
         if not stash.claim_prefetch(names[0]):
             return
-        from graphstash._artifacts.prefetch import Prefetch
+        with unforked():
+            from graphstash._artifacts.prefetch import Prefetch
 
         is_cut_short = False
 
