@@ -1,6 +1,7 @@
 """What happens when one process asks for the cache more than once, or forks."""
 
 import json
+import os
 
 import pytest
 
@@ -115,3 +116,11 @@ print(os.waitpid(child, 0)[1])
 thread.join()
 """
     assert run(code, **variables).stdout == "0\n"
+
+
+def test_a_pipe_that_nobody_reads_keeps_no_job_from_its_end(variables, tmp_path):
+    os.mkfifo(tmp_path / "stats")
+    outcome = run(
+        "import signal; signal.alarm(30); build(1)", **variables, stats_file=tmp_path / "stats"
+    )
+    assert f"{tmp_path / 'stats'}: " in outcome.stderr

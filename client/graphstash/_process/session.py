@@ -414,9 +414,14 @@ class Session:
             record = {"pid": os.getpid(), "argv": sys.argv, **asdict(stats)}
             # One write of one line: several processes may append to the same file.
             line = (json.dumps(record) + "\n").encode()
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
             try:
-                with self.config.stats_file.open("ab", buffering=0) as file:
-                    file.write(line)
+                # A pipe that nobody reads would keep the job from its end.
+                descriptor = os.open(self.config.stats_file, flags | os.O_NONBLOCK, 0o666)
+                try:
+                    os.write(descriptor, line)
+                finally:
+                    os.close(descriptor)
             except OSError as error:
                 _log.warning("graphstash: %s: %s", self.config.stats_file, error)
 
