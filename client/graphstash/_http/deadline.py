@@ -224,11 +224,17 @@ class _Backend(httpcore.NetworkBackend):
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.NetworkStream:
         self._current.is_fresh = True
-        bounded = _bounded(self._current, timeout)
-        stream = self._inner.connect_tcp(
-            _address(host, bounded), port, bounded, local_address, socket_options
-        )
-        return _Stream(stream, self._current)
+        *others, last = _addresses(host, _bounded(self._current, timeout))
+
+        def connect(address: str) -> httpcore.NetworkStream:
+            bounded = _bounded(self._current, timeout)
+            stream = self._inner.connect_tcp(address, port, bounded, local_address, socket_options)
+            return _Stream(stream, self._current)
+
+        for address in others:
+            with suppress(httpcore.ConnectError, httpcore.ConnectTimeout):
+                return connect(address)
+        return connect(last)
 
     def connect_unix_socket(
         self,
@@ -295,16 +301,20 @@ class _Stream(httpcore.NetworkStream):
         return self._inner.get_extra_info(info)
 
 
-def _address(host: str, timeout: float | None) -> str:
-    """Resolves a name within the time; the resolver itself knows only its own time-outs."""
-    found: list[str] = []
+def _addresses(host: str, timeout: float | None) -> list[str]:
+    """The first address of each family that a name has: a server may listen on one of them only.
+
+    It is resolved within the time; the resolver itself knows only its own time-outs.
+    """
+    found: dict[int, str] = {}
 
     def resolve() -> None:
         with suppress(OSError):
-            found.append(str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]))
+            for family, *_, place in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+                found.setdefault(family, str(place[0]))
 
     try:
-        return str(ipaddress.ip_address(host))
+        return [str(ipaddress.ip_address(host))]
     except ValueError:
         resolver = threading.Thread(target=resolve, name="graphstash-resolve", daemon=True)
     with suppress(RuntimeError):  # no thread can be started
@@ -312,7 +322,7 @@ def _address(host: str, timeout: float | None) -> str:
         resolver.join(timeout)
     if not found:
         raise httpcore.ConnectError(f"{host}: no address")
-    return found[0]
+    return [*found.values()]
 
 
 def _bounded(current: _Current, timeout: float | None) -> float | None:
