@@ -81,6 +81,21 @@ def test_run_keeps_the_users_own_sitecustomize_and_python_path(tmp_path):
     assert result.stderr == ""
 
 
+@pytest.mark.parametrize("path", ["", ":", ":/lib", "/lib:"])
+def test_run_keeps_the_working_directory_on_a_path_that_has_it(tmp_path, path):
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "train.py").write_text("import sys; print(sys.path)")
+    program = [sys.executable, "jobs/train.py"]
+    alone, run = (
+        subprocess.check_output(
+            [*before, *program], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, text=True
+        )
+        for before in ([], [sys.executable, "-P", "-m", "graphstash", "run", "--"])
+    )
+    assert run == alone
+    assert (f"'{tmp_path}'" in run) is bool(path)
+
+
 def test_a_python_without_graphstash_just_starts(tmp_path):
     program = (
         "import sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p]; print(1)"

@@ -2,12 +2,15 @@ import tempfile
 import threading
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
+from graphstash._compile.two_call import TwoCallCache
 from graphstash_schema import LeaseState
 from support.fault_proxy import Fault, FaultProxy
 from support.host import Host, file_size_limit, key, request
+from support.memory_ranks import MemoryRanks, Values
 from support.waiting import until, until_waiting
 
 
@@ -266,3 +269,49 @@ def test_what_waits_for_its_upload_is_found_by_the_process_that_made_it(hosts):
     assert (stats.misses, stats.hits_host, stats.published) == (1, 1, 1)
     assert host.build(1) == b"graph"
     assert host.stats.hits_host == 2  # from the disk by now
+
+
+def granted_to_another(hosts):
+    """Whether nobody has the right to compile graph 1, or gives it back at once."""
+    return hosts("other").stash.server.acquire(key(1), wait_seconds=20).state is LeaseState.GRANTED
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_a_look_up_that_is_interrupted_gives_its_lease_back(hosts):
+    with pytest.raises(KeyboardInterrupt):
+        hosts("a").cache.fetch_bytes_or_start(replace(request(1), details=interrupt))
+    assert granted_to_another(hosts)
+
+
+def test_a_result_that_is_interrupted_leaves_no_lease_and_no_file(hosts, tmp_path, monkeypatch):
+    """As it is written where the upload finds it."""
+    make = tempfile.NamedTemporaryFile
+
+    def interrupted(**options):
+        file = make(**options, dir=tmp_path)
+        file.write = interrupt
+        return file
+
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        hosts("a").build(1)
+    assert list(tmp_path.glob("graphstash-*")) == []
+    assert granted_to_another(hosts)
+
+
+def test_a_result_that_is_interrupted_as_other_ranks_are_told_leaves_no_lease(hosts):
+    class Ranks(MemoryRanks):
+        def set(self, name, value):
+            interrupt() if "/chunk/" in name else super().set(name, value)
+
+    values = Values()
+    exchange = TwoCallCache(hosts("a").cache)
+    assert exchange.get(request(1), ranks=Ranks(values, 0, 2)) is None
+    with pytest.raises(KeyboardInterrupt):
+        exchange.put(request(1), b"graph")
+    assert granted_to_another(hosts)
+    follower = TwoCallCache(hosts("b").cache)
+    assert follower.get(request(1), ranks=Ranks(values, 1, 2)) is None  # compiles, as the other

@@ -1,6 +1,7 @@
 """Packs against a real server: what small programs are found by, and what becomes of bad ones."""
 
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,7 @@ from graphstash._compile.compile_limit import CompileLimit
 from graphstash._compile.packs import Packs
 from graphstash_schema import ArtifactMetadata
 from support.host import Host, key, request
+from support.processes import python
 from support.waiting import until
 
 
@@ -207,3 +209,30 @@ def test_equal_packs_of_two_hosts_are_equal_blobs(jobs):
         job.end()
         blobs.add(job.stash.get(job.name(0).key))
     assert len(blobs) == 1
+
+
+def test_a_signal_handler_that_compiles_while_packs_are_read_ends(tmp_path):
+    program = f"""
+import faulthandler, signal, threading
+from pathlib import Path
+from graphstash._compile.packs import Packs
+from graphstash.testing import FakeServer
+from support.host import Host, key, request
+
+faulthandler.dump_traceback_later(30, exit=True)
+found = []
+with FakeServer() as server, Host(server.config(cache_dir=Path({str(tmp_path)!r}))) as host:
+    packs = Packs(host.cache, lambda number: request(1000 + number))
+    signal.signal(signal.SIGUSR1, lambda *_: found.append(packs.get(key(2))))
+    main = threading.get_ident()
+    with server.fail_on("get", fault="hang", times=1) as failure:
+        def interrupt():
+            failure.wait()
+            signal.pthread_kill(main, signal.SIGUSR1)
+        threading.Thread(target=interrupt).start()
+        found.append(packs.get(key(1)))
+    print(found)
+"""
+    outcome = python(program, check=True, PYTHONPATH=Path(__file__).parents[1])
+
+    assert outcome.stdout == "[None, None]\n"

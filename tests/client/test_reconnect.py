@@ -3,13 +3,14 @@
 import socket
 import struct
 import threading
-from contextlib import suppress
+from contextlib import closing, suppress
 from enum import StrEnum
 
+import httpx
 import pytest
 
 from graphstash import ClientConfig
-from graphstash._http.deadline import Deadline
+from graphstash._http.deadline import Deadline, DeadlineTransport
 from graphstash._http.transport import Transport
 from graphstash.errors import Reason, TransportError
 
@@ -191,3 +192,30 @@ def test_a_request_that_is_not_answered_in_time_is_not_sent_again(transport_to):
         assert caught.value.reason is Reason.TIMEOUT
 
     assert len(server.heard) == 2
+
+
+def test_a_call_within_a_call_leaves_it_its_deadline():
+    """As that of a signal handler does."""
+    transport = DeadlineTransport(httpx.Limits(), context=None)
+    with closing(transport), transport.within(Deadline(0)):
+        with transport.within(Deadline(60)):
+            pass
+        with pytest.raises(httpx.ReadTimeout):
+            transport.handle_request(httpx.Request("GET", "http://127.0.0.1:9"))
+
+
+def test_a_name_with_two_addresses_is_reached_by_either(monkeypatch):
+    """A server that listens on IPv4 only, under a name that is one of IPv6 as well."""
+    places = [(socket.AF_INET6, ("::1", 0, 0, 0)), (socket.AF_INET, ("127.0.0.1", 0))]
+    resolve = socket.getaddrinfo
+
+    def resolved(host, *arguments, **named):
+        if host != "cache.example":
+            return resolve(host, *arguments, **named)
+        return [(family, socket.SOCK_STREAM, 6, "", place) for family, place in places]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    with Forgetful(End.CLOSE) as server:
+        url = server.url.replace("127.0.0.1", "cache.example")
+        with closing(Transport(ClientConfig.load({}, url=url))) as transport:
+            assert transport.call("GET", "/v1/stats").body == b"ok"

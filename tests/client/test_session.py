@@ -1,6 +1,7 @@
 """What happens when one process asks for the cache more than once, or forks."""
 
 import json
+import os
 
 import pytest
 
@@ -86,3 +87,40 @@ print(json.dumps(cache.stash.server.acquire(key(1), wait_seconds=0).state))
     outcome = run(code, trusted_keys=trusted, **variables)
 
     assert json.loads(outcome.stdout) == "granted"
+
+
+def test_a_fork_in_the_middle_of_an_import_leaves_the_child_a_cache(variables):
+    """As one does that comes right after `install`, which prefetches in a thread."""
+    code = """
+import importlib.abc, signal, threading
+
+importing, forking = threading.Event(), threading.Event()
+
+class Slow(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "graphstash._compile.cache":
+            importing.set()
+            forking.wait(60)
+
+sys.modules.pop("graphstash._compile.cache", None)
+sys.meta_path.insert(0, Slow())
+os.register_at_fork(before=forking.set)
+thread = threading.Thread(target=build, args=(1,))
+thread.start()
+importing.wait(60)
+if (child := os.fork()) == 0:
+    signal.alarm(30)  # it would never end
+    build(2)
+    os._exit(0)
+print(os.waitpid(child, 0)[1])
+thread.join()
+"""
+    assert run(code, **variables).stdout == "0\n"
+
+
+def test_a_pipe_that_nobody_reads_keeps_no_job_from_its_end(variables, tmp_path):
+    os.mkfifo(tmp_path / "stats")
+    outcome = run(
+        "import signal; signal.alarm(30); build(1)", **variables, stats_file=tmp_path / "stats"
+    )
+    assert f"{tmp_path / 'stats'}: " in outcome.stderr

@@ -1,8 +1,13 @@
+import errno
+import io
+import os
+import random
 import threading
 
 import pytest
 
 from graphstash import CacheError, ClientConfig, ConflictError, LeaseLostError, Reason
+from graphstash._artifacts import local_tier
 from graphstash._artifacts.envelope import seal
 from graphstash.testing import FakeServer
 from graphstash_schema import ArtifactMetadata, LeaseOutcome, LeaseState, ManifestName
@@ -183,6 +188,32 @@ def test_a_damaged_local_file_is_replaced_without_being_unpacked(hosts):
     path.write_bytes(path.read_bytes()[:-2])
     assert stash.ensure_local(key(1)).source == "remote"
     assert stash.ensure_local(key(1)).source == "local"
+
+
+@pytest.mark.parametrize("failing", [errno.EIO, errno.ESTALE])
+def test_a_local_file_that_fails_as_it_is_read_does_not_hide_the_server(
+    hosts, monkeypatch, tmp_path, failing
+):
+    """A bad block of the disk; or another host has removed the file, on NFS."""
+    payload = random.Random(0).randbytes(100_000)
+
+    class Failing(io.FileIO):
+        def readinto(self, buffer):
+            if self.tell() == 0:
+                raise OSError(failing, os.strerror(failing))
+            return super().readinto(buffer)
+
+    def opened(path):
+        return io.BufferedReader(Failing(path))
+
+    hosts("a").put(key(1), payload, metadata(payload))
+    reader = hosts("b")
+    reader.get(key(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(local_tier, "open_ours", opened)
+        assert reader.fetch(key(1), tmp_path / "graph").source == "remote"
+    assert (tmp_path / "graph").read_bytes() == payload
+    assert reader.fetch(key(1), tmp_path / "graph").source == "local"
 
 
 def test_an_unreadable_local_file_does_not_hide_the_server(hosts):

@@ -2,8 +2,10 @@
 
 import asyncio
 import functools
+import os
 import re
 import sqlite3
+import threading
 from typing import Any
 
 import httpx
@@ -11,9 +13,12 @@ import pytest
 
 from graphstash_server import __version__
 from graphstash_server.app import create_app
+from graphstash_server.services import metrics
 from graphstash_server.services.metrics import HealthService
 from graphstash_server.settings import load_settings
+from graphstash_server.storage.disk import DiskBlobStore
 from graphstash_server.testing import LiveServer, MemoryBlobStore
+from support.waiting import until
 
 
 def test_health_asks_nothing_else(api):
@@ -55,6 +60,42 @@ async def test_everybody_who_asks_at_once_shares_one_probe(opened):
         together = await asyncio.gather(*(health.check() for _ in range(50)))
         assert {each.is_ready for each in together} == {True}
         assert len(probes) == 1
+
+
+@pytest.mark.anyio
+async def test_a_disk_that_hangs_is_said_to_and_probed_once(opened, tmp_path, monkeypatch):
+    probes, hangs, goes_on, fsync = [], threading.Event(), threading.Event(), os.fsync
+
+    def hang(fd):
+        hangs.set()
+        goes_on.wait()
+        fsync(fd)
+
+    def new_probe():
+        probes.append(b"probe %d" % len(probes))
+        return probes[-1]
+
+    store = DiskBlobStore(tmp_path / "blobs")
+    async with opened() as server:
+        database = server.context.database
+        health = HealthService(database=database, blobs=store, new_probe=new_probe)
+        monkeypatch.setattr(os, "fsync", hang)
+        monkeypatch.setattr(metrics, "_STORE_SECONDS", 0.1)
+        try:
+            async with asyncio.timeout(60):
+                while not hangs.is_set():
+                    await health.check()
+                begun = len(probes)
+                found = [(await health.check()).blob_store for _ in range(3)]
+        finally:
+            goes_on.set()
+        assert found == ["failed: no answer within 0.1 seconds"] * 3
+        assert len(probes) == begun
+        monkeypatch.setattr(metrics, "_STORE_SECONDS", 60)
+        while not (await health.check()).is_ready:
+            await asyncio.to_thread(until, lambda: not health._probing)
+    await store.close()
+    assert not [path for path in (tmp_path / "blobs").rglob("*") if path.is_file()]
 
 
 def test_a_server_without_its_store_is_alive_and_not_ready(tmp_path, connect, problem):

@@ -1,4 +1,4 @@
-"""A server that is frozen in the middle of a transaction: what waits for it, and for how long."""
+"""A server, or a session of PostgreSQL, that is frozen: what waits for it, and for how long."""
 
 import asyncio
 import os
@@ -10,9 +10,11 @@ from pathlib import Path
 import asyncpg
 import httpx
 import pytest
+from sqlalchemy import text
 
 from graphstash_schema import Digest, Namespace
 from graphstash_server.db import engine as engine_module
+from graphstash_server.db import notifications
 from graphstash_server.errors import ServerError
 from graphstash_server.testing import ServerProcess
 from support.services import ACTOR, key_of, opener
@@ -59,6 +61,56 @@ async def put(http, url, namespace, number):
     blob = os.urandom(1000)
     path = f"{url}/v1/{namespace}/artifacts/{key_of(number).key}"
     return await http.put(path, content=blob, headers={"Repr-Digest": Digest.of(blob).repr_digest})
+
+
+async def test_a_server_that_stops_does_not_wait_for_silent_sessions(database, monkeypatch):
+    monkeypatch.setattr(engine_module, "_STATEMENT_SECONDS", 10 * _BOUND_SECONDS)
+    opened = engine_module.Database(database)
+    async with opened.writing() as one, opened.writing() as other:
+        sessions = [
+            await connection.scalar(text("SELECT pg_backend_pid()")) for connection in (one, other)
+        ]
+    for session in sessions:
+        os.kill(session, signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(_BOUND_SECONDS):
+            await opened.close()
+    finally:
+        for session in sessions:
+            os.kill(session, signal.SIGCONT)
+
+
+async def test_a_listener_whose_session_is_silent_takes_another_one(database, monkeypatch):
+    monkeypatch.setattr(notifications, "_CHECK_SECONDS", 0.05)
+    monkeypatch.setattr(notifications, "_ANSWER_SECONDS", 0.5)
+    heard, states = [], []
+    listener = notifications.Listener(
+        engine_module.Database(database), heard=heard.append, is_listening=states.append
+    )
+    listening = asyncio.create_task(listener.run())
+    async with connected(database) as watch:
+
+        async def session():
+            return await watch.fetchval(
+                "SELECT max(pid) FROM pg_stat_activity "
+                "WHERE datname = current_database() AND application_name = 'graphstash'"
+            )
+
+        async def hears():
+            await watch.execute("SELECT pg_notify('graphstash', 'news')")
+            return heard
+
+        await eventually(hears)
+        frozen = await session()
+        os.kill(frozen, signal.SIGSTOP)
+        try:
+            await eventually(lambda: asyncio.sleep(0, not states[-1]))
+            heard.clear()
+            await eventually(hears)
+        finally:
+            os.kill(frozen, signal.SIGCONT)
+    listening.cancel()
+    await asyncio.wait([listening])
 
 
 class TestAnUpload:

@@ -1,7 +1,9 @@
 """The history: what was served, by hour and by day, and what it costs to know it."""
 
 import asyncio
+import sqlite3
 import threading
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from itertools import product
 
@@ -54,6 +56,23 @@ async def points(server, **asked):
     """Hits of every point that has some, by its time and group."""
     found = await server.context.history.read(**asked)
     return {(each.at, each.group): each.hits for each in found.points if each.hits}
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+async def test_a_server_that_stops_in_the_middle_of_a_flush_counts_once(opened, tmp_path):
+    async with opened() as server:
+        await server.put(b"blob")
+        await hit(server)
+        context = server.context
+        with closing(sqlite3.connect(tmp_path / "graphstash.sqlite3")) as neighbour:
+            neighbour.execute("BEGIN IMMEDIATE")
+            flushing = asyncio.create_task(context.accounting.run(every_seconds=0))
+            await asyncio.to_thread(until, context.database._turn.locked)
+            flushing.cancel()
+        await asyncio.wait([flushing])
+        await context.accounting.flush()
+
+        assert (await server.used()).hits == 1
 
 
 async def test_hits_misses_and_uploads_count_in_their_hour_and_day(opened):

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 from graphstash._compile.stats import Counters, Stats
 from graphstash.errors import Reason
+from support.processes import python
 
 
 def test_the_summary_is_one_readable_line():
@@ -76,3 +77,23 @@ def test_scalars_are_named_for_the_curves_of_a_tracker():
     assert scalars["graphstash/fallbacks"] == 2
     assert scalars["graphstash/saved_wall_seconds"] == 1.5
     assert all(isinstance(value, float) for value in scalars.values())
+
+
+def test_a_signal_handler_may_ask_while_a_hit_is_counted():
+    program = """
+import faulthandler, signal
+from graphstash._compile.stats import Counters
+from graphstash_schema import ArtifactKey
+
+class Moment(float):
+    def __add__(self, other):
+        signal.raise_signal(signal.SIGUSR1)
+        return float(self) + other
+
+faulthandler.dump_traceback_later(30, exit=True)
+counters = Counters()
+signal.signal(signal.SIGUSR1, lambda *_: print(counters.snapshot().hits))
+key = ArtifactKey.parse("jax", "cpu-x86_64", "0" * 64)
+counters.hit(key, "host", began=Moment(), compile_seconds=1.0)
+"""
+    assert python(program, check=True).stdout == "1\n"

@@ -86,11 +86,15 @@ class LocalTier:
                     )
                 )
                 self._is_private = True
-        if self._is_private:
-            root = Path(tempfile.mkdtemp(prefix="graphstash-"))
-            atexit.register(self._remove_private)
-            self._place = _prepare(root)
         self.root = root
+        if self._is_private:
+            self.root = Path(tempfile.mkdtemp(prefix="graphstash-"))
+            atexit.register(self._remove_private)
+            try:
+                self._place = _prepare(self.root)
+            except OSError:
+                self._remove_private()  # at the end once more: it takes descriptors
+                raise
         closing = weakref.finalize(self, os.close, int(self._place.name))
         closing.atexit = False  # what is drained at the end of the process still uses it
 

@@ -136,7 +136,7 @@ class Reader:
             digest = digest_of(envelope, size) if is_checked else None
         except OSError as error:
             raise VerificationError(Reason.CORRUPT, f"{key}: {error}") from None
-        part = cast("IO[bytes]", BoundedReader(envelope, size))
+        part = cast("IO[bytes]", _TierReader(envelope, size))
         if digest is None:
             unsealed = unseal(part, key, into, max_bytes=self._config.max_artifact, size_bytes=size)
             return _local(unsealed, namespace, proof, is_unsigned=False)
@@ -259,6 +259,16 @@ class Reader:
         except CacheError as error:
             self._is_told_in_time = error.reason is not Reason.TIMEOUT
             _log.debug("graphstash: not reported: %s", error)
+
+
+class _TierReader(BoundedReader):
+    """An envelope of the local tier: one that the disk does not give is none."""
+
+    def read(self, size: int = -1) -> bytes:
+        try:
+            return super().read(size)
+        except OSError as error:  # a bad block; removed by another host, on NFS
+            raise VerificationError(Reason.CORRUPT, str(error)) from None
 
 
 def _local(

@@ -119,6 +119,7 @@ def read(arguments: Sequence[str]) -> Launch | None:
 
 
 def _python_path() -> str:
-    rest = os.environ.get("PYTHONPATH", "")
-    entries = [entry for entry in rest.split(os.pathsep) if entry and entry != str(_AUTOLOAD)]
+    rest = os.environ.get("PYTHONPATH")
+    # An empty entry is the working directory: `PYTHONPATH=$PYTHONPATH:/lib` often makes one.
+    entries = [entry for entry in rest.split(os.pathsep) if entry != str(_AUTOLOAD)] if rest else []
     return os.pathsep.join([str(_AUTOLOAD), *entries])

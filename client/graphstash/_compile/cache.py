@@ -27,7 +27,13 @@ from graphstash._compile.waiting import WaitBudget
 from graphstash._executor import BoundedExecutor
 from graphstash.config import ClientConfig
 from graphstash.errors import CacheError, ConflictError, Reason, VerificationError
-from graphstash_schema import ArtifactKey, ArtifactMetadata, LeaseReply, LeaseState
+from graphstash_schema import (
+    ArtifactKey,
+    ArtifactMetadata,
+    LeaseOutcome,
+    LeaseReply,
+    LeaseState,
+)
 from graphstash_schema.names import printable
 
 __all__ = ["CompileCache", "FetchedPack", "InFlightCompile"]
@@ -193,8 +199,13 @@ class CompileCache:
             self.record_fallback(error)
             self.counters.uncached(key)
             fallback_reason = Reason.INTERNAL
-        self.log.add(request, reason=fallback_reason)
-        return self._begin(request, lease=held, fallback_reason=fallback_reason, wanted=wanted)
+        try:
+            self.log.add(request, reason=fallback_reason)
+            return self._begin(request, lease=held, fallback_reason=fallback_reason, wanted=wanted)
+        except BaseException:  # interrupted: nobody is to wait for this process
+            if held is not None:
+                held.release(LeaseOutcome.FAILED)
+            raise
 
     def begin(self, request: CompileRequest) -> InFlightCompile:
         """Hands out a compilation without a look-up."""
@@ -416,14 +427,18 @@ class CompileCache:
                 return copied
         return None
 
-    def _hold(self, key: ArtifactKey, reply: LeaseReply) -> HeldLease:
-        lease = HeldLease(
-            self.stash.server,
-            key,
-            token=reply.token or "",
-            ttl_seconds=reply.ttl_seconds or self.config.lease_seconds,
-            budget_seconds=max(self.config.wait_seconds, self.config.lease_seconds),
-        )
+    def _hold(self, key: ArtifactKey, reply: LeaseReply) -> HeldLease | None:
+        try:
+            lease = HeldLease(
+                self.stash.server,
+                key,
+                token=reply.token or "",
+                ttl_seconds=reply.ttl_seconds or self.config.lease_seconds,
+                budget_seconds=max(self.config.wait_seconds, self.config.lease_seconds),
+            )
+        except RuntimeError:  # no thread can be started, so nothing would renew it
+            self.stash.server.release(key, reply.token or "", LeaseOutcome.FAILED)
+            return None
         self._leases = [*(held for held in self._leases if not held.is_over), lease]
         return lease
 

@@ -77,10 +77,12 @@ class CompileLimit:
         with self._changed:
             self._running[request.key] = monotonic()
             if self._watcher is None:
-                self._watcher = threading.Thread(
+                watcher = threading.Thread(
                     target=self._watch, name="graphstash-compile-limit", daemon=True
                 )
-                self._watcher.start()
+                with suppress(RuntimeError):  # no thread can be started: the next one may
+                    watcher.start()
+                    self._watcher = watcher
             self._changed.notify_all()
 
     def compiled(self, seconds: float) -> None:

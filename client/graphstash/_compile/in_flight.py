@@ -37,6 +37,9 @@ class HeldLease:
         ttl_seconds: lifetime without a renewal.
         budget_seconds: after this long nothing is renewed any more, so that a compiler which hangs
             does not keep a team waiting for ever.
+
+    Raises:
+        RuntimeError: on construction, when no thread can be started.
     """
 
     def __init__(
@@ -56,7 +59,11 @@ class HeldLease:
         self._released = threading.Event()
         self._outcome = LeaseOutcome.FAILED
         self._thread = threading.Thread(target=self._keep, name="graphstash-lease", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # a thread that runs all the same gives the lease back
+            self._released.set()
+            raise
 
     def release(self, outcome: LeaseOutcome) -> None:
         """Ends the lease, without waiting for the server; harmless when it was ended before."""
@@ -197,17 +204,21 @@ class InFlightCompile:
         *,
         compile_seconds: float,
     ) -> None:
-        """Uploads a result that is in memory, as `publish` does; never raises."""
+        """Uploads a result that is in memory, as `publish` does; never raises, unless the thread is
+        interrupted.
+        """
         path: Path | None = None
         try:
             with tempfile.NamedTemporaryFile(prefix="graphstash-", delete=False) as file:
                 path = Path(file.name)
                 file.write(payload)
-        except OSError as error:
-            self._owner.record_fallback(LocalTierError(str(error)))
+        except BaseException as error:
             if path is not None:  # a full disk is not to be filled further
                 path.unlink(missing_ok=True)
             self.abandon()
+            if not isinstance(error, OSError):
+                raise
+            self._owner.record_fallback(LocalTierError(str(error)))
             return
         self.publish(
             path,

@@ -19,6 +19,7 @@ import json
 import struct
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
 from typing import Final, TypeAlias
@@ -73,7 +74,9 @@ class Packs:
     def __init__(self, cache: CompileCache, name: _Name) -> None:
         self.name = name
         self._cache = cache
-        self._reading = threading.Lock()  # held while the chain is read; guards the next four
+        # Held while the chain is read; guards the next four. A signal handler may compile in the
+        # same thread meanwhile.
+        self._reading = threading.RLock()
         self._is_read = False
         self._trouble: Reason | None = None  # why the chain could not be read to its end
         self._next = 0  # number of the first pack that was absent
@@ -130,9 +133,11 @@ class Packs:
             if len(self._pending) >= _MAX_ENTRIES or self._pending_bytes >= _MAX_BYTES:
                 self._submit()
             elif self._timer is None:
-                self._timer = threading.Timer(_FLUSH_SECONDS, self.flush)
-                self._timer.daemon = True
-                self._timer.start()
+                timer = threading.Timer(_FLUSH_SECONDS, self.flush)
+                timer.daemon = True
+                with suppress(RuntimeError):  # no thread can be started: the next one may
+                    timer.start()
+                    self._timer = timer
                 self._cache.publisher.start()  # for the last pack
         if not fits:
             return seconds
@@ -190,7 +195,8 @@ class Packs:
     def _read_chain(self, until: ArtifactKey | None = None) -> bool:
         """Reads on in the chain to its end, or to the pack with a key; False at the end."""
         while self._next < _MAX_PACKS and (until is None or until not in self._entries):
-            key = self.name(self._next).key
+            number = self._next
+            key = self.name(number).key
             fetched = self._cache.fetch_pack(key)
             self._trouble = None if fetched is None else fetched.trouble
             if fetched is None or fetched.payload is None:
@@ -203,7 +209,7 @@ class Packs:
                 self._next = _MAX_PACKS
                 self._cache.record_fallback(CacheError(Reason.CORRUPT, f"{key}: {error}"))
                 return False
-            self._next += 1
+            self._next = max(self._next, number + 1)
             self._packed |= entries.keys()
             with self._lock:
                 self._entries = entries | self._entries

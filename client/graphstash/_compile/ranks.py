@@ -182,7 +182,7 @@ class RankCoordinator:
         if nobody_waits or self.store.compiles_together:
             self._say(name, {"word": "each"})
             return CompileTurn(found, no_op)
-        return CompileTurn(found, lambda payload: self._announce(name, payload))
+        return CompileTurn(found, lambda payload: self._announce_compiled(name, payload))
 
     def _follow(self, request: CompileRequest, name: str) -> bytes | CompileTurn | None:
         # The leader looks it up, may wait for a colleague's compilation, and compile then.
@@ -227,6 +227,15 @@ class RankCoordinator:
         self._disagree(f"neither the cache nor the leader gives the {word['size']} bytes of {key}")
         return None
 
+    def _announce_compiled(self, name: str, payload: bytes | None) -> None:
+        """As `_announce`; where that fails, all others compile as well, unless it was said."""
+        try:
+            self._announce(name, payload)
+        except BaseException:  # interrupted, or the store failed: nobody is to wait for this rank
+            with suppress(Exception):
+                self.store.claim(f"{name}/word", self._encoded({"word": "each"}))
+            raise
+
     def _announce(self, name: str, payload: bytes | None) -> None:
         """Says what was found or compiled, and leaves it for ranks without a cache."""
         if payload is None:
@@ -267,8 +276,10 @@ class RankCoordinator:
     def _say(self, name: str, word: dict[str, Any]) -> None:
         with self._lock:
             self._leading.pop(name, None)
-        word = {**word, "wait_left": self._cache.waits.left}
-        self.store.set(f"{name}/word", json.dumps(word).encode())
+        self.store.set(f"{name}/word", self._encoded(word))
+
+    def _encoded(self, word: dict[str, Any]) -> bytes:
+        return json.dumps({**word, "wait_left": self._cache.waits.left}).encode()
 
     def _disagree(self, detail: str) -> None:
         self._cache.record_fallback(CacheError(Reason.RANKS, detail))

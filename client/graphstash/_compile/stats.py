@@ -162,7 +162,7 @@ class Counters:
     """Counts from many threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards the fields below
+        self._lock = threading.RLock()  # guards the fields below; a signal handler may ask, too
         self._sums: Counter[str] = Counter()
         self._by_kind: dict[tuple[str, str], Counter[str]] = {}
         self._fallbacks: Counter[str] = Counter()

@@ -90,9 +90,15 @@ class TwoCallCache:
         if begun is None:  # never asked for, or put twice
             begun = _Begun(CompileTurn(self._cache.begin(request), no_op), 0, monotonic())
         seconds = monotonic() - begun.started if compile_seconds is None else compile_seconds
-        self._turns.announce(begun.turn, payload)
-        if begun.turn.compilation is not None:
-            begun.turn.compilation.publish_bytes(payload, compile_seconds=seconds)
+        compilation = begun.turn.compilation
+        try:
+            self._turns.announce(begun.turn, payload)
+        except BaseException:  # interrupted: nobody is to wait for this process
+            if compilation is not None:
+                compilation.abandon()
+            raise
+        if compilation is not None:
+            compilation.publish_bytes(payload, compile_seconds=seconds)
 
     def wants(self, key: ArtifactKey) -> bool:
         """Whether a `put` of the key is of use to anybody: not where another rank publishes."""

@@ -8,6 +8,7 @@ A server may close a connection just as the next request goes out on it; a worke
 Such a request is sent again, once, on a connection of its own, before anybody counts a failure.
 """
 
+import encodings.idna  # noqa: F401 - connections need it, and would import it as others fork
 import ipaddress
 import os
 import socket
@@ -15,7 +16,7 @@ import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any, Final, cast
@@ -31,6 +32,7 @@ import httpx  # noqa: E402 - see above
 if _absent:
     sys.modules.pop("httpx._main", None)
 
+from graphstash._forking import unforked  # noqa: E402 - see above
 from graphstash.config import UNIX  # noqa: E402 - see above
 from graphstash.errors import Reason, TransportError  # noqa: E402 - see above
 from graphstash_schema.own_files import open_own_directory  # noqa: E402 - see above
@@ -135,11 +137,11 @@ class DeadlineTransport(httpx.HTTPTransport):
     @contextmanager
     def within(self, deadline: Deadline) -> Iterator[None]:
         """Bounds everything that this thread sends and receives in the block."""
-        self._current.deadline = deadline
+        before, self._current.deadline = self._current.deadline, deadline
         try:
             yield
         finally:
-            self._current.deadline = None
+            self._current.deadline = before  # of a call that a signal handler's interrupts
 
 
 class ProcessClient:
@@ -171,7 +173,7 @@ class ProcessClient:
         Raises:
             TransportError: it was closed.
         """
-        with self._lock:
+        with unforked(), self._lock:
             if self._closed:
                 raise TransportError(Reason.CONNECT, f"{self._url}: the client is closed")
             # A forked child must not use its parent's sockets.
@@ -222,11 +224,17 @@ class _Backend(httpcore.NetworkBackend):
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.NetworkStream:
         self._current.is_fresh = True
-        bounded = _bounded(self._current, timeout)
-        stream = self._inner.connect_tcp(
-            _address(host, bounded), port, bounded, local_address, socket_options
-        )
-        return _Stream(stream, self._current)
+        *others, last = _addresses(host, _bounded(self._current, timeout))
+
+        def connect(address: str) -> httpcore.NetworkStream:
+            bounded = _bounded(self._current, timeout)
+            stream = self._inner.connect_tcp(address, port, bounded, local_address, socket_options)
+            return _Stream(stream, self._current)
+
+        for address in others:
+            with suppress(httpcore.ConnectError, httpcore.ConnectTimeout):
+                return connect(address)
+        return connect(last)
 
     def connect_unix_socket(
         self,
@@ -236,25 +244,25 @@ class _Backend(httpcore.NetworkBackend):
     ) -> httpcore.NetworkStream:
         self._current.is_fresh = True
         bounded = _bounded(self._current, timeout)
-        try:
-            directory = open_own_directory(Path(path).parent)
-        except OSError as error:
-            raise httpcore.ConnectError(error.strerror or str(error)) from error
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.settimeout(bounded)
-        try:
-            # By the directory that was checked: nobody can put another one in its place.
-            connection.connect(f"/proc/self/fd/{directory}/{Path(path).name}")
-        except OSError as error:
-            connection.close()
-            kind = (
-                httpcore.ConnectTimeout
-                if isinstance(error, TimeoutError)
-                else httpcore.ConnectError
-            )
-            raise kind(error.strerror or str(error)) from error
-        finally:
-            os.close(directory)
+        with ExitStack() as undo:
+            try:
+                connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                undo.callback(connection.close)
+                connection.settimeout(bounded)
+                directory = open_own_directory(Path(path).parent)
+                try:
+                    # By the directory that was checked: nobody can put another one in its place.
+                    connection.connect(f"/proc/self/fd/{directory}/{Path(path).name}")
+                finally:
+                    os.close(directory)
+            except OSError as error:
+                kind = (
+                    httpcore.ConnectTimeout
+                    if isinstance(error, TimeoutError)
+                    else httpcore.ConnectError
+                )
+                raise kind(error.strerror or str(error)) from error
+            undo.pop_all()
         return _Stream(SyncStream(connection), self._current)
 
 
@@ -293,23 +301,28 @@ class _Stream(httpcore.NetworkStream):
         return self._inner.get_extra_info(info)
 
 
-def _address(host: str, timeout: float | None) -> str:
-    """Resolves a name within the time; the resolver itself knows only its own time-outs."""
-    found: list[str] = []
+def _addresses(host: str, timeout: float | None) -> list[str]:
+    """The first address of each family that a name has: a server may listen on one of them only.
+
+    It is resolved within the time; the resolver itself knows only its own time-outs.
+    """
+    found: dict[int, str] = {}
 
     def resolve() -> None:
         with suppress(OSError):
-            found.append(str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]))
+            for family, *_, place in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+                found.setdefault(family, str(place[0]))
 
     try:
-        return str(ipaddress.ip_address(host))
+        return [str(ipaddress.ip_address(host))]
     except ValueError:
         resolver = threading.Thread(target=resolve, name="graphstash-resolve", daemon=True)
-    resolver.start()
-    resolver.join(timeout)
+    with suppress(RuntimeError):  # no thread can be started
+        resolver.start()
+        resolver.join(timeout)
     if not found:
         raise httpcore.ConnectError(f"{host}: no address")
-    return found[0]
+    return [*found.values()]
 
 
 def _bounded(current: _Current, timeout: float | None) -> float | None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 from graphstash import hooks
 from graphstash._compile.stats import Counters, Stats, plural
 from graphstash._executor import BoundedExecutor
+from graphstash._forking import unforked
 from graphstash._process.notices import notices, tell_once
 from graphstash._process.run_name import command_of_run, this_run
 from graphstash.config import ClientConfig
@@ -97,7 +98,7 @@ class Session:
     @property
     def cache(self) -> "CompileCache":
         """What hooks use, and programs that compile something of their own."""
-        with self._making:
+        with unforked(), self._making:
             if self._cache is None:
                 self._cache = self._open_cache()
                 self._cache.stash.server.name_job(self.job)
@@ -181,6 +182,11 @@ class Session:
         # Exit handlers run last in, first out: uploads come before what compilers and hooks undo.
         atexit.unregister(self.close)
         atexit.register(self.close)
+
+    def record_without_cache(self, error: OSError) -> None:
+        """Counts that the cache could not be made; the first time is logged."""
+        if self._counters.fallback(Reason.LOCAL_IO):
+            _log.warning("graphstash: %s; the job goes on without the cache", error)
 
     def begin_for_hook(self, name: str) -> None:
         """Makes the cache while a hook's compiler is imported, which takes long: what is prefetched
@@ -300,7 +306,8 @@ class Session:
             return
         if not stash.claim_prefetch(names[0]):
             return
-        from graphstash._artifacts.prefetch import Prefetch
+        with unforked():
+            from graphstash._artifacts.prefetch import Prefetch
 
         is_cut_short = False
 
@@ -407,9 +414,14 @@ class Session:
             record = {"pid": os.getpid(), "argv": sys.argv, **asdict(stats)}
             # One write of one line: several processes may append to the same file.
             line = (json.dumps(record) + "\n").encode()
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
             try:
-                with self.config.stats_file.open("ab", buffering=0) as file:
-                    file.write(line)
+                # A pipe that nobody reads would keep the job from its end.
+                descriptor = os.open(self.config.stats_file, flags | os.O_NONBLOCK, 0o666)
+                try:
+                    os.write(descriptor, line)
+                finally:
+                    os.close(descriptor)
             except OSError as error:
                 _log.warning("graphstash: %s: %s", self.config.stats_file, error)
 
@@ -476,9 +488,17 @@ def stats() -> Stats:
 
 
 def open_cache() -> "CompileCache | None":
-    """The cache of this process, which is started if need be; None where it is off or has ended."""
+    """The cache of this process, which is started if need be; None where it is off, has ended, or
+    cannot be started now.
+    """
     session = _session({})
-    return None if session is None else session.cache
+    if session is None:
+        return None
+    try:
+        return session.cache
+    except OSError as error:  # no directory takes a file, or no descriptor is left
+        session.record_without_cache(error)
+        return None
 
 
 def get_or_compile(

@@ -221,6 +221,8 @@ class Database:
         if self._here is not None:
             await self._here.close()
             await self._writer.close()
+        else:
+            event.listen(self._writing.sync_engine, "close", _hang_up)
         await self._writing.dispose()
         await self._reading.dispose()
 
@@ -260,6 +262,11 @@ def make_engine(url: URL, **pool: Any) -> AsyncEngine:
     event.listen(engine.sync_engine, "connect", _begin_nothing)
     event.listen(engine.sync_engine, "begin", _begin_immediate)
     return engine
+
+
+def _hang_up(connection: Any, _record: Any) -> None:
+    """Ends a connection without waiting for the database, which may be silent."""
+    connection.driver_connection.terminate()
 
 
 def _begin_nothing(connection: Any, _record: Any) -> None:

@@ -89,3 +89,4 @@ class Listener:
                     await connection.execute("SELECT 1", timeout=_ANSWER_SECONDS)
         finally:
             self._is_listening(False)
+            connection.terminate()  # to close it would wait for an answer, which may never come

@@ -343,7 +343,8 @@ class Accounting:
         while True:
             await asyncio.sleep(every_seconds)
             try:
-                await self.flush()
+                # A flush that is cut off may have written what it would keep for the next one.
+                await asyncio.shield(self.flush())
             except ServerError as error:
                 _LOGGER.warning("could not write the usage counters, will retry: %s", error)
             except Exception:

@@ -4,10 +4,10 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from graphstash_schema import Digest, Namespace, NamespaceStats, ServerStats
 from graphstash_server import __version__
@@ -72,6 +72,7 @@ class HealthService:
 
     def __post_init__(self) -> None:
         self._checking: asyncio.Task[Readiness] | None = None
+        self._probing: dict[str, asyncio.Task[str]] = {}
         self._ready_at = float("-inf")
         self.last: Readiness | None = None
 
@@ -88,15 +89,29 @@ class HealthService:
         """Asks all parts at the same time."""
         readiness = Readiness(
             *await asyncio.gather(
-                _verdict("database", self._ask_database(), _DATABASE_SECONDS),
-                _verdict("blob store", self._use_store(), _STORE_SECONDS),
-                _verdict("locks", self._ask_for_waiting(), _DATABASE_SECONDS),
+                self._verdict("database", self._ask_database, _DATABASE_SECONDS),
+                self._verdict("blob store", self._use_store, _STORE_SECONDS),
+                self._verdict("locks", self._ask_for_waiting, _DATABASE_SECONDS),
             )
         )
         self.last = readiness
         if readiness.is_ready:
             self._ready_at = asyncio.get_running_loop().time()
         return readiness
+
+    async def _verdict(
+        self, what: str, probe: Callable[[], Coroutine[Any, Any, str]], seconds: float
+    ) -> str:
+        """What a probe found. One that takes too long is left alone, for a disk that hangs does not
+        let it end; it cleans up when it does, and until then no other one is begun.
+        """
+        if what not in self._probing:
+            probing = self._probing[what] = in_background(_found_by(what, probe()))
+            probing.add_done_callback(lambda _: self._probing.pop(what))
+            await asyncio.wait([probing], timeout=seconds)
+            if probing.done():
+                return probing.result()
+        return f"failed: no answer within {seconds:g} seconds"
 
     async def _ask_database(self) -> str:
         async with self.database.reading() as connection:
@@ -143,13 +158,10 @@ async def _one(chunk: bytes) -> AsyncIterator[bytes]:
     yield chunk
 
 
-async def _verdict(what: str, probe: Awaitable[str], seconds: float) -> str:
-    """What a probe found; a probe is an outermost frame, so that one part never hides the other."""
+async def _found_by(what: str, probe: Awaitable[str]) -> str:
+    """What a probe found; an outermost frame, so that one part never hides the other."""
     try:
-        async with asyncio.timeout(seconds):
-            return await probe
-    except TimeoutError:
-        return f"failed: no answer within {seconds:g} seconds"
+        return await probe
     except ServerError as error:
         return f"failed: {error.detail}"
     except Exception as error:

@@ -1,0 +1,126 @@
+"""A process that has no descriptor or no thread left: it trains all the same."""
+
+import threading
+from contextlib import contextmanager
+
+import pytest
+
+from graphstash._compile.compile_limit import CompileLimit
+from graphstash._compile.in_flight import InFlightCompile
+from graphstash._compile.packs import Packs
+from graphstash_schema import LeaseState
+from support.host import Host, key, request
+from support.processes import python
+
+PROGRAM = """
+import os, resource, tempfile
+import graphstash
+import graphstash._compile.cache
+from graphstash import ClientConfig
+from graphstash._http.transport import Transport
+from graphstash.errors import TransportError
+from graphstash_schema import ArtifactKey
+
+KEY = ArtifactKey.parse("schedule", "cpu-x86_64-0123456789abcdef", "0" * 64)
+
+def leave(count):
+    # Leaves this process so many descriptors.
+    spare = [os.open(os.devnull, os.O_RDONLY) for _ in range(count + 20)]
+    limit = spare[count]  # the lowest that are free are taken first
+    for each in spare:
+        os.close(each)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+
+def free():
+    taken = []
+    try:
+        while True:
+            taken.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        return len(taken)
+    finally:
+        for each in taken:
+            os.close(each)
+"""
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_a_call_that_lacks_descriptors_keeps_none(tmp_path, count):
+    program = f"""
+transport = Transport(ClientConfig.load({{}}, url="unix:{tmp_path}/socket"))
+def call():
+    try:
+        transport.call("GET", "/v1/stats")
+    except TransportError as error:
+        return error.reason.value
+call()  # what it imports
+leave({count})
+print([call(), call()], free())
+"""
+    outcome = python(PROGRAM + program, check=True)
+
+    assert outcome.stdout == f"['connect', 'connect'] {count}\n"
+
+
+def test_a_cache_that_cannot_be_made_is_counted_and_the_job_compiles(tmp_path):
+    program = """
+tempfile.gettempdir()
+leave(1)
+print(graphstash.get_or_compile(KEY, lambda: b"compiled"), graphstash.stats().fallbacks)
+"""
+    variables = {"GRAPHSTASH_URL": "none", "GRAPHSTASH_CACHE_DIR": tmp_path / "tier"}
+    outcome = python(PROGRAM + program, check=True, TMPDIR=tmp_path, **variables)
+
+    assert outcome.stdout == "b'compiled' {'local_io': 1}\n"
+    assert outcome.stderr.count("the job goes on without the cache") == 1
+    assert "Traceback" not in outcome.stderr
+
+
+@contextmanager
+def no_thread(name):
+    """No thread whose name begins like this can be started, as at a container's limit."""
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name.startswith(name):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        yield
+
+
+def test_a_lease_that_no_thread_can_keep_is_given_back(config):
+    with Host(config("a")) as host, Host(config("b")) as other:
+        with no_thread("graphstash-lease"):
+            compilation = host.cache.fetch_bytes_or_start(request(1))
+        assert isinstance(compilation, InFlightCompile)
+        assert other.stash.server.acquire(key(1)).state is LeaseState.GRANTED
+        assert (host.stats.fallbacks, host.stats.misses) == ({}, 1)
+
+
+def test_a_limit_that_no_thread_can_watch_is_watched_from_the_next_compilation_on(config):
+    ended = threading.Event()
+    with Host(config("a", max_compile_seconds=0.01)) as host:
+        host.cache.limit = CompileLimit(host.stash.config, lambda *_, **__: ended.set())
+        with no_thread("graphstash-compile-limit"):
+            host.cache.begin(request(1))
+        host.cache.begin(request(2))
+        assert ended.wait(60)
+
+
+def test_a_program_for_a_pack_that_no_thread_will_send_is_kept_for_the_end(config):
+    with Host(config("a")) as host:
+        packs = Packs(host.cache, lambda number: request(1000 + number))
+        assert packs.get(key(1)) is None
+        with no_thread("Thread-"):
+            assert packs.put(key(1), b"program") is None
+        packs.flush()
+        assert host.stats.published == 1
+
+
+def test_a_name_that_no_thread_can_resolve_is_no_connection(config):
+    with Host(config("a", url="http://graphstash.invalid")) as host, no_thread("graphstash-res"):
+        assert host.build(key(1)) == b"graph"
+        assert list(host.stats.fallbacks) == ["connect"]
