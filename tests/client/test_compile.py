@@ -111,8 +111,8 @@ def test_a_holder_that_dies_is_replaced_within_the_lease_time(hosts):
 
 
 def test_a_holder_that_lives_keeps_its_lease_beyond_its_lifetime(hosts):
-    holder, waiter = hosts("a", lease_seconds=1.0), hosts("b", lease_seconds=1.0)
-    first = threading.Thread(target=holder.build, args=(1,), kwargs={"seconds": 3.5})
+    holder, waiter = hosts("a", lease_seconds=2.5), hosts("b", lease_seconds=2.5)
+    first = threading.Thread(target=holder.build, args=(1,), kwargs={"seconds": 6})
     first.start()
     until(lambda: holder.compiles == 1)
     waiter.build(1)

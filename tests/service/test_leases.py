@@ -148,7 +148,7 @@ def test_a_failure_wakes_exactly_one(api, connect, eventually):
     askers = [connect(api.url, api.namespace) for _ in range(4)]
 
     with ThreadPoolExecutor(4) as pool:
-        waiting = [pool.submit(asker.acquire, wait=2) for asker in askers]
+        waiting = [pool.submit(asker.acquire, wait=6) for asker in askers]
         eventually(lambda: waiters(api) == 4)
         assert release(api, 0, token, "failed").status_code == 204
         eventually(lambda: any(each.done() for each in waiting))

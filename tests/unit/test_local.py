@@ -184,13 +184,13 @@ def test_who_says_that_it_goes_on_is_waited_for(tmp_path):
     got = []
 
     def wait():
-        with waiter.exclusive(key(1), timeout_seconds=1, most_seconds=60):
+        with waiter.exclusive(key(1), timeout_seconds=3, most_seconds=60):
             got.append("the lock")
 
     with holder.exclusive(key(1), timeout_seconds=1) as going_on:
         thread = threading.Thread(target=wait)
         thread.start()
-        until = time.monotonic() + 2.5  # longer than it waits for one that says nothing
+        until = time.monotonic() + 5  # longer than it waits for one that says nothing
         while time.monotonic() < until:
             going_on()
             time.sleep(0.05)
