@@ -22,7 +22,7 @@ from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.artifacts import find_artifact, find_stored
 from graphstash_server.db.queries.usage import UsageChange, add_usage, list_usage
 from graphstash_server.db.reads import PostgresLane, SqliteLane
-from graphstash_server.db.sqlite import SqliteHere
+from graphstash_server.db.sqlite import SqliteConnection, SqliteHere
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
 from graphstash_server.services.namespaces import PolicyService
@@ -293,6 +293,14 @@ async def test_a_statement_whose_caller_is_cancelled_leaves_no_lock(tmp_path):
         neighbour.execute("BEGIN IMMEDIATE")
     del kept
     await database.close()
+
+
+def test_a_connection_may_be_closed_twice(tmp_path):
+    """Of a caller who is cancelled twice; its thread would go on for ever."""
+    connection = sqlite3.connect(tmp_path / "db", factory=SqliteConnection)
+    connection.execute("BEGIN")
+    connection.close()
+    connection.close()
 
 
 async def test_after_a_slow_read_the_event_loop_leaves_the_disk_to_threads(tmp_path, monkeypatch):

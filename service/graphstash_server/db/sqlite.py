@@ -11,6 +11,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from resource import RUSAGE_THREAD, getrusage
@@ -48,10 +49,11 @@ class SqliteConnection(sqlite3.Connection):
     """
 
     def close(self) -> None:
-        """Rolls back what is open, and closes."""
+        """Rolls back what is open, and closes; harmless when it is closed already."""
         try:
-            if self.in_transaction:
-                self.rollback()
+            with suppress(sqlite3.ProgrammingError):  # it is closed
+                if self.in_transaction:
+                    self.rollback()
         finally:
             super().close()
 
