@@ -76,7 +76,9 @@ fuzz: $(VENV)/.installed  ## Fuzz the parsers, FUZZ_SECONDS each; inputs stay in
 	    PYTHONPATH=tests/fuzz $(BIN)/python tests/fuzz/$$target.py \
 	        -max_total_time=$(FUZZ_SECONDS) -print_final_stats=1 || exit; done
 
-check: lint types docs  ## Run ruff, import-linter, mypy, and the checks of the documentation
+# The parts are independent: make runs them side by side and prints the output of each one whole.
+check: $(VENV)/.installed  ## Run ruff, import-linter, mypy, and the checks of the documentation
+	@$(MAKE) --no-print-directory --jobs --output-sync=target lint types .snippets .reference .site
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -91,9 +93,16 @@ types: $(VENV)/.installed
 # it hides warnings from the strict mode, too.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 
-docs: $(VENV)/.installed  ## Build the documentation into build/site; a dead link is an error
+docs: .snippets .reference .site  ## Build the documentation into build/site; a dead link is an error
+
+.PHONY: .snippets .reference .site
+.snippets: $(VENV)/.installed
 	$(BIN)/python docs/tools/snippets.py
+
+.reference: $(VENV)/.installed
 	$(BIN)/python docs/tools/reference.py --check
+
+.site: $(VENV)/.installed
 	$(MKDOCS) build
 
 docs-serve: $(VENV)/.installed  ## Serve the documentation on 127.0.0.1:8000, with live reload

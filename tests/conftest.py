@@ -8,6 +8,7 @@ everything. Of a test that runs on two databases, PostgreSQL is extended unless 
 import functools
 import itertools
 import os
+import signal
 import sys
 from contextlib import ExitStack
 
@@ -67,6 +68,10 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # A shell starts background commands with SIGINT ignored, and every process that a test starts
+    # would inherit that: no test could interrupt a job.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Timing never decides, neither that of one example nor that of making them.
     untimed = hypothesis.settings(
         deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]

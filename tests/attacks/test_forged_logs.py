@@ -7,7 +7,8 @@ import pytest
 
 from graphstash_server.logs import EscapingFormatter
 from support.guarded_server import GuardedServer, artifact_path
-from support.nginx import Nginx, free_port, in_front_of
+from support.nginx import Nginx, in_front_of
+from support.ports import reserved_port
 from support.waiting import until
 from support.wire import Wire
 
@@ -105,7 +106,7 @@ def test_a_path_of_raw_bytes_gets_into_the_log_of_nginx(talkative, tmp_path):
 
 
 def test_a_secret_in_a_query_is_read_in_the_error_log_of_nginx(tmp_path):
-    nobody = f"127.0.0.1:{free_port()}"
+    nobody = f"127.0.0.1:{reserved_port()}"
     variables = {"GRAPHSTASH_SERVER_1": nobody, "GRAPHSTASH_SERVER_2": nobody}
     variables["GRAPHSTASH_BLOB_DIR"] = str(tmp_path)
     with Nginx(tmp_path / "nginx", variables=variables) as nginx:

@@ -16,6 +16,7 @@ import pytest
 from graphstash._http.client import ServerClient
 from graphstash_schema.own_files import own_socket_path
 from graphstash_server.testing import ServerProcess
+from support.ports import reserved_port
 from support.reader_job import OWN, ReaderJob
 from support.signing import sealed
 from support.strangers import STRANGER, Stranger
@@ -128,7 +129,7 @@ def test_whoever_knocks_at_the_port_of_a_quick_start_needs_a_token(serve, job, k
 
 
 def test_another_user_takes_the_port_where_a_server_was_and_gets_no_byte(serve, state, job, key):
-    server = serve()
+    server = serve("--port", str(reserved_port()))
     server.kill()
     assert state.is_socket()  # it is found, and answers nobody
     with Stranger(_TAKES_A_PORT, server.port) as stranger:
@@ -139,8 +140,7 @@ def test_another_user_takes_the_port_where_a_server_was_and_gets_no_byte(serve, 
 
 
 def test_another_user_listens_on_the_old_default_port(job, key, monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = reserved_port()
     try:
         socket.create_server(("127.0.0.1", 8077)).close()
         port = 8077
@@ -290,7 +290,9 @@ def test_something_else_lies_where_an_artifact_was_kept(
     settings = signed | {"signatures": policy, "cache_dir": tmp_path / "cache"}
     first = job(**settings)
     assert first.build(key(1)) == OWN
-    path = first.stash.local.path(first.stash.config.namespace, key(1))
+    path = first.stash.local.path(
+        first.stash.config.namespace, key(1), origin=first.stash.standing.origin
+    )
     poison = sealed(tmp_path, key(1), POISON, name="poison").path
     path.unlink()
     match planted:
@@ -326,7 +328,7 @@ def test_a_pipe_in_the_place_of_the_hosts_secret_is_replaced(job, key, team, tmp
 
 _MAKES_A_CACHE = textwrap.dedent("""
     os.umask(0)
-    for name in ("v1", "locks", "tmp"):
+    for name in ("v2", "locks", "tmp"):
         os.makedirs(os.path.join(sys.argv[1], name), mode=0o777)
     print("made", flush=True)
 """)
@@ -341,7 +343,7 @@ def test_another_user_has_made_the_directory_of_the_cache(signed, job, key, shar
     assert stat.S_IMODE(victim.stash.local.root.stat().st_mode) == 0o700
 
 
-@pytest.mark.parametrize("part", ["v1", "locks", "tmp"])
+@pytest.mark.parametrize("part", ["v1", "v2", "locks", "tmp", "servers"])
 def test_another_user_has_made_a_part_of_the_cache(job, key, shared, part, caplog):
     (shared / "cache").mkdir(mode=0o755)
     (shared / "cache" / part).mkdir()
@@ -362,13 +364,13 @@ def test_a_link_leads_the_cache_elsewhere(job, key, shared, tmp_path, caplog):
 
 
 def test_a_cache_that_an_older_release_left_open_is_closed(job, key, shared):
-    for name in ("v1", "locks", "tmp"):
+    for name in ("v2", "locks", "tmp"):
         (shared / "cache" / name).mkdir(parents=True)
         (shared / "cache" / name).chmod(0o777)
     (shared / "cache").chmod(0o777)
     victim = job(url="none", cache_dir=shared / "cache")
     assert victim.build(key(1)) == OWN
-    with Stranger(_TRIES, *(shared / "cache" / name for name in ("", "v1", "tmp"))) as stranger:
+    with Stranger(_TRIES, *(shared / "cache" / name for name in ("", "v2", "tmp"))) as stranger:
         assert stranger.said == "PermissionError"
 
 
@@ -377,7 +379,7 @@ def test_a_directory_with_other_things_is_not_closed_and_not_used_while_open(job
     victim = job(url="none", cache_dir=shared)
     assert victim.build(key(1)) == OWN
     assert stat.S_IMODE(shared.stat().st_mode) == 0o777
-    assert not (shared / "v1").exists()
+    assert not (shared / "v2").exists()
 
 
 _TAKES_THE_PLACE = textwrap.dedent("""
@@ -385,10 +387,10 @@ _TAKES_THE_PLACE = textwrap.dedent("""
     cache = os.path.join(scratch, "cache")
     os.rename(cache, os.path.join(scratch, "away"))
     os.umask(0)
-    os.makedirs(os.path.join(cache, "v1", "a", "b", "c", "dd"))
-    with open(os.path.join(cache, "v1", "a", "b", "c", "dd", "big"), "w") as file:
+    os.makedirs(os.path.join(cache, "v2", "a", "b", "c", "d", "dd"))
+    with open(os.path.join(cache, "v2", "a", "b", "c", "d", "dd", "big"), "w") as file:
         file.truncate(2**40)
-    os.symlink(home, os.path.join(cache, "v1", "home"))
+    os.symlink(home, os.path.join(cache, "v2", "home"))
     os.mkdir(os.path.join(cache, "locks"))
     os.symlink(home, os.path.join(cache, "tmp"))
     print("done", flush=True)

@@ -274,6 +274,7 @@ def test_a_replayed_jwt_gives_tokens_that_all_end_and_can_all_be_revoked(server,
     assert refused == {"unauthenticated": 3}
 
 
+@pytest.mark.extended  # tests/service/test_exchange.py proves the limit with a smaller one
 def test_a_jwt_is_exchanged_by_the_thousand(server, exchange, github):
     jwt = github.token("shared", sub="repo:team/many")
     answers = [exchange(jwt, lifetime_seconds=60).status_code for _ in range(1_000)]

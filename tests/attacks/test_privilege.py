@@ -1,9 +1,19 @@
 """Whoever has some rights and wants more."""
 
+import pytest
+
 from support.guarded_server import artifact_path
 
 TOKEN = {"description": "mine", "grants": [{"scope": "admin", "namespaces": "*"}]}
 LEASE = "/v1/{space}/leases/jax/cpu-x86_64-0123456789abcdef/" + "0" * 64
+
+
+@pytest.fixture
+def public(any_fort, space):
+    """A namespace that anyone may read until the test ends: other tests share the server."""
+    any_fort.set_policy(space, anonymous_read=True)
+    yield space
+    any_fort.set_policy(space)
 
 
 def statuses(answers):
@@ -121,8 +131,8 @@ def test_grants_whose_patterns_are_many_stars_administer_the_server(any_fort):
     assert refused == {"forbidden": 2}
 
 
-def test_an_anonymous_reader_of_one_namespace_tries_the_others(any_fort, space):
-    any_fort.set_policy(space, anonymous_read=True)
+def test_an_anonymous_reader_of_one_namespace_tries_the_others(any_fort, public):
+    space = public
     any_fort.fill(space, 0)
     any_fort.fill(f"{space}-closed", 0)
     nobody = any_fort.http()
@@ -150,8 +160,8 @@ def test_an_anonymous_reader_of_one_namespace_tries_the_others(any_fort, space):
     assert len({answer.json()["detail"] for answer in answers}) == 1
 
 
-def test_an_anonymous_report_withholds_an_artifact(any_fort, space):
-    any_fort.set_policy(space, anonymous_read=True)
+def test_an_anonymous_report_withholds_an_artifact(any_fort, public):
+    space = public
     any_fort.fill(space, 0)
     nobody = any_fort.http()
     digest = any_fort.digest_of(space)

@@ -22,7 +22,8 @@ from graphstash._artifacts.stash import Stash
 from graphstash.config import ClientConfig
 from graphstash_schema import ArtifactKey, ArtifactMetadata
 from support.compose import Image, load
-from support.nginx import Nginx, free_port
+from support.nginx import Nginx
+from support.ports import reserved_port
 from support.postgres import Postgres
 
 PASSWORD = "secret"  # of support.postgres
@@ -45,7 +46,7 @@ class Deployment:
         self.services = load(
             *files, variables={"GRAPHSTASH_DATABASE_PASSWORD": PASSWORD, **variables}
         )["services"]
-        self.ports = {"server-1": free_port(), "server-2": free_port()}
+        self.ports = {"server-1": reserved_port(), "server-2": reserved_port()}
         self.processes = {}
         self.nginx = None
         self.scripts = sysconfig.get_path("scripts")

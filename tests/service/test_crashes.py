@@ -2,8 +2,8 @@
 
 import hashlib
 import socket
+import sqlite3
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -96,16 +96,30 @@ def test_a_kill_between_rename_and_commit_leaves_no_orphan(
     assert again.put(b"never acknowledged").status_code == 201
 
 
-def test_a_server_that_is_not_alone_leaves_young_blobs_alone(start, connect, stored_files):
+def is_compared(database):
+    """Whether a server has claimed the last chore of a round."""
+    claimed = database.execute("SELECT name FROM chores").fetchall()
+    return ("compare rows and blobs",) in claimed
+
+
+def test_a_server_that_is_not_alone_leaves_young_blobs_alone(
+    start, connect, stored_files, eventually
+):
     """The blob may belong to an upload of the other server that is about to commit."""
     first = start()
     crashing = start(command=(sys.executable, "-c", KILLED_AFTER_PUT))
     with pytest.raises(httpx.TransportError):
         connect(crashing.url).put(b"never acknowledged")
 
+    database = sqlite3.connect(first.data_dir / "graphstash.sqlite3", timeout=60)
+    eventually(lambda: is_compared(database))
+    with database:
+        database.execute("DELETE FROM chores")
+
     second = start()
     api = connect(second.url)
-    time.sleep(0.5)
+    eventually(lambda: is_compared(database))  # its first round has come that far
+    database.close()
 
     assert len(stored_files(first.data_dir)) == 1
     assert api.get().status_code == 404

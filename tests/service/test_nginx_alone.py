@@ -7,7 +7,8 @@ import threading
 import httpx
 import pytest
 
-from support.nginx import Nginx, free_port, in_front_of
+from support.nginx import Nginx, in_front_of
+from support.ports import reserved_port
 
 
 def test_refusals_of_nginx_are_problem_documents(through, api, problem):
@@ -52,8 +53,8 @@ def test_no_server_at_all_is_a_problem_that_passes(tmp_path, problem, connect):
     with Nginx(
         tmp_path / "nginx",
         variables={
-            "GRAPHSTASH_SERVER_1": f"127.0.0.1:{free_port()}",
-            "GRAPHSTASH_SERVER_2": f"127.0.0.1:{free_port()}",
+            "GRAPHSTASH_SERVER_1": f"127.0.0.1:{reserved_port()}",
+            "GRAPHSTASH_SERVER_2": f"127.0.0.1:{reserved_port()}",
             "GRAPHSTASH_BLOB_DIR": str(tmp_path),
         },
     ) as lonely:

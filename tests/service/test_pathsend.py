@@ -1,7 +1,6 @@
 """Under a server that sends files itself (ASGI extension pathsend), blobs are left to it."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ import httpx
 import pytest
 
 from graphstash_schema import ArtifactKey, Digest
+from support.ports import reserved_port
 
 PATH = "/v1/default/artifacts/" + str(ArtifactKey.parse("torch_xla", "cpu-x86_64", "a" * 64))
 BLOB = os.urandom(3_000_000)
@@ -18,8 +18,7 @@ BLOB = os.urandom(3_000_000)
 
 @pytest.fixture
 def granian(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = reserved_port()
     url = f"http://127.0.0.1:{port}"
     support = Path(__file__).parents[1] / "support"
     process = subprocess.Popen(

@@ -2,10 +2,12 @@
 an index. The figures are in `make bench` (million)."""
 
 import asyncio
+import shutil
 import tracemalloc
 
 import pytest
 from sqlalchemy import text
+from sqlalchemy.engine import make_url
 
 from graphstash_schema import ArtifactKey, LeaseRequest, Namespace
 from graphstash_schema.explanation import Description
@@ -35,15 +37,32 @@ def filled(request, tmp_path_factory):
     url = f"sqlite:///{directory / 'graphstash.sqlite3'}"
     if request.param == "postgresql":
         url = request.getfixturevalue("postgres").new_database()
-    settings = load_settings(
+    settings = settings_of(directory, url)
+    asyncio.run(prepare_database(settings, is_migrating=True))
+    fill(settings.database_url, directory, COUNT)
+    return settings
+
+
+@pytest.fixture
+def own(request, filled, tmp_path):
+    """The same for a test that evicts: a copy."""
+    directory = tmp_path / "own"
+    shutil.copytree(filled.data_dir, directory)
+    url = make_url(filled.database_url)
+    if url.get_backend_name() == "postgresql":
+        new = request.getfixturevalue("postgres").new_database(template=url.database)
+    else:
+        new = f"sqlite:///{directory / 'graphstash.sqlite3'}"
+    return settings_of(directory, new)
+
+
+def settings_of(directory, url):
+    return load_settings(
         data_dir=directory,
         database_url=url,
         min_free_bytes=0,
         soft_limit_bytes=COUNT * BLOB_BYTES // 2,
     )
-    asyncio.run(prepare_database(settings, is_migrating=True))
-    fill(settings.database_url, directory, COUNT)
-    return settings
 
 
 def key(number):
@@ -184,9 +203,9 @@ async def test_eviction_pages_along_the_order_of_value(filled):
             assert not reads_everything(plan)
 
 
-async def test_an_eviction_takes_the_memory_of_a_page(filled):
+async def test_an_eviction_takes_the_memory_of_a_page(own):
     """Eleven thousand artifacts go; what one of them needs is some kilobytes."""
-    async with open_services(filled, blob_store=None, clock=system_clock) as context:
+    async with open_services(own, blob_store=None, clock=system_clock) as context:
         tracemalloc.start()
         evicted = await context.evictor.run(actor=Actor.server())
         _, peak = tracemalloc.get_traced_memory()

@@ -275,17 +275,17 @@ async def test_a_caller_who_is_cancelled_often_waits_for_the_thread(tmp_path):
 async def test_a_statement_whose_caller_is_cancelled_leaves_no_lock(tmp_path):
     """Though the caller's traceback, and with it the statement, is kept."""
     database = Database(f"sqlite+aiosqlite:///{tmp_path / 'db'}")
-    counting = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n LIMIT 3000000)"
-    has_begun = asyncio.Event()
+    begun = "WITH RECURSIVE n(x) AS (SELECT begin() UNION ALL SELECT x + 1 FROM n LIMIT 3000000)"
+    has_begun = threading.Event()
 
     async def write():
         async with database.writing() as connection:
-            has_begun.set()
-            await connection.execute(text(f"{counting} SELECT max(x) FROM n"))
+            driver = (await connection.get_raw_connection()).driver_connection
+            await driver.create_function("begin", 0, lambda: has_begun.set() or 1)
+            await connection.execute(text(f"{begun} SELECT max(x) FROM n"))
 
     writing = asyncio.create_task(write())
-    await has_begun.wait()
-    await asyncio.sleep(0.05)
+    await asyncio.to_thread(has_begun.wait)
     writing.cancel()
     with pytest.raises(asyncio.CancelledError) as kept:
         await writing

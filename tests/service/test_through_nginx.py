@@ -160,12 +160,12 @@ def test_a_wait_for_a_lease_lasts_as_long_as_it_was_asked_for(api, through):
     assert through.acquire(ttl_seconds=60).status_code == 201
 
     began = time.monotonic()
-    held = through.acquire(wait=3)
+    held = through.acquire(wait=1)
 
     assert held.status_code == 202
-    assert held.headers["preference-applied"] == "wait=3"
+    assert held.headers["preference-applied"] == "wait=1"
     assert held.headers["retry-after"] == "1"
-    assert 2.9 < time.monotonic() - began < 30
+    assert time.monotonic() - began > 0.9
 
 
 def test_nginx_waits_longer_than_the_longest_wait(nginx):

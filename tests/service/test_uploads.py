@@ -159,7 +159,7 @@ def test_an_upload_that_stands_still_is_ended(api, files, eventually):
     assert b'"code":"upload_timeout"' in answer
     assert b'"retryable":true' in answer
     assert b"connection: close" in answer
-    assert 0.8 < time.monotonic() - begin < 60
+    assert time.monotonic() - begin > 0.8
     eventually(lambda: files() == before)
 
 

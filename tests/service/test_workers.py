@@ -17,6 +17,7 @@ import pytest
 
 from graphstash import CacheError, ClientConfig, Stash
 from graphstash_schema import ArtifactKey, ArtifactMetadata, Digest
+from support.ports import reserved_port
 from support.waiting import until
 
 LARGE = bytes(range(256)) * 200_000  # 50 MB: more than the sockets of both sides hold
@@ -131,7 +132,7 @@ class Load:
                 stash.put(
                     key, payload, ArtifactMetadata(compile_seconds=1, raw_size_bytes=len(payload))
                 )
-                stash.local.discard(stash.config.namespace, key)
+                stash.forget(key)
                 assert stash.get(key) == payload
                 assert len(stash.server.lookup([key]).found) == 1
             except CacheError as error:
@@ -183,7 +184,7 @@ def test_a_killed_worker_is_replaced_and_only_its_own_requests_fail(start, tmp_p
 
 
 def test_workers_end_with_a_parent_that_was_killed(start, eventually):
-    server = start("--workers", "2")
+    server = start("--workers", "2", "--port", str(reserved_port()))
     workers = server.workers
 
     server.kill()
@@ -391,13 +392,14 @@ def test_a_worker_that_does_not_end_is_killed(start):
 
 
 def test_two_servers_restarted_in_turn_lose_nothing_that_was_acknowledged(start, connect, writers):
-    servers = [start("--workers", "2") for _ in range(2)]
+    ports = [str(reserved_port()) for _ in range(2)]
+    servers = [start("--workers", "2", "--port", port) for port in ports]
     with writers([connect(server.url) for server in servers * 2]) as acknowledged:
         for index, server in enumerate(servers):
             enough = len(acknowledged) + 20
             until(lambda enough=enough: len(acknowledged) >= enough)
             assert server.stop() == 0
-            servers[index] = start("--workers", "2", "--port", str(server.port))
+            servers[index] = start("--workers", "2", "--port", ports[index])
 
     readers = [connect(server.url) for server in servers]
     assert len(acknowledged) >= 40

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from support.compose import DOCKER, copy_build_context
-from support.nginx import free_port
+from support.ports import reserved_port
 
 __all__ = ["Project", "bridge_address", "guide"]
 
@@ -55,7 +55,7 @@ class Project:
         self.name = f"graphstash-test-{secrets.token_hex(4)}"
         self.directory = directory
         self.files = ["docker/compose.yaml"]
-        self.port = free_port()
+        self.port = reserved_port()
         self._subnet = f"10.{200 + secrets.randbelow(50)}.{secrets.randbelow(256)}"
 
     def __enter__(self) -> Self:

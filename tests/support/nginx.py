@@ -1,4 +1,4 @@
-"""A real nginx with the configuration that docker/ ships, on a free loopback port."""
+"""A real nginx with the configuration that docker/ ships, on a loopback port of its own."""
 
 import json
 import os
@@ -15,8 +15,9 @@ from typing import Any, Self
 import httpx
 
 from graphstash_server.testing import LiveServer, ServerProcess
+from support.ports import reserved_port
 
-__all__ = ["TEMPLATES", "Nginx", "free_port", "in_front_of", "render", "seen"]
+__all__ = ["TEMPLATES", "Nginx", "in_front_of", "render", "seen"]
 
 TEMPLATES = Path(__file__).parents[2] / "docker" / "nginx"
 
@@ -43,7 +44,7 @@ class Nginx:
     def __init__(self, directory: Path, *, variables: Mapping[str, str], tls: bool = False) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         directory.chmod(0o755)
-        self.port = free_port()
+        self.port = reserved_port()
         self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
         self.variables = {
             "GRAPHSTASH_NGINX_WORKERS": "2",
@@ -152,11 +153,6 @@ def seen(answer: httpx.Response) -> tuple[int, dict[str, str], Any]:
 def render(template: str, variables: Mapping[str, str]) -> str:
     """What the image's envsubst makes of a template: only these variables are replaced."""
     return _VARIABLE.sub(lambda match: variables[match.group(1)], template)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
 
 
 def _nginx() -> str:

@@ -1,11 +1,10 @@
-"""A real PostgreSQL server of its own, on a free loopback port."""
+"""A real PostgreSQL server of its own, on a loopback port of its own."""
 
 import itertools
 import os
 import pwd
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any, Self
 
 import asyncpg
+
+from support.ports import reserved_port
 
 __all__ = ["Postgres"]
 
@@ -47,8 +48,7 @@ class Postgres:
             *("--auth", "scram-sha-256", "--pwfile", password, "--encoding", "UTF8"),
             *("--locale", "C"),
         )
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = reserved_port()
         self._options = {
             "listen_addresses": "127.0.0.1",
             "port": self.port,

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -17,6 +16,7 @@ from snippets import ROOT, Page, Snippet
 
 from support.command_checker import PROGRAMS
 from support.environments import python_of
+from support.ports import reserved_port
 
 __all__ = ["Result", "run_page"]
 
@@ -36,7 +36,7 @@ class Result:
 
 def run_page(page: Page, directory: Path) -> Result:
     """Runs a page from its first block to its last, or to the first one that fails."""
-    port = _free_port()
+    port = reserved_port()
     home = directory / "home"
     work = directory / "work"
     for each in (home, work, directory / "tmp"):
@@ -163,9 +163,3 @@ def _checkers(directory: Path) -> Path:
         program.write_text(f'#!/bin/sh\nexec {sys.executable} {checker} {name} "$@"\n')
         program.chmod(0o755)
     return directory
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -16,6 +16,7 @@ from urllib.request import urlopen
 
 from support.environments import python_of
 from support.moto import AnyS3, s3_client
+from support.ports import reserved_port
 
 __all__ = ["Swift"]
 
@@ -127,7 +128,8 @@ class Swift(AnyS3):
 
     def _start(self, memcached: str) -> None:
         user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True)
-        account, container, objects, proxy, cache = _free_ports(5)
+        account, container, objects, proxy = (reserved_port(self._address) for _ in range(4))
+        cache = reserved_port()
         values: dict[str, Any] = {
             "address": self._address,
             "directory": self._directory,
@@ -177,11 +179,3 @@ class Swift(AnyS3):
 
 def _bin(name: str) -> str:
     return str(python_of("swift").with_name(name))
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [
-            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
-        ]
-        return [listener.getsockname()[1] for listener in sockets]

@@ -6,11 +6,16 @@ from typing import Final
 
 import httpx
 
-__all__ = ["PATIENT", "until", "until_waiting"]
+__all__ = ["PATIENT", "PATIENT_VARIABLES", "until", "until_waiting"]
 
 PATIENT: Final = {"connect_seconds": 30, "first_byte_seconds": 30}
 """Settings of a client whose fallbacks a test counts: a busy machine may take longer than the
 defaults, 0.5 and 2 seconds."""
+
+PATIENT_VARIABLES: Final = {
+    f"GRAPHSTASH_{name.upper()}": str(seconds) for name, seconds in PATIENT.items()
+}
+"""The same settings for a process that a test starts."""
 
 
 def until(holds: Callable[[], object], *, seconds: float = 60) -> None:

@@ -1,0 +1,51 @@
+"""CONTRIBUTING names, for every package, the tests that prove a change in it."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from snippets import ROOT
+
+_HEADING = "### Which tests prove a change\n"
+_SOURCES = ("client", "docker", "docs", "migrations", "schema", "service")
+
+
+def _section():
+    return (ROOT / "CONTRIBUTING.md").read_text().partition(_HEADING)[2].partition("\n#")[0]
+
+
+def _rows():
+    """Package -> its tests."""
+    cells = re.findall(r"^\| ([\w/]+) \| ([\w/. ]+) \|$", _section(), re.MULTILINE)
+    return {package: tests.split() for package, tests in cells if "/" in tests}
+
+
+def _files(pattern, *folders):
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *folders],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.splitlines()
+    return [Path(name) for name in listed if re.search(pattern, name) and (ROOT / name).exists()]
+
+
+def test_every_package_has_tests():
+    packages = {str(file.parent) for file in _files(r"/__init__\.py$", *_SOURCES)}
+    assert packages - _rows().keys() == set()
+
+
+@pytest.mark.parametrize("package", _rows())
+def test_what_the_map_names_is_there(package):
+    assert (ROOT / package).is_dir()
+    absent = [each for each in _rows()[package] if not (ROOT / each).exists()]
+    assert absent == []
+
+
+def test_the_map_reaches_every_folder_of_tests():
+    folders = {file.parent for file in _files(r"/test_\w+\.py$", "tests")} - {Path("tests")}
+    named = [Path(each) for each in re.findall(r"\btests/[\w/.]+\w", _section())]
+    reached = {path.parent if path.suffix else path for path in named}
+    assert folders - reached == set()
