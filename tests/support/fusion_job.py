@@ -27,7 +27,6 @@ from graphstash import training
 from graphstash.training.fusion import partial_step
 from graphstash.training.sharding import local
 
-STEPS = 50
 SHORT = 10
 WIDTH = 12
 
@@ -38,6 +37,7 @@ parser.add_argument("--rank", type=int)
 parser.add_argument("--world", type=int)
 parser.add_argument("--rendezvous", type=Path)
 options = parser.parse_args()
+STEPS = 12 if options.world == 2 else 50
 
 
 class Net(nn.Module):

@@ -1,11 +1,12 @@
 """Ranks that train a linear model with torch.compile and average their gradients.
 
-    ranks_torch_job.py DIRECTORY --size 4 --broken 2 --url URL --namespace NAME --port 29500
+    ranks_torch_job.py DIRECTORY --size 3 --port 29500 --url URL --namespace NAME --runs a= b=0,2
 
-Importing torch is most of the work of such a small job, so the ranks are forks of one process that
-has done it; each has the disk of a host of its own. A product of matrices needs no kernel of
-Inductor's own, and so no C++ compiler. Reports, `<rank>.json` in the directory:
-losses, which entries torch found, what the cache counted.
+Importing torch is most of the work of such a small job, so the ranks of all runs, one run after the
+other, are forks of one process that has done it; each has the disk of a host of its own. The cache
+is out of reach for the ranks after `=`. A product of matrices needs no kernel of Inductor's own,
+and so no C++ compiler. Reports, `<run>/<rank>.json` in the directory: losses, which entries torch
+found, what the cache counted.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from pathlib import Path
 parser = argparse.ArgumentParser()
 parser.add_argument("directory", type=Path)
 parser.add_argument("--size", type=int)
-parser.add_argument("--broken", default="")
+parser.add_argument("--runs", nargs="+")
 parser.add_argument("--url")
 parser.add_argument("--namespace")
 parser.add_argument("--port", type=int)
@@ -30,17 +31,18 @@ os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK":
 
 import torch
 import torch._dynamo
+import torch._inductor.compile_fx
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 import graphstash
 
 
-def train(rank):
-    host = options.directory / str(rank)
+def train(directory, rank, broken):
+    host = directory / str(rank)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(host / "inductor")
     graphstash.install(
-        url="http://127.0.0.1:9" if str(rank) in options.broken.split(",") else options.url,
+        url="http://127.0.0.1:9" if str(rank) in broken else options.url,
         namespace=options.namespace,
         cache_dir=host / "tier",
         hooks=("inductor",),
@@ -65,11 +67,11 @@ def train(rank):
     return losses
 
 
-def report(rank):
-    losses = train(rank)
+def report(directory, rank, broken):
+    losses = train(directory, rank, broken)
     found = {name: number for name, number in counters["inductor"].items() if "cache" in name}
     stats = asdict(graphstash.stats())
-    (options.directory / f"{rank}.json").write_text(
+    (directory / f"{rank}.json").write_text(
         json.dumps({"losses": losses, "found": found, "stats": stats})
     )
     graphstash.uninstall()  # uploads
@@ -79,13 +81,21 @@ def report(rank):
     os._exit(0)
 
 
-children = []
-for rank in range(options.size):
-    if (child := os.fork()) == 0:
-        try:
-            report(rank)
-        except BaseException:
-            traceback.print_exc()
-        os._exit(1)
-    children.append(child)
-sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))
+def run(name, broken):
+    """Whether a rank has failed."""
+    directory = options.directory / name
+    directory.mkdir()
+    children = []
+    for rank in range(options.size):
+        if (child := os.fork()) == 0:
+            try:
+                report(directory, rank, broken.split(","))
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
+        children.append(child)
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    return any(statuses)
+
+
+sys.exit(any(run(*each.split("=")) for each in options.runs))

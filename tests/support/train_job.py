@@ -28,7 +28,10 @@ parser.add_argument("--no-dropout", action="store_true")
 parser.add_argument("--ranks", action="store_true", help="one of several processes of torchrun")
 parser.add_argument("--job")
 parser.add_argument("--stop-after", type=int)
-parser.add_argument("--slow", type=float, default=0.0, help="seconds that loading a batch takes")
+parser.add_argument("--slow", type=float, default=0.0, help="seconds that loading a sample takes")
+parser.add_argument(
+    "--hold-at", type=int, help="the number of the sample that waits for the file LOSSES.go"
+)
 options = parser.parse_args()
 
 import torch
@@ -52,8 +55,15 @@ if options.ranks:
 
 
 class Slow(TensorDataset):
+    taken = 0
+
     def __getitem__(self, index):
         time.sleep(options.slow)
+        self.taken += 1
+        if self.taken == options.hold_at:
+            options.losses.with_suffix(".held").touch()
+            while not options.losses.with_suffix(".go").exists():
+                time.sleep(0.005)
         return super().__getitem__(index)
 
 

@@ -17,7 +17,7 @@ from graphstash.training.reduce.aggregators.colocated import ColocatedAggregator
 from graphstash.training.reduce.aggregators.datagrams import Header, Kind, Seal
 from graphstash.training.reduce.aggregators.secret_file import read_secret
 from support.aggregation_formula import rounds_of, streams_of
-from support.ranks import start_ranks
+from support.ranks import reports_of_ranks, running_ranks
 
 JOB = Path(__file__).parents[2] / "support" / "aggregate_job.py"
 MODULE = "graphstash.training.reduce.aggregators"
@@ -25,8 +25,8 @@ WORLD = 3
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    return start_ranks(tmp_path_factory.mktemp("aggregated"), JOB, WORLD)
+def reports(jobs, tmp_path_factory):
+    return reports_of_ranks(jobs, tmp_path_factory.mktemp("aggregated"), JOB, WORLD)
 
 
 def cases_of(reports, name):
@@ -166,22 +166,10 @@ def test_signals_to_all_processes_leave_the_aggregator_to_its_rank(reports):
 # --- processes that are killed
 
 
-@contextmanager
-def ranks(directory, *more):
-    """Processes of the job, and the paths of their reports."""
-    running = []
-    try:
-        for rank in range(WORLD):
-            report = directory / f"{rank}.json"
-            place = ("--rank", rank, "--world", WORLD, "--rendezvous", directory / "store")
-            command = [sys.executable, JOB, report, *place, *more]
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            running.append((subprocess.Popen([*map(str, command)], env=environment), report))
-        yield running
-    finally:
-        for process, _ in running:
-            process.kill()
-            process.wait()
+@pytest.fixture
+def ranks(jobs, tmp_path):
+    """Starts the processes of the job."""
+    return lambda *more: running_ranks(jobs, tmp_path, JOB, WORLD, *more)
 
 
 @contextmanager
@@ -221,46 +209,48 @@ def is_running(process):
     return state != "Z"
 
 
-def children_of(directory):
-    return [json.loads((directory / f"{rank}.ready").read_text())["child"] for rank in range(WORLD)]
+def has_gone(rank):
+    return rank.report.with_suffix(".going").exists()
+
+
+def children_of(running):
+    ready = [rank.report.with_suffix(".ready") for rank in running]
+    return [json.loads(path.read_text())["child"] for path in ready]
 
 
 def told_by(running, killed=()):
-    told = []
-    for rank, (process, report) in enumerate(running):
-        status = process.wait(100)
-        assert status == (-9 if rank in killed else 0)
-        if rank not in killed:
-            told.append(json.loads(report.read_text()))
-    return told
+    statuses = [rank.status() for rank in running]
+    assert statuses == [-9 if number in killed else 0 for number in range(WORLD)]
+    left = (rank for number, rank in enumerate(running) if number not in killed)
+    return [json.loads(rank.report.read_text()) for rank in left]
 
 
-def test_a_killed_rank_ends_the_others_at_once_and_leaves_no_process(tmp_path):
-    with ranks(tmp_path, "--do", "worker") as running:
+def test_a_killed_rank_ends_the_others_at_once_and_leaves_no_process(ranks):
+    with ranks("--do", "worker") as running:
         told = told_by(running, killed=[WORLD - 1])
     for each in told:
         assert each["kind"] == "AggregationError"
         assert each["text"] == "the process of rank 2 has ended"
-    until(lambda: not any(map(is_running, children_of(tmp_path))))
+    until(lambda: not any(map(is_running, children_of(running))))
 
 
 @pytest.mark.extended
-def test_a_killed_aggregator_of_a_rank_ends_all_ranks(tmp_path):
-    with ranks(tmp_path, "--do", "child") as running:
+def test_a_killed_aggregator_of_a_rank_ends_all_ranks(ranks):
+    with ranks("--do", "child") as running:
         told = told_by(running)
     for each in told:
         assert each["kind"] == "AggregationError"
         assert "the aggregator process of rank 2 on" in each["text"] or (
             "aggregator 2 has not answered" in each["text"]
         )
-    until(lambda: not any(map(is_running, children_of(tmp_path))))
+    until(lambda: not any(map(is_running, children_of(running))))
 
 
-def test_a_killed_dedicated_aggregator_ends_all_ranks_within_the_bound(tmp_path, secret):
+def test_a_killed_dedicated_aggregator_ends_all_ranks_within_the_bound(ranks, secret):
     with dedicated(secret) as (killed, first), dedicated(secret) as (_, second):
         given = ("--do", "sums until an error", "--dedicated", f"{first},{second}")
-        with ranks(tmp_path, *given, "--secret", secret) as running:
-            until(lambda: all(report.with_suffix(".going").exists() for _, report in running))
+        with ranks(*given, "--secret", secret) as running:
+            until(lambda: all(has_gone(rank) for rank in running))
             killed.send_signal(signal.SIGKILL)
             told = told_by(running)
     for each in told:
@@ -270,21 +260,21 @@ def test_a_killed_dedicated_aggregator_ends_all_ranks_within_the_bound(tmp_path,
 
 
 @pytest.mark.extended
-def test_a_killed_rank_of_dedicated_aggregators_ends_the_others_within_the_bound(tmp_path, secret):
+def test_a_killed_rank_of_dedicated_aggregators_ends_the_others_within_the_bound(ranks, secret):
     with dedicated(secret) as (_, first), dedicated(secret) as (_, second):
         given = ("--do", "worker", "--dedicated", f"{first},{second}")
-        with ranks(tmp_path, *given, "--secret", secret) as running:
+        with ranks(*given, "--secret", secret) as running:
             told = told_by(running, killed=[WORLD - 1])
     for each in told:
         assert each["text"] == "nothing was heard of rank 2 for 3 seconds"
 
 
 @pytest.mark.extended
-def test_an_aggregator_that_was_started_anew_ends_all_ranks(tmp_path, secret):
+def test_an_aggregator_that_was_started_anew_ends_all_ranks(ranks, secret):
     with dedicated(secret) as (killed, first):
         given = ("--do", "sums until an error", "--dedicated", first)
-        with ranks(tmp_path, *given, "--secret", secret) as running:
-            until(lambda: all(report.with_suffix(".going").exists() for _, report in running))
+        with ranks(*given, "--secret", secret) as running:
+            until(lambda: all(has_gone(rank) for rank in running))
             killed.send_signal(signal.SIGKILL)
             killed.wait()
             with dedicated(secret, first.rpartition(":")[2]):
@@ -294,11 +284,11 @@ def test_an_aggregator_that_was_started_anew_ends_all_ranks(tmp_path, secret):
 
 
 @pytest.mark.extended
-def test_a_dedicated_aggregator_that_is_stopped_says_so(tmp_path, secret):
+def test_a_dedicated_aggregator_that_is_stopped_says_so(ranks, secret):
     with dedicated(secret) as (stopped, first):
         given = ("--do", "sums until an error", "--dedicated", first)
-        with ranks(tmp_path, *given, "--secret", secret) as running:
-            until(lambda: all(report.with_suffix(".going").exists() for _, report in running))
+        with ranks(*given, "--secret", secret) as running:
+            until(lambda: all(has_gone(rank) for rank in running))
             stopped.terminate()
             told = told_by(running)
             assert stopped.wait(20) == 0
@@ -306,17 +296,17 @@ def test_a_dedicated_aggregator_that_is_stopped_says_so(tmp_path, secret):
 
 
 @pytest.mark.extended
-def test_a_job_that_is_suspended_goes_on(tmp_path):
-    with ranks(tmp_path, "--do", "suspended") as running:
-        until(lambda: all(report.with_suffix(".going").exists() for _, report in running))
-        everybody = [process.pid for process, _ in running] + children_of(tmp_path)
+def test_a_job_that_is_suspended_goes_on(ranks, tmp_path):
+    with ranks("--do", "suspended") as running:
+        until(lambda: all(has_gone(rank) for rank in running))
+        everybody = [rank.pid for rank in running] + children_of(running)
         for each in everybody:
             os.kill(each, signal.SIGSTOP)
         time.sleep(8)  # longer than a silent one is waited for; and below, as long as one looks
         for each in everybody:
             os.kill(each, signal.SIGCONT)
         time.sleep(3)
-        (tmp_path / "store.enough").touch()
+        (tmp_path / f"store-{WORLD}.enough").touch()
         assert told_by(running) == [WORLD] * WORLD
 
 

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from support.ranks import start_ranks
+from support.ranks import reports_of_ranks
 
 JOB = Path(__file__).parents[2] / "support" / "fusion_job.py"
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.extended)])
-def reports(request, tmp_path_factory):
+def reports(request, jobs, tmp_path_factory):
     """Of processes with data of their own; a third of a gradient is rounded, a half is not."""
-    return start_ranks(tmp_path_factory.mktemp("fusion"), JOB, request.param)
+    return reports_of_ranks(jobs, tmp_path_factory.mktemp("fusion"), JOB, request.param)
 
 
 @pytest.mark.parametrize("way", ["DDP", "FSDP", "tensor parallel", "train"])

@@ -46,7 +46,7 @@ def modules(lightning):
             if self.when is not None:
                 self.fusion = training.fuse(self.model, self.optimizers(), self.when)
 
-        def on_fit_end(self):
+        def on_train_end(self):  # Lightning calls cpu() after it, which makes the updates
             if self.fusion is not None:
                 self.waited = len(getattr(self.fusion, "_waiting", ()))
                 self.fusion.close()

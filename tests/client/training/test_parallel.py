@@ -6,17 +6,17 @@ from torch import nn
 
 from graphstash import GraphstashError
 from graphstash.training.loop.parallel import Parallel
-from support.ranks import start_ranks
+from support.ranks import reports_of_ranks
 
 JOB = Path(__file__).parents[2] / "support" / "parallel_job.py"
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory):
+def reports(jobs, tmp_path_factory):
     """Of two processes, and of one with batches of twice the size."""
     directory = tmp_path_factory.mktemp("gloo")
-    return [*start_ranks(directory, JOB, 2), *start_ranks(directory, JOB, 1)]
+    return [*reports_of_ranks(jobs, directory, JOB, 2), *reports_of_ranks(jobs, directory, JOB, 1)]
 
 
 @pytest.fixture(params=["with inf", "accumulated"])

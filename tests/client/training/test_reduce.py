@@ -1,9 +1,6 @@
 """Gradients that several processes add up by blocks are what torch adds up."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,15 +8,15 @@ from torch import nn
 
 from graphstash import ConfigError, training
 from graphstash.training.reduce import SparseState, Thresholding
-from support.ranks import start_ranks
+from support.ranks import reports_of_ranks, running_ranks
 
 JOB = Path(__file__).parents[2] / "support" / "reduce_job.py"
 WORLD = 3
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    return start_ranks(tmp_path_factory.mktemp("reduced"), JOB, WORLD)
+def reports(jobs, tmp_path_factory):
+    return reports_of_ranks(jobs, tmp_path_factory.mktemp("reduced"), JOB, WORLD)
 
 
 def test_sums_are_those_of_a_dense_all_reduce(reports):
@@ -168,20 +165,9 @@ def test_a_loss_scale_and_thresholding_do_not_go_together():
         )
 
 
-def test_a_killed_rank_ends_all_others_with_an_error(tmp_path):
-    processes = []
-    try:
-        for rank in range(WORLD):
-            place = ("--rank", rank, "--world", WORLD, "--rendezvous", tmp_path / "store")
-            command = [sys.executable, JOB, tmp_path / f"{rank}.json", "--killed", *place]
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            processes.append(subprocess.Popen([*map(str, command)], env=environment))
-        statuses = [process.wait(120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert statuses == [0, 0, -9]
-    for rank in range(WORLD - 1):
-        told = json.loads((tmp_path / f"{rank}.json").read_text())["error"]
+def test_a_killed_rank_ends_all_others_with_an_error(jobs, tmp_path):
+    with running_ranks(jobs, tmp_path, JOB, WORLD, "--killed") as ranks:
+        assert [rank.status() for rank in ranks] == [0, 0, -9]
+    for rank in ranks[:-1]:
+        told = json.loads(rank.report.read_text())["error"]
         assert "onnection" in told or "peer" in told, told

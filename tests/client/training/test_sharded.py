@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.ranks import start_ranks
+from support.ranks import reports_of_ranks
 
 JOB = Path(__file__).parents[2] / "support" / "sharded_job.py"
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    return start_ranks(tmp_path_factory.mktemp("sharded"), JOB, 2)
+def reports(jobs, tmp_path_factory):
+    return reports_of_ranks(jobs, tmp_path_factory.mktemp("sharded"), JOB, 2)
 
 
 def test_every_optimizer_updates_shards_as_whole_parameters(reports):

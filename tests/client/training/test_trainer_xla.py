@@ -2,11 +2,10 @@ import os
 import random
 import subprocess
 import sys
-import time
 
 import pytest
 
-from support.jobs import TRAIN_JOB, losses_of
+from support.jobs import TRAIN_JOB, losses_of, until_step
 
 STEPS = 30
 
@@ -69,11 +68,7 @@ def test_killed_at_random_steps_the_loss_curve_is_that_of_an_uninterrupted_run(
     kills = random.Random(3)
     for _ in range(2):
         job = jobs.start(tmp_path, *arguments, script=TRAIN_JOB, under="")
-        step = kills.randrange(5, 25)
-        deadline = time.monotonic() + 120
-        while max(losses_of(tmp_path / "losses"), default=0) < step and not job.ended():
-            assert time.monotonic() < deadline, job.errors.read_text()
-            time.sleep(0.005)
+        until_step(kills.randrange(5, 25), tmp_path / "losses", job)
         job.kill()
     outcome = jobs.start(tmp_path, *arguments, script=TRAIN_JOB, under="").finish()
     assert outcome.report["resumed_from"] > 0

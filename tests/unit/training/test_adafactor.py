@@ -159,3 +159,25 @@ def test_fused_it_is_the_same_to_the_bit(when):
             handle.close()
         results.append([list(model.parameters()), optimizer.state_dict()["state"]])
     torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("eps1", [0.0, 1e-30])
+@pytest.mark.parametrize("empty", ["row", "column", "all"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_zeros_in_gradient_leave_parameter_finite_with_small_eps(eps1, empty, dtype):
+    generator = torch.Generator().manual_seed(0)
+    parameters = [
+        nn.Parameter(torch.ones(4, 6, dtype=dtype)),
+        nn.Parameter(torch.ones(6).to(dtype)),
+    ]
+    mine = Adafactor(parameters, lr=0.5, eps=(eps1, 1e-3))
+    for _ in range(3):
+        for each in parameters:
+            each.grad = torch.randn(each.shape, generator=generator).to(dtype)
+            each.grad[{"row": 0, "column": (..., 0), "all": ...}[empty]] = 0
+        mine.step()
+    for each in parameters:
+        untouched = each.grad == 0
+        assert torch.equal(each[untouched], torch.ones_like(each[untouched]))
+        assert torch.isfinite(each).all()
+        assert bool((each[~untouched] != 1).all())

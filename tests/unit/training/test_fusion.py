@@ -837,9 +837,10 @@ def test_the_model_is_not_called_between_backward_and_step(call):
     called(batch(0)[0])
 
 
-def test_a_fusion_may_be_closed_between_backward_and_step():
+def test_a_fusion_that_is_closed_between_backward_and_step_says_so_and_the_step_is_exact():
     training, alone = unsaved(Training("backward")), unsaved(Training(None))
-    training.fusion.close()
+    with pytest.raises(FusionError, match=r"has updated 6 of 6 parameters, and no step\(\)"):
+        training.fusion.close()
     for each in (training, alone):
         each.opt.step()
         each.step(2)

@@ -40,6 +40,12 @@ def flats(draw):
     return flat, draw(st.integers(1, 20))
 
 
+def test_strided_tensor_is_refused():
+    with pytest.raises(ValueError, match="stride 2: give a contiguous one"):
+        BlockView(torch.zeros(20)[::2], 4)
+    assert BlockView(torch.zeros(20)[::20], 4).count == 1
+
+
 @given(flats())
 def test_a_block_is_sent_if_an_element_of_it_is_not_zero(given_):
     flat, size = given_

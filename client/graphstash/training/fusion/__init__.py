@@ -42,9 +42,9 @@ def fuse(
     """Fuses the updates of a model's parameters with its backward or its next forward.
 
     With `when="backward"`, read gradients in hooks of the parameters, if at all: after `backward`
-    they are gone. With `when="forward"`, call `flush()` before you read parameters other than by
-    calling the model (`model.forward(...)` runs no hooks) and `state_dict()`; averaged weights are
-    an example.
+    they are gone. With `when="forward"`, an operation of torch that uses a parameter makes its
+    update first. Call `flush()` before other code uses one, such as torch.func, and before you read
+    the optimizer's state other than by `state_dict()`.
 
     Args:
         model: whose forward is called; on a CPU or on CUDA. With when="backward", the

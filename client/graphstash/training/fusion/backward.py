@@ -85,6 +85,8 @@ class BackwardFusion(Fusion):
         """Those whose gradients the first step has freed."""
         self._turn = object()
         """Another one for each step; an update of an earlier one comes too late."""
+        self._left: dict[Tensor, tuple[Tensor, int]] = {}
+        """By parameter that is left to the step: its gradient after backward, and the version."""
         self._updating = threading.Lock()
         """Buckets are updated by threads of their own."""
         elsewhere = "train without fusion"
@@ -99,6 +101,16 @@ class BackwardFusion(Fusion):
                 f"a backward failed after {self._share_updated()} "
                 "parameters were updated: what the model has now was never trained; load the last "
                 "checkpoint into a new model and optimizer"
+            )
+
+    def _before_close(self) -> None:
+        """The optimizer alone changes nothing in a backward that no step comes after."""
+        self.flush()
+        if self._updated:
+            raise FusionError(
+                f"the last backward has updated {self._share_updated()} parameters, and no step() "
+                "came after it: what the model has now was never trained; make the step before "
+                f"close(), or load the last checkpoint, and {self._remedy}"
             )
 
     def _before_save(self) -> None:
@@ -171,6 +183,8 @@ class BackwardFusion(Fusion):
                 "are updated before all are there; train in bf16 without a loss scale, or "
                 + self._remedy
             )
+        self._refuse_module_hooks()
+        self._require_left_gradients()
         if self._stand_ins is not None:
             self._stand_ins.check_all()
             self._stand_ins.remove()
@@ -186,6 +200,35 @@ class BackwardFusion(Fusion):
         if any(each.grad is not None for each in fused - self._updated):
             self.partial_step.state_has_changed()
 
+    def _require_left_gradients(self) -> None:
+        """Clipping that begins later is seen at the gradients that backward has not freed."""
+        given = [parameter for parameter in self._updated if parameter.grad is not None]
+        if given:  # the step would update them a second time
+            raise FusionError(
+                f"{len(given)} gradients ({named(given, self.names)}) were set between backward() "
+                f"and step(), when their parameters were updated already; {self._remedy}"
+            )
+        changed = [
+            parameter
+            for parameter, (gradient, version) in self._left.items()
+            if parameter.grad is not gradient or gradient._version != version
+        ]
+        self._left.clear()
+        if changed:
+            raise FusionError(
+                f"{len(changed)} gradients ({named(changed, self.names)}) were changed between "
+                f"backward() and step() (clipping), when {self._share_updated()} parameters were "
+                f"updated already; {self._remedy}"
+            )
+
+    def _refuse_module_hooks(self) -> None:
+        for name, module in self.model.named_modules():
+            if module._backward_hooks or module._backward_pre_hooks:
+                raise FusionError(
+                    f"{name or 'the model'} has a backward hook (register_full_backward_hook), "
+                    f"which may read parameters that are updated already; {self._remedy}"
+                )
+
     def after_step(self) -> None:
         """Everything is updated; the next backward begins anew."""
         if self._freed:
@@ -199,6 +242,7 @@ class BackwardFusion(Fusion):
         self._updated.clear()
         self._freed.clear()
         self._came.clear()
+        self._left.clear()
         self._backwards.clear()
         self._options = None
         for unit in self._units:
@@ -208,6 +252,10 @@ class BackwardFusion(Fusion):
         """The hook of each parameter, in backward."""
         if self._watched is not None:
             self._note(parameter, self._watched)
+            return
+        if parameter not in self._unit_of and parameter not in self._reduced:
+            if parameter.grad is not None:
+                self._left[parameter] = parameter.grad, parameter.grad._version
             return
         if self.last_gradients and self.has_old_gradient(parameter):
             self.refuse_old_gradient(parameter)
@@ -345,7 +393,14 @@ class BackwardFusion(Fusion):
                 f"{self._remedy}"
             )
         self._watch.end()
-        self._follow_gradients([*self._unit_of, *self._reduced])
+        # To sharded ones FSDP adds by itself.
+        self._follow_gradients(
+            each
+            for each in self.parameters
+            if each in self._unit_of
+            or each in self._reduced
+            or (each.requires_grad and not is_sharded(each))
+        )
         for module in self._watch.outermost:
             hook = ModuleHook(self._before_forward)
             self.keep(module.register_forward_pre_hook(hook, prepend=True))

@@ -102,11 +102,16 @@ class Fusion(ABC):
         """
 
     def close(self) -> None:
-        """Makes the updates that wait, and ends the fusion; the optimizer works as before."""
+        """Makes the updates that wait, and ends the fusion; the optimizer works as before.
+
+        Raises:
+            FusionError: a backward has updated parameters, and no step came after it. The fusion
+                has ended.
+        """
         if self._is_closed:
             return
         try:
-            self.flush()
+            self._before_close()
         finally:
             self._is_closed = True
             for handle in self._handles:
@@ -179,11 +184,10 @@ class Fusion(ABC):
             self.before_step(options)
             return args[:1], given
 
-        self.keep(optimizer.register_step_pre_hook(before))
-        after = optimizer.register_step_post_hook(lambda *_: self.after_step())
-        self.keep(after)
-        # A hook of the user's may call zero_grad().
-        optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined] # an OrderedDict
+        self._before = optimizer.register_step_pre_hook(before)
+        self._after = optimizer.register_step_post_hook(lambda *_: self.after_step())
+        self.keep(self._before)
+        self.keep(self._after)
         self.keep(optimizer.register_state_dict_pre_hook(lambda _: self._before_save()))
         self.keep(optimizer.register_load_state_dict_pre_hook(lambda *_: self._before_load()))
         self.keep(optimizer.register_load_state_dict_post_hook(lambda _: self._loaded()))
@@ -194,7 +198,19 @@ class Fusion(ABC):
             self.keep(module.register_load_state_dict_pre_hook(load))  # type: ignore[no-untyped-call] # torch
 
         fused = {each: self.names.get(each, "a parameter") for each in self.parameters}
-        self.keep(Guards(self.model, optimizer, fused))
+        self.keep(Guards(self.model, optimizer, fused, self._order_hooks))
+
+    def _order_hooks(self) -> None:
+        """Called before all hooks of the optimizer's step: those of the user come in between.
+
+        A hook before the step may clip gradients, one after it may call zero_grad().
+        """
+        optimizer: Any = self.optimizer
+        optimizer._optimizer_step_pre_hooks.move_to_end(self._before.id)
+        optimizer._optimizer_step_post_hooks.move_to_end(self._after.id, last=False)
+
+    def _before_close(self) -> None:
+        self.flush()
 
     def _before_save(self) -> None:
         """What is saved is what the optimizer alone would have now."""

@@ -1,8 +1,10 @@
 """ForwardFusion: each parameter is updated when a module that reads it is about to run.
 
-`step()` takes the gradients away and remembers the options of that moment; the updates are made by
-the next forward, and whatever is left when that forward ends is made then. Which module reads a
-parameter first is seen in the first forward: it need not be the one that has it.
+`step()` remembers the gradients and the options of that moment; the updates are made by the next
+forward, and whatever is left when that forward ends is made then. Which module reads a parameter
+first is seen in the first forward: it need not be the one that has it. Other code that uses a
+parameter or its gradient before that sets off a tripwire, which makes the update first. A parameter
+whose memory another tensor has is updated by `step()`.
 """
 
 import sys
@@ -20,10 +22,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import TensorWeakRef
 
 from graphstash.training.fusion.base import Fusion, ModuleHook
-from graphstash.training.fusion.errors import FusionError
+from graphstash.training.fusion.errors import FusionError, named
 from graphstash.training.fusion.memory import Memory
 from graphstash.training.fusion.partial_step import Options, in_units, options_of, small_of
-from graphstash.training.sharding import local
+from graphstash.training.fusion.tripwire import Tripwire, is_held
+from graphstash.training.sharding import is_sharded, local
 
 __all__ = ["ForwardFusion"]
 
@@ -43,6 +46,10 @@ class ForwardFusion(Fusion):
         self._hooks: dict[nn.Module, list[Any]] = {}
         self._waiting: dict[Tensor, Tensor] = {}
         """By parameter: the gradient of the last step."""
+        self._tripwire = Tripwire(self._before_use)
+        self._armed: dict[Tensor, list[Tensor]] = {}
+        """The unit of each parameter that waits, and of its gradient."""
+        self._versions: dict[Tensor, int] = {}
         self._options: Options = ()
         self._found_inf: Tensor | None = None
         self._grad_scale: Tensor | None = None
@@ -72,6 +79,7 @@ class ForwardFusion(Fusion):
         """What is loaded replaces what was updated in part."""
         if self._is_interrupted:
             self._waiting.clear()
+            self._disarm(list(self._armed))
             self._is_interrupted = False
         self.flush()
 
@@ -123,10 +131,16 @@ class ForwardFusion(Fusion):
         # The loss scale changes its tensors in place.
         self._found_inf = _copy(options.get("found_inf"))
         self._grad_scale = _copy(options.get("grad_scale"))
-        for parameter in (each for unit in self._all_units for each in unit):
-            if parameter.grad is not None:
-                self._waiting[parameter] = parameter.grad
-                parameter.grad = None
+        self._take_gradients()
+
+    def _take_gradients(self) -> None:
+        for unit in self._all_units:
+            if any(map(_can_be_read_unseen, unit)):
+                continue  # the step updates it
+            for parameter in unit:
+                if parameter.grad is not None:
+                    self._waiting[parameter] = parameter.grad
+                    parameter.grad = None
 
     def _watch_new_gradients(self) -> None:
         of = weakref.ref(self)
@@ -147,9 +161,34 @@ class ForwardFusion(Fusion):
                 self.keep(handles[-1])
 
     def after_step(self) -> None:
-        """Of a step that was made at once, all parameters share a count."""
-        if not self._waiting:
+        """The step may have given what it has updated a common count."""
+        if any(each.grad is not None for unit in self._all_units for each in unit):
             self.partial_step.state_has_changed()
+        for unit in self._all_units:
+            for parameter in unit:
+                if (gradient := self._waiting.get(parameter)) is not None:
+                    if parameter.grad is None:
+                        parameter.grad = gradient
+                    self._arm(parameter, gradient, unit)
+
+    def _arm(self, parameter: Tensor, gradient: Tensor, unit: list[Tensor]) -> None:
+        """Has the unit updated before anything else uses the parameter or its gradient."""
+        self._versions[parameter] = parameter._version
+        for tensor in (parameter, gradient):
+            if self._tripwire.arm(tensor):
+                self._armed[tensor] = unit
+
+    def _disarm(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            self._tripwire.disarm(tensor)
+            self._armed.pop(tensor, None)
+
+    def _before_use(self, tensor: Tensor) -> None:
+        """Torch is about to read or write a parameter that waits, or its gradient."""
+        self._require_eager()
+        if (unit := self._armed.get(tensor)) is not None:
+            self._update([unit])
+        self._tripwire.disarm(tensor)
 
     def _before_forward(self, module: nn.Module) -> None:
         if torch.compiler.is_compiling():  # since fuse() was called, as Trainer and Accelerate do
@@ -183,7 +222,8 @@ class ForwardFusion(Fusion):
             readers, self._readers = self._readers, None
             readers.__exit__(None, None, None)  # type: ignore[no-untyped-call] # torch
             self._set_units(readers.of)
-        self.flush()
+        if not self._is_interrupted:  # else the update has raised, in this forward
+            self.flush()
 
     def _set_units(self, reader_of: dict[Tensor, nn.Module]) -> None:
         """A parameter is updated before the first of: who has it, and who was seen to read it."""
@@ -240,8 +280,11 @@ class ForwardFusion(Fusion):
     def _update_unit(self, unit: list[Tensor]) -> None:
         later = [each.grad for each in unit]  # of a backward that came after the step
         self._is_interrupted = True
-        for each in unit:
-            each.grad = self._waiting.pop(each, None)
+        gradients = [self._waiting.pop(each, None) for each in unit]
+        self._disarm([*unit, *(each for each in gradients if each is not None)])
+        self._require_unchanged(unit)
+        for each, gradient in zip(unit, gradients, strict=True):
+            each.grad = gradient
         try:
             self.partial_step(
                 unit, self._options, found_inf=self._found_inf, grad_scale=self._grad_scale
@@ -250,6 +293,17 @@ class ForwardFusion(Fusion):
         finally:
             for each, gradient in zip(unit, later, strict=True):
                 each.grad = gradient
+
+    def _require_unchanged(self, unit: list[Tensor]) -> None:
+        changed = [
+            each for each in unit if self._versions.pop(each, each._version) != each._version
+        ]
+        if changed:
+            raise FusionError(
+                f"{named(changed, self.names)} was written after step() by code that torch does "
+                "not announce, when its update had not been made: call flush() of the fusion "
+                "before, and load the last checkpoint into a new model and optimizer"
+            )
 
 
 class _Readers(TorchDispatchMode):
@@ -285,6 +339,11 @@ def _refuse_compiled(name: str) -> None:
         'updates it; use when="backward", or training.traced_step, which compiles the update with '
         "the rest"
     )
+
+
+def _can_be_read_unseen(parameter: Tensor) -> bool:
+    """Whether the parameter has its memory in common with another tensor."""
+    return not is_sharded(parameter) and is_held(parameter)
 
 
 def _copy(value: Any) -> Any:

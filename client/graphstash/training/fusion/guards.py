@@ -5,7 +5,7 @@ optimizers' steps and of all changes of modules; these keep nothing alive.
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -29,12 +29,20 @@ class Guards:
         model: whose modules were looked at.
         optimizer: the only one that may update `names`.
         names: of the fused parameters.
+        before_step: called before all other hooks of each of the optimizer's steps. Held weakly.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, names: dict[Tensor, str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        names: dict[Tensor, str],
+        before_step: Callable[[], None],
+    ) -> None:
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet(model.modules())
         self._optimizer = weakref.ref(optimizer)
         self._names = names
+        self._before_step = weakref.WeakMethod(before_step)
         me = weakref.WeakMethod
         step, module, parameter = me(self._step), me(self._module), me(self._parameter)
         self._handles = [
@@ -51,7 +59,10 @@ class Guards:
             handle.remove()
 
     def _step(self, optimizer: Optimizer, *_: Any) -> None:
-        if torch.compiler.is_compiling() or optimizer is self._optimizer():
+        if torch.compiler.is_compiling():
+            return
+        if optimizer is self._optimizer():
+            _call(self._before_step, ())
             return
         shared = self._fused(p for group in optimizer.param_groups for p in group["params"])
         if shared:

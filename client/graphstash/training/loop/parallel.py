@@ -20,8 +20,8 @@ torch_xla cannot reduce on its CPU device, version 2.7 at least: each of several
 """
 
 import io
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -80,12 +80,20 @@ class Parallel:
         """Whether this process shows progress and writes checkpoints."""
         return self.rank == 0
 
-    def wrap(self, model: nn.Module, *, reduce: SparseState | None = None) -> nn.Module:
+    def wrap(
+        self, model: nn.Module, *, reduce: SparseState | None = None, is_captured: bool = False
+    ) -> nn.Module:
         """The model to compute losses with. All processes then have the first one's parameters.
+
+        Args:
+            model: computes losses.
+            reduce: reduces gradients in DDP.
+            is_captured: whether CUDA graphs capture the step.
 
         Raises:
             ConfigError: `reduce` is given, and nothing here reduces in DDP.
         """
+        del is_captured
         if reduce is not None:
             raise ConfigError(
                 "reduce= is for several processes of torch.distributed (torchrun), whose gradients "
@@ -127,7 +135,9 @@ class DistributedTorch(Parallel):
         self.rank = distributed.get_rank()
         self.world = distributed.get_world_size()
 
-    def wrap(self, model: nn.Module, *, reduce: SparseState | None = None) -> nn.Module:
+    def wrap(
+        self, model: nn.Module, *, reduce: SparseState | None = None, is_captured: bool = False
+    ) -> nn.Module:
         """The model in DDP, unless it is already, or FSDP2 or tensor parallelism has sharded it."""
         if any(map(is_flattened, model.parameters())):
             raise ConfigError(
@@ -135,10 +145,12 @@ class DistributedTorch(Parallel):
                 "trained here: shard it with fully_shard(), which replaces it"
             )
         if any(map(is_sharded, model.parameters())):
-            return super().wrap(model, reduce=reduce)
+            return super().wrap(model, reduce=reduce, is_captured=is_captured)
         if not isinstance(model, DistributedDataParallel):
-            device_ids = [self._device] if self._device.type == "cuda" else None
-            model = DistributedDataParallel(model, device_ids=device_ids)
+            on_cuda = self._device.type == "cuda"
+            with _on_side_stream(self._device) if on_cuda and is_captured else nullcontext():
+                device_ids = [self._device] if on_cuda else None
+                model = DistributedDataParallel(model, device_ids=device_ids)
         if reduce is not None:
             _register(model, reduce)
         return model
@@ -157,6 +169,22 @@ class DistributedTorch(Parallel):
         payloads: list[Any] = [None] * self.world
         distributed.all_gather_object(payloads, _packed(value))
         return [_unpacked(payload) for payload in payloads]
+
+
+@contextmanager
+def _on_side_stream(device: torch.device) -> Iterator[None]:
+    """Make DDP here if its backward is captured.
+
+    DDP keeps the streams on which its nodes of the graph were made, and CUDA refuses to capture
+    work that waits for the default stream ("Usage with DistributedDataParallel" in torch's notes
+    on CUDA graphs).
+    """
+    current = torch.cuda.current_stream(device)
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        yield
+    current.wait_stream(side)
 
 
 def _register(model: DistributedDataParallel, reduce: SparseState) -> None:
@@ -182,11 +210,13 @@ class DistributedXla(Parallel):
         self.rank = rank
         self.world = world
 
-    def wrap(self, model: nn.Module, *, reduce: SparseState | None = None) -> nn.Module:
+    def wrap(
+        self, model: nn.Module, *, reduce: SparseState | None = None, is_captured: bool = False
+    ) -> nn.Module:
         """The model itself, with the first process's parameters."""
         import torch_xla.core.xla_model as xm
 
-        super().wrap(model, reduce=reduce)
+        super().wrap(model, reduce=reduce, is_captured=is_captured)
         xm.broadcast_master_param(model)
         return model
 

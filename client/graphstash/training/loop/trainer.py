@@ -11,10 +11,11 @@ the same command makes the same steps.
 """
 
 import inspect
+import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from functools import wraps
@@ -51,6 +52,8 @@ from graphstash.training.traced import traced_step
 from graphstash.training.traced.step import State, StateElement
 
 __all__ = ["train"]
+
+_log = logging.getLogger("graphstash")
 
 
 class _Run:
@@ -99,6 +102,7 @@ class _Run:
             return
         state = found.state
         self._require_same_arguments(found)
+        self._warn_of_changes(found)
         self._load_weights(state["model"], state["optimizer"])
         for name in ("schedule", "loss_scale"):
             if (part := getattr(self.options, name)) is not None:
@@ -168,6 +172,29 @@ class _Run:
                     f"{found.path} was made with {name}={there[name]!r}, but this run has "
                     f"{value!r}; resume with the arguments of the run that made it, or give "
                     "another directory"
+                )
+
+    def _warn_of_changes(self, found: Checkpoint) -> None:
+        """What may differ in a run that resumes, but hardly does on purpose."""
+        options, state = self.options, found.state
+        restored = (
+            (_rates(state["optimizer"]), _rates(options.optimizer.state_dict())),
+            (_constants(state["schedule"]), _constants(_state_of(options.schedule))),
+        )
+        for then, now in restored:
+            for name in sorted(then.keys() & now.keys()):
+                if then[name] != now[name]:
+                    _log.warning(
+                        "%s was made with %s=%r, but this run has %r; it resumes with %r: to start "
+                        "with another value, give another directory",
+                        *(found.path, name, then[name], now[name], then[name]),
+                    )
+        sizes, sizes_now = state.get("sizes", {}), _sizes(options)
+        for name in sorted(sizes.keys() & sizes_now.keys()):
+            if sizes[name] != sizes_now[name]:
+                _log.warning(
+                    "%s was made with %s=%r; this run resumes with %r",
+                    *(found.path, name, sizes[name], sizes_now[name]),
                 )
 
     def loop(self) -> TrainingResult:
@@ -422,6 +449,7 @@ class _Run:
         place = self.positions.get(self.done) or self._position()
         return {
             "arguments": self._arguments(),
+            "sizes": _sizes(self.options),
             "model": whole(self.options.model.state_dict()),
             "optimizer": whole(self.options.optimizer.state_dict()),
             "schedule": _state_of(self.options.schedule),
@@ -443,6 +471,38 @@ class _Run:
 
 
 _Loader = DeviceLoader[tuple[Any, ...]] | InlineLoader[tuple[Any, ...]]
+
+
+def _rates(optimizer: Mapping[str, Any]) -> dict[str, float]:
+    """The learning rate of each group, before its schedule."""
+    return {
+        f"lr of group {number}": float(group.get("initial_lr", group["lr"]))
+        for number, group in enumerate(optimizer["param_groups"])
+        if "lr" in group
+    }
+
+
+def _constants(schedule: Mapping[str, Any] | None) -> dict[str, int | float]:
+    """Those numbers of a schedule that stay the same while it advances."""
+    return {
+        f"the schedule's {name}": value
+        for name, value in (schedule or {}).items()
+        if isinstance(value, (int, float))
+        and not name.startswith("_")
+        and name not in {"last_epoch", "T_cur", "T_i"}
+    }
+
+
+def _sizes(options: Options) -> dict[str, int]:
+    """How much is trained; what the data does not tell is left out."""
+    data: Any = options.data
+    sizes = {"steps": options.steps}
+    if isinstance(batch_size := getattr(data, "batch_size", None), int):
+        sizes["batch_size"] = batch_size
+    if isinstance(dataset := getattr(data, "dataset", None), Sized):
+        with suppress(TypeError):  # torch's Sized datasets may have no length
+            sizes["samples"] = len(dataset)
+    return sizes
 
 
 def _state_of(part: Stateful | None) -> dict[str, Any] | None:

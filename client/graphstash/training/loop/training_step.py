@@ -186,7 +186,7 @@ class TrainingStep:
     def __init__(self, options: Options, parallel: Parallel) -> None:
         self._options = options
         self._parallel = parallel
-        self.model = parallel.wrap(options.model, reduce=options.reduce)
+        self.model = parallel.wrap(options.model, reduce=options.reduce, is_captured=options.traced)
         self._device = options.device
         self._parameters = [p for g in options.optimizer.param_groups for p in g["params"]]
         columns = ["loss", *options.metrics]

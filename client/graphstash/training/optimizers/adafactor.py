@@ -16,9 +16,11 @@ RMS(W) is that of before the step. What has fewer dimensions has a V of its own 
 Adam has 2 A B.
 
 Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", 2018, arXiv
-1804.04235. The same as `torch.optim.Adafactor`, which says where it differs from the paper; but a
-G whose squares overflow changes nothing, where torch's parameters become NaN. With
-the default lr, 0.01, step lengths are those of Hugging Face's Adafactor with its defaults,
+1804.04235. The same as `torch.optim.Adafactor`, which says where it differs from the paper, but for
+three cases where torch's parameters become NaN. A G whose squares overflow changes nothing. Where a
+row of G is zero and the square of eps1 underflows, the row keeps its parameters. If RMS(W) is not
+finite, because W holds infinity, it counts as eps2. With the default
+lr, 0.01, step lengths are those of Hugging Face's Adafactor with its defaults,
 `relative_step` and `scale_parameter`; that one adds eps1 to G^2 instead. There is no form with
 steps of a fixed length, which Hugging Face's Trainer uses (both options False).
 """
@@ -54,6 +56,7 @@ def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], 
     rest2 = step.pow(beta2_decay)
     longest = torch.minimum(lr, step.rsqrt())
     least = torch.finfo(old.dtype).eps if eps1 is None else eps1
+    tiny = torch.finfo(lr.dtype).tiny
     parameters: list[Tensor] = []
     slots: list[list[Tensor]] = [[] for _ in old.slots]
     for inputs in zip(old.parameters, old.gradients, *old.slots, strict=True):
@@ -68,9 +71,12 @@ def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], 
             pairs = zip(before, (-1, -2), strict=True)
             means = [mean.lerp(_mean_square(gradient, dim), rest2) for mean, dim in pairs]
             rows, columns = means
-            square = rows * columns / rows.mean(dim=-2, keepdim=True).clamp(min=least)
-        update = gradient * square.clamp(min=least * least).rsqrt()
-        length = _rms(value).clamp(min=eps2) * longest / (_rms(update) / d).clamp(min=1.0)
+            square = rows * columns / rows.mean(dim=-2, keepdim=True).clamp(min=max(least, tiny))
+        # The square of eps1 underflows below 1e-19 in float32, and 0 * rsqrt(0) is NaN.
+        update = gradient * square.clamp(min=max(least * least, tiny)).rsqrt()
+        size = _rms(value)
+        size = torch.where(size.isfinite(), size, 0.0).clamp(min=eps2)
+        length = size * longest / (_rms(update) / d).clamp(min=1.0)
         changed = value * (1 - lr * weight_decay) - length * update
         fits = can_be_squared(gradient)
         parameters.append(torch.where(fits, changed, value))

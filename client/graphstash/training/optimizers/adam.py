@@ -16,7 +16,7 @@ LAMB, for large batches, makes each step as long as a share of the parameter tha
 and v as above and norms over one parameter tensor:
 
     r <- m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * p
-    p <- p - lr * |p| / |r| * r             the ratio is 1 where |p| or |r| is 0
+    p <- p - lr * |p| / |r| * r             the ratio is 1 if |p| or |r| is 0 or not finite
 
 You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2020,
 arXiv 1904.00962, algorithm 2 with phi(z) = z. There is no LAMB in torch.optim.
@@ -37,6 +37,7 @@ from graphstash.training.optimizers.base import (
     Split,
     SyncFreeOptimizer,
     TorchOptions,
+    decayed,
     options_in,
     selecting,
 )
@@ -84,8 +85,7 @@ def adam_formula(
     if decoupled:
         parameters = list(torch._foreach_mul(parameters, 1 - lr * weight_decay))
     else:
-        decay = torch._foreach_mul(parameters, weight_decay)
-        gradients = list(torch._foreach_add(gradients, decay))
+        gradients = decayed(gradients, parameters, weight_decay)
     moments = Moments(old, gradients, step)
     slots = [moments.mean, moments.square]
     if amsgrad:
@@ -199,11 +199,9 @@ def _lamb(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], lis
     denominator = torch._foreach_add(
         torch._foreach_sqrt(torch._foreach_div(moments.square, moments.correction2)), eps
     )
-    direction = torch._foreach_add(
-        torch._foreach_div(unbiased, denominator), torch._foreach_mul(old.parameters, weight_decay)
-    )
+    direction = decayed(torch._foreach_div(unbiased, denominator), old.parameters, weight_decay)
     parameters = [
-        p - lr * torch.where((p_norm > 0) & (r_norm > 0), p_norm / r_norm, 1.0) * r
+        p - lr * _trust(p_norm, r_norm) * r
         for p, r, p_norm, r_norm in zip(
             old.parameters,
             direction,
@@ -213,6 +211,12 @@ def _lamb(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], lis
         )
     ]
     return parameters, [moments.mean, moments.square]
+
+
+def _trust(p_norm: Tensor, r_norm: Tensor) -> Tensor:
+    """Infinity in one element of a parameter must not reach the others by its norm."""
+    is_ratio = (p_norm > 0) & (r_norm > 0) & p_norm.isfinite() & r_norm.isfinite()
+    return torch.where(is_ratio, p_norm / r_norm, 1.0)
 
 
 def _norms(tensors: Sequence[Tensor], shards: Sums) -> list[Tensor]:

@@ -51,6 +51,7 @@ __all__ = [
     "TorchOptions",
     "at_least",
     "can_be_squared",
+    "decayed",
     "options_in",
     "selecting",
     "so_many",
@@ -199,6 +200,20 @@ def can_be_squared(gradient: Tensor) -> Tensor:
     """
     norm: Tensor = torch.linalg.vector_norm(gradient)
     return torch.isfinite(norm.square())
+
+
+def decayed(
+    gradients: Iterable[Tensor], parameters: Iterable[Tensor], weight_decay: Tensor
+) -> list[Tensor]:
+    """Return gradients + weight_decay * parameters, or the gradients if weight_decay is 0.
+
+    A parameter may hold infinity, such as a mask that is added to scores: infinity * 0 is NaN.
+    """
+    is_off = weight_decay == 0
+    gradients = list(gradients)
+    sums = torch._foreach_add(gradients, torch._foreach_mul(list(parameters), weight_decay))
+    pairs = zip(gradients, sums, strict=True)
+    return [torch.where(is_off, gradient, both) for gradient, both in pairs]
 
 
 def options_in(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,6 +44,8 @@ __all__ = ["Muon", "muon_groups"]
 
 _COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 _LEAST_NORM: Final = 1e-7
+_CYCLED: Final = "max_momentum"
+"""What a schedule of torch that cycles the momentum keeps in a group."""
 _RATIOS: Final[Mapping[str, Callable[[int, int], float]]] = {
     "original": lambda rows, columns: math.sqrt(max(1, rows / max(1, columns))),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
@@ -111,7 +113,8 @@ class Muon(SyncFreeOptimizer):
         lr: learning rate, >= 0. With adjust_lr_fn="original", matrices usually need about 0.02 and
             AdamW's groups an `lr` of their own.
         weight_decay: beside the gradient, >= 0.
-        momentum: decay of the running mean of the gradient, in [0, 1).
+        momentum: decay of the running mean of the gradient, in [0, 1). OneCycleLR and CyclicLR
+            cycle it, and the first of `betas` in AdamW's groups.
         nesterov: step in the direction of the mean after one more step with the same gradient.
         adjust_lr_fn: "match_rms_adamw": steps as long as AdamW's, so that one learning rate fits
             both kinds of groups; "original", which is what torch takes None for.
@@ -190,13 +193,26 @@ class Muon(SyncFreeOptimizer):
     def _scheduled(self, group: Group) -> dict[str, float | Tensor]:
         if not group["use_muon"]:
             return super()._scheduled(group)
-        momentum = group["momentum"]
+        momentum = _momentum(group)
         return {
             "lr": group["lr"],
             "weight_decay": group["weight_decay"],
             "momentum": momentum,
             "1 - momentum": 1 - momentum,
         }
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the other optimizers'; `momentum` is what a schedule has made of it."""
+        state_dict = super().state_dict()
+        groups = [group | {"momentum": _momentum(group)} for group in state_dict["param_groups"]]
+        return state_dict | {"param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the other optimizers'; also of torch.optim.Muon, in the middle of a schedule."""
+        super().load_state_dict(state_dict)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            if _CYCLED in saved and "betas" not in saved:
+                group["betas"] = (saved["momentum"], *group["betas"][1:])
 
     def _options(self, group: Group) -> Options:
         if not group["use_muon"]:
@@ -214,6 +230,16 @@ class Muon(SyncFreeOptimizer):
 
     def _step_of(self, state: Mapping[str, Any]) -> float:
         return 0.0 if state.get("momentum_buffer") is None else 1.0
+
+
+def _momentum(group: Group) -> float:
+    """Return the momentum of a group of matrices.
+
+    OneCycleLR and CyclicLR write betas if an optimizer has betas, and not momentum: here the first
+    of the betas is AdamW's, so in a group of matrices only such a schedule changes it.
+    """
+    is_cycled = group["use_muon"] and _CYCLED in group
+    return float(group["betas"][0] if is_cycled else group["momentum"])
 
 
 def muon_groups(

@@ -34,6 +34,7 @@ from graphstash.training.optimizers.base import (
     Split,
     SyncFreeOptimizer,
     TorchOptions,
+    decayed,
     options_in,
     selecting,
 )
@@ -67,8 +68,7 @@ def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], 
     denominator = torch._foreach_add(
         torch._foreach_sqrt(torch._foreach_div(squares, correction)), eps
     )
-    decay = torch._foreach_mul(old.parameters, weight_decay)
-    update = torch._foreach_add(torch._foreach_div(gradients, denominator), decay)
+    update = decayed(torch._foreach_div(gradients, denominator), old.parameters, weight_decay)
     # The sum is kept in units of the newest weight: equal ones are then counted without rounding.
     before = torch.stack(old.slots[3])
     largest = torch.maximum(before, lr)
@@ -76,7 +76,11 @@ def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], 
     older = torch.where(largest > 0, before / largest, 0.0).pow(weight_lr_power)
     total = torch.stack(old.slots[2]) * older * ((step - 1) / step).pow(r) + counts
     share = torch.where(total > 0, total.reciprocal(), 0.0)  # [parameters], as are these all
-    pulls = torch._foreach_mul(torch._foreach_sub(points, old.parameters), list(share))
+    # Where both are infinite, their difference would be NaN.
+    distances = [
+        torch.where(z == y, 0.0, z - y) for z, y in zip(points, old.parameters, strict=True)
+    ]
+    pulls = torch._foreach_mul(distances, list(share))
     pushes = torch._foreach_mul(update, list(lr * (beta1 * (1 - share) - 1)))
     parameters = torch._foreach_add(torch._foreach_add(old.parameters, pulls), pushes)
     points = list(torch._foreach_sub(points, torch._foreach_mul(update, lr)))
@@ -168,7 +172,13 @@ class ScheduleFreeAdamW(SyncFreeOptimizer):
 
         Raises:
             RuntimeError: the parameters are the averages; and what the others raise.
+            ValueError: OneCycleLR or CyclicLR cycles `betas`.
         """
+        if any("max_momentum" in group for group in self.param_groups):
+            raise ValueError(
+                "a schedule changes betas[0] in each step, but the averages follow from y and z "
+                "only while it stays: leave lr constant, or give the schedule cycle_momentum=False"
+            )
         if any(_ASIDE in state for state in self.state.values()):
             raise RuntimeError(
                 "the parameters are averages for evaluation: call train() of the optimizer before "
@@ -230,5 +240,7 @@ class ScheduleFreeAdamW(SyncFreeOptimizer):
 def _average(parameter: Tensor, state: Mapping[str, Tensor], beta1: float) -> Tensor:
     """x, as one parameter holds it; before the first step the parameter's own value."""
     y = state.get(MASTER, parameter)
-    average = torch.where(state["step"] > 0, y.lerp(state["z"], 1 - 1 / beta1), y)
+    z = state["z"]
+    moves = (state["step"] > 0) & (z != y)  # where both are infinite, x is
+    average = torch.where(moves, y.lerp(z, 1 - 1 / beta1), y)
     return average.to(parameter.dtype)

@@ -29,6 +29,7 @@ from graphstash.training.optimizers.base import (
     Split,
     SyncFreeOptimizer,
     TorchOptions,
+    decayed,
     options_in,
     selecting,
 )
@@ -41,8 +42,7 @@ def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], 
     nesterov, maximize = options
     lr, weight_decay, momentum, dampening = old.scalars
     gradients = list(torch._foreach_neg(old.gradients)) if maximize else old.gradients
-    decay = torch._foreach_mul(old.parameters, weight_decay)
-    gradients = list(torch._foreach_add(gradients, decay))
+    gradients = decayed(gradients, old.parameters, weight_decay)
     slots: list[list[Tensor]] = []
     if old.slots:
         running = torch._foreach_add(

@@ -15,8 +15,9 @@ Gupta et al., "Shampoo: Preconditioned Stochastic Tensor Optimization", 2018, ar
 the blocks, the merging and the grafting (of the length of SGD's step) of Anil et al., "Scalable
 Second Order Optimization for Deep Learning", 2020, arXiv 2002.09018; eps is added when a root is
 computed, as in Shi et al., "A Distributed Data-Parallel PyTorch Implementation of the Distributed
-Shampoo Optimizer", 2023, arXiv 2309.06497. With delay=0, betas=(0, 1) and no grafting, merging or
-blocks it is pytorch-optimizer's `Shampoo`; with them, its `ScalableShampoo` with `use_svd=True`.
+Shampoo Optimizer", 2023, arXiv 2309.06497. With precondition_frequency=1, delay=0, betas=(0, 1) and
+no grafting, merging or blocks it is pytorch-optimizer's `Shampoo`; with them, its `ScalableShampoo`
+with `use_svd=True`. With a larger frequency, the steps in which roots are computed may differ.
 
 The roots are computed by a background thread; `roots` says when they are used.
 """

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, distributed
 
 from graphstash.training.reduce.agreement import require_floats, require_same
-from graphstash.training.reduce.blocks import BlockView, bits_of, from_bits
+from graphstash.training.reduce.blocks import BlockView, bits_of, from_bits, written_back
 
 __all__ = ["BLOCK_ELEMENTS", "BlockSparseAllReduce", "Sent"]
 
@@ -111,16 +111,25 @@ class BlockSparseAllReduce:
         """Sums in place, over all ranks.
 
         Args:
-            flat: one dimension, contiguous, of any number type; alike on all ranks.
+            flat: one dimension, of any number type; alike on all ranks. A strided tensor is
+                summed by a copy.
             scale: factor of every element before it is sent.
             wire_dtype: what elements are sent as; None for their own type.
             dense_above: with a higher share of blocks in the union, the tensor is sent whole.
 
         Raises:
+            ValueError: the tensor has more or less than one dimension, is sparse, or has several
+                elements at one address.
             ConfigError: the ranks have different tensors or arguments, and every rank is told; or
                 a type that is no floating-point type is sent as another.
             RuntimeError: a rank is gone.
         """
+        with written_back(flat) as contiguous:
+            return self._sum(contiguous, scale, wire_dtype, dense_above)
+
+    def _sum(
+        self, flat: Tensor, scale: float, wire_dtype: torch.dtype | None, dense_above: float
+    ) -> Sent:
         began = time.perf_counter()
         blocks = BlockView(flat, self.block_size)
         mark = _Mark(
@@ -156,10 +165,11 @@ class BlockSparseAllReduce:
 
     def sum_whole_(self, flat: Tensor, *, wire_dtype: torch.dtype | None = None) -> int:
         """Sums in place, zeros and all, and returns how many bytes were handed over."""
-        wire = flat if wire_dtype is None else flat.to(wire_dtype)
-        distributed.all_reduce(wire, group=self.group)
-        if wire is not flat:
-            flat.copy_(wire)
+        with written_back(flat) as contiguous:
+            wire = contiguous if wire_dtype is None else contiguous.to(wire_dtype)
+            distributed.all_reduce(wire, group=self.group)
+            if wire is not contiguous:
+                contiguous.copy_(wire)
         return wire.nbytes
 
     def _send(

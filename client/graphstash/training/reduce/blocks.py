@@ -3,15 +3,48 @@
 The last block is shorter where the length is no multiple of the block size.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import torch
 from torch import Tensor
 
-__all__ = ["BlockView", "bits_of", "from_bits"]
+__all__ = ["BlockView", "bits_of", "from_bits", "written_back"]
 
 _CACHED: Final = 512 * 1024
 """Elements whose absolute values a CPU still has at hand when it looks for the largest."""
+
+
+@contextmanager
+def written_back(flat: Tensor) -> Iterator[Tensor]:
+    """Yield a contiguous tensor with the same values, and copy back what is written to it.
+
+    That is the tensor itself if it is contiguous and its memory has its values as they are.
+    Collectives and numpy read memory: a strided tensor has other elements in between, and a view
+    of `conj()` has values that differ from its memory.
+
+    Raises:
+        ValueError: the tensor does not have exactly one dimension, is sparse, or has several
+            elements at one address.
+    """
+    if flat.layout is not torch.strided:
+        raise ValueError(f"a tensor of layout {flat.layout}: give a dense one")
+    if flat.dim() != 1:
+        raise ValueError(
+            f"a tensor of shape {tuple(flat.shape)}: give one dimension, such as .view(-1) of "
+            "a contiguous one has"
+        )
+    if flat.stride(0) == 0 and len(flat) > 1:
+        raise ValueError(
+            "an expanded tensor, whose elements share one address: give a copy by .contiguous()"
+        )
+    here = flat.detach().resolve_conj().resolve_neg().contiguous()
+    if here.data_ptr() == flat.data_ptr():
+        yield flat
+        return
+    yield here
+    flat.detach().copy_(here)
 
 
 class BlockView:
@@ -21,7 +54,7 @@ class BlockView:
         count: how many blocks, the last and shorter one included.
 
     Raises:
-        ValueError: the tensor has not one dimension.
+        ValueError: the tensor does not have exactly one dimension, or is not contiguous.
     """
 
     def __init__(self, flat: Tensor, size: int) -> None:
@@ -29,6 +62,11 @@ class BlockView:
             raise ValueError(
                 f"a tensor of shape {tuple(flat.shape)}: give one dimension, such as .view(-1) of "
                 "a contiguous one has"
+            )
+        if not flat.is_contiguous():  # collectives would write between its elements
+            raise ValueError(
+                f"a tensor of stride {flat.stride(0)}: give a contiguous one, such as a copy by "
+                ".contiguous()"
             )
         flat = flat.detach()  # or a parameter could not be written to
         whole = flat.numel() // size

@@ -151,7 +151,8 @@ class CudaGraphStep(TracedStep[R]):
     Optimizers have to be capturable: those of graphstash.training are, and compute every step by
     their formula here, captured or not, so that a run that resumes makes the same bits. Those of
     torch.optim are with `capturable=True`. Nothing in the function may wait for the device: CUDA
-    refuses to capture that, and then the step runs as it is. DDP has to be made on a side stream.
+    refuses to capture that, and then the step runs as it is. DDP has to be made on a side stream:
+    `train(traced=True)` does so.
     """
 
     def __init__(self, function: Callable[..., R], state: State, *, device: torch.device) -> None:

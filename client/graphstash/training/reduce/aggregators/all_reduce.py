@@ -36,7 +36,7 @@ from graphstash.training.reduce.aggregators.quantization import dequantized, exp
 from graphstash.training.reduce.aggregators.session import Session, Settings
 from graphstash.training.reduce.agreement import require_floats
 from graphstash.training.reduce.all_reduce import BLOCK_ELEMENTS, Sent
-from graphstash.training.reduce.blocks import BlockView
+from graphstash.training.reduce.blocks import BlockView, written_back
 from graphstash.training.reduce.group_timeout import timeout_of
 
 __all__ = ["AggregatedAllReduce"]
@@ -169,14 +169,15 @@ class AggregatedAllReduce:
         """Sums in place, over all ranks.
 
         Args:
-            flat: one dimension, contiguous; integers of 8 to 64 bits, fp16, bf16, fp32 or fp64;
-                alike on all ranks.
+            flat: one dimension; integers of 8 to 64 bits, fp16, bf16, fp32 or fp64; alike on all
+                ranks. A strided tensor is summed by a copy.
             scale: factor of every element before it is sent.
             wire_dtype: what elements are sent as; None for their own type.
             dense_above: without effect, for an index costs four bytes of a block.
 
         Raises:
-            ValueError: the tensor has more or less than one dimension.
+            ValueError: the tensor has more or less than one dimension, is sparse, or has several
+                elements at one address.
             ConfigError: the ranks have different tensors, which is the end of the session, or a
                 block is too large for a datagram, or of another type.
             AggregationError: a rank or an aggregator is gone; the session is over.
@@ -184,15 +185,17 @@ class AggregatedAllReduce:
         del dense_above
         began = time.perf_counter()
         element = self._element_of(flat, wire_dtype)
-        nonzero = BlockView(flat, self.block_size).nonzero().cpu().numpy()
-        return self._sum(flat, nonzero, scale, element, began)
+        with written_back(flat) as contiguous:
+            nonzero = BlockView(contiguous, self.block_size).nonzero().cpu().numpy()
+            return self._sum(contiguous, nonzero, scale, element, began)
 
     def sum_whole_(self, flat: Tensor, *, wire_dtype: torch.dtype | None = None) -> int:
         """Sums in place, zeros and all, and returns how many bytes this rank has sent."""
         began = time.perf_counter()
         element = self._element_of(flat, wire_dtype)
-        nonzero = np.ones(BlockView(flat, self.block_size).count, np.bool_)
-        sent = self._sum(flat, nonzero, 1.0, element, began)
+        with written_back(flat) as contiguous:
+            nonzero = np.ones(BlockView(contiguous, self.block_size).count, np.bool_)
+            sent = self._sum(contiguous, nonzero, 1.0, element, began)
         return sent.bitmap_bytes + sent.block_bytes
 
     def _sum(

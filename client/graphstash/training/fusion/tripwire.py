@@ -1,0 +1,104 @@
+"""Tripwire: calls a function before torch uses the values of chosen tensors.
+
+An armed tensor has another class, whose `__torch_function__` torch calls before each of its
+operations on the tensor. Torch changes classes in the same way when it materializes a lazy module's
+parameters. Code that has the tensor's memory by another name, such as a view made before or an
+address, does not set it off: see `is_held`.
+"""
+
+import copy
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["Tripwire", "is_held"]
+
+_PROPERTIES: Final = (
+    *("grad", "requires_grad", "is_leaf", "grad_fn", "_backward_hooks"),
+    *("_post_accumulate_grad_hooks", "shape", "device", "dtype", "layout", "ndim", "is_cpu"),
+    *("is_cuda", "is_meta", "is_sparse", "_version"),
+)
+_GRAD: Final[Any] = Tensor.grad
+_HARMLESS: Final = frozenset(
+    (
+        *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
+        *(_GRAD.__set__, _GRAD.__delete__),
+        *(Tensor.size, Tensor.stride, Tensor.dim, Tensor.numel, Tensor.nelement),
+        *(Tensor.element_size, Tensor.is_floating_point, Tensor.requires_grad_),
+        *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),
+    )
+)
+"""What torch does with a tensor without reading or writing its values."""
+
+
+class Tripwire:
+    """Arms tensors, and calls `on_use` before the values of an armed one are read or written.
+
+    Args:
+        on_use: called with the tensor; disarms it, or raises. Held weakly.
+    """
+
+    def __init__(self, on_use: Callable[[Tensor], None]) -> None:
+        method = weakref.WeakMethod(on_use)
+        self._armed: Mapping[type, type] = {
+            kind: _armed(kind, method) for kind in (Tensor, nn.Parameter)
+        }
+        self._bases = {armed: kind for kind, armed in self._armed.items()}
+
+    def arm(self, tensor: Tensor) -> bool:
+        """Return whether the tensor is armed now: only torch's own two classes can be."""
+        if (armed := self._armed.get(type(tensor))) is not None:
+            tensor.__class__ = armed
+        return type(tensor) in self._bases
+
+    def disarm(self, tensor: Tensor) -> None:
+        """Give the tensor its own class again."""
+        if (kind := self._bases.get(type(tensor))) is not None:
+            tensor.__class__ = kind
+
+
+def is_held(tensor: Tensor) -> bool:
+    """Return whether another tensor shares memory with this one.
+
+    A view, `detach()`, `.data`, and a graph that backward has not freed yet are such tensors. Only
+    for tensors that are not sharded.
+    """
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count > 1
+
+
+def _armed(kind: type[Tensor], on_use: "weakref.WeakMethod[Callable[[Tensor], None]]") -> type:
+    def trip(tensor: Tensor) -> None:
+        if (call := on_use()) is None:  # the fusion is gone
+            tensor.__class__ = kind
+        else:
+            call(tensor)
+
+    class Armed(kind):  # type: ignore[misc,valid-type] # a class of torch's
+        __slots__ = ()
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            del types
+            kwargs = kwargs or {}
+            if func in _HARMLESS:
+                with torch._C.DisableTorchFunctionSubclass():  # type: ignore[no-untyped-call] # torch
+                    return func(*args, **kwargs)
+            for leaf in tree_leaves((args, kwargs)):
+                if type(leaf) is cls:
+                    trip(leaf)
+            return func(*args, **kwargs)
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            trip(self)
+            return copy.deepcopy(self, memo)
+
+    Armed.__name__, Armed.__qualname__ = kind.__name__, kind.__qualname__
+    Armed.__module__ = kind.__module__
+    return Armed

@@ -1,0 +1,70 @@
+"""DDP whose step is captured is made on a side stream; the streams are recorded, without a GPU."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import distributed, nn
+
+from graphstash.training.loop import parallel
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What happens, with the stream on which it happens."""
+    found = []
+    streams = ["default"]
+
+    class Stream:
+        def __init__(self, _, name="side"):
+            self.name = name
+
+        def wait_stream(self, other):
+            found.append(f"{self.name} waits for {other.name}")
+
+    @contextlib.contextmanager
+    def on(stream):
+        streams.append(stream.name)
+        yield
+        streams.pop()
+
+    class Ddp(nn.Module):
+        def __init__(self, module, *, device_ids):
+            super().__init__()
+            self.module = module
+            found.append(f"DDP of {device_ids} on {streams[-1]}")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(device, streams[-1]))
+    monkeypatch.setattr(parallel, "DistributedDataParallel", Ddp)
+    monkeypatch.setattr(distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
+    return found
+
+
+CUDA = torch.device("cuda", 0)
+
+
+def test_ddp_of_a_captured_step_is_made_on_a_side_stream(calls):
+    parallel.DistributedTorch(CUDA).wrap(nn.Linear(1, 1), is_captured=True)
+    assert calls == [
+        "side waits for default",
+        f"DDP of {[CUDA]} on side",
+        "default waits for side",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("device", "is_captured"), [(CUDA, False), (torch.device("cpu"), True)], ids=["eager", "CPU"]
+)
+def test_other_ddp_is_made_on_the_current_stream(calls, device, is_captured):
+    parallel.DistributedTorch(device).wrap(nn.Linear(1, 1), is_captured=is_captured)
+    assert calls == [f"DDP of {[CUDA] if device == CUDA else None} on default"]
+
+
+def test_ddp_of_the_user_stays(calls):
+    model = parallel.DistributedTorch(CUDA).wrap(nn.Linear(1, 1))
+    calls.clear()
+    assert parallel.DistributedTorch(CUDA).wrap(model, is_captured=True) is model
+    assert calls == []
