@@ -16,6 +16,7 @@ from graphstash._lazy import lazy
 
 if TYPE_CHECKING:
     from graphstash.tuning.measuring import Budget, MeasuringError, Method, Target
+    from graphstash.tuning.measuring.outputs import CheckedOutput
     from graphstash.tuning.measuring.ray_pool import RayPool
     from graphstash.tuning.memory.problem import Problem, shape_bucket
     from graphstash.tuning.memory.team import Schedule
@@ -44,6 +45,7 @@ __all__ = [
     "SEARCHERS",
     "Budget",
     "CallableTarget",
+    "CheckedOutput",
     "Configuration",
     "CostError",
     "EmptySpaceError",
@@ -74,6 +76,7 @@ __all__ = [
 
 _NAMES = {
     "measuring": "Budget MeasuringError Method Target",
+    "measuring.outputs": "CheckedOutput",
     "measuring.ray_pool": "RayPool",
     "memory.problem": "Problem shape_bucket",
     "memory.team": "Schedule",

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Final, Protocol
 
 from graphstash.tuning.measuring import Budget, MakeExecutor, Measurement, Method, Pool, Target
 from graphstash.tuning.memory.findings import Finding
@@ -26,6 +26,9 @@ __all__ = ["Task", "tune"]
 
 _log = logging.getLogger("graphstash")
 
+_TARGET: Final = "target"
+"""The name of the part that `tune` adds to a problem."""
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -36,11 +39,23 @@ class Task:
             target is another problem.
         space: the schedules that there are.
         target: builds, checks and runs one.
+
+    Raises:
+        ValueError: on construction, if `problem.parts` has a part named `target`.
     """
 
     problem: Problem
     space: SearchSpace
     target: Target
+
+    def __post_init__(self) -> None:
+        # `tune` adds the target's description under this name. Two problems that differ only in a
+        # part of the same name would share one answer.
+        if _TARGET in self.problem.parts:
+            raise ValueError(
+                f"the part {_TARGET!r} of the problem cannot be used: it holds what "
+                "describe() of the target returns; choose another name"
+            )
 
 
 def tune(
@@ -113,13 +128,13 @@ def tune(
     if memory is None:
         best = searched(Search({}, (), lambda _: None))
         return None if best is None else Schedule((best,), None, was_searched=True)
-    problem = replace(task.problem, parts={**task.problem.parts, "target": about})
+    problem = replace(task.problem, parts={**task.problem.parts, _TARGET: about})
 
     def in_turn(turn: Search) -> None:
         searched(turn)  # the memory has been told of everything meanwhile
 
     with _measuring(task, method, executor) as measure:
-        return memory.schedule(problem, space, in_turn, measure=measure, fit=fit)
+        return memory.schedule(problem, space, in_turn, measure=measure, confirm=measure, fit=fit)
 
 
 class _Measure(Protocol):

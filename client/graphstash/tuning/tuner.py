@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import monotonic
 from typing import Final, Literal, NamedTuple
 
@@ -16,7 +16,7 @@ from graphstash.tuning.measuring import (
     Target,
 )
 from graphstash.tuning.search.base import Searcher
-from graphstash.tuning.space import Configuration
+from graphstash.tuning.space import Configuration, Value
 
 __all__ = ["Result", "search"]
 
@@ -63,7 +63,7 @@ def search(
 
     One measurement of a configuration may be off, and the cheapest of many is likely to be so.
     Therefore the best few, known ones included, are measured again, in turns and alone, and only
-    that decides.
+    that decides. If all of them fail in that round, the next few are measured.
     With one worker, the same seed and the same costs give the same search.
 
     Args:
@@ -97,9 +97,13 @@ def search(
 
     with executor(target, workers=workers, method=method or Method()) as pool:
         ended = _measure(searcher, pool, budget, started, record)
-        last = pool.compare(_finalists(searcher, finalists))
-    for measurement in last:
-        record(measurement)
+        last: list[Measurement] = []
+        for few in _batched(_cheapest(searcher), finalists):
+            last = pool.compare(few)
+            for measurement in last:
+                record(measurement)
+            if any(measurement.cost is not None for measurement in last):
+                break
     works = [measurement for measurement in last if measurement.cost is not None]
     best = min(works, key=lambda each: each.cost or math.inf, default=None)
     return Result(
@@ -150,12 +154,19 @@ def _measure(
             searcher.tell(*measurement.trial(searcher.space))
 
 
-def _finalists(searcher: Searcher, count: int) -> list[dict[str, int | float | str | bool]]:
-    """The cheapest configurations, each once."""
+def _cheapest(searcher: Searcher) -> list[dict[str, Value]]:
+    """Return the configurations that work, each once, the cheapest first."""
     works = [trial for trial in searcher.trials if math.isfinite(trial.cost)]
     cheapest = sorted(works, key=lambda trial: trial.cost)
     distinct = dict.fromkeys(trial.configuration for trial in cheapest)
-    return [searcher.space.named(each) for each in list(distinct)[:count]]
+    return [searcher.space.named(each) for each in distinct]
+
+
+def _batched(
+    configurations: Sequence[dict[str, Value]], count: int
+) -> Iterator[Sequence[dict[str, Value]]]:
+    """Return slices of at most `count` (itertools.batched needs Python 3.12)."""
+    return (configurations[start : start + count] for start in range(0, len(configurations), count))
 
 
 def _publish(publish: Callable[[Measurement], object] | None, measurement: Measurement) -> None:

@@ -24,6 +24,7 @@ from graphstash_schema import DeviceType
 from graphstash_schema.explanation import described
 from graphstash_schema.listing import ArtifactQuery
 from support.memory_ranks import MemoryRanks, Values
+from support.ports import reserved_port
 from support.signing import Team
 from support.waiting import until, until_waiting
 
@@ -131,9 +132,8 @@ def test_a_schedule_that_does_not_work_is_searched_for_again_once(team):
 @pytest.mark.parametrize("is_listening", [False, True], ids=["absent", "silent"])
 def test_without_an_answer_of_the_server_a_host_tunes_for_itself(team, is_listening):
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        if not is_listening:
-            listener.close()
+        port = listener.getsockname()[1] if is_listening else reserved_port()
+        url = f"http://127.0.0.1:{port}"
         impatient = {"first_byte_seconds": 0.2, "drain_seconds": 1}
         first = team.run("host", url=url, **impatient)
         again = team.run("host", url=url, **impatient)

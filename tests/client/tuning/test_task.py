@@ -4,9 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from graphstash import tuning
+from graphstash_schema import DeviceType
 
 KERNEL = Path(__file__).parents[2] / "support" / "tuned_kernel.py"
 
@@ -97,3 +101,12 @@ def test_what_cannot_be_searched_is_told_in_one_line(search, name, arguments, st
     assert done.returncode == status
     assert told in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_part_named_like_part_of_target_is_refused():
+    problem = tuning.Problem("rows", (8,), "float32", DeviceType("cpu"), "made-up 1.0")
+    space = tuning.ParameterSpace({"tile": [1, 2]})
+    target = tuning.CallableTarget(lambda _: dict, name="rows")
+    assert tuning.Task(replace(problem, parts={"source": "1"}), space, target)
+    with pytest.raises(ValueError, match="the part 'target' of the problem cannot be used"):
+        tuning.Task(replace(problem, parts={"target": "1"}), space, target)

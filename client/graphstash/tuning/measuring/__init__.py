@@ -2,7 +2,8 @@
 
     target        what is tuned: builds, checks and runs one configuration
     measurement   what is known of a configuration; how thoroughly it is measured; a budget
-    sampling      warm-up, calibration and interleaved samples, inside a measuring process
+    sampling      checks, warm-up, calibration and interleaved samples, inside a measuring process
+    outputs       arrays that show what a kernel left out or overran
     worker        the program of a measuring process
     guard         the program around it: no process that a trial starts outlives its worker
     process       a measuring process as the search sees it: messages, deadlines, its end

@@ -40,15 +40,26 @@ class Target(ABC):
         """
 
     def check(self, kernel: Kernel) -> bool:
-        """Runs a kernel for the first time; False where its result is not the right one."""
+        """Run a kernel once, and return whether its result is right.
+
+        Called before the first sample and again after the last one. Write garbage into the outputs
+        before each run: a kernel may leave out elements, or add to what is there.
+        """
         kernel()
         return True
+
+    def renew(self) -> None:  # noqa: B027 - most have no inputs
+        """Change the values of the inputs in place, and what `check` expects.
+
+        Called before the second check of a kernel, which finds a kernel that returns the result of
+        an earlier call.
+        """
 
     def cost(self, kernel: Kernel, calls: int) -> float:
         """What a call costs: a finite number above 0, by default the mean seconds of some calls.
 
         Args:
-            kernel: what is measured; it has run before.
+            kernel: the kernel to measure; `check` has accepted it.
             calls: as many as make a sample that a clock resolves, 1 or more. A target that has
                 clocks of its own, such as those of a GPU, may ignore it.
         """

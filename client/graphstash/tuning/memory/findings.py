@@ -20,6 +20,7 @@ from graphstash_schema.names import printable
 __all__ = [
     "MAX_MEASUREMENTS",
     "MAX_RECORD_BYTES",
+    "WRONG",
     "Answer",
     "Finding",
     "merged",
@@ -33,6 +34,9 @@ MAX_RECORD_BYTES: Final = 256 * 1024
 
 MAX_MEASUREMENTS: Final = 512
 """In one artifact."""
+
+WRONG: Final = "wrong"
+"""The failure of a configuration whose result was not right."""
 
 _MAX_COUNT: Final = 10**6
 _MAX_MEASURED: Final = 10**12
@@ -182,7 +186,8 @@ def merged(batches: Iterable[Sequence[Finding]]) -> dict[Configuration, Finding]
     The cost is the median of their medians, each as often as it was measured (10 times at most, so
     that no host outvotes all others); the spread is the median of theirs, or the interquartile
     range between them where that is more. A configuration that works anywhere works: a failure may
-    be a host's own.
+    be a host's own. But a configuration with a wrong result anywhere is wrong: hosts without that
+    failure may have been lucky.
     """
     by_configuration: defaultdict[Configuration, list[Finding]] = defaultdict(list)
     for batch in batches:
@@ -192,7 +197,8 @@ def merged(batches: Iterable[Sequence[Finding]]) -> dict[Configuration, Finding]
 
 
 def _one(found: Sequence[Finding]) -> Finding:
-    working = [each for each in found if each.cost is not None] or found
+    wrong = [each for each in found if each.failure == WRONG]
+    working = wrong or [each for each in found if each.cost is not None] or found
     together = replace(
         working[0],
         count=min(sum(each.count for each in working), _MAX_COUNT),

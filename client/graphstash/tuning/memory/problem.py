@@ -29,6 +29,9 @@ _LABEL: Final = re.compile(r"tuned (\S+) (\S+) (\S+) (\d{1,19}(?:x\d{1,19}){0,15
 _MAX_SIZES: Final = 16
 _MAX_SIZE: Final = 2**63 - 1
 
+_CHECKS: Final = "after the last sample"
+"""How results were checked. Measurements that were made with fewer checks are never found."""
+
 _ANOTHER_DEVICE: Final = 2.0
 """As far away as a size that is four times as large."""
 
@@ -149,6 +152,7 @@ class Problem:
                 "layout": self.layout,
                 "compiler": self.compiler,
                 "space": json.dumps(space.describe(), sort_keys=True),
+                "checks": _CHECKS,
                 "role": role,
                 "number": str(number),
             },

@@ -28,6 +28,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from reprlib import repr as short
 from time import monotonic
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -169,6 +170,7 @@ class TeamMemory:
         tune: Tune,
         *,
         measure: Measure,
+        confirm: Measure | None = None,
         fit: Fit | None = None,
     ) -> Schedule | None:
         """The schedule that the whole team has for a problem; searched for where there is none.
@@ -183,11 +185,14 @@ class TeamMemory:
                 second time, without what others have measured, where that does not hold here.
             measure: called for finalists that are too near each other, and for those that only
                 others have measured.
+            confirm: measures the best one in a new process before it is published. A configuration
+                that fails there is not the answer. Default: none is confirmed.
             fit: see `Fit`; by default what is in the space itself.
 
         Returns:
             None when nothing works.
         """
+        best_of = partial(_best, measure=measure, confirm=confirm)
         for number in range(_MAX_ANSWERS):
             request = problem.request(space, "answer", number, max_bytes=MAX_RECORD_BYTES)
             if request.key in self._rejected:
@@ -201,12 +206,12 @@ class TeamMemory:
                 found.compilation.abandon()  # what is stored does not verify: on to the next
                 self._turns.announce(found, _NO_ANSWER)
                 continue
-            return self._search(found, request.key, problem, space, tune, measure=measure, fit=fit)
+            return self._search(found, request.key, problem, space, tune, best_of=best_of, fit=fit)
         self._cache.record_fallback(
             CacheError(Reason.REJECTED, f"none of {_MAX_ANSWERS} answers of {problem.label} works")
         )
         alone = CompileTurn(None, no_op)
-        return self._search(alone, None, problem, space, tune, measure=measure, fit=fit)
+        return self._search(alone, None, problem, space, tune, best_of=best_of, fit=fit)
 
     def find(self, problem: Problem, space: SearchSpace) -> Schedule | None:
         """The schedule that is there already, not counted as a hit; neither waits nor searches.
@@ -268,7 +273,7 @@ class TeamMemory:
         space: SearchSpace,
         tune: Tune,
         *,
-        measure: Measure,
+        best_of: "_BestOf",
         fit: Fit | None,
     ) -> Schedule | None:
         """Searches, and tells the team and the other ranks what came of it."""
@@ -282,14 +287,14 @@ class TeamMemory:
                 journal.add(known[configuration])
             hints = self._hints(problem, space, fit or space.configuration)
             tune(Search(dict(known), hints, journal.add))
-            best = _best(journal, known, measure)
+            best = best_of(journal, known)
             if _is_misled(best, _own(journal), known):
                 _log.warning(
                     "%s: what others have measured does not hold here: it is searched without",
                     problem.label,
                 )
                 tune(Search(_own(journal), hints, journal.add))
-                best = _best(journal, {}, measure)
+                best = best_of(journal, {})
             if best:
                 payload = _answer(best, known, journal, problem, space)
         finally:
@@ -452,14 +457,21 @@ class _Journal:
         )
 
 
+_BestOf: TypeAlias = Callable[[_Journal, Mapping[Configuration, Finding]], tuple[Finding, ...]]
+
+
 def _best(
-    journal: _Journal, known: Mapping[Configuration, Finding], measure: Measure
+    journal: _Journal,
+    known: Mapping[Configuration, Finding],
+    *,
+    measure: Measure,
+    confirm: Measure | None,
 ) -> tuple[Finding, ...]:
     """The best configurations, best first, by what they cost on this host.
 
     The word of others decides nothing: what they say is fast is tried here, until what was found
     here is faster than all that is left. What is too near the best to tell apart is measured again,
-    turn by turn.
+    turn by turn. The best one has to be confirmed.
     """
     for claim in _ranked(known)[:_MAX_CLAIMS]:
         own = _own(journal)
@@ -472,6 +484,10 @@ def _best(
     for _ in range(_FINAL_ROUNDS if len(near) > 1 else 0):
         for each in near:
             journal.add(measure(each.configuration))
+    confirmed: set[Configuration] = set()
+    while confirm and (best := _ranked(_own(journal))) and best[0].configuration not in confirmed:
+        journal.add(confirm(best[0].configuration))
+        confirmed.add(best[0].configuration)
     return tuple(_ranked(_own(journal))[:_MAX_BEST])
 
 
@@ -502,7 +518,12 @@ def _near(ranked: Sequence[Finding]) -> Sequence[Finding]:
 
 
 def _own(journal: _Journal) -> dict[Configuration, Finding]:
-    return merged([journal.own])
+    """What this host has measured. The last measurement decides whether a configuration works:
+    the first one may have been made in a process that earlier trials had changed.
+    """
+    last = {each.configuration: each for each in journal.own}
+    failed = {key: each for key, each in last.items() if each.cost is None}
+    return merged([journal.own]) | failed
 
 
 def _ranked(measurements: Mapping[Configuration, Finding]) -> list[Finding]:

@@ -30,8 +30,10 @@ class CallableTarget(Target):
             for its end. It may raise anything.
         name: of what is tuned, for those who share measurements: say in it what the cost depends
             on, such as shapes and types.
-        is_right: takes what the kernel returned when it ran first; False where that is wrong.
-            Without it, wrong results are not noticed.
+        is_right: takes what the kernel returned, before the first sample and after the last one;
+            False if that is wrong. Without it, wrong results are not noticed.
+        renew: changes the inputs in place between the two checks, and what `is_right` expects.
+            Without it, a kernel that repeats its first result is not noticed. See `CheckedOutput`.
         cost: takes a kernel and a number of calls and returns what a call costs, where that is
             something else than wall time. See `Target.cost`.
     """
@@ -43,11 +45,13 @@ class CallableTarget(Target):
         name: str,
         is_right: Callable[[Any], object] | None = None,
         cost: Callable[[Kernel, int], float] | None = None,
+        renew: Callable[[], object] | None = None,
     ) -> None:
         self._build = build
         self._name = name
         self._is_right = is_right
         self._cost = cost
+        self._renew = renew
 
     def describe(self) -> dict[str, Any]:
         """The name it was given."""
@@ -61,6 +65,11 @@ class CallableTarget(Target):
         """Whether what it returns is right."""
         result = kernel()
         return self._is_right is None or bool(self._is_right(result))
+
+    def renew(self) -> None:
+        """Call the function that changes the inputs."""
+        if self._renew is not None:
+            self._renew()
 
     def cost(self, kernel: Kernel, calls: int) -> float:
         """What the function of the cost says, or else the mean seconds of a call."""

@@ -6,7 +6,9 @@
 Helion makes the key, of the kernel's source, its arguments, the device and what can be tuned; this
 adds Helion's version, because another one may refuse the configuration. What is stored is Helion's
 own JSON. It is handed over only if it is what Helion can read, and what its kernel can be given:
-Helion looks no further, and would end the job.
+Helion looks no further, and would end the job. Helion itself checks the result of each
+configuration that it measures, before it stores the best one (`autotune_accuracy_check`, on by
+default).
 """
 
 import json

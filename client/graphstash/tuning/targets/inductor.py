@@ -13,7 +13,9 @@ Two places of torch are used, as they are in 2.15; in a torch without them nothi
                                            all. Here it holds what the team found best.
 
 An answer is one of the candidates that torch makes on this host, or it is not used: what a peer
-says can make a product slower, never wrong.
+says can make a product slower, never wrong. The results of candidates are checked by torch alone,
+with `select_algorithm.VERIFY`; nothing is shared while that is set, because an answer would leave
+out the check.
 """
 
 import logging
@@ -145,6 +147,7 @@ def _is_shared(about: Sequence[Any], options: Mapping[str, Any]) -> bool:
     return (
         len(about) == len(_SHOWN) - 2
         and about[0] in _PRODUCTS
+        and not select_algorithm.VERIFY
         and not getattr(config, "pipeline_max_autotune_gemm", False)  # it returns nothing then
         and not any(options.values())  # another hint for sizes, a collective, a remote answer
     )

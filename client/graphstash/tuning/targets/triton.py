@@ -8,8 +8,12 @@ Arguments, calls and hooks are those of `triton.autotune`, and configurations ar
 What is measured is kept for everybody: the first job of a team that calls a kernel with a new key
 tries the configurations, every other one asks which is best. Without the cache, it is
 `triton.autotune`.
+
+Results are not checked: no reference is known here, and `triton.autotune` checks none. The team's
+answer is a configuration of the caller's own list, which `triton.autotune` could have chosen.
 """
 
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from time import time
@@ -35,6 +39,9 @@ _FAILURES: Final = (OutOfResources, CompileTimeAssertionFailure, PTXASError)
 """What Triton takes for a configuration that does not work."""
 
 _MILLISECONDS: Final = 1e-3
+
+_DIVISOR: Final = 16
+"""Triton compiles other kernels for addresses and integers that this number divides."""
 
 
 def autotune(
@@ -199,7 +206,10 @@ class TeamAutotuner(Autotuner):  # type: ignore[misc] # Triton ships no types
             device_type=_device_type(),
             compiler=f"triton {triton.__version__}",
             layout=word(",".join((*sizes, *others))),
-            parts={"source": str(function.cache_key)},
+            parts={
+                "source": str(function.cache_key),
+                "arguments": json.dumps({name: _shape_of(each) for name, each in given.items()}),
+            },
         )
 
 
@@ -215,6 +225,27 @@ def _device_type() -> DeviceType:
 
 def _types(arguments: Mapping[str, Any]) -> list[str]:
     return [str(value.dtype) for value in arguments.values() if hasattr(value, "dtype")]
+
+
+def _shape_of(value: Any) -> str:
+    """Return what Triton compiles another kernel for, and what the order of accesses depends on.
+
+    Exact strides are left out: they follow from sizes that `key` may not name.
+    """
+    if hasattr(value, "data_ptr"):
+        parts = [f"address {_divisible(value.data_ptr())}"]
+        if hasattr(value, "stride"):
+            strides = tuple(value.stride())
+            order = sorted(range(len(strides)), key=lambda each: strides[each])
+            parts.append(f"order {order}, strides {[*map(_divisible, strides)]}")
+        return ", ".join(parts)
+    return _divisible(value) if type(value) is int else type(value).__name__
+
+
+def _divisible(number: int) -> str:
+    if number in {0, 1}:
+        return str(number)
+    return "16" if number % _DIVISOR == 0 else "other"
 
 
 def _is_size(value: object) -> bool:

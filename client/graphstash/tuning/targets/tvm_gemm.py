@@ -17,6 +17,7 @@ from time import thread_time
 from typing import Any, Final
 
 from graphstash.tuning.measuring import Target
+from graphstash.tuning.measuring.outputs import CheckedOutput
 from graphstash.tuning.measuring.target import Kernel
 from graphstash.tuning.space import Value
 
@@ -55,24 +56,34 @@ class TvmGemm(Target):
         }
 
     def prepare(self) -> None:
-        """Imports TVM, and makes the matrices and the reference result in float64."""
+        """Imports TVM, and makes the matrices."""
         import numpy as np
         import tvm
 
         m, k, n = self._sizes.values()
-        random = np.random.default_rng(0)
-        a = random.standard_normal((m, k), dtype=np.float32)
-        b = random.standard_normal((k, n), dtype=np.float32)
+        self._random = np.random.default_rng(0)
+        self._a = tvm.runtime.tensor(np.empty((m, k), np.float32))
+        self._b = tvm.runtime.tensor(np.empty((k, n), np.float32))
+        self._output = CheckedOutput((m, n), np.float32)
+        self._c = tvm.runtime.from_dlpack(self._output.array)  # the same memory
+        self.renew()
+        cpu = tvm.target.codegen.llvm_get_system_cpu()
+        self._target = tvm.target.Target({"kind": "llvm", "mcpu": cpu})
+
+    def renew(self) -> None:
+        """Draw other matrices, and compute their product in float64."""
+        import numpy as np
+
+        m, k, n = self._sizes.values()
+        a = self._random.standard_normal((m, k), dtype=np.float32)
+        b = self._random.standard_normal((k, n), dtype=np.float32)
+        self._a.copyfrom(a)
+        self._b.copyfrom(b)
         self._reference = a.astype(np.float64) @ b.astype(np.float64)
         # The rounding errors of k products and sums, in any order (Higham, "Accuracy and Stability
         # of Numerical Algorithms", 3.5): gamma_k |A| |B|, with a unit roundoff of 2^-24.
         unit = k * 2.0**-24
         self._tolerance = unit / (1 - unit) * (np.abs(a, dtype=np.float64) @ np.abs(b))
-        self._nothing = np.full((m, n), np.nan, np.float32)
-        self._a, self._b = tvm.runtime.tensor(a), tvm.runtime.tensor(b)
-        self._c = tvm.runtime.tensor(self._nothing)
-        cpu = tvm.target.codegen.llvm_get_system_cpu()
-        self._target = tvm.target.Target({"kind": "llvm", "mcpu": cpu})
 
     def build(self, configuration: Mapping[str, Value]) -> Kernel:
         """Compiles the loops for the CPU of this host."""
@@ -87,10 +98,9 @@ class TvmGemm(Target):
 
     def check(self, kernel: Kernel) -> bool:
         """Whether each number of the result is as near to the exact one as rounding allows."""
-        self._c.copyfrom(self._nothing)
+        self._output.soil()
         kernel()
-        error = abs(self._c.numpy() - self._reference)
-        return bool((error <= self._tolerance).all())  # NaN is not
+        return self._output.holds(self._reference, self._tolerance)
 
     def cost(self, kernel: Kernel, calls: int) -> float:
         """Mean seconds of this thread's CPU: what else runs on it does not count."""

@@ -1,0 +1,184 @@
+"""A schedule whose result is right on its first call only is never chosen."""
+
+import ctypes
+
+import numpy as np
+import pytest
+
+from graphstash import tuning
+from graphstash.tuning.measuring import Budget, Measurement, Method, Pool
+from graphstash.tuning.memory.findings import Finding, merged
+from graphstash.tuning.memory.team import _best
+from graphstash.tuning.tuner import search
+from support import wrong_kernels
+
+QUICK = Method(samples=2, sample_seconds=1e-6)
+
+
+def failures(found):
+    return {each.configuration["does"]: each.failure for each in found}
+
+
+EXPECTED = {
+    "right": None,
+    "right, slowly": None,
+    "adds": "wrong",
+    "memoizes": "wrong",
+    "twice": "wrong",
+}
+
+
+def test_result_is_checked_after_the_last_sample():
+    with Pool(wrong_kernels.target(), method=QUICK) as pool:
+        for does in EXPECTED:
+            pool.submit({"does": does})
+        found = []
+        while pool.pending:
+            found += pool.results()
+    assert failures(found) == EXPECTED
+
+
+def test_result_of_finalists_is_checked_after_the_last_sample():
+    with Pool(wrong_kernels.target(), method=QUICK) as pool:
+        assert failures(pool.compare([{"does": does} for does in EXPECTED])) == EXPECTED
+
+
+def test_a_memoized_result_passes_only_if_inputs_stay():
+    with Pool(wrong_kernels.target(renew=None), method=QUICK) as pool:
+        assert failures(pool.compare([{"does": "memoizes"}])) == {"memoizes": None}
+
+
+def test_wrong_schedules_lose_though_others_call_them_fast():
+    known = [
+        Measurement.of({"does": does}, [0.5 if failure else 2.0])
+        for does, failure in EXPECTED.items()
+    ]
+    result = search(
+        tuning.make_searcher("exhaustive", wrong_kernels.SPACE),
+        wrong_kernels.target(),
+        budget=Budget(measurements=5),
+        method=QUICK,
+        finalists=2,  # both are wrong in the first round
+        known=known,
+    )
+    assert result.best == ("right",)
+
+
+def test_the_team_gets_no_wrong_schedule(monkeypatch):
+    monkeypatch.setattr("graphstash.tuning.task.team_memory", lambda: None)
+    schedule = tuning.tune(wrong_kernels.task(), budget=Budget(measurements=5), method=QUICK)
+    assert schedule.configuration == ("right",)
+
+
+# --- what hosts say of one configuration
+
+
+def test_a_wrong_result_on_one_host_outweighs_costs_of_others():
+    wrong = Finding((1,), None, failure="wrong")
+    works = Finding((1,), 1.0, count=5)
+    for batches in ([[works], [wrong]], [[wrong], [works, works]]):
+        assert merged(batches)[(1,)].failure == "wrong"
+    assert merged([[works], [Finding((1,), None, failure="crash")]])[(1,)].cost == 1.0
+
+
+def test_stored_answers_with_fewer_checks_have_another_key():
+    request = wrong_kernels.task().problem.request(wrong_kernels.SPACE, "answer", 0, max_bytes=1)
+    assert request.parts["checks"] == "after the last sample"
+
+
+# --- outputs
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "uint8", "int64", "complex64"])
+def test_output_holds_what_was_written(dtype):
+    output = tuning.CheckedOutput((2, 3), dtype)
+    expected = np.arange(6).reshape(2, 3).astype(dtype)
+    assert not output.holds(expected)
+    output.array[...] = expected
+    assert output.holds(expected)
+    output.soil()
+    assert not output.holds(expected)
+
+
+def test_element_that_is_left_out_does_not_hold():
+    output = tuning.CheckedOutput((4,), "float32")
+    output.array[:3] = 0
+    assert not output.holds(np.zeros(4))
+
+
+def test_sum_onto_garbage_does_not_hold():
+    output = tuning.CheckedOutput((4,), "float32")
+    output.array += 1
+    assert not output.holds(np.ones(4), tolerance=1e-3)
+
+
+@pytest.mark.parametrize("place", [-1, 4], ids=["before", "after"])
+def test_write_beside_the_output_does_not_hold(place):
+    output = tuning.CheckedOutput((4,), "float32")
+    output.array[...] = 0
+    ctypes.memset(output.array.ctypes.data + 4 * place, 0, 4)
+    assert not output.holds(np.zeros(4))
+
+
+def test_nan_and_infinity_agree_with_themselves_only():
+    output = tuning.CheckedOutput((3,), "float32")
+    output.array[...] = [np.nan, np.inf, -np.inf]
+    assert output.holds(np.array([np.nan, np.inf, -np.inf]), tolerance=1)
+    assert not output.holds(np.array([0, np.inf, -np.inf]), tolerance=1)
+    assert not output.holds(np.array([np.nan, -np.inf, -np.inf]), tolerance=1)
+    assert not output.holds(np.array([np.nan, np.inf, 0]), tolerance=1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "here", "expected"), [("uint8", 0, 255), ("int8", 127, -128), ("int64", 2**60, 1)]
+)
+def test_differences_of_integers_do_not_wrap_around(dtype, here, expected):
+    output = tuning.CheckedOutput((1,), dtype)
+    output.array[...] = here
+    assert not output.holds(np.array([expected], dtype), tolerance=1)
+
+
+def test_large_integers_are_compared_exactly():
+    output = tuning.CheckedOutput((1,), "int64")
+    output.array[...] = 2**60 + 1
+    assert not output.holds(np.array([2**60]))
+
+
+def test_another_shape_is_refused():
+    with pytest.raises(ValueError, match=r"expected shape is \(2,\), but that of the output"):
+        tuning.CheckedOutput((1,), "int64").holds(np.zeros(2))
+
+
+class Journal:
+    """Keeps measurements of this host, as the memory's own does."""
+
+    def __init__(self, *own):
+        self.own = list(own)
+        self.add = self.own.append
+
+
+@pytest.mark.parametrize("failure", ["wrong", "run", "crash"])
+def test_the_best_is_measured_once_more_and_loses_if_it_fails(failure):
+    journal = Journal(Finding((1,), 1.0, count=5), Finding((2,), 2.0, count=5))
+
+    def measure(configuration):
+        if configuration == (1,):
+            return Finding(configuration, None, failure=failure)
+        return Finding(configuration, 2.0, count=5)
+
+    found = _best(journal, {}, measure=measure, confirm=measure)
+    assert [each.configuration for each in found] == [(2,)]
+
+
+def test_a_finalist_that_fails_in_its_round_is_not_the_best():
+    journal = Journal(
+        Finding((1,), 1.0, count=5),
+        Finding((2,), 2.0, count=5),
+        Finding((1,), None, failure="crash"),
+    )
+
+    def measure(configuration):
+        return Finding(configuration, 2.0, count=5)
+
+    found = _best(journal, {}, measure=measure, confirm=measure)
+    assert [each.configuration for each in found] == [(2,)]

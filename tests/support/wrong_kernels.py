@@ -1,0 +1,67 @@
+"""Kernels that are wrong, but not on their first call: functions for `CallableTarget`."""
+
+from typing import Any
+
+import numpy as np
+
+from graphstash import tuning
+from graphstash_schema import DeviceType
+
+__all__ = ["SPACE", "target", "task"]
+
+_A = np.arange(12.0).reshape(3, 4)
+
+SPACE = tuning.ParameterSpace({"does": ["right", "right, slowly", "adds", "memoizes", "twice"]})
+
+
+def _rows() -> Any:
+    return _A.sum(axis=1)
+
+
+def build(configuration: Any) -> Any:
+    """A kernel that sums rows, and does not always."""
+    does = configuration["does"]
+    calls = 0
+    memoized = None
+    total = np.zeros(3)
+
+    def kernel() -> Any:
+        nonlocal calls, memoized
+        calls += 1
+        if does == "adds":  # split-k without clearing
+            total.__iadd__(_rows())
+            return total
+        if does == "memoizes":
+            memoized = _rows() if memoized is None else memoized
+            return memoized
+        if does == "twice" and calls > 1:
+            return np.zeros(3)
+        return _rows()
+
+    kernel.does = does  # type: ignore[attr-defined]
+    return kernel
+
+
+def is_right(result: Any) -> bool:
+    return bool((result == _rows()).all())
+
+
+def renew() -> None:
+    _A[...] += 1
+
+
+def costs(kernel: Any, calls: int) -> float:
+    """Call the kernel; a wrong one says that it is the fastest."""
+    for _ in range(min(calls, 3)):
+        kernel()
+    return {"right": 2.0, "right, slowly": 3.0}.get(kernel.does, 1.0)
+
+
+def target(**options: Any) -> tuning.CallableTarget:
+    options = {"is_right": is_right, "renew": renew, "cost": costs} | options
+    return tuning.CallableTarget(build, name="row sums", **options)
+
+
+def task() -> tuning.Task:
+    problem = tuning.Problem("row-sums", (3, 4), "float64", DeviceType("cpu"), "made-up 1.0")
+    return tuning.Task(problem, SPACE, target())
