@@ -1,6 +1,6 @@
 """What of a process's environment makes another executable."""
 
-from graphstash.hooks.environment import environment_parts
+from graphstash.hooks.environment import EnvironmentStates, environment_parts
 
 
 def parts(**environ):
@@ -19,3 +19,48 @@ def test_a_value_that_stands_beside_its_flag_stays_with_it():
 
 def test_what_only_says_which_process_it_is_makes_no_difference():
     assert parts(TPU_WORKER_ID="3", NEURON_PJRT_PROCESS_INDEX="3", HOME="/root") == {}
+
+
+def observed(monkeypatch, *values, without=()):
+    """Returns the parts after these values of a variable that torch_xla reads late."""
+    states = EnvironmentStates(without=without)
+    for value in values:
+        monkeypatch.setenv("XLA_RNG_BIT_GENERATOR", value)
+        states.observe()
+    return states.parts()
+
+
+def test_an_environment_that_never_changes_has_the_parts_of_its_variables(monkeypatch):
+    once = observed(monkeypatch, "three_fry")
+    assert once["env.XLA_RNG_BIT_GENERATOR"] == "three_fry"
+    assert "environment_before" not in once
+    assert observed(monkeypatch, "three_fry", "three_fry") == once
+
+
+def test_every_earlier_state_is_a_part(monkeypatch):
+    orders = [("philox",), ("three_fry", "philox"), ("default", "philox")]
+    orders += [("three_fry", "default", "philox"), ("philox", "three_fry", "philox")]
+    found = [observed(monkeypatch, *values) for values in orders]
+    assert all(each["env.XLA_RNG_BIT_GENERATOR"] == "philox" for each in found)
+    assert len({each.get("environment_before") for each in found}) == len(found)
+
+
+def test_a_variable_that_is_left_out_changes_no_state(monkeypatch):
+    name = "env.XLA_RNG_BIT_GENERATOR"
+    once = observed(monkeypatch, "philox", without={name})
+    assert observed(monkeypatch, "philox", "default", without={name}) == once
+    assert name not in once
+
+
+def test_start_of_a_compiler_tells_states_apart_and_is_no_state_alone(monkeypatch):
+    def observed(*values):
+        states = EnvironmentStates()
+        for has_started, value in values:
+            monkeypatch.setenv("XLA_RNG_BIT_GENERATOR", value)
+            states.observe(has_started=has_started)
+        return states.parts()
+
+    assert observed((False, "philox"), (True, "philox")) == observed((True, "philox"))
+    before = observed((False, "default"), (True, "philox"))
+    after = observed((False, "default"), (True, "default"), (True, "philox"))
+    assert before != after

@@ -1,6 +1,7 @@
 """C++ objects in this process, by real compilations that take a tenth of a second."""
 
 import ctypes
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch._inductor.codecache import cache_dir
 from torch._inductor.cpp_builder import BuildOptionsBase, CppBuilder
 from torch._inductor.exc import CppCompileError
 
+from graphstash.hooks.inductor import fingerprint
 from graphstash.hooks.inductor.objects import LateHeader, late, object_parts
 from support.fault_proxy import Fault, FaultProxy
 from support.inductor_host import inductor_host
@@ -127,6 +129,40 @@ def test_the_parts_name_compiler_and_processor(host):
     assert "gcc" in parts["compiler"]
     assert parts["cpu_features"]
     assert parts["libc"].startswith("glibc")
+
+
+@pytest.fixture
+def compiler_part(monkeypatch):
+    """The part of a key that tells compilers apart, for a value of CXX."""
+
+    def part(compiler):
+        monkeypatch.setattr(fingerprint, "get_cpp_compiler", lambda: str(compiler))
+        fingerprint.host_parts.cache_clear()
+        return fingerprint.host_parts()["compiler"]
+
+    yield part
+    fingerprint.host_parts.cache_clear()
+
+
+def test_spelling_of_compiler_does_not_change_key(compiler_part):
+    assert compiler_part("g++") == compiler_part(shutil.which("g++"))
+
+
+def test_other_wrapper_of_same_compiler_changes_key(compiler_part, tmp_path):
+    wrapper = tmp_path / "g++"
+    wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("g++")} "$@"\n')
+    wrapper.chmod(0o755)
+    before = compiler_part(wrapper)
+    wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("g++")} -ffast-math "$@"\n')
+    assert compiler_part(wrapper) != before
+
+
+@pytest.mark.parametrize("name", ["CPATH", "SOURCE_DATE_EPOCH", "LD_RUN_PATH"])
+def test_variable_that_compiler_reads_changes_key(monkeypatch, tmp_path, name):
+    monkeypatch.delenv(name, raising=False)
+    before = object_parts("g++ -O1", tmp_path / "kernel.so")
+    monkeypatch.setenv(name, "1")
+    assert object_parts("g++ -O1", tmp_path / "kernel.so") != before
 
 
 def test_a_search_path_that_is_written_into_the_object_stays_in_the_key(host):

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from support.compiler_jobs import JaxJobs
+from support.offline import unplugged
 
 PROGRAMS = 3  # the step, and the norms of two parameters, which are small
 STEP = '"jit_step"'
@@ -77,9 +78,11 @@ def test_install_by_hand_after_the_first_compiles_is_in_time_for_the_next(warm, 
 
 
 @pytest.mark.extended
-def test_the_same_host_needs_the_server_only_once(warm, cold):
-    warm.run("b")
-    again = warm.run("b", url="http://127.0.0.1:9")
+def test_the_same_host_needs_the_server_only_once(warm, cold, server):
+    first = warm.start("b")
+    first.finish()
+    url = unplugged(first.report.parent / "tier", server.url)
+    again = warm.run("b", url=url)
     assert_is_warm(again, cold)
     assert again.stats["hits_host"] == PROGRAMS
 
@@ -162,8 +165,9 @@ def test_a_compile_that_fails_gives_its_lease_back_and_its_error_to_the_user(job
 
 
 @pytest.mark.extended
-def test_a_program_that_calls_back_is_not_asked_for(warm):
+def test_program_that_calls_back_is_not_shared_and_is_counted(warm):
     outcome = warm.run("b", "--callback")
+    assert outcome.stats["fallbacks"] == {"unshareable": 1}
     assert outcome.report["callback"] == 6
     assert outcome.report["compiled"] == ['"jit_calls"']
     assert outcome.hits == PROGRAMS

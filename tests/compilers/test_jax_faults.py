@@ -35,8 +35,8 @@ def sound(jobs):
     the pack with the two norms."""
     running = jobs.start("sound")
     outcome = running.finish()
-    tier = running.report.parent / "tier" / "v1" / "jax-faults" / "jax"
-    keys = [(path.parts[-3], path.name) for path in sorted(tier.glob("*/??/*"))]
+    tier = running.report.parent / "tier" / "v2"
+    keys = [(path.parts[-3], path.name) for path in sorted(tier.glob("*/jax-faults/jax/*/??/*"))]
     assert len(keys) == 2
     assert outcome.stats["published"] == 3
     return outcome, keys
@@ -78,7 +78,7 @@ def test_an_entry_of_another_program_runs_in_a_bare_jax_and_never_reaches_it_her
     running = jobs.start("one", "--scale", "1", namespace="jax-foreign")
     running.finish()
     tier = running.report.parent / "tier"
-    found = (tier / "v1" / "jax-foreign" / "jax").glob("*/??/*")
+    found = (tier / "v2").glob("*/jax-foreign/jax/*/??/*")
     config = ClientConfig(url="none", namespace="jax-foreign", cache_dir=tier)
     with Stash(config) as stash:
         keys = [ArtifactKey.parse("jax", path.parts[-3], path.name) for path in found]

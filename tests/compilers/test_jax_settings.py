@@ -110,7 +110,7 @@ def test_jax_compares_what_is_cached_with_what_it_compiles(tmp_path, operation):
 
 def test_jax_tells_that_what_is_cached_is_not_what_it_compiles(tmp_path):
     run(CHECKED, tmp_path, "")
-    (found,) = (tmp_path / "tier" / "v1" / "default" / "jax").glob("*/??/*")
+    (found,) = (tmp_path / "tier" / "v2").glob("*/default/jax/*/??/*")
     key = ArtifactKey.parse("jax", found.parts[-3], found.name)
     config = ClientConfig(url="none", cache_dir=tmp_path / "tier")
     with Stash(config) as stash:

@@ -50,7 +50,7 @@ def test_what_is_compiled_ahead_of_time_for_a_tpu_is_published_once(
     assert first.stats["fallbacks"] == {}
     # The key is the same in another process: the server has it, nothing is left to count.
     assert second.stats == {}
-    (stored,) = (tmp_path / "first" / "tier" / "v1" / namespace).glob("pjrt/tpu-*/*/*")
+    (stored,) = (tmp_path / "first" / "tier" / "v2").glob(f"*/{namespace}/pjrt/tpu-*/*/*")
     assert stored.stat().st_size > 1000
     counted = server.stats(namespace)
     assert (counted["artifacts"], counted["puts"]) == (1, 1)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -11,43 +10,31 @@ from pathlib import Path
 import pytest
 
 from support.environments import python_of
+from support.ports import reserved_port
 from support.tiers import each_of
 
 SUPPORT = Path(__file__).parents[1] / "support"
 TORCH_JOB, JAX_JOB = SUPPORT / "ranks_torch_job.py", SUPPORT / "ranks_jax_job.py"
-SIZE = 4
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
+SIZE = 3
 
 
 @pytest.fixture(params=each_of({"": "", "torch-newest": "torch-newest"}))
 def ranks(request, server, namespace, tmp_path):
-    """Runs all ranks of a job; the cache is out of reach for the `broken` ones."""
+    """Runs jobs one after the other, each with the ranks that cannot reach the cache."""
     python = python_of(request.param)
 
-    def run(name, *, broken=()):
-        directory = tmp_path / name
-        directory.mkdir()
-        options = {
-            "--size": SIZE,
-            "--port": free_port(),
-            "--url": server.url,
-            "--namespace": namespace,
-            "--broken": ",".join(map(str, broken)),
-        }
-        arguments = (str(part) for option in options.items() for part in option)
+    def run(**broken):
+        options = ("--size", SIZE, "--port", reserved_port(), "--url", server.url)
+        runs = (f"{name}={ranks}" for name, ranks in broken.items())
+        command = (python, TORCH_JOB, tmp_path, *options, "--namespace", namespace, "--runs", *runs)
         ended = subprocess.run(
-            [python, TORCH_JOB, directory, *arguments],
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-            timeout=240,
+            [*map(str, command)], stderr=subprocess.PIPE, text=True, check=False, timeout=240
         )
         assert ended.returncode == 0, ended.stderr
-        return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(SIZE)]
+        return [
+            [json.loads((tmp_path / name / f"{rank}.json").read_text()) for rank in range(SIZE)]
+            for name in broken
+        ]
 
     return run
 
@@ -55,7 +42,7 @@ def ranks(request, server, namespace, tmp_path):
 @pytest.fixture
 def programs():
     """Runs the two ranks of a program at once; gives what each has printed."""
-    port = free_port()
+    port = reserved_port()
 
     def run(program):
         running = [
@@ -127,20 +114,19 @@ def losses(reports):
 
 
 def test_ranks_load_one_artifact_also_those_that_cannot_reach_the_cache(ranks):
-    cold = ranks("cold")
+    cold, warm = ranks(cold="", warm="2")
     assert sum(graphs(cold, "miss")) == 2  # forward and backward, each by one rank
     assert sum(graphs(cold, "hit")) == 2 * (SIZE - 1)
 
-    warm = ranks("warm", broken=(2,))
     assert graphs(warm, "miss") == [0] * SIZE
     assert warm[2]["stats"]["hits_ranks"] >= 2
-    assert all(report["stats"]["fallbacks"] == {} for report in (*warm[:2], warm[3]))
+    assert all(report["stats"]["fallbacks"] == {} for report in warm[:2])
     assert losses(warm) == losses(cold)
 
 
 @pytest.mark.extended
 def test_when_no_rank_reaches_the_cache_they_still_share(ranks):
-    lone = ranks("lone", broken=range(SIZE))
+    (lone,) = ranks(lone="0,1,2")
     assert sum(graphs(lone, "miss")) == 2
     assert sum(report["stats"]["hits_ranks"] for report in lone) == 2 * (SIZE - 1)
 
@@ -150,7 +136,7 @@ def processes(request, jobs, server, namespace, tmp_path):
     """Runs all processes of a job on JAX; the cache is out of reach for the `broken` ones."""
 
     def run(name, *, broken=()):
-        options = ("--size", 2, "--port", free_port(), "--broken", ",".join(map(str, broken)))
+        options = ("--size", 2, "--port", reserved_port(), "--broken", ",".join(map(str, broken)))
         running = [
             jobs.start(
                 tmp_path / name / str(rank),

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from support.compiler_jobs import CompilerJobs
+from support.offline import unplugged
 from support.server import Server
 
 
@@ -112,7 +113,7 @@ def test_a_job_with_a_name_finds_its_artifacts_on_its_disk_beforehand(job, serve
         text=True,
     )
     assert told.stdout.startswith("2 fetched")
-    offline = job("b", url="http://127.0.0.1:9", cache_dir=tier).finish()
+    offline = job("b", url=unplugged(tier, server.url), cache_dir=tier).finish()
     assert offline.report["compiles"] == 0
     assert offline.stats["hits_host"] == 2
 
@@ -137,9 +138,10 @@ def test_a_server_killed_while_a_job_compiles_costs_the_upload_and_nothing_else(
         assert again.report["losses"] == outcome.report["losses"]
 
 
-def test_the_same_host_needs_the_server_only_once(job):
-    cold = job("a").finish()
-    again = job("a", url="http://127.0.0.1:9").finish()
+def test_the_same_host_needs_the_server_only_once(job, server):
+    first = job("a")
+    cold = first.finish()
+    again = job("a", url=unplugged(first.report.parent / "tier", server.url)).finish()
     assert again.report["compiles"] == 0
     assert again.stats["hits_host"] == cold.report["compiles"]
     assert again.stats["fallbacks"] == {}

@@ -2,13 +2,15 @@
 
 import base64
 import json
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphstash.errors import CacheError, Reason
 from graphstash.hooks.triton import install
-from graphstash.hooks.triton.fingerprint import is_shareable, request_of
+from graphstash.hooks.triton.fingerprint import request_of
 from graphstash.hooks.triton.kernel import (
     MAX_FILES,
     ArchiveError,
@@ -22,6 +24,7 @@ from graphstash.hooks.triton.kernel import (
 from graphstash.hooks.triton.kernels import Kernels
 
 KEY = base64.b32encode(bytes(range(32))).decode().rstrip("=")
+ASSEMBLY = SimpleNamespace()  # a source without a function
 TARGET = {"backend": "cuda", "arch": 90, "warp_size": 32}
 DESCRIPTION = {"name": "k", "target": TARGET, "hash": bytes(range(32)).hex()}
 
@@ -157,7 +160,7 @@ def test_the_key_up_to_3_1_is_the_hash_itself():
 
 def test_where_files_lie_makes_no_other_artifact_and_what_the_compiler_does_makes_one():
     def key(**environ):
-        return request_of(KEY, "k.json", environ, None).key
+        return request_of(KEY, "k.json", environ, ASSEMBLY).key
 
     plain = key()
     assert plain.device_type == "gpu"
@@ -167,25 +170,32 @@ def test_where_files_lie_makes_no_other_artifact_and_what_the_compiler_does_make
         key(TRITON_ENABLE_ASAN="1"),
         key(AMDGCN_USE_BUFFER_OPS="1"),
         key(TRITON_STORE_BINARY_ONLY="1"),
-        request_of(KEY, "other.json", {}, None).key,
-        request_of(KEY[::-1], "k.json", {}, None).key,
+        request_of(KEY, "other.json", {}, ASSEMBLY).key,
+        request_of(KEY[::-1], "k.json", {}, ASSEMBLY).key,
     ]
     assert len({plain, *others}) == 1 + len(others)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "shareable"),
+    ("name", "value"),
     [
-        ("TRITON_KERNEL_OVERRIDE", "1", False),
-        ("TRITON_KERNEL_OVERRIDE", "0", True),
-        ("TRITON_SWAP_MIR", "/home/me", False),
-        ("TRITON_PLUGIN_PATHS", "/home/me/plugin.so", False),
-        ("LLVM_PASS_PLUGIN_PATH", "/home/me/plugin.so", False),
-        ("TRITON_KERNEL_DUMP", "1", True),
+        ("TRITON_KERNEL_OVERRIDE", "1"),
+        ("TRITON_SWAP_MIR", "/home/me"),
+        ("TRITON_PLUGIN_PATHS", "/home/me/plugin.so"),
+        ("LLVM_PASS_PLUGIN_PATH", "/home/me/plugin.so"),
     ],
 )
-def test_a_kernel_with_code_of_the_user_in_it_is_not_shared(name, value, shareable):
-    assert is_shareable({name: value}) is shareable
+def test_kernel_with_code_of_the_user_in_it_is_not_shared(name, value):
+    with pytest.raises(CacheError, match=name) as caught:
+        request_of(KEY, "k.json", {name: value}, ASSEMBLY)
+    assert caught.value.reason is Reason.UNSHAREABLE
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("TRITON_KERNEL_OVERRIDE", "0"), ("TRITON_KERNEL_DUMP", "1")]
+)
+def test_kernel_is_shared_where_a_setting_adds_no_code(name, value):
+    assert request_of(KEY, "k.json", {name: value}, ASSEMBLY).key
 
 
 def test_a_forked_child_without_a_session_does_not_use_its_parents(monkeypatch):

@@ -128,7 +128,7 @@ def cold(start):
 
 def stored_by(jobs, host):
     """The keys of all artifacts on a host's disk."""
-    for path in sorted((jobs.directory / host / "tier").glob("v1/*/triton/*/??/*")):
+    for path in sorted((jobs.directory / host / "tier").glob("v2/*/*/triton/*/??/*")):
         yield ArtifactKey(
             kind=ArtifactKind.TRITON,
             device_type=DeviceType(path.parts[-3]),

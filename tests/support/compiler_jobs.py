@@ -81,8 +81,7 @@ class CompilerJobs:
 
     def __exit__(self, *_: object) -> None:
         for running in self._started:
-            if not running.ended():
-                running.kill()
+            running.kill()
 
 
 class JaxJobs(CompilerJobs):

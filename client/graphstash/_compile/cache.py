@@ -212,6 +212,12 @@ class CompileCache:
         self.log.add(request, reason=None)
         return self._begin(request)
 
+    def refuse(self, request: CompileRequest, why: str) -> None:
+        """Counts a program that is compiled and not shared; `explain` and `doctor` show it."""
+        error = CacheError(Reason.UNSHAREABLE, why)
+        self.record_fallback(error)
+        self.log.add(request, reason=error.reason)
+
     def reject(self, key: ArtifactKey, detail: str) -> None:
         """Counts that the compiler could not load a verified artifact; this host forgets it."""
         self.stash.forget(key)

@@ -25,6 +25,7 @@ from time import monotonic
 from typing import Final, TypeAlias
 
 from graphstash._artifacts.run_downloads import Source
+from graphstash._artifacts.standing import RECHECK_SECONDS
 from graphstash._compile.cache import CompileCache, FetchedPack
 from graphstash._compile.request import CompileRequest
 from graphstash.errors import CacheError, Reason
@@ -58,6 +59,7 @@ class _Entry:
     payload: bytes | None
     compile_seconds: float
     source: Source = "host"
+    is_fetched: bool = False
 
 
 class Packs:
@@ -74,10 +76,11 @@ class Packs:
     def __init__(self, cache: CompileCache, name: _Name) -> None:
         self.name = name
         self._cache = cache
-        # Held while the chain is read; guards the next four. A signal handler may compile in the
+        # Held while the chain is read; guards the next five. A signal handler may compile in the
         # same thread meanwhile.
         self._reading = threading.RLock()
         self._is_read = False
+        self._read_at = monotonic()
         self._trouble: Reason | None = None  # why the chain could not be read to its end
         self._next = 0  # number of the first pack that was absent
         self._packed: set[ArtifactKey] = set()  # what the packs before it hold
@@ -91,6 +94,8 @@ class Packs:
     def get(self, key: ArtifactKey) -> bytes | None:
         """The payload; None when the caller compiles, or looks it up alone: see `is_alone`."""
         began = monotonic()
+        if began - self._read_at > RECHECK_SECONDS:
+            self._forget_fetched()
         if key not in self._entries and not self._is_read:
             self._read_for(key)
         entry = self._entries.get(key)
@@ -186,6 +191,15 @@ class Packs:
                     self._next += 1
                     return
 
+    def _forget_fetched(self) -> None:
+        """Reads the chain anew from now on: a pack in it may have been withdrawn."""
+        with self._reading, self._lock:
+            self._entries = {
+                key: entry for key, entry in self._entries.items() if not entry.is_fetched
+            }
+            self._is_read, self._next, self._packed = False, 0, set()
+            self._read_at = monotonic()
+
     def _read_for(self, key: ArtifactKey) -> None:
         """Reads the chain, no further than needed: what this host has needs no server."""
         with self._reading:
@@ -242,7 +256,9 @@ def _unpack(pack: FetchedPack, payload: bytes) -> dict[ArtifactKey, _Entry]:
             key, part = ArtifactKey.parse(*name.split("/")), None
             if size is not None:
                 start, part = start + size, payload[start : start + size]
-            entries[key] = _Entry(part, pack.compile_seconds / len(table), pack.source)
+            entries[key] = _Entry(
+                part, pack.compile_seconds / len(table), pack.source, is_fetched=True
+            )
     except (struct.error, AttributeError, TypeError, ValueError, InvalidValueError) as error:
         raise ValueError(f"not a pack: {error}") from None
     if start != len(payload):

@@ -1,9 +1,11 @@
 """What of a process's environment, its host and its libraries makes another executable."""
 
 import hashlib
+import json
+import os
 import platform
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any, Final
 from graphstash_schema import DeviceType
 
 __all__ = [
+    "EnvironmentStates",
     "cpu_device_type",
     "cpu_features",
     "cpu_model",
@@ -68,6 +71,49 @@ def environment_parts(environ: Mapping[str, str]) -> dict[str, str]:
                 for file in (token for token in tokens if not token.startswith("-")):
                     parts["xla_flag_file"] = read_part(partial(Path(file).read_text, "utf-8"))
     return parts
+
+
+class EnvironmentStates:
+    """Every state of the variables that a compiler reads, in the order of observation.
+
+    Compilers read some variables when they start, and others at the first program that needs them.
+    Which state a process compiles with can therefore depend on an earlier one, so all of them
+    belong to a key.
+    """
+
+    def __init__(self, *, without: Collection[str] = ()) -> None:
+        self._without = frozenset(without)
+        self._states: list[tuple[bool, dict[str, str]]] = []
+
+    def observe(self, *, has_started: bool = True) -> None:
+        """Add the present state, if it differs from the last one.
+
+        Args:
+            has_started: whether the compiler has read the variables that it reads when it starts.
+        """
+        state = {
+            name: value
+            for name, value in environment_parts(os.environ).items()
+            if name not in self._without
+        }
+        if self._states[-1:] != [(has_started, state)]:
+            self._states.append((has_started, state))
+
+    def parts(self) -> dict[str, str]:
+        """Return the last state as parts, and a digest of the states before it, if there are any.
+
+        A process whose variables never change has the parts of `environment_parts` alone.
+        """
+        states = list(self._states)
+        # The start alone changes nothing. A state from before it that lasted is the state after it.
+        following = [*states[1:], (False, None)]
+        *earlier, (_, last) = [
+            each for each, later in zip(states, following, strict=True) if each[1] != later[1]
+        ]
+        if not earlier:
+            return dict(last)
+        lines = json.dumps([(started, sorted(state.items())) for started, state in earlier])
+        return {**last, "environment_before": hashlib.sha256(lines.encode()).hexdigest()}
 
 
 def sample_of(library: Path) -> str:

@@ -135,6 +135,9 @@ class Entries:
         return look_up.variant < _VARIANTS
 
     def _get(self, kind: ArtifactKind, name: str) -> bytes | None:
+        if why := self.key_info.unshared(name):
+            self._cache.refuse(self._request(kind, name, 0), f"a graph is not shared: {why}")
+            return None
         look_up = self._thread.look_up or _LookUp()
         request = self._request(kind, name, look_up.variant)
         # A look-up on behalf of an AOTAutograd entry takes none: torch looks again before it
@@ -163,6 +166,8 @@ class Entries:
 
     def _put(self, kind: ArtifactKind, name: str, value: bytes) -> None:
         variant = self._free.pop(name, 0)
+        if self.key_info.unshared(name):
+            return
         if variant is None:  # it was served, or there are enough
             return
         self._exchange.put(

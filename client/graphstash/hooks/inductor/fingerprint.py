@@ -8,10 +8,13 @@ CPU, the thread count (2.7), the C++ compiler, the C library, Python and the dri
 """
 
 import os
+import shutil
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping
 from functools import cache
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,8 +99,20 @@ def host_parts() -> Mapping[str, str]:
         "libc": libc(),
         "cpu_features": read_part(lambda: " ".join(cpu_features())),
         "cpu_model": read_part(cpu_model),
-        "compiler": read_part(lambda: get_compiler_version_info(get_cpp_compiler())),
+        "compiler": read_part(_compiler),
     }
+
+
+def _compiler() -> str:
+    """Version of the C++ compiler, and digest of its binary or of the script in its place.
+
+    Neither holds the spelling: `g++` and `/usr/bin/g++` share artifacts.
+    """
+    compiler = get_cpp_compiler()
+    path = shutil.which(compiler)
+    digest = "" if path is None else sha256(Path(path).read_bytes()).hexdigest()
+    version = get_compiler_version_info(compiler).replace(f"COLLECT_GCC={compiler}", "COLLECT_GCC")
+    return f"{version} {digest}"
 
 
 def torch_release() -> tuple[int, int]:

@@ -2,6 +2,10 @@
 
 torch lists all that it hashes beside every key, for its own logs: `compiled_fx_graph_hash`
 and `autograd_cache_key` (2.7 and 2.15; in 2.15 the latter only where it is logged).
+
+The hook adds to each key what torch leaves out: the switches of the process and the code of the
+user. It does so where torch makes the key, because torch stores the keys of FX graphs inside the
+results of AOTAutograd and looks them up later, in another state of the process.
 """
 
 import os
@@ -10,9 +14,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import wraps
+from hashlib import sha256
 from typing import Any, Final
 
-from torch._inductor import config
+from torch._inductor import codecache, config
+
+from graphstash.hooks.code import UndescribableError
+from graphstash.hooks.inductor.ambient import ambient_state, unknown_switches
+from graphstash.hooks.inductor.user_code import user_code_of
 
 __all__ = ["KeyInfo"]
 
@@ -41,25 +50,39 @@ _MAX_KEYS: Final = 64
 
 
 class KeyInfo:
-    """Remembers the lists of the last keys; for many threads."""
+    """Completes torch's keys, and remembers what is inside the last ones; for many threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards the lists
+        self._lock = threading.Lock()  # guards the fields below
         self._lists: OrderedDict[str, list[str]] = OrderedDict()
+        self._unshared: OrderedDict[str, str] = OrderedDict()
 
     def listen(self, make_key: Callable[..., tuple[str, list[str]]]) -> Callable[..., Any]:
         """Wraps a function of torch that makes keys."""
 
         @wraps(make_key)
-        def listened(*args: Any, **kwargs: Any) -> tuple[str, list[str]]:
-            made = make_key(*args, **kwargs)
-            with self._lock:
-                self._lists[made[0]] = made[1]
-                while len(self._lists) > _MAX_KEYS:
-                    self._lists.popitem(last=False)
-            return made
+        def listened(graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[str, list[str]]:
+            key, lines = make_key(graph, inputs, *args, **kwargs)
+            try:
+                key, own = _completed(key, getattr(graph, "gm", graph), inputs)
+                self._remember(self._lists, key, [*lines, *own])
+            except Exception as error:  # noqa: BLE001 - the hook's outermost frame
+                # torch's own caches keep their key: they serve this host as they do without us.
+                self._remember(self._unshared, key, str(error) or repr(error))
+            return key, lines
 
         return listened
+
+    def unshared(self, name: str) -> str:
+        """Why torch's entry of a name is not shared; empty when it is."""
+        with self._lock:
+            return next((why for key, why in self._unshared.items() if key in name), "")
+
+    def _remember(self, place: OrderedDict[str, Any], key: str, value: Any) -> None:
+        with self._lock:
+            place[key] = value
+            while place is self._lists and len(place) > _MAX_KEYS:
+                place.popitem(last=False)
 
     def details(self, name: str) -> dict[str, str]:
         """What is inside of torch's name of an entry; empty when torch has not listed it."""
@@ -81,6 +104,25 @@ class KeyInfo:
         if lines:
             details |= {"inputs": ", ".join(inputs), "settings": "\n".join(sorted(settings))}
         return details | _variables(os.environ)
+
+
+def _completed(key: str, graph: Any, inputs: Any) -> tuple[str, list[str]]:
+    """The key with what torch leaves out, and a list of that.
+
+    Raises:
+        UndescribableError: no key can cover the graph.
+    """
+    if unknown := unknown_switches():
+        raise UndescribableError(f"torch has switches that are not known: {', '.join(unknown)}")
+    ambient, code = ambient_state(), user_code_of(graph, inputs)
+    own = codecache.sha256_hash(f"{key}\0{ambient}\0{code}".encode())
+    lines = [f"[{sha256(code.encode()).hexdigest()[:16]}] user_code: {bool(code)}"]
+    lines += [f"[switch] ambient[{name}]: {state}" for name, _, state in _pairs(ambient)]
+    return key[0] + own, lines
+
+
+def _pairs(ambient: str) -> list[tuple[str, str, str]]:
+    return [line.partition("=") for line in ambient.splitlines()]
 
 
 def _input(value: str) -> str:

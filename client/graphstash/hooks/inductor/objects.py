@@ -43,9 +43,15 @@ _READ_BY_GCC: Final = (
     "LIBRARY_PATH",
     "GCC_EXEC_PREFIX",
     "COMPILER_PATH",
+    "SOURCE_DATE_EPOCH",
+    "LD_RUN_PATH",
+    "GNUTARGET",
+    "LDEMULATION",
+    "CCC_OVERRIDE_OPTIONS",
 )
-"""Variables that make g++ read other files under the same command (gcc's manual, "Environment
-Variables Affecting GCC")."""
+"""Variables that make g++, its linker or clang read other files or write another object under the
+same command (gcc's manual, "Environment Variables Affecting GCC"; ld's manual, "Environment
+Variables")."""
 
 
 _LABEL: Final = "C++ kernel"

@@ -10,7 +10,8 @@ JAX runs whatever bytes its cache returns: the entry of another program with equ
 wrong number without a word. So the key stands inside our envelope and is checked before JAX sees a
 byte. What JAX still cannot load it reports in a warning, and compiles.
 
-A program in memory costs nothing; neither does one with host callbacks, which JAX never writes.
+A program in memory costs nothing. A program that calls back into Python, or that Python code
+partitions, is not shared: its key would name the code of this process by an address.
 """
 
 import logging

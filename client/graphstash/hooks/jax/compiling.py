@@ -17,9 +17,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax._src import compilation_cache, compiler, distributed, xla_bridge
+from jax._src import cache_key, compilation_cache, compiler, distributed, xla_bridge
 
 from graphstash._compile.request import CompileRequest
+from graphstash.hooks.environment import EnvironmentStates
 from graphstash.hooks.jax.smallness import is_small
 from graphstash.hooks.patching import Patches
 from graphstash_schema import ArtifactKey
@@ -30,6 +31,20 @@ _log = logging.getLogger("graphstash")
 
 _FUNCTION = "compile_or_get_cached"
 _WRITE = "_cache_write"
+_SERIALIZE = "_serialize_ir"
+_START_BACKEND = "_init_backend"
+
+_CALLS_BACK = "it calls back into Python"
+
+_UNSHAREABLE = {
+    # XLA calls the user's functions while it compiles, and JAX names them by their addresses.
+    b"CustomSPMDPartitioning": "Python code partitions it (custom_partitioning)",
+    b"InspectSharding": "Python code looks at its shardings (inspect_array_sharding)",
+    # Before JAX 0.6, callbacks on CPUs and GPUs are addresses, too.
+    b"python_cpu_callback": _CALLS_BACK,
+    b"python_gpu_callback": _CALLS_BACK,
+}
+"""Names of custom calls behind which another process has other code, and why that is so."""
 
 
 @dataclass(slots=True)
@@ -47,7 +62,8 @@ class Program:
         is_alone: no other process of the job compiles it at the same time.
         is_collective: it runs on devices of several processes; all of them compile it, and each of
             them can write.
-        is_unshareable: it calls back into this process.
+        unshareable: why no key covers it; empty when one does.
+        environment: parts for variables that have changed since the backend was created.
         is_small: it looks as if it compiles in no time, and no other process has to run the same.
         missed: JAX's keys that were asked for and not found.
         packed: those of them whose result belongs into a pack.
@@ -64,7 +80,8 @@ class Program:
     is_compile_only: bool = False
     is_alone: bool = True
     is_collective: bool = False
-    is_unshareable: bool = False
+    unshareable: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
     is_small: bool = False
     missed: set[str] = field(default_factory=set)
     packed: set[str] = field(default_factory=set)
@@ -91,11 +108,17 @@ class Compiling:
         self._wants = wants
         self._record_fallback = record_fallback
         self._local = threading.local()
+        self._environment = EnvironmentStates()
+        self._observing = threading.Lock()  # guards the states
         self._patches = Patches()
+        if hasattr(xla_bridge, _START_BACKEND):
+            self._patches.wrap(xla_bridge, _START_BACKEND, self._wrap_start)
         if hasattr(compiler, _FUNCTION):
             self._patches.wrap(compiler, _FUNCTION, self._wrap)
         if hasattr(compiler, _WRITE):
             self._patches.wrap(compiler, _WRITE, self._wrap_write)
+        if hasattr(cache_key, _SERIALIZE):  # 0.4.31 to 0.10.2
+            self._patches.wrap(cache_key, _SERIALIZE, self._wrap_serialize)
 
     def close(self) -> None:
         """Takes the wrappers off."""
@@ -112,13 +135,32 @@ class Compiling:
         backend = xla_bridge.get_backend()  # a compile is under way, so there are backends
         return _program(backend, tuple(backend.local_devices()), (), is_watched=False)
 
+    def _wrap_start(self, start_backend: Callable[..., Any]) -> Callable[..., Any]:
+        """Observes the environment: XLA and libtpu parse their flags when a client is created."""
+
+        @functools.wraps(start_backend)
+        def init_backend(*arguments: Any, **named: Any) -> Any:
+            self._observe()
+            return start_backend(*arguments, **named)
+
+        return init_backend
+
+    def _observe(self) -> dict[str, str]:
+        """Add the present state of the environment; return a part for the states before it."""
+        with self._observing:
+            self._environment.observe()
+            name = "environment_before"
+            return {key: value for key, value in self._environment.parts().items() if key == name}
+
     def _wrap(self, compile_program: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(compile_program)
 
         @functools.wraps(compile_program)
         def compile_or_get_cached(*arguments: Any, **named: Any) -> Any:
             before = getattr(self._local, "program", None)
-            self._local.program = _read(signature, arguments, named)
+            self._local.program = program = _read(signature, arguments, named)
+            if program is not None:
+                program.environment = self._observe()
             try:
                 return compile_program(*arguments, **named)
             finally:
@@ -128,6 +170,21 @@ class Compiling:
                         self._ended()
 
         return compile_or_get_cached
+
+    def _wrap_serialize(self, serialize: Callable[..., bytes]) -> Callable[..., bytes]:
+        """Reads the program's bytes, which JAX hashes: to visit every operation takes longer."""
+
+        @functools.wraps(serialize)
+        def serialize_ir(*arguments: Any, **named: Any) -> bytes:
+            serialized = serialize(*arguments, **named)
+            program: Program | None = getattr(self._local, "program", None)
+            if program is not None:
+                for name, why in _UNSHAREABLE.items():
+                    if name in serialized:
+                        program.unshareable = why
+            return serialized
+
+        return serialize_ir
 
     def _wrap_write(self, write: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(write)
@@ -140,7 +197,7 @@ class Compiling:
                 return
             try:
                 told = signature.bind(*arguments, **named).arguments
-                if program.is_unshareable or not self._wants(told["cache_key"], program):
+                if program.unshareable or not self._wants(told["cache_key"], program):
                     return
                 compilation_cache.put_executable_and_time(
                     told["cache_key"],
@@ -182,5 +239,5 @@ def _program(
         is_compile_only=type(backend).__name__.startswith("CompileOnly"),
         is_alone=distributed.global_state.process_id == 0 and not spans_processes,
         is_collective=spans_processes and hasattr(compiler, _WRITE),
-        is_unshareable=bool(host_callbacks),
+        unshareable=_CALLS_BACK if host_callbacks else "",
     )

@@ -23,6 +23,7 @@ from graphstash._compile.cache import CompileCache
 from graphstash._compile.packs import Packs
 from graphstash._compile.request import CompileRequest
 from graphstash._compile.two_call import TwoCallCache
+from graphstash.errors import CacheError, Reason
 from graphstash.hooks.jax.compiling import Program
 from graphstash.hooks.jax.fingerprint import request_of
 from graphstash.hooks.jax.ranks import ranks
@@ -87,14 +88,16 @@ class Entries:
         """The verified entry, or None."""
         # A compile-only client cannot load an executable, and a program that JAX has asked for a
         # moment ago is still not there: it compiles under the lease that was granted then.
-        if (
-            self._is_closed
-            or program.is_unshareable
-            or program.is_compile_only
-            or jax_key in program.missed
-        ):
+        if self._is_closed or program.is_compile_only or jax_key in program.missed:
             return None
         request = _requested(jax_key, program)
+        if program.unshareable:
+            error = CacheError(
+                Reason.UNSHAREABLE, f"{request.label} is not shared: {program.unshareable}"
+            )
+            self._cache.record_fallback(error)
+            self._cache.log.add(request, reason=error.reason)
+            return None
         key = request.key
         if program.is_small:
             packs = self._packs_for(jax_key, program)
@@ -117,7 +120,7 @@ class Entries:
 
     def put(self, jax_key: str, program: Program, entry: bytes) -> None:
         """Publishes in the background what JAX compiled."""
-        if self._is_closed:
+        if self._is_closed or program.unshareable:
             return
         request = _requested(jax_key, program)
         key = request.key

@@ -42,6 +42,7 @@ def request_of(jax_key: str, program: Program, *, label: str = "") -> CompileReq
         "jax": str(jax.__version__),
         "jaxlib": version_of("jaxlib"),
         "device_kind": str(program.device.device_kind),
+        **program.environment,
     }
     if program.platform == "cpu" or not program.is_watched:
         parts["cpu_features"] = " ".join(environment.cpu_features())

@@ -31,11 +31,11 @@ from graphstash._compile.cache import CompileCache
 from graphstash.hooks.import_hook import when_imported
 from graphstash.hooks.patching import Patches
 from graphstash.hooks.pjrt.abi import FIRST_MINOR, POINTER_BYTES, TRIED_MINORS, Function
-from graphstash.hooks.pjrt.interceptor import Interceptor
 from graphstash.hooks.pjrt.plugins import Plugin, loaded_plugins, plugin_at
 
 if TYPE_CHECKING:
     from graphstash.hooks.pjrt.from_torch_xla import TorchXlaSeam
+    from graphstash.hooks.pjrt.interceptor import Interceptor
 
 __all__ = ["PjrtHook", "install"]
 
@@ -175,6 +175,9 @@ class PjrtHook:
                 return
             self._interceptors[plugin.api.table] = None
             if self._is_known(plugin):
+                # Only a process with a plug-in needs it.
+                from graphstash.hooks.pjrt.interceptor import Interceptor
+
                 try:
                     interceptor = Interceptor(plugin, self._cache_now)
                 except OSError as error:

@@ -22,6 +22,7 @@ __all__ = [
     "AheadOfTimeArgs",
     "AskArgs",
     "ClientCompileArgs",
+    "ClientCreateArgs",
     "Extension",
     "Function",
     "LoadArgs",
@@ -51,6 +52,7 @@ class Function(IntEnum):
     ERROR_DESTROY = 0
     ERROR_MESSAGE = 1
     ERROR_GET_CODE = 2
+    CLIENT_CREATE = 10
     CLIENT_PLATFORM_NAME = 12
     CLIENT_PLATFORM_VERSION = 14
     CLIENT_COMPILE = 20
@@ -116,6 +118,21 @@ class LoadArgs(ctypes.Structure):
         ("options", ctypes.c_void_p),
         ("options_size", ctypes.c_size_t),
         ("later", ctypes.c_uint64 * 8),
+    )
+
+
+class ClientCreateArgs(ctypes.Structure):
+    """`PJRT_Client_Create_Args`, as a framework fills it."""
+
+    _fields_ = (
+        *_HEAD,
+        ("options", ctypes.c_void_p),
+        ("options_size", ctypes.c_size_t),
+        ("get_callback", ctypes.c_void_p),
+        ("get_argument", ctypes.c_void_p),
+        ("put_callback", ctypes.c_void_p),
+        ("put_argument", ctypes.c_void_p),
+        ("client", ctypes.c_void_p),
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from graphstash._compile.cache import CompileCache, InFlightCompile
 from graphstash._compile.request import CompileRequest
-from graphstash.errors import LocalTierError
+from graphstash.errors import CacheError, LocalTierError, Reason
 from graphstash.hooks.pjrt.abi import UNIMPLEMENTED, Function
 from graphstash.hooks.pjrt.api import PjrtError
 from graphstash.hooks.pjrt.fingerprint import Fingerprints, Topology, label_of, toolchain
@@ -108,6 +108,8 @@ class Call(ABC):
         """What is looked up; None for what no other process can use."""
         parts = fingerprints.parts(self.args, topology)
         if parts is None:
+            why = "a program is not shared: it calls a Python function of this process"
+            self.cache.record_fallback(CacheError(Reason.UNSHAREABLE, why))
             return None
         return CompileRequest.of(
             ArtifactKind.PJRT,

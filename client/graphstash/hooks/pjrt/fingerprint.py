@@ -7,18 +7,16 @@ the features of its host's CPU: one that was compiled ahead of time elsewhere is
 """
 
 import hashlib
-import os
 import platform
 import re
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from graphstash.hooks.environment import (
+    EnvironmentStates,
     cpu_device_type,
     cpu_features,
-    environment_parts,
     libc,
     version_of,
 )
@@ -151,12 +149,17 @@ def is_portable(code: memoryview) -> bool:
 class Fingerprints:
     """Describes what one plug-in compiles.
 
-    The environment is read on first use, right before the first compile: that is when XLA reads it.
+    XLA parses its flags when the first client is created, and reads other variables later. All
+    states of the environment from then on count.
     """
 
     def __init__(self, plugin: Plugin) -> None:
         self._plugin = plugin
-        self._environment: Mapping[str, str] | None = None
+        self._environment = EnvironmentStates(without=_WHERE_TO_LOAD)
+
+    def observe_environment(self) -> None:
+        """Note the environment's state: a client is about to be created."""
+        self._environment.observe()
 
     def parts(
         self, args: ClientCompileArgs | AheadOfTimeArgs, topology: Topology
@@ -170,16 +173,11 @@ class Fingerprints:
         code = view_of(program.code, program.code_size)
         if not is_portable(code):
             return None
-        if self._environment is None:
-            self._environment = {
-                name: value
-                for name, value in environment_parts(os.environ).items()
-                if name not in _WHERE_TO_LOAD
-            }
+        self._environment.observe()
         options = bytes(view_of(args.options, args.options_size))
         api = self._plugin.api
         parts = {
-            **self._environment,
+            **self._environment.parts(),
             "format": bytes(view_of(program.format, program.format_size)).decode("ascii"),
             "program": hashlib.sha256(code).hexdigest(),
             "options": hashlib.sha256(canonical(options)).hexdigest(),

@@ -22,6 +22,7 @@ from graphstash.hooks.pjrt.abi import (
     PROFILER_EXTENSION,
     AheadOfTimeArgs,
     ClientCompileArgs,
+    ClientCreateArgs,
     Extension,
     Function,
 )
@@ -67,6 +68,9 @@ class Interceptor:
         api = plugin.api
         self._compile = api.function(Function.CLIENT_COMPILE)
         self._patches = [_TablePatch(api, Function.CLIENT_COMPILE, self._client_compile)]
+        if api.has(Function.CLIENT_CREATE):
+            self._create = api.function(Function.CLIENT_CREATE)
+            self._patches.append(_TablePatch(api, Function.CLIENT_CREATE, self._client_create))
         if api.has(*_AHEAD_OF_TIME):
             self._compile_ahead = api.function(Function.COMPILE)
             self._patches.append(_TablePatch(api, Function.COMPILE, self._compile_ahead_of_time))
@@ -79,6 +83,20 @@ class Interceptor:
         """
         for patch in self._patches:
             patch.close()
+
+    def _client_create(self, address: int) -> int:
+        args = ClientCreateArgs.from_address(address)
+        args.client = None
+
+        def create() -> int:
+            # After a signal's exception, a client that exists is not created again.
+            return 0 if args.client else self._create(address) or 0
+
+        shield = Shield(self._failed)
+        shield.attempt(self._fingerprints.observe_environment)
+        error = shield.insist(create)
+        shield.close()
+        return error
 
     def _client_compile(self, address: int) -> int:
         return self._answer(self._compile, address, ClientCompileArgs, ClientCall)

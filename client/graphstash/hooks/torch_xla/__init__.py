@@ -19,9 +19,10 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch_xla
 import torch_xla.runtime as xr
@@ -29,8 +30,10 @@ import torch_xla.runtime as xr
 from graphstash._compile.cache import CompileCache
 from graphstash.hooks.patching import Patches
 from graphstash.hooks.torch_xla.exact import ExactMode
+from graphstash.hooks.torch_xla.fingerprint import Fingerprints
 from graphstash.hooks.torch_xla.gate import GateUnavailable
 from graphstash.hooks.torch_xla.hint import HintMode
+from graphstash.hooks.torch_xla.omitted import omitted_attributes
 from graphstash.hooks.versions import is_supported
 
 __all__ = ["TorchXlaHook", "install"]
@@ -65,7 +68,30 @@ def install(cache: CompileCache) -> "TorchXlaHook | None":
             "replaced; call graphstash.install() before the first computation"
         )
         return None
+    try:
+        omitted_attributes()
+    except GateUnavailable as error:
+        _log.warning(
+            "graphstash: graphs of torch_xla are not shared, because attributes that it leaves out "
+            "of their names cannot be observed: %s",
+            error,
+        )
+        return None
+    if _has_pending_operations():
+        _log.warning(
+            "graphstash: torch_xla has already recorded operations, whose attributes are unknown, "
+            "so its graphs are not shared; call graphstash.install() before the first operation"
+        )
+        return None
     return TorchXlaHook(cache)
+
+
+def _has_pending_operations() -> bool:
+    """Whether a graph is under way in any thread; its operations were not observed."""
+    extension = torch_xla._XLAC
+    return extension._xla_runtime_is_initialized() and any(
+        extension._check_device_tensor_need_materialization("")  # on any device
+    )
 
 
 def _tell_what_is_shared(version: str, *, by_plugin: bool) -> None:
@@ -100,6 +126,9 @@ class TorchXlaHook:
         _claim(self._known_as)
         self._patches = Patches()
         self._patches.replace(xr, "initialize_cache", _already_initialized)
+        self._fingerprints = Fingerprints()
+        for name in ("putenv", "unsetenv"):  # `os.environ` calls them
+            self._patches.wrap(os, name, self._observe_before)
         self._mode = self._open(cache)
 
     def close(self) -> None:
@@ -121,19 +150,32 @@ class TorchXlaHook:
         self._mode.after_fork(cache, self._directory)
         return True
 
+    def _observe_before(self, change: Callable[..., None]) -> Callable[..., None]:
+        """Notes the environment as it is before a change: torch_xla may have read it by then."""
+
+        def changing(*args: Any) -> None:
+            try:
+                self._fingerprints.observe_environment()
+            except Exception as error:  # noqa: BLE001 - the hook's outermost frame
+                _log.debug("a state of the environment was not observed: %r", error)
+            change(*args)
+
+        return changing
+
     def _open(self, cache: CompileCache) -> ExactMode | HintMode:
         if cache.config.torch_xla_mode != "hint":
             try:
                 return ExactMode(
                     cache,
                     self._directory,
+                    self._fingerprints,
                     known_as=self._known_as,
                     library=Path(torch_xla._XLAC.__file__),
                 )
             except (GateUnavailable, OSError) as error:
                 level = logging.INFO if cache.config.torch_xla_mode == "auto" else logging.WARNING
                 _log.log(level, "graphstash: torch_xla's look-ups are predicted: %s", error)
-        return HintMode(cache, self._directory)
+        return HintMode(cache, self._directory, self._fingerprints)
 
     def _make_directory(self) -> None:
         self._owner = os.getpid()

@@ -9,19 +9,23 @@ table: https://sourceware.org/legacy-ml/binutils/2006-10/msg00377.html.
 import ctypes
 import mmap
 import os
+import platform
 import struct
+import sys
 from pathlib import Path
 from typing import Final
 
 __all__ = [
     "PAGE",
     "GateUnavailable",
+    "find_own_slots",
     "find_slot",
     "libc_function",
     "map_pages",
     "protect",
     "read_pointer",
     "replace_pointer",
+    "require_x86_64_linux",
 ]
 
 # x86-64, the only machine the gate runs on, has no other base page size.
@@ -55,6 +59,16 @@ class _LinkMap(ctypes.Structure):
     _fields_ = (("base", ctypes.c_uint64), ("name", ctypes.c_char_p), ("dynamic", ctypes.c_uint64))
 
 
+def require_x86_64_linux() -> None:
+    """Checks that machine code for 64-bit x86 Linux can run here.
+
+    Raises:
+        GateUnavailable: it cannot.
+    """
+    if sys.platform != "linux" or platform.machine() != "x86_64" or sys.maxsize <= 2**32:
+        raise GateUnavailable("it needs machine code for 64-bit x86 Linux")
+
+
 def find_slot(library: Path, symbol: str) -> int:
     """Returns the address of the pointer through which `library` calls the imported `symbol`.
 
@@ -79,6 +93,44 @@ def find_slot(library: Path, symbol: str) -> int:
             offset, _, _ = _RELOCATION.unpack_from(table, found - _INFO_OFFSET)
             return int(link_map.base + offset)
     raise GateUnavailable(f"{library.name} has no jump slot for {symbol}: a build we do not know")
+
+
+def find_own_slots(library: Path, symbol: str) -> list[int]:
+    """Returns the addresses of the pointers through which `library` calls its function `symbol`.
+
+    Raises:
+        GateUnavailable: the library is not loaded, has no such function, or calls it directly.
+    """
+    link_map = _link_map(library)
+    try:
+        function = getattr(ctypes.CDLL(str(library), mode=os.RTLD_NOW | os.RTLD_NOLOAD), symbol)
+    except AttributeError as error:
+        raise GateUnavailable(f"{library.name} has no {symbol}: a build we do not know") from error
+    wanted = struct.pack("<Q", ctypes.cast(function, ctypes.c_void_p).value or 0)
+    dynamic = _dynamic_section(link_map)
+    # The slots lie side by side, in the order of their relocations: 235 000 of torch_xla.
+    count = dynamic.get(_DT_PLTRELSZ, 0) // _RELOCATION.size
+    if not count:
+        raise GateUnavailable(f"{library.name} has no jump slots: a build we do not know")
+    first, last = (
+        _RELOCATION.unpack(ctypes.string_at(dynamic[_DT_JMPREL] + index * _RELOCATION.size, 24))[0]
+        for index in (0, count - 1)
+    )
+    begin = link_map.base + first
+    if last - first != (count - 1) * len(wanted):
+        raise GateUnavailable(f"{library.name} has jump slots with gaps: a build we do not know")
+    table = ctypes.string_at(begin, count * len(wanted))
+    slots = []
+    found = table.find(wanted)
+    while found >= 0:
+        if found % len(wanted) == 0:
+            slots.append(begin + found)
+        found = table.find(wanted, found + 1)
+    if not slots:
+        raise GateUnavailable(
+            f"{library.name} has no jump slot for {symbol}: a build we do not know"
+        )
+    return slots
 
 
 def libc_function(symbol: str, version: str) -> int:

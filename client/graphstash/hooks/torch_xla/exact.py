@@ -41,6 +41,7 @@ class ExactMode:
     Args:
         cache: finds artifacts and publishes them.
         directory: torch_xla's persistent cache, used by this process alone.
+        fingerprints: of this process.
         known_as: the name of the directory that torch_xla uses.
         library: the loaded `_XLAC` extension.
 
@@ -50,11 +51,17 @@ class ExactMode:
     """
 
     def __init__(
-        self, cache: CompileCache, directory: Path, *, known_as: Path, library: Path
+        self,
+        cache: CompileCache,
+        directory: Path,
+        fingerprints: Fingerprints,
+        *,
+        known_as: Path,
+        library: Path,
     ) -> None:
         self._cache = cache
         self._directory = directory
-        self._fingerprints = Fingerprints()
+        self._fingerprints = fingerprints
         self._lock = threading.Lock()  # guards the fields below, between the two threads
         self._running: dict[str, _Running] = {}
         self._delivered: set[str] = set()
@@ -110,6 +117,9 @@ class ExactMode:
             # compile it as well.)
             each.compilation.abandon()
         request = self._fingerprints.request(name)
+        if why := self._fingerprints.unshared():
+            self._cache.refuse(request, why)
+            return
         if rejected:
             key = request.key
             self._cache.reject(key, f"torch_xla could not load {key}; it compiled instead")

@@ -3,8 +3,9 @@
 torch_xla names a graph by a 128-bit hash of its nodes, its git revisions, the `--xla*` tokens of
 two environment variables and the serialized topology. Other things make another program under the
 same name (measured on 2.7): the matmul precision, `XLA_STABLEHLO_COMPILE`, the parameter-wrapping
-threshold, a flag file, the libtpu version, another build of the library. They are parts here, and
-so is whatever decides which CPU can run the machine code, because the loader checks nothing.
+threshold, a flag file, the libtpu version, another build of the library, and attributes of some
+operations (`omitted`). They are parts here, and so is whatever decides which CPU can run the
+machine code, because the loader checks nothing.
 
 Nothing here computes on a device or creates a tensor: it runs while a training thread is in the
 middle of a step.
@@ -12,7 +13,7 @@ middle of a step.
 
 import ctypes
 import hashlib
-import os
+import json
 import platform
 import sys
 import threading
@@ -27,14 +28,15 @@ import torch_xla.runtime as xr
 
 from graphstash._compile.request import CompileRequest
 from graphstash.hooks.environment import (
+    EnvironmentStates,
     cpu_device_type,
     cpu_features,
-    environment_parts,
     libc,
     read_part,
     sample_of,
 )
 from graphstash.hooks.labels import user_line
+from graphstash.hooks.torch_xla.omitted import omitted_attributes
 from graphstash_schema import ArtifactKind, DeviceType
 
 __all__ = ["Fingerprints"]
@@ -46,18 +48,29 @@ _PRECISION: Final = "_ZN9torch_xla10XlaHelpers19s_mat_mul_precisionE"
 class Fingerprints:
     """Turns torch_xla's name of a graph into the key of its artifact.
 
-    The parts that hold for the whole process are read once, on first use: torch_xla reads the
-    environment when its runtime starts, which is right before the first graph is looked up.
+    The parts that hold for the whole process are read once, on first use. All states of the
+    environment count: torch_xla reads some variables when its runtime starts, and others
+    (`XLA_RNG_BIT_GENERATOR`) when it lowers the first graph that needs them. It lowers a graph
+    right after looking it up.
 
     Raises:
+        GateUnavailable: operations cannot be observed in this build, or on this host.
         ValueError: this build does not let the matmul precision be read.
     """
 
     def __init__(self) -> None:
+        self._omitted = omitted_attributes()
         self._process_parts: Mapping[str, str] | None = None
         self._device_type: DeviceType | None = None
+        self._environment = EnvironmentStates()
+        self.observe_environment()
         # 2.7 has a setter and no getter in Python; the variable itself is exported.
         self._precision = ctypes.c_int.in_dll(ctypes.CDLL(torch_xla._XLAC.__file__), _PRECISION)
+
+    def observe_environment(self) -> None:
+        """Note the environment's state, before it changes and at look-ups."""
+        has_started = torch_xla._XLAC._xla_runtime_is_initialized()
+        self._environment.observe(has_started=has_started)
 
     def request(self, name: str) -> CompileRequest:
         """What is looked up for the graph that torch_xla calls `name`."""
@@ -71,13 +84,26 @@ class Fingerprints:
             label=_compiling_line(),
         )
 
+    def unshared(self) -> str:
+        """Why graphs of this process are not shared; empty when they are."""
+        mixed = [name for name, value in self._omitted.values().items() if not value]
+        if not mixed:
+            return ""
+        return (
+            "graphs are not shared, because torch_xla gives the same name to graphs with other "
+            f"values, of which this process used several: {', '.join(mixed)}"
+        )
+
     def parts(self, name: str) -> dict[str, str]:
         """Everything that the key of `name` is made of."""
         if self._process_parts is None:
             self._process_parts = _process_parts()
+        self.observe_environment()
         return {
             **self._process_parts,
+            **self._environment.parts(),
             "graph": name,
+            "omitted_attributes": json.dumps(self._omitted.values(), sort_keys=True),
             "matmul_precision": str(self._precision.value),
         }
 
@@ -91,7 +117,7 @@ def _compiling_line() -> str:
 
 
 def _process_parts() -> dict[str, str]:
-    parts = {
+    return {
         "torch": torch.__version__,
         "torch_xla": torch_xla.__version__,
         "git_revisions": read_part(lambda: sorted(torch_xla._XLAC._get_git_revs().items())),
@@ -109,7 +135,6 @@ def _process_parts() -> dict[str, str]:
         "libc": libc(),
         "cpu_features": read_part(lambda: " ".join(cpu_features())),
     }
-    return parts | environment_parts(os.environ)
 
 
 def _library_hash() -> str:

@@ -13,9 +13,7 @@ checked before the slot is changed; a gate that does not open leaves the process
 
 import ctypes
 import os
-import platform
 import secrets
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,6 +26,7 @@ from graphstash.hooks.torch_xla.elf import (
     libc_function,
     read_pointer,
     replace_pointer,
+    require_x86_64_linux,
 )
 from graphstash.hooks.torch_xla.stub import PATH_LIMIT, Stub
 
@@ -105,7 +104,7 @@ class StatGate:
         """
         if self._answering is not None:
             return
-        _require_platform()
+        require_x86_64_linux()
         slot = find_slot(self._library, _SYMBOL)
         real = libc_function(_SYMBOL, _SYMBOL_VERSION)
         if read_pointer(slot) != real:
@@ -154,11 +153,6 @@ class StatGate:
             return Answering(stub.block, self._answer, heartbeat_seconds=heartbeat_seconds)
         except (OSError, RuntimeError) as error:
             raise GateUnavailable(f"no connection to the stub: {error}") from error
-
-
-def _require_platform() -> None:
-    if sys.platform != "linux" or platform.machine() != "x86_64" or sys.maxsize <= 2**32:
-        raise GateUnavailable("the gate is machine code for 64-bit x86 Linux")
 
 
 def _self_test(stub: Stub, answering: Answering) -> None:

@@ -24,6 +24,7 @@ from typing import Any, Final
 import torch_xla
 
 from graphstash._compile.cache import CompileCache, InFlightCompile
+from graphstash._compile.request import CompileRequest
 from graphstash._compile.stats import Counters
 from graphstash.errors import Reason
 from graphstash.hooks.patching import Patches
@@ -55,9 +56,9 @@ class _Pending:
 class HintMode:
     """Wraps the three calls that compile; serves one private cache directory."""
 
-    def __init__(self, cache: CompileCache, directory: Path) -> None:
+    def __init__(self, cache: CompileCache, directory: Path, fingerprints: Fingerprints) -> None:
         self._directory = directory
-        self._fingerprints = Fingerprints()
+        self._fingerprints = fingerprints
         self._known: set[str] = set()  # graphs that were fetched or compiled
         self._asked: set[str] = set()  # hints that were looked up
         self._quiet_steps = 0
@@ -121,7 +122,9 @@ class HintMode:
         if name in self._known:
             return None
         self._known.add(name)
-        request = self._fingerprints.request(name)
+        request = self._shared(name)
+        if request is None:
+            return None
         compilation = self._cache.fetch_or_start(request, self._directory / name)
         return None if compilation is None else _Pending(compilation, name=name)
 
@@ -130,7 +133,8 @@ class HintMode:
             self._publish(pending.name, pending.compilation, seconds)
 
     def _before_lazy(self, _args: tuple[Any, ...]) -> _Pending:
-        hint = self._fetch_hinted() if self._quiet_steps < _SETTLED_STEPS else None
+        may_predict = self._quiet_steps < _SETTLED_STEPS and not self._fingerprints.unshared()
+        hint = self._fetch_hinted() if may_predict else None
         return _Pending(hint, changed_at=self._changed_at())
 
     def _after_lazy(self, pending: _Pending, seconds: float) -> None:
@@ -138,9 +142,10 @@ class HintMode:
         for name in new:
             self._known.add(name)
             self._quiet_steps = 0
-            request = self._fingerprints.request(name)
-            self._cache.counters.miss(request.key)
-            self._publish(name, self._cache.begin(request), seconds)
+            request = self._shared(name)
+            if request is not None:
+                self._cache.counters.miss(request.key)
+                self._publish(name, self._cache.begin(request), seconds)
         self._quiet_steps += 1
         if pending.compilation is not None and new:
             self._publish_hint(pending.compilation, new)
@@ -170,6 +175,14 @@ class HintMode:
                 self._known.add(name)
                 self._quiet_steps = 0
         return None
+
+    def _shared(self, name: str) -> CompileRequest | None:
+        """The request for a graph; None, and counted, if graphs of this process are not shared."""
+        request = self._fingerprints.request(name)
+        if why := self._fingerprints.unshared():
+            self._cache.refuse(request, why)
+            return None
+        return request
 
     def _changed_at(self) -> int:
         """Moves when a file was made or removed in the directory."""

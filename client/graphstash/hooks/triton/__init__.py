@@ -6,7 +6,7 @@ processes would inherit them, with or without a graphstash to import.
 
     kernels    the managers; look-up, publication, and the lease between them
     kernel     which files are one whole kernel that may be shared; their bytes in one artifact
-    fingerprint, source    the key; the values of globals that Triton's own key leaves out
+    fingerprint, source    the key; what a kernel reads and Triton's own key leaves out
 
 Without `graphstash run` or `graphstash.install()`, Triton's variables are enough:
 

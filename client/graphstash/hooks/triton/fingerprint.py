@@ -9,16 +9,24 @@ takes from the modules around it (see `source`).
 
 import re
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, Final
 
 import triton
 
 from graphstash._compile.request import CompileRequest
-from graphstash.hooks.triton.source import compiled_for, values_in
+from graphstash.errors import CacheError, Reason
+from graphstash.hooks.environment import read_part, sample_of
+from graphstash.hooks.triton.source import (
+    compiled_for,
+    settings_of,
+    target_being_compiled,
+    values_in,
+)
 from graphstash_schema import ArtifactKind, DeviceType
 
-__all__ = ["is_shareable", "request_of"]
+__all__ = ["request_of"]
 
 _DEVICE: Final = DeviceType("gpu")
 """One word for all. The architecture is inside Triton's key, which is all that a cache manager is
@@ -35,8 +43,8 @@ _SAME_KERNEL: Final = re.compile(
     r"|TRITON_(PRINT_AUTOTUNING|CACHE_AUTOTUNING|ALLOW_NON_CONSTEXPR_GLOBALS|INTERPRET)"
     r"|TRITON_REPRODUCER_PATH|(NVPTX|AMDGCN)_ENABLE_DUMP"
 )
-"""Those that say where to find, write or print something. Whose device library and whose ptxas are
-used is in Triton's key, by content and by version."""
+"""Those that say where to find, write or print something. The device library is in Triton's key by
+content; ptxas is a part of its own."""
 
 _FOREIGN_CODE: Final = ("TRITON_KERNEL_OVERRIDE", "TRITON_SWAP_MIR", "LLVM_PASS_PLUGIN_PATH")
 """With one of these, files of the user take part in the compilation, and no key knows of them."""
@@ -48,20 +56,17 @@ _OFF: Final = frozenset({"", "0", "false", "off", "no", "n"})
 _MAX_NAME_LENGTH: Final = 60  # the name of a part has at most 64 characters
 
 
-def is_shareable(environ: Mapping[str, str]) -> bool:
-    """Whether Triton's key covers everything that it compiles."""
-    return not any(
-        value.lower() not in _OFF
-        for name, value in environ.items()
-        if name in _FOREIGN_CODE or _PLUGIN.fullmatch(name)
-    )
-
-
 def request_of(key: str, group: str, environ: Mapping[str, str], source: Any) -> CompileRequest:
     """What is looked up for the kernel that Triton calls `key`.
 
     `source` is what Triton compiles; None when that is not known.
+
+    Raises:
+        CacheError: no key covers everything that Triton compiles.
     """
+    for name, value in environ.items():
+        if value.lower() not in _OFF and (name in _FOREIGN_CODE or _PLUGIN.fullmatch(name)):
+            raise CacheError(Reason.UNSHAREABLE, f"kernels are not shared: {name} is set")
     settings = {
         f"env.{name}": value
         for name, value in environ.items()
@@ -75,6 +80,8 @@ def request_of(key: str, group: str, environ: Mapping[str, str], source: Any) ->
         "triton_key": key,
         "group": group,
         "values": values_in(source),
+        "knobs": settings_of(environ),
+        "ptxas": _ptxas(target_being_compiled()),
     }
     return CompileRequest.of(
         ArtifactKind.TRITON,
@@ -84,6 +91,28 @@ def request_of(key: str, group: str, environ: Mapping[str, str], source: Any) ->
         label=group.partition(".")[0],
         details=partial(_details, source),
     )
+
+
+def _ptxas(target: Any) -> str:
+    """Digest of the assembler; empty for targets without one.
+
+    Triton's key holds its version, which another program in its place may give as well.
+    """
+    if getattr(target, "backend", "") != "cuda":
+        return ""
+    return read_part(partial(_sample_of_ptxas, target.arch))
+
+
+def _sample_of_ptxas(arch: int) -> str:
+    from triton.backends.nvidia import compiler
+
+    tool = compiler.get_ptxas(arch)
+    return _sample(Path(getattr(tool, "path", None) or tool[0]))
+
+
+@cache
+def _sample(path: Path) -> str:
+    return sample_of(path)
 
 
 def _argument(function: Any, place: Any) -> str:

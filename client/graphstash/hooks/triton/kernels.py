@@ -27,7 +27,7 @@ from graphstash._compile.cache import CompileCache
 from graphstash._compile.request import CompileRequest
 from graphstash._compile.two_call import TwoCallCache
 from graphstash.errors import LocalTierError
-from graphstash.hooks.triton.fingerprint import is_shareable, request_of
+from graphstash.hooks.triton.fingerprint import request_of
 from graphstash.hooks.triton.kernel import (
     GROUP_PREFIX,
     KernelError,
@@ -185,8 +185,6 @@ class SharedKernel:
         self._kernels.record_fallback(error)
 
     def _find(self, group: str) -> dict[str, bytes] | None:
-        if not is_shareable(os.environ):
-            return None
         request = request_of(self._key, group, os.environ, source_being_compiled())
         exchange = self._kernels.exchange
         payload = exchange.get(request, lease=self._kernels.is_compiling)

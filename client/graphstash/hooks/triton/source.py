@@ -1,24 +1,54 @@
 """What a kernel takes from the modules around it, and Triton's key leaves out.
 
-Triton compiles the values of globals into a kernel, and knows kernels by their text. Of the values,
-its key has none in 3.3, and in 3.9 those of `constexpr` globals; in neither a type (`DTYPE =
-tl.float16`), an attribute (`config.SIZE`), or the default of an argument of an inner function. Two
-jobs that differ in nothing else would run each other's kernel.
+Triton compiles the values of globals into a kernel, and identifies kernels by their text. Its key
+lacks the values of globals in 3.3, and all but those of `constexpr` globals in 3.9. Both lack types
+(`DTYPE = tl.float16`), attributes (`config.SIZE`), defaults of inner functions, and whatever a
+`constexpr_function` reads. Two jobs that differ in nothing else would run each other's kernel. A
+kernel whose values cannot be described is not shared.
 """
 
-import ast
 import inspect
+from collections.abc import Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, Final
 
-import triton.language as tl
+import triton
 
-__all__ = ["compiled_for", "source_being_compiled", "values_in"]
+from graphstash.errors import CacheError, Reason
+from graphstash.hooks.code import CodeDescriber, UndescribableError
+
+__all__ = [
+    "compiled_for",
+    "settings_of",
+    "source_being_compiled",
+    "target_being_compiled",
+    "values_in",
+]
+
+_KNOBS: Final = ("amd", "compilation", "language", "nvidia", "runtime")
+"""Groups of Triton's settings that compilers read (3.4 and newer)."""
+
+
+class _Describer(CodeDescriber):
+    """Describes Triton's values."""
+
+    def __init__(self) -> None:
+        super().__init__("triton")
+
+    def special(self, value: Any) -> str | None:
+        if (type(value).__module__, type(value).__name__) == ("torch", "dtype"):
+            return repr(value)
+        return None
 
 
 def source_being_compiled() -> Any:
     """What Triton's `compile` was given in this thread; None outside of it."""
     return _locals_of_compile().get("src")
+
+
+def target_being_compiled() -> Any:
+    """The GPU that Triton's `compile` was told in this thread; None outside of it."""
+    return _locals_of_compile().get("target")
 
 
 def compiled_for() -> dict[str, str]:
@@ -40,60 +70,56 @@ def _locals_of_compile() -> dict[str, Any]:
 
 
 def values_in(source: Any) -> str:
-    """The values that the functions of a source refer to, a line each; empty when there are none.
+    """Describe the values that the functions of a source refer to; empty when it has no function.
 
-    More is named than is used: a parameter that hides a global does not hide it here.
+    Raises:
+        CacheError: a value cannot be described, or the source is not known, so no key can cover it.
     """
-    constants = getattr(source, "constants", None) or {}
-    given = (getattr(source, "fn", None), *constants.values())
-    functions = [each for each in given if _is_theirs(each)]
-    lines = []
-    for number, function in enumerate(functions):  # which grows
-        scope = {**function.__globals__, **inspect.getclosurevars(function.fn).nonlocals}
-        for node in ast.walk(function.parse()):
-            if not isinstance(node, ast.Name | ast.Attribute):
-                continue
-            value = _value_of(node, scope)
-            functions += [
-                each for each in _functions_in(value) if not any(each is one for one in functions)
-            ]
-            told = _told(value)
-            if told is not None:
-                lines.append(f"{number} {ast.unparse(node)} = {told}")
-    return "\n".join(dict.fromkeys(lines))
+    if source is None:
+        raise _unshared("what Triton compiles is not known")
+    function = getattr(source, "fn", None)
+    if not hasattr(function, "cache_key"):  # Triton's own assembly, whose text is in Triton's key
+        return ""
+    describer = _Describer()
+    try:
+        constants = describer.describe(dict(getattr(source, "constants", None) or {}))
+        return f"{constants} {describer.describe(function)}"
+    except (UndescribableError, RecursionError) as error:
+        raise _unshared(str(error)) from error
 
 
-def _value_of(node: ast.expr, scope: dict[str, Any]) -> Any:
-    if isinstance(node, ast.Name):
-        return scope.get(node.id)
-    if isinstance(node, ast.Attribute):
-        return getattr(_value_of(node.value, scope), node.attr, None)
-    return None
+def settings_of(environ: Mapping[str, str]) -> str:
+    """Describe the settings that a program has made in code and that the environment does not hold.
+
+    Triton writes most of them into the environment, but the program may switch that off, and may
+    change the variable afterwards: the setting stays in force.
+
+    Raises:
+        CacheError: a setting is code without a description.
+    """
+    knobs = getattr(triton, "knobs", None)
+    made = []
+    for group in _KNOBS:
+        held = getattr(knobs, group, None)
+        for name, value in sorted(vars(held).items()) if held is not None else ():
+            variable = getattr(vars(type(held)).get(name), "key", "")
+            if type(value) in (bool, int, str, type(None)):
+                if not _says(environ.get(variable), value):
+                    made.append(f"{group}.{name}={value!r}")
+            elif name == "add_stages_inspection_hook":
+                try:
+                    made.append(f"{name}={_Describer().registered(value)}")
+                except (UndescribableError, RecursionError) as error:
+                    raise _unshared(str(error)) from error
+    return "\n".join(made)
 
 
-def _told(value: Any) -> str | None:
-    """A value in words that are the same in every process; None for what no kernel is made of."""
-    if isinstance(value, tl.constexpr):
-        # A value without such words has its address in them: no other process will look it up.
-        return f"constexpr {_told(value.value) or repr(value.value)}"
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(_told(each) or repr(each) for each in value)}]"
-    if isinstance(value, bool | int | float | str | bytes | tl.dtype):
-        return repr(value)
-    return str(value.cache_key) if _is_theirs(value) else None
+def _says(variable: str | None, value: bool | str | None) -> bool:  # noqa: FBT001 - a setting
+    """Whether a variable of the environment holds a setting, as Triton writes it there."""
+    if type(value) is bool:
+        return variable == ("1" if value else "0")
+    return variable == (None if value is None else str(value))
 
 
-def _functions_in(value: Any) -> list[Any]:
-    if isinstance(value, tuple | list):
-        return [function for each in value for function in _functions_in(each)]
-    inner = value.value if isinstance(value, tl.constexpr) else value
-    return [inner] if _is_theirs(inner) else []
-
-
-def _is_theirs(value: Any) -> bool:
-    """Whether Triton compiles it, but did not bring it: its key has all that it brought."""
-    return (
-        hasattr(value, "cache_key")
-        and hasattr(value, "parse")
-        and not str(getattr(value, "__module__", "")).startswith("triton.")
-    )
+def _unshared(why: str) -> CacheError:
+    return CacheError(Reason.UNSHAREABLE, f"a kernel is not shared: {why}")

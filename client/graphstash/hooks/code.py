@@ -1,0 +1,408 @@
+"""Describe Python code and the values that it reads, in words that are equal in every process.
+
+A description covers a function by its bytecode and by every global, closure variable and default
+that the bytecode reads, transitively. A value without such a description raises
+`UndescribableError`: two jobs with different values would otherwise compute one key.
+"""
+
+import abc
+import ast
+import builtins
+import dis
+import enum
+import hashlib
+import inspect
+import linecache
+import platform
+import sys
+import typing
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
+from typing import Any, Final
+
+__all__ = ["CodeDescriber", "UndescribableError"]
+
+_PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
+
+_PURE: Final = frozenset(
+    {
+        *("abc", "bisect", "cmath", "collections", "contextlib", "copy", "dataclasses", "enum"),
+        *("fractions", "functools", "inspect", "itertools", "math", "numbers", "operator", "types"),
+        *("typing", "warnings"),
+    }
+)
+"""Modules of Python whose functions compute from their arguments alone."""
+
+_IMPURE: Final = frozenset(
+    {
+        *("__import__", "breakpoint", "compile", "dir", "eval", "exec", "globals", "hash", "id"),
+        *("input", "locals", "open", "vars"),
+    }
+)
+"""Builtins that read more than their arguments."""
+
+_ATTRIBUTES: Final = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
+_GLOBALS: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
+_CELLS: Final = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_CLOSURE"})
+_REFUSED: Final = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
+
+_OWN_OF_CLASSES: Final = frozenset(
+    {
+        *("__dict__", "__doc__", "__firstlineno__", "__module__", "__static_attributes__"),
+        *("__weakref__", "__annotations__", "__annotate_func__", "__annotations_cache__"),
+        "_abc_impl",
+    }
+)
+"""Entries of a class that Python adds."""
+
+_OPTIONS: Final = ("noinline", "debug", "do_not_specialize", "do_not_specialize_on_alignment")
+"""Arguments of `triton.jit`, which Triton's key of an inner function leaves out."""
+
+_MAX_OBJECTS: Final = 20_000
+"""Objects in one description. Code that refers to more refers to a library."""
+
+_ABSENT: Final = object()
+
+
+class UndescribableError(ValueError):
+    """A value has no words that are equal in every process; the message names the value."""
+
+
+class CodeDescriber:
+    """Describe values. Repeated objects are described once, then by number.
+
+    Args:
+        known: root packages that the compiler's own key covers.
+    """
+
+    def __init__(self, *known: str) -> None:
+        self._known = frozenset({"builtins", *known})
+        # By id. The objects are kept alive, so that no other object gets the id.
+        self._seen: dict[int, tuple[int, Any]] = {}
+
+    def describe(self, value: Any) -> str:
+        """Return the description of a value.
+
+        Raises:
+            UndescribableError: the value, or one that it refers to, has none.
+        """
+        if value is _ABSENT:
+            return "absent"
+        if type(value) in _PLAIN:
+            return f"{type(value).__name__} {value!r}"
+        if (special := self.special(value)) is not None:
+            return special
+        if type(value) is tuple:  # not numbered: which equal constants are one depends on the host
+            return f"({', '.join(map(self.describe, value))})"
+        number = len(self._seen)
+        if (before := self._seen.setdefault(id(value), (number, value)))[0] != number:
+            return f"#{before[0]}"
+        if number >= _MAX_OBJECTS:
+            raise UndescribableError("the code refers to too many objects")
+        return f"#{number}={self._object(value)}"
+
+    def special(self, value: Any) -> str | None:  # noqa: ARG002 - for subclasses
+        """Return the description of a value of the compiler; None for values of Python."""
+        return None
+
+    def registered(self, function: Any) -> str:
+        """Return the description of a function that a user gave to the compiler.
+
+        Raises:
+            UndescribableError: as `describe`, and when the function has no readable source.
+        """
+        inner = inspect.unwrap(function.func if isinstance(function, partial) else function)
+        if isinstance(inner, FunctionType) and not self.is_known(str(inner.__module__)):
+            file = inner.__code__.co_filename
+            if not linecache.getline(file, inner.__code__.co_firstlineno):
+                raise UndescribableError(f"{inner.__qualname__} has no readable source")
+        return self.describe(function)
+
+    def is_known(self, module: str) -> bool:
+        """Whether the compiler's key or Python's version covers a module."""
+        root = _root(module)
+        return root in self._known or root.removeprefix("_") in _PURE
+
+    def _object(self, value: Any) -> str:
+        if type(value) in (list, dict, set, frozenset):
+            return self._container(value)
+        if isinstance(value, ModuleType):
+            return self._module(value)
+        if isinstance(value, FunctionType | BuiltinFunctionType | type) or _is_kernel(value):
+            return self._callable(value)
+        return self._instance(value)
+
+    def _container(self, value: Any) -> str:
+        if type(value) is list:
+            return f"list({', '.join(map(self.describe, value))})"
+        if type(value) is dict:  # in order: code may iterate over it
+            pairs = (f"{self.describe(k)}: {self.describe(v)}" for k, v in value.items())
+            return f"dict({', '.join(pairs)})"
+        if any(type(each) not in _PLAIN for each in value):
+            raise UndescribableError("a set of other than plain values")
+        return f"{type(value).__name__}({', '.join(sorted(map(self.describe, value)))})"
+
+    def _module(self, module: ModuleType) -> str:
+        # A module by itself may be read under any name, e.g. with `getattr`.
+        if not self.is_known(module.__name__):
+            raise UndescribableError(f"the module {module.__name__} is read as a whole")
+        return f"module {module.__name__} {platform.python_version()}"
+
+    def _callable(self, value: Any) -> str:
+        if isinstance(value, BuiltinFunctionType):
+            return self._builtin(value)
+        if _is_kernel(value):
+            return self._kernel(value)
+        name = f"{value.__module__}.{value.__qualname__}"
+        if name.removeprefix("builtins.") in _IMPURE:
+            raise UndescribableError(f"{name} reads more than its arguments")
+        if self.is_known(_module_of(value)):
+            cells = [_content(cell) for cell in getattr(value, "__closure__", None) or ()]
+            return f"{name} {platform.python_version()} {self.describe(tuple(cells))}"
+        return self._class(value) if isinstance(value, type) else self._function(value)
+
+    def _builtin(self, value: BuiltinFunctionType) -> str:
+        owner = value.__self__
+        if owner is not None and not isinstance(owner, ModuleType):
+            return f"method({self.describe(owner)}, {value.__name__})"
+        module = value.__module__ or ""
+        known = self.is_known(module)
+        if value.__name__ in _IMPURE or (not known and _root(module) in sys.stdlib_module_names):
+            raise UndescribableError(f"{module}.{value.__name__} reads more than its arguments")
+        version = platform.python_version() if known else _file_of(module)
+        return f"builtin {module}.{value.__name__} {version}"
+
+    def _class(self, cls: type) -> str:
+        if type(cls) not in (type, abc.ABCMeta, enum.EnumType) and not self.is_known(
+            type(cls).__module__
+        ):
+            raise UndescribableError(f"the class {cls.__qualname__} has a metaclass")
+        bases = ", ".join(map(self.describe, cls.__bases__))
+        members = (
+            f"{name}={self._member(value)}"
+            for name, value in vars(cls).items()
+            if name not in _OWN_OF_CLASSES
+        )
+        return f"class {cls.__qualname__}({bases}) {'; '.join(members)}"
+
+    def _member(self, value: Any) -> str:
+        if isinstance(value, staticmethod | classmethod):
+            return f"{type(value).__name__}({self.describe(value.__func__)})"
+        if isinstance(value, property):
+            return f"property({', '.join(map(self.describe, (value.fget, value.fset)))})"
+        return self.describe(value)
+
+    def _instance(self, value: Any) -> str:
+        cls = type(value)
+        if isinstance(value, MethodType) or cls.__name__ == "BoundConstexprFunction":
+            return f"method({self.describe(value.__self__)}, {self.describe(value.__func__)})"
+        if isinstance(value, partial):
+            return f"partial({self.describe((value.func, value.args, value.keywords))})"
+        if isinstance(value, enum.Enum):
+            content = f"{value.name}, {self.describe(value.value)}"
+        elif not _is_all_in_dict(cls):
+            raise UndescribableError(f"a {cls.__module__}.{cls.__qualname__}")
+        else:
+            content = self.describe(vars(value))
+        return f"instance({self.describe(cls)}, {content})"
+
+    def _function(self, function: FunctionType) -> str:
+        around = self._around(function, self._chains(function))
+        return f"function({self._code(function.__code__)}; {around})"
+
+    def _kernel(self, kernel: Any) -> str:
+        """Describe a function of Triton by its text, and by what Triton takes from around it."""
+        kind = type(kernel).__qualname__
+        name = getattr(kernel, "__qualname__", kernel.__name__)
+        if self.is_known(str(kernel.__module__)):
+            return f"{kind} {kernel.__module__}.{name} {platform.python_version()}"
+        if kind == "ConstexprFunction":  # Python runs it
+            return f"{kind} {self.describe(kernel.fn)}"
+        options = [f"{each}={getattr(kernel, each, None)!r}" for each in _OPTIONS]
+        try:
+            key, tree = kernel.cache_key, kernel.parse()
+        except Exception as error:
+            raise UndescribableError(f"{name}: {error!r}") from error
+        around = self._around(kernel.fn, _chains_of_text(kernel.fn, tree), is_kernel=True)
+        return f"{kind}({key} {' '.join(options)}; {around})"
+
+    def _around(
+        self,
+        function: FunctionType,
+        chains: Iterable[tuple[str, ...]],
+        *,
+        is_kernel: bool = False,
+    ) -> str:
+        """Describe the defaults of a function and the values that it reads around it."""
+        own = [self.describe(function.__defaults__), self.describe(function.__kwdefaults__)]
+        read = [
+            f"{'.'.join(chain)}={self._read(function, chain, is_kernel=is_kernel)}"
+            for chain in dict.fromkeys(chains)
+        ]
+        return f"{', '.join(own)}; {'; '.join(read)}"
+
+    def _read(self, function: FunctionType, chain: tuple[str, ...], *, is_kernel: bool) -> str:
+        value = _look_up(function, chain[0])
+        for name in chain[1:]:
+            # What Python reads of an object is in the description of the object. Triton reads
+            # attributes of constants, and nothing else of them.
+            if not (is_kernel or isinstance(value, ModuleType) or self.is_path(value)):
+                break
+            try:
+                value = getattr(value, name, _ABSENT)
+            except Exception as error:
+                raise UndescribableError(f"{'.'.join(chain)}: {error!r}") from error
+        try:
+            return self.describe(value)
+        except UndescribableError as error:
+            raise UndescribableError(
+                f"{'.'.join(chain)} of {function.__qualname__}: {error}"
+            ) from error
+
+    def is_path(self, value: Any) -> bool:  # noqa: ARG002 - for subclasses
+        """Whether a value only leads to others, as a module does."""
+        return False
+
+    def _chains(self, function: FunctionType) -> Iterator[tuple[str, ...]]:
+        """The names that a function reads around it, with the attributes that it reads of them."""
+        free = function.__code__.co_freevars
+        for each in _codes(function.__code__):
+            chain: tuple[str, ...] = ()
+            for step in dis.get_instructions(each):
+                if chain and step.opname in _ATTRIBUTES:
+                    chain += (str(step.argval),)
+                    continue
+                if chain:
+                    yield chain
+                is_cell = step.opname in _CELLS and step.argval in free
+                chain = (step.argval,) if is_cell or step.opname in _GLOBALS else ()
+                if step.opname in _REFUSED:
+                    raise UndescribableError(f"{function.__qualname__} assigns to a global")
+                if step.opname == "IMPORT_NAME" and not self.is_known(step.argval):
+                    raise UndescribableError(f"{function.__qualname__} imports {step.argval}")
+
+    def _code(self, code: CodeType) -> str:
+        """What a code object does, without its file, its lines and its documentation."""
+        consts = [
+            self._code(each) if isinstance(each, CodeType) else self.describe(each)
+            for each in code.co_consts
+        ]
+        names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+        places = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
+        table = getattr(code, "co_exceptiontable", b"")
+        return f"{code.co_code.hex()} {table.hex()} {consts} {names} {places}"
+
+
+class _Empty:
+    """Tells how large an instance is that has nothing but its `__dict__`."""
+
+
+def _is_all_in_dict(cls: type) -> bool:
+    """Whether the `__dict__` of an instance holds all of it: no slots, nothing written in C."""
+    if cls is SimpleNamespace:
+        return True
+    python = sys.stdlib_module_names
+    return cls.__basicsize__ == _Empty.__basicsize__ and all(
+        "__slots__" not in vars(each) and _root(each.__module__) not in python
+        for each in cls.__mro__
+        if each not in (object, abc.ABC, typing.Generic)
+    )
+
+
+def _root(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _is_kernel(value: Any) -> bool:
+    """Whether a value is a function of Triton."""
+    return hasattr(value, "cache_key") and isinstance(getattr(value, "fn", None), FunctionType)
+
+
+def _module_of(value: Any) -> str:
+    """The module that a function or a class was written in, whatever decorators made of it."""
+    return str(getattr(value, "__globals__", {}).get("__name__") or value.__module__)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return _ABSENT
+
+
+def _file_of(module: str) -> str:
+    """Digest of the file of an extension module."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if not file:
+        raise UndescribableError(f"the module {module} has no file")
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+def _look_up(function: FunctionType, name: str) -> Any:
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    if name in cells:
+        return _content(cells[name])
+    return function.__globals__.get(name, getattr(builtins, name, _ABSENT))
+
+
+def _chains_of_text(function: FunctionType, tree: ast.AST) -> Iterator[tuple[str, ...]]:
+    """The names that the text of a kernel reads around it, with the attributes that it reads.
+
+    The text, not the bytecode: Triton compiles the text, which programs may replace, and reads a
+    global before the kernel assigns to a local of the same name.
+    """
+    code = function.__code__
+    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    local = {
+        each.id for each in ast.walk(tree) if isinstance(each, ast.Name) and _is_assigned(each)
+    }
+    outside = {*function.__globals__, *code.co_freevars}
+    for chain in _Chains().of(tree):
+        if chain[0] not in arguments and (chain[0] in outside or chain[0] not in local):
+            yield chain
+
+
+def _is_assigned(name: ast.Name) -> bool:
+    return isinstance(name.ctx, ast.Store)
+
+
+class _Chains(ast.NodeVisitor):
+    """Collects the names in a tree, each with the attributes behind it."""
+
+    def of(self, tree: ast.AST) -> list[tuple[str, ...]]:
+        """Return the names, in the order of the text."""
+        self._found: list[tuple[str, ...]] = []
+        self.visit(tree)
+        return self._found
+
+    def visit_Name(self, node: ast.Name) -> None:
+        """Add a name without attributes."""
+        self._found.append((node.id,))
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        """Add a name with its attributes; look further into anything else."""
+        names: list[str] = []
+        inner: ast.expr = node
+        while isinstance(inner, ast.Attribute):
+            names.append(inner.attr)
+            inner = inner.value
+        if isinstance(inner, ast.Name):
+            self._found.append((inner.id, *reversed(names)))
+        else:
+            self.visit(inner)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _codes(each)

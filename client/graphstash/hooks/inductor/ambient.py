@@ -1,0 +1,134 @@
+"""Switches of the process that a graph can read, and that torch's own keys leave out.
+
+The list follows the setters in `torch._C` of 2.7 and 2.15, and torch's own guards on global state
+(`GlobalStateGuard`). A torch with a setter that the list lacks shares no graph: the new switch may
+change what a graph computes.
+"""
+
+import re
+from functools import cache, partial
+from typing import Any, Final
+
+import torch
+from torch.backends import mha, opt_einsum
+
+from graphstash.hooks.environment import read_part
+
+__all__ = ["ambient_state", "unknown_switches"]
+
+_READ: Final = (
+    *("_get_autograd_fallback_mode", "_get_blas_preferred_backend", "_get_default_device"),
+    *("_get_cpu_allow_fp16_reduced_precision_reduction", "_get_cublas_allow_fp16_accumulation"),
+    "_get_cublas_allow_bf16_reduced_precision_reduction",
+    "_get_cublas_allow_fp16_reduced_precision_reduction",
+    *("_get_cublas_allow_tf32", "_get_cublaslt_prefer_grouped_gemm", "_get_cudnn_allow_tf32"),
+    *("_get_cudnn_benchmark", "_get_cudnn_depthwise_kernel", "_get_cudnn_deterministic"),
+    *("_get_cudnn_enabled", "_get_cudnn_sdp_enabled", "_get_deterministic_algorithms"),
+    *("_get_deterministic_algorithms_warn_only", "_get_deterministic_fill_uninitialized_memory"),
+    *("_get_dtensor_allow_implicit_replication", "_get_fa3_sdp_enabled", "_get_fa4_sdp_enabled"),
+    *("_get_flash_sdp_enabled", "_get_float32_matmul_precision", "_get_linalg_preferred_backend"),
+    *("_get_math_sdp_allow_fp16_bf16_reduction", "_get_math_sdp_enabled"),
+    *("_get_mem_efficient_sdp_enabled", "_get_miopen_immediate", "_get_mkldnn_deterministic"),
+    *("_get_mkldnn_enabled", "_get_native_aot_enabled", "_get_native_aot_unconditional_masked"),
+    *("_get_nnpack_enabled", "_get_onednn_allow_tf32", "_get_overrideable_sdp_enabled"),
+    *("_get_qengine", "_get_rocm_fa_preferred_backend", "_get_sdp_priority_order"),
+    "_get_sm_carveout_experimental",
+    *("_is_fwd_grad_enabled", "_is_grad_layout_enforcement_enabled", "_is_view_replay_enabled"),
+    *("is_anomaly_enabled", "is_autocast_cache_enabled", "is_grad_enabled"),
+    *("is_inference_mode_enabled", "_is_torch_function_enabled"),
+    "_check_sparse_tensor_invariants",
+)
+"""Functions of `torch._C` without arguments that tell the state of a switch."""
+
+_SET: Final = frozenset(
+    {
+        *("autograd_fallback_mode", "blas_preferred_backend", "check_sparse_tensor_invariants"),
+        *("cpu_allow_fp16_reduced_precision_reduction", "cublas_allow_fp16_accumulation"),
+        "cublas_allow_bf16_reduced_precision_reduction",
+        "cublas_allow_fp16_reduced_precision_reduction",
+        *("cublas_allow_tf32", "cublaslt_prefer_grouped_gemm", "cudnn_allow_tf32"),
+        *("cudnn_benchmark", "cudnn_depthwise_kernel", "cudnn_deterministic", "cudnn_enabled"),
+        *("default_dtype", "default_tensor_type", "deterministic_algorithms"),
+        *("deterministic_fill_uninitialized_memory", "dtensor_allow_implicit_replication"),
+        *("float32_matmul_precision", "fp32_precision_setter", "fwd_grad_enabled"),
+        *("grad_enabled", "grad_layout_enforcement_enabled", "linalg_preferred_backend"),
+        *("math_sdp_allow_fp16_bf16_reduction", "miopen_immediate", "mkldnn_deterministic"),
+        *("mkldnn_enabled", "native_aot_enabled", "native_aot_unconditional_masked"),
+        *("nnpack_enabled", "onednn_allow_tf32", "qengine", "rocm_fa_preferred_backend"),
+        *("sdp_priority_order", "sdp_use_cudnn", "sdp_use_fa3", "sdp_use_fa4", "sdp_use_flash"),
+        *("sdp_use_math", "sdp_use_mem_efficient", "sdp_use_overrideable"),
+        *("sm_carveout_experimental", "torch_function_state", "view_replay_enabled"),
+        *("anomaly_enabled", "autocast_cache_enabled", "autocast_cpu_dtype", "num_threads"),
+        *("autocast_cpu_enabled", "autocast_dtype", "autocast_enabled", "autocast_gpu_dtype"),
+        *("autocast_ipu_dtype", "autocast_ipu_enabled", "autocast_xla_dtype"),
+        "autocast_xla_enabled",
+    }
+)
+"""Setters whose switches are read: above, below, or as a part of their own (threads)."""
+
+_NOT_READ: Final = frozenset(
+    {
+        # Warnings, messages, logs and names.
+        *("backcompat_broadcast_warn", "backcompat_keepdim_warn", "should_use_format"),
+        *("print_stack_traces_on_fatal_signal", "should_use_format_with_string_table", "vital"),
+        *("storage_access_error_msg", "storage_data_ptr_access_error_msg", "thread_name"),
+        *("throw_on_mutable_data_ptr", "warnAlways", "warn_deprecated_on_mutable_data_ptr"),
+        *("warn_on_accumulate_grad_stream_mismatch", "worker_pids", "worker_signal_handlers"),
+        # Of one tensor, of TorchScript, or of a dispatch that tracing replaces.
+        *("cached_tensors_enabled", "conj", "default_mobile_cpu_allocator", "dispatch_mode"),
+        *("fake_constant", "generator_metaclass", "graph_exec_group", "graph_executor_optimize"),
+        *("meta_in_tls_dispatch_include", "multithreading_enabled", "neg"),
+        *("only_lift_cpu_tensors", "override_stale_capture_stream", "skip_next_torch_function"),
+        *("tensor_metadata", "tracing_state", "value_trace"),
+        # They act when an executable runs, and are this process's own.
+        *("flush_denormal", "num_interop_threads"),
+    }
+)
+"""Setters of what no executable depends on."""
+
+_SETTER: Final = re.compile(r"_?set_(\w+)")
+
+_PRECISIONS: Final = (
+    ("generic", "all"),
+    *(("cuda", operation) for operation in ("all", "matmul", "conv", "rnn")),
+    *(("mkldnn", operation) for operation in ("all", "matmul", "conv", "rnn")),
+)
+
+_AUTOCAST_DEVICES: Final = ("cpu", "cuda", "xpu", "mps", "mtia", "maia", "hpu", "ipu", "xla")
+
+
+@cache
+def unknown_switches() -> tuple[str, ...]:
+    """Setters of this torch that this module does not know."""
+    found = (_SETTER.fullmatch(name) for name in dir(torch._C))
+    return tuple(sorted({each[1] for each in found if each} - _SET - _NOT_READ))
+
+
+def ambient_state() -> str:
+    """Every switch and its state, a line each."""
+    core: Any = torch._C
+    lines = [
+        f"{name}={read_part(getter)}"
+        for name in _READ
+        if (getter := getattr(core, name, None)) is not None
+    ]
+    lines.append(f"default_dtype={torch.get_default_dtype()}")
+    for device in _devices():
+        enabled = read_part(partial(torch.is_autocast_enabled, device))
+        dtype = read_part(partial(torch.get_autocast_dtype, device))
+        lines.append(f"autocast.{device}={enabled} {dtype}")
+    if (precision := getattr(core, "_get_fp32_precision_getter", None)) is not None:
+        lines += [
+            f"fp32.{backend}.{operation}={read_part(partial(precision, backend, operation))}"
+            for backend, operation in _PRECISIONS
+        ]
+    einsum: Any = opt_einsum
+    lines.append(f"opt_einsum={einsum.enabled} {einsum.strategy}")
+    lines.append(f"mha={mha.get_fastpath_enabled()}")
+    return "\n".join(lines)
+
+
+@cache
+def _devices() -> tuple[str, ...]:
+    listed = getattr(torch._C, "_autocast_supported_devices", None)
+    return tuple(listed()) if listed is not None else _AUTOCAST_DEVICES

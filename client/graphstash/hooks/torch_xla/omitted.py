@@ -1,0 +1,300 @@
+"""Attributes that torch_xla leaves out of the name of a graph.
+
+torch_xla names a graph by the hashes of its operations. Those below hash their operands, but not
+an attribute that the graph is lowered with: `celu` with alpha 1 and with alpha 2 have one name. In
+one process torch_xla itself runs the first graph for both; a shared cache would also give a job
+with one value the graph of a job with the other. Therefore each such operation is observed where
+torch_xla makes its nodes (`observer`), whichever way a step runs. If an attribute had one value in
+this process, every graph was made with it, and the value is in the key. If it had several, a name
+no longer says which one a graph holds, and further graphs are not shared.
+
+The list was read in the sources of 2.7: every `XlaNode`, and every `GenericOp` whose lowering
+captures something, was compared with what it hashes. A test compares names with lowered programs
+of torch's operations.
+"""
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import torch_xla
+
+from graphstash.hooks.torch_xla.observer import Argument, Observer
+
+__all__ = ["OPERATIONS", "OmittedAttributes", "Operation", "omitted_attributes"]
+
+_VALUE: Final = "RKN5torch4lazy5ValueE"
+_TENSOR: Final = (
+    "N3c1013intrusive_ptrINS_9XLATensorENS0_6detail34intrusive_target_default_null_typeIS2_EEEE"
+)
+_STRING: Final = "RKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE"
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An operation of torch_xla whose hash lacks something.
+
+    Attributes:
+        name: in torch.
+        symbols: functions of the extension that make its nodes.
+        arguments: what they are observed for; the same for each.
+        describe: words for the values of the arguments, in order; None if no key can cover them.
+        usual: the words for values that almost all programs use. They stand for no call as well: a
+            process that made no such node compiled none.
+    """
+
+    name: str
+    symbols: tuple[str, ...]
+    arguments: tuple[Argument, ...]
+    describe: Callable[[Sequence[int]], str | None]
+    usual: str
+
+
+def _scalar(name: str, tag: str, value: str, register: str) -> tuple[Argument, Argument]:
+    """A `c10::Scalar` that is passed by reference: the number of its type, and its value."""
+    return (
+        Argument(f"{name}'s type", tag, f"mov eax, [{register}]"),
+        Argument(name, value, f"mov rax, [{register} + 16]"),
+    )
+
+
+def _scalars(values: Sequence[int]) -> str | None:
+    words = []
+    for tag, value in zip(values[::2], values[1::2], strict=True):
+        if tag == 0:
+            words.append(repr(_float(value)))
+        elif tag in (1, 4):  # integers and booleans
+            words.append(str(_signed(value)))
+        else:  # complex and symbolic numbers, which have more than one word
+            return None
+    return " ".join(words)
+
+
+def _float(value: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<Q", value))[0])
+
+
+def _signed(value: int, *, bits: int = 64) -> int:
+    return value - (1 << bits) if value >> (bits - 1) else value
+
+
+def _growth(values: Sequence[int]) -> str:
+    growth, backoff, interval = values
+    return f"{_float(growth)!r} {_float(backoff)!r} {_signed(interval, bits=32)}"
+
+
+def _integer(values: Sequence[int]) -> str:
+    return str(_signed(values[0]))
+
+
+def _axis(values: Sequence[int]) -> str:
+    return str(_signed(values[0], bits=32))
+
+
+def _divisor(values: Sequence[int]) -> str:
+    is_given, divisor = values
+    return str(_signed(divisor, bits=32)) if is_given else "none"
+
+
+def _never(_values: Sequence[int]) -> None:
+    """For operations that lack more than numbers."""
+
+
+_SECOND: Final = Argument("second integer", "48 89 d0", "mov rax, rdx")
+"""Where the first argument is an object, the result's address comes before it."""
+
+OPERATIONS: Final = (
+    Operation(
+        "celu (alpha)",
+        (f"_ZN9torch_xla4CeluE{_VALUE}RKN3c106ScalarE",),
+        _scalar("alpha", "8b 02", "48 8b 42 10", "rdx"),
+        _scalars,
+        "1.0",
+    ),
+    Operation(
+        "elu_backward (alpha, scale, input_scale)",
+        (f"_ZN9torch_xla11EluBackwardE{_VALUE}S4_RKN3c106ScalarES8_S8_",),
+        (
+            *_scalar("alpha", "8b 01", "48 8b 41 10", "rcx"),
+            *_scalar("scale", "41 8b 00", "49 8b 40 10", "r8"),
+            *_scalar("input_scale", "41 8b 01", "49 8b 41 10", "r9"),
+        ),
+        _scalars,
+        "1.0 1 1",
+    ),
+    Operation(
+        "pixel_shuffle (upscale_factor)",
+        (f"_ZN9torch_xla12PixelShuffleE{_VALUE}l",),
+        (_SECOND,),
+        _integer,
+        "2",
+    ),
+    Operation(
+        "GradScaler (growth_factor, backoff_factor, growth_interval)",
+        (f"_ZN9torch_xla14AmpUpdateScaleC1E{_VALUE}S5_S5_ddi",),
+        (
+            Argument("growth_factor", "66 48 0f 7e c0", "movq rax, xmm0"),
+            Argument("backoff_factor", "66 48 0f 7e c8", "movq rax, xmm1"),
+            Argument("growth_interval", "44 89 c0", "mov eax, r8d"),
+        ),
+        _growth,
+        "2.0 0.5 2000",
+    ),
+    Operation(
+        "avg_pool (divisor_override)",
+        (f"_ZN9torch_xla9AvgPoolNdC1E{_VALUE}lSt6vectorIlSaIlEES8_S8_bbSt8optionalIiE",),
+        (  # the integer is not initialized if there is none
+            Argument("is given", "0f b6 44 24 1c", "movzx eax, byte ptr [rsp + 28]"),
+            Argument(
+                "divisor_override",
+                "0f b6 44 24 1c f7 d8 23 44 24 18",
+                "movzx eax, byte ptr [rsp + 28]; neg eax; and eax, [rsp + 24]",
+            ),
+        ),
+        _divisor,
+        "none",
+    ),
+    Operation(
+        "index_add (dim)",
+        (f"_ZN9torch_xla8IndexAddERK{_TENSOR}lS8_S8_",),
+        (_SECOND,),
+        _integer,
+        "0",
+    ),
+    Operation(
+        "index_copy (dim)",
+        (f"_ZN9torch_xla9IndexCopyERK{_TENSOR}lS8_S8_",),
+        (_SECOND,),
+        _integer,
+        "0",
+    ),
+    *(
+        Operation(
+            f"{name}_tensor (axis)",
+            (f"_ZN9torch_xla{kind}C1E{_VALUE}RKSt6vectorIfSaIfEERKS6_IiSaIiEEii{_STRING}i",),
+            (Argument("axis", "8b 44 24 10", "mov eax, [rsp + 16]"),),
+            _axis,
+            "-1",
+        )
+        for name, kind in (("quantize", "14QuantizeTensor"), ("dequantize", "16DequantizeTensor"))
+    ),
+    Operation(
+        "custom_call (backend_config, api_version, attributes, shapes)",
+        (
+            (
+                "_ZN9torch_xla10CustomCallC1EN3c108ArrayRefIN5torch4lazy5ValueEEE"
+                f"{_STRING}N3xla5ShapeEbSE_iRKSt13unordered_mapISC_SC_St4hashISC_ESt8equal_toISC_E"
+                "SaISt4pairISD_SC_EEE"
+            ),
+            (
+                "_ZN9torch_xla10CustomCallC1EN3c108ArrayRefIN5torch4lazy5ValueEEE"
+                f"{_STRING}N3xla5ShapeEbSE_i"
+            ),
+        ),
+        (),
+        _never,
+        "",
+    ),
+    Operation(
+        "gpu_custom_call (shapes)",
+        (
+            (
+                "_ZN9torch_xla13GpuCustomCallC1EN3c108ArrayRefIN5torch4lazy5ValueEEEN3xla5ShapeE"
+                f"{_STRING}"
+            ),
+        ),
+        (),
+        _never,
+        "",
+    ),
+    Operation(
+        "manual sharding (full shape)",
+        (f"_ZN9torch_xla14CustomShardingC1E{_VALUE}RKN3xla5ShapeERKNS0_4TypeE",),
+        (Argument("type", "8b 01", "mov eax, [rcx]"),),
+        lambda values: None if values[0] else "0",
+        "0",
+    ),
+    Operation(
+        "exponential_ (shape)",
+        (
+            (
+                "_ZN9torch_xla14tensor_methods12exponential_ERN3c1013intrusive_ptrINS_9XLATensorENS1_"
+                "6detail34intrusive_target_default_null_typeIS3_EEEEd"
+            ),
+        ),
+        (),
+        _never,
+        "",
+    ),
+    Operation(
+        "bernoulli_ with a tensor (shape)",
+        (
+            (
+                "_ZN9torch_xla14tensor_methods10bernoulli_ERN3c1013intrusive_ptrINS_9XLATensorENS1_"
+                "6detail34intrusive_target_default_null_typeIS3_EEEERKS7_"
+            ),
+        ),
+        (),
+        _never,
+        "",
+    ),
+    Operation(
+        "cat (dtype of empty tensors)",
+        (  # what it is given, and what of it becomes an operand
+            (
+                "_ZN9torch_xla14tensor_methods3catEN4absl12lts_202308024SpanIKN3c1013intrusive_ptrINS_"
+                "9XLATensorENS4_6detail34intrusive_target_default_null_typeIS6_EEEEEElNS4_10ScalarTypeE"
+            ),
+            "_ZN9torch_xla3CatC1EN3c108ArrayRefIN5torch4lazy5ValueEEElNS1_10ScalarTypeE",
+        ),
+        (Argument("number of tensors", "48 89 d0", "mov rax, rdx", is_added=True),),
+        lambda counts: "without" if counts[0] == counts[1] else None,
+        "without",
+    ),
+)
+
+
+class OmittedAttributes:
+    """What graphs of this process were lowered with, beyond their names.
+
+    Args:
+        library: torch_xla's extension.
+
+    Raises:
+        GateUnavailable: an operation cannot be observed in this build, or on this host.
+    """
+
+    def __init__(self, library: Path) -> None:
+        self._observers = [
+            (each, [Observer(library, symbol, each.arguments) for symbol in each.symbols])
+            for each in OPERATIONS
+        ]
+
+    def values(self) -> dict[str, str]:
+        """Return the unusual values by operation; empty if no key can cover them."""
+        found = {}
+        for operation, observers in self._observers:
+            seen = [observer.observation() for observer in observers]
+            if any(each.called for each in seen):
+                values = [value for each in seen for value in each.values]
+                known = [value for value in values if value is not None]
+                words = operation.describe(known) if len(known) == len(values) else None
+                if words != operation.usual:
+                    found[operation.name] = words or ""
+        return found
+
+
+@cache
+def omitted_attributes() -> OmittedAttributes:
+    """Observe torch_xla from now on, until the process ends.
+
+    Observers stay when a hook is removed: another hook of this process needs to know what happened
+    in between.
+
+    Raises:
+        GateUnavailable: an operation cannot be observed in this build, or on this host.
+    """
+    return OmittedAttributes(Path(torch_xla._XLAC.__file__))

@@ -1,0 +1,115 @@
+"""Hosts on which programs of pairs run: processes that have imported a compiler once."""
+
+import json
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from compilers.wrong_hits.pairs import Pair, Program
+from support.environments import python_of
+
+__all__ = ["Asked", "Host", "PairOfHosts"]
+
+_TESTS = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a program asked its cache for before it compiled anything.
+
+    Attributes:
+        key: of the first look-up, with all that it is made of; empty when there was none.
+        unshared: why the program is not shared; empty when it is.
+    """
+
+    key: str
+    unshared: str = ""
+
+
+class Host:
+    """A warm process; a context manager.
+
+    Args:
+        compiler: name of the module with its pairs.
+        directory: for programs and everything that they write.
+        seed: of Python's hashes.
+        environment: of the compiler's version; empty for that of the tests.
+    """
+
+    def __init__(self, compiler: str, directory: Path, *, seed: int, environment: str = "") -> None:
+        directory.mkdir(parents=True)
+        self._directory = directory
+        self._count = 0
+        command = [python_of(environment), "-m", "compilers.wrong_hits.runner", compiler]
+        self._process = subprocess.Popen(
+            list(map(str, command)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=directory,
+            env=_environment(directory, seed),
+        )
+
+    def ask(self, program: Program) -> Asked:
+        """Runs a program until it would compile.
+
+        Raises:
+            AssertionError: the program failed, or asked for nothing.
+        """
+        self._count += 1
+        place = self._directory / f"{self._count}"
+        place.mkdir()
+        for name, text in {"program.py": program.text, **program.files}.items():
+            (place / name).write_text(text)
+        request = {"directory": str(place), "variables": dict(program.variables)}
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        assert "key" in answer, f"{answer.get('failed')}\n{program.text}"
+        return Asked(**answer)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+class PairOfHosts:
+    """Two hosts that differ in paths, in the user's directories and in the seed of hashes."""
+
+    def __init__(self, compiler: str, directory: Path, *, environment: str = "") -> None:
+        self._one = Host(compiler, directory / "one", seed=1, environment=environment)
+        self._other = Host(
+            compiler, directory / "elsewhere" / "other", seed=2, environment=environment
+        )
+
+    def ask(self, pair: Pair) -> tuple[Asked, Asked, Asked]:
+        """What is asked for by `a` on one host, by `a` on the other one, and by `b` there."""
+        return self._one.ask(pair.a), self._other.ask(pair.a), self._other.ask(pair.b)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._one.__exit__()
+        self._other.__exit__()
+
+
+def _environment(directory: Path, seed: int) -> dict[str, str]:
+    own = {
+        "HOME": str(directory),
+        "PYTHONHASHSEED": str(seed),
+        "PYTHONPATH": str(_TESTS),
+        "TMPDIR": str(directory),
+        "USER": f"user{seed}",
+    }
+    return os.environ | own

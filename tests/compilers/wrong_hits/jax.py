@@ -1,0 +1,369 @@
+"""Pairs of programs for JAX, on CPUs."""
+
+import os
+from typing import Any
+
+from compilers.wrong_hits.pairs import Pair, Relation, pair
+
+__all__ = ["PAIRS", "VERSIONS", "install", "prepare"]
+
+VERSIONS = {"0.10.2": "", "0.4.31": "jax-oldest", "newest": "jax-newest"}
+"""Environment by JAX's version; empty is the one of the tests."""
+
+
+def prepare() -> None:
+    """Import JAX, without a client, for four devices."""
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+    import jax  # noqa: F401 - imported once, for all programs
+
+    import graphstash.hooks.jax  # noqa: F401 - imported once, for all programs
+
+
+def install(cache: Any) -> None:
+    """Put the hook into JAX; every program is looked up by its own key, not in a pack."""
+    from graphstash.hooks import jax
+    from graphstash.hooks.jax import compiling
+
+    compiling.is_small = lambda _: False
+    assert jax.install(cache) is not None
+
+
+_START = """
+import functools
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+ONES = np.ones((8, 8), np.float32)
+
+
+def flags(value):
+    os.environ["XLA_FLAGS"] += " " + value
+
+
+def spread(*shape, order=(0, 1, 2, 3), names=("a", "b")):
+    devices = np.array([jax.devices()[each] for each in order]).reshape(shape)
+    return Mesh(devices, names[: len(shape)])
+
+
+"""
+
+
+def _of(name: str, before: str, call: str, *values: str, **how: Any) -> Pair:
+    """A pair that compiles one program."""
+    return pair(name, f"{_START}{before}\n{call}", *values, **how)
+
+
+def _function(name: str, body: str, *values: str, before: str = "", **how: Any) -> Pair:
+    """A pair whose functions of `x` differ."""
+    return _of(name, before, f"jax.jit(lambda x: {body})(ONES)", *values, **how)
+
+
+def _setting(name: str, statement: str, *values: str, **how: Any) -> Pair:
+    """A pair that differs in a setting."""
+    return _of(name, statement, "jax.jit(lambda x: x @ x + 1)(ONES)", *values, **how)
+
+
+def _sharded(name: str, mesh: str, spec: str, *values: str, **how: Any) -> Pair:
+    """A pair whose arrays lie on several devices."""
+    call = "jax.jit(lambda x: x @ x, in_shardings=sharding, out_shardings=sharding)(ONES)"
+    return _of(
+        name, f"sharding = NamedSharding({mesh}, PartitionSpec({spec}))", call, *values, **how
+    )
+
+
+_FUNCTIONS = (
+    _function("operation", "jnp.HERE(x)", "sin", "cos"),
+    _function("constant", "x * HERE", "2.0", "3.0"),
+    _function("sign of a zero", "x * HERE", "0.0", "-0.0"),
+    _function("global", "x * FACTOR", "2.0", "3.0", before="FACTOR = HERE"),
+    _function(
+        "closure",
+        "by(x)",
+        "2.0",
+        "3.0",
+        before="def make(factor):\n    return lambda x: x * factor\n\nby = make(HERE)",
+    ),
+    _function(
+        "default", "by(x)", "2.0", "3.0", before="def by(x, factor=HERE):\n    return x * factor"
+    ),
+    _function("element of a dictionary", "x * T['k']", "2.0", "3.0", before="T = {'k': HERE}"),
+    _function(
+        "array that a function reads", "x * A", "2", "3", before="A = np.full(8, HERE, np.float32)"
+    ),
+    _function(
+        "large array that a function reads",
+        "x * A",
+        "2",
+        "3",
+        before="A = np.full((8, 8), 1, np.float32)\nA[7, 7] = HERE",
+    ),
+    _function("precision of a product", "lax.dot(x, x, precision='HERE')", "default", "highest"),
+    _function(
+        "result type of a product",
+        "lax.dot(x, x, preferred_element_type=jnp.HERE)",
+        "float32",
+        "bfloat16",
+    ),
+    _function("axis", "jnp.sum(x, axis=HERE)", "0", "1"),
+    _function(
+        "kind of random numbers",
+        "x + jax.random.uniform(jax.random.key(0, impl='HERE'), x.shape)",
+        "threefry2x32",
+        "rbg",
+    ),
+    _function("seed", "x + jax.random.uniform(jax.random.key(HERE), x.shape)", "1", "2"),
+    _function("steps of a loop", "lax.fori_loop(0, HERE, lambda i, x: x @ x, x)", "3", "4"),
+    _function(
+        "gradient of a function",
+        "jax.grad(lambda y: f(y).sum())(x)",
+        "2.0",
+        "3.0",
+        before="""
+@jax.custom_vjp
+def f(x):
+    return x * x
+
+
+f.defvjp(lambda x: (f(x), x), lambda x, g: (g * x * HERE,))
+""",
+    ),
+    _function(
+        "tangent of a function",
+        "jax.jvp(f, (x,), (x,))",
+        "2.0",
+        "3.0",
+        before="""
+@jax.custom_jvp
+def f(x):
+    return x * x
+
+
+f.defjvps(lambda t, ans, x: t * HERE)
+""",
+    ),
+    _function(
+        "what is computed again",
+        "g(x)",
+        "f",
+        "jax.checkpoint(f)",
+        before="""
+def f(x):
+    return jnp.sin(jnp.sin(x)).sum()
+
+
+g = jax.grad(HERE)
+""",
+    ),
+    _of(
+        "static argument",
+        "f = jax.jit(lambda x, n: x * n, static_argnums=1)",
+        "f(ONES, HERE)",
+        "2",
+        "3",
+    ),
+    _of(
+        "donated argument",
+        "f = jax.jit(lambda x: x + 1, donate_argnums=HERE)",
+        "f(ONES)",
+        "()",
+        "(0,)",
+    ),
+    _of(
+        "value of an ordinary number",
+        "",
+        "jax.jit(lambda x, n: x * n)(ONES, HERE)",
+        "2",
+        "2.5",
+    ),
+    _of(
+        "options of one program",
+        "",
+        "jax.jit(lambda x: x / 3).lower(ONES).compile("
+        "compiler_options={'xla_cpu_enable_fast_math': HERE})",
+        "False",
+        "True",
+    ),
+    _of(
+        "attribute of a custom call",
+        "",
+        "jax.jit(lambda x: f(x)).lower(ONES).compile()".replace("f(x)", "lax.linalg.HERE(x)"),
+        "cholesky",
+        "lu",
+    ),
+)
+
+_SETTINGS = (
+    _setting(
+        "width of numbers",
+        "jax.config.update('jax_enable_x64', HERE); ONES = np.ones((8, 8))",
+        "False",
+        "True",
+    ),
+    _setting(
+        "precision of products",
+        "jax.config.update('jax_default_matmul_precision', 'HERE')",
+        "bfloat16",
+        "float32",
+    ),
+    _function(
+        "default kind of random numbers",
+        "x + jax.random.uniform(jax.random.key(0), x.shape)",
+        "threefry2x32",
+        "rbg",
+        before="jax.config.update('jax_default_prng_impl', 'HERE')",
+    ),
+    _function(
+        "order of random numbers",
+        "x + jax.random.uniform(jax.random.key(0), x.shape)",
+        "False",
+        "True",
+        before="jax.config.update('jax_threefry_partitionable', HERE)",
+    ),
+    _setting("flags of XLA", "flags('HERE')", "", "--xla_cpu_enable_fast_math=true"),
+    _setting(
+        "flags of XLA before and after the client",
+        "HERE",
+        "flags('--xla_cpu_enable_fast_math=true'); jax.devices()",
+        "jax.devices(); flags('--xla_cpu_enable_fast_math=true')",
+    ),
+    _setting(
+        "flags of XLA while the client is created",
+        "HERE",
+        "jax.devices()",
+        "flags('--xla_cpu_enable_fast_math=true'); jax.devices(); "
+        "os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=4'",
+    ),
+    _setting(
+        "optimization",
+        "jax.config.update('jax_disable_most_optimizations', HERE)",
+        "False",
+        "True",
+    ),
+)
+
+_DEVICES = (
+    _sharded("split axis", "spread(4)", "HERE", "'a', None", "None, 'a'"),
+    _sharded("shape of a mesh", "spread(HERE)", "'a', 'b'", "2, 2", "4, 1"),
+    _sharded("order of a mesh", "spread(4, order=HERE)", "'a'", "(0, 1, 2, 3)", "(0, 2, 1, 3)"),
+    _of(
+        "device",
+        "",
+        "jax.jit(lambda x: x + 1)(jax.device_put(ONES, jax.devices()[HERE]))",
+        "0",
+        "1",
+    ),
+    _of(
+        "collective",
+        "",
+        "jax.pmap(lambda x: lax.HERE(x, 'i'), axis_name='i')(np.ones((4, 8), np.float32))",
+        "psum",
+        "pmax",
+    ),
+)
+
+_PARTITIONED = """
+from jax.experimental.custom_partitioning import custom_partitioning
+
+
+@custom_partitioning
+def f(x):
+    return x * 2
+
+
+def partition(mesh, arguments, result):
+    return mesh, (lambda x: x * HERE), result.sharding, (arguments[0].sharding,)
+
+
+def infer(mesh, arguments, result):
+    return arguments[0].sharding
+
+
+try:
+    f.def_partition(
+        infer_sharding_from_operands=infer,
+        partition=partition,
+        sharding_rule="i j -> i j",
+    )
+except TypeError:
+    f.def_partition(infer_sharding_from_operands=infer, partition=partition)
+jax.config.update("jax_use_shardy_partitioner", hasattr(jax, "shard_map"))
+sharding = NamedSharding(spread(4), PartitionSpec("a"))
+"""
+
+
+def _unshared(name: str, reason: str, before: str, call: str, *values: str) -> Pair:
+    return _of(name, before, call, *values, relation=Relation.UNSHARED, reason=reason)
+
+
+_UNSHARED = (
+    _unshared(
+        "partitioning in Python",
+        "is not shared: Python code partitions it",
+        _PARTITIONED,
+        "jax.jit(f, in_shardings=sharding, out_shardings=sharding)(ONES)",
+        "2",
+        "3",
+    ),
+    _unshared(
+        "function that XLA calls back",
+        "it calls back into Python",
+        "",
+        "jax.jit(lambda x: jax.pure_callback(lambda x: x * HERE, x, x))(ONES)",
+        "2",
+        "3",
+    ),
+    _unshared(
+        "ordered function that XLA calls back",
+        "it calls back into Python",
+        "from jax.experimental import io_callback",
+        "jax.jit(lambda x: io_callback(lambda x: x * HERE, x, x, ordered=True))(ONES)",
+        "2",
+        "3",
+    ),
+    _unshared(
+        "printing",
+        "it calls back into Python",
+        "",
+        "jax.jit(lambda x: (jax.debug.print('HERE'), x + 1)[1])(ONES)",
+        "2",
+        "3",
+    ),
+)
+
+_EQUAL = Relation.EQUAL
+
+_REVERSE = (
+    _setting("nothing but the host", "", relation=_EQUAL),
+    _setting("comment", "# HERE", "one", "another", relation=_EQUAL),
+    _setting("lines before the program", "HERE", "", "\n\n", relation=_EQUAL),
+    _setting(
+        "variable of the environment", "os.environ['MINE'] = 'HERE'", "1", "2", relation=_EQUAL
+    ),
+    _setting(
+        "folder of a dump", "flags('--xla_dump_hlo_pass_re=HERE')", "one", "two", relation=_EQUAL
+    ),
+    _setting(
+        "check for numbers that are none",
+        "jax.config.update('jax_debug_nans', HERE)",
+        "False",
+        "True",
+        relation=_EQUAL,
+    ),
+    _setting(
+        "names of tracebacks",
+        "jax.config.update('jax_traceback_filtering', 'HERE')",
+        "off",
+        "auto",
+        relation=_EQUAL,
+    ),
+    _function(
+        "random numbers of NumPy", "x + 1", "1", "2", before="np.random.seed(HERE)", relation=_EQUAL
+    ),
+)
+
+PAIRS = (*_FUNCTIONS, *_SETTINGS, *_DEVICES, *_UNSHARED, *_REVERSE)

@@ -1,0 +1,84 @@
+"""What a pair of programs is.
+
+A cache that gives one program the result of another trains wrong models without a word. Each pair
+holds two programs of one compiler that differ in one place, and states whether their keys may be
+equal. The pairs of a compiler are data in the module of its name.
+"""
+
+import enum
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["PLACE", "Pair", "Program", "Relation", "pair"]
+
+PLACE = "HERE"
+"""Stands in the text of both programs for what differs between them."""
+
+
+class Relation(enum.Enum):
+    """What has to hold of the keys of two programs."""
+
+    DIFFER = "differ"
+    """They differ, and each is the same on every host. A program without a key that holds on other
+    hosts would pass otherwise."""
+    EQUAL = "equal"
+    """They are equal: the programs compile to the same executable."""
+    UNSHARED = "unshared"
+    """The second program has no key; the hook says why."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """One program of a pair.
+
+    Attributes:
+        text: source code in Python; asks the compiler for at least one executable.
+        variables: of its environment, set before the program begins.
+        files: text of further files by name, in the directory of the program.
+    """
+
+    text: str
+    variables: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two programs and the relation of their keys.
+
+    Attributes:
+        name: what differs, in a few words; unique within a compiler.
+        a: the program that publishes.
+        b: the program that looks up.
+        relation: of their keys.
+        reason: for `UNSHARED`, a part of what the hook says.
+    """
+
+    name: str
+    a: Program
+    b: Program
+    relation: Relation = Relation.DIFFER
+    reason: str = ""
+
+    def __str__(self) -> str:
+        """The name, as the name of a test."""
+        return self.name.replace(" ", "_")
+
+
+def pair(
+    name: str,
+    text: str,
+    *values: str,
+    relation: Relation = Relation.DIFFER,
+    reason: str = "",
+) -> Pair:
+    """A pair of programs of the same text but for `HERE`, which is replaced by two values.
+
+    With one value or none both programs are the same, on different hosts.
+    """
+    both = (*values, *values, "", "")[:2]
+    first, second = (textwrap.dedent(text).replace(PLACE, value) for value in both)
+    if len(values) == 2 and first == second:
+        raise ValueError(f"the programs of {name!r} do not differ")
+    return Pair(name, Program(first), Program(second), relation, reason)

@@ -1,0 +1,130 @@
+"""Pairs of programs for PJRT plug-ins, compiled by JAX for the plug-in of the CPU."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from compilers.wrong_hits.pairs import Pair, Relation, pair
+
+__all__ = ["PAIRS", "SETTINGS", "VERSIONS", "install", "prepare"]
+
+VERSIONS = {"xla-cpu-pjrt": ""}
+"""Environment by version; empty is the one of the tests."""
+
+SETTINGS = {"hooks": ("pjrt",)}
+"""The hook leaves JAX to JAX's own hook, where that one is on."""
+
+
+def prepare() -> None:
+    """Import JAX for the plug-in, without a client."""
+    import xla_plugins.xla_cpu_pjrt as plugin
+
+    library = Path(plugin.__file__).with_name("xla_cpu_pjrt.so")
+    os.environ["PJRT_NAMES_AND_LIBRARY_PATHS"] = f"other:{library}"
+    os.environ["JAX_PLATFORMS"] = "other"
+    os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "1"
+
+    import jax  # noqa: F401 - imported once, for all programs
+
+    import graphstash.hooks.pjrt  # noqa: F401 - imported once, for all programs
+
+
+def install(cache: Any) -> None:
+    """Put the hook into the plug-in."""
+    from graphstash.hooks import pjrt
+
+    assert pjrt.install(cache) is not None
+
+
+_PROGRAM = """
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def flags(*values):
+    os.environ["XLA_FLAGS"] = " ".join(values)
+
+
+HERE
+print(jax.jit(%s)(%s))
+"""
+
+_FAST = "flags('--xla_cpu_enable_fast_math=true')"
+
+
+def _setting(name: str, *values: str, **relation: Any) -> Pair:
+    """A setting before a program."""
+    return pair(
+        name, _PROGRAM % ("lambda x: x @ x / 3", "np.ones((4, 4), 'float32')"), *values, **relation
+    )
+
+
+def _program(
+    name: str,
+    function: str,
+    *values: str,
+    argument: str = "np.ones((4, 4), 'float32')",
+    **relation: Any,
+) -> Pair:
+    """A function, or its argument."""
+    text = _PROGRAM.replace("HERE", "") % (function, argument)
+    return pair(name, text, *(values or ("",)), **relation)
+
+
+PAIRS = (
+    _program("operation", "lambda x: x HERE 3", "/", "*"),
+    _program("shape", "lambda x: x / 3", "2", "4", argument="np.ones(HERE, 'float32')"),
+    _program("type", "lambda x: x / 3", "float32", "int32", argument="np.ones(4, 'HERE')"),
+    _program("constant", "lambda x: x * HERE", "2", "3"),
+    _program("slope", "lambda x: jax.nn.celu(x, HERE)", "1.0", "2.0"),
+    _program("precision", "lambda x: jnp.matmul(x, x, precision='HERE')", "default", "highest"),
+    _program("donation", "lambda x: x / 3, donate_argnums=HERE", "()", "(0,)"),
+    _program(
+        "effort",
+        "lambda x: x / 3, compiler_options=HERE",
+        "None",
+        "{'xla_cpu_enable_fast_math': True}",
+    ),
+    _program(
+        "callback",
+        "lambda x: jax.pure_callback(lambda y: y * 2, x, x)",
+        relation=Relation.UNSHARED,
+        reason="calls a Python function",
+    ),
+    _setting(
+        "precision of the process",
+        "",
+        "jax.config.update('jax_default_matmul_precision', 'highest')",
+    ),
+    _setting("flags before the client", "jax.devices()", f"{_FAST}; jax.devices()"),
+    _setting(
+        "flags before and after the client",
+        f"{_FAST}; jax.devices()",
+        f"jax.devices(); {_FAST}",
+    ),
+    _setting("flags after the client", "jax.devices()", f"jax.devices(); {_FAST}"),
+    _setting(
+        "generator of random numbers",
+        "",
+        "jax.devices(); os.environ['XLA_RNG_BIT_GENERATOR'] = 'philox'",
+    ),
+    _setting("nothing but the host", "", relation=Relation.EQUAL),
+    _setting("threads", "", "os.environ['OMP_NUM_THREADS'] = '3'", relation=Relation.EQUAL),
+    _setting(
+        "order of flags",
+        "flags('--xla_cpu_enable_fast_math=true', '--xla_cpu_enable_fast_min_max=true')",
+        "flags('--xla_cpu_enable_fast_min_max=true', '--xla_cpu_enable_fast_math=true')",
+        relation=Relation.EQUAL,
+    ),
+    _program(
+        "values of data",
+        "lambda x: x / 3",
+        "2",
+        "3",
+        argument="np.asarray([HERE.0])",
+        relation=Relation.EQUAL,
+    ),
+)

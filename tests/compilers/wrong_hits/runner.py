@@ -1,0 +1,113 @@
+"""A process that has imported a compiler, and forks for every program that it is given.
+
+Reads one request a line from standard input, {"directory", "variables"}, and answers each with a
+line: {"key", "unshared"}, or {"failed"} with a traceback. A program runs until it looks something
+up, or until the hook says that it is not shared.
+
+    python -m compilers.wrong_hits.runner COMPILER
+
+The module of the compiler has two functions: `prepare()` imports whatever programs need, and
+`install(cache)` puts the hook into a forked child. Its `SETTINGS`, if any, are the client's.
+"""
+
+import importlib
+import json
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+from graphstash import ClientConfig, CompileCache, Stash
+from graphstash._compile.request import CompileRequest
+from graphstash._compile.stats import Counters
+from graphstash._executor import BoundedExecutor
+from graphstash.errors import CacheError, Reason
+
+__all__ = ["AskedError", "Recorder"]
+
+
+class AskedError(BaseException):
+    """Ends a program that has asked for something: no compiler swallows it."""
+
+    def __init__(self, key: str, unshared: str) -> None:
+        super().__init__(key, unshared)
+        self.answer = {"key": key, "unshared": unshared}
+
+
+class Recorder(CompileCache):
+    """Ends the program at its first look-up."""
+
+    def __init__(self, output: int, **settings: object) -> None:
+        config = ClientConfig.load(
+            {}, cache_dir=Path("tier").absolute(), url="http://127.0.0.1:9", **settings
+        )
+        publisher = BoundedExecutor("publish", workers=1, capacity=1)
+        super().__init__(Stash(config), counters=Counters(), publisher=publisher)
+        self.answer: dict[str, str] | None = None
+        # The pjrt hook raises an exception again in the main thread, at any later time: it could
+        # meet the end of the child.
+        self.answers_at_once = "jax" not in config.hooks
+        self.output = output
+
+    def fetch_or_start(self, request: CompileRequest, *_: object, **__: object) -> NoReturn:
+        self._end(str(request.key), "")
+
+    def begin(self, request: CompileRequest) -> NoReturn:
+        self._end(str(request.key), "")
+
+    def record_fallback(self, error: Exception) -> None:
+        if isinstance(error, CacheError) and error.reason is Reason.UNSHAREABLE:
+            self._end("", str(error))
+        raise error
+
+    def _end(self, key: str, unshared: str) -> NoReturn:
+        asked = AskedError(key, unshared)
+        if self.answers_at_once:
+            os.write(self.output, json.dumps(asked.answer).encode() + b"\n")
+            os._exit(0)
+        self.answer = self.answer or asked.answer  # some compilers call in a thread of their own
+        raise asked
+
+
+def run(compiler: Any, request: dict[str, Any], output: int) -> dict[str, str]:
+    """The answer for one program, in a forked child."""
+    os.chdir(request["directory"])
+    os.environ.update(request["variables"])
+    sys.path.insert(0, request["directory"])
+    recorder = Recorder(output, **getattr(compiler, "SETTINGS", {}))
+    try:
+        compiler.install(recorder)
+        runpy.run_path("program.py", run_name="__main__")
+    except BaseException:
+        if recorder.answer is None:
+            return {"failed": traceback.format_exc()}
+    return recorder.answer or {"failed": "nothing was asked for"}
+
+
+def _fork(compiler: Any, request: dict[str, Any], output: int) -> None:
+    pid = os.fork()
+    if pid == 0:
+        answer = {"failed": "it ended early"}
+        try:
+            answer = run(compiler, request, output)
+        finally:
+            os.write(output, json.dumps(answer).encode() + b"\n")
+            os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def main() -> None:
+    """Reads requests until standard input ends."""
+    output = os.dup(1)
+    os.dup2(2, 1)  # what programs and compilers print is no answer
+    compiler = importlib.import_module(f"compilers.wrong_hits.{sys.argv[1]}")
+    compiler.prepare()
+    for line in sys.stdin:
+        _fork(compiler, json.loads(line), output)
+    os._exit(0)  # nothing of the compiler has to be taken down
+
+
+if __name__ == "__main__":
+    main()

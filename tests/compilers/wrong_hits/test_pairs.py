@@ -1,0 +1,63 @@
+"""Two programs share a key when they compile to the same executable, and never otherwise."""
+
+import importlib
+import re
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from compilers.wrong_hits.hosts import PairOfHosts
+from compilers.wrong_hits.pairs import Relation
+
+COMPILERS = ("inductor", "jax", "triton", "torch_xla", "pjrt")
+PRESENT = [name for name in COMPILERS if Path(__file__).with_name(f"{name}.py").exists()]
+
+
+def cases():
+    """Every pair in every version of its compiler; versions beside `.venv` are extended."""
+    found = []
+    for name in PRESENT:
+        compiler = importlib.import_module(f"compilers.wrong_hits.{name}")
+        for version, environment in compiler.VERSIONS.items():
+            marks = [pytest.mark.extended] if environment else []
+            found += [
+                pytest.param(name, environment, each, id=f"{name}-{version}-{each}", marks=marks)
+                for each in compiler.PAIRS
+            ]
+    return found
+
+
+@pytest.fixture(scope="module")
+def hosts_of(tmp_path_factory):
+    """Starts two hosts of a version of a compiler; ends those of the version before."""
+    with ExitStack() as stack:
+        running = {}
+
+        def hosts_of(name, environment):
+            if (name, environment) not in running:
+                stack.close()
+                running.clear()
+                hosts = PairOfHosts(name, tmp_path_factory.mktemp(name), environment=environment)
+                running[name, environment] = stack.enter_context(hosts)
+            return running[name, environment]
+
+        yield hosts_of
+
+
+@pytest.mark.parametrize(("name", "environment", "pair"), cases())
+def test_keys_of_pair_are_related_as_stated(hosts_of, name, environment, pair):
+    here, there, other = hosts_of(name, environment).ask(pair)
+    if pair.relation is Relation.UNSHARED:
+        assert other.key == ""
+        assert re.search(pair.reason, other.unshared)
+        return
+    assert here.key == there.key != "", here.unshared or there.unshared
+    assert other.unshared == ""
+    assert (other.key == there.key) == (pair.relation is Relation.EQUAL)
+
+
+@pytest.mark.parametrize("name", PRESENT)
+def test_names_of_pairs_are_unique(name):
+    names = [each.name for each in importlib.import_module(f"compilers.wrong_hits.{name}").PAIRS]
+    assert len(names) == len(set(names))

@@ -1,0 +1,405 @@
+"""Pairs of programs for Triton, compiled for a GPU that is not there."""
+
+from typing import Any
+
+from compilers.wrong_hits.pairs import Pair, Relation, pair
+
+__all__ = ["PAIRS", "VERSIONS", "install", "prepare"]
+
+VERSIONS = {"3.3.0": "", "3.9.0": "torch-newest"}
+"""Environment by Triton's version; empty is the one of the tests."""
+
+
+def prepare() -> None:
+    """Import Triton and hash its files, which every key contains."""
+    import triton
+    from triton.compiler import compiler
+    from triton.runtime import cache
+
+    import graphstash.hooks.triton  # noqa: F401 - imported once, for all programs
+
+    (getattr(compiler, "triton_key", None) or cache.triton_key)()
+    assert triton.__version__
+
+
+def install(cache: Any) -> None:
+    """Put the hook into Triton."""
+    from graphstash.hooks import triton
+
+    assert triton.install(cache) is not None
+
+
+_START = """
+import functools
+import os
+import types
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+# Triton 3.3 has no functions that it runs; there these are functions that it inlines.
+at_compilation = getattr(triton, "constexpr_function", triton.jit)
+
+
+def compile(kernel, kind="*fp32", arch=90, options=None, **constants):
+    signature = {"x": kind} | {name: "constexpr" for name in constants}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+"""
+
+_STORE = """
+@triton.jit
+def kernel(x):
+    tl.store(x, tl.load(x) * EXPRESSION)
+
+
+compile(kernel)
+"""
+
+
+def _reads(name: str, before: str, expression: str, *values: str, **how: Any) -> Pair:
+    """A pair whose kernel reads something around it."""
+    return pair(
+        name, f"{_START}{before}\n{_STORE.replace('EXPRESSION', expression)}", *values, **how
+    )
+
+
+def _compiles(name: str, call: str, *values: str, before: str = "", **how: Any) -> Pair:
+    """A pair that compiles one kernel in two ways."""
+    text = f"{_START}{before}\n{_STORE}".replace("EXPRESSION", "2.0").replace(
+        "\ncompile(kernel)", ""
+    )
+    return pair(name, f"{text}\n{call}", *values, **how)
+
+
+_CALL = "compile(kernel, kind='*fp32', arch=90, options=None)"
+
+_VALUES = (
+    pair("operation", f"{_START}{_STORE}".replace("EXPRESSION", "HERE"), "2.0", "3.0"),
+    _reads("global", "NUMBER = tl.constexpr(HERE)", "NUMBER", "2.0", "3.0"),
+    _reads("sign of a zero", "NUMBER = tl.constexpr(HERE)", "NUMBER", "0.0", "-0.0"),
+    _reads("type of a global", "KIND = HERE", "KIND(2)", "tl.float16", "tl.bfloat16"),
+    _reads("global without a mark", "NUMBER = HERE", "NUMBER", "2.0", "3.0"),
+    _reads(
+        "attribute of an object", "config = types.SimpleNamespace(by=HERE)", "config.by", "2", "3"
+    ),
+    _reads("attribute of a class", "class Config:\n    by = HERE", "Config.by", "2", "3"),
+    _reads("element of a tuple", "PAIR = (tl.constexpr(1), HERE)", "PAIR[1]", "2", "3"),
+    _reads(
+        "dictionary of a module that a function reads",
+        "TABLE = {'k': HERE}\n\n@at_compilation\ndef by(key):\n    return TABLE[key]",
+        "by('k')",
+        "5",
+        "7",
+    ),
+    _reads(
+        "dictionary as a default of a function",
+        "@at_compilation\ndef by(key, table={'k': HERE}):\n    return table[key]",
+        "by('k')",
+        "5",
+        "7",
+    ),
+    _reads(
+        "default of an inner function",
+        "@triton.jit\ndef by(x, factor: tl.constexpr = HERE):\n    return x * factor",
+        "by(1)",
+        "5",
+        "7",
+    ),
+    _reads(
+        "closure of a function",
+        "def make(value):\n    @at_compilation\n    def by(key):\n        return value\n"
+        "    return by\n\nby = make(HERE)",
+        "by('k')",
+        "5",
+        "7",
+    ),
+    _reads(
+        "closure of a kernel",
+        "def make(value):\n    @triton.jit\n    def by(x):\n        return x * value\n"
+        "    return by\n\nby = make(tl.constexpr(HERE))",
+        "by(1)",
+        "5",
+        "7",
+    ),
+    _reads(
+        "function two calls away",
+        "FACTOR = tl.constexpr(HERE)\n\n@triton.jit\ndef inner(x):\n    return x * FACTOR\n\n"
+        "@triton.jit\ndef outer(x):\n    return inner(x)",
+        "outer(1)",
+        "5",
+        "7",
+    ),
+    _reads(
+        "partial that a function calls",
+        "CALLS = [functools.partial(max, HERE)]\n\n@at_compilation\n"
+        "def by(key, calls=CALLS):\n    return calls[0](1)",
+        "by('k')",
+        "5",
+        "7",
+    ),
+    _reads(
+        "inlining of an inner function",
+        "@triton.jit(noinline=HERE)\ndef by(x):\n    return x * 2",
+        "by(1)",
+        "False",
+        "True",
+    ),
+    _reads(
+        "checks of an inner function",
+        "@triton.jit(debug=HERE)\ndef by(x):\n    tl.device_assert(x == 1)\n    return x * 2",
+        "by(1)",
+        "False",
+        "True",
+    ),
+    _reads(
+        "external function of a device library",
+        "@tl.core.extern\ndef by(x, _builder=None, _semantic=None):\n"
+        "    return tl.core.extern_elementwise('', '', [x], {(tl.float32,):\n"
+        "        ('__nv_HEREf', tl.float32)}, is_pure=True, _builder=_builder)",
+        "by(x)",
+        "sin",
+        "cos",
+    ),
+    _reads(
+        "text of a kernel",
+        "NUMBER = tl.constexpr(HERE)\n\n@triton.jit\ndef by(x):\n    return x * 2.0\n\n"
+        "by._unsafe_update_src(by.src.replace('2.0', 'NUMBER'))",
+        "by(1)",
+        "5",
+        "7",
+    ),
+    _reads(
+        "global that a local hides later",
+        "n = tl.constexpr(HERE)\n\n@triton.jit\ndef by(x):\n    m = x * n\n    n = m\n    return n",
+        "by(1)",
+        "5",
+        "7",
+    ),
+    _reads(
+        "function in place of one of Triton",
+        "@triton.jit\ndef mine(x):\n    return x * HERE\n\ntl.cdiv = mine",
+        "tl.cdiv(1)",
+        "5",
+        "7",
+    ),
+)
+
+_ARGUMENTS = (
+    _compiles("type of an argument", _CALL.replace("*fp32", "*HERE"), "fp32", "fp16"),
+    _compiles("architecture", _CALL.replace("90", "HERE"), "90", "80"),
+    _compiles("warps", _CALL.replace("None", "{'num_warps': HERE}"), "4", "8"),
+    _compiles("stages", _CALL.replace("None", "{'num_stages': HERE}"), "2", "3"),
+    _compiles("registers", _CALL.replace("None", "{'maxnreg': HERE}"), "None", "64"),
+    _compiles(
+        "fusion of additions",
+        _CALL.replace("None", "{'enable_fp_fusion': HERE}"),
+        "True",
+        "False",
+    ),
+    _compiles(
+        "contents of a device library",
+        "open('mine.bc', 'w').write('HERE')\n"
+        + _CALL.replace("None", "{'extern_libs': {'mine': os.path.abspath('mine.bc')}}"),
+        "one",
+        "another",
+    ),
+    pair(
+        "value of an argument",
+        f"""{_START}
+@triton.jit
+def kernel(x, by: tl.constexpr):
+    tl.store(x, tl.load(x) * by)
+
+
+compile(kernel, by=HERE)
+""",
+        "2",
+        "3",
+    ),
+    pair(
+        "dictionary as an argument",
+        f"""{_START}
+class Table:
+    def __init__(self, by):
+        self.by = by
+
+    def __repr__(self):
+        return "a table"
+
+
+@triton.jit
+def kernel(x, table: tl.constexpr):
+    tl.store(x, tl.load(x) * table.by)
+
+
+compile(kernel, table=Table(HERE))
+""",
+        "2",
+        "3",
+    ),
+    pair(
+        "function as an argument",
+        f"""{_START}
+NUMBER = tl.constexpr(HERE)
+
+
+@triton.jit
+def times(x):
+    return x * NUMBER
+
+
+@triton.jit
+def kernel(x, function: tl.constexpr):
+    tl.store(x, function(tl.load(x)))
+
+
+compile(kernel, function=times)
+""",
+        "2",
+        "3",
+    ),
+    pair(
+        "configuration of a tuner",
+        f"""{_START}
+configs = [triton.Config({{"BY": HERE}}, num_warps=4)]
+
+
+@triton.autotune(configs, key=[], do_bench=lambda call, quantiles: 1.0)
+@triton.heuristics({{"MORE": lambda arguments: arguments["BY"] + 1}})
+@triton.jit
+def kernel(x, BY: tl.constexpr, MORE: tl.constexpr):
+    tl.store(x, tl.load(x) * BY + MORE)
+
+
+chosen = kernel.configs[0]
+more = kernel.fn.values["MORE"](chosen.kwargs)
+compile(kernel.fn.fn, options={{"num_warps": chosen.num_warps}}, MORE=more, **chosen.kwargs)
+""",
+        "2",
+        "3",
+    ),
+)
+
+
+def _environment(name: str, *values: str, **how: Any) -> Pair:
+    """A pair whose environments differ."""
+    return _compiles(name, f"os.environ.update(HERE)\n{_CALL}", *values, **how)
+
+
+_ENVIRONMENT = (
+    _environment("optimization of the assembler", "{}", "{'DISABLE_PTXAS_OPT': '1'}"),
+    _environment("optimization of LLVM", "{}", "{'DISABLE_LLVM_OPT': '1'}"),
+    _environment("precision of products", "{}", "{'TRITON_F32_DEFAULT': 'ieee'}"),
+    _environment("line information", "{}", "{'TRITON_DISABLE_LINE_INFO': '1'}"),
+    _environment("sanitizer of addresses", "{}", "{'TRITON_ENABLE_ASAN': '1'}"),
+    _environment("version of PTX", "{}", "{'TRITON_MOCK_PTX_VERSION': '12.0'}"),
+    _environment("fusion by the environment", "{}", "{'TRITON_DEFAULT_FP_FUSION': '0'}"),
+    _environment(
+        "pass of the user",
+        "{}",
+        "{'LLVM_PASS_PLUGIN_PATH': '/mine.so'}",
+        relation=Relation.UNSHARED,
+        reason="LLVM_PASS_PLUGIN_PATH",
+    ),
+    _environment(
+        "program in place of the assembler",
+        "assembler('one')",
+        "assembler('another')",
+        before="""
+def assembler(word):
+    path = os.path.abspath("ptxas")
+    with open(path, "w") as file:
+        file.write(f"#!/bin/sh\\n# {word}\\necho release 12.8, V12.8.93\\n")
+    os.chmod(path, 0o755)
+    return {"TRITON_PTXAS_PATH": path, "TRITON_PTXAS_BLACKWELL_PATH": path}
+""",
+    ),
+)
+
+
+_UNSHARED = (
+    _reads(
+        "object written in C",
+        "@at_compilation\ndef by(key, table=types.MappingProxyType({'k': HERE})):\n"
+        "    return table[key]",
+        "by('k')",
+        "2",
+        "3",
+        relation=Relation.UNSHARED,
+        reason="mappingproxy",
+    ),
+    _reads(
+        "variable of the environment that a function reads",
+        "@at_compilation\ndef by(key):\n    return int(os.environ[key]) + HERE",
+        "by('k')",
+        "2",
+        "3",
+        relation=Relation.UNSHARED,
+        reason="environ",
+    ),
+    _reads(
+        "file that a function reads",
+        "@at_compilation\ndef by(key):\n    return len(open(key).read()) + HERE",
+        "by('k')",
+        "2",
+        "3",
+        relation=Relation.UNSHARED,
+        reason="open reads more than its arguments",
+    ),
+    _compiles(
+        "compilation in a frame of another name",
+        "HERE",
+        _CALL,
+        "code = triton.compiler.compiler.compile\nname = 'other'\n"
+        "renamed = types.FunctionType(code.__wrapped__.__code__.replace(co_name=name), "
+        "code.__wrapped__.__globals__, name, code.__wrapped__.__defaults__)\n"
+        "renamed(ASTSource(fn=kernel, signature={'x': '*fp32'}, constexprs={}), "
+        "target=GPUTarget('cuda', 90, 32))",
+        relation=Relation.UNSHARED,
+        reason="not known",
+    ),
+)
+
+_EQUAL = Relation.EQUAL
+
+_REVERSE = (
+    _compiles("nothing but the host", _CALL, relation=_EQUAL),
+    _compiles("global that no kernel reads", f"SPARE = HERE\n{_CALL}", "1", "2", relation=_EQUAL),
+    _compiles(
+        "folder of Triton's own cache",
+        "os.environ['TRITON_CACHE_DIR'] = os.path.abspath('HERE')\n" + _CALL,
+        "one",
+        "another",
+        relation=_EQUAL,
+    ),
+    _compiles(
+        "variable that Triton does not read",
+        "os.environ['MINE'] = 'HERE'\n" + _CALL,
+        "1",
+        "2",
+        relation=_EQUAL,
+    ),
+    _reads(
+        "set of strings",
+        "NAMES = frozenset({'a', 'b', 'c'})\n\n@at_compilation\ndef by(key):\n"
+        "    return len(NAMES) + HERE",
+        "by('k')",
+        "0",
+        relation=_EQUAL,
+    ),
+    _reads(
+        "class with more than a kernel reads",
+        "class Config:\n    by = 2\n    def launch(self):\n        return HERE",
+        "Config.by",
+        "1",
+        "open",
+        relation=_EQUAL,
+    ),
+)
+
+PAIRS = (*_VALUES, *_ARGUMENTS, *_ENVIRONMENT, *_UNSHARED, *_REVERSE)
