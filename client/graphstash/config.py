@@ -285,6 +285,10 @@ class HostSettings:
     local_limit: int = setting(10 * 1024**3, size())
     """Size limit of the local tier; the least recently used artifacts are deleted. 0 keeps nothing
     between jobs."""
+    offline_seconds: float = setting(24 * 3600.0, number(most=1e7))
+    """How long copies on this host's disk that came from the server may be used while it does not
+    answer, since this host last reached it: a withdrawal cannot be noticed meanwhile. 0 uses none
+    then."""
     summary: bool = setting(True, flag())
     """Print one line on standard error when the job ends."""
     explain: bool = setting(False, flag())

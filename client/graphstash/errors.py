@@ -194,6 +194,13 @@ class Reason(StrEnum):
     Delete the artifact if every host rejects it. If only some do, report a bug: the fingerprint
     lacks something that differs between them.
     """
+    UNSHAREABLE = "unshareable"
+    """The program reads a value that no key can describe, so the job compiled it and did not share
+    it.
+
+    The log names the value. Replace it with a plain value, or accept that each host compiles this
+    program.
+    """
     GATE_TIMEOUT = "gate_timeout"
     """torch_xla could not be held back while the artifact was fetched, because Python was busy. It
     compiled.

@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 from graphstash import ClientConfig, Stash
 from graphstash._cli.main import app
 from support.signing import Team
-from support.waiting import PATIENT
+from support.waiting import PATIENT, PATIENT_VARIABLES
 
 
 @pytest.fixture
@@ -43,6 +43,7 @@ def command(config):
             "GRAPHSTASH_URL": chosen.url,
             "GRAPHSTASH_NAMESPACE": chosen.namespace,
             "GRAPHSTASH_CACHE_DIR": str(chosen.cache_dir),
+            **PATIENT_VARIABLES,
             **{f"GRAPHSTASH_{name.upper()}": str(value) for name, value in settings.items()},
         }
         result = CliRunner().invoke(app, list(map(str, arguments)), env=variables)

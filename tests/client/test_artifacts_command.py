@@ -12,6 +12,7 @@ import pytest
 from graphstash_schema import ArtifactKey, ArtifactMetadata
 from graphstash_schema.explanation import described
 from support.hostile import Answer, Middlebox
+from support.waiting import PATIENT_VARIABLES
 
 DEVICE = "cpu-x86_64-0123456789abcdef"
 
@@ -52,6 +53,7 @@ def terminal(config):
             "GRAPHSTASH_URL": chosen.url,
             "GRAPHSTASH_NAMESPACE": chosen.namespace,
             "GRAPHSTASH_CACHE_DIR": str(chosen.cache_dir),
+            **PATIENT_VARIABLES,
             "COLUMNS": "80",
             "TERM": "xterm",
         }

@@ -169,7 +169,7 @@ def test_a_host_without_a_network_uses_a_bundle(filled, command, file, hosts):
 
 def test_the_local_tier_of_a_host_is_exported(filled, command, file, hosts, namespace):
     filled()
-    told = command("export", file, "--local", "--kind", "jax", host="publisher", url="none")
+    told = command("export", file, "--local", "--kind", "jax", host="publisher")
     assert told.stdout.startswith("2 artifacts")
     other = f"{namespace}-there"
     command("import", file, "--namespace", other)

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -328,6 +329,16 @@ def test_the_completion_of_a_shell_is_shown():
     assert "complete -o default -F _graphstash_completion graphstash" in told.stdout
 
 
+@contextmanager
+def ended(process):
+    """Kills a process at the end if it still runs."""
+    try:
+        yield
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_an_interrupted_command_ends_with_its_status(server, tmp_path):
     """Ctrl-C while a server does not answer."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -338,7 +349,9 @@ def test_an_interrupted_command_ends_with_its_status(server, tmp_path):
             [*command, url], env=os.environ | settings, stderr=subprocess.PIPE, text=True
         )
         connection, _ = silent.accept()
-        with connection:
+        with connection, ended(process), connection.makefile("rb") as request:
+            while request.readline() not in {b"\r\n", b""}:
+                pass
             process.send_signal(signal.SIGINT)
             _, told = process.communicate(timeout=60)
     assert process.returncode == ExitStatus.INTERRUPTED

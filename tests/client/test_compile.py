@@ -104,15 +104,23 @@ def test_a_holder_that_dies_is_replaced_within_the_lease_time(hosts):
     waiter = hosts("b", lease_seconds=1.5)
     dead = hosts("a", lease_seconds=1.5).stash.server.acquire(key(1))  # nobody renews it
     assert dead.state is LeaseState.GRANTED
-    started = time.monotonic()
-    assert waiter.build(1) == b"graph"
-    assert time.monotonic() - started < 60  # the lease's end, not the compile budget's
+    assert waiter.build(1) == b"graph"  # at the end of the lease
     assert waiter.compiles == 1
+    assert waiter.stats.fallbacks == {}  # not at the end of the budget
 
 
-def test_a_holder_that_lives_keeps_its_lease_beyond_its_lifetime(hosts):
-    holder, waiter = hosts("a", lease_seconds=2.5), hosts("b", lease_seconds=2.5)
-    first = threading.Thread(target=holder.build, args=(1,), kwargs={"seconds": 6})
+def test_a_holder_that_lives_renews_its_lease(hosts):
+    holder, waiter = hosts("a", lease_seconds=9), hosts("b")
+
+    rests = []
+
+    def is_renewed():
+        rests.append(waiter.stash.server.acquire(key(1)).expires_in_seconds)
+        return rests[-1] > min(rests)
+
+    first = threading.Thread(
+        target=holder.build, args=(1,), kwargs={"until": lambda: until(is_renewed)}
+    )
     first.start()
     until(lambda: holder.compiles == 1)
     waiter.build(1)

@@ -11,7 +11,7 @@ import pytest
 
 from graphstash._process import run_end
 from support.processes import graphstash, python
-from support.waiting import until
+from support.waiting import PATIENT_VARIABLES, until
 
 BUILD = """
 import os, sys, time
@@ -39,6 +39,7 @@ def settings(server, namespace, tmp_path):
         "GRAPHSTASH_URL": server.url,
         "GRAPHSTASH_NAMESPACE": namespace,
         "GRAPHSTASH_CACHE_DIR": tmp_path / "tier",
+        **PATIENT_VARIABLES,
     }
 
 

@@ -318,7 +318,7 @@ print(session.config, repr(session.config), dataclasses.asdict(session.config))
 print(graphstash.stats())
 print(open("/proc/self/cmdline").read())
 for call in (lambda: session.cache.stash.get(key), session.cache.stash.server.server_stats):
-    session.cache.stash.local.discard(session.config.namespace, key)
+    session.cache.stash.forget(key)
     try:
         call()
     except graphstash.GraphstashError:

@@ -9,6 +9,7 @@ import pytest
 
 from support.processes import graphstash, python
 from support.server import Server
+from support.waiting import PATIENT_VARIABLES
 
 JOB = """
 import sys
@@ -40,6 +41,7 @@ def run(server, namespace, tmp_path):
             "GRAPHSTASH_URL": server.url,
             "GRAPHSTASH_NAMESPACE": namespace,
             "GRAPHSTASH_CACHE_DIR": tmp_path / host,
+            **PATIENT_VARIABLES,
         }
         return graphstash(*command, sys.executable, script, check=True, **settings | variables)
 
@@ -49,7 +51,7 @@ def run(server, namespace, tmp_path):
 @pytest.fixture
 def explain(server, namespace, tmp_path):
     def explain(host, *arguments, **variables):
-        settings = {"GRAPHSTASH_URL": server.url} | variables
+        settings = {"GRAPHSTASH_URL": server.url} | PATIENT_VARIABLES | variables
         return graphstash("explain", *arguments, GRAPHSTASH_CACHE_DIR=tmp_path / host, **settings)
 
     return explain

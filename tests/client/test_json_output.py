@@ -12,6 +12,7 @@ from graphstash._cli.main import app
 from graphstash_schema import ArtifactKey, ArtifactMetadata
 from graphstash_schema.explanation import described
 from support.processes import graphstash
+from support.waiting import PATIENT_VARIABLES
 
 PAGE = Path(__file__).parents[2] / "docs" / "json-output.md"
 ARTIFACT = {"key", "digest", "size_bytes", "created_at", "last_used_at", "hits", "label"}
@@ -34,6 +35,7 @@ def command(config):
             "GRAPHSTASH_URL": chosen.url,
             "GRAPHSTASH_NAMESPACE": chosen.namespace,
             "GRAPHSTASH_CACHE_DIR": str(chosen.cache_dir),
+            **PATIENT_VARIABLES,
         }
         result = CliRunner().invoke(app, [*map(str, arguments), "--json"], env=variables)
         assert result.exit_code == 0, result.output
@@ -72,6 +74,7 @@ def test_each_command_prints_the_fields_of_the_page(command, key, tmp_path):
     assert set(command("show", key.fingerprint)) == ARTIFACT | fields_of("show")
     (cause,) = command("explain", key.fingerprint)
     assert set(cause) == fields_of("explain")
+    assert set(command("forget", key.fingerprint)) == fields_of("forget")
     months = command("report")
     assert set(months["total"]) - {"group"} == {
         *("hits", "misses", "served_bytes", "puts", "saved_compile_seconds")

@@ -10,6 +10,7 @@ from graphstash._compile.compile_limit import CompileLimit
 from graphstash._compile.packs import Packs
 from graphstash_schema import ArtifactMetadata
 from support.host import Host, key, request
+from support.offline import unplugged
 from support.processes import python
 from support.waiting import until
 
@@ -63,7 +64,8 @@ def test_the_same_host_gets_them_without_a_server(jobs):
     first = jobs("a")
     first.build(range(3))
     first.end()
-    again = jobs("a", url="http://127.0.0.1:9")
+    assert first.publisher.drain(20)
+    again = jobs("a", url=unplugged(first.stash.config.cache_dir, first.stash.config.url))
     assert again.build(range(3)) == {0, 1, 2}
     assert again.end().hits_host == 3
     assert again.fallbacks == {}

@@ -15,6 +15,7 @@ from graphstash_schema import ArtifactMetadata
 from support.host import key
 from support.processes import graphstash
 from support.slow_link import SlowLink
+from support.waiting import PATIENT_VARIABLES
 
 GRAPHS = 12
 
@@ -22,9 +23,9 @@ COMPILER = """
 import os, time
 from pathlib import Path
 
-tier = Path(os.environ["GRAPHSTASH_CACHE_DIR"]) / "v1"
+tier = Path(os.environ["GRAPHSTASH_CACHE_DIR"]) / "v2"
 until = time.monotonic() + 30
-while len(list(tier.glob("*/*/*/??/*"))) < 12:
+while len(list(tier.glob("*/*/*/*/??/*"))) < 12:
     if time.monotonic() > until:
         print("nothing came while the compiler was imported", flush=True)
         break
@@ -43,10 +44,10 @@ if "compiler" in options:
     import triton
 
 session = graphstash.install()
-tier = session.cache.stash.local.root / "v1"
+tier = session.cache.stash.local.root / "v2"
 
 def stored():
-    return len([path for path in tier.glob("*/*/*/??/*")])
+    return len([path for path in tier.glob("*/*/*/*/??/*")])
 
 if "wait" in options:
     while stored() < int(options["wait"]):
@@ -79,6 +80,7 @@ def run(link, namespace, tmp_path):
             "GRAPHSTASH_NAMESPACE": namespace,
             "GRAPHSTASH_CACHE_DIR": tmp_path / host,
             "GRAPHSTASH_STATS_FILE": stats,
+            **PATIENT_VARIABLES,
         }
         link.requests.clear()
         link.most_at_once = 0
@@ -96,7 +98,7 @@ def downloads_in(link):
 def test_the_next_run_finds_everything_on_its_disk_without_a_name(run, link):
     run("a")
     counted = run("b", f"wait={GRAPHS}")
-    assert counted["hits_prefetched"] == GRAPHS
+    assert counted["hits_prefetched"] == GRAPHS, counted
     assert (counted["hits_server"], counted["hits_host"], counted["misses"]) == (0, 0, 0)
     assert counted["fetched_bytes"] == 0
     assert counted["prefetched_bytes"] > GRAPHS * 1000
@@ -107,7 +109,7 @@ def test_it_downloads_while_the_compiler_is_imported(run, tmp_path):
     run("a")
     (tmp_path / "triton.py").write_text(COMPILER)
     counted = run("b", "compiler=triton")
-    assert counted["hits_prefetched"] == GRAPHS
+    assert counted["hits_prefetched"] == GRAPHS, counted
 
 
 def test_it_downloads_side_by_side(run, link):
@@ -131,13 +133,13 @@ def test_what_is_on_the_disk_is_not_asked_for(run, link):
     again = run("a")
     assert again["hits_host"] == GRAPHS
     assert downloads_in(link) == []
-    assert not any("lookup" in each for each in link.requests)
+    (_,) = [each for each in link.requests if "lookup" in each]  # whether the copies still hold
 
 
 def test_other_arguments_find_what_the_script_used_before(run):
     run("a", "layers=2")
     counted = run("b", "layers=4", f"wait={GRAPHS}")
-    assert counted["hits_prefetched"] == GRAPHS
+    assert counted["hits_prefetched"] == GRAPHS, counted
 
 
 def test_another_script_and_a_missing_manifest_download_nothing(run, link):
@@ -174,6 +176,7 @@ def test_the_command_downloads_side_by_side_too(run, hosts, link, tmp_path):
     link.most_at_once = 0
     link.round_trip_seconds = 0.5  # so long that a busy machine has begun several meanwhile
     settings = {"GRAPHSTASH_URL": link.url, "GRAPHSTASH_CACHE_DIR": tmp_path / "b"}
+    settings |= PATIENT_VARIABLES
     settings |= {"GRAPHSTASH_NAMESPACE": hosts("writer").config.namespace}
     told = json.loads(graphstash("prefetch", "mine", "--json", check=True, **settings).stdout)
     assert (told["fetched"], told["present"], told["missing"]) == (GRAPHS, 0, [str(gone)])
@@ -230,6 +233,7 @@ def test_one_process_of_a_run_prefetches_for_all_of_its_host(run, link, tmp_path
     (tmp_path / "launch.py").write_text(launcher)
     stats = tmp_path / "b.jsonl"
     settings = {"GRAPHSTASH_URL": link.url, "GRAPHSTASH_CACHE_DIR": tmp_path / "b"}
+    settings |= PATIENT_VARIABLES
     settings |= {"GRAPHSTASH_STATS_FILE": stats, "GRAPHSTASH_JOB": "ranks"}
     settings |= {"GRAPHSTASH_NAMESPACE": _namespace_of(link)}
     command = (sys.executable, tmp_path / "launch.py", tmp_path / "train.py")

@@ -8,6 +8,7 @@ from graphstash import ClientConfig, ConfigError
 from graphstash.errors import VerificationError
 from graphstash_schema import ArtifactMetadata, LeaseState, ManifestName
 from support.host import Host, key
+from support.offline import unplugged
 from support.signing import plant, sealed, signature_of
 
 METADATA = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=5)
@@ -115,7 +116,7 @@ def test_a_prefetch_finds_what_lies_elsewhere(hosts, fill, names, tmp_path):
     fill(names[1], b"graph")
     stash = hosts()
     assert stash.ensure_local(key()).source == "remote"
-    offline = hosts(url="http://127.0.0.1:9")
+    offline = hosts(url=unplugged(stash.config.cache_dir, stash.config.url))
     assert offline.get(key()) == b"graph"
 
 

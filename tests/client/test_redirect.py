@@ -1,7 +1,6 @@
 """Large artifacts may come from the bucket itself; what fails there comes from the server."""
 
 import os
-import time
 
 import httpx
 import pytest
@@ -16,6 +15,7 @@ from support.host import key
 from support.moto import s3_settings
 from support.s3_proxy import S3Fault, S3Proxy
 from support.signing import Team
+from support.waiting import until
 
 LARGE = os.urandom(3_000_000)
 SMALL = os.urandom(10_000)
@@ -166,11 +166,8 @@ def test_a_redirect_is_a_hit(hosts, server):
     hosts("a").put(KEY, LARGE, METADATA)
     for _ in range(3):
         answer_of(server, **{HEADER_ACCEPT_REDIRECT: "1"})
-    deadline = time.monotonic() + 5
-    while (counted := counts(server))["hits"] < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    assert (counted["hits"], counted["served_bytes"]) == (3, 0)
+    until(lambda: counts(server)["hits"] == 3)
+    assert counts(server)["served_bytes"] == 0
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from graphstash_schema.run import MAX_RUN_BYTES, MAX_RUN_MISSES, RunMiss, RunRep
 from support.host import key
 from support.processes import graphstash
 from support.recorder import Recorder
+from support.waiting import PATIENT_VARIABLES
 
 JOB = """
 import sys, time
@@ -54,6 +55,7 @@ def run(recorder, namespace, tmp_path):
             "GRAPHSTASH_URL": recorder.url,
             "GRAPHSTASH_NAMESPACE": namespace,
             "GRAPHSTASH_CACHE_DIR": tmp_path / host,
+            **PATIENT_VARIABLES,
         }
         command = ("run", *options, "--", sys.executable, script, *arguments)
         return graphstash(*command, check=True, **settings | variables)
@@ -140,7 +142,7 @@ def test_every_process_of_a_run_reports_under_its_own_name(recorder, namespace, 
     script = tmp_path / "fork.py"
     script.write_text(forking)
     settings = {"GRAPHSTASH_URL": recorder.url, "GRAPHSTASH_CACHE_DIR": tmp_path / "a"}
-    settings["GRAPHSTASH_NAMESPACE"] = namespace
+    settings |= {"GRAPHSTASH_NAMESPACE": namespace, **PATIENT_VARIABLES}
     graphstash("run", "--", sys.executable, script, "1", check=True, **settings)
 
     paths = [request.path.split("/")[4:] for request, _ in reports_in(recorder)]
@@ -153,7 +155,7 @@ def test_hostile_labels_and_names_reach_the_server_as_one_line(recorder, namespa
     script = tmp_path / "evil\x1b[2J.py"
     script.write_text(JOB.replace("jit(step", "\\x1b]0;owned\\x07\\n"))
     settings = {"GRAPHSTASH_URL": recorder.url, "GRAPHSTASH_CACHE_DIR": tmp_path / "a"}
-    settings["GRAPHSTASH_NAMESPACE"] = namespace
+    settings |= {"GRAPHSTASH_NAMESPACE": namespace, **PATIENT_VARIABLES}
     graphstash("run", "--", sys.executable, script, "1", check=True, **settings)
     ((_, report),) = reports_in(recorder)
     shown = json.dumps([report.program, report.misses[0].label])

@@ -168,7 +168,7 @@ def test_only_what_the_policy_allows_is_unpacked(
             stash.get(key())
         assert caught.value.reason is reason
         assert unpacked == []
-        assert stash.local.open(stash.config.namespace, key()) is None
+        assert stash.local.open(stash.config.namespace, key(), origin=stash.standing.origin) is None
     elif artifact in (signed, unsigned) or policy == "off":
         try:
             assert stash.get(key()) == PAYLOAD
@@ -189,7 +189,7 @@ def test_a_signed_artifact_is_checked_again_from_this_hosts_disk(hosts, team):
     with pytest.raises(VerificationError) as caught:
         reader.get(key())
     assert caught.value.reason is Reason.REVOKED_KEY
-    assert reader.local.open(reader.config.namespace, key()) is None
+    assert reader.local.open(reader.config.namespace, key(), origin=reader.standing.origin) is None
 
 
 def test_what_a_job_with_the_policy_off_has_fetched_serves_one_that_requires_signatures(
@@ -216,7 +216,7 @@ def test_a_payload_ends_where_it_ends_whatever_lies_behind_it_on_disk(hosts, tea
 def test_an_unsigned_envelope_on_disk_is_replaced_by_the_signed_one(hosts, team, tmp_path):
     hosts("ci", signing_key=team.trust("ci")).put(key(), PAYLOAD, metadata())
     reader = hosts("reader", trusted_keys=team.file)
-    path = reader.local.path(reader.config.namespace, key())
+    path = reader.local.path(reader.config.namespace, key(), origin=reader.standing.origin)
     path.parent.mkdir(parents=True)
     sealed(tmp_path, key(), b"poison").path.rename(path)
 
@@ -299,13 +299,13 @@ def test_threads_agree_on_one_secret(hosts):
 def test_an_envelope_goes_with_its_proof(hosts, team):
     stash = hosts("ci", signing_key=team.trust("ci"), trusted_keys=team.file)
     stash.put(key(), PAYLOAD, metadata())
-    with stash.local.open(stash.config.namespace, key()) as file:
+    with stash.local.open(stash.config.namespace, key(), origin=stash.standing.origin) as file:
         proof, size = read_provenance(file)
-    path = stash.local.path(stash.config.namespace, key())
+    path = stash.local.path(stash.config.namespace, key(), origin=stash.standing.origin)
     assert proof.signature is not None
     assert proof.code is not None
     assert size < path.stat().st_size == stash.local.size_bytes()
-    stash.local.discard(stash.config.namespace, key())
+    stash.local.discard(stash.config.namespace, key(), origin=stash.standing.origin)
     assert not list(path.parent.iterdir())
 
 
@@ -480,7 +480,7 @@ def test_what_this_hosts_disk_has_damaged_is_not_reported(hosts, team, server, n
     hosts("ci", signing_key=team.trust("ci")).put(key(), PAYLOAD, metadata())
     reader = hosts("reader", trusted_keys=team.file)
     reader.ensure_local(key())
-    path = reader.local.path(reader.config.namespace, key())
+    path = reader.local.path(reader.config.namespace, key(), origin=reader.standing.origin)
     damaged = bytearray(path.read_bytes())
     damaged[200] ^= 1
     path.write_bytes(damaged)

@@ -94,7 +94,7 @@ def test_equal_payloads_of_two_publishers_are_one_artifact(hosts):
 def test_a_damaged_local_file_is_replaced_from_the_server(hosts, namespace):
     stash = hosts("a")
     stash.put(key(1), b"graph" * 50, metadata())
-    path = stash.local.path(stash.config.namespace, key(1))
+    path = stash.local.path(stash.config.namespace, key(1), origin=stash.standing.origin)
     damaged = bytearray(path.read_bytes())
     damaged[-3] ^= 1
     path.write_bytes(damaged)
@@ -105,7 +105,7 @@ def test_a_damaged_local_file_is_replaced_from_the_server(hosts, namespace):
 def test_a_sound_local_file_of_another_key_is_not_handed_out(hosts, tmp_path):
     stash = hosts("a")
     (tmp_path / "payload").write_bytes(b"wrong graph")
-    path = stash.local.path(stash.config.namespace, key(1))
+    path = stash.local.path(stash.config.namespace, key(1), origin=stash.standing.origin)
     path.parent.mkdir(parents=True)
     with path.open("wb") as file:
         seal(key(2), tmp_path / "payload", file)
@@ -184,7 +184,7 @@ def test_a_manifest_remembers_what_runs_used(hosts):
 def test_a_damaged_local_file_is_replaced_without_being_unpacked(hosts):
     stash = hosts("a")
     stash.put(key(1), b"graph" * 50, metadata())
-    path = stash.local.path(stash.config.namespace, key(1))
+    path = stash.local.path(stash.config.namespace, key(1), origin=stash.standing.origin)
     path.write_bytes(path.read_bytes()[:-2])
     assert stash.ensure_local(key(1)).source == "remote"
     assert stash.ensure_local(key(1)).source == "local"
@@ -219,7 +219,7 @@ def test_a_local_file_that_fails_as_it_is_read_does_not_hide_the_server(
 def test_an_unreadable_local_file_does_not_hide_the_server(hosts):
     stash = hosts("a")
     stash.put(key(1), b"graph", metadata())
-    path = stash.local.path(stash.config.namespace, key(1))
+    path = stash.local.path(stash.config.namespace, key(1), origin=stash.standing.origin)
     path.unlink()
     path.mkdir()  # opening it fails for root as well
     assert stash.get(key(1)) == b"graph"

@@ -18,6 +18,7 @@ from graphstash._tracing import Tracer
 from support.collector import Collector
 from support.host import key
 from support.trace_jobs import run_trace_job, take_away
+from support.waiting import PATIENT_VARIABLES
 
 
 @pytest.fixture
@@ -105,6 +106,7 @@ child.start(); child.join(); raise SystemExit(child.exitcode)
             "HOME": str(tmp_path),
             "GRAPHSTASH_URL": server.url,
             "GRAPHSTASH_CACHE_DIR": str(tmp_path / "cache"),
+            **PATIENT_VARIABLES,
             "JAX_PLATFORMS": "cpu",
         }
         command = [sys.executable, "-W", "ignore", "-c", code]

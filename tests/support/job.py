@@ -37,7 +37,7 @@ if options.no_gate:
     def refuse():
         raise gate_module.GateUnavailable("the kernel grants no executable memory")
 
-    gate_module._require_platform = refuse
+    gate_module.require_x86_64_linux = refuse
 if options.install:
     import graphstash
 

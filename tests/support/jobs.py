@@ -2,8 +2,9 @@
 
 `under="graphstash run"` is the whole way of a user, from the command line on; it pays for importing
 torch_xla every time. `under="fork"`, the default, begins right after that import (see `zygote`).
-`under=""` has no hook at all. `under="python -I"` is a Python with nothing but a variable, and
-`under="python"` a Python without even that.
+`under=""` is the same without a hook, and `under="torch"` begins after importing torch alone.
+`under="python -I"` is a Python with nothing but a variable, and `under="python"` a Python without
+even that.
 """
 
 import json
@@ -19,14 +20,25 @@ from pathlib import Path
 from typing import Any
 
 from support.environments import python_of
-from support.waiting import PATIENT
+from support.waiting import PATIENT, until
 
-__all__ = ["JOB", "TRAIN_JOB", "Jobs", "Outcome", "Running", "losses_of"]
+__all__ = ["JOB", "TRAIN_JOB", "Jobs", "Outcome", "Running", "losses_of", "until_step"]
 
 JOB = Path(__file__).with_name("job.py")
 TRAIN_JOB = Path(__file__).with_name("train_job.py")
 ZYGOTE = Path(__file__).with_name("zygote.py")
 SECONDS = 240
+
+_IMPORTED = {
+    "torch_xla": ("torch_xla",),
+    "torch": (
+        "graphstash.training",
+        "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.parallel",
+    ),
+}
+"""What a zygote imports before it forks jobs, by name of the zygote."""
 
 
 def losses_of(path: Path) -> dict[int, str]:
@@ -64,6 +76,9 @@ class Running:
         return int(self._wait(".pid"))
 
     def kill(self) -> None:
+        """Kills the job unless it has ended."""
+        if self.ended():
+            return
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         if self.process is not None:
@@ -104,17 +119,22 @@ class Running:
         return path.read_text()
 
 
+def until_step(step: int, losses: Path, job: Running) -> None:
+    """Returns when a training job has written the loss of a step, or has ended."""
+    until(lambda: max(losses_of(losses), default=0) >= step or job.ended(), seconds=SECONDS)
+
+
 class Jobs:
-    """Starts jobs; one zygote for all of them."""
+    """Starts jobs; each zygote starts when a job first needs it, and stays."""
 
     def __init__(self) -> None:
-        self._zygote: Any = None  # a process with pipes
+        self._zygotes: dict[str, Any] = {}  # processes with pipes
 
     def close(self) -> None:
-        if self._zygote is not None:
-            self._zygote.stdin.close()
-            self._zygote.wait(30)
-            self._zygote.stdout.close()
+        for zygote in self._zygotes.values():
+            zygote.stdin.close()
+            zygote.wait(30)
+            zygote.stdout.close()
 
     def start(
         self,
@@ -152,8 +172,11 @@ class Jobs:
             environ["GRAPHSTASH_AUTOLOAD"] = "1"
         environ |= variables or {}
         arguments = [str(part) for part in (script, report, *options)]
-        if under in ("fork", ""):
-            self._fork(arguments, environ, errors, hook=under == "fork")
+        if under in ("fork", "", "torch"):
+            request = {"argv": arguments, "environment": environ, "errors": str(errors)}
+            zygote = self._zygote("torch" if under == "torch" else "torch_xla")
+            zygote.stdin.write(json.dumps(request | {"hook": under == "fork"}) + "\n")
+            zygote.stdin.flush()
             return Running(report, stats, errors, None)
         python = python_of(environment)
         launcher = launcher or (python,)
@@ -168,23 +191,14 @@ class Jobs:
             )
         return Running(report, stats, errors, process)
 
-    def _fork(
-        self, arguments: list[str], environment: dict[str, str], errors: Path, *, hook: bool
-    ) -> None:
-        if self._zygote is None:
-            self._zygote = subprocess.Popen(
-                [sys.executable, ZYGOTE],
+    def _zygote(self, name: str) -> Any:
+        if name not in self._zygotes:
+            self._zygotes[name] = subprocess.Popen(
+                [sys.executable, ZYGOTE, *_IMPORTED[name]],
                 env=os.environ | {"PJRT_DEVICE": "CPU"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            assert self._zygote.stdout.readline().startswith("ready")
-        request = {
-            "argv": arguments,
-            "environment": environment,
-            "errors": str(errors),
-            "hook": hook,
-        }
-        self._zygote.stdin.write(json.dumps(request) + "\n")
-        self._zygote.stdin.flush()
+            assert self._zygotes[name].stdout.readline() == "ready\n"
+        return self._zygotes[name]

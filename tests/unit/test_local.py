@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from graphstash._artifacts import local_tier
 from graphstash._artifacts.local_tier import LocalTier
 from graphstash_schema import ArtifactKey, Namespace
 from support.processes import python
@@ -169,31 +170,39 @@ def test_the_lock_of_an_artifact_keeps_a_second_process_waiting_only_so_long(tmp
         with tier.exclusive(key(1), timeout_seconds=0.3):
             assert time.monotonic() - started >= 0.3  # goes on without the lock
 
-        started = time.monotonic()
-        threading.Timer(0.5, holder.kill).start()
-        with tier.exclusive(key(1), timeout_seconds=60):
-            assert 0.3 < time.monotonic() - started < 30  # a killed holder's lock is free at once
+        ended = []
+        killer = threading.Timer(0.5, lambda: ended.append("holder") or holder.kill())
+        killer.start()
+        with tier.exclusive(key(1), timeout_seconds=3600):
+            assert ended == ["holder"]  # a killed holder's lock is free at once
     finally:
         holder.kill()
         holder.wait()
         holder.stdout.close()
 
 
-def test_who_says_that_it_goes_on_is_waited_for(tmp_path):
+def test_who_says_that_it_goes_on_is_waited_for(tmp_path, monkeypatch):
     holder, waiter = (LocalTier(tmp_path, limit_bytes=1000) for _ in range(2))
     got = []
+    is_younger, looked = local_tier._is_younger, threading.Semaphore(0)
+
+    def look(path, seconds):
+        looked.release()
+        return is_younger(path, seconds)
 
     def wait():
-        with waiter.exclusive(key(1), timeout_seconds=3, most_seconds=60):
+        with waiter.exclusive(key(1), timeout_seconds=0.1, most_seconds=3600):
             got.append("the lock")
 
+    monkeypatch.setattr(local_tier, "_is_younger", look)
     with holder.exclusive(key(1), timeout_seconds=1) as going_on:
+        going_on()
+        (said,) = tmp_path.rglob("*.on")
+        os.utime(said, (time.time() + 3600,) * 2)  # as if it said so from now on
         thread = threading.Thread(target=wait)
         thread.start()
-        until = time.monotonic() + 5  # longer than it waits for one that says nothing
-        while time.monotonic() < until:
-            going_on()
-            time.sleep(0.05)
+        for _ in range(3):
+            assert looked.acquire(timeout=60)
         got.append("released")
     thread.join(20)
     assert got == ["released", "the lock"]

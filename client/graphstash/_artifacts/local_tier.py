@@ -1,11 +1,16 @@
 """Local tier: this host's disk in front of the server, shared by all its processes.
 
-    <root>/v1/<namespace>/<kind>/<device type>/<first 2 hex>/<fingerprint>    envelopes
+    <root>/v2/<origin>/<namespace>/<kind>/<device type>/<first 2 hex>/<fingerprint>    envelopes
     <root>/secret                 what this user's own artifacts are told by, see `_proof`
     <root>/locks/<3 hex>.lock     one download per host: taken while an artifact is fetched
     <root>/tmp/                   files that are being written
     <root>/records/               what the last runs missed (`_process.run_record`) and
                                   downloaded (`run_downloads`)
+    <root>/servers/               when servers were last reached (`standing`)
+
+An origin is a server, or `own`: compiled by this user on this host and not stored on a server. A
+job gets copies of its own server only (`standing`). Earlier versions kept envelopes in `v1`,
+which does not tell where they came from: nothing there is used, and it is evicted like the rest.
 
 Everything is in directories that only this user can use, and is reached by a descriptor of the root
 that was checked: whoever may write to a directory above it can put another one in its place, with
@@ -28,7 +33,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic, time
-from typing import IO, Final
+from typing import IO, Final, NamedTuple
 
 from filelock import FileLock, Timeout
 
@@ -38,10 +43,16 @@ from graphstash.errors import LocalTierError
 from graphstash_schema import ArtifactKey, InvalidValueError, Namespace
 from graphstash_schema.own_files import make_own_directory, open_own_directory
 
-__all__ = ["FOLDERS", "LocalTier"]
+__all__ = ["FOLDERS", "OWN", "Copy", "LocalTier"]
 
-FOLDERS: Final = ("v1", "locks", "tmp", "records")
+FOLDERS: Final = ("v2", "locks", "tmp", "records", "servers")
 """What a tier consists of, beside its secret."""
+
+_EARLIER_FOLDER: Final = "v1"
+"""Envelopes of releases before 0.2."""
+
+OWN: Final = "own"
+"""Origin of envelopes that this host compiled and no server has stored, as far as it knows."""
 
 _NO_PROOF: Final = Provenance()
 
@@ -54,6 +65,21 @@ _TOUCH_SECONDS: Final = 0.5
 
 _STALE_SECONDS: Final = 24 * 3600.0
 """A temporary file of this age belongs to a process that died."""
+
+
+class Copy(NamedTuple):
+    """An envelope of the tier.
+
+    Attributes:
+        path: where it is.
+        origin: the server it came from, or `OWN`.
+        namespace, key: what it is found by.
+    """
+
+    path: Path
+    origin: str
+    namespace: Namespace
+    key: ArtifactKey
 
 
 class LocalTier:
@@ -98,30 +124,63 @@ class LocalTier:
         closing = weakref.finalize(self, os.close, int(self._place.name))
         closing.atexit = False  # what is drained at the end of the process still uses it
 
-    def path(self, namespace: Namespace, key: ArtifactKey) -> Path:
+    def path(self, namespace: Namespace, key: ArtifactKey, *, origin: str = OWN) -> Path:
         """Where the envelope of a key is, or would be. Words are checked, so joining is safe."""
-        return (
-            self._place / "v1" / namespace / key.kind / key.device_type / key.fingerprint[:2]
-        ) / key.fingerprint
+        return self._shelf(namespace, key, origin) / key.fingerprint[:2] / key.fingerprint
 
-    def has(self, namespace: Namespace, key: ArtifactKey) -> bool:
+    def _shelf(self, namespace: Namespace, key: ArtifactKey, origin: str) -> Path:
+        return self._place / "v2" / origin / namespace / key.kind / key.device_type
+
+    def has(self, namespace: Namespace, key: ArtifactKey, *, origin: str = OWN) -> bool:
         """Whether there is an envelope; whether it is sound shows when it is used."""
-        return self.path(namespace, key).is_file()
+        return self.path(namespace, key, origin=origin).is_file()
 
-    def keys(self, namespace: Namespace) -> Iterator[ArtifactKey]:
+    def keys(self, namespace: Namespace, *, origin: str = OWN) -> Iterator[ArtifactKey]:
         """The keys of a namespace's envelopes, in no order."""
-        for path in (self._place / "v1" / namespace).glob("*/*/??/*"):
+        for path in (self._place / "v2" / origin / namespace).glob("*/*/??/*"):
             kind, device_type, _, fingerprint = path.parts[-4:]
             with contextlib.suppress(InvalidValueError):  # what somebody else has put there
                 yield ArtifactKey.parse(kind, device_type, fingerprint)
+
+    def similar(
+        self, namespace: Namespace, key: ArtifactKey, *, origin: str = OWN
+    ) -> Iterator[tuple[float, str]]:
+        """The fingerprints of a namespace's envelopes of the same kind and device type, unchecked,
+        each after the time of its last use; in no order.
+        """
+        with contextlib.suppress(OSError):
+            for folder in os.scandir(self._shelf(namespace, key, origin)):
+                with contextlib.suppress(OSError):
+                    for file in os.scandir(folder):
+                        yield file.stat(follow_symlinks=False).st_mtime, file.name
+
+    def copies(self, prefix: str) -> Iterator[Copy]:
+        """Every envelope whose fingerprint begins with these characters, two at least, of all
+        origins and namespaces; those of earlier versions as well.
+        """
+        for path in self._paths(f"{prefix[:2]}/{prefix}*"):
+            *_, origin, namespace, kind, device_type, _, fingerprint = path.parts
+            with contextlib.suppress(InvalidValueError):
+                key = ArtifactKey.parse(kind, device_type, fingerprint)
+                yield Copy(path, origin, Namespace(namespace), key)
+
+    def _paths(self, pattern: str) -> Iterator[Path]:
+        yield from (self._place / "v2").glob(f"*/*/*/*/{pattern}")
+        yield from (self._place / _EARLIER_FOLDER).glob(f"*/*/*/{pattern}")
+
+    def server_folder(self, name: str) -> Path:
+        """Where this host notes when it reached a server."""
+        return self._place / "servers" / name
 
     def run_folder(self, run: str) -> Path:
         """Where the processes of a run leave what they tell each other."""
         return self._place / "records" / run
 
-    def open(self, namespace: Namespace, key: ArtifactKey) -> IO[bytes] | None:
+    def open(
+        self, namespace: Namespace, key: ArtifactKey, *, origin: str = OWN
+    ) -> IO[bytes] | None:
         """Opens an envelope for reading, or gives None; an open one survives its eviction."""
-        path = self.path(namespace, key)
+        path = self.path(namespace, key, origin=origin)
         try:
             file = open_ours(path)
         except FileNotFoundError:
@@ -161,6 +220,7 @@ class LocalTier:
         key: ArtifactKey,
         envelope: SpillFile,
         *,
+        origin: str = OWN,
         proof: Provenance = _NO_PROOF,
     ) -> bool:
         """Takes a whole, verified envelope over; it is visible at once and complete.
@@ -171,13 +231,14 @@ class LocalTier:
             namespace: where it came from, or was made for.
             key: what it is found by.
             envelope: what `temporary` gave; its file moves, and stays open.
+            origin: the server it came from.
             proof: is kept behind it.
         """
         # Jobs that are killed never come to `close`, so a long one keeps to the limit by itself. It
         # does so before the new one comes, because whoever adopts it goes on to use it.
         if self._added_bytes > self._limit_bytes / 16:
             self.evict()
-        path = self.path(namespace, key)
+        path = self.path(namespace, key, origin=origin)
         try:
             append_provenance(envelope, proof)
             if envelope.trouble is not None:
@@ -191,10 +252,17 @@ class LocalTier:
         self._added_bytes += size
         return True
 
-    def discard(self, namespace: Namespace, key: ArtifactKey) -> None:
-        """Removes an envelope that turned out to be bad."""
+    def discard(self, namespace: Namespace, key: ArtifactKey, *, origin: str = OWN) -> None:
+        """Removes an envelope that turned out to be bad, or that its server withdrew."""
         with contextlib.suppress(OSError):
-            self.path(namespace, key).unlink()
+            self.path(namespace, key, origin=origin).unlink()
+
+    def hand_over(self, namespace: Namespace, key: ArtifactKey, *, origin: str) -> None:
+        """Notes that a server has stored what this host compiled: it obeys that server now."""
+        target = self.path(namespace, key, origin=origin)
+        with contextlib.suppress(OSError):  # it was evicted; it stays this host's own
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self.path(namespace, key).replace(target)
 
     def secret(self) -> bytes | None:
         """32 random bytes that only this user can read, made when absent; None without such."""
@@ -337,7 +405,7 @@ class LocalTier:
             shutil.rmtree(self.root, ignore_errors=True)
 
     def _envelopes(self) -> Iterator[tuple[Path, int, float]]:
-        for path in (self._place / "v1").glob("*/*/*/??/*"):
+        for path in self._paths("??/*"):
             with contextlib.suppress(OSError):  # another process evicts at the same time
                 status = path.stat()
                 yield path, status.st_size, status.st_mtime
@@ -392,13 +460,14 @@ def _prepare(root: Path) -> Path:
         OSError: this user cannot write to all of them, or others can.
     """
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if {each.name for each in root.iterdir()} <= {*FOLDERS, "secret"}:
+    if {each.name for each in root.iterdir()} <= {*FOLDERS, _EARLIER_FOLDER, "secret"}:
         descriptor = make_own_directory(root)
     else:  # not for us to close; nobody else may put folders there
         descriptor = open_own_directory(root, open_to_others=0o055)
     place = Path(f"/proc/self/fd/{descriptor}")
+    has_earlier = os.path.lexists(place / _EARLIER_FOLDER)
     try:
-        for name in FOLDERS:
+        for name in (*FOLDERS, _EARLIER_FOLDER) if has_earlier else FOLDERS:
             os.close(make_own_directory(place / name))
             with tempfile.TemporaryFile(dir=place / name):
                 pass

@@ -118,6 +118,7 @@ class Prefetch:
             self.server,
             self._stash.local,
             self._stash.signatures,
+            self._stash.standing,
             self._stash.downloads,
             between_chunks=self._pacing(),
         )

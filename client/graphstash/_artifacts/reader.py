@@ -1,22 +1,27 @@
 """Reader: where an artifact is looked for, and what has to hold before anybody gets it.
 
-    1 this host's disk, all namespaces in order      verified again on every read
-    2 the server, namespace by namespace             digest, signature, key, then the payload
+Namespace by namespace, in the order in which the job trusts them:
+
+    1 this host's disk      still what the server has (`standing`), verified again on every read
+    2 the server            digest, signature, key, then the payload
 
 What does not verify is not used, is forgotten here and reported to the server; the next namespace
-may have it sound.
+may have it sound. If the server does not answer for a namespace, the copies of the later ones are
+still used.
 """
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from time import time
 from typing import IO, Literal, cast
 
 from graphstash._artifacts.envelope import Unsealed, unseal
 from graphstash._artifacts.local_tier import LocalTier
 from graphstash._artifacts.run_downloads import RunDownloads
+from graphstash._artifacts.standing import Standing, Verdict
 from graphstash._http.client import ServerClient
 from graphstash._trust.policy import Signatures
 from graphstash._trust.provenance import (
@@ -65,6 +70,7 @@ class Reader:
         server: asked for what this host does not have.
         tier: this host's disk.
         signatures: what may be used.
+        standing: which copies may still be used.
         downloads: gets the keys of what is downloaded.
         between_chunks: of a prefetch, which makes room while it downloads; None for what is needed.
     """
@@ -74,6 +80,7 @@ class Reader:
         server: ServerClient,
         tier: LocalTier,
         signatures: Signatures,
+        standing: Standing,
         downloads: RunDownloads,
         *,
         between_chunks: Callable[[], None] | None = None,
@@ -82,6 +89,7 @@ class Reader:
         self._config = server.config
         self._tier = tier
         self._signatures = signatures
+        self._standing = standing
         self._downloads = downloads
         self._between_chunks = between_chunks
         self._reported: set[tuple[Namespace, ArtifactKey]] = set()
@@ -93,7 +101,7 @@ class Reader:
         Raises:
             CacheError: the cache cannot say, or nothing that it has verifies.
         """
-        if fetched := self._from_disk(key, into):
+        if fetched := self._from_disk(self._config.readable[0], key, into):
             return fetched
         # No longer than a server needs to begin its answer: behind a server that hangs, no process
         # must wait for all others first. Who receives bytes says so, and is waited for.
@@ -101,52 +109,20 @@ class Reader:
         with self._tier.exclusive(
             key, timeout_seconds=patience, most_seconds=self._config.fetch_seconds
         ) as going_on:
-            # Another process of this host may have fetched it while this one waited.
-            return self._from_disk(key, into) or self._from_server(key, into, going_on)
+            return self._in_order(key, into, going_on)
 
-    def _from_disk(self, key: ArtifactKey, into: IO[bytes]) -> Fetched | None:
-        for namespace in self._config.readable:
-            if fetched := self._from_file(namespace, key, into):
-                return fetched
-        return None
-
-    def _from_file(self, namespace: Namespace, key: ArtifactKey, into: IO[bytes]) -> Fetched | None:
-        try:
-            envelope = self._tier.open(namespace, key)
-        except LocalTierError:  # another user's, or a disk that fails: the server may have it
-            return None
-        if envelope is None:
-            return None
-        with envelope:
-            try:
-                return self._unpack_file(envelope, namespace, key, into)
-            except VerificationError as error:
-                # The server may have it whole; what was written so far is taken back.
-                _log.debug("graphstash: the local tier: %s", error)
-                self._tier.discard(namespace, key)
-                _take_back(into)
-                return None
-
-    def _unpack_file(
-        self, envelope: IO[bytes], namespace: Namespace, key: ArtifactKey, into: IO[bytes]
-    ) -> Fetched:
-        is_checked = self._signatures.policy is not SignaturePolicy.OFF
-        try:
-            proof, size = read_provenance(envelope)
-            digest = digest_of(envelope, size) if is_checked else None
-        except OSError as error:
-            raise VerificationError(Reason.CORRUPT, f"{key}: {error}") from None
-        part = cast("IO[bytes]", _TierReader(envelope, size))
-        if digest is None:
-            unsealed = unseal(part, key, into, max_bytes=self._config.max_artifact, size_bytes=size)
-            return _local(unsealed, namespace, proof, is_unsigned=False)
-        return self._unpack_checked(part, namespace, key, into, digest=digest, proof=proof)
-
-    def _from_server(
+    def _in_order(
         self, key: ArtifactKey, into: IO[bytes], going_on: Callable[[], None]
     ) -> Fetched | None:
         refused: list[VerificationError] = []
-        for namespace in self._config.readable if self._server.is_known else ():
+        trouble: CacheError | None = None
+        for number, namespace in enumerate(self._config.readable):
+            # Another process of this host may have fetched it while this one waited.
+            if fetched := self._from_disk(namespace, key, into):
+                return dataclasses.replace(fetched, refused=tuple(refused))
+            later = self._config.readable[number + 1 :]
+            if not self._server.is_known or trouble or self._is_only_later(namespace, key, later):
+                continue
             try:
                 fetched = self._download(namespace, key, into, going_on)
             except VerificationError as error:
@@ -154,9 +130,14 @@ class Reader:
                 named.__cause__ = error
                 refused.append(named)
                 _take_back(into)
-                continue
-            if fetched is not None:
-                return dataclasses.replace(fetched, refused=tuple(refused))
+            except CacheError as error:
+                trouble = error
+                _take_back(into)
+            else:
+                if fetched is not None:
+                    return dataclasses.replace(fetched, refused=tuple(refused))
+        if trouble is not None:
+            raise trouble
         if refused:
             # The artifact where this job would publish decides whether publishing is worth trying.
             refused.sort(key=lambda error: error.namespace == self._config.namespace)
@@ -165,6 +146,76 @@ class Reader:
                 last.reason, last.detail, namespace=last.namespace, earlier=tuple(earlier)
             ) from last.__cause__
         return None
+
+    def _is_only_later(
+        self, namespace: Namespace, key: ArtifactKey, later: Sequence[Namespace]
+    ) -> bool:
+        """Whether a namespace lacks an artifact of which this host has a copy from a later one. One
+        request answers that for all such copies.
+        """
+        if not any(self._standing.has(each, key) for each in later):
+            return False
+        try:
+            return self._standing.stored(namespace, key) is None
+        except CacheError:  # the download says why
+            return False
+
+    def _from_disk(self, namespace: Namespace, key: ArtifactKey, into: IO[bytes]) -> Fetched | None:
+        for origin in self._standing.origins:
+            if fetched := self._from_file(namespace, key, into, origin=origin):
+                return fetched
+        return None
+
+    def _from_file(
+        self, namespace: Namespace, key: ArtifactKey, into: IO[bytes], *, origin: str
+    ) -> Fetched | None:
+        try:
+            envelope = self._tier.open(namespace, key, origin=origin)
+        except LocalTierError:  # another user's, or a disk that fails: the server may have it
+            return None
+        if envelope is None:
+            return None
+        with envelope:
+            try:
+                proof, size = read_provenance(envelope)
+            except OSError as error:
+                _log.debug("graphstash: the local tier: %s", error)
+                self._tier.discard(namespace, key, origin=origin)
+                return None
+            verdict = self._standing.verdict(namespace, key, proof, origin=origin)
+            if verdict is not Verdict.USE:
+                if verdict is Verdict.DELETE:
+                    self._tier.discard(namespace, key, origin=origin)
+                return None
+            try:
+                return self._unpack_file(envelope, namespace, key, into, proof=proof, size=size)
+            except VerificationError as error:
+                # The server may have it whole; what was written so far is taken back.
+                _log.debug("graphstash: the local tier: %s", error)
+                self._tier.discard(namespace, key, origin=origin)
+                _take_back(into)
+                return None
+
+    def _unpack_file(
+        self,
+        envelope: IO[bytes],
+        namespace: Namespace,
+        key: ArtifactKey,
+        into: IO[bytes],
+        *,
+        proof: Provenance,
+        size: int,
+    ) -> Fetched:
+        is_checked = self._signatures.policy is not SignaturePolicy.OFF
+        try:
+            digest = digest_of(envelope, size) if is_checked else None
+        except OSError as error:
+            raise VerificationError(Reason.CORRUPT, f"{key}: {error}") from None
+        part = cast("IO[bytes]", _TierReader(envelope, size))
+        if digest is None:
+            unsealed = unseal(part, key, into, max_bytes=self._config.max_artifact, size_bytes=size)
+            return _local(unsealed, namespace, proof, is_unsigned=False)
+        return self._unpack_checked(part, namespace, key, into, digest=digest, proof=proof)
 
     def _download(
         self,
@@ -180,6 +231,7 @@ class Reader:
             if self._between_chunks is not None:
                 self._between_chunks()
 
+        asked_at = time()
         with self._tier.temporary() as envelope:
             with nullcontext() if is_prefetch else self._tier.downloading():
                 downloaded = self._server.download(
@@ -188,10 +240,13 @@ class Reader:
             if downloaded is None:
                 return None
             digest, metadata = downloaded.digest, downloaded.metadata
-            proof = Provenance()
+            proof = Provenance(sha256=digest.sha256, stored_at=asked_at)
             if metadata:
-                proof = Provenance(
-                    signature=metadata.signature, compile_seconds=metadata.compile_seconds
+                proof = proof.model_copy(
+                    update={
+                        "signature": metadata.signature,
+                        "compile_seconds": metadata.compile_seconds,
+                    }
                 )
             try:
                 fetched = self._unpack_checked(
@@ -202,7 +257,9 @@ class Reader:
                 raise
             # Noted first: whoever finds it on the disk asks at once where it came from.
             self._downloads.add(key, "prefetched" if is_prefetch else "server")
-            self._tier.adopt(namespace, key, envelope, proof=proof)
+            self._standing.note(namespace, key, digest.sha256, asked_at=asked_at)
+            origin = self._standing.origin
+            self._tier.adopt(namespace, key, envelope, origin=origin, proof=proof)
         return dataclasses.replace(fetched, source="remote", size_bytes=digest.size_bytes)
 
     def _unpack_checked(

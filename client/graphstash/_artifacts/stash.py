@@ -10,12 +10,14 @@ the cache.
 import io
 import tempfile
 from pathlib import Path
+from time import time
 from typing import TYPE_CHECKING, Self, TypeAlias
 
 from graphstash._artifacts.envelope import Nowhere, seal
 from graphstash._artifacts.local_tier import LocalTier
 from graphstash._artifacts.reader import Fetched, Reader
 from graphstash._artifacts.run_downloads import RunDownloads
+from graphstash._artifacts.standing import Standing
 from graphstash._http.client import ServerClient
 from graphstash._trust.policy import Signatures
 from graphstash._trust.provenance import SignedSubject
@@ -25,9 +27,10 @@ from graphstash.errors import (
     ConflictError,
     LocalTierError,
     Reason,
+    RefusedError,
     VerificationError,
 )
-from graphstash_schema import ArtifactKey, ArtifactMetadata, Digest
+from graphstash_schema import ArtifactKey, ArtifactMetadata, Digest, ErrorCode, Namespace
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -72,6 +75,7 @@ class Stash:
         server: calls the server directly: look-ups, leases, manifests, statistics.
         local: this host's disk.
         signatures: what may be used.
+        standing: which of its copies may still be used.
         downloads: what this run has brought there.
 
     Args:
@@ -90,8 +94,12 @@ class Stash:
         self.server = ServerClient(config, tracer=tracer)
         self.local = LocalTier(config.cache_dir, limit_bytes=config.local_limit)
         self.signatures = Signatures(config, secret=self.local.secret)
-        self.downloads = RunDownloads(self.local.run_folder(run) if run else None)
-        self._reader = Reader(self.server, self.local, self.signatures, self.downloads)
+        folder = self.local.run_folder(run) if run else None
+        self.downloads = RunDownloads(folder)
+        self.standing = Standing(self.server, self.local, folder)
+        self._reader = Reader(
+            self.server, self.local, self.signatures, self.standing, self.downloads
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -158,12 +166,16 @@ class Stash:
 
     def is_on_this_host(self, key: ArtifactKey) -> bool:
         """Whether the local tier has something under the key, sound or not."""
-        return any(self.local.has(name, key) for name in self.config.readable)
+        return any(self.standing.has(name, key) for name in self.config.readable)
 
     def forget(self, key: ArtifactKey) -> None:
         """Removes an artifact that turned out to be of no use from this host's disk."""
         for namespace in self.config.readable:
-            self.local.discard(namespace, key)
+            self._discard(namespace, key)
+
+    def _discard(self, namespace: Namespace, key: ArtifactKey) -> None:
+        for origin in self.standing.origins:
+            self.local.discard(namespace, key, origin=origin)
 
     def put(
         self,
@@ -189,7 +201,8 @@ class Stash:
 
         Raises:
             ConflictError: other bytes are stored under the key and stay; the local tier keeps
-                nothing then, so that all hosts run the same executable.
+                nothing then, so that all hosts run the same executable, and nothing of what is
+                withheld.
             CacheError: the cache cannot take it.
         """
         try:
@@ -205,16 +218,26 @@ class Stash:
                 proof = self.signatures.prove(
                     SignedSubject(self.config.namespace, key, digest, sealed.raw_size_bytes)
                 )
-                proof = proof.model_copy(update={"compile_seconds": metadata.compile_seconds})
+                stored_at = time()
+                proof = proof.model_copy(
+                    update={
+                        "compile_seconds": metadata.compile_seconds,
+                        "sha256": digest.sha256,
+                        "stored_at": stored_at,
+                    }
+                )
                 self.local.adopt(self.config.namespace, key, envelope, proof=proof)
                 if local_only or self.server.is_read_only:
                     return 0
                 metadata = metadata.model_copy(update={"signature": proof.signature})
                 try:
                     self.server.upload(key, envelope, digest, metadata)
-                except ConflictError:
-                    self.local.discard(self.config.namespace, key)
+                except RefusedError as error:
+                    if isinstance(error, ConflictError) or error.code is ErrorCode.WITHHELD:
+                        self._discard(self.config.namespace, key)
                     raise
+                self.standing.note(self.config.namespace, key, digest.sha256, asked_at=stored_at)
+                self.local.hand_over(self.config.namespace, key, origin=self.standing.origin)
                 return sealed.size_bytes
         except OSError as error:
             raise LocalTierError(str(error)) from error

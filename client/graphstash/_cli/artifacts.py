@@ -1,15 +1,15 @@
-"""`graphstash ls` and `show`: what a namespace holds."""
+"""`graphstash ls`, `show` and `forget`: what a namespace and this host hold."""
 
 import heapq
 import shlex
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from enum import StrEnum
 from typing import Annotated, Any, Final
 
 import typer
 
-from graphstash._artifacts.local_tier import LocalTier
+from graphstash._artifacts.local_tier import OWN
+from graphstash._artifacts.stash import Stash
 from graphstash._cli.output import (
     Json,
     NamespaceOption,
@@ -20,6 +20,7 @@ from graphstash._cli.output import (
     format_bytes,
     format_seconds,
     load_config,
+    open_stash,
     print_json,
     print_table,
     say,
@@ -37,7 +38,7 @@ from graphstash_schema.exit_status import ExitStatus
 from graphstash_schema.explanation import is_of_program
 from graphstash_schema.listing import ArtifactQuery, ListedArtifact, ListOrder
 
-__all__ = ["DeviceTypeOption", "KindOption", "find_one", "ls", "show"]
+__all__ = ["DeviceTypeOption", "KindOption", "find_one", "forget", "ls", "show"]
 
 KindOption = Annotated[
     ArtifactKind | None,
@@ -50,6 +51,7 @@ DeviceTypeOption = Annotated[
 _MIN_PREFIX: Final = 4
 _SHOWN_FINGERPRINT: Final = 12
 _SHOWN_VALUE: Final = 300
+_NOTHING_KEPT: Final = "GRAPHSTASH_LOCAL_LIMIT=0: this host keeps nothing between jobs"
 
 
 class Sort(StrEnum):
@@ -158,8 +160,8 @@ def show(
     with server_of(config) as server:
         found = find_one(server, artifact)
     trust = _trust_of(config, found)
-    with closing(LocalTier(config.cache_dir, limit_bytes=config.local_limit)) as tier:
-        is_here = tier.has(config.namespace, found.key)
+    with Stash(config) as stash:
+        is_here = stash.standing.has(config.namespace, found.key)
     if as_json:
         known = found.model_dump(mode="json")
         print_json(
@@ -169,28 +171,68 @@ def show(
     _print_one(config.namespace, found, trust, is_here=is_here)
 
 
+def forget(
+    artifact: Annotated[
+        str,
+        typer.Argument(
+            metavar="KEY",
+            help="The beginning of a fingerprint, or a key: `kind/device type/fingerprint`.",
+        ),
+    ],
+    *,
+    as_json: Json = False,
+) -> None:
+    """Remove an artifact from this host's disk: all copies, of every namespace and server.
+
+    Asks no server. The server keeps the artifact, so the next job fetches it again unless an
+    administrator deletes or withholds it. Jobs that have loaded it go on with it.
+    """
+    config = load_config()
+    wanted, prefix = _key_or_prefix(artifact)
+    with open_stash(config) as stash:
+        if stash.local.is_private:
+            fail(stash.local.troubles[0].detail if stash.local.troubles else _NOTHING_KEPT)
+        found = [
+            copy for copy in stash.local.copies(prefix) if wanted is None or copy.key == wanted
+        ]
+        if len({copy.key for copy in found}) > 1:
+            several = ", ".join(sorted({str(copy.key) for copy in found})[:3])
+            fail(f"several artifacts begin with {prefix!r}: {several}; write more of it")
+        for copy in found:
+            try:
+                copy.path.unlink(missing_ok=True)
+            except OSError as error:
+                fail(f"{copy.key} of the namespace {copy.namespace} stays: {error.strerror}")
+    if as_json:
+        print_json(
+            {
+                "removed": [
+                    {
+                        "key": str(copy.key),
+                        "namespace": copy.namespace,
+                        "is_own": copy.origin == OWN,
+                    }
+                    for copy in found
+                ]
+            }
+        )
+        return
+    if not found:
+        fail(f"this host's disk has no artifact that begins with {prefix!r}")
+    for copy in found:
+        where = "which no server has stored" if copy.origin == OWN else "which a server has"
+        say(f"removed {copy.key} of the namespace {copy.namespace}, {where}")
+    say(
+        "Not touched: servers, other hosts, packs that contain it, and processes that have loaded "
+        "it. A server goes on to serve it until an administrator withholds or deletes it there."
+    )
+
+
 def find_one(server: ServerClient, text: str) -> ListedArtifact:
     """The artifact that a prefix or a key names, with its details; ends the command when there is
     none, or several.
     """
-    wanted: ArtifactKey | None = None
-    prefix = text
-    if "/" in text:
-        try:
-            wanted = ArtifactKey.parse(*text.split("/")[-3:])
-        except (InvalidValueError, TypeError):
-            fail(
-                f"{shown(text)!r} is no key: write kind/device type/fingerprint, or the beginning "
-                "of a fingerprint",
-                status=ExitStatus.USAGE,
-            )
-        prefix = wanted.fingerprint
-    elif not _MIN_PREFIX <= len(prefix) <= 64 or set(prefix) - set("0123456789abcdef"):
-        fail(
-            f"{shown(text)!r} is no fingerprint: write {_MIN_PREFIX} to 64 of its characters, "
-            "0-9 and a-f; `graphstash ls` shows them",
-            status=ExitStatus.USAGE,
-        )
+    wanted, prefix = _key_or_prefix(text)
     query = ArtifactQuery(fingerprint=prefix, details=True, limit=3)
     found = [each for each in server.every_artifact(query) if wanted is None or each.key == wanted]
     if not found:
@@ -202,6 +244,29 @@ def find_one(server: ServerClient, text: str) -> ListedArtifact:
         several = ", ".join(str(each.key) for each in found[:3])
         fail(f"{len(found)} artifacts begin with {prefix!r}: {several}; write more of it")
     return found[0]
+
+
+def _key_or_prefix(text: str) -> tuple[ArtifactKey | None, str]:
+    """The key that an argument is, if it is one, and the fingerprint or its beginning; ends the
+    command when it is neither.
+    """
+    if "/" in text:
+        try:
+            wanted = ArtifactKey.parse(*text.split("/")[-3:])
+        except (InvalidValueError, TypeError):
+            fail(
+                f"{shown(text)!r} is no key: write kind/device type/fingerprint, or the beginning "
+                "of a fingerprint",
+                status=ExitStatus.USAGE,
+            )
+        return wanted, wanted.fingerprint
+    if not _MIN_PREFIX <= len(text) <= 64 or set(text) - set("0123456789abcdef"):
+        fail(
+            f"{shown(text)!r} is no fingerprint: write {_MIN_PREFIX} to 64 of its characters, "
+            "0-9 and a-f; `graphstash ls` shows them",
+            status=ExitStatus.USAGE,
+        )
+    return None, text
 
 
 def _listed(

@@ -25,6 +25,8 @@ from graphstash._artifacts.bundle import (
     write_bundle,
 )
 from graphstash._artifacts.local_tier import LocalTier
+from graphstash._artifacts.standing import Verdict
+from graphstash._artifacts.stash import Stash
 from graphstash._cli.artifacts import DeviceTypeOption, KindOption
 from graphstash._cli.output import (
     Json,
@@ -97,7 +99,11 @@ def export(
         typer.Option(help="Only fingerprints that begin so; may be repeated."),
     ] = None,
     local: Annotated[
-        bool, typer.Option("--local", help="Take them from this host's local tier, not a server.")
+        bool,
+        typer.Option(
+            "--local",
+            help="Take them from this host's disk, unless the server withdrew them.",
+        ),
     ] = False,
     url: Url = None,
     namespace: NamespaceOption = None,
@@ -302,17 +308,27 @@ class _ServerSource:
 
 class _TierSource:
     def __init__(self, config: ClientConfig, chosen: _Chosen) -> None:
-        self._tier = LocalTier(config.cache_dir, limit_bytes=config.local_limit)
+        self._stash = Stash(config)
         self._namespace, self._chosen = config.namespace, chosen
+        self._origins: dict[ArtifactKey, str] = {}
 
     def entries(self) -> Iterator[BundleEntry]:
-        keys = [key for key in self._tier.keys(self._namespace) if key in self._chosen]
-        for key in sorted(keys, key=lambda key: (key.fingerprint, key.kind.value, key.device_type)):
-            envelope = self._tier.open(self._namespace, key)
+        tier, standing = self._stash.local, self._stash.standing
+        for origin in reversed(standing.origins):  # what the server has comes before our own
+            keys = tier.keys(self._namespace, origin=origin)
+            self._origins |= dict.fromkeys((key for key in keys if key in self._chosen), origin)
+        for key in sorted(
+            self._origins, key=lambda key: (key.fingerprint, key.kind.value, key.device_type)
+        ):
+            origin = self._origins[key]
+            envelope = tier.open(self._namespace, key, origin=origin)
             if envelope is None:
                 continue
             with envelope:
                 proof, size = read_provenance(envelope)
+                verdict = standing.verdict(self._namespace, key, proof, origin=origin)
+                if verdict is not Verdict.USE:
+                    continue
                 digest = digest_of(envelope, size)
                 try:
                     raw_size = int(read_envelope_head(envelope.read)["raw_size"])
@@ -330,7 +346,8 @@ class _TierSource:
             )
 
     def fetch(self, entry: BundleEntry, into: IO[bytes]) -> bool:
-        envelope = self._tier.open(self._namespace, entry.key)
+        origin = self._origins[entry.key]
+        envelope = self._stash.local.open(self._namespace, entry.key, origin=origin)
         if envelope is None:
             return False
         with envelope:
@@ -340,7 +357,7 @@ class _TierSource:
         return True
 
     def close(self) -> None:
-        self._tier.close()
+        self._stash.close()
 
 
 def _source(config: ClientConfig, job: str | None, chosen: _Chosen, *, is_local: bool) -> _Source:
@@ -586,7 +603,13 @@ class _Import:
             self._present += 1
             return
         metadata = self._metadata_of(found)
-        proof = entry.proof.model_copy(update={"signature": metadata.signature})
+        proof = entry.proof.model_copy(
+            update={
+                "signature": metadata.signature,
+                "sha256": entry.digest.sha256,
+                "stored_at": time.time(),
+            }
+        )
         with tier.temporary() as envelope:
             found.blob.seek(0)
             while chunk := found.blob.read(_COPY_BYTES):

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, NoReturn
 
 import typer
 
-from graphstash._cli.artifacts import ls, show
+from graphstash._cli.artifacts import forget, ls, show
 from graphstash._cli.bundles import export, import_
 from graphstash._cli.doctor.command import doctor
 from graphstash._cli.explain import explain
@@ -264,6 +264,7 @@ app.command(rich_help_panel=_JOBS)(explain)
 app.command(rich_help_panel=_JOBS)(prewarm)
 app.command(rich_help_panel=_JOBS)(doctor)
 app.command(rich_help_panel=_JOBS)(login)
+app.command(rich_help_panel=_JOBS)(forget)
 app.command(rich_help_panel=_SERVER)(ls)
 app.command(rich_help_panel=_SERVER)(show)
 app.command(rich_help_panel=_SERVER)(report)

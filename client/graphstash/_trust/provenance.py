@@ -79,6 +79,8 @@ class Provenance(BaseModel):
         signature: its publisher's.
         code: this user's, of what this host has compiled.
         compile_seconds: what its compilation took, as its publisher said.
+        sha256: of the envelope, as it came or was made.
+        stored_at: when it was last known to be what its server has, in seconds since 1970.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -86,6 +88,8 @@ class Provenance(BaseModel):
     signature: ArtifactSignature | None = None
     code: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
     compile_seconds: float = Field(default=0.0, ge=0, le=MAX_COMPILE_SECONDS)
+    sha256: str = Field(default="", pattern="^([0-9a-f]{64})?$")
+    stored_at: float = Field(default=0.0, ge=0)
 
     @property
     def is_empty(self) -> bool:

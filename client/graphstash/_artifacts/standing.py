@@ -1,0 +1,294 @@
+"""Standing: whether this host's copies of artifacts may still be used.
+
+A copy on this host's disk outlives what its server decides: the artifact may be withheld, deleted
+or replaced, and the job may have no right to read it. So a run asks the server before it uses a
+copy, for many copies at once, and again after `RECHECK_SECONDS`.
+
+    the server has these bytes      the copy is used
+    it has none, or others          the copy is deleted
+    the job may not read there      the copy is left alone: it may be another job's
+    the server does not answer      the copy is used if this host reached the server within
+                                    GRAPHSTASH_OFFLINE_SECONDS, else not
+
+What this host compiled and no server has stored needs no leave of a server, but yields to other
+bytes there: all hosts run the same executable.
+"""
+
+import hashlib
+import heapq
+import logging
+import os
+import re
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from enum import Enum, auto
+from operator import itemgetter
+from pathlib import Path
+from time import monotonic, time
+from typing import Final
+
+from graphstash._artifacts.local_tier import OWN, LocalTier
+from graphstash._http.client import ServerClient
+from graphstash._trust.provenance import Provenance
+from graphstash.errors import CacheError, RefusedError
+from graphstash_schema import ArtifactKey, InvalidValueError, Namespace
+from graphstash_schema.protocol import MAX_LOOKUP_KEYS
+
+__all__ = ["RECHECK_SECONDS", "Standing", "Verdict"]
+
+_log = logging.getLogger("graphstash")
+
+RECHECK_SECONDS: Final = 600.0
+"""How long an answer of the server holds for the processes of a run."""
+
+_RETRY_SECONDS: Final = 30.0
+"""How long a process takes a server that did not answer, or refused, for one that does so still."""
+
+_TOUCH_SECONDS: Final = 60.0
+"""How often a process notes that it reached the server."""
+
+_MAX_BYTES: Final = 4 * 1024**2
+"""Of what the processes of a run tell each other at a time."""
+
+_ABSENT: Final = "-"
+
+_ORIGIN: Final = "_origin"
+"""The file that says which server answered at a URL; no namespace has such a name."""
+
+_ORIGIN_FORM: Final = re.compile(r"(url|server)-[0-9a-f]{16,64}")
+
+
+class Verdict(Enum):
+    """What becomes of a copy."""
+
+    USE = auto()
+    LEAVE = auto()
+    DELETE = auto()
+
+
+class Standing:
+    """Decides about copies for one process; safe for many threads.
+
+    Args:
+        server: asked about them; another one may download.
+        tier: where they are.
+        run_folder: where the processes of a run share the server's answers; None for one alone.
+    """
+
+    def __init__(self, server: ServerClient, tier: LocalTier, run_folder: Path | None) -> None:
+        self._server = server
+        self._config = server.config
+        self._tier = tier
+        self._shared = None if run_folder is None else run_folder / "stored"
+        self._read_bytes = 0
+        name = hashlib.sha256(self._config.url.encode()).hexdigest()[:16]
+        self._folder = tier.server_folder(name)
+        self._origin = _read_origin(self._folder / _ORIGIN) or f"url-{name}"
+        # A signal handler may compile in the same thread.
+        self._asking = threading.RLock()
+        self._stored: dict[tuple[Namespace, ArtifactKey], tuple[str | None, float]] = {}
+        self._failed: dict[Namespace, tuple[CacheError, float]] = {}
+        self._touched: dict[Namespace, float] = {}
+        self._is_told = False
+
+    @property
+    def origin(self) -> str:
+        """The origin of copies from this job's server, as this host knows it by its URL."""
+        return self._origin
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """The origins of the copies that this job may use."""
+        return (self.origin, OWN) if self._server.is_known else (OWN,)
+
+    def has(self, namespace: Namespace, key: ArtifactKey) -> bool:
+        """Whether there is a copy; whether it may be used shows when it is."""
+        return any(self._tier.has(namespace, key, origin=each) for each in self.origins)
+
+    def verdict(
+        self, namespace: Namespace, key: ArtifactKey, proof: Provenance, *, origin: str
+    ) -> Verdict:
+        """What becomes of a copy.
+
+        Args:
+            namespace: where it is from.
+            key: what it is found by.
+            proof: what lies behind it.
+            origin: under which it lies.
+        """
+        is_own = origin == OWN
+        is_new = 0 <= time() - proof.stored_at < RECHECK_SECONDS
+        if is_own and (is_new or not self._server.is_known):
+            return Verdict.USE
+        try:
+            stored = self.stored(namespace, key)
+        except RefusedError as error:
+            _log.debug("graphstash: no copy of %s is used: %s", namespace, error)
+            if is_own or (error.status >= 500 and self._was_reached(namespace)):
+                return Verdict.USE
+            return Verdict.LEAVE
+        except CacheError:
+            return Verdict.USE if is_own or self._was_reached(namespace) else Verdict.LEAVE
+        if stored == proof.sha256:
+            if is_own:
+                self._tier.hand_over(namespace, key, origin=self.origin)
+            return Verdict.USE
+        return Verdict.USE if is_own and stored is None else Verdict.DELETE
+
+    def stored(self, namespace: Namespace, key: ArtifactKey) -> str | None:
+        """The SHA-256 of what the server has under a key, None for nothing; as old as
+        `RECHECK_SECONDS` at most.
+
+        Raises:
+            CacheError: the server does not say.
+        """
+        with self._asking:
+            known = self._known(namespace, key)
+            if known is None:
+                self._ask(namespace, key)
+                known = self._stored[namespace, key]
+            return known[0]
+
+    def note(self, namespace: Namespace, key: ArtifactKey, sha256: str, *, asked_at: float) -> None:
+        """The server has just given this, or confirmed that it stored it."""
+        self._stored[namespace, key] = sha256, asked_at
+        self._share([_line(asked_at, namespace, key, sha256)])
+        self._reached(namespace)
+
+    def _reached(self, namespace: Namespace) -> None:
+        if monotonic() - self._touched.get(namespace, -_TOUCH_SECONDS) < _TOUCH_SECONDS:
+            return
+        self._touched[namespace] = monotonic()
+        with suppress(OSError):
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            if _read_origin(self._folder / _ORIGIN) != self._origin:
+                _write(self._folder / _ORIGIN, self._origin)
+            _write(self._folder / namespace, "")
+
+    def _was_reached(self, namespace: Namespace) -> bool:
+        """Whether this host reached the server within the time for which copies do without it."""
+        try:
+            at = (self._folder / namespace).stat().st_mtime
+        except OSError:
+            at = 0.0
+        if 0 <= time() - at < self._config.offline_seconds:
+            return True
+        if not self._is_told:
+            self._is_told = True
+            _log.warning(
+                "graphstash: %s has not answered for more than %g s (GRAPHSTASH_OFFLINE_SECONDS): "
+                "copies on this host's disk are not used",
+                self._config.url,
+                self._config.offline_seconds,
+            )
+        return False
+
+    def _known(self, namespace: Namespace, key: ArtifactKey) -> tuple[str | None, float] | None:
+        known = self._stored.get((namespace, key))
+        if known is None or not _is_recent(known[1]):
+            self._read_shared()
+            known = self._stored.get((namespace, key))
+        return known if known is not None and _is_recent(known[1]) else None
+
+    def _ask(self, namespace: Namespace, key: ArtifactKey) -> None:
+        """Asks for a key, and for what this host has beside it: one request answers for all."""
+        if failed := self._failed.get(namespace):
+            error, at = failed
+            if monotonic() - at < _RETRY_SECONDS:
+                raise error
+        asked_at, batch = time(), self._batch(namespace, key)
+        try:
+            reply = self._server.lookup(batch, namespace=namespace)
+        except CacheError as error:
+            self._failed[namespace] = error, monotonic()
+            raise
+        self._failed.pop(namespace, None)
+        self._reached(namespace)
+        found = {each.key: each.digest.partition(":")[2] for each in reply.found}
+        answers = {each: found.get(each) for each in batch}
+        for each, sha256 in answers.items():
+            self._stored[namespace, each] = sha256, asked_at
+        self._share([_line(asked_at, namespace, *each) for each in answers.items()])
+
+    def _batch(self, namespace: Namespace, key: ArtifactKey) -> list[ArtifactKey]:
+        """The key, and those that were used last of the same kind and device type."""
+        known = {
+            each.fingerprint
+            for (name, each), (_, at) in tuple(self._stored.items())
+            if name == namespace and _is_recent(at)
+        }
+        unknown = {
+            fingerprint: used_at
+            for name in self._config.readable
+            for origin in self.origins
+            for used_at, fingerprint in self._tier.similar(name, key, origin=origin)
+            if fingerprint not in known
+        }
+        batch = {key: None}
+        for fingerprint in heapq.nlargest(MAX_LOOKUP_KEYS - 1, unknown, key=unknown.__getitem__):
+            with suppress(InvalidValueError):  # what somebody else has put there
+                batch[ArtifactKey.parse(key.kind, key.device_type, fingerprint)] = None
+        return list(batch)
+
+    def _share(self, lines: Sequence[str]) -> None:
+        if self._shared is None:
+            return
+        with suppress(OSError):
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(self._shared, flags, 0o600)
+            try:
+                os.write(descriptor, "".join(lines).encode())  # one write: whole lines
+            finally:
+                os.close(descriptor)
+
+    def _read_shared(self) -> None:
+        """Reads what other processes of the run were told since the last time."""
+        if self._shared is None:
+            return
+        with suppress(OSError, ValueError):
+            start = self._read_bytes
+            if self._shared.stat().st_size in (start, 0):
+                return
+            with self._shared.open("rb") as file:
+                file.seek(start)
+                added = file.read(_MAX_BYTES)
+            whole = added[: added.rfind(b"\n") + 1]
+            self._read_bytes = start + len(whole)  # two threads may have read the same
+            for line in whole.decode("ascii").splitlines():
+                at, namespace, key, sha256 = line.split(" ")
+                where = Namespace(namespace), ArtifactKey.parse(*key.split("/"))
+                told = None if sha256 == _ABSENT else sha256, float(at)
+                self._stored[where] = max(self._stored.get(where, told), told, key=itemgetter(1))
+
+
+def _is_recent(at: float) -> bool:
+    """Whether a time of this host's clock is so near that what was known then still holds."""
+    return 0 <= time() - at < RECHECK_SECONDS
+
+
+def _line(at: float, namespace: Namespace, key: ArtifactKey, sha256: str | None) -> str:
+    return f"{at:.3f} {namespace} {key} {sha256 or _ABSENT}\n"
+
+
+def _read_origin(path: Path) -> str | None:
+    try:
+        text = path.read_text("ascii")
+    except (OSError, ValueError):
+        return None
+    return text if _ORIGIN_FORM.fullmatch(text) else None
+
+
+def _write(path: Path, text: str) -> None:
+    """Replaces a small file by one write; what a reader may find of a torn one has no valid form.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        os.write(descriptor, text.encode())
+        os.utime(descriptor)
+    finally:
+        os.close(descriptor)

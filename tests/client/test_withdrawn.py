@@ -1,0 +1,284 @@
+"""What a server withdrew, or never allowed, is gone from this host's disk as well."""
+
+import io
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, nullcontext
+
+import pytest
+
+from graphstash import CacheError, Reason, Stash
+from graphstash._compile import packs as packs_module
+from graphstash._compile.packs import Packs
+from graphstash.testing import FakeServer
+from graphstash_schema import ArtifactMetadata, Digest, ReportReason
+from support.fault_proxy import Fault, FaultProxy
+from support.guarded_server import GuardedServer
+from support.host import Host, key, request
+from support.offline import unplugged
+
+METADATA = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=5)
+
+_runs = itertools.count()
+
+
+@pytest.fixture
+def next_job(config):
+    """Another job on a host: a run of its own, and nothing in memory."""
+
+    with ExitStack() as stack:
+
+        def start(host="host", *, run="", **settings):
+            name = run or f"run-{next(_runs)}"
+            return stack.enter_context(Stash(config(host, **settings), run=name))
+
+        yield start
+
+
+def withhold(stash, number=1):
+    (found,) = stash.server.lookup([key(number)]).found
+    digest = Digest(found.digest.partition(":")[2], found.size_bytes)
+    reply = stash.server.report(key(number), digest=digest, reason=ReportReason.BAD_SIGNATURE)
+    assert reply.withheld
+
+
+def delete(stash, number=1):
+    stash.server._transport.call("DELETE", key(number).artifact_path(stash.config.namespace))
+
+
+def lookups(stash, monkeypatch):
+    """Notes how many keys each look-up asked for."""
+    asked = []
+    real = stash.server.lookup
+
+    def noting(keys, **arguments):
+        asked.append(len(keys))
+        return real(keys, **arguments)
+
+    monkeypatch.setattr(stash.server, "lookup", noting)
+    return asked
+
+
+@pytest.mark.parametrize("brought", ["fetched", "prefetched", "compiled"])
+@pytest.mark.parametrize("withdraw", [withhold, delete])
+def test_a_withdrawn_artifact_is_not_served_to_the_next_job(next_job, brought, withdraw):
+    publisher = next_job("host" if brought == "compiled" else "publisher")
+    publisher.put(key(), b"graph", METADATA)
+    if brought == "fetched":
+        assert next_job().get(key()) == b"graph"
+    if brought == "prefetched":
+        assert next_job().ensure_local(key()).source == "remote"
+    assert next_job().fetch(key(), payload := io.BytesIO()).source == "local"
+    assert payload.getvalue() == b"graph"
+
+    withdraw(publisher)
+
+    job = next_job()
+    assert job.get(key()) is None
+    assert not job.is_on_this_host(key())
+
+
+def test_a_replaced_artifact_is_fetched_again(next_job):
+    publisher = next_job("publisher")
+    publisher.put(key(), b"wrong", METADATA)
+    assert next_job().get(key()) == b"wrong"
+    delete(publisher)
+    next_job("other publisher").put(key(), b"right", METADATA)
+    assert next_job().get(key()) == b"right"
+
+
+def test_a_second_process_obeys(next_job, config):
+    publisher = next_job("publisher")
+    publisher.put(key(), b"graph", METADATA)
+    assert next_job().get(key()) == b"graph"
+    program = (
+        "import graphstash, sys\n"
+        "from graphstash_schema import ArtifactKey\n"
+        "with graphstash.Stash(graphstash.ClientConfig.load()) as stash:\n"
+        "    print(stash.get(ArtifactKey.parse(*sys.argv[1].split('/'))))\n"
+    )
+    variables = {
+        "GRAPHSTASH_URL": publisher.config.url,
+        "GRAPHSTASH_NAMESPACE": publisher.config.namespace,
+        "GRAPHSTASH_CACHE_DIR": str(config("host").cache_dir),
+    }
+
+    def other_process():
+        command = [sys.executable, "-c", program, str(key())]
+        return subprocess.run(
+            command, env=os.environ | variables, check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    assert other_process() == "b'graph'"
+    withhold(publisher)
+    assert other_process() == "None"
+
+
+def test_a_copy_is_not_served_to_a_token_without_rights(next_job, config, tmp_path):
+    with GuardedServer(tmp_path / "guarded") as server:
+        trusted = {"url": server.url, "namespace": "trusted"}
+        writer = next_job("publisher", token=server.token("write:trusted"), **trusted)
+        writer.put(key(), b"graph", METADATA)
+        reader = server.token("read:trusted")
+        assert next_job(token=reader, **trusted).get(key()) == b"graph"
+
+        stranger = {"token": server.token("write:team"), "url": server.url}
+        assert next_job(namespace="trusted", **stranger).get(key()) is None
+        both = next_job(namespace="team", read_namespaces="trusted", **stranger)
+        assert both.get(key()) is None
+
+        again = next_job(token=reader, **trusted)
+        assert again.ensure_local(key()).source == "local"
+
+
+def test_a_teams_copy_is_not_preferred_to_the_trusted_one(next_job, namespace, monkeypatch):
+    names = {"namespace": namespace, "read_namespaces": f"{namespace}-trusted"}
+    for number in range(20):
+        next_job("team").put(key(number), b"team", METADATA)
+        assert next_job(**names).get(key(number)) == b"team"
+    trusted = next_job("trusted", namespace=f"{namespace}-trusted")
+    trusted.put(key(1), b"trusted", METADATA)
+
+    job = next_job(**names)
+    asked = lookups(job, monkeypatch)
+    assert job.get(key(1)) == b"trusted"
+    for number in range(2, 20):
+        assert job.get(key(number)) == b"team"
+    assert asked == [20, 20]  # one request for each namespace
+
+
+def test_a_copy_of_one_server_is_not_served_to_a_job_of_another(next_job, server, namespace):
+    next_job("publisher").put(key(), b"graph", METADATA)
+    assert next_job().get(key()) == b"graph"
+    with FakeServer() as other:
+        assert next_job(url=other.url).get(key()) is None
+        next_job(url=other.url).put(key(), b"another", METADATA)
+    for nobody in ("none", "http://127.0.0.1:9"):
+        with pytest.raises(CacheError) if nobody != "none" else nullcontext():
+            assert next_job(url=nobody).get(key()) is None
+    assert next_job().get(key()) == b"graph"
+
+
+def test_without_an_answer_copies_are_used_for_a_while(next_job, server, caplog):
+    with FaultProxy(server.port) as proxy:
+        next_job("publisher").put(key(), b"graph", METADATA)
+        assert next_job(url=proxy.url).get(key()) == b"graph"
+        for fault in (Fault.RESET, Fault.BUSY, Fault.FAILING):
+            proxy.fault = fault
+            assert next_job(url=proxy.url).get(key()) == b"graph"
+        for late in (next_job(url=proxy.url, offline_seconds=0), next_job(url=proxy.url)):
+            (noted,) = late.config.cache_dir.glob(f"servers/*/{late.config.namespace}")
+            os.utime(noted, (time.time() - 25 * 3600,) * 2)
+            with pytest.raises(CacheError):
+                late.get(key())
+            assert "has not answered" in caplog.text
+            caplog.clear()
+        proxy.fault = Fault.NONE
+        assert next_job(url=proxy.url).ensure_local(key()).source == "local"
+
+
+def test_what_no_server_stored_is_used_without_one(next_job, monkeypatch):
+    job = next_job(url="none")
+    job.put(key(), b"graph", METADATA)
+    assert next_job(url="none").get(key()) == b"graph"
+    assert next_job(read_only=True).get(key()) == b"graph"  # the server lacks it, and had never it
+    next_job("publisher").put(key(), b"another", METADATA)
+    later = time.time() + 601
+    monkeypatch.setattr("graphstash._artifacts.standing.time", lambda: later)
+    assert next_job(read_only=True).get(key()) == b"another"  # as all other hosts
+
+
+def test_the_processes_of_a_run_ask_once_for_all_copies(next_job, monkeypatch):
+    publisher = next_job("publisher")
+    for number in range(30):
+        publisher.put(key(number), b"graph", METADATA)
+        next_job().ensure_local(key(number))
+    asked = []
+    for _ in range(3):
+        stash = next_job(run="one run")
+        noted = lookups(stash, monkeypatch)
+        for number in range(30):
+            assert stash.fetch(key(number), io.BytesIO()).source == "local"
+        asked.append(noted)
+    assert asked == [[30], [], []]
+
+
+def test_a_run_asks_again_after_a_while(next_job, monkeypatch):
+    publisher = next_job("publisher")
+    publisher.put(key(), b"graph", METADATA)
+    job = next_job(run="a long run")
+    assert job.get(key()) == b"graph"
+    withhold(publisher)
+    assert job.get(key()) == b"graph"  # within the documented time
+    later = time.time() + 601
+    monkeypatch.setattr("graphstash._artifacts.standing.time", lambda: later)
+    assert job.get(key()) is None
+
+
+class Job(Host):
+    def __init__(self, stash):
+        super().__init__(stash)
+        self.packs = Packs(self.cache, lambda number: request(1000 + number))
+
+
+def test_packs_obey_on_disk_and_in_memory(next_job, monkeypatch):
+    with Job(next_job("publisher")) as publisher:
+        publisher.packs.get(key(1))
+        publisher.packs.put(key(1), b"program")
+        publisher.packs.flush()
+        assert publisher.publisher.drain(20)
+        with Job(next_job()) as job:
+            assert job.packs.get(key(1)) == b"program"
+            withhold(publisher.stash, 1000)
+            later = time.time() + 601
+            monkeypatch.setattr("graphstash._artifacts.standing.time", lambda: later)
+            monkeypatch.setattr(packs_module, "RECHECK_SECONDS", 0.0)
+            assert job.packs.get(key(1)) is None
+        with Job(next_job()) as job:
+            assert job.packs.get(key(1)) is None
+
+
+def test_a_damaged_note_of_a_server_is_no_trouble(next_job):
+    next_job("publisher").put(key(), b"graph", METADATA)
+    job = next_job()
+    assert job.get(key()) == b"graph"
+    (noted,) = job.config.cache_dir.glob("servers/*/_origin")
+    for text in ("", "../../x", "url-zz"):
+        noted.write_text(text)
+        assert next_job().get(key()) == b"graph"
+
+
+def test_an_unplugged_host_uses_what_it_has(next_job):
+    next_job("publisher").put(key(), b"graph", METADATA)
+    job = next_job()
+    assert job.get(key()) == b"graph"
+    away = unplugged(job.config.cache_dir, job.config.url)
+    assert next_job(url=away).get(key()) == b"graph"
+    with pytest.raises(CacheError) as caught:
+        next_job(url=away).get(key(2))
+    assert caught.value.reason is Reason.CONNECT
+
+
+def test_forget_removes_every_copy_of_this_host_and_nothing_else(next_job, command):
+    job = next_job("publisher")
+    for number in (1, 2):
+        job.put(key(number), b"graph", METADATA)
+        next_job().ensure_local(key(number))
+    next_job(url="none").put(key(), b"own", METADATA)
+    told = command("forget", str(key()), host="host").stdout
+    assert told.count("removed torch_xla/") == 2
+    assert "Not touched: servers" in told.replace("\n", " ")
+    assert [next_job().is_on_this_host(key(number)) for number in (1, 2)] == [False, True]
+    assert next_job().fetch(key(), io.BytesIO()).source == "remote"  # no server was asked
+    again = command("forget", key().fingerprint, "--json", host="host").stdout
+    (removed,) = json.loads(again)["removed"]
+    expected = {"key": str(key()), "namespace": job.config.namespace, "is_own": False}
+    assert removed == expected
+    command("forget", str(key()), host="host", status=1)
+    command("forget", "../secret", host="host", status=2)
+    several = command("forget", "0000", host="publisher", status=1)
+    assert "several artifacts begin with" in several.output
