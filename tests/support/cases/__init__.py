@@ -1,0 +1,1 @@
+"""Cases that run in processes of their own: see `support.run_case`."""
