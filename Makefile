@@ -14,7 +14,7 @@ TORCH_INDEX_OPTIONS := $(if $(TORCH_INDEX),--index $(TORCH_INDEX) --index-strate
 
 export PYTHONSAFEPATH = 1
 
-.PHONY: help demo serve test test-all test-images test-pythons coverage fuzz check lint types \
+.PHONY: help demo serve test test-all test-random test-images test-pythons coverage fuzz check lint types \
     format hooks dist docs docs-serve reference bench bench-training bench-tuning bench-reduce constraints \
     clean
 
@@ -27,16 +27,26 @@ demo: $(VENV)/.installed  ## Run one training job cold, warm and on eight hosts;
 serve: $(VENV)/.installed  ## Start a server on 127.0.0.1:8077
 	$(BIN)/graphstash serve
 
-# Two workers; what shares an expensive server or process goes to one of them (tests/conftest.py).
+# Two workers. Tests that share an expensive server or process run in one of them (tests/conftest.py).
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test: $(VENV)/.installed $(VENV)/.packages  ## Run the tests that .venv is enough for: 10 to 15 minutes
+test: $(VENV)/.installed $(VENV)/.packages  ## Run the tests for which .venv suffices: 8 minutes
 	$(PYTEST) $(TESTS)
 
-test-all: $(VENV)/.installed $(VENV)/.packages  ## Run every test, with every compiler version: 35 to 55 minutes
+test-all: $(VENV)/.installed $(VENV)/.packages  ## Run every test, with every compiler version: 30 minutes
 	$(PYTEST) --extended $(TESTS)
 	$(if $(TESTS),,@$(MAKE) --no-print-directory .test-images)
+
+# To repeat a round: make test-random SEEDS=<the seed that the round printed>
+ROUNDS ?= 20
+SEEDS ?= $(shell shuf -i 1-1000000 -n $(ROUNDS))
+
+test-random: $(VENV)/.installed $(VENV)/.packages  ## Run the tests ROUNDS times in random order with random seeds
+	@for seed in $(SEEDS); do \
+	    echo "seed $$seed, load $$(cut -d' ' -f1-3 /proc/loadavg)" && \
+	    PYTHONHASHSEED=$$seed $(PYTEST) --random-order --random-order-seed=$$seed \
+	        --hypothesis-seed=$$seed $(TESTS) || exit; done
 
 # Beside everything else, these build an image and start some twenty containers with names of their
 # own, and remove them. The engine may be any that `docker` and `docker compose` reach.

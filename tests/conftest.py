@@ -1,8 +1,11 @@
 """Which tests run, in which order, and the servers that all folders share.
 
-`make test` leaves out what is marked `extended`; `make test-all` passes `--extended` and runs
-everything. Of a test that runs on two databases, PostgreSQL is extended unless the test is marked
+`make test` leaves out tests marked `extended`; `make test-all` passes `--extended` and runs every
+test. If a test runs on two databases, its PostgreSQL variant is extended unless the test is marked
 `sql`.
+
+Each xdist worker takes whole files, so that the tests of a file share its servers and jobs. The
+files that took longest in the last run start first; the cache of pytest keeps these times.
 """
 
 import functools
@@ -10,6 +13,7 @@ import itertools
 import os
 import signal
 import sys
+from collections import Counter
 from contextlib import ExitStack
 
 import hypothesis
@@ -23,30 +27,8 @@ from support.swift import Swift
 
 _numbers = itertools.count()
 
-# A worker takes whole files. It takes these together: they share a process that starts slowly.
-_TAKEN_TOGETHER = dict.fromkeys(
-    (
-        *("tests/compilers/test_torch_xla.py", "tests/compilers/test_torch_xla_faults.py"),
-        *(
-            "tests/client/training/test_optimizers_xla.py",
-            "tests/client/training/test_traced_xla.py",
-        ),
-        "tests/client/training/test_trainer_xla.py",
-    ),
-    "torch_xla",
-)
-
-# The longest first, so that both workers end at about the same time.
-_LONGEST = (
-    *("torch_xla", "tests/chaos/test_chaos.py", "tests/compilers/test_inductor.py"),
-    *("tests/compilers/test_jax.py", "tests/compilers/test_ranks.py"),
-    *("tests/compilers/test_other_processors.py", "tests/packaging/test_release_before.py"),
-    *("tests/compilers/test_inductor_objects.py", "tests/compilers/test_triton.py"),
-    *("tests/compilers/test_pjrt_torch_xla.py", "tests/compilers/test_pjrt_jax.py"),
-    *("tests/docs/test_pages.py", "tests/client/training/test_examples.py"),
-    *("tests/compilers/test_mixed.py", "tests/service/test_workers.py"),
-    *("tests/service/test_eviction.py", "tests/service/test_dashboard.py"),
-)
+_SECONDS = "graphstash/seconds_of_groups"
+_seconds_of_groups: Counter[str] = Counter()
 
 # Jobs import torch and JAX hundreds of times; compiling these modules anew takes 20 s each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -76,7 +58,10 @@ def pytest_configure(config):
     untimed = hypothesis.settings(
         deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
     )
-    hypothesis.settings.register_profile("test", untimed, max_examples=50, derandomize=True)
+    is_repeatable = not config.option.random_order_enabled
+    hypothesis.settings.register_profile(
+        "test", untimed, max_examples=50, derandomize=is_repeatable
+    )
     hypothesis.settings.register_profile("test-all", untimed, max_examples=300)
     hypothesis.settings.load_profile("test-all" if config.option.extended else "test")
 
@@ -94,7 +79,9 @@ def pytest_collection_modifyitems(config, items):
             config.hook.pytest_deselected(items=left_out)
             items[:] = [item for item in items if not item.get_closest_marker(mark)]
     yield
-    items.sort(key=_place_of_its_group)
+    if not config.option.random_order_enabled:
+        seconds = config.cache.get(_SECONDS, {})
+        items.sort(key=lambda item: -seconds.get(_group_of(item.nodeid), 0))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -110,13 +97,9 @@ def _is_on(item, database):
 
 
 def _group_of(nodeid):
+    """Return the file of a test, or `xla` for files that share a process that imports torch_xla."""
     file = nodeid.partition("::")[0]
-    return _TAKEN_TOGETHER.get(file, file)
-
-
-def _place_of_its_group(item):
-    group = _group_of(item.nodeid)
-    return _LONGEST.index(group) if group in _LONGEST else len(_LONGEST)
+    return "xla" if file.endswith(("_xla.py", "_xla_faults.py")) else file
 
 
 def pytest_xdist_make_scheduler(config, log):
@@ -127,6 +110,17 @@ def pytest_xdist_make_scheduler(config, log):
             return _group_of(nodeid)
 
     return ByGroup(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report):
+    _seconds_of_groups[_group_of(report.nodeid)] += report.duration
+
+
+def pytest_sessionfinish(session):
+    if not hasattr(session.config, "workerinput"):  # the controller receives the reports of all
+        known = session.config.cache.get(_SECONDS, {})
+        session.config.cache.set(_SECONDS, known | _seconds_of_groups)
 
 
 @pytest.fixture(scope="session")
