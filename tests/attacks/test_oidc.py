@@ -1,13 +1,9 @@
 """Jobs of an identity provider, or who says so, that want more than their JWT gives."""
 
-import base64
-import hashlib
-import hmac
 import json
 import time
 
 import pytest
-from cryptography.hazmat.primitives import serialization
 
 from support.guarded_server import GuardedServer, artifact_path
 from support.issuer import Cluster, Issuer
@@ -87,11 +83,6 @@ def exchange(server):
     return exchange
 
 
-def encoded(value):
-    raw = value if isinstance(value, bytes) else json.dumps(value).encode()
-    return base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
-
-
 def test_a_jwt_of_one_provider_says_that_it_is_of_another(shown, github, cluster):
     """With the same key id, each other's key, and what the other's rules ask for."""
     mixed = {"aud": ["graphstash", "graphstash-k8s"]}
@@ -109,76 +100,32 @@ def test_a_jwt_of_one_provider_says_that_it_is_of_another(shown, github, cluster
 
 
 def test_a_jwt_brings_a_key_of_its_own_along(shown, github, cluster):
-    key = cluster.keys["shared"][0]
-    for header in (
-        {"jku": cluster.url + "/jwks"},
-        {"jwk": cluster.jwk("shared")},
-        {"x5u": cluster.url + "/jwks"},
-        {"kid": cluster.url + "/jwks"},
-        {"kid": "../../realm/jwks"},
-    ):
-        forged = github.token("shared", key=key, algorithm="RS256", headers=header)
-        assert shown(forged) == {401}
-
-
-def test_a_jwt_is_signed_with_a_public_key_or_not_at_all(shown, github):
-    public = github.keys["shared"][0].public_key()
-    body = github.token("shared").split(".")[1]
-    secrets = [
-        public.public_bytes(serialization.Encoding.PEM, form)
-        for form in (
-            serialization.PublicFormat.SubjectPublicKeyInfo,
-            serialization.PublicFormat.PKCS1,
-        )
+    key, url = cluster.keys["shared"][0], cluster.url + "/jwks"
+    headers = {"jku": url}, {"jwk": cluster.jwk("shared")}, {"x5u": url}, {"kid": url}
+    forged = [
+        github.token("shared", key=key, algorithm="RS256", headers=each)
+        for each in (*headers, {"kid": "../../realm/jwks"})
     ]
-    forged = []
-    for algorithm in ("HS256", "none", "None", "RS256"):
-        signed = f"{encoded({'alg': algorithm, 'typ': 'JWT', 'kid': 'shared'})}.{body}"
-        for secret in (*secrets, b""):
-            signature = hmac.new(secret, signed.encode(), hashlib.sha256).digest()
-            forged += [f"{signed}.{encoded(signature)}", f"{signed}."]
     assert shown(*forged) == {401}
 
 
-def test_a_jwt_for_another_service_is_used_here(shown, github, cluster):
-    """Also the audience that this server has for its other provider."""
-    assert shown(
-        github.token("shared", aud="sts.amazonaws.com"),
-        github.token("shared", aud="graphstash-k8s"),
-        github.token("shared", aud=[]),
-        github.token("shared", aud="graphstash "),
-        github.token("shared", aud="Graphstash"),
-        github.token("shared", aud={"graphstash": 1}),
-        github.token("shared", without=["aud"]),
-        cluster.token("shared"),
-        cluster.token("shared", aud=["graphstash"]),
-    ) == {401}
-
-
-def test_a_jwt_without_rights_is_exchanged(shown, github, cluster):
-    assert shown(
-        github.token("shared", repository="stranger/x"),
-        github.token("shared", repository="team/x/../../stranger/y"),
-        github.token("shared", repository="team/x", ref="refs/heads/mine"),
-        github.token("shared", repository="team/x", event_name="pull_request_target"),
-        cluster.token("shared", aud="graphstash-k8s", **{"kubernetes.io": {"namespace": "ci"}}),
-        cluster.token(
-            "shared",
-            aud="graphstash-k8s",
-            **{"kubernetes.io.namespace": "ci"} | {"kubernetes.io": None},
-        ),
-    ) == {401}
-
-
-def test_an_old_jwt_or_one_of_the_future_is_exchanged(shown, github):
-    """Half a minute is what clocks may differ by."""
+def test_a_jwt_of_another_audience_time_or_repository_is_exchanged(shown, github, cluster):
+    """Also the audience that this server has for its other provider; the verifier's own tests have
+    every other form of a wrong JWT.
+    """
     now = int(time.time())
+    k8s = {"aud": "graphstash-k8s"}
     assert shown(
-        github.token("shared", iat=now - 400, nbf=now - 400, exp=now - 60),
-        github.token("shared", nbf=now + 600),
-        github.token("shared", iat=now + 600, nbf=now),
-        github.token("shared", exp=now - 10**6),
-        github.token("shared", without=["exp"]),
+        github.token("shared", aud="graphstash-k8s"),
+        github.token("shared", aud={"graphstash": 1}),
+        github.token("shared", aud="graphstash "),
+        cluster.token("shared"),
+        github.token("shared", exp=now - 60),
+        github.token("shared", key=b"x" * 32, algorithm="HS256"),
+        github.token("shared", repository="team/x/../../stranger/y"),
+        github.token("shared", repository="team/x", event_name="pull_request_target"),
+        cluster.token("shared", **k8s, **{"kubernetes.io": {"namespace": "ci"}}),
+        cluster.token("shared", **k8s, **{"kubernetes.io.namespace": "ci", "kubernetes.io": None}),
     ) == {401}
 
 
@@ -189,15 +136,15 @@ _MORE = (
 )
 
 
-@pytest.mark.parametrize("grant", _MORE)
-def test_a_token_with_more_rights_than_the_jwt_is_asked_for(server, exchange, github, grant):
+def test_a_token_with_more_rights_than_the_jwt_is_asked_for(server, exchange, github):
     jwt = github.token("shared")
 
     with server.withstands() as refused:
-        alone, beside = exchange(jwt, grant), exchange(jwt, "read:trusted", grant)
-    assert alone.status_code == beside.status_code == 403
-    assert grant in alone.json()["detail"]
-    assert refused == {"forbidden": 2}
+        for grant in _MORE:
+            alone, beside = exchange(jwt, grant), exchange(jwt, "read:trusted", grant)
+            assert alone.status_code == beside.status_code == 403, grant
+            assert grant in alone.json()["detail"]
+    assert refused == {"forbidden": 2 * len(_MORE)}
 
 
 def test_a_pattern_becomes_a_name_that_a_trusted_namespace_takes(server, exchange, github):
@@ -234,21 +181,11 @@ def test_an_exchanged_token_is_exchanged_for_a_longer_life(server, exchange, git
             exchange(token, lifetime_seconds=3600),
             exchange(own, "write:ci-*"),
             exchange(server.admin),
+            exchange(None),
+            exchange(".."),
         ]
-    assert [answer.status_code for answer in answers] == [403] * 4
-    assert refused == {"forbidden": 4}
-
-
-def test_nobody_exchanges_nothing(server):
-    with server.withstands() as refused:
-        answers = [
-            server.http().post("/v1/-/tokens:exchange", json={}),
-            server.http("..").post("/v1/-/tokens:exchange", json={}),
-            server.http().post("/v1/-/tokens%3Aexchange", json={}),
-        ]
-    assert [answer.status_code for answer in answers][:2] == [401] * 2
-    assert answers[2].status_code in {400, 401, 404}
-    assert refused["unauthenticated"] >= 2
+    assert [answer.status_code for answer in answers] == [403] * 4 + [401] * 2
+    assert refused == {"forbidden": 4, "unauthenticated": 2}
 
 
 def test_a_replayed_jwt_gives_tokens_that_all_end_and_can_all_be_revoked(server, exchange, github):
