@@ -30,6 +30,8 @@ class SlowLink:
     def __init__(self, upstream_port: int, *, round_trip_seconds: float = 0.05) -> None:
         self.requests: list[str] = []
         self.most_at_once = 0
+        self._gather = 0
+        self._gathered = asyncio.Event()
         self._busy: set[object] = set()
         self._upstream_port = upstream_port
         self.round_trip_seconds = round_trip_seconds
@@ -40,6 +42,11 @@ class SlowLink:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    def gather(self, count: int) -> None:
+        """Hold back requests for artifacts until `count` requests are on their way."""
+        self._gather = count
+        self._gathered = asyncio.Event()
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -102,13 +109,21 @@ class SlowLink:
             while True:
                 chunk = await source.read(1 << 20)
                 if is_request:
-                    for method, path in _REQUEST.findall(chunk):
-                        self.requests.append(f"{method.decode()} {path.decode()}")
-                        self._busy.add(connection)
-                    self.most_at_once = max(self.most_at_once, len(self._busy))
+                    await self._note(connection, chunk)
                 queue.put_nowait((self._loop.time() + self.round_trip_seconds / 2, chunk))
                 if not chunk:
                     break
             await sending
         except OSError:
             sending.cancel()
+
+    async def _note(self, connection: object, chunk: bytes) -> None:
+        found = _REQUEST.findall(chunk)
+        for method, path in found:
+            self.requests.append(f"{method.decode()} {path.decode()}")
+            self._busy.add(connection)
+        self.most_at_once = max(self.most_at_once, len(self._busy))
+        if len(self._busy) >= self._gather:
+            self._gathered.set()
+        if any(b"/artifacts/" in path for _, path in found):
+            await self._gathered.wait()
