@@ -79,7 +79,7 @@ def test_an_entry_of_another_program_runs_in_a_bare_jax_and_never_reaches_it_her
     running.finish()
     tier = running.report.parent / "tier"
     found = (tier / "v2").glob("*/jax-foreign/jax/*/??/*")
-    config = ClientConfig(url="none", namespace="jax-foreign", cache_dir=tier)
+    config = ClientConfig(url=server.url, namespace="jax-foreign", cache_dir=tier)
     with Stash(config) as stash:
         keys = [ArtifactKey.parse("jax", path.parts[-3], path.name) for path in found]
         (step,) = (key for key in keys if b"jit_norm" not in stash.get(key))  # and not the pack

@@ -233,8 +233,10 @@ def test_binaries_alone_are_other_artifacts_than_kernels_with_all_stages(triton,
 def test_with_kernels_of_the_users_own_nothing_is_shared(triton, server, fresh):
     outcome = triton.run("override", namespace=fresh, variables={"TRITON_KERNEL_OVERRIDE": "1"})
     assert outcome.report["ptxas"] == 1
-    assert outcome.stats == {}
-    assert server.stats(fresh)["artifacts"] == 0
+    assert outcome.stats["fallbacks"] == {"unshareable": 1}
+    assert outcome.errors.count("TRITON_KERNEL_OVERRIDE is set") == 1
+    counted = server.stats(fresh)
+    assert counted["misses"] == counted["puts"] == 0
 
 
 @pytest.mark.extended
