@@ -9,7 +9,7 @@ from contextlib import suppress
 from enum import StrEnum
 from typing import Final, Self
 
-__all__ = ["IMPATIENT", "Fault", "FaultProxy"]
+__all__ = ["IMPATIENT", "LEASE_REQUEST", "Fault", "FaultProxy"]
 
 IMPATIENT: Final = {"connect_seconds": 0.5, "first_byte_seconds": 2}
 """The defaults, for clients of the proxy: some faults last as long as they wait."""
@@ -50,6 +50,8 @@ _ANSWERS = {
     Fault.FAILING: _FAILING,
     Fault.BUSY: _BUSY,
 }
+LEASE_REQUEST: Final = re.compile(rb"POST /v1/[^/ ]+/leases/")
+
 _GET_ARTIFACT = re.compile(rb"^GET (/v1/[^/ ]+/artifacts/)([^ ]+)( HTTP)")
 
 
@@ -57,12 +59,18 @@ class FaultProxy:
     """Listens on a free loopback port; `fault` may be changed at any time.
 
     One request per connection, so that every request meets the present fault.
+
+    Attributes:
+        hold: Requests whose answers wait for `go_on`. Default: none.
+        held: Set when the server has answered such a request.
     """
 
     def __init__(self, upstream_port: int) -> None:
         self.fault = Fault.NONE
         self.swap_to = ""
         self.connections = 0
+        self.hold: re.Pattern[bytes] | None = None
+        self.held, self.go_on = threading.Event(), threading.Event()
         self._upstream_port = upstream_port
         self._closed = False
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -75,6 +83,7 @@ class FaultProxy:
 
     def __exit__(self, *_: object) -> None:
         self._closed = True
+        self.go_on.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -119,6 +128,9 @@ class FaultProxy:
             with suppress(OSError):
                 while chunk := upstream.recv(1 << 20):
                     answer += chunk
+        if self.hold and self.hold.match(head):
+            self.held.set()
+            self.go_on.wait()
         body_at = answer.find(b"\r\n\r\n") + 4
         middle = body_at + (len(answer) - body_at) // 2
         if artifact and answer.startswith(b"HTTP/1.1 200") and len(answer) > body_at:
