@@ -160,24 +160,6 @@ def test_an_anonymous_reader_of_one_namespace_tries_the_others(any_fort, public)
     assert len({answer.json()["detail"] for answer in answers}) == 1
 
 
-def test_an_anonymous_report_withholds_an_artifact(any_fort, public):
-    space = public
-    any_fort.fill(space, 0)
-    nobody = any_fort.http()
-    digest = any_fort.digest_of(space)
-    kind, device, fingerprint = artifact_path(space).split("/")[-3:]
-    key = {"kind": kind, "device_type": device, "fingerprint": fingerprint}
-
-    with any_fort.withstands() as refused:
-        answer = nobody.post(
-            f"/v1/{space}/artifacts:report",
-            json={"key": key, "digest": digest, "reason": "corrupt"},
-        )
-    assert answer.json() == {"found": True, "withheld": False}
-    assert refused == {}
-    assert nobody.get(artifact_path(space)).status_code == 200
-
-
 _NOT_NAMED = (
     ("team-*", "team"),
     ("team-*", "teams-a"),
