@@ -96,10 +96,6 @@ def test_a_secret_is_shown_nowhere():
     config = ClientConfig.load({}, token="hush" * 10)
     assert "hush" not in f"{config} {config!r} {dataclasses.asdict(config)}"
     assert dataclasses.replace(config, url="none").token.reveal() == "hush" * 10
-    with pytest.raises(ConfigError) as caught:
-        ClientConfig.load({}, token="hush hush", url="http://user:hush@host")
-    assert "hush" not in str(caught.value)
-    assert caught.value.__context__ is None
 
 
 def test_settings_remember_which_of_them_were_chosen():
@@ -114,8 +110,8 @@ def test_settings_remember_which_of_them_were_chosen():
         ("GRAPHSTASH_URL", "cache:8077", "expected http://host:port"),
         ("GRAPHSTASH_NAMESPACE", "Team A", "[a-z0-9][a-z0-9._-]{0,63}"),
         ("GRAPHSTASH_WAIT_SECONDS", "-1", "it takes a number (0 to 86,400)"),
-        ("GRAPHSTASH_CONNECT_SECONDS", "soon", "it takes a number (above 0 to 60)"),
-        ("GRAPHSTASH_LOCAL_LIMIT", "many", "it takes a size such as 500MB or 10GiB"),
+        ("GRAPHSTASH_READ_ONLY", "perhaps", "it takes true or false"),
+        ("GRAPHSTASH_SIGNATURES", "always", "it takes require, prefer or off"),
         ("GRAPHSTASH_TORCH_XLA_MODE", "magic", "auto, exact or hint"),
     ],
 )

@@ -31,33 +31,29 @@ WORDS = [Namespace, DeviceType, Fingerprint, ManifestName]
 
 @pytest.mark.parametrize("word", WORDS)
 @given(data=st.data())
-def test_a_word_of_the_right_form_stays_as_it_is(word, data):
-    text = data.draw(st.from_regex(word.form, fullmatch=True))
-
-    assert word(text) == text
-    assert TypeAdapter(word).validate_json(json.dumps(text)) == text
-    assert json.loads(TypeAdapter(word).dump_json(word(text))) == text
-
-
-@pytest.mark.parametrize("word", WORDS)
-@pytest.mark.parametrize(
-    "text", ["", " ", "a b", "a/b", "..", ".a", "a\n", "\na", "a\0", "ä", "a" * 300, "%2e", "-a"]
-)
-def test_a_word_of_another_form_is_refused(word, text):
-    with pytest.raises(InvalidValueError) as refusal:
-        word(text)
-    assert refusal.value.code is word.code
-    assert word.what in str(refusal.value)
-
-
-@pytest.mark.parametrize("word", WORDS)
-@given(data=st.data())
-def test_many_words_are_what_each_by_itself_is(word, data):
-    texts = data.draw(st.lists(st.from_regex(word.form, fullmatch=True), max_size=5))
-
+def test_words_of_the_right_form_stay_as_they_are(word, data):
+    texts = data.draw(st.lists(st.from_regex(word.form, fullmatch=True), max_size=3))
     words = word.all_of(texts)
-    assert words == texts
+    assert words == texts == [word(text) for text in texts]
     assert {type(each) for each in words} <= {word}
+    listed = TypeAdapter(list[word])
+    assert listed.validate_json(json.dumps(texts)) == texts
+    assert json.loads(listed.dump_json(words)) == texts
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_text_of_another_form_is_refused(word):
+    for text in (
+        *("", " ", "a b", "a/b", "..", ".a", "a\n", "\na", "a\0", "ä", "a" * 300, "%2e", "-a"),
+        "x" * 10_000 + "\n",
+    ):
+        with pytest.raises(InvalidValueError) as refusal:
+            word(text)
+        assert refusal.value.code is word.code
+        assert word.what in str(refusal.value)
+        assert len(str(refusal.value)) < 250
+    with pytest.raises(ValidationError):
+        TypeAdapter(word).validate_json("1")
 
 
 @pytest.mark.parametrize("number", range(3))
@@ -69,19 +65,6 @@ def test_one_bad_word_among_many_is_named(number):
         Fingerprint.all_of(texts)
     with pytest.raises(TypeError):
         Fingerprint.all_of([*texts[:number], 1])
-
-
-@pytest.mark.parametrize("word", WORDS)
-def test_json_other_than_a_string_is_no_word(word):
-    for value in ("1", "null", "[]", "{}", "true"):
-        with pytest.raises(ValidationError):
-            TypeAdapter(word).validate_json(value)
-
-
-def test_a_refused_value_is_cut_to_a_line():
-    with pytest.raises(InvalidValueError) as refusal:
-        Namespace("x" * 10_000 + "\n")
-    assert len(str(refusal.value)) < 250
 
 
 def test_a_word_describes_itself_as_a_string_with_a_pattern():
@@ -184,7 +167,7 @@ def test_metadata_comes_back_from_its_header(metadata):
     assert ArtifactMetadata.from_header(header) == metadata
 
 
-@pytest.mark.parametrize("size", [50, 160, 1000])
+@pytest.mark.parametrize("size", [50, 160])
 def test_a_metadata_header_never_passes_its_limit(size):
     metadata = ArtifactMetadata(
         compile_seconds=MAX_COMPILE_SECONDS,
@@ -204,13 +187,11 @@ def test_a_metadata_header_never_passes_its_limit(size):
     "record",
     [
         {},
-        {"compile_seconds": -1, "raw_size_bytes": 0},
         {"compile_seconds": MAX_COMPILE_SECONDS + 1, "raw_size_bytes": 0},
         {"compile_seconds": float("nan"), "raw_size_bytes": 0},
         {"compile_seconds": 1, "raw_size_bytes": -1},
         {"compile_seconds": 1, "raw_size_bytes": 1, "version": 2},
         {"compile_seconds": 1, "raw_size_bytes": 1, "toolchain": "x" * 257},
-        {"compile_seconds": 1, "raw_size_bytes": 1, "parts": {"a": 1}},
         [],
     ],
 )
