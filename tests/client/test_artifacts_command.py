@@ -101,21 +101,18 @@ def test_the_newest_artifacts_are_listed_first_and_page_by_page(put, command):
     assert told.stderr == f"more: --after {page['next']}\n"
 
 
-@pytest.mark.parametrize(
-    ("sort", "order"),
-    [
-        ("size", [2, 3, 1]),
-        ("compile", [1, 3, 2]),
-        ("fingerprint", [1, 2, 3]),
-        ("newest", [2, 1, 3]),
-    ],
-)
-def test_the_list_is_sorted(put, command, sort, order):
+def test_the_list_is_sorted(put, command):
     put(3, size=200, seconds=5)
     put(1, size=100, seconds=9)
     put(2, size=300, seconds=1)
-    assert numbers(listed(command, "--sort", sort)) == order
-    assert numbers(listed(command, "--sort", sort, "--limit", "2")) == order[:2]
+    for sort, order in {
+        "size": [2, 3, 1],
+        "compile": [1, 3, 2],
+        "fingerprint": [1, 2, 3],
+        "newest": [2, 1, 3],
+    }.items():
+        assert numbers(listed(command, "--sort", sort)) == order, sort
+        assert numbers(listed(command, "--sort", sort, "--limit", "2")) == order[:2], sort
 
 
 def test_the_list_is_filtered(put, command):
@@ -128,26 +125,21 @@ def test_the_list_is_filtered(put, command):
     assert nothing.stdout.startswith("no such artifacts in the namespace")
 
 
-def test_the_list_fits_a_terminal_of_80_columns(put, terminal):
-    put(1, label="jit(a_function_with_a_name_that_is_much_too_long_for_any_terminal)", size=9999)
+def test_labels_are_cut_to_a_terminal_of_80_columns_and_whole_elsewhere(
+    put, terminal, command, namespace
+):
+    label = "jit(" + "x" * 100 + ")"
+    put(1, label=label, size=9999)
+    put(2, where="x" * 64)
+    assert label in command("ls").stdout
     heading, first, second = terminal("ls")
     assert heading.split() == ["fingerprint", "kind", "size", "compile", "hits", "age", "label"]
     assert len(first) == 80
     assert first.endswith("…")
     assert second == f"              on {DEVICE}, by ana@host:1"
-
-
-def test_the_status_fits_a_terminal_of_80_columns(put, terminal, namespace):
-    put(1, where="x" * 64)
     lines = terminal("status")
-    rows = [line for line in lines if line.startswith("x")]
-    assert len(rows) == 1
+    assert len([line for line in lines if line.startswith("x")]) == 1
     assert all(len(line) <= 80 for line in lines[1:-1])
-
-
-def test_what_is_not_a_terminal_gets_whole_labels(put, command):
-    put(1, label="jit(" + "x" * 100 + ")")
-    assert "jit(" + "x" * 100 + ")" in command("ls").stdout
 
 
 def test_everything_of_an_artifact_is_shown(put, command, namespace, hosts):
@@ -196,8 +188,7 @@ def test_show_says_whether_this_host_trusts_the_signature(
     assert shown["trust"]["state"] == state
 
 
-@pytest.mark.parametrize("arguments", [("ls",), ("show", "0001"), ("explain", "0001")])
-def test_hostile_labels_and_metadata_are_shown_as_text(put, command, hosts, namespace, arguments):
+def test_hostile_labels_and_metadata_are_shown_as_text(put, command, hosts, namespace):
     label = "[red]\u202ejit[/red][link=http://evil]x"
     key = key_of(namespace, 1)
     metadata = ArtifactMetadata(
@@ -207,10 +198,10 @@ def test_hostile_labels_and_metadata_are_shown_as_text(put, command, hosts, name
     host.put(key, b"x", metadata)
     parts = {"program": str(key), "jax": "0.10\x1b[2J\n[blink]"}
     host.server.describe([described(key, label, parts)])
-    told = command(*arguments).stdout
-    for hostile in ("\u202e", "\u2066", "\u200b", "\x1b"):
-        assert hostile not in told
-    assert "[red]\\u202ejit[/red][link=http://evil]x" in told
+    for arguments in (("ls",), ("show", "0001"), ("explain", "0001")):
+        told = command(*arguments).stdout
+        assert not set("\u202e\u2066\u200b\x1b") & set(told), arguments
+        assert "[red]\\u202ejit[/red][link=http://evil]x" in told, arguments
 
 
 def test_a_stored_artifact_is_explained_by_its_nearest_relative(put, command, namespace):
@@ -223,9 +214,10 @@ def test_a_stored_artifact_is_explained_by_its_nearest_relative(put, command, na
     assert cause["nearest"]["namespace"] == namespace
 
 
-def test_a_server_of_an_earlier_release_is_named(command, middlebox_without_listing):
-    told = command("ls", status=1, url=middlebox_without_listing).stderr
-    assert "is older than this command" in told
+def test_a_server_of_an_earlier_release_is_named(server, command):
+    with Middlebox(server.url) as box:
+        box.change = lambda request, _: box.ask(request, path="/v1/no/such/path")
+        assert "is older than this command" in command("ls", status=1, url=box.url).stderr
 
 
 @pytest.mark.parametrize("arguments", [["ls"], ["ls", "--limit", "0"], ["export", os.devnull]])
@@ -241,13 +233,3 @@ def test_a_list_that_leads_back_to_the_same_page_ends(server, command, arguments
         done = command(*arguments, url=box.url, status=status)
         assert len(box.to("/artifacts")) == 2
     assert "no such artifacts" in done.stdout or "nothing to export" in done.stderr
-
-
-@pytest.fixture
-def middlebox_without_listing(server):
-    def older(request, answer):
-        return box.ask(request, path="/v1/no/such/path")
-
-    with Middlebox(server.url) as box:
-        box.change = older
-        yield box.url

@@ -1,4 +1,4 @@
-"""`graphstash doctor` in this process or in its own, and a proxy that changes answers."""
+"""`graphstash doctor` and its checks in this process, and a proxy that changes answers."""
 
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -8,9 +8,10 @@ from typing import Any
 from graphstash._cli.doctor.command import examine
 from graphstash._cli.doctor.findings import Finding, State
 from support.hostile import Answer, Middlebox, Request
-from support.processes import graphstash
+from support.processes import graphstash_here
+from support.waiting import PATIENT_VARIABLES
 
-__all__ = ["CANARY", "altering", "diagnose", "doctor", "line"]
+__all__ = ["CANARY", "altering", "diagnose", "doctor", "expect", "line"]
 
 CANARY = "gst_canarycanaryabcd_" + "CANARY0" * 6 + "x"
 """A token that no server knows, and that must not be shown."""
@@ -20,7 +21,7 @@ def diagnose(
     url: str = "http://127.0.0.1:9", *, probe: bool = False, **settings: object
 ) -> list[Finding]:
     """What the doctor finds with these settings; names in lower case."""
-    environ = {"GRAPHSTASH_URL": url, "GRAPHSTASH_CONNECT_SECONDS": "5"}
+    environ = PATIENT_VARIABLES | {"GRAPHSTASH_URL": url}
     environ |= {f"GRAPHSTASH_{name.upper()}": str(value) for name, value in settings.items()}
     return list(examine(environ, {}, with_probe=probe))
 
@@ -32,8 +33,20 @@ def line(findings: Sequence[Finding], name: str, state: State | None = None) -> 
     return found[0]
 
 
+def expect(
+    findings: Sequence[Finding], name: str, state: State, *, found: str = "", advice: str = ""
+) -> Finding:
+    """Require one finding of this name, or of this name and state, with these texts in it."""
+    of_name = [each for each in findings if each.name == name]
+    told = line(findings, name, state if len(of_name) > 1 else None)
+    assert told.state == state, told
+    assert found in told.found, told
+    assert advice in told.advice, told
+    return told
+
+
 def doctor(*arguments: object, **variables: Any) -> subprocess.CompletedProcess[str]:
-    return graphstash("doctor", *arguments, **variables)
+    return graphstash_here("doctor", *arguments, **PATIENT_VARIABLES | variables)
 
 
 @contextmanager

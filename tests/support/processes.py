@@ -1,12 +1,18 @@
-"""Programs and commands that a test runs to their end, in processes of their own."""
+"""Programs and commands that a test runs to their end, most in processes of their own."""
 
+import io
 import os
 import subprocess
 import sys
 import textwrap
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
-__all__ = ["graphstash", "python"]
+import pytest
+
+from graphstash.__main__ import main
+
+__all__ = ["graphstash", "graphstash_here", "python"]
 
 
 def python(
@@ -28,6 +34,31 @@ def graphstash(
     *arguments: object, check: bool = False, **variables: object
 ) -> subprocess.CompletedProcess[str]:
     return _run(["-m", "graphstash", *arguments], variables, check=check)
+
+
+def graphstash_here(
+    *arguments: object, check: bool = False, **variables: object
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in this process, which saves its imports; `run` would replace the process."""
+    told, trouble = io.StringIO(), io.StringIO()
+    status: object = 0
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        redirect_stdout(told),
+        redirect_stderr(trouble),
+    ):
+        patch.setattr(sys, "argv", ["graphstash", *map(str, arguments)])
+        for name, value in variables.items():
+            patch.setenv(name, str(value))
+        try:
+            main()
+        except SystemExit as error:
+            status = error.code
+    if not isinstance(status, int):
+        raise TypeError(f"the command ended with {status!r} and not with a status")
+    if check and status:
+        raise RuntimeError(f"graphstash {arguments} ended with {status}: {trouble.getvalue()}")
+    return subprocess.CompletedProcess(arguments, status, told.getvalue(), trouble.getvalue())
 
 
 def _run(

@@ -1,3 +1,5 @@
+"""`graphstash doctor` names each problem with what to do about it, and changes nothing."""
+
 import sys
 
 import pytest

@@ -1,5 +1,7 @@
-import time
+"""What the doctor says of the token: where it comes from, what it grants, and when it ends."""
+
 from datetime import UTC, datetime, timedelta
+from functools import partial
 
 import pytest
 
@@ -7,135 +9,115 @@ from graphstash._cli.doctor.access import check_access
 from graphstash._cli.doctor.findings import State
 from graphstash._cli.doctor.server import Way
 from graphstash.config import ClientConfig
-from support.doctor import CANARY, altering, diagnose, doctor, line
+from graphstash_schema import TOKEN_FORM
+from support.doctor import CANARY, altering, diagnose, doctor, expect, line
 
 
-def test_a_token_that_may_write_passes_with_what_it_may(guarded, namespace):
-    token = guarded.token(f"write:{namespace}")
-    findings = diagnose(guarded.url, token=token, namespace=namespace)
-    told = line(findings, "token")
-    assert told.state == State.OK
-    assert f"from GRAPHSTASH_TOKEN, grants write:{namespace}; it does not expire" in told.found
-    assert "can read and write" in line(findings, "namespace").found
+@pytest.fixture
+def examine(guarded, namespace):
+    """Diagnose a job of this namespace on the server that asks for tokens."""
+    return partial(diagnose, guarded.url, namespace=namespace)
 
 
-def test_without_a_token_the_advice_is_how_to_get_one(guarded, namespace):
-    told = line(diagnose(guarded.url, namespace=namespace), "token")
-    assert told.state == State.FAIL
-    assert "none is set" in told.found
-    assert f"graphstash token create --grant write:{namespace}" in told.advice
+def test_a_token_that_may_write_passes_with_what_it_may(guarded, examine, namespace):
+    findings = examine(token=guarded.token(f"write:{namespace}"))
+    granted = f"from GRAPHSTASH_TOKEN, grants write:{namespace}; it does not expire"
+    expect(findings, "token", State.OK, found=granted)
+    expect(findings, "namespace", State.OK, found="can read and write")
+
+
+def test_without_a_token_the_advice_is_how_to_get_one(examine, namespace):
+    advice = f"graphstash token create --grant write:{namespace}"
+    told = expect(examine(), "token", State.FAIL, found="none is set", advice=advice)
     assert "GRAPHSTASH_TOKEN" in told.advice
 
 
-def test_a_token_that_the_server_does_not_know_is_a_failure_with_where_it_came_from(guarded):
-    told = line(diagnose(guarded.url, token=CANARY), "token")
-    assert told.state == State.FAIL
-    assert "rejected the token from GRAPHSTASH_TOKEN" in told.found
-    assert "ask an administrator" in told.advice
+def test_a_token_that_the_server_does_not_know_is_a_failure_with_where_it_came_from(examine):
+    found = "rejected the token from GRAPHSTASH_TOKEN"
+    expect(examine(token=CANARY), "token", State.FAIL, found=found, advice="ask an administrator")
 
 
-def test_a_revoked_token_is_a_failure(guarded, namespace):
+def test_a_revoked_token_is_a_failure(guarded, examine, namespace):
     token = guarded.token(f"write:{namespace}")
-    gone = guarded.http(guarded.admin).delete(f"/v1/-/tokens/{token.split('_')[1]}")
-    assert gone.is_success
-    told = line(diagnose(guarded.url, token=token, namespace=namespace), "token")
-    assert told.state == State.FAIL
-    assert "revoked" in told.found
+    path = f"/v1/-/tokens/{TOKEN_FORM.fullmatch(token)['id']}"
+    assert guarded.http(guarded.admin).delete(path).is_success
+    expect(examine(token=token), "token", State.FAIL, found="revoked")
 
 
-def test_a_token_that_ends_soon_is_a_warning_and_an_ended_one_a_failure(guarded, namespace):
-    soon = datetime.now(UTC) + timedelta(days=3, minutes=1)
-    token = guarded.token(f"write:{namespace}", expires_at=soon)
-    told = line(diagnose(guarded.url, token=token, namespace=namespace), "token")
-    assert told.state == State.WARN
-    assert "it expires in 3 days" in told.found
-    assert f"before {soon:%Y-%m-%d}" in told.advice
-    at_once = datetime.now(UTC) + timedelta(seconds=1)
-    token = guarded.token(f"write:{namespace}", expires_at=at_once)
-    while datetime.now(UTC) <= at_once:
-        time.sleep(0.05)
-    told = line(diagnose(guarded.url, token=token, namespace=namespace), "token")
-    assert told.state == State.FAIL
-    assert "expired" in told.found
-
-
-def test_a_token_for_another_namespace_is_a_failure_with_the_grant_that_is_missing(
-    guarded, namespace
+def test_a_token_that_ends_soon_is_a_warning_and_an_ended_one_a_failure(
+    guarded, examine, namespace
 ):
-    token = guarded.token("write:elsewhere")
-    told = line(diagnose(guarded.url, token=token, namespace=namespace), "namespace")
-    assert told.state == State.FAIL
-    assert f"grant read:{namespace}" in told.advice
-
-
-def test_a_namespace_that_is_only_read_from_must_be_readable_too(guarded, namespace):
-    token = guarded.token(f"write:{namespace}")
-    findings = diagnose(
-        guarded.url, token=token, namespace=namespace, read_namespaces="trusted-models"
+    now = datetime.now(UTC)
+    soon = now + timedelta(days=3, minutes=30)
+    token = guarded.token(f"write:{namespace}", expires_at=soon)
+    advice = f"before {soon:%Y-%m-%d}"
+    expect(examine(token=token), "token", State.WARN, found="it expires in 3 days", advice=advice)
+    yesterday = now - timedelta(days=1)
+    ended = guarded.token(
+        f"write:{namespace}",
+        clock=lambda: yesterday - timedelta(days=1),
+        expires_at=yesterday,
     )
-    told = line(findings, "namespace", State.FAIL)
-    assert "'trusted-models'" in told.found
+    expect(examine(token=ended), "token", State.FAIL, found="expired")
 
 
-def test_a_token_that_may_only_read_is_a_warning_unless_the_job_is_read_only(guarded, namespace):
-    token = guarded.token(f"read:{namespace}")
-    settings = {"token": token, "namespace": namespace}
-    told = line(diagnose(guarded.url, **settings), "namespace")
-    assert told.state == State.WARN
-    assert f"grant write:{namespace}" in told.advice
-    assert "GRAPHSTASH_READ_ONLY=true" in told.advice
-    assert line(diagnose(guarded.url, read_only="1", **settings), "namespace").state == State.OK
+@pytest.mark.parametrize(
+    ("grant", "settings", "state", "found", "advice"),
+    [
+        ("write:elsewhere", {}, State.FAIL, "", "grant read:{namespace}"),
+        ("write:{namespace}", {"read_namespaces": "trusted"}, State.FAIL, "'trusted'", ""),
+        ("read:{namespace}", {}, State.WARN, "", "grant write:{namespace}"),
+        ("read:{namespace}", {}, State.WARN, "", "GRAPHSTASH_READ_ONLY=true"),
+        ("read:{namespace}", {"read_only": "1"}, State.OK, "", ""),
+    ],
+)
+def test_a_namespace_that_the_job_needs_is_held_against_the_grants(
+    guarded, examine, namespace, grant, settings, state, found, advice
+):
+    findings = examine(token=guarded.token(grant.format(namespace=namespace)), **settings)
+    advice = advice.format(namespace=namespace)
+    expect(findings, "namespace", state, found=found, advice=advice)
 
 
-def test_what_everybody_may_read_is_told_to_a_job_without_a_token(guarded, namespace):
+def test_a_namespace_that_everybody_may_read_is_told_to_a_job_without_a_token(
+    guarded, examine, namespace
+):
     guarded.set_policy(namespace, anonymous_read=True)
-    told = line(diagnose(guarded.url, namespace=namespace), "token")
-    assert told.state == State.WARN
-    assert "readable without a token" in told.found
-    assert "GRAPHSTASH_READ_ONLY=true" in told.advice
+    found, advice = "readable without a token", "GRAPHSTASH_READ_ONLY=true"
+    expect(examine(), "token", State.WARN, found=found, advice=advice)
 
 
 def test_a_token_comes_from_a_file_or_from_netrc_and_the_place_is_told(
-    guarded, namespace, tmp_path, monkeypatch
+    guarded, examine, namespace, tmp_path, monkeypatch
 ):
+    file, netrc = tmp_path / "token", tmp_path / "netrc"
+    place = f"GRAPHSTASH_TOKEN_FILE={file}"
+    expect(examine(token_file=file), "token", State.FAIL, found=place, advice="chmod 600")
     token = guarded.token(f"write:{namespace}")
-    (tmp_path / "token").write_text(f"{token}\n")
-    told = line(diagnose(guarded.url, token_file=tmp_path / "token"), "token")
-    assert f"GRAPHSTASH_TOKEN_FILE={tmp_path / 'token'}" in told.found
-    (tmp_path / "netrc").write_text(f"machine 127.0.0.1 login x password {token}\n")
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    assert str(tmp_path / "netrc") in line(diagnose(guarded.url), "token").found
-
-
-def test_a_token_file_that_is_not_there_is_a_failure(guarded, tmp_path):
-    told = line(diagnose(guarded.url, token_file=tmp_path / "absent"), "token")
-    assert told.state == State.FAIL
-    assert f"GRAPHSTASH_TOKEN_FILE={tmp_path / 'absent'}" in told.found
-    assert "chmod 600" in told.advice
+    file.write_text(f"{token}\n")
+    expect(examine(token_file=file), "token", State.OK, found=place)
+    netrc.write_text(f"machine 127.0.0.1 login x password {token}\n")
+    monkeypatch.setenv("NETRC", str(netrc))
+    expect(examine(), "token", State.OK, found=str(netrc))
 
 
 def test_a_token_in_the_clear_to_another_host_is_a_warning(guarded, namespace):
     token = guarded.token(f"write:{namespace}")
     config = ClientConfig.load({}, url=guarded.url, namespace=namespace, token=token)
-    told = line(list(check_access(config, Way(is_loopback=False))), "token", State.WARN)
-    assert "sent unencrypted" in told.found
-    assert "https://" in told.advice
+    away = list(check_access(config, Way(is_loopback=False)))
+    expect(away, "token", State.WARN, found="sent unencrypted", advice="https://")
     assert line(list(check_access(config, Way(is_loopback=True))), "token").state == State.OK
 
 
 def test_an_open_server_needs_no_token_and_says_so(server):
-    assert "does not require a token" in line(diagnose(server.url), "token").found
-    told = line(diagnose(server.url, token=CANARY), "token")
-    assert told.state == State.OK
-    assert "is not needed" in told.found
+    expect(diagnose(server.url), "token", State.OK, found="does not require a token")
+    expect(diagnose(server.url, token=CANARY), "token", State.OK, found="is not needed")
 
 
 def test_a_server_that_knows_no_tokens_yet_is_told(server):
     with altering(server.url, 404, at="/v1/-/access") as url:
-        assert line(diagnose(url), "token").state == State.OK
-        told = line(diagnose(url, token=CANARY), "token")
-    assert told.state == State.WARN
-    assert "upgrade" in told.advice
+        expect(diagnose(url), "token", State.OK)
+        expect(diagnose(url, token=CANARY), "token", State.WARN, advice="upgrade")
 
 
 @pytest.mark.parametrize("arguments", [(), ("--json",)])

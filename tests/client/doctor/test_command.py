@@ -1,14 +1,19 @@
+"""`graphstash doctor` as a command: its statuses, its output, and what it leaves alone."""
+
 import json
 import threading
 
 import pytest
 
 from graphstash._cli.doctor.findings import Finding, State, within
-from support.doctor import altering, diagnose, doctor, line
+from support.doctor import altering, diagnose, doctor, expect, line
+from support.processes import graphstash
+from support.waiting import PATIENT_VARIABLES
 
 
 def test_a_sound_host_passes_every_check_and_ends_with_0(server, namespace):
-    result = doctor("--url", server.url, "--namespace", namespace)
+    command = ("doctor", "--url", server.url, "--namespace", namespace)
+    result = graphstash(*command, **PATIENT_VARIABLES)
     assert result.returncode == 0, result.stdout
     assert result.stdout.endswith("\nno problems found\n")
     assert "✗" not in result.stdout
@@ -30,13 +35,13 @@ def test_json_is_the_list_of_findings_and_nothing_else():
     result = doctor("--url", "http://127.0.0.1:9", "--json")
     assert result.returncode == 1
     findings = [Finding(**each) for each in json.loads(result.stdout)]
-    assert line(findings, "connection").state == State.FAIL
-    assert "graphstash serve" in line(findings, "connection").advice
+    expect(findings, "connection", State.FAIL, advice="graphstash serve")
     assert {each.state for each in findings} <= set(State)
 
 
 def test_a_terminal_without_unicode_is_no_obstacle():
-    result = doctor("--url", "http://127.0.0.1:9", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    command = ("doctor", "--url", "http://127.0.0.1:9")
+    result = graphstash(*command, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert result.returncode == 1
     assert "? connection" in result.stdout
     assert result.stderr == ""
@@ -68,7 +73,5 @@ def test_a_check_that_fails_itself_is_a_finding_and_hides_no_other(monkeypatch):
 
     monkeypatch.setattr("graphstash._cli.doctor.command.check_local", broken)
     findings = diagnose()
-    told = line(findings, "local tier")
-    assert told.state == State.FAIL
-    assert "RuntimeError: of this test" in told.found
+    expect(findings, "local tier", State.FAIL, found="RuntimeError: of this test")
     assert line(findings, "start")

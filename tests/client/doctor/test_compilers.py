@@ -1,17 +1,17 @@
+"""What the doctor says of installed compilers, their hooks, and how the cache gets into a job."""
+
 import sys
 
 import pytest
 
 from graphstash._cli.doctor.findings import State
 from graphstash.hooks.versions import TRIED
-from support.doctor import diagnose, line
+from support.doctor import diagnose, expect, line
 
 
 def test_without_a_compiler_the_advice_is_to_ask_the_jobs_own_python(installed):
-    told = line(diagnose(), "compilers")
-    assert told.state == State.WARN
-    assert sys.executable in told.found
-    assert "-m graphstash doctor" in told.advice
+    advice = "-m graphstash doctor"
+    expect(diagnose(), "compilers", State.WARN, found=sys.executable, advice=advice)
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,7 @@ def test_the_version_of_a_compiler_is_held_against_what_its_hook_knows(
 
 def test_a_hook_that_was_left_out_is_no_problem(installed):
     installed(triton="4.0.0", jax="0.10.2")
-    told = line(diagnose(hooks="jax"), "triton hook")
-    assert (told.state, "GRAPHSTASH_HOOKS" in told.found) == (State.OK, True)
+    expect(diagnose(hooks="jax"), "triton hook", State.OK, found="GRAPHSTASH_HOOKS")
 
 
 @pytest.mark.parametrize(
@@ -57,7 +56,6 @@ def test_the_last_number_of_a_bound_is_compared_as_a_number(version, is_refused)
 )
 def test_how_the_cache_gets_into_a_job_is_told(installed, value, state):
     installed(jax="0.10.2")
-    told = line(diagnose(autoload=value), "start")
-    assert told.state == state
+    told = expect(diagnose(autoload=value), "start", state)
     # Found by its metadata alone, graphstash announces nothing to torch and JAX.
     assert "graphstash run" in told.found + told.advice or "GRAPHSTASH_AUTOLOAD=1" in told.advice

@@ -1,25 +1,25 @@
+"""What the doctor says of the local tier and of the disk that it is on."""
+
 import os
 import time
 from pathlib import Path
 
 from graphstash._cli.doctor.findings import State
 from graphstash._cli.doctor.local import file_system_of
-from support.doctor import diagnose, line
+from support.doctor import diagnose, expect
 
 
 def test_a_tier_that_cannot_be_written_is_a_failure_with_what_happens_instead(tmp_path):
     (tmp_path / "cache").write_text("a file where the directory should be")
-    told = line(diagnose(cache_dir=tmp_path / "cache"), "local tier")
-    assert told.state == State.FAIL
-    assert "uses a temporary directory instead" in told.found
-    assert "GRAPHSTASH_CACHE_DIR" in told.advice
+    found, advice = "uses a temporary directory instead", "GRAPHSTASH_CACHE_DIR"
+    findings = diagnose(cache_dir=tmp_path / "cache")
+    expect(findings, "local tier", State.FAIL, found=found, advice=advice)
 
 
 def test_a_disk_that_is_smaller_than_the_limit_is_a_warning_with_a_limit_that_fits(tmp_path):
-    told = line(diagnose(cache_dir=tmp_path, local_limit="900TiB"), "local tier")
-    assert told.state == State.WARN
-    assert "of 900.0 TiB" in told.found
-    assert "set GRAPHSTASH_LOCAL_LIMIT to" in told.advice
+    findings = diagnose(cache_dir=tmp_path, local_limit="900TiB")
+    advice = "set GRAPHSTASH_LOCAL_LIMIT to"
+    expect(findings, "local tier", State.WARN, found="of 900.0 TiB", advice=advice)
 
 
 def test_what_the_tier_holds_is_added_up_and_stale_files_are_told(tmp_path):
@@ -29,21 +29,19 @@ def test_what_the_tier_holds_is_added_up_and_stale_files_are_told(tmp_path):
         file.write_bytes(bytes(size))
     os.utime(tmp_path / "tmp/old", times=(time.time() - 90_000,) * 2)
     findings = diagnose(cache_dir=tmp_path)
-    assert "holds 3.0 KiB of 10.0 GiB" in line(findings, "local tier", State.OK).found
-    told = line(findings, "local tier", State.WARN)
-    assert told.found.startswith("1 temporary file of processes that died (2.0 KiB")
-    assert f"find {tmp_path / 'tmp'}" in told.advice
+    expect(findings, "local tier", State.OK, found="holds 3.0 KiB of 10.0 GiB")
+    found, advice = "1 temporary file of processes that died (2.0 KiB", f"find {tmp_path / 'tmp'}"
+    expect(findings, "local tier", State.WARN, found=found, advice=advice)
 
 
 def test_a_tier_of_another_user_is_not_used(tmp_path, monkeypatch):
     other = os.geteuid() + 4242
     monkeypatch.setattr("os.geteuid", lambda: other)
-    told = line(diagnose(cache_dir=tmp_path), "local tier", State.FAIL)
-    assert "belongs to another user" in told.found
-    assert "GRAPHSTASH_CACHE_DIR" in told.advice
+    found, advice = "belongs to another user", "GRAPHSTASH_CACHE_DIR"
+    expect(diagnose(cache_dir=tmp_path), "local tier", State.FAIL, found=found, advice=advice)
 
 
-def test_the_kernels_list_of_mounts_tells_a_network_disk(tmp_path):
+def test_the_kernels_list_of_mounts_tells_a_network_disk(tmp_path, monkeypatch):
     mounts = tmp_path / "mountinfo"
     mounts.write_text(
         "1 0 8:1 / / rw - ext4 /dev/sda1 rw\n"
@@ -53,12 +51,7 @@ def test_the_kernels_list_of_mounts_tells_a_network_disk(tmp_path):
     assert file_system_of(Path("/home of all/me/.cache"), mounts=mounts) == "nfs4"
     assert file_system_of(Path("/home of all/me/local/x"), mounts=mounts) == "xfs"
     assert file_system_of(Path("/homestead"), mounts=mounts) == "ext4"
-
-
-def test_a_network_disk_is_a_warning(tmp_path, monkeypatch):
-    mounts = tmp_path / "mountinfo"
     mounts.write_text("1 0 8:1 / / rw - nfs4 files:/ rw\n")
     monkeypatch.setitem(file_system_of.__kwdefaults__, "mounts", mounts)
-    told = line(diagnose(cache_dir=tmp_path), "local tier", State.WARN)
-    assert "(nfs4)" in told.found
-    assert "a disk of this host" in told.advice
+    findings = diagnose(cache_dir=tmp_path)
+    expect(findings, "local tier", State.WARN, found="(nfs4)", advice="a disk of this host")

@@ -1,10 +1,14 @@
+"""What the doctor says of settings: where they come from, and which of them are wrong."""
+
+import pytest
+
 from graphstash._cli.doctor.command import examine
 from graphstash._cli.doctor.findings import State
 from graphstash_server.settings import Settings
-from support.doctor import diagnose, line
+from support.doctor import diagnose, expect, line
 
 
-def test_settings_are_named_with_where_they_come_from(monkeypatch):
+def test_settings_are_named_with_where_they_come_from():
     environ = {"GRAPHSTASH_NAMESPACE": "mine", "GRAPHSTASH_URL": "http://127.0.0.1:9"}
     findings = list(examine(environ, {"url": "http://127.0.0.1:8", "namespace": None}))
     told = line(findings, "settings").found
@@ -12,37 +16,32 @@ def test_settings_are_named_with_where_they_come_from(monkeypatch):
     assert "port 8:" in line(findings, "connection").found
 
 
-def test_a_wrong_setting_is_named_and_nothing_that_needs_it_is_tried():
+@pytest.mark.parametrize(
+    ("settings", "state", "found", "advice"),
+    [
+        (
+            {"namespce": "mine"},
+            State.WARN,
+            "unknown setting GRAPHSTASH_NAMESPCE, ignored",
+            "did you mean GRAPHSTASH_NAMESPACE?",
+        ),
+        ({"hooks": "jaxx,triton"}, State.FAIL, "unknown hook jaxx", "did you mean jax?"),
+        ({"enabled": "0"}, State.WARN, "", "GRAPHSTASH_ENABLED"),
+        ({"ca_file": "/nowhere/x.pem"}, State.FAIL, "GRAPHSTASH_CA_FILE=/nowhere/x.pem", ""),
+    ],
+)
+def test_a_wrong_setting_is_named_with_what_to_do(settings, state, found, advice):
+    expect(diagnose(**settings), "settings", state, found=found, advice=advice)
+
+
+def test_without_its_settings_nothing_that_needs_them_is_tried():
     findings = diagnose(wait_seconds="soon")
-    told = line(findings, "settings")
-    assert told.state == State.FAIL
-    assert "GRAPHSTASH_WAIT_SECONDS='soon'" in told.found
-    assert "unset it" in told.advice
+    found = "GRAPHSTASH_WAIT_SECONDS='soon'"
+    told = expect(findings, "settings", State.FAIL, found=found, advice="unset it")
     assert {each.state for each in findings if each is not told} == {State.SKIPPED}
-
-
-def test_a_misspelled_variable_gets_the_nearest_setting():
-    told = line(diagnose(namespce="mine"), "settings", State.WARN)
-    assert told.found == "unknown setting GRAPHSTASH_NAMESPCE, ignored"
-    assert told.advice == "did you mean GRAPHSTASH_NAMESPACE?"
 
 
 def test_no_setting_of_the_server_is_taken_for_a_misspelled_one():
     findings = diagnose(**dict.fromkeys(Settings.model_fields, "1"), url="http://127.0.0.1:9")
     assert not [each for each in findings if "did you mean" in each.advice]
     assert any("GRAPHSTASH_DATABASE_URL" in each.found for each in findings)
-
-
-def test_a_hook_that_there_is_not_is_a_failure_with_the_nearest_name():
-    told = line(diagnose(hooks="jaxx,triton"), "settings", State.FAIL)
-    assert "unknown hook jaxx" in told.found
-    assert told.advice.startswith("did you mean jax?")
-
-
-def test_a_cache_that_is_switched_off_is_a_warning():
-    assert "GRAPHSTASH_ENABLED" in line(diagnose(enabled="0"), "settings", State.WARN).advice
-
-
-def test_certificates_that_cannot_be_read_are_a_wrong_setting(tmp_path):
-    told = line(diagnose(ca_file=tmp_path / "absent.pem"), "settings", State.FAIL)
-    assert f"GRAPHSTASH_CA_FILE={tmp_path / 'absent.pem'}" in told.found

@@ -1,7 +1,7 @@
-import socket
+"""What the doctor says of certificates, the server's and the job's own."""
+
 import ssl
-import threading
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -9,7 +9,8 @@ import trustme
 
 from graphstash._cli.doctor.findings import State
 from graphstash_server.testing import LiveServer
-from support.doctor import altering, diagnose, line
+from support.doctor import altering, diagnose, expect, line
+from support.listener import Listener
 
 
 @pytest.fixture(scope="module")
@@ -46,108 +47,73 @@ def test_an_unknown_authority_is_told_with_the_setting_that_names_it(authority, 
     with tls_server(authority, tmp_path) as server:
         unknown = diagnose(server.url)
         known = diagnose(server.url, ca_file=ca_file)
-    assert line(unknown, "TLS").state == State.FAIL
-    assert "GRAPHSTASH_CA_FILE" in line(unknown, "TLS").advice
+        plain = diagnose(server.url.replace("https:", "http:"))
+    expect(unknown, "TLS", State.FAIL, advice="GRAPHSTASH_CA_FILE")
     assert line(unknown, "token").state == State.SKIPPED
-    assert line(known, "TLS").state == State.OK
-    assert line(known, "TLS").found.startswith("TLSv1.")
+    expect(known, "TLS", State.OK, found="TLSv1.")
     assert line(known, "server").state == State.OK
+    expect(plain, "server", State.FAIL, advice="https://")
 
 
-def test_a_certificate_that_has_expired_is_told_with_this_hosts_time(authority, tmp_path, ca_file):
-    past = datetime.now(UTC) - timedelta(days=1)
-    begun = past - timedelta(days=9)
-    with tls_server(authority, tmp_path, not_before=begun, not_after=past) as server:
-        told = line(diagnose(server.url, ca_file=ca_file), "TLS")
-    assert told.state == State.FAIL
-    assert "expired" in told.found
-    assert "renew" in told.advice
-    assert f"{datetime.now(UTC):%Y-%m}" in told.advice
+def test_https_to_a_plain_server_is_told(server):
+    findings = diagnose(server.url.replace("http:", "https:"))
+    expect(findings, "TLS", State.FAIL, advice="http://")
 
 
-def test_a_certificate_that_is_not_valid_yet_points_to_the_clock(authority, tmp_path, ca_file):
-    begins = datetime.now(UTC) + timedelta(days=1)
-    ends = begins + timedelta(days=9)
-    with tls_server(authority, tmp_path, not_before=begins, not_after=ends) as server:
-        told = line(diagnose(server.url, ca_file=ca_file), "TLS")
-    assert "not yet valid" in told.found
-    assert "timedatectl" in told.advice
+NOW = datetime.now(UTC)
+CLOCK = f"certificate. This host's clock says {NOW:%Y-%m}"
+SOON = NOW + timedelta(days=3, hours=1)
 
 
-def test_a_certificate_that_ends_soon_is_a_warning(authority, tmp_path, ca_file):
-    soon = datetime.now(UTC) + timedelta(days=3, hours=1)
-    with tls_server(authority, tmp_path, not_after=soon) as server:
+@pytest.mark.parametrize(
+    ("begins", "ends", "state", "found", "advice"),
+    [
+        (-10, timedelta(days=-1), State.FAIL, "expired", f"renew the server's {CLOCK}"),
+        (1, timedelta(days=9), State.FAIL, "not yet valid", "timedatectl"),
+        (-1, SOON - NOW, State.WARN, "expires in 3 days", f"renew it before {SOON:%Y-%m-%d}"),
+    ],
+)
+def test_the_time_of_a_certificate_is_told(
+    authority, tmp_path, ca_file, begins, ends, state, found, advice
+):
+    times = {"not_before": NOW + timedelta(days=begins), "not_after": NOW + ends}
+    with tls_server(authority, tmp_path, **times) as server:
         findings = diagnose(server.url, ca_file=ca_file)
-    assert line(findings, "TLS").state == State.WARN
-    assert "expires in 3 days" in line(findings, "TLS").found
-    assert f"renew it before {soon:%Y-%m-%d}" in line(findings, "TLS").advice
-    assert line(findings, "server").state == State.OK
+    expect(findings, "TLS", state, found=found, advice=advice)
+    assert any(each.name == "server" for each in findings) == (state == State.WARN)
 
 
 def test_a_certificate_of_another_host_is_told_with_the_name_that_was_asked_for(
     authority, tmp_path, ca_file
 ):
     with tls_server(authority, tmp_path, "cache.internal") as server:
-        told = line(diagnose(server.url, ca_file=ca_file), "TLS")
-    assert told.state == State.FAIL
-    assert "127.0.0.1" in told.found
-    assert "a name in the certificate" in told.advice
+        findings = diagnose(server.url, ca_file=ca_file)
+    expect(findings, "TLS", State.FAIL, found="127.0.0.1", advice="a name in the certificate")
 
 
 def test_a_server_that_wants_our_certificate_is_told_with_the_settings(
     authority, tmp_path, ca_file
 ):
+    job = tmp_path / "job.pem"
+    authority.issue_cert("job").private_key_and_cert_chain_pem.write_to_path(job)
     with tls_server(authority, tmp_path, client_ca=ca_file) as server:
-        told = line(diagnose(server.url, ca_file=ca_file), "server", State.FAIL)
-        authority.issue_cert("job").private_key_and_cert_chain_pem.write_to_path(
-            tmp_path / "job.pem"
-        )
-        shown = diagnose(server.url, ca_file=ca_file, client_cert=tmp_path / "job.pem")
-    assert "GRAPHSTASH_CLIENT_CERT" in told.advice
+        findings = diagnose(server.url, ca_file=ca_file)
+        shown = diagnose(server.url, ca_file=ca_file, client_cert=job)
+    expect(findings, "server", State.FAIL, advice="GRAPHSTASH_CLIENT_CERT")
     assert line(shown, "server").state == State.OK
 
 
 def test_a_proxy_that_wants_our_certificate_is_told_by_its_words(server):
     body = b"<center>No required SSL certificate was sent</center><hr><center>nginx</center>"
     with altering(server.url, 400, body, graphstash_protocol=None) as url:
-        told = line(diagnose(url), "TLS")
-    assert told.state == State.FAIL
-    assert "GRAPHSTASH_CLIENT_CERT" in told.advice
+        expect(diagnose(url), "TLS", State.FAIL, advice="GRAPHSTASH_CLIENT_CERT")
 
 
-def test_a_refused_handshake_is_told_with_the_setting_for_our_certificate(
-    authority, tmp_path, ca_file
-):
+def test_a_refused_handshake_is_told_with_the_setting_for_our_certificate(authority, ca_file):
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=ca_file)
     context.verify_mode = ssl.CERT_REQUIRED
     authority.issue_cert("127.0.0.1").configure_cert(context)
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def serve():
-        with suppress(OSError):
-            while True:
-                connection, _ = listener.accept()
-                with connection, suppress(OSError):
-                    context.wrap_socket(connection, server_side=True).recv(1)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    url = f"https://127.0.0.1:{listener.getsockname()[1]}"
-    told = line(diagnose(url, ca_file=ca_file), "TLS", State.FAIL)
-    listener.shutdown(socket.SHUT_RDWR)
-    listener.close()
-    thread.join()
-    assert "it may require a client certificate" in told.found
-    assert "GRAPHSTASH_CLIENT_CERT" in told.advice
-
-
-def test_http_and_https_are_told_apart_when_the_url_has_the_wrong_one(
-    server, authority, tmp_path, ca_file
-):
-    told = line(diagnose(server.url.replace("http:", "https:")), "TLS")
-    assert told.state == State.FAIL
-    assert "http://" in told.advice
-    with tls_server(authority, tmp_path) as secured:
-        told = line(diagnose(secured.url.replace("https:", "http:")), "server")
-    assert told.state == State.FAIL
-    assert "https://" in told.advice
+    with Listener(context=context) as listener:
+        findings = diagnose(listener.url, ca_file=ca_file)
+    found, advice = "it may require a client certificate", "GRAPHSTASH_CLIENT_CERT"
+    expect(findings, "TLS", State.FAIL, found=found, advice=advice)

@@ -1,0 +1,16 @@
+"""The error of a call that the cache refuses."""
+
+from collections.abc import Callable
+
+import pytest
+
+from graphstash import CacheError
+
+__all__ = ["refusal"]
+
+
+def refusal(call: Callable[..., object], *arguments: object, **named: object) -> CacheError:
+    """Return the `CacheError` that the call raises; a call that raises none fails the test."""
+    with pytest.raises(CacheError) as caught:
+        call(*arguments, **named)
+    return caught.value
