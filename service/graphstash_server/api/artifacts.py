@@ -1,6 +1,7 @@
 """GET, HEAD, PUT and DELETE of an artifact, and the lookup of many."""
 
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Final
 
 from fastapi import Request, Response
@@ -35,14 +36,8 @@ from graphstash_server.api.calls import (
     key_of,
 )
 from graphstash_server.api.conditions import job_named
-from graphstash_server.api.representation import (
-    absent,
-    changes,
-    description_of,
-    representation_of,
-    shared_headers,
-    takes_link,
-)
+from graphstash_server.api.reads import ReadRequest, Reads, Unanswered
+from graphstash_server.api.representation import absent, changes
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
 from graphstash_server.services.artifacts.uploads import Upload
@@ -75,47 +70,10 @@ def _absent_there(request: Request) -> ServerError:
     refuses=[ErrorCode.RANGE_NOT_SATISFIABLE],
 )
 async def get_artifact(call: NamespaceCall) -> Response:
-    """Serves an artifact. Changes nothing but the usage counters, and of those only the bytes for
-    a copy (`Graphstash-Copy: 1`).
+    """Serve an artifact. Changes only usage counters; a copy (`Graphstash-Copy: 1`) counts only its
+    bytes.
     """
-    context, policy, asked = call.context, call.policy, call.request.headers
-    key, job = key_of(call.request), job_named(asked.get(HEADER_JOB))
-    is_use = asked.get(HEADER_COPY) != "1"
-    if takes_link(context.settings, asked) and (linked := await context.artifacts.link(key)):
-        row, url = linked
-        if is_use:
-            context.accounting.count_hit(key, saved_seconds=row.compile_seconds, job=job)
-        sent = {
-            **shared_headers(row, changing=changes(policy)),
-            "Location": url,
-            "Cache-Control": "no-store",
-        }
-        return Response(status_code=307, headers=sent)  # not to be cached: the link expires
-    artifact = await context.artifacts.open(key)
-    if artifact is None:
-        if is_use:
-            context.accounting.count_miss(key, job=job)
-        raise absent(key)
-    try:
-        answer = representation_of(
-            artifact.row, asked, policy, file=artifact.reader, settings=context.settings
-        )
-    except BaseException:
-        await artifact.reader.close()
-        raise
-    if is_use:
-        saved_seconds = artifact.row.compile_seconds
-        context.accounting.count_answer(key, answer.served, saved_seconds=saved_seconds, job=job)
-    if answer.served is None:
-        await artifact.reader.close()
-        return Response(status_code=answer.status, headers=answer.headers)
-    return BlobResponse(
-        artifact,
-        answer,
-        sent=lambda sent_bytes: context.accounting.count_served(
-            key, sent_bytes=sent_bytes, job=job
-        ),
-    )
+    return await _read(call, is_head=False)
 
 
 @router.call(
@@ -128,14 +86,28 @@ async def get_artifact(call: NamespaceCall) -> Response:
     },
 )
 async def head_artifact(call: NamespaceCall) -> Response:
-    """Describes an artifact; counts neither as a hit nor as a miss."""
-    key, policy = key_of(call.request), call.policy
-    row = await call.context.artifacts.find(key)
-    if row is None:
-        raise absent(key)
-    asked = call.request.headers
-    status, headers = description_of(row, asked, changing=changes(policy))
-    return Response(status_code=status, headers=headers)
+    """Describe an artifact; counts neither as a hit nor as a miss."""
+    return await _read(call, is_head=True)
+
+
+async def _read(call: NamespaceCall, *, is_head: bool) -> Response:
+    headers = call.request.headers
+    request = ReadRequest(
+        key_of(call.request),
+        is_head,
+        headers,
+        call.policy,
+        job_named(headers.get(HEADER_JOB)),
+        headers.get(HEADER_COPY) == "1",
+    )
+    reads = Reads(call.context)
+    answer = await reads.answer(request)
+    if answer is Unanswered.ABSENT:
+        raise absent(request.key)
+    made, body, reader = answer
+    if reader is not None:
+        return BlobResponse(reader, made, sent=partial(reads.count_sent, request))
+    return Response(bytes(body), status_code=made.status, headers=made.headers)
 
 
 @router.call(

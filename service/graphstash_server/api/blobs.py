@@ -1,12 +1,9 @@
 """BlobResponse: sends an artifact in constant memory, and never a wrong number of bytes.
 
-The bytes take the shortest of three ways that is open:
+Two ways to send a blob:
 
-    accel      the reverse proxy in front reads the file itself: the answer only names it
-    pathsend   the ASGI server reads the file itself (extension `http.response.pathsend`)
-    chunks     this process reads the store and sends piece by piece; always open
-
-The status is decided before, whichever way it is.
+    pathsend   the ASGI server reads the file (extension `http.response.pathsend`)
+    chunks     this process reads the store and sends piece by piece
 """
 
 import asyncio
@@ -18,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from graphstash_server.api.calls import until_gone
 from graphstash_server.api.representation import Representation
-from graphstash_server.services.artifacts.service import OpenArtifact
+from graphstash_server.storage import BlobReader
 
 __all__ = ["BlobResponse"]
 
@@ -37,14 +34,13 @@ class BlobResponse(Response):
     """
 
     def __init__(
-        self, artifact: OpenArtifact, answer: Representation, *, sent: Callable[[int], None]
+        self, reader: BlobReader, answer: Representation, *, sent: Callable[[int], None]
     ) -> None:
-        """Takes over the artifact and closes it; `sent` is called at the end with the number of
-        bytes sent.
+        """Take over the reader and close it; call `sent` at the end with the number of bytes
+        sent.
         """
-        self._reader = artifact.reader
-        self._is_accelerated = answer.span is None
-        self._start, self._stop = answer.served or (0, 0)
+        self._reader = reader
+        self._start, self._stop = answer.span or (0, 0)
         self._sent = sent
         self.status_code = answer.status
         self.background = None
@@ -64,14 +60,11 @@ class BlobResponse(Response):
                     "headers": self.raw_headers,
                 }
             )
-            if self._is_accelerated:
-                await send(_EMPTY)
-            elif can_send_files and reader.path is not None and size_bytes == reader.size_bytes:
+            if can_send_files and reader.path is not None and size_bytes == reader.size_bytes:
                 await send({"type": "http.response.pathsend", "path": str(reader.path)})
+                self._sent(size_bytes)
             else:
                 await self._send_chunks(receive, send)
-                return
-            self._sent(size_bytes)
         finally:
             await reader.close()
 

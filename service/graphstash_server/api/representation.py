@@ -1,12 +1,14 @@
-"""What a stored artifact is answered with: status, headers, and which of its bytes.
+"""How HTTP represents a stored artifact: status, headers, and which of its bytes.
 
-Both ways to an artifact ask here, the call (`api.artifacts`) and the fast path (`fast`), so that
-their answers cannot differ. Request headers come as a mapping whose names are lower case.
+These functions depend on their arguments only; `api.reads` calls them and counts. Request headers
+are a mapping with names in lower case.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 from graphstash_schema import ErrorCode, NamespacePolicy, WriteMode
 from graphstash_schema.protocol import HEADER_ACCEPT_REDIRECT, HEADER_HITS, HEADER_METADATA
@@ -24,10 +26,9 @@ __all__ = [
     "absent",
     "changes",
     "description_of",
+    "redirect_to",
     "representation_of",
-    "shared_headers",
     "takes_link",
-    "whole_of",
 ]
 
 HEADER_ACCEL: Final = "graphstash-accel"
@@ -66,20 +67,40 @@ class LocalFile(Protocol):
         ...
 
 
-class Representation(NamedTuple):
-    """The answer to a GET.
+_ACCEL_ONLY: Final = {HEADER_ACCEL}
+
+_MAX_KEPT: Final = 1024
+"""Representations kept: as many as the rows in memory (`RecentRows`), at most 32 MiB for GET and
+for HEAD."""
+
+
+@dataclass(eq=False)
+class Representation:
+    """An answer with an artifact, or about one.
 
     Attributes:
-        status: 200, 206 or 304.
-        headers: all of them.
-        span: first byte and end (exclusive) of the body; None for an answer without one.
-        served: the same bytes, whoever sends them: this process or the reverse proxy.
+        status: 200, 206, 304 or 307.
+        headers: every header of the artifact; the transport adds the headers of the server.
+        span: first byte and end (exclusive) of the body; None for an answer without a body.
+        served: the bytes that the client receives, from this process or from the reverse proxy.
     """
 
     status: int
     headers: Mapping[str, str]
-    span: tuple[int, int] | None
-    served: tuple[int, int] | None
+    span: tuple[int, int] | None = None
+    served: tuple[int, int] | None = None
+
+    @property
+    def served_bytes(self) -> int:
+        """The number of bytes that the client receives."""
+        start, stop = self.served or (0, 0)
+        return stop - start
+
+    @cached_property
+    def lines(self) -> bytes:
+        """The headers as lines of HTTP/1.1."""
+        lines = [f"{name.lower()}: {value}\r\n" for name, value in self.headers.items()]
+        return "".join(lines).encode("latin-1")
 
 
 def absent(key: StoredKey) -> ServerError:
@@ -112,65 +133,78 @@ def representation_of(
     file: LocalFile | None,
     settings: Settings,
 ) -> Representation:
-    """The answer to a GET of an artifact that is there.
+    """Represent an artifact for a GET.
 
     Args:
         row: the artifact.
-        asked: the headers of the request.
-        policy: of its namespace.
-        file: where its bytes are; None when they were read already.
-        settings: of the server.
+        asked: headers of the request.
+        policy: policy of the namespace.
+        file: where the bytes are; None if they were read already.
+        settings: settings of the server.
 
     Raises:
-        ServerError: 416 when no byte of the blob is in the requested range.
+        ServerError: 416 if no byte of the blob is in the requested range.
     """
     changing = changes(policy)
     size_bytes = row.digest.size_bytes
+    is_worth_it = size_bytes >= MIN_ACCELERATED_BYTES
+    if not asked or (asked.keys() == _ACCEL_ONLY and not is_worth_it):
+        return _whole(row, changing=changing)
     if lists_etag(asked.get("if-none-match"), row.digest.etag):
-        return Representation(304, _unchanged(row, changing=changing), None, None)
+        return _unchanged(row, changing=changing)
     part = requested_range(
         asked.get("range"), asked.get("if-range"), etag=row.digest.etag, size_bytes=size_bytes
     )
     span = part or (0, size_bytes)
     accelerated = None
-    is_worth_it = HEADER_ACCEL in asked and size_bytes >= MIN_ACCELERATED_BYTES
-    if file is not None and is_worth_it and not changing:  # the proxy lets its answers be kept
+    if file is not None and HEADER_ACCEL in asked and is_worth_it and not changing:
+        # A namespace whose artifacts change is left out: the proxy lets its answers be kept.
         accelerated = _accelerated_path(asked, file.path, settings.blob_dir, part=part)
     if accelerated is not None:
-        headers = shared_headers(row, changing=changing)
+        headers = _shared_headers(row, changing=changing)
         kept = {name: text for name, text in headers.items() if name not in _MADE_BY_THE_PROXY}
         sent = {**kept, "X-Accel-Redirect": accelerated, "Content-Length": "0"}
-        return Representation(200, sent, None, span)
+        return Representation(200, sent, served=span)
     if part is None:
-        return whole_of(row, changing=changing)
-    headers = shared_headers(row, changing=changing)
+        return _whole(row, changing=changing)
+    headers = _shared_headers(row, changing=changing)
     headers["Content-Range"] = f"bytes {span[0]}-{span[1] - 1}/{size_bytes}"
     headers["Content-Length"] = str(span[1] - span[0])
     return Representation(206, headers, span, span)
 
 
-def whole_of(row: StoredArtifact, *, changing: bool) -> Representation:
-    """The answer with the whole artifact; `changing` says whether its key may get another one."""
-    headers = shared_headers(row, changing=changing)
+def description_of(
+    row: StoredArtifact, asked: Mapping[str, str], policy: NamespacePolicy
+) -> Representation:
+    """Represent an artifact for a HEAD."""
+    if lists_etag(asked.get("if-none-match"), row.digest.etag):
+        return _unchanged(row, changing=changes(policy))
+    return _described(row, changing=changes(policy))
+
+
+def redirect_to(url: str, row: StoredArtifact, *, changing: bool) -> Representation:
+    """Send the client to the blob store. No cache may keep the answer, because the link expires."""
+    headers = _shared_headers(row, changing=changing)
+    return Representation(307, {**headers, "Location": url, "Cache-Control": "no-store"})
+
+
+@lru_cache(_MAX_KEPT)
+def _whole(row: StoredArtifact, *, changing: bool) -> Representation:
+    headers = _shared_headers(row, changing=changing)
     headers["Content-Length"] = str(row.digest.size_bytes)
     span = (0, row.digest.size_bytes)
     return Representation(200, headers, span, span)
 
 
-def description_of(
-    row: StoredArtifact, asked: Mapping[str, str], *, changing: bool
-) -> tuple[int, Mapping[str, str]]:
-    """Status and headers of the answer to a HEAD of an artifact that is there."""
-    if lists_etag(asked.get("if-none-match"), row.digest.etag):
-        return 304, _unchanged(row, changing=changing)
-    headers = shared_headers(row, changing=changing)
+@lru_cache(_MAX_KEPT)
+def _described(row: StoredArtifact, *, changing: bool) -> Representation:
+    headers = _shared_headers(row, changing=changing)
     headers["Content-Length"] = str(row.digest.size_bytes)
     headers[HEADER_HITS] = str(row.hits)
-    return 200, headers
+    return Representation(200, headers)
 
 
-def shared_headers(row: StoredArtifact, *, changing: bool) -> dict[str, str]:
-    """What every answer with an artifact has."""
+def _shared_headers(row: StoredArtifact, *, changing: bool) -> dict[str, str]:
     headers = {
         "Content-Type": "application/octet-stream",
         "Content-Disposition": "attachment",
@@ -184,9 +218,10 @@ def shared_headers(row: StoredArtifact, *, changing: bool) -> dict[str, str]:
     return headers
 
 
-def _unchanged(row: StoredArtifact, *, changing: bool) -> dict[str, str]:
-    """What a 304 repeats (RFC 9110 section 15.4.5)."""
-    return {"ETag": row.digest.etag, "Cache-Control": _CACHE_CONTROL[changing]}
+def _unchanged(row: StoredArtifact, *, changing: bool) -> Representation:
+    """Tell the client that it has the artifact (RFC 9110 section 15.4.5)."""
+    headers = {"ETag": row.digest.etag, "Cache-Control": _CACHE_CONTROL[changing]}
+    return Representation(304, headers)
 
 
 def _accelerated_path(

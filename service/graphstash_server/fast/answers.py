@@ -18,6 +18,7 @@ from graphstash_schema import (
     NamespacePolicy,
 )
 from graphstash_schema.protocol import (
+    HEADER_COPY,
     HEADER_JOB,
     HEADER_PROTOCOL,
     HEADER_REQUEST_ID,
@@ -36,24 +37,18 @@ from graphstash_server.api.problems import (
     problem_response,
     refusal_response,
 )
+from graphstash_server.api.reads import ReadAnswer, ReadRequest, Reads, Unanswered
 from graphstash_server.api.representation import (
     ACCEPT_REDIRECT,
     HEADER_ACCEL,
-    MIN_ACCELERATED_BYTES,
-    Representation,
     absent,
-    changes,
-    description_of,
-    representation_of,
     takes_link,
-    whole_of,
 )
 from graphstash_server.context import ProcessContext
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
-from graphstash_server.services.artifacts.service import StoredArtifact
 from graphstash_server.services.identity.principals import OPEN_ACCESS, OWNER, Principal
-from graphstash_server.storage import SMALL_BYTES, BlobReader, FileReader
+from graphstash_server.storage import BlobReader
 
 __all__ = ["Answer", "FastPath", "FastRequest"]
 
@@ -72,11 +67,12 @@ _READ_HERE: Final = {
 _ID: Final = HEADER_REQUEST_ID.lower().encode()
 _PROTOCOL: Final = HEADER_PROTOCOL.lower().encode()
 _JOB: Final = HEADER_JOB.lower().encode()
+_COPY: Final = HEADER_COPY.lower().encode()
 _SPOKEN: Final = str(PROTOCOL_VERSION).encode()
 
 _KNOWN: Final = frozenset(
     {
-        *(b"host", b"connection", b"authorization", _ID, _JOB, _PROTOCOL, *_READ_HERE),
+        *(b"host", b"connection", b"authorization", _ID, _JOB, _COPY, _PROTOCOL, *_READ_HERE),
         # Nothing in the application reads these.
         *(b"accept", b"accept-encoding", b"accept-language", b"cache-control", b"pragma"),
         *(b"user-agent", b"x-forwarded-for", b"x-forwarded-proto", b"x-real-ip", b"via"),
@@ -87,8 +83,6 @@ _KNOWN: Final = frozenset(
 might have learned about it since."""
 
 _NOTHING: Final[Mapping[str, str]] = {}
-
-_ACCEL: Final = {HEADER_ACCEL}
 
 _MAX_KEPT: Final = 1024
 """As many as the rows in memory (`RecentRows`); at most 32 MiB more for each table."""
@@ -102,11 +96,8 @@ class FastRequest(NamedTuple):
 
     method: str
     path: str
-    key: StoredKey
-    job: str
-    asked: Mapping[str, str]
+    read: ReadRequest
     keep_alive: bool
-    policy: NamespacePolicy
     request_id: bytes
     own_id: bytes
     scheme: str
@@ -185,11 +176,8 @@ class FastPath:
         return FastRequest(
             method,
             path,
-            key,
-            fields.job,
-            fields.asked,
+            ReadRequest(key, method == "HEAD", fields.asked, policy, fields.job, fields.is_copy),
             fields.keep_alive,
-            policy,
             fields.request_id or own_id,
             own_id,
             scheme,
@@ -197,48 +185,31 @@ class FastPath:
         )
 
     def answer_now(self, request: FastRequest) -> Answer | None:
-        """The answer, where it takes no waiting; None otherwise.
+        """Return the answer, or None if making it blocks.
 
         Raises:
-            ServerError: 503 when the blob store does not answer.
+            ServerError: 503 if the blob store does not answer.
         """
         if request.refusal is not None:
             return self.refuse(request, request.refusal)
-        artifacts = self._context().artifacts
-        found = artifacts.find_now(request.key)
-        if not found:
-            return None if found is None else self._miss(request)
-        (row,) = found
-        is_head = request.method == "HEAD"
-        if not is_head and (blob := artifacts.read_now(row)) is not None:
-            return self._small_hit(request, row, blob)
-        file = artifacts.open_now(row)
-        if file is None:
-            return None
-        if is_head:
-            file.close_now()
-            return self._describe(request, row)
-        return self._hit(request, row, file)
+        try:
+            answer = Reads(self._context()).answer_now(request.read)
+        except ServerError as error:
+            if error.code is ErrorCode.RANGE_NOT_SATISFIABLE:
+                return self.refuse(request, error)
+            raise
+        return None if answer is Unanswered.BLOCKED else self._rendered(request, answer)
 
     async def answer(self, request: FastRequest) -> Answer:
-        """The answer, after whatever it takes.
+        """Return the answer.
 
         Raises:
-            Exception: what the application does not expect either.
+            Exception: an error that the application does not expect either.
         """
-        artifacts = self._context().artifacts
         try:
-            if request.method == "HEAD":
-                row = await artifacts.find(request.key)
-                if row is not None:
-                    return self._describe(request, row)
-            else:
-                artifact = await artifacts.open(request.key)
-                if artifact is not None:
-                    return self._hit(request, artifact.row, artifact.reader)
+            return self._rendered(request, await Reads(self._context()).answer(request.read))
         except ServerError as error:
             return self.refuse(request, error)
-        return self._miss(request)
 
     def refuse(self, request: FastRequest, error: ServerError) -> Answer:
         """The answer to a request that is refused; counts it."""
@@ -255,79 +226,21 @@ class FastPath:
         self._context().accounting.counters.count_request(request.method, status)
 
     def count_sent(self, request: FastRequest, sent_bytes: int) -> None:
-        """Counts the bytes of an answer that were sent from its `reader`."""
-        accounting = self._context().accounting
-        accounting.count_served(request.key, sent_bytes=sent_bytes, job=request.job)
+        """Count the bytes of an answer that were sent from its `reader`."""
+        Reads(self._context()).count_sent(request.read, sent_bytes)
 
-    def _miss(self, request: FastRequest) -> Answer:
-        """The answer where there is no artifact; counts it."""
-        accounting = self._context().accounting
-        if request.method == "GET":
-            accounting.count_miss(request.key, job=request.job)
+    def _rendered(self, request: FastRequest, answer: ReadAnswer | Unanswered) -> Answer:
+        if isinstance(answer, Unanswered):
+            return self._absence(request)
+        made, body, reader = answer
+        return Answer(made.status, made.lines + _frame(request), body, reader, made.span or (0, 0))
+
+    def _absence(self, request: FastRequest) -> Answer:
+        key = request.read.key
         if are_refusals_logged():
-            return self.refuse(request, absent(request.key))
-        accounting.count_refusal(ErrorCode.NOT_FOUND)
-        return _absence(*request.key[:3]).answer(request)
-
-    def _small_hit(self, request: FastRequest, row: StoredArtifact, blob: bytearray) -> Answer:
-        """The answer to a GET of an artifact that was read already."""
-        try:
-            made, lines = self._represent(request, row, None)
-        except ServerError as error:
-            return self.refuse(request, error)
-        self._count(request, row, made, sent_bytes=_length(made))
-        start, stop = made.span or (0, 0)
-        if stop - start != len(blob):
-            blob = blob[start:stop]
-        return Answer(made.status, lines + _frame(request), blob)
-
-    def _hit(self, request: FastRequest, row: StoredArtifact, reader: BlobReader) -> Answer:
-        """The answer to a GET; takes over the reader."""
-        try:
-            made, lines = self._represent(request, row, reader)
-        except ServerError as error:
-            return self.refuse(request, error)._replace(reader=_closed(reader))
-        headers = lines + _frame(request)
-        if made.span is None:  # if there are bytes, the proxy in front sends them
-            self._count(request, row, made, sent_bytes=_length(made))
-            return Answer(made.status, headers, reader=_closed(reader))
-        if isinstance(reader, FileReader) and _length(made) <= SMALL_BYTES:
-            body = reader.read_now(*made.span)
-            if body is not None:
-                reader.close_now()
-                self._count(request, row, made, sent_bytes=len(body))
-                return Answer(made.status, headers, body)
-        self._count(request, row, made, sent_bytes=0)  # but see `count_sent`
-        return Answer(made.status, headers, b"", reader, made.span)
-
-    def _represent(
-        self, request: FastRequest, row: StoredArtifact, reader: BlobReader | None
-    ) -> tuple[Representation, bytes]:
-        """The answer to a GET, and the lines of its headers."""
-        asked, policy = request.asked, request.policy
-        if not asked or (asked.keys() == _ACCEL and row.digest.size_bytes < MIN_ACCELERATED_BYTES):
-            return _whole(row, changing=changes(policy))
-        settings = self._context().settings
-        made = representation_of(row, asked, policy, file=reader, settings=settings)
-        return made, _lines(made.headers)
-
-    def _count(
-        self, request: FastRequest, row: StoredArtifact, made: Representation, *, sent_bytes: int
-    ) -> None:
-        self._context().accounting.count_answer(
-            request.key,
-            made.served,
-            saved_seconds=row.compile_seconds,
-            job=request.job,
-            sent_bytes=sent_bytes,
-        )
-
-    def _describe(self, request: FastRequest, row: StoredArtifact) -> Answer:
-        """The answer to a HEAD."""
-        if request.asked:
-            status, headers = description_of(row, request.asked, changing=changes(request.policy))
-            return Answer(status, _lines(headers) + _frame(request))
-        return Answer(200, _description(row, changing=changes(request.policy)) + _frame(request))
+            return self.refuse(request, absent(key))
+        self._context().accounting.count_refusal(ErrorCode.NOT_FOUND)
+        return _absence(*key[:3]).answer(request)
 
     def _problem(self, request: FastRequest, made: Response) -> Answer:
         headers = b"".join(b"%b: %b\r\n" % header for header in made.raw_headers)
@@ -343,14 +256,22 @@ def _place(path: str) -> tuple[Namespace, ArtifactKind, DeviceType]:
 
 
 class _Fields(NamedTuple):
-    """What headers say: those that change the answer, who asks (`Authorization`), their own id of
-    the request, the job that they are of, and whether there may be another one.
+    """What headers say.
+
+    Attributes:
+        asked: headers that change the answer.
+        shown: the value of `Authorization`.
+        request_id: the caller's id of the request.
+        job: the job that asks; empty if there is none.
+        is_copy: whether the download is a copy, see `ReadRequest`.
+        keep_alive: whether the connection stays open.
     """
 
     asked: Mapping[str, str]
     shown: str | None
     request_id: bytes | None
     job: str
+    is_copy: bool
     keep_alive: bool
 
 
@@ -386,6 +307,7 @@ def _fields_of(lines: bytes) -> _Fields | None:
         None if shown is None else shown.decode("latin-1"),
         callers_request_id(headers),
         job_named(fields[_JOB].decode("latin-1") if _JOB in fields else None),
+        fields.get(_COPY) == b"1",
         fields.get(b"connection", b"").lower() != b"close",
     )
 
@@ -407,7 +329,7 @@ class _Absence(NamedTuple):
     def answer(self, request: FastRequest) -> Answer:
         """The answer to one request."""
         begin, between, end = self.body
-        fingerprint = request.key.fingerprint.encode()
+        fingerprint = request.read.key.fingerprint.encode()
         body = b"".join((begin, fingerprint, between, request.request_id, end))
         before, after = self.headers
         lines = b"%bcontent-length: %d\r\n%b" % (before, len(body), after)
@@ -428,25 +350,6 @@ def _absence(namespace: Namespace, kind: ArtifactKind, device_type: DeviceType) 
     lines = b"".join(b"%b: %b\r\n" % header for header in made.raw_headers)
     before, _, after = lines.partition(b"content-length: %d\r\n" % len(made.body))
     return _Absence((before, after), (begin, between, end))
-
-
-@lru_cache(_MAX_KEPT)
-def _whole(row: StoredArtifact, *, changing: bool) -> tuple[Representation, bytes]:
-    """The answer with a whole artifact, and the lines of its headers."""
-    made = whole_of(row, changing=changing)
-    return made, _lines(made.headers)
-
-
-@lru_cache(_MAX_KEPT)
-def _description(row: StoredArtifact, *, changing: bool) -> bytes:
-    """The lines of the answer to a HEAD without conditions."""
-    return _lines(description_of(row, _NOTHING, changing=changing)[1])
-
-
-def _length(made: Representation) -> int:
-    """How many bytes are served, by whomever."""
-    start, stop = made.served or (0, 0)
-    return stop - start
 
 
 def _is_plain(fields: Mapping[bytes, bytes]) -> bool:
@@ -481,11 +384,6 @@ def _may_read(principal: Principal, namespace: Namespace, policy: NamespacePolic
     return principal is OPEN_ACCESS or principal.may_read(namespace, policy)
 
 
-def _lines(headers: Mapping[str, str]) -> bytes:
-    lines = [f"{name.lower()}: {value}\r\n" for name, value in headers.items()]
-    return "".join(lines).encode("latin-1")
-
-
 def _frame(request: FastRequest) -> bytes:
     before, after = _frame_around(request.scheme)
     return b"%b%b%b" % (before, request.request_id, after)
@@ -498,11 +396,3 @@ def _frame_around(scheme: str) -> tuple[bytes, bytes]:
     lines = b"".join(b"%b: %b\r\n" % each for each in frame_headers(scheme, mark))
     before, _, after = lines.partition(mark)
     return before, after
-
-
-def _closed(reader: BlobReader) -> BlobReader | None:
-    """The reader, unless it could be closed at once."""
-    if isinstance(reader, FileReader):
-        reader.close_now()
-        return None
-    return reader
