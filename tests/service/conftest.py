@@ -1,6 +1,9 @@
-"""A live server for most tests, and what a client does with one namespace of it."""
+"""The service keeps the promises of its protocol: answers, counters, leases, eviction and access,
+on real databases, blob stores and proxies, and after crashes.
 
-import hashlib
+Most tests share one live server and take a namespace of their own.
+"""
+
 import itertools
 import shutil
 import threading
@@ -14,91 +17,21 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from graphstash_schema import ArtifactMetadata, Digest, Namespace
+from graphstash_schema import Digest
 from graphstash_server.db.migrate import migrate
 from graphstash_server.testing import LiveServer, ServerProcess
+from support.api import Api, assert_problem
 from support.nginx import Nginx, in_front_of
 from support.services import opener
 from support.tokens import Guarded
 from support.waiting import until
 
-DEVICE = "cpu-x86_64-0123456789abcdef"
 NUMBERS = itertools.count()
-
-
-class Api:
-    """One namespace of one server, seen through HTTP."""
-
-    def __init__(self, url: str, namespace: str = "team") -> None:
-        self.url = url
-        self.namespace = Namespace(namespace)
-        self.http = httpx.Client(base_url=url, timeout=60, trust_env=False)
-
-    def path(self, number: int = 0) -> str:
-        return f"/v1/{self.namespace}/artifacts/jax/{DEVICE}/{self.fingerprint(number)}"
-
-    def lease_path(self, number: int = 0) -> str:
-        return f"/v1/{self.namespace}/leases/jax/{DEVICE}/{self.fingerprint(number)}"
-
-    def key(self, number: int = 0) -> dict[str, str]:
-        return {
-            "kind": "jax",
-            "device_type": DEVICE,
-            "fingerprint": self.fingerprint(number),
-        }
-
-    @staticmethod
-    def fingerprint(number: int) -> str:
-        return hashlib.sha256(str(number).encode()).hexdigest()
-
-    def put(
-        self, blob: bytes, number: int = 0, *, seconds: float | None = None, **headers: str
-    ) -> httpx.Response:
-        sent = {"Repr-Digest": Digest.of(blob).repr_digest}
-        if seconds is not None:
-            metadata = ArtifactMetadata(compile_seconds=seconds, raw_size_bytes=len(blob))
-            sent["Graphstash-Metadata"] = metadata.to_header()
-        sent |= {name.replace("_", "-"): value for name, value in headers.items()}
-        return self.http.put(self.path(number), content=blob, headers=sent)
-
-    def get(self, number: int = 0, **headers: str) -> httpx.Response:
-        sent = {name.replace("_", "-"): value for name, value in headers.items()}
-        return self.http.get(self.path(number), headers=sent)
-
-    def acquire(
-        self, number: int = 0, *, wait: int | None = None, **request: Any
-    ) -> httpx.Response:
-        headers = {} if wait is None else {"Prefer": f"wait={wait}"}
-        return self.http.post(self.lease_path(number), json=request, headers=headers)
-
-    def stats(self) -> dict[str, Any]:
-        """The counters of this namespace."""
-        stats = self.http.get("/v1/stats").json()
-        found = [each for each in stats["namespaces"] if each["namespace"] == self.namespace]
-        return found[0] if found else {}
-
-    def close(self) -> None:
-        self.http.close()
 
 
 def files_of(data_dir: Path) -> list[Path]:
     """Every blob and every temporary file."""
     return sorted(path for path in (data_dir / "blobs").rglob("*") if path.is_file())
-
-
-def assert_problem(answer: httpx.Response, status: int, code: str, *named: str) -> dict[str, Any]:
-    """Checks that an answer is a whole problem document, and that its sentence names things."""
-    problem: dict[str, Any] = answer.json()
-    assert (answer.status_code, problem["code"]) == (status, code), problem
-    assert answer.headers["content-type"] == "application/problem+json"
-    assert answer.headers["cache-control"] == "no-store"
-    assert answer.headers["graphstash-protocol"] == "1"
-    assert problem["status"] == status
-    assert problem["type"] == f"urn:graphstash:error:{code}"
-    assert problem["instance"] == f"urn:graphstash:request:{answer.headers['x-request-id']}"
-    for name in named:
-        assert name in problem["detail"]
-    return problem
 
 
 @pytest.fixture(scope="session")
@@ -179,8 +112,8 @@ def connect() -> Iterator[Callable[..., Api]]:
     """Makes an `Api` for any server, and closes it at the end."""
     made: list[Api] = []
 
-    def make(url: str, namespace: str = "team") -> Api:
-        made.append(Api(url, namespace))
+    def make(url: str, namespace: str = "team", token: str | None = None) -> Api:
+        made.append(Api(url, namespace, token))
         return made[-1]
 
     yield make
@@ -189,10 +122,9 @@ def connect() -> Iterator[Callable[..., Api]]:
 
 
 @pytest.fixture(scope="session")
-def process_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Compiled modules are kept between the servers of a run: each starts in half the time."""
-    cache = tmp_path_factory.mktemp("pycache")
-    return {"PYTHONPYCACHEPREFIX": str(cache), "PYTHONDONTWRITEBYTECODE": ""}
+def process_environment() -> dict[str, str]:
+    """Variables of every server process."""
+    return {"GRAPHSTASH_MIN_FREE_BYTES": "0"}
 
 
 @pytest.fixture
@@ -203,10 +135,8 @@ def start(
     started: list[ServerProcess] = []
 
     def make(*options: str, **keywords: Any) -> ServerProcess:
-        options = ("--min-free-bytes", "0", *options)
-        started.append(
-            ServerProcess(tmp_path / "data", *options, environment=process_environment, **keywords)
-        )
+        keywords["environment"] = process_environment | keywords.get("environment", {})
+        started.append(ServerProcess(tmp_path / "data", *options, **keywords))
         return started[-1]
 
     yield make

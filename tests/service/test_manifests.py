@@ -1,5 +1,6 @@
 """Manifests: what a job used, merged over its runs."""
 
+import functools
 import json
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -7,11 +8,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from graphstash_schema import Manifest, ManifestName, Namespace
-from graphstash_server.context import open_context
 from graphstash_server.db.queries.usage import recount_usage
-from graphstash_server.keys import StoredKey
 from graphstash_server.services.jobs import manifests
-from graphstash_server.settings import load_settings
 from support.services import ACTOR, key_of
 
 pytestmark = [pytest.mark.sql, pytest.mark.anyio]
@@ -31,13 +29,16 @@ def entries(answer):
     return {str(entry.key.fingerprint): entry.runs for entry in manifest.entries}
 
 
-def test_the_first_run_makes_the_manifest(api):
+def test_the_first_run_makes_the_manifest(api, connect, problem):
+    problem(api.http.get(path(api)), 404, "not_found", "train_gpt")
+
     answer = put(api, [1, 2])
 
     assert answer.status_code == 201
     assert entries(answer) == {api.fingerprint(1): 1, api.fingerprint(2): 1}
     assert answer.json()["name"] == "train_gpt"
     assert entries(api.http.get(path(api))) == entries(answer)
+    assert api.http.get(path(connect(api.url, f"{api.namespace}-x"))).status_code == 404
 
 
 def test_further_runs_are_merged_and_the_latest_comes_first(api):
@@ -46,19 +47,13 @@ def test_further_runs_are_merged_and_the_latest_comes_first(api):
     answer = put(api, [2, 3, 3])
 
     assert answer.status_code == 200
-    assert entries(answer) == {
-        api.fingerprint(1): 1,
-        api.fingerprint(2): 2,
-        api.fingerprint(3): 1,
-    }
-    assert answer.json()["entries"][0]["key"]["fingerprint"] == api.fingerprint(2)
-    assert answer.json()["entries"][-1]["key"]["fingerprint"] == api.fingerprint(1)
-    used_at = datetime.fromisoformat(answer.json()["entries"][0]["used_at"])
+    runs = {1: 1, 2: 2, 3: 1}
+    assert entries(answer) == {api.fingerprint(number): runs[number] for number in runs}
+    first, *_, last = answer.json()["entries"]
+    assert first["key"]["fingerprint"] == api.fingerprint(2)
+    assert last["key"]["fingerprint"] == api.fingerprint(1)
+    used_at = datetime.fromisoformat(first["used_at"])
     assert abs(datetime.now(UTC) - used_at) < timedelta(minutes=1)
-
-
-def test_an_absent_manifest_is_not_found(api, problem):
-    problem(api.http.get(path(api)), 404, "not_found", "train_gpt")
 
 
 def test_concurrent_runs_are_all_merged(api, connect):
@@ -83,15 +78,12 @@ def test_the_least_recently_used_entries_go_first(api):
     assert sum(api.fingerprint(number) in kept for number in range(10)) == 4
 
 
-def test_more_keys_than_are_kept_are_refused(api, problem):
+def test_no_keys_and_more_than_are_kept_are_refused(api, problem):
     answer = put(api, range(4097))
 
     assert problem(answer, 413, "too_many_keys", "4097", "4096")["limit"] == 4096
-    assert api.http.get(path(api)).status_code == 404
-
-
-def test_no_keys_are_refused(api, problem):
     problem(put(api, []), 400, "invalid_request", "keys", "at least 1")
+    assert api.http.get(path(api)).status_code == 404
 
 
 @pytest.mark.parametrize("name", ["-x", "x" * 129, "%20", "a%0ab", ".hidden"])
@@ -100,57 +92,34 @@ def test_a_name_out_of_form_is_refused(api, problem, name):
     problem(api.http.get(path(api, name)), 400, "invalid_name")
 
 
-def test_namespaces_have_their_own_manifests(api, connect):
-    put(api, [1])
-
-    assert api.http.get(path(connect(api.url, f"{api.namespace}-x"))).status_code == 404
-
-
-async def test_entries_that_no_run_used_for_ninety_days_go(tmp_path):
-    now = datetime(2026, 1, 1, tzinfo=UTC)
-    old, new = (
-        StoredKey.parse(namespace="team", kind="jax", device_type="cpu", fingerprint=digit * 64)
-        for digit in "ab"
-    )
-
-    name = ManifestName("job")
-    settings = load_settings(data_dir=tmp_path)
-    async with open_context(settings, blob_store=None, clock=lambda: now) as context:
-        await context.manifests.merge(old.namespace, name, [old], writer="", actor=ACTOR)
-        now += timedelta(days=91)
-        await context.manifests.drop_unused()
-        assert await context.manifests.get(old.namespace, name) == []
-        entries, is_new = await context.manifests.merge(
-            old.namespace, name, [new], writer="", actor=ACTOR
-        )
+async def test_entries_that_no_run_used_for_ninety_days_go(opened):
+    name, old, new = ManifestName("job"), key_of(1), key_of(2)
+    async with opened() as server:
+        manifests = server.context.manifests
+        await manifests.merge(old.namespace, name, [old], writer="", actor=ACTOR)
+        opened.clock.turn(91 * 24 * 3600)
+        await manifests.drop_unused()
+        assert await manifests.get(old.namespace, name) == []
+        entries, is_new = await manifests.merge(old.namespace, name, [new], writer="", actor=ACTOR)
 
     assert is_new
-    assert [entry.fingerprint for entry in entries] == ["b" * 64]
+    assert [entry.fingerprint for entry in entries] == [new.fingerprint]
 
 
 async def test_the_entries_of_a_namespace_are_bounded_and_counted(opened, monkeypatch):
     """Beyond the bound the longest unused go, of whatever job."""
     monkeypatch.setattr(manifests, "_MAX_ENTRIES", 10)
     team = Namespace("team")
+    jobs = [ManifestName(f"job-{number}") for number in range(4)]
     async with opened() as server:
-        merge = server.context.manifests.merge
-        for job in range(4):
-            name = ManifestName(f"job-{job}")
-            await merge(
-                team,
-                name,
-                [key_of(10 * job + number) for number in range(4)],
-                writer="",
-                actor=ACTOR,
-            )
+        merge = functools.partial(server.context.manifests.merge, team, writer="", actor=ACTOR)
+        for number, job in enumerate(jobs):
+            await merge(job, [key_of(10 * number + each) for each in range(4)])
             opened.clock.turn(60)
-        await merge(team, ManifestName("job-1"), [key_of(10)], writer="", actor=ACTOR)
+        await merge(jobs[1], [key_of(10)])
 
-        counts = []
-        for job in range(4):
-            kept = await server.context.manifests.get(team, ManifestName(f"job-{job}"))
-            counts.append(len(kept))
-        assert counts == [0, 2, 4, 4]
+        kept = [len(await server.context.manifests.get(team, job)) for job in jobs]
+        assert kept == [0, 2, 4, 4]
         assert (await server.used()).manifest_bytes == 10 * 512
         async with server.context.database.reading() as connection:
             assert await recount_usage(connection) == []

@@ -15,7 +15,6 @@ import asyncpg
 import pytest
 import sqlalchemy as sa
 from alembic import command
-from alembic.script import ScriptDirectory
 
 from graphstash_schema import ArtifactMetadata
 from graphstash_server.context import prepare_database
@@ -25,7 +24,6 @@ from graphstash_server.db.tables import metadata
 from graphstash_server.errors import StartError
 from graphstash_server.eviction_order import aged, density
 from graphstash_server.settings import load_settings
-from graphstash_server.testing import LiveServer
 
 pytestmark = pytest.mark.sql
 
@@ -67,25 +65,10 @@ def tables(url):
 def test_an_empty_database_gets_every_table_and_loses_them_again(config, url):
     command.upgrade(config, "head")
     assert tables(url) == {*metadata.tables, "alembic_version"}
+    command.check(config)
 
     command.downgrade(config, "base")
     assert tables(url) == {"alembic_version"}
-
-    command.upgrade(config, "head")
-    assert tables(url) == {*metadata.tables, "alembic_version"}
-
-
-def test_the_revisions_and_the_tables_say_the_same(config):
-    command.upgrade(config, "head")
-
-    command.check(config)
-
-
-def test_migrating_twice_changes_nothing(url, tmp_path):
-    migrate(url, lock_path=tmp_path / "lock")
-    migrate(url, lock_path=tmp_path / "lock")
-
-    assert tables(url) == {*metadata.tables, "alembic_version"}
 
 
 def test_servers_that_migrate_at_the_same_time_take_turns(url, tmp_path):
@@ -141,45 +124,35 @@ def fill(connection, count):
     connection.execute(usage.insert(), counters)
 
 
-def test_a_filled_database_of_the_first_revision_is_ranked(config, url):
+def test_a_filled_database_of_the_first_revision_is_ranked_and_can_go_back(config, url):
+    count = 1100  # more than one batch
     command.upgrade(config, "0001")
-    on(url, lambda connection: fill(connection, 2500))
+    on(url, lambda connection: fill(connection, count))
 
     command.upgrade(config, "head")
+    ranked = rows_of(url, "artifacts")
 
-    rows = on(
-        url,
-        lambda connection: connection.execute(
-            sa.select(metadata.tables["artifacts"]).order_by(sa.column("fingerprint"))
-        ).all(),
-    )
-    assert len(rows) == 2500
-    for number, row in enumerate(rows):
+    assert len(ranked) == count
+    for number, row in enumerate(ranked):
         worth = density(compile_seconds=1.5 + number, size_bytes=5000 + number)
         assert row.toolchain == ("" if number == 0 else f"jax 0.{number % 3}")
         assert row.density == pytest.approx(worth)
         assert row.rank == pytest.approx(worth + aged(NOW))
         assert (row.hits, row.last_used_at, row.pinned_until) == (number, NOW, None)
+
+    command.downgrade(config, "0001")
+    command.upgrade(config, "head")
+    assert len(rows_of(url, "artifacts")) == count
+    (usage,) = rows_of(url, "usage")
+    assert (usage.artifacts, usage.size_bytes, usage.saved_seconds) == (count, 7, 2.5)
+    assert (usage.evictions, usage.evicted_bytes) == (0, 0)
     command.check(config)
 
 
-def test_a_filled_database_goes_down_and_up_again_and_keeps_what_both_know(config, url):
-    command.upgrade(config, "0001")
-    on(url, lambda connection: fill(connection, 100))
-
-    command.upgrade(config, "head")
-    command.downgrade(config, "0001")
-    command.upgrade(config, "head")
-
-    def read(connection):
-        artifacts, usage = metadata.tables["artifacts"], metadata.tables["usage"]
-        count = connection.scalar(sa.select(sa.func.count()).select_from(artifacts))
-        return count, connection.execute(sa.select(usage)).one()
-
-    count, usage = on(url, read)
-    assert count == 100
-    assert (usage.artifacts, usage.size_bytes, usage.saved_seconds) == (100, 7, 2.5)
-    assert (usage.evictions, usage.evicted_bytes) == (0, 0)
+def rows_of(url, name):
+    table = metadata.tables[name]
+    chosen = sa.select(table).order_by(*table.primary_key)
+    return on(url, lambda connection: connection.execute(chosen).all())
 
 
 INDEX = "ix_artifacts_namespace_created_at"
@@ -269,14 +242,6 @@ def settings_of_the_build(url):
     return found
 
 
-def test_a_build_may_wait_for_ever_and_only_a_frozen_migrator_is_cut_off(before_the_index):
-    assert settings_of_the_build(before_the_index) == {
-        "lock_timeout": "0",
-        "idle_session_timeout": "1min",
-        "statement_timeout": "0",
-    }
-
-
 def test_who_waits_for_another_migrator_says_so_once(before_the_index, caplog, tmp_path):
     async def run():
         upgrade = partial(migrate, before_the_index, lock_path=tmp_path / "lock")
@@ -324,6 +289,8 @@ def test_a_deadlock_with_a_server_of_the_release_before_is_tried_again(
 
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_an_index_whose_build_was_interrupted_is_there_in_the_end(before_the_index, is_whole):
+    """Its build may wait for ever, and only a frozen migrator is cut off."""
+
     async def run():
         url = before_the_index
         async with connected(url) as other, storing(url) as slow:
@@ -333,19 +300,17 @@ def test_an_index_whose_build_was_interrupted_is_there_in_the_end(before_the_ind
             with nullcontext() if is_whole else pytest.raises(asyncpg.LockNotAvailableError):
                 await other.execute(CONCURRENTLY)
             assert await other.fetchval(IS_VALID) is is_whole
-        found = await asyncio.to_thread(settings_of_the_build, url)
-        assert found["lock_timeout"] == "0"  # also after the limit of what goes first
+        # Also after the limits of what goes first.
+        assert await asyncio.to_thread(settings_of_the_build, url) == {
+            "lock_timeout": "0",
+            "idle_session_timeout": "1min",
+            "statement_timeout": "0",
+        }
         async with connected(url) as other:
             assert await other.fetchval(IS_VALID)
 
     asyncio.run(run())
     assert asyncio.run(find_revision(before_the_index)) == newest_revision()
-
-
-def test_a_server_of_the_release_before_goes_on_storing(config, url):
-    command.upgrade(config, "head")
-
-    on(url, lambda connection: fill(connection, 10))
 
 
 def settings_for(url, tmp_path, **more):
@@ -361,8 +326,10 @@ def test_a_server_that_must_not_migrate_says_what_to_do(config, url, tmp_path):
     with pytest.raises(StartError, match="graphstash migrate"):
         asyncio.run(prepare_database(settings, is_migrating=False))
 
-    command.upgrade(config, "head")
+    asyncio.run(prepare_database(settings, is_migrating=True))
     asyncio.run(prepare_database(settings, is_migrating=False))
+    assert asyncio.run(find_revision(url)) == newest_revision()
+    on(url, lambda connection: fill(connection, 10))  # as a server of the release before goes on
 
 
 def test_a_server_goes_on_with_a_database_of_a_later_release(config, url, tmp_path, caplog):
@@ -382,48 +349,20 @@ def test_a_server_goes_on_with_a_database_of_a_later_release(config, url, tmp_pa
     assert asyncio.run(find_revision(url)) == "9999"
 
 
-def test_a_server_of_the_filled_older_database_serves(config, url, tmp_path):
-    command.upgrade(config, "0001")
-    on(url, lambda connection: fill(connection, 10))
-    blob = tmp_path / "data" / "blobs" / "sha256" / "00" / f"{0:064x}"
-    blob.parent.mkdir(parents=True)
-    blob.write_bytes(bytes(5000))
-
-    with LiveServer(tmp_path / "data", database_url=url, log_level="error"):
-        pass
-
-    assert asyncio.run(find_revision(url)) == newest_revision()
+def test_a_database_that_lets_nobody_in_is_named_without_its_password(postgres, tmp_path):
+    wrong = postgres.url.replace(":secret@", ":hunter2@")
+    for url, named in (
+        ("postgresql://someone:hunter2@127.0.0.1:1/x", "127.0.0.1:1"),
+        (wrong, "password authentication failed"),
+    ):
+        with pytest.raises(StartError, match=named) as failure:
+            asyncio.run(prepare_database(settings_for(url, tmp_path), is_migrating=True))
+        assert "hunter2" not in str(failure.value)
 
 
-def test_a_database_that_cannot_be_reached_is_named_without_its_password(tmp_path):
-    settings = settings_for("postgresql://someone:hunter2@127.0.0.1:1/x", tmp_path)
-
-    with pytest.raises(StartError) as failure:
-        asyncio.run(prepare_database(settings, is_migrating=True))
-
-    assert "127.0.0.1:1" in str(failure.value)
-    assert "hunter2" not in str(failure.value)
-
-
-def test_a_wrong_password_is_a_clear_error(postgres, tmp_path):
-    url = postgres.url.replace(":secret@", ":hunter2@")
-
-    with pytest.raises(StartError, match="password authentication failed") as failure:
-        asyncio.run(prepare_database(settings_for(url, tmp_path), is_migrating=True))
-
-    assert "hunter2" not in str(failure.value)
-
-
-def test_revisions_do_not_import_the_product():
-    versions = Path(__file__).parents[2] / "migrations" / "versions"
-
-    for revision in versions.glob("*.py"):
-        assert "graphstash" not in revision.read_text()
-
-
-def test_revisions_after_the_first_release_only_add(config):
+def test_revisions_only_add_and_do_not_import_the_product():
     """A rolling upgrade migrates first, while servers of the release before go on."""
-    revisions = ScriptDirectory.from_config(config).walk_revisions()
-    for revision in revisions:
-        upgrade = Path(revision.path).read_text().split("def downgrade")[0]
-        assert "drop_" not in upgrade
+    for revision in (Path(__file__).parents[2] / "migrations" / "versions").glob("*.py"):
+        text = revision.read_text()
+        assert "graphstash" not in text
+        assert "drop_" not in text.split("def downgrade")[0]

@@ -42,6 +42,7 @@ CHECKS = (
 DOCUMENT = create_app(Settings()).openapi()
 SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
 OPERATIONS = {each.ok().label: each.ok() for each in SCHEMA.get_all_operations()}
+OTHERS = ("open", "reader", "nobody")
 
 pytestmark = pytest.mark.filterwarnings(
     # schemathesis draws from `random` where Hypothesis would rather be asked.
@@ -49,20 +50,22 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-@pytest.fixture(scope="module", params=["admin", "reader", "nobody"])
-def shown(request, guarded):
-    """What a caller shows to a server that asks who they are."""
-    _fill(guarded.url, {"Authorization": f"Bearer {guarded.admin}"})
-    grants = {"admin": "admin:*", "reader": "read:described"}
-    if request.param not in grants:
-        return {}
-    return {"Authorization": f"Bearer {guarded.token(grants[request.param])}"}
-
-
-@pytest.fixture(scope="module")
-def open_url(live_server):
-    _fill(live_server.url, {})
-    return live_server.url
+@pytest.fixture(
+    scope="module",
+    params=["admin", *(pytest.param(who, marks=pytest.mark.extended) for who in OTHERS)],
+)
+def asked(request):
+    """Where a server listens, and what a caller shows to it; the administrator comes everywhere."""
+    if request.param == "open":
+        server, headers = request.getfixturevalue("live_server"), {}
+        _fill(server.url, headers)
+        return server.url, headers
+    guarded = request.getfixturevalue("guarded")
+    headers = {"Authorization": f"Bearer {guarded.admin}"}
+    _fill(guarded.url, headers)
+    if request.param == "reader":
+        headers = {"Authorization": f"Bearer {guarded.token('read:described')}"}
+    return guarded.url, {} if request.param == "nobody" else headers
 
 
 def _fill(url, headers):
@@ -100,13 +103,9 @@ def _ask(operation, url, headers, *, examples=5):
 
 
 @pytest.mark.parametrize("label", OPERATIONS)
-def test_every_answer_of_an_open_server_is_declared(open_url, label):
-    _ask(OPERATIONS[label], open_url, {})
-
-
-@pytest.mark.parametrize("label", OPERATIONS)
-def test_every_answer_of_a_guarded_server_is_declared(guarded, shown, label):
-    _ask(OPERATIONS[label], guarded.url, shown)
+def test_every_answer_is_declared(asked, label):
+    url, headers = asked
+    _ask(OPERATIONS[label], url, headers)
 
 
 def test_every_call_is_asked():
@@ -117,11 +116,12 @@ def test_every_call_is_asked():
 
 
 @pytest.mark.parametrize("lacking", ["404", "400"])
-def test_an_answer_that_is_not_declared_is_noticed(open_url, lacking):
-    """Or the tests above could not fail."""
+def test_an_answer_that_is_not_declared_is_noticed(live_server, lacking):
+    """Or the test above could not fail."""
     path = "/v1/{namespace}/manifests/{name}"
     document = copy.deepcopy(DOCUMENT)
     del document["paths"][path]["get"]["responses"][lacking]
+    operation = schemathesis.openapi.from_dict(document)[path]["GET"]
 
     with pytest.raises((FailureGroup, UndefinedStatusCode), match="status code"):
-        _ask(schemathesis.openapi.from_dict(document)[path]["GET"], open_url, {}, examples=50)
+        _ask(operation, live_server.url, {}, examples=50)

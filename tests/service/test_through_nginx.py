@@ -9,7 +9,6 @@ import json
 import os
 import re
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -53,31 +52,26 @@ def test_putting_through_nginx_is_putting(api, through, case):
     headers = {"Repr-Digest": Digest.of(BLOB).repr_digest} | WRITES[case]
     headers = {name: value for name, value in headers.items() if value is not None}
 
-    answers = []
-    for client, number in ((api, 1), (through, 2)):
-        answers.append(client.http.put(api.path(number), content=BLOB, headers=headers))
-        answers.append(client.http.put(api.path(number), content=BLOB, headers=headers))
-
-    direct, behind = answers[:2], answers[2:]
-    for one, other in zip(direct, behind, strict=True):
-        one.headers.pop("location", None)
-        other.headers.pop("location", None)
-        assert seen(other) == seen(one)
+    for _ in range(2):
+        direct = api.http.put(api.path(1), content=BLOB, headers=headers)
+        behind = through.http.put(api.path(2), content=BLOB, headers=headers)
+        for answer in (direct, behind):
+            answer.headers.pop("location", None)
+        assert seen(behind) == seen(direct)
 
 
-def test_a_conflict_and_a_precondition_are_told(api, through, problem):
+def test_refusals_of_writes_and_a_deletion_pass_nginx(api, through, problem):
     through.put(BLOB)
 
     assert seen(through.put(b"other")) == seen(api.put(b"other"))
     problem(through.put(BLOB, If_None_Match="*"), 412, "precondition_failed")
-
-
-def test_a_body_without_a_length_is_refused(api, through, problem):
-    answer = through.http.put(
-        api.path(), content=iter([BLOB]), headers={"Repr-Digest": Digest.of(BLOB).repr_digest}
-    )
-
+    digest = {"Repr-Digest": Digest.of(BLOB).repr_digest}
+    answer = through.http.put(api.path(), content=iter([BLOB]), headers=digest)
     problem(answer, 411, "length_required")
+
+    assert through.http.delete(api.path()).status_code == 204
+    problem(api.get(), 404, "not_found")
+    problem(through.get(), 404, "not_found")
 
 
 @pytest.mark.parametrize("size", [10 * 1024**3, 500 * 1024**2])
@@ -91,20 +85,11 @@ def test_what_is_too_large_is_refused_before_the_body_is_there(nginx, api, size)
 def test_a_refusal_is_heard_while_the_body_is_still_sent(nginx, api, problem):
     """401 MiB against a limit of 400: whoever sends on regardless gets the answer, too."""
     block = bytes(1024**2)
-
-    def body():
-        for _ in range(401):
-            yield block
+    headers = {"Content-Length": str(401 * 1024**2), "Repr-Digest": Digest.of(b"").repr_digest}
 
     with httpx.Client(timeout=60, trust_env=False) as client:
-        answer = client.put(
-            nginx.url + api.path(),
-            content=body(),
-            headers={
-                "Content-Length": str(401 * 1024**2),
-                "Repr-Digest": Digest.of(b"").repr_digest,
-            },
-        )
+        body = (block for _ in range(401))
+        answer = client.put(nginx.url + api.path(), content=body, headers=headers)
 
     problem(answer, 413, "too_large")
 
@@ -156,25 +141,14 @@ def test_an_upload_whose_client_is_gone_leaves_nothing(nginx, api, files, eventu
     problem(api.get(), 404, "not_found")
 
 
-def test_a_wait_for_a_lease_lasts_as_long_as_it_was_asked_for(api, through):
-    assert through.acquire(ttl_seconds=60).status_code == 201
+def test_a_wait_for_a_lease_lasts_as_long_as_it_was_asked_for_or_is_ended(api, through):
+    granted = through.acquire(ttl_seconds=60).json()
 
-    began = time.monotonic()
     held = through.acquire(wait=1)
-
     assert held.status_code == 202
     assert held.headers["preference-applied"] == "wait=1"
     assert held.headers["retry-after"] == "1"
-    assert time.monotonic() - began > 0.9
 
-
-def test_nginx_waits_longer_than_the_longest_wait(nginx):
-    (seconds,) = re.findall(r"proxy_read_timeout +([0-9]+)s;", nginx.configuration.read_text())
-    assert int(seconds) >= 2 * MAX_WAIT_SECONDS
-
-
-def test_a_waiter_is_woken_through_nginx(api, through):
-    granted = through.acquire(ttl_seconds=60).json()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(through.acquire, wait=30)
         until_waiting(api.url)
@@ -191,16 +165,17 @@ def test_a_waiter_that_hangs_up_is_forgotten(nginx, api, eventually):
         return api.http.get("/v1/stats").json()["waiters"]
 
     api.acquire(ttl_seconds=60)
-    body = b"{}"
+    head = f"POST {api.lease_path()} HTTP/1.1\r\nHost: x\r\nPrefer: wait=60\r\n"
     with socket.create_connection(("127.0.0.1", nginx.port), timeout=20) as connection:
-        connection.sendall(
-            f"POST {api.lease_path()} HTTP/1.1\r\nHost: x\r\nPrefer: wait=60\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n".encode()
-            + body
-        )
+        connection.sendall(f"{head}Content-Length: 2\r\n\r\n{{}}".encode())
         eventually(lambda: waiters() == 1)
 
     eventually(lambda: waiters() == 0)
+
+
+def test_nginx_waits_longer_than_the_longest_wait(nginx):
+    (seconds,) = re.findall(r"proxy_read_timeout +([0-9]+)s;", nginx.configuration.read_text())
+    assert int(seconds) >= 2 * MAX_WAIT_SECONDS
 
 
 CALLS = {
@@ -233,14 +208,6 @@ def test_other_calls_are_answered_alike(api, through, case):
     behind = through.http.request(method, path, **options)
 
     assert seen(behind) == seen(direct)
-
-
-def test_deleting_through_nginx_is_deleting(api, through, problem):
-    api.put(BLOB)
-
-    assert through.http.delete(api.path()).status_code == 204
-    problem(api.get(), 404, "not_found")
-    problem(through.get(), 404, "not_found")
 
 
 def test_a_page_behind_nginx_may_send_its_form(through):

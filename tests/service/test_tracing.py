@@ -4,7 +4,6 @@ import functools
 import json
 import subprocess
 import sys
-import time
 
 import httpx
 import pytest
@@ -46,6 +45,12 @@ def run_job(tmp_path):
     return functools.partial(run_trace_job, tmp_path)
 
 
+def in_bucket(moto, bucket, **more):
+    """The environment of a server whose blobs are in a bucket."""
+    settings = s3_settings(moto.url, bucket, **more)
+    return {f"GRAPHSTASH_{name.upper()}": str(value) for name, value in settings.items()}
+
+
 def ancestors(collector, span):
     """The names from a span up to the root of its trace."""
     known = {each.id: each for each in collector.spans if each.trace == span.trace}
@@ -81,8 +86,7 @@ def span_of(collector, fingerprint):
 def test_one_trace_runs_from_a_look_up_to_the_bucket(
     tmp_path, collector, moto, s3_credentials, run_job
 ):
-    settings = s3_settings(moto.url, moto.new_bucket(), tier_limit_bytes=10**9)
-    environment = {f"GRAPHSTASH_{name.upper()}": str(value) for name, value in settings.items()}
+    environment = in_bucket(moto, moto.new_bucket(), tier_limit_bytes=10**9)
     secret = "a-token-that-no-span-may-have"
     with Server(tmp_path, **environment, **collector.environment) as server:
         before = len(collector.spans)
@@ -140,34 +144,24 @@ def test_a_hit_on_the_fast_path_is_a_span(traced, collector, run_job):
     assert span.attributes["http.response.status_code"] == 200
 
 
-@pytest.mark.parametrize(
-    ("number", "traceparents"),
-    tuple(
-        enumerate(
-            [
-                ("",),
-                ("00-" + "0" * 32 + "-" + "1" * 16 + "-01",),
-                ("00-" + "a" * 32 + "-" + "0" * 16 + "-01",),
-                ("ff-" + "a" * 32 + "-" + "1" * 16 + "-01",),
-                ("00-" + "a" * 32 + "-" + "1" * 16 + "-01-more",),
-                ("00-" + "a" * 32 + "-" + "1" * 16 + "-0\xff",),
-                ("x" * 5000,),
-                (
-                    "00-" + "a" * 32 + "-" + "1" * 16 + "-01",
-                    "00-" + "b" * 32 + "-" + "2" * 16 + "-01",
-                ),
-            ]
-        )
-    ),
-    ids=["empty", "no-trace", "no-span", "version", "more", "latin-1", "long", "twice"],
-)
-def test_a_malformed_traceparent_begins_a_trace_of_its_own(traced, collector, number, traceparents):
-    fingerprint = f"{0xA00 + number:064x}"
-    assert request_with(traced, fingerprint, *traceparents).status_code == 404
-
-    span = span_of(collector, fingerprint)
-    assert span.parent == ""
-    assert span.trace not in ("a" * 32, "b" * 32)
+def test_a_malformed_traceparent_begins_a_trace_of_its_own(traced, collector):
+    good = "00-" + "a" * 32 + "-" + "1" * 16 + "-01"
+    malformed = {
+        "empty": ("",),
+        "no trace": ("00-" + "0" * 32 + "-" + "1" * 16 + "-01",),
+        "no span": ("00-" + "a" * 32 + "-" + "0" * 16 + "-01",),
+        "version": ("ff" + good[2:],),
+        "more": (good + "-more",),
+        "latin-1": (good[:-1] + "\xff",),
+        "long": ("x" * 5000,),
+        "twice": (good, "00-" + "b" * 32 + "-" + "2" * 16 + "-01"),
+    }
+    for number, (name, traceparents) in enumerate(malformed.items()):
+        fingerprint = f"{0xA00 + number:064x}"
+        assert request_with(traced, fingerprint, *traceparents).status_code == 404, name
+        span = span_of(collector, fingerprint)
+        assert span.parent == "", name
+        assert span.trace not in ("a" * 32, "b" * 32), name
 
 
 def test_blanks_around_a_traceparent_do_not_count(traced, collector):
@@ -182,12 +176,11 @@ def test_blanks_around_a_traceparent_do_not_count(traced, collector):
 
 
 def test_blanks_in_front_of_a_folded_traceparent_are_read_in_linear_work():
-    head = b"GET / HTTP/1.1\r\ntraceparent:" + b" " * 200_000 + b"\r\n folded\r\n\r\n"
+    """With quadratic work this takes minutes, and the test's timeout ends it."""
+    head = b"GET / HTTP/1.1\r\ntraceparent:" + b" " * 2_000_000 + b"\r\n folded\r\n\r\n"
     path = TracedFastPath(lambda: None, tracing=None)
 
-    before = time.process_time()
     assert path.read(head, scheme="http", is_owner=False) is None
-    assert time.process_time() - before < 1  # it takes a millisecond, and minutes if quadratic
 
 
 def test_a_caller_that_is_not_sampled_is_not_recorded(traced, collector):
@@ -259,10 +252,8 @@ def test_a_failing_bucket_is_a_type_of_error_and_no_text(
     tmp_path, collector, moto, s3_credentials, run_job
 ):
     bucket = moto.new_bucket()
-    settings = s3_settings(moto.url, bucket)
-    environment = {f"GRAPHSTASH_{name.upper()}": str(value) for name, value in settings.items()}
     before = len(collector.spans)
-    with Server(tmp_path, **environment, **collector.environment) as server:
+    with Server(tmp_path, **in_bucket(moto, bucket), **collector.environment) as server:
         run_job(server.url, {}, host="a")
         for each in moto.client.list_objects_v2(Bucket=bucket)["Contents"]:
             moto.client.delete_object(Bucket=bucket, Key=each["Key"])
@@ -279,8 +270,7 @@ def test_a_failing_bucket_is_a_type_of_error_and_no_text(
 
 @pytest.mark.extended
 def test_the_link_to_a_blob_is_in_no_span(tmp_path, collector, moto, s3_credentials, run_job):
-    settings = s3_settings(moto.url, moto.new_bucket(), s3_redirect_bytes=1)
-    environment = {f"GRAPHSTASH_{name.upper()}": str(value) for name, value in settings.items()}
+    environment = in_bucket(moto, moto.new_bucket(), s3_redirect_bytes=1)
     before = len(collector.spans)
     with Server(tmp_path, **environment, **collector.environment) as server:
         run_job(server.url, collector.environment, host="a")
@@ -304,19 +294,14 @@ def test_a_server_without_traces_imports_no_exporter():
     assert subprocess.run(command, capture_output=True, check=True).stdout == b"[]\n"
 
 
-def test_a_server_that_cannot_make_traces_says_what_to_install(tmp_path, collector):
-    path = take_away(tmp_path, "opentelemetry.exporter")
-    environment = {**collector.environment, "PYTHONPATH": str(path)}
-    with pytest.raises(RuntimeError, match=r"exited with 1(.|\n)*graphstash\[server,tracing\]"):
-        Server(tmp_path, **environment)
-
-
 @pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.extended)])
-def test_a_server_names_the_variables_that_opentelemetry_refuses(tmp_path, collector, workers):
-    refused = {"OTEL_BSP_MAX_QUEUE_SIZE": "100", "GRAPHSTASH_WORKERS": workers}
-    with pytest.raises(RuntimeError, match=r"exited with 1") as failure:
-        Server(tmp_path, **collector.environment, **refused)
-
-    assert "max_queue_size" in str(failure.value)
-    assert "OTEL_BSP_MAX_QUEUE_SIZE" in str(failure.value)
-    assert "Traceback" not in str(failure.value)
+def test_a_server_that_cannot_make_traces_says_why(tmp_path, collector, workers):
+    path = take_away(tmp_path, "opentelemetry.exporter")
+    for variables, named in (
+        ({"PYTHONPATH": str(path)}, r"graphstash\[server,tracing\]"),
+        ({"OTEL_BSP_MAX_QUEUE_SIZE": "100"}, r"max_queue_size(.|\n)*OTEL_BSP_MAX_QUEUE_SIZE"),
+    ):
+        settings = collector.environment | {"GRAPHSTASH_WORKERS": workers} | variables
+        with pytest.raises(RuntimeError, match=rf"exited with 1(.|\n)*{named}") as failure:
+            Server(tmp_path, **settings)
+        assert "Traceback" not in str(failure.value)

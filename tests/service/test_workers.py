@@ -18,7 +18,8 @@ import pytest
 from graphstash import CacheError, ClientConfig, Stash
 from graphstash_schema import ArtifactKey, ArtifactMetadata, Digest
 from support.ports import reserved_port
-from support.waiting import until
+from support.tiers import most_extended
+from support.waiting import PATIENT, until
 
 LARGE = bytes(range(256)) * 200_000  # 50 MB: more than the sockets of both sides hold
 
@@ -88,17 +89,9 @@ class Load:
         self.errors: list[CacheError] = []
         self.rounds = [0] * threads
         self._stopped = threading.Event()
+        settings = {"url": server.url, "local_limit": "0", **PATIENT}
         self._stashes = [
-            Stash(
-                ClientConfig.load(
-                    {},
-                    url=server.url,
-                    cache_dir=directory / f"client-{number}",
-                    local_limit="0",
-                    first_byte_seconds=30,  # the machine of the tests may be busy
-                    connect_seconds=30,
-                )
-            )
+            Stash(ClientConfig.load({}, cache_dir=directory / f"client-{number}", **settings))
             for number in range(threads)
         ]
         self._threads = [
@@ -128,10 +121,9 @@ class Load:
             name = f"{number << 32 | self.rounds[number]:064x}"
             key = ArtifactKey.parse("jax", "cpu-x86_64-0123456789abcdef", name)
             payload = name.encode() * 500
+            metadata = ArtifactMetadata(compile_seconds=1, raw_size_bytes=len(payload))
             try:
-                stash.put(
-                    key, payload, ArtifactMetadata(compile_seconds=1, raw_size_bytes=len(payload))
-                )
+                stash.put(key, payload, metadata)
                 stash.forget(key)
                 assert stash.get(key) == payload
                 assert len(stash.server.lookup([key]).found) == 1
@@ -140,8 +132,8 @@ class Load:
             self.rounds[number] += 1
 
 
-def test_every_worker_serves_the_one_port(start):
-    server = start("--workers", "3")
+def test_every_worker_serves_the_one_port_and_a_stuck_one_is_killed_at_the_end(start):
+    server = start("--workers", "3", **patient(0))
     workers = server.workers
 
     assert len(workers) == 3
@@ -153,16 +145,12 @@ def test_every_worker_serves_the_one_port(start):
         assert "ok" in asked(server)
         for other in others:
             os.kill(other, signal.SIGCONT)
+    stuck = min(workers)
+    os.kill(stuck, signal.SIGSTOP)
     assert server.stop() == 0
+    assert f"worker {stuck} was killed by SIGKILL" in server.log
     assert not any(map(is_alive, workers))
     assert "Traceback" not in server.log
-
-
-def test_one_worker_has_no_parent(start):
-    server = start("--workers", "1")
-
-    assert server.workers == set()
-    assert "ok" in asked(server)
 
 
 def test_a_killed_worker_is_replaced_and_only_its_own_requests_fail(start, tmp_path, eventually):
@@ -194,16 +182,6 @@ def test_workers_end_with_a_parent_that_was_killed(start, eventually):
     socket.create_server(("127.0.0.1", server.port)).close()  # the port is free
 
 
-def test_a_whole_tree_can_be_killed(start, eventually):
-    server = start("--workers", "2")
-    workers = server.workers
-
-    server.kill(tree=True)
-
-    eventually(lambda: not any(map(is_alive, workers)))
-    assert "its parent process is gone" not in server.log
-
-
 def end_server(server, eventually):
     server.process.terminate()
     eventually(lambda: not is_listening(server))
@@ -217,9 +195,7 @@ def end_workers(server, eventually):
     eventually(lambda: len(server.workers - old) == 1 and serving(server) == 3)
 
 
-ENDS = pytest.mark.parametrize(
-    ("workers", "end"), [("1", end_server), ("2", end_server), ("2", end_workers)]
-)
+ENDS = [("1", end_server), ("2", end_server), ("2", end_workers)]
 
 
 def exit_code(server, end=None) -> int:
@@ -228,25 +204,25 @@ def exit_code(server, end=None) -> int:
     return server.process.wait(30)
 
 
-@ENDS
-def test_a_long_download_is_finished_before_the_end(start, connect, eventually, workers, end):
+@pytest.mark.parametrize("ends", most_extended(ENDS, quick=ENDS[::2]))
+def test_a_long_download_is_finished_before_the_end(start, connect, eventually, ends):
+    workers, end = ends
     server = start("--workers", workers)
     api = connect(server.url)
     api.put(LARGE)
-    received = bytearray()
     with api.http.stream("GET", api.path()) as answer:
         chunks = answer.iter_raw(65536)
-        received += next(chunks)
+        received = next(chunks)
         end(server, eventually)
-        for chunk in chunks:
-            received += chunk
+        received += b"".join(chunks)
 
     assert received == LARGE
     assert exit_code(server, end) == 0
 
 
-@ENDS
-def test_a_long_upload_is_finished_before_the_end(start, connect, eventually, workers, end):
+@pytest.mark.parametrize("ends", most_extended(ENDS, quick=ENDS[1:2]))
+def test_a_long_upload_is_finished_before_the_end(start, connect, eventually, ends):
+    workers, end = ends
     server = start("--workers", workers)
     api = connect(server.url)
 
@@ -314,7 +290,7 @@ def test_a_rolling_restart_under_load_fails_no_request(start, tmp_path, eventual
     assert server.stop() == 0
 
 
-def test_a_rolling_restart_stops_when_a_successor_cannot_start(start, eventually):
+def test_worker_that_cannot_start_is_retried_and_stops_a_rolling_restart(start, eventually):
     server = start("--workers", "2", command=(sys.executable, "-c", FAILING))
     old = server.workers
     (server.data_dir / "broken").touch()
@@ -324,23 +300,15 @@ def test_a_rolling_restart_stops_when_a_successor_cannot_start(start, eventually
     eventually(lambda: "before it was ready; the rolling restart stops" in server.log)
     assert server.workers == old
     assert "ok" in asked(server)
-    (server.data_dir / "broken").unlink()
-    server.process.send_signal(signal.SIGHUP)
-    eventually(replaced(server, old))
-
-
-def test_a_worker_that_cannot_start_is_tried_again_more_and_more_rarely(start, eventually):
-    server = start("--workers", "2", command=(sys.executable, "-c", FAILING))
-    (server.data_dir / "broken").touch()
-
-    server.kill_worker(min(server.workers))
-
+    server.kill_worker(min(old))
     eventually(lambda: "restarting it in 1 s" in server.log)
     (server.data_dir / "broken").unlink()
     assert "ok" in asked(server)
     eventually(lambda: serving(server) == 3)
     assert re.findall(r"restarting it in (\S+) s", server.log) == ["0", "0.5", "1"]
-    assert len(server.workers) == 2
+    old = server.workers
+    server.process.send_signal(signal.SIGHUP)
+    eventually(replaced(server, old))
 
 
 def test_a_server_whose_workers_cannot_start_exits_with_the_reason(tmp_path, process_environment):
@@ -378,17 +346,6 @@ def test_a_second_interrupt_ends_it_at_once(start, connect, eventually):
         assert server.process.wait(30) == 0
 
     assert not any(map(is_alive, workers))
-
-
-def test_a_worker_that_does_not_end_is_killed(start):
-    server = start("--workers", "2", **patient(0))
-    stuck = min(server.workers)
-    os.kill(stuck, signal.SIGSTOP)
-
-    assert server.stop() == 0
-
-    assert f"worker {stuck} was killed by SIGKILL" in server.log
-    assert not is_alive(stuck)
 
 
 def test_two_servers_restarted_in_turn_lose_nothing_that_was_acknowledged(start, connect, writers):

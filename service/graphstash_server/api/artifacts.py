@@ -35,11 +35,11 @@ from graphstash_server.api.calls import (
     json_answer,
     key_of,
 )
-from graphstash_server.api.conditions import job_named
-from graphstash_server.api.reads import ReadRequest, Reads, Unanswered
-from graphstash_server.api.representation import absent, changes
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
+from graphstash_server.reading.conditions import job_named
+from graphstash_server.reading.reads import ReadRequest, Reads, Unanswered
+from graphstash_server.reading.representation import absent, changes
 from graphstash_server.services.artifacts.uploads import Upload
 
 __all__ = ["ROUTE", "router"]
@@ -106,7 +106,7 @@ async def _read(call: NamespaceCall, *, is_head: bool) -> Response:
         raise absent(request.key)
     made, body, reader = answer
     if reader is not None:
-        return BlobResponse(reader, made, sent=partial(reads.count_sent, request))
+        return BlobResponse(answer, sent=partial(reads.count_sent, request))
     return Response(bytes(body), status_code=made.status, headers=made.headers)
 
 

@@ -14,8 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from graphstash_server.api.calls import until_gone
-from graphstash_server.api.representation import Representation
-from graphstash_server.storage import BlobReader
+from graphstash_server.reading.reads import ReadAnswer
 
 __all__ = ["BlobResponse"]
 
@@ -33,19 +32,19 @@ class BlobResponse(Response):
     connection; with Content-Length sent the caller cannot take what it got for the whole.
     """
 
-    def __init__(
-        self, reader: BlobReader, answer: Representation, *, sent: Callable[[int], None]
-    ) -> None:
-        """Take over the reader and close it; call `sent` at the end with the number of bytes
-        sent.
+    def __init__(self, answer: ReadAnswer, *, sent: Callable[[int], None]) -> None:
+        """Take over the reader of an answer and close it; call `sent` at the end with the number of
+        bytes sent.
         """
+        made, _, reader = answer
+        assert reader is not None  # noqa: S101 - other answers need no `BlobResponse`
         self._reader = reader
-        self._start, self._stop = answer.span or (0, 0)
+        self._start, self._stop = made.span or (0, 0)
         self._sent = sent
-        self.status_code = answer.status
+        self.status_code = made.status
         self.background = None
         self.body = b""
-        self.init_headers(answer.headers)
+        self.init_headers(made.headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends headers and bytes."""

@@ -18,8 +18,8 @@ from graphstash_server.api.calls import (
     key_of,
     until_gone,
 )
-from graphstash_server.api.conditions import requested_wait
 from graphstash_server.errors import ServerError
+from graphstash_server.reading.conditions import requested_wait
 from graphstash_server.services.jobs.leases import Acquisition
 from graphstash_server.services.namespaces import check_writable
 

@@ -24,7 +24,6 @@ from graphstash_schema.protocol import (
     HEADER_REQUEST_ID,
     PROTOCOL_VERSION,
 )
-from graphstash_server.api.conditions import job_named
 from graphstash_server.api.frame import (
     MAX_HEADER_BYTES,
     callers_request_id,
@@ -37,16 +36,17 @@ from graphstash_server.api.problems import (
     problem_response,
     refusal_response,
 )
-from graphstash_server.api.reads import ReadAnswer, ReadRequest, Reads, Unanswered
-from graphstash_server.api.representation import (
+from graphstash_server.context import ProcessContext
+from graphstash_server.errors import ServerError
+from graphstash_server.keys import StoredKey
+from graphstash_server.reading.conditions import job_named
+from graphstash_server.reading.reads import ReadAnswer, ReadRequest, Reads, Unanswered
+from graphstash_server.reading.representation import (
     ACCEPT_REDIRECT,
     HEADER_ACCEL,
     absent,
     takes_link,
 )
-from graphstash_server.context import ProcessContext
-from graphstash_server.errors import ServerError
-from graphstash_server.keys import StoredKey
 from graphstash_server.services.identity.principals import OPEN_ACCESS, OWNER, Principal
 from graphstash_server.storage import BlobReader
 
@@ -62,7 +62,7 @@ _READ_HERE: Final = {
     name.encode(): name
     for name in ("if-none-match", "if-range", "range", HEADER_ACCEL, ACCEPT_REDIRECT)
 }
-"""Headers that change the answer, see `api.representation`."""
+"""Headers that change the answer, see `reading.representation`."""
 
 _ID: Final = HEADER_REQUEST_ID.lower().encode()
 _PROTOCOL: Final = HEADER_PROTOCOL.lower().encode()

@@ -6,10 +6,10 @@ from typing import Any, Final
 from graphstash_schema import ErrorCode, InvalidValueError, Namespace
 from graphstash_schema.explanation import Relative, described, words
 from graphstash_server.api.calls import key_of
-from graphstash_server.api.representation import absent
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
 from graphstash_server.pages.visitor import Visitor
+from graphstash_server.reading.representation import absent
 from graphstash_server.services.artifacts.catalog import ArtifactDetails
 from graphstash_server.services.artifacts.explanations import MAX_NAMESPACES
 

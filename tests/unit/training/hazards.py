@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.checkpoint import checkpoint
 
 from graphstash.training import SGD, AdamW, fuse
 
@@ -141,12 +140,6 @@ class ClippingHookBeforeFuse(Loop):
 
 
 @hazard(backward="were changed between")
-class ClippingHookAfterFuse(Loop):
-    def after_fuse(self):
-        self.opt.register_step_pre_hook(lambda *_: clip(self.net.parameters()))
-
-
-@hazard(backward="were changed between")
 class ScalingHookAfterFuse(Loop):
     """Plain SGD would take a step of another length."""
 
@@ -189,31 +182,11 @@ class ScheduleInHookAfterStep(Loop):
 
 
 @hazard()
-class ZeroingHookBeforeFuse(Loop):
-    def before_fuse(self):
-        self.opt.register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad())
-
-
-@hazard()
 class ZeroingHookAfterFuse(Loop):
     def after_fuse(self):
         self.opt.register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad())
         hooks = self.opt._optimizer_step_post_hooks
         hooks.move_to_end(next(reversed(hooks)), last=False)  # as a hook that asks to be first
-
-
-@hazard()
-class GradientHooksOfTensors(Loop):
-    def before_fuse(self):
-        for parameter in self.net.parameters():
-            parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
-
-
-@hazard()
-class HooksAfterAccumulationBeforeFuse(Loop):
-    def before_fuse(self):
-        for parameter in self.net.parameters():
-            parameter.register_post_accumulate_grad_hook(clamp_gradient)
 
 
 @hazard(backward="were changed between")
@@ -290,16 +263,6 @@ class MovingAverage(Loop):
 
 
 @hazard()
-class AverageByTorch(Loop):
-    def before_fuse(self):
-        self.average = torch.optim.swa_utils.AveragedModel(self.net)
-
-    def after_step(self, step):
-        self.average.update_parameters(self.net)
-        self.see(*self.average.module.parameters())
-
-
-@hazard()
 class AverageInHook(MovingAverage):
     def after_fuse(self):
         self.opt.register_step_post_hook(lambda *_: MovingAverage.after_step(self, 0))
@@ -351,23 +314,6 @@ class FunctionalUse(Loop):
         net = self.net
         x = nn.functional.linear(x, net.first.weight, net.first.bias)
         return mse_loss(net.third(torch.tanh(x)), y) + net.second.weight.square().sum()
-
-
-@hazard()
-class EvaluatedBetweenSteps(Loop):
-    def after_step(self, step):
-        with torch.no_grad():
-            self.see(self.loss(100 + step))
-
-
-@hazard()
-class LoadedInTheMiddle(Loop):
-    def after_step(self, step):
-        if step == 1:
-            self.saved = copy.deepcopy([self.net.state_dict(), self.opt.state_dict()])
-        if step == 3:
-            self.net.load_state_dict(self.saved[0])
-            self.opt.load_state_dict(self.saved[1])
 
 
 @hazard()
@@ -454,25 +400,6 @@ class RouteThatIsNewLater(Loop):
 
     def loss(self, step):
         self.net.route = step >= 3
-        return super().loss(step)
-
-
-class ExpertNet(Net):
-    expert = 0
-
-    def forward(self, x):
-        x = torch.tanh(self.first(x))
-        return self.second(x) if self.expert else self.third(x)
-
-
-@hazard()
-class RoutedExperts(Loop):
-    def make(self):
-        self.net = ExpertNet()
-        self.opt = AdamW(self.net.parameters(), lr=0.05)
-
-    def loss(self, step):
-        self.net.expert = step % 3 == 2
         return super().loss(step)
 
 
@@ -568,15 +495,6 @@ class SharpnessAware(Loop):
         self.opt.step()
 
 
-@hazard(backward="came twice")
-class Accumulation(Loop):
-    def step(self, step):
-        self.opt.zero_grad()
-        for part in range(3):
-            (self.loss(3 * step + part) / 3).backward()
-        self.opt.step()
-
-
 @hazard(backward="called between backward")
 class AccumulationThatBeginsLater(Loop):
     def step(self, step):
@@ -640,55 +558,13 @@ class DoubleBackward(Loop):
         self.opt.step()
 
 
-@hazard(backward="came twice")
-class RetainedGraph(Loop):
-    def step(self, step):
-        self.opt.zero_grad()
-        loss = self.loss(step)
-        loss.backward(retain_graph=True)
-        loss.backward()
-        self.opt.step()
-
-
-@hazard()
-class Checkpointed(Loop):
-    def loss(self, step):
-        x, y = self.batch(step)
-        x.requires_grad_()
-        net = self.net
-        x = checkpoint(net.second, torch.tanh(net.first(x)), use_reentrant=False)
-        return mse_loss(net.third(torch.tanh(x)), y)
-
-
-@hazard()
-class CheckpointedReentrantly(Loop):
-    def loss(self, step):
-        x, y = self.batch(step)
-        x.requires_grad_()
-        net = self.net
-        x = checkpoint(net.second, torch.tanh(net.first(x)), use_reentrant=True)
-        return mse_loss(net.third(torch.tanh(x)), y)
-
-
 # Groups.
-
-
-@hazard()
-class LearningRateOfEachStep(Loop):
-    def after_step(self, step):
-        self.opt.param_groups[0]["lr"] = 0.05 / (step + 1)
 
 
 @hazard(backward="options .* were changed between")
 class LearningRateAfterBackward(Loop):
     def before_step(self, step):
         self.opt.param_groups[0]["lr"] = 0.05 / (step + 1)
-
-
-@hazard(backward="options .* were changed between")
-class DecayAfterBackward(Loop):
-    def before_step(self, step):
-        self.opt.param_groups[0]["weight_decay"] = 0.1 * step
 
 
 @hazard(backward="has other parameters than", forward="has other parameters than")
@@ -719,35 +595,14 @@ class TiedNet(Net):
 
 
 @hazard()
-class TiedWeights(Loop):
+class WeightsThatAreUntiedLater(Loop):
     def make(self):
         self.net = TiedNet()
         self.opt = AdamW(self.net.parameters(), lr=0.05)
 
-
-@hazard()
-class WeightsThatAreUntiedLater(TiedWeights):
     def after_step(self, step):
         if step == 2:
             self.net.third.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
-
-
-@hazard(backward="came twice before")
-class TwoLossesOfOneForward(Loop):
-    def step(self, step):
-        x, y = self.batch(step)
-        out = self.net(x)
-        self.opt.zero_grad()
-        mse_loss(out, y).backward(retain_graph=True)
-        out.abs().mean().backward()
-        self.opt.step()
-
-
-@hazard(backward="were changed between")
-class ScaledByHand(Loop):
-    def before_step(self, step):
-        for each in self.net.parameters():
-            each.grad /= 2
 
 
 @hazard(backward="were set between")
@@ -764,18 +619,6 @@ class ClippingByData(Loop):
         for each in self.net.parameters():
             if each.grad is not None:
                 each.grad.data.clamp_(-0.01, 0.01)
-
-
-@hazard()
-class ClosureThatComputes(Loop):
-    def step(self, step):
-        def closure():
-            self.opt.zero_grad()
-            loss = self.loss(step)
-            loss.backward()
-            return loss
-
-        self.opt.step(closure)
 
 
 @hazard()

@@ -1,44 +1,32 @@
 """Adafactor's factored state. What all optimizers do is tested with the others."""
 
-import copy
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from graphstash.training import Adafactor, LossScale, fuse
-from support.device_reads import Reads
+from graphstash.training import Adafactor
+from support.optimizer_cases import give_gradients, shaped
 
 SHAPES = ((6, 4), (4, 6), (3, 2, 5, 2), (1, 7), (5,), ())
 BAD = {0: math.inf, 5: math.nan, 11: -math.inf}
 STEPS = 20
 
 
-def new_parameters(dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in SHAPES]
-
-
-def give_gradients(parameters, step, *, bad=None):
-    generator = torch.Generator().manual_seed(100 + step)
-    for parameter in parameters:
-        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-    if bad is not None:
-        parameters[0].grad[0, 0] = bad
+new_parameters = partial(shaped, SHAPES)
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "foreach"),
     [
-        {},
-        {"weight_decay": 0.1},
-        {"maximize": True},
-        {"lr": 0.05, "beta2_decay": -0.4, "eps": (1e-3, 0.2), "d": 2.0},
+        ({}, True),
+        ({"weight_decay": 0.1, "maximize": True}, False),
+        ({"lr": 0.05, "beta2_decay": -0.4, "eps": (1e-3, 0.2), "d": 2.0}, True),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("foreach", [True, False])
 def test_matrices_filters_vectors_and_numbers_go_as_in_torch(options, foreach):
     ours, theirs = new_parameters(), new_parameters()
     mine = Adafactor(ours, **options)
@@ -90,22 +78,6 @@ def test_the_state_is_rows_and_columns():
     ]
 
 
-def test_bad_steps_change_no_bit_and_none_reads_the_device():
-    parameters = new_parameters()
-    optimizer, scale = Adafactor(parameters), LossScale(8.0).to("cpu")
-    give_gradients(parameters, 0)
-    optimizer.step()
-    before = copy.deepcopy([[p.detach() for p in parameters], optimizer.state_dict()["state"]])
-    with Reads() as reads:
-        for bad in (math.inf, math.nan):
-            give_gradients(parameters, 1, bad=bad)
-            scale.step(optimizer)
-            scale.update()
-    assert reads.count == 0
-    after = [[p.detach() for p in parameters], optimizer.state_dict()["state"]]
-    torch.testing.assert_close(after, before, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_squares_of_half_precision_gradients_stay_in_range(dtype):
     """Their mean fits into the state, their sum over 512 rows does not."""
@@ -117,53 +89,14 @@ def test_squares_of_half_precision_gradients_stay_in_range(dtype):
     assert {value.dtype for value in optimizer.state[parameter].values()} == {torch.float32, dtype}
 
 
-def test_a_parameter_without_a_gradient_keeps_its_state_and_its_own_count():
-    ours, theirs = new_parameters(), new_parameters()
-    mine, reference = Adafactor(ours), torch.optim.Adafactor(theirs)
-    for step in range(STEPS):
-        for parameters, optimizer in ((ours, mine), (theirs, reference)):
-            give_gradients(parameters, step)
-            for number in range(len(SHAPES)):
-                if number == 1 or (number + step) % 3 == 0:
-                    parameters[number].grad = None
-            optimizer.step()
-    assert mine.state_dict()["state"].keys() == {0, 2, 3, 4, 5}
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
-        assert mine.state[a].get("step", 0) == reference.state[b].get("step", 0)
-
-
-def test_state_dictionaries_of_other_groups_are_refused():
-    optimizer = Adafactor(new_parameters())
-    other = Adafactor([{"params": new_parameters()[:2]}, {"params": new_parameters()[2:]}])
-    with pytest.raises(ValueError, match="different number of parameter groups"):
-        optimizer.load_state_dict(other.state_dict())
-
-
-@pytest.mark.parametrize("when", ["backward", "forward"])
-def test_fused_it_is_the_same_to_the_bit(when):
-    results = []
-    for fused in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(
-            nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(27, 5), nn.LayerNorm(5)
-        )
-        optimizer = Adafactor(model.parameters(), lr=0.1, weight_decay=0.1)
-        handle = fuse(model, optimizer, when=when) if fused else None
-        for step in range(50):
-            optimizer.zero_grad()
-            generator = torch.Generator().manual_seed(step)
-            model(torch.randn(4, 2, 4, 4, generator=generator)).square()[:, 1:].mean().backward()
-            optimizer.step()
-        if handle is not None:
-            handle.close()
-        results.append([list(model.parameters()), optimizer.state_dict()["state"]])
-    torch.testing.assert_close(*results, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("eps1", [0.0, 1e-30])
-@pytest.mark.parametrize("empty", ["row", "column", "all"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "eps1", "empty"),
+    [
+        *((torch.float16, 0.0, "row"), (torch.float16, 1e-30, "all")),
+        *((torch.float32, 1e-30, "column"), (torch.float32, 0.0, "all")),
+        *((torch.float64, 0.0, "column"), (torch.float64, 1e-30, "row")),
+    ],
+)
 def test_zeros_in_gradient_leave_parameter_finite_with_small_eps(eps1, empty, dtype):
     generator = torch.Generator().manual_seed(0)
     parameters = [

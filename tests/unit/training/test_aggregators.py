@@ -83,15 +83,14 @@ def lossy_run(seed):
     return network.resent
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_sums_are_exact_whatever_the_network_does(part, is_extended):
-    seeds = range(part * 250, part * 250 + (250 if is_extended else 25))
+def test_sums_are_exact_whatever_the_network_does(is_extended):
+    seeds = range(1000 if is_extended else 40)
     assert sum(lossy_run(seed) for seed in seeds) > len(seeds)
 
 
 def test_bits_do_not_depend_on_the_order_of_arrival():
     seen = set()
-    for seed in range(20):
+    for seed in range(6):
         network = Network(seed, world=5, aggregators=2, faults=Faults(0.05, 0.05, 0.01, 0.1))
         tensors, flags = gradients(7, 5, 2000, [0.5] * 5)
         expected = in_order(tensors)
@@ -102,9 +101,15 @@ def test_bits_do_not_depend_on_the_order_of_arrival():
     assert other_order.tobytes() not in seen
 
 
-@pytest.mark.parametrize("densities", [[1, 1, 1], [0, 0, 0], [0.1, 0.3, 0], [1, 0.02, 0.02]])
-@pytest.mark.parametrize("elements", [0, 1, 5000])
-@pytest.mark.parametrize("aggregators", [1, 2])
+@pytest.mark.parametrize(
+    ("densities", "elements", "aggregators"),
+    [
+        *(([1, 1, 1], 0, 1), ([1, 1, 1], 5000, 2)),
+        *(([0, 0, 0], 1, 2), ([0, 0, 0], 5000, 1)),
+        *(([0.1, 0.3, 0], 1, 1), ([0.1, 0.3, 0], 5000, 2)),
+        *(([1, 0.02, 0.02], 0, 2), ([1, 0.02, 0.02], 5000, 1)),
+    ],
+)
 def test_bytes_without_loss_are_those_of_the_formula(densities, elements, aggregators):
     payload_bytes, slots = 400, 4
     network = Network(3, world=3, aggregators=aggregators, slots=slots, payload_bytes=payload_bytes)

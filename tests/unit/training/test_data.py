@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils import data
 
@@ -296,17 +296,23 @@ def check_going_on(make, directory, stop, between):
     position.close()
 
 
-@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
-@settings(max_examples=30)
-@given(stop=st.integers(0, 13), between=st.integers(0, 2))
-def test_any_data_goes_on_where_it_stood(make, tmp_path_factory, stop, between):
-    check_going_on(make, tmp_path_factory.getbasetemp(), stop, between)
+@pytest.mark.parametrize("name", LOADERS)
+def test_any_data_goes_on_where_it_stood(name, tmp_path, is_extended):
+    """At the begin, in the middle and at the end of each of the first epochs."""
+    for stop in range(14 if is_extended else 8):
+        check_going_on(LOADERS[name], tmp_path, stop, between=stop % 3)
 
 
-@pytest.mark.parametrize("stop", [0, 2, 4, 6])
-@pytest.mark.parametrize("make", WITH_WORKERS.values(), ids=WITH_WORKERS)
-def test_data_of_worker_processes_goes_on_where_it_stood(make, tmp_path, stop):
-    check_going_on(make, tmp_path, stop, 1)
+@pytest.mark.parametrize(
+    ("name", "stop"),
+    [
+        *(("workers", 2), ("persistent workers", 4)),
+        pytest.param("workers", 6, marks=pytest.mark.extended),
+        pytest.param("persistent workers", 0, marks=pytest.mark.extended),
+    ],
+)
+def test_data_of_worker_processes_goes_on_where_it_stood(name, tmp_path, stop):
+    check_going_on(WITH_WORKERS[name], tmp_path, stop, 1)
 
 
 @pytest.mark.parametrize("name", ["shuffled", "own generator", "batch sampler", "stream"])

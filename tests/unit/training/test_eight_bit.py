@@ -1,6 +1,5 @@
 """Moments of eight bits, beside torchao's. What all optimizers do is tested with the others."""
 
-import copy
 import math
 import subprocess
 import sys
@@ -11,15 +10,14 @@ import torchao.optim
 from torch import nn
 
 from graphstash import ConfigError
-from graphstash.training import Adam, Adam8bit, AdamW, AdamW8bit, fuse
+from graphstash.training import Adam, Adam8bit, AdamW, AdamW8bit
 from graphstash.training.optimizers import eight_bit
-from support.device_reads import Reads
+from support.optimizer_cases import give_gradients, make_steps, shaped
 
 SHAPES = ((64, 64), (4, 16, 8, 8), (8192,), (5000,), (7, 3), ())
 ROUNDED = 3  # the first of them; 256 does not divide 5000
 BAD = {0: math.inf, 5: math.nan, 11: -math.inf}
-STEPS = 20
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+STEPS = 13
 BOTH = [Adam8bit, AdamW8bit]
 
 
@@ -29,22 +27,7 @@ def _theirs_is_not_compiled(monkeypatch):
 
 
 def new_parameters(dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter((torch.randn(s, generator=generator) / 8).to(dtype)) for s in SHAPES]
-
-
-def give_gradients(parameters, step, *, bad=None):
-    generator = torch.Generator().manual_seed(100 + step)
-    for parameter in parameters:
-        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-    if bad is not None:
-        parameters[-1].grad.fill_(bad)
-
-
-def make_steps(parameters, optimizer, steps):
-    for step in steps:
-        give_gradients(parameters, step)
-        optimizer.step()
+    return [nn.Parameter((each.detach() / 8).to(dtype)) for each in shaped(SHAPES)]
 
 
 def assert_nearly_equal(ours, theirs, *, lr):
@@ -56,9 +39,14 @@ def assert_nearly_equal(ours, theirs, *, lr):
         torch.testing.assert_close(a.float(), b.float(), rtol=0.02, atol=lr / 4)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}], ids=str)
-@pytest.mark.parametrize("ours_class", BOTH)
+@pytest.mark.parametrize(
+    ("ours_class", "options", "dtype"),
+    [
+        *((Adam8bit, {}, torch.float32), (Adam8bit, {"weight_decay": 0.1}, torch.bfloat16)),
+        (AdamW8bit, {"weight_decay": 0.1}, torch.float16),
+        *((AdamW8bit, {}, torch.bfloat16), (AdamW8bit, {"weight_decay": 0.1}, torch.float32)),
+    ],
+)
 def test_steps_are_those_of_torchao_with_bad_ones_between_them(ours_class, options, dtype):
     ours, theirs = new_parameters(dtype), new_parameters(dtype)
     mine = ours_class(ours, lr=1e-3, **options)
@@ -77,34 +65,6 @@ def test_steps_are_those_of_torchao_with_bad_ones_between_them(ours_class, optio
             assert (mine.state[a][f"{name}_codes"] != other).sum() <= a.numel() / 1000
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("optimizer_class", BOTH)
-def test_bad_steps_change_no_bit_and_none_reads_the_device(optimizer_class, dtype):
-    parameters = new_parameters(dtype)
-    optimizer, found_inf = optimizer_class(parameters), torch.tensor(1.0)
-    make_steps(parameters, optimizer, range(3))
-    before = copy.deepcopy([[p.detach() for p in parameters], optimizer.state_dict()["state"]])
-    with Reads() as reads:
-        for bad in (math.inf, math.nan):
-            give_gradients(parameters, 1, bad=bad)
-            optimizer.step(found_inf=found_inf)
-    assert reads.count == 0
-    after = [[p.detach() for p in parameters], optimizer.state_dict()["state"]]
-    torch.testing.assert_close(after, before, rtol=0, atol=0)
-
-
-def test_a_good_step_after_bad_ones_is_the_first_one():
-    parameters, others = new_parameters(), new_parameters()
-    mine, other = AdamW8bit(parameters), AdamW8bit(others)
-    for step in range(3):
-        give_gradients(parameters, step, bad=math.nan)
-        mine.step(found_inf=torch.tensor(1.0))
-    assert mine.state_dict()["state"] == {}
-    make_steps(parameters, mine, range(3))
-    make_steps(others, other, range(3))
-    assert all(torch.equal(*pair) for pair in zip(parameters, others, strict=True))
-
-
 def test_moments_take_two_bytes_per_element():
     parameter = nn.Parameter(torch.ones(256, 256))
     sizes = {}
@@ -113,38 +73,6 @@ def test_moments_take_two_bytes_per_element():
         state = optimizer.state[parameter].values()
         sizes[type(optimizer)] = sum(each.numel() * each.element_size() for each in state)
     assert sizes == {AdamW: 8 * 256**2 + 4, AdamW8bit: 2 * (256**2 + 4 * 256) + 4}
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("how", ["state dictionary", "deepcopy"])
-def test_a_copy_goes_on_to_the_bit(how, dtype):
-    parameters = new_parameters(dtype)
-    optimizer = AdamW8bit(parameters, lr=1e-3)
-    make_steps(parameters, optimizer, range(3))
-    if how == "deepcopy":
-        new, other = copy.deepcopy((parameters, optimizer))
-    else:
-        new = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
-        other = AdamW8bit(new)
-        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for each, its in ((parameters, optimizer), (new, other)):
-        make_steps(each, its, range(3, 6))
-    assert all(torch.equal(*pair) for pair in zip(parameters, new, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_with_master_weights_training_is_that_of_float32_parameters(dtype):
-    parameters = new_parameters(dtype)
-    copies = [nn.Parameter(parameter.detach().float()) for parameter in parameters]
-    mine, wide = AdamW8bit(parameters, master_weights=True), AdamW8bit(copies)
-    for step in range(4):
-        give_gradients(parameters, step)
-        for parameter, copied in zip(parameters, copies, strict=True):
-            copied.grad = parameter.grad.float()
-        mine.step()
-        wide.step()
-    for parameter, copied in zip(parameters, copies, strict=True):
-        assert torch.equal(mine.state[parameter]["master"], copied)
 
 
 @pytest.mark.parametrize(
@@ -170,28 +98,12 @@ def test_it_goes_on_from_the_state_of(given_class):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
 
 
-def test_a_parameter_without_a_gradient_stays_and_has_no_state():
-    parameters = new_parameters()
-    optimizer = AdamW8bit(parameters)
-    give_gradients(parameters, 0)
-    parameters[0].grad = parameters[4].grad = None
-    optimizer.step()
-    assert list(optimizer.state_dict()["state"]) == [1, 2, 3, 5]
-    assert torch.equal(parameters[0], new_parameters()[0])
-
-
 def test_the_layout_in_memory_changes_nothing():
     plain = nn.Parameter(new_parameters()[1].detach())
     other = nn.Parameter(plain.detach().clone().to(memory_format=torch.channels_last))
     for parameter in (plain, other):
         make_steps([parameter], AdamW8bit([parameter]), range(4))
     torch.testing.assert_close(plain, other, rtol=0, atol=1e-6)
-
-
-def test_state_dictionaries_of_other_groups_are_refused():
-    halves = [{"params": new_parameters()[:2]}, {"params": new_parameters()[2:]}]
-    with pytest.raises(ValueError, match="different number of parameter groups"):
-        AdamW8bit(new_parameters()).load_state_dict(AdamW8bit(halves).state_dict())
 
 
 @pytest.mark.parametrize("optimizer_class", BOTH)
@@ -211,6 +123,7 @@ def test_without_torchao_the_extra_is_named(optimizer_class, monkeypatch):
     eight_bit._torchao.cache_clear()
 
 
+@pytest.mark.extended  # a process that imports torch and torchao
 def test_torch_still_caches_graphs_in_a_process_that_uses_them():
     check = """
 import torch
@@ -223,25 +136,6 @@ assert inductor.post_grad_custom_post_pass is print  # not the one that torchao 
     subprocess.run([sys.executable, "-c", check], check=True)
 
 
-@pytest.mark.parametrize("when", ["backward", "forward"])
-def test_fused_it_is_the_same_to_the_bit(when):
-    results = []
-    for fused in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.LayerNorm(64))
-        optimizer = AdamW8bit(model.parameters(), lr=0.01)
-        handle = fuse(model, optimizer, when=when) if fused else None
-        for step in range(50):
-            optimizer.zero_grad()
-            generator = torch.Generator().manual_seed(step)
-            model(torch.randn(4, 64, generator=generator)).square()[:, 1:].mean().backward()
-            optimizer.step()
-        if handle is not None:
-            handle.close()
-        results.append([list(model.parameters()), optimizer.state_dict()["state"]])
-    torch.testing.assert_close(*results, rtol=0, atol=0)
-
-
 def test_rounding_costs_little_where_adam_learns():
     """A regression that both learn; eight bits end near where 32 do."""
     losses = []
@@ -250,11 +144,11 @@ def test_rounding_costs_little_where_adam_learns():
         inputs, model = torch.randn(512, 64), nn.Linear(64, 64, bias=False)
         targets = inputs @ torch.randn(64, 64) / 8
         optimizer = optimizer_class(model.parameters(), lr=0.01)
-        for _ in range(300):
+        for _ in range(200):
             optimizer.zero_grad()
             loss = (model(inputs) - targets).square().mean()
             loss.backward()
             optimizer.step()
         losses.append(float(loss))
     start = float(targets.square().mean())
-    assert max(losses) < start / 1000
+    assert max(losses) < start / 100

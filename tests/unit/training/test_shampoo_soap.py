@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import itertools
 import logging
 import math
 import pickle
@@ -17,13 +18,14 @@ import torch
 from torch import distributed, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from graphstash.training import SOAP, LossScale, Shampoo, fuse, traced_step, train
+from graphstash.training import SOAP, Shampoo, traced_step
 from graphstash.training.optimizers import background
 from graphstash.training.optimizers.background import Pending, Roots
 from graphstash.training.optimizers.factors import Blocking, Factors
 from support import distributed_checkpoint
 from support.device_reads import Reads
 from support.distributed_checkpoint import FLAT
+from support.optimizer_cases import give_gradients, shaped
 
 BOTH = [Shampoo, SOAP]
 MATRICES = ((6, 4), (4, 6), (5, 5), (3, 2, 2, 2))
@@ -32,25 +34,15 @@ BAD = {0: math.inf, 5: math.nan, 11: -math.inf}
 STEPS = 20
 
 
-def new_parameters(shapes=SHAPES, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
-
-
-def give_gradients(parameters, step, *, bad=None, scale=1.0):
-    generator = torch.Generator().manual_seed(100 + step)
-    for parameter in parameters:
-        gradient = torch.randn(parameter.shape, generator=generator) * scale
-        parameter.grad = gradient.to(parameter.dtype)
-    if bad is not None:
-        parameters[0].grad[0, 0] = bad
-
-
 def run(parameters, optimizer, steps, *, bad=None, after=lambda step: None):
     for step in steps:
         give_gradients(parameters, step, bad=(bad or {}).get(step))
         optimizer.step(found_inf=torch.tensor(float(step in (bad or {}))))
         after(step)
+
+
+def new_parameters(shapes=SHAPES, dtype=torch.float32):
+    return shaped(shapes, dtype)
 
 
 def assert_close(ours, theirs, **tolerance):
@@ -96,8 +88,7 @@ SOAP_OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize("number", range(len(SOAP_OPTIONS)))
+@pytest.mark.parametrize(("number", "delay"), [(0, 0), (0, 1), (1, 1), (2, 0), (3, 1), (4, 0)])
 def test_soap_goes_as_a_public_implementation_with_bad_steps(number, delay):
     options = dict(SOAP_OPTIONS[number])
     largest, shapes = options.pop("max", 10_000), options.pop("shapes", SHAPES)
@@ -200,79 +191,6 @@ def test_shampoo_with_blocks_goes_as_a_public_implementation(number):
         shapes=shapes,
         dtype=torch.float64,
     )
-
-
-@pytest.mark.parametrize("optimizer", BOTH)
-def test_a_bad_step_changes_no_bit_and_none_reads_the_device(optimizer):
-    parameters = new_parameters()
-    mine = optimizer(parameters, precondition_frequency=1, delay=0)
-    scale = LossScale(8.0).to("cpu")
-
-    def everything():
-        return [
-            value.clone()
-            for parameter in parameters
-            for value in (parameter.detach(), *mine.state[parameter].values())
-            if isinstance(value, torch.Tensor)
-        ]
-
-    with Reads() as reads:
-        for step in range(3):
-            give_gradients(parameters, step, scale=8.0)
-            scale.step(mine)
-            scale.update()
-        before = everything()
-        for bad in (math.inf, math.nan):
-            give_gradients(parameters, 3, bad=bad, scale=8.0)
-            scale.step(mine)
-            scale.update()
-    assert reads.count == 0
-    assert_equal(everything(), before)
-    other = new_parameters()
-    run(other, optimizer(other, precondition_frequency=1, delay=0), range(3))
-    assert_close(parameters, other)
-
-
-@pytest.mark.parametrize("optimizer", BOTH)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_types_train_and_keep_their_type(dtype, optimizer):
-    parameters, wide = new_parameters(dtype=dtype), new_parameters()
-    for group in (parameters, wide):
-        mine = optimizer(group, precondition_frequency=1)
-        run(group, mine, range(3))
-    assert all(p.dtype == dtype for p in parameters)
-    assert_close([p.float() for p in parameters], wide, atol=0.02)
-    assert not torch.equal(parameters[0], new_parameters(dtype=dtype)[0])
-
-
-@pytest.mark.parametrize("optimizer", BOTH)
-def test_with_master_weights_training_is_that_of_float32_parameters(optimizer):
-    narrow = new_parameters(dtype=torch.bfloat16)
-    wide = [nn.Parameter(p.detach().float()) for p in narrow]
-    mine, reference = optimizer(narrow, master_weights=True), optimizer(wide)
-    for step in range(4):
-        give_gradients(narrow, step)
-        for parameter, copied in zip(narrow, wide, strict=True):
-            copied.grad = parameter.grad.float()
-        mine.step()
-        reference.step()
-    assert_equal([mine.state[p]["master"] for p in narrow], wide)
-
-
-@pytest.mark.parametrize("optimizer", BOTH)
-def test_a_parameter_without_a_gradient_is_as_if_the_call_had_not_been(optimizer):
-    first, second = new_parameters(MATRICES[:2]), new_parameters(MATRICES[:2])
-    mine = optimizer(first, precondition_frequency=2, delay=1)
-    alone = optimizer(second[:1], precondition_frequency=2, delay=1)
-    for step in range(9):
-        give_gradients(first, step)
-        give_gradients(second[:1], step)
-        if step in (2, 5):
-            first[0].grad = None
-        else:
-            alone.step()
-        mine.step()
-    assert torch.equal(first[0], second[0])
 
 
 @pytest.mark.parametrize("optimizer", BOTH)
@@ -525,10 +443,25 @@ def continued(parameters, mine, how):
     return new, other
 
 
-@pytest.mark.parametrize("how", ["saved", "given", "copied", "pickled"])
-@pytest.mark.parametrize("delay", [0, 1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("optimizer", BOTH)
+BF16 = torch.bfloat16
+GOES_ON = [
+    *((Shampoo, torch.float32, 3, "saved"), (Shampoo, BF16, 1, "given")),
+    *((Shampoo, torch.float32, 1, "copied"), (Shampoo, BF16, 0, "pickled")),
+    *((SOAP, BF16, 3, "saved"), (SOAP, torch.float32, 0, "given")),
+    *((SOAP, BF16, 3, "copied"), (SOAP, torch.float32, 1, "pickled")),
+]
+"""Most pairs of an optimizer, a type, a delay and a way; in `make test-all` every combination."""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "delay", "how"),
+    [
+        pytest.param(*case, marks=() if case in GOES_ON else pytest.mark.extended)
+        for case in itertools.product(
+            BOTH, (torch.float32, BF16), (0, 1, 3), ("saved", "given", "copied", "pickled")
+        )
+    ],
+)
 def test_it_goes_on_to_the_bit_from_any_step(optimizer, dtype, delay, how):
     options = {"precondition_frequency": 3, "delay": delay, "deterministic": True}
     parameters = new_parameters(dtype=dtype)
@@ -720,25 +653,6 @@ def inputs(step):
     return torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
 
 
-@pytest.mark.parametrize("when", ["backward", "forward"])
-@pytest.mark.parametrize("optimizer", BOTH)
-def test_fused_it_is_the_same_to_the_bit(optimizer, when):
-    results = []
-    for is_fused in (False, True):
-        torch.manual_seed(0)
-        model = Model()
-        mine = optimizer(model.parameters(), precondition_frequency=3, delay=2, deterministic=True)
-        handle = fuse(model, mine, when=when) if is_fused else None
-        for step in range(9):
-            mine.zero_grad()
-            model(inputs(step)).square().mean().backward()
-            mine.step()
-        if handle is not None:
-            handle.close()
-        results.append(list(model.parameters()))
-    assert_equal(*results)
-
-
 @pytest.mark.parametrize("optimizer", BOTH)
 def test_a_traced_step_runs_as_it_is_and_says_why(optimizer, caplog):
     results = []
@@ -762,29 +676,6 @@ def test_a_traced_step_runs_as_it_is_and_says_why(optimizer, caplog):
     assert_equal(*results)
     assert function.mode == "lazy"
     assert f"{optimizer.__name__} computes a part of its steps on the host" in function.reason
-
-
-@pytest.mark.parametrize("optimizer", BOTH)
-def test_train_takes_it_and_resumes_to_the_bit(optimizer, tmp_path):
-    batches = [(inputs(n), torch.arange(5) % 3) for n in range(12)]
-
-    def loss(model, batch):
-        return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-    def trained(steps, directory):
-        torch.manual_seed(0)
-        model = Model()
-        mine = optimizer(model.parameters(), lr=0.05, precondition_frequency=5, delay=4)
-        mine.param_groups[0]["deterministic"] = True
-        first = float(loss(model, batches[0]))
-        train(model, mine, batches, steps=steps, loss=loss, checkpoints=directory)
-        return model, first
-
-    whole, first = trained(60, tmp_path / "whole")
-    trained(27, tmp_path / "parts")
-    resumed, _ = trained(60, tmp_path / "parts")
-    assert_equal(whole.parameters(), resumed.parameters())
-    assert float(loss(whole, batches[0])) < first * 0.9
 
 
 def test_a_schedule_changes_the_learning_rate():

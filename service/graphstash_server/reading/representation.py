@@ -1,7 +1,7 @@
 """How HTTP represents a stored artifact: status, headers, and which of its bytes.
 
-These functions depend on their arguments only; `api.reads` calls them and counts. Request headers
-are a mapping with names in lower case.
+These functions depend on their arguments only; `reads` calls them and counts. Request headers are a
+mapping with names in lower case.
 """
 
 from collections.abc import Mapping
@@ -12,9 +12,9 @@ from typing import Final, Protocol
 
 from graphstash_schema import ErrorCode, NamespacePolicy, WriteMode
 from graphstash_schema.protocol import HEADER_ACCEPT_REDIRECT, HEADER_HITS, HEADER_METADATA
-from graphstash_server.api.conditions import lists_etag, requested_range
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
+from graphstash_server.reading.conditions import lists_etag, requested_range
 from graphstash_server.services.artifacts.service import StoredArtifact
 from graphstash_server.settings import Settings
 

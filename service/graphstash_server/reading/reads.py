@@ -9,7 +9,9 @@ from enum import Enum, auto
 from typing import Final, Literal, NamedTuple
 
 from graphstash_schema import NamespacePolicy
-from graphstash_server.api.representation import (
+from graphstash_server.context import ProcessContext
+from graphstash_server.keys import StoredKey
+from graphstash_server.reading.representation import (
     Representation,
     changes,
     description_of,
@@ -17,8 +19,6 @@ from graphstash_server.api.representation import (
     representation_of,
     takes_link,
 )
-from graphstash_server.context import ProcessContext
-from graphstash_server.keys import StoredKey
 from graphstash_server.services.artifacts.service import StoredArtifact
 from graphstash_server.storage import SMALL_BYTES, BlobReader, FileReader
 

@@ -1,0 +1,11 @@
+"""What a GET or HEAD of an artifact is answered with, for every transport.
+
+    reads            decides the answer, and counts hits, misses and bytes
+    representation   status and headers of a stored artifact
+    conditions       request headers: conditions, ranges and preferences
+
+The room knows the semantics of HTTP but no framework. `fast` and `api.artifacts` carry requests and
+answers.
+"""
+
+__all__: list[str] = []
