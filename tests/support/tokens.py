@@ -13,6 +13,7 @@ from graphstash_server.clock import Clock, system_clock
 from graphstash_server.db.engine import Database
 from graphstash_server.services.identity.tokens import TokenService
 from graphstash_server.testing import LiveServer
+from support.api import Api
 
 __all__ = ["Guarded", "issue"]
 
@@ -54,7 +55,8 @@ class Guarded:
     def __init__(self, data_dir: Path, **settings: Any) -> None:
         defaults = {"auth": "tokens", "flush_seconds": 0.05, "log_level": "error"}
         self.server = LiveServer(data_dir, **defaults | settings)
-        self._clients: list[httpx.Client] = []
+        self._clients: dict[str | None, httpx.Client] = {}
+        self._apis: list[Api] = []
         self._public: set[str] = set()
 
     @property
@@ -70,12 +72,16 @@ class Guarded:
         return issue(self.database_url, *grants, **terms).token
 
     def http(self, token: str | None = None) -> httpx.Client:
-        """A client that shows a token, or none."""
-        headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
-        self._clients.append(
-            httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False)
-        )
-        return self._clients[-1]
+        """The client that shows a token, or none."""
+        if token not in self._clients:
+            self._clients[token] = Api(self.url, token=token).http
+        return self._clients[token]
+
+    def api(self, namespace: str, *grants: str) -> Api:
+        """A namespace, with a new token that grants all that, or with the administrator's."""
+        token = self.token(*grants) if grants else self.admin
+        self._apis.append(Api(self.url, namespace, token))
+        return self._apis[-1]
 
     def set_policy(self, namespace: str, **policy: object) -> None:
         answer = self.http(self.admin).put(f"/v1/-/namespaces/{namespace}", json=policy)
@@ -94,6 +100,6 @@ class Guarded:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for client in self._clients:
+        for client in (*self._clients.values(), *self._apis):
             client.close()
         self.server.stop()
