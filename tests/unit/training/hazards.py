@@ -6,6 +6,7 @@ without one must end where the optimizer alone ends, to the bit.
 
 import copy
 import io
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -657,3 +658,250 @@ class LoopWithoutALastStep(Loop):
     def after(self):
         self.opt.zero_grad()
         self.loss(9).backward()
+
+
+# Hazards that the first step does not show.
+
+
+class Later(Loop):
+    """From the third step on, `later` is called between backward and the step."""
+
+    def before_step(self, step):
+        if step > 1:
+            self.later(step)
+
+    def later(self, step):
+        raise NotImplementedError
+
+
+@hazard(backward="used between .*clipping")
+class ClippingThatBeginsLater(Later):
+    def later(self, step):
+        clip(self.net.parameters())
+
+
+@hazard(backward="used between .*clamp_")
+class ClippingByValueThatBeginsLater(Later):
+    def later(self, step):
+        nn.utils.clip_grad_value_(self.net.parameters(), 0.01)
+
+
+@hazard(backward="used between .*norm")
+class LoggedGradientNorm(Later):
+    def later(self, step):
+        self.see(*(each.grad.norm() for each in self.net.parameters() if each.grad is not None))
+
+
+@hazard(backward="removed between")
+class GradientsThatAreDropped(Later):
+    """As when a batch is bad."""
+
+    def later(self, step):
+        self.opt.zero_grad()
+
+
+@hazard(backward="used between")
+class ScaleThatBeginsLater(Loop):
+    def step(self, step):
+        if step < 2:
+            super().step(step)
+            return
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        self.opt.zero_grad()
+        scaler.scale(self.loss(step)).backward()
+        scaler.step(self.opt)
+
+
+@hazard(backward="came twice between two steps|read or written between")
+class PenaltyThatBeginsLater(Later):
+    def later(self, step):
+        sum(each.square().sum() for each in self.net.parameters()).backward()
+
+
+@hazard(backward="used between")
+class SharpnessAwareLater(SharpnessAware):
+    def step(self, step):
+        (Loop if step < 2 else SharpnessAware).step(self, step)
+
+
+@hazard(backward="still that of the last step")
+class GradientsThatAreKeptOnce(Loop):
+    def step(self, step):
+        if step != 3:
+            self.opt.zero_grad()
+        self.loss(step).backward()
+        self.opt.step()
+
+
+@hazard(backward="still that of the last step")
+class StepThatIsRepeated(Loop):
+    def after_step(self, step):
+        if step == 3:
+            self.opt.step()
+
+
+@hazard(backward="still that of the last step")
+class GradientsThatAreReadAfterTheStep(Loop):
+    def after_step(self, step):
+        self.see(*(each.grad for each in self.net.parameters() if each.grad is not None))
+
+
+@hazard(backward="still that of the last step")
+class GradientsThatAreZeroedInPlace(Loop):
+    def step(self, step):
+        self.opt.zero_grad(set_to_none=step < 2)
+        self.loss(step).backward()
+        self.opt.step()
+
+
+@hazard()
+class ConvertedModel(Loop):
+    def after_step(self, step):
+        if step == 2:
+            self.net.half().float()
+
+
+# Parameters that are used between backward and the step, or by backward itself.
+
+
+@hazard(backward="read or written between")
+class LoggedNormBeforeTheStep(Loop):
+    def before_step(self, step):
+        self.see(self.net.second.weight.norm())
+
+
+@hazard(backward="read or written between")
+class DecayByHand(Loop):
+    @torch.no_grad()
+    def before_step(self, step):
+        for each in self.net.parameters():
+            each.mul_(0.99)
+
+
+@hazard(backward="read or written between")
+class DecayByData(Later):
+    def later(self, step):
+        for each in self.net.parameters():
+            each.data.mul_(0.99)
+
+
+@hazard(backward="read or written between")
+class HookOfAnActivation(Loop):
+    """Reads a weight of a later layer, whose gradient is whole by then."""
+
+    def loss(self, step):
+        x, y = self.batch(step)
+        net = self.net
+        inner = torch.tanh(net.first(x))
+        inner.register_hook(lambda gradient: gradient * net.third.weight.mean())
+        return mse_loss(net.third(torch.tanh(net.second(inner))), y)
+
+
+@hazard(backward="read or written between")
+class HookOfAnotherParameter(Loop):
+    def before_fuse(self):
+        third = self.net.third.weight
+        self.net.first.weight.register_hook(lambda gradient: gradient + third.mean().detach())
+
+
+@hazard()
+class MeasuredBeforeTheStep(Loop):
+    """Nothing here reads a value."""
+
+    def before_step(self, step):
+        sizes = [each.numel() * each.element_size() for each in self.net.parameters()]
+        self.see(torch.tensor(sizes), *map(torch.zeros_like, self.net.parameters()))
+
+
+# What a step that waits depends on.
+
+
+@hazard()
+class StateThatIsCleared(Loop):
+    def after_step(self, step):
+        if step == 3:
+            self.opt.state.clear()
+
+
+@hazard()
+class StateThatIsReplaced(Loop):
+    def after_step(self, step):
+        if step == 3:
+            self.opt.state = defaultdict(dict)
+
+
+@hazard()
+class StateThatIsZeroed(Loop):
+    def after_step(self, step):
+        if step == 3:
+            for state in self.opt.state.values():
+                state["exp_avg"].zero_()
+
+
+@hazard()
+class StateThatIsLogged(Loop):
+    def after_step(self, step):
+        self.see(*(self.opt.state[each]["exp_avg"] for each in self.net.parameters()))
+
+
+@hazard()
+class CopiedState(Loop):
+    def after_step(self, step):
+        copied = copy.deepcopy(self.opt.state)
+        assert type(copied) is defaultdict
+        self.see(*sorted((each["exp_avg"].sum() for each in copied.values()), key=float))
+
+
+class BiasNet(nn.Module):
+    """No graph holds the bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x):
+        return x + self.bias
+
+
+@hazard(backward="still that of the last step", forward="was changed after step")
+class BackwardAfterTheStep(Loop):
+    """The second loss of a forward adds to gradients of which the step has been made."""
+
+    def make(self):
+        self.net = BiasNet()
+        self.opt = AdamW(self.net.parameters(), lr=0.05)
+
+    def step(self, step):
+        x, y = self.batch(step)
+        self.opt.zero_grad()
+        out = self.net(x)
+        later = out.sum()
+        mse_loss(out, y).backward(retain_graph=True)
+        self.opt.step()
+        if step > 1:
+            later.backward()
+
+
+class ClippingAdamW(AdamW):
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        clip(self.param_groups[0]["params"])
+        return super().step(*args, **kwargs)
+
+
+@hazard(backward="overrides step", forward="overrides step")
+class SubclassThatClips(Loop):
+    def make(self):
+        self.net = Net()
+        self.opt = ClippingAdamW(self.net.parameters(), lr=0.05)
+
+
+class DefaultedAdamW(AdamW):
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.05, weight_decay=0.1)
+
+
+@hazard()
+class SubclassWithDefaults(Loop):
+    def make(self):
+        self.net = Net()
+        self.opt = DefaultedAdamW(self.net.parameters())

@@ -15,7 +15,8 @@ needs all gradients first: clipping, a loss scale, accumulation.
 The smallest parameters, up to 1 MiB together, are left to `step`.
 
 Both end where the optimizer alone ends, to the bit; where they would not, they refuse. What cannot
-be seen when `fuse` is called is seen in the first step, which is made without fusion and watched.
+be seen when `fuse` is called is seen in the first step, which is made without fusion and watched,
+or when later code uses what is updated already or not yet.
 
 Jiang et al., "Optimizer Fusion: Efficient Training with Better Locality and Parallelism", 2021,
 arXiv 2104.00237.
@@ -42,9 +43,9 @@ def fuse(
     """Fuses the updates of a model's parameters with its backward or its next forward.
 
     With `when="backward"`, read gradients in hooks of the parameters, if at all: after `backward`
-    they are gone. With `when="forward"`, an operation of torch that uses a parameter makes its
-    update first. Call `flush()` before other code uses one, such as torch.func, and before you read
-    the optimizer's state other than by `state_dict()`.
+    they are gone, and an operation that uses one is refused. With `when="forward"`, an operation of
+    torch that uses a parameter, and a use of `optimizer.state`, make its update first. Call
+    `flush()` before other code uses one, such as torch.func.
 
     Args:
         model: whose forward is called; on a CPU or on CUDA. With when="backward", the

@@ -3,6 +3,7 @@
 A gradient is whole when autograd has added to it what all uses of the parameter contribute, which
 it does once per backward. The parameter must not be read after that: what the first step's backward
 reads is watched. Where DDP has a parameter in a bucket, its update follows the sum of the bucket.
+Between its update and `step()`, each use of a parameter or of its gradient is refused.
 """
 
 import threading
@@ -10,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +25,19 @@ from graphstash.training.fusion.buckets import Buckets
 from graphstash.training.fusion.errors import FusionError, named
 from graphstash.training.fusion.memory import Memory
 from graphstash.training.fusion.partial_step import Options, in_units, options_of, small_of
-from graphstash.training.fusion.stand_ins import StandIns
+from graphstash.training.fusion.stand_ins import StandIn, stand_in_for
+from graphstash.training.fusion.tripwire import Tripwire
 from graphstash.training.sharding import is_sharded, local
 
 __all__ = ["BackwardFusion"]
 
 _FIRST_STEP: Final = -1
 """Among the numbers of backwards: the first step, which updates parameters as one."""
+
+_USED: Final = (
+    "is read or written between backward() and step() (a decay by hand, a norm that is logged, a "
+    "hook of an activation in backward)"
+)
 
 
 @dataclass(slots=True)
@@ -52,6 +59,8 @@ class _Watched:
     the kernel that divides by a loss scale leaves the version as it is."""
     twice: list[Tensor] = field(default_factory=list)
     read_late: dict[Tensor, None] = field(default_factory=dict)
+    used: dict[Tensor, None] = field(default_factory=dict)
+    """Parameters that were read or written between backward() and step()."""
     reduces: bool = False
     """DDP has not reduced the gradients of this backward yet."""
 
@@ -75,14 +84,19 @@ class BackwardFusion(Fusion):
         """With which parameters were updated since the last step."""
         self._watched: _Watched | None = _Watched()
         self._gradient_hooks: list[Any] = []
-        self._stand_ins: StandIns | None = None
+        self._tripwire = Tripwire(self._before_use)
+        self._armed: list[Tensor] = []
+        """Parameters that nothing may use before the step."""
+        self._stand_ins: dict[Tensor, StandIn] = {}
+        """By parameter: what is in the place of its gradient when that was freed."""
+        self._is_stepping = False
         self._reduced: set[Tensor] = set()
         """Those that DDP has in its buckets."""
         self._came: set[Tensor] = set()
         """Of these, those whose gradient has come since the last step."""
         self._bucket_units: list[list[Tensor]] = []
-        self._freed: list[Tensor] = []
-        """Those whose gradients the first step has freed."""
+        self._freed: dict[Tensor, None] = {}
+        """Those whose gradients were freed since the last step."""
         self._turn = object()
         """Another one for each step; an update of an earlier one comes too late."""
         self._left: dict[Tensor, tuple[Tensor, int]] = {}
@@ -105,13 +119,17 @@ class BackwardFusion(Fusion):
 
     def _before_close(self) -> None:
         """The optimizer alone changes nothing in a backward that no step comes after."""
-        self.flush()
-        if self._updated:
-            raise FusionError(
-                f"the last backward has updated {self._share_updated()} parameters, and no step() "
-                "came after it: what the model has now was never trained; make the step before "
-                f"close(), or load the last checkpoint, and {self._remedy}"
-            )
+        try:
+            self.flush()
+            if self._updated:
+                raise FusionError(
+                    f"the last backward has updated {self._share_updated()} parameters, and no "
+                    "step() came after it: what the model has now was never trained; make the step "
+                    f"before close(), or load the last checkpoint, and {self._remedy}"
+                )
+        finally:
+            self._disarm()
+            self._remove_stand_ins()
 
     def _before_save(self) -> None:
         """Between backward and step some parameters are updated and others not."""
@@ -185,10 +203,9 @@ class BackwardFusion(Fusion):
             )
         self._refuse_module_hooks()
         self._require_left_gradients()
-        if self._stand_ins is not None:
-            self._stand_ins.check_all()
-            self._stand_ins.remove()
-            self._stand_ins = None
+        self._disarm()
+        self._remove_stand_ins()  # the step would use them
+        self._is_stepping = True
         if self._watched is not None:
             self._end_watching(self._watched)
         elif self._options is not None and _differ(self._options, options_of(self.optimizer)):
@@ -201,8 +218,21 @@ class BackwardFusion(Fusion):
             self.partial_step.state_has_changed()
 
     def _require_left_gradients(self) -> None:
-        """Clipping that begins later is seen at the gradients that backward has not freed."""
-        given = [parameter for parameter in self._updated if parameter.grad is not None]
+        """The step must find what backward has left."""
+        given: list[Tensor] = []
+        removed: list[Tensor] = []
+        for parameter in self._freed:
+            if (gradient := parameter.grad) is not self._stand_ins.get(parameter):
+                (removed if gradient is None else given).append(parameter)
+        for parameter, stand_in in self._stand_ins.items():
+            if parameter.grad is stand_in and parameter not in self._freed:
+                self.refuse_old_gradient(parameter)
+        if removed:
+            raise FusionError(
+                f"{len(removed)} gradients ({named(removed, self.names)}) were removed between "
+                "backward() and step() (zero_grad()), when their parameters were updated already; "
+                f"{self._remedy}"
+            )
         if given:  # the step would update them a second time
             raise FusionError(
                 f"{len(given)} gradients ({named(given, self.names)}) were set between backward() "
@@ -231,14 +261,16 @@ class BackwardFusion(Fusion):
 
     def after_step(self) -> None:
         """Everything is updated; the next backward begins anew."""
-        if self._freed:
-            self._stand_ins = StandIns(self._freed, self.refuse_old_gradient)
-            self.keep(self._stand_ins)
+        self._is_stepping = False
+        for parameter in self._freed:
+            if parameter.grad is None:
+                self._stand_in(parameter)
         self._end_step()
 
     def _end_step(self) -> None:
         with self._updating:
             self._turn = object()
+        self._disarm()
         self._updated.clear()
         self._freed.clear()
         self._came.clear()
@@ -260,13 +292,7 @@ class BackwardFusion(Fusion):
         if self.last_gradients and self.has_old_gradient(parameter):
             self.refuse_old_gradient(parameter)
         if parameter in self._updated or parameter in self._came:
-            if self._backwards - {torch._C._current_graph_task_id()}:
-                self.flush()  # it comes again because a backward failed
-            raise FusionError(
-                f"the gradient of {named([parameter], self.names)} came twice between two steps "
-                "(accumulation, a second loss, a checkpoint with use_reentrant=True, no step()), "
-                f"but the parameter is updated when it comes first; {self._remedy}"
-            )
+            self._refuse_second(parameter)
         if parameter in self._reduced:
             self._came.add(parameter)
             return
@@ -276,12 +302,80 @@ class BackwardFusion(Fusion):
             return
         self._update(unit, self._begin_update())
 
+    def _refuse_second(self, parameter: Tensor) -> NoReturn:
+        if self._backwards - {torch._C._current_graph_task_id()}:
+            self.flush()  # it comes again because a backward failed
+        raise FusionError(
+            f"the gradient of {named([parameter], self.names)} came twice between two steps "
+            "(accumulation, a second loss, a checkpoint with use_reentrant=True, no step()), "
+            f"but the parameter is updated when it comes first; {self._remedy}"
+        )
+
     def _update(self, unit: _Unit, options: Options) -> None:
         with self._updating:
             self.partial_step(unit.parameters, options)
-        for each in unit.parameters:
-            each.grad = None
         self._updated.update(unit.parameters)
+        for each in unit.parameters:
+            if each.grad is not None:
+                self._free(each)
+            self._arm(each)
+
+    def _free(self, parameter: Tensor) -> None:
+        """Frees a gradient that has served."""
+        parameter.grad = None
+        self._freed[parameter] = None
+        if not self._is_stepping:
+            self._stand_in(parameter)
+
+    def _stand_in(self, parameter: Tensor) -> None:
+        if is_sharded(parameter):
+            return
+        if (stand_in := self._stand_ins.get(parameter)) is None:
+            refuse = _refusal(weakref.ref(self), weakref.ref(parameter))
+            stand_in = self._stand_ins[parameter] = stand_in_for(parameter, refuse)
+        parameter.grad = stand_in
+
+    def _remove_stand_ins(self) -> None:
+        for parameter, stand_in in self._stand_ins.items():
+            if parameter.grad is stand_in:
+                parameter.grad = None
+
+    def refuse_stand_in(self, parameter: Tensor, operation: str) -> None:
+        """Raises FusionError: an operation uses a gradient that was freed."""
+        self._require_same_parameters()
+        if parameter not in self._updated:
+            if operation == "_to_copy":
+                return  # the model is converted after step()
+            self.refuse_old_gradient(parameter)
+        if torch._C._current_graph_task_id() != -1 and operation in {"add", "add_"}:
+            self._refuse_second(parameter)  # autograd adds to it
+        raise FusionError(
+            f"the gradient of {named([parameter], self.names)} is used between backward() and "
+            f"step() (clipping, a norm that is logged; {operation}), when the parameter is updated "
+            f"already and the gradient is freed; {self._remedy}"
+        )
+
+    def _arm(self, parameter: Tensor) -> None:
+        """Refuses other uses of the parameter before the step."""
+        if not self._is_stepping and self._tripwire.arm(parameter):
+            self._armed.append(parameter)
+
+    def _disarm(self) -> None:
+        for parameter in self._armed:
+            self._tripwire.disarm(parameter)
+        self._armed.clear()
+
+    def _before_use(self, parameter: Tensor) -> None:
+        """Torch is about to read or write a parameter between its update and the step."""
+        if self._watched is not None:
+            self._tripwire.disarm(parameter)
+            self._watched.used[parameter] = None
+            return
+        if torch._C._current_graph_task_id() == -1:
+            self.flush()
+        raise FusionError(
+            f"{named([parameter], self.names)} {_USED}, when it is updated already; {self._remedy}"
+        )
 
     def _begin_update(self) -> Options:
         if self._options is None:
@@ -296,7 +390,7 @@ class BackwardFusion(Fusion):
         """This backward has succeeded."""
         self._backwards.discard(task)
         for parameter in self._updated & self._reduced:
-            parameter.grad = None  # DDP has just put the mean there
+            self._free(parameter)  # DDP has just put the mean there
 
     # The buckets of DDP.
 
@@ -328,7 +422,10 @@ class BackwardFusion(Fusion):
         finally:
             for each, gradient in zip(unit, here, strict=True):
                 each.grad = gradient
-        self._updated.update(each for each in unit if gradients[each] is not None)
+        for each in unit:
+            if gradients[each] is not None:
+                self._updated.add(each)
+                self._arm(each)
 
     def _bucket_unit(self, parameters: list[Tensor]) -> list[Tensor]:
         """The one of these parameters; DDP may fill its buckets anew."""
@@ -351,6 +448,7 @@ class BackwardFusion(Fusion):
         if parameter in watched.came:
             watched.twice.append(parameter)
         watched.came.add(parameter)
+        self._arm(parameter)
         if parameter not in self._reduced:
             watched.note(parameter)
         elif not watched.reduces:
@@ -392,6 +490,11 @@ class BackwardFusion(Fusion):
                 "is whole (a use that is detached, or by .data), and would read the updated one; "
                 f"{self._remedy}"
             )
+        if watched.used:
+            raise FusionError(
+                f"{named(list(watched.used)[:1], self.names)} {_USED}, but parameters are updated "
+                f"before; {self._remedy}"
+            )
         self._watch.end()
         # To sharded ones FSDP adds by itself.
         self._follow_gradients(
@@ -415,7 +518,6 @@ class BackwardFusion(Fusion):
         self._backwards.add(_FIRST_STEP)
         for unit in self._units:
             if not any(map(is_sharded, unit.parameters)):  # to these FSDP adds by itself
-                self._freed += [each for each in unit.parameters if each.grad is not None]
                 self._update(unit, options)
         self._backwards.discard(_FIRST_STEP)
 
@@ -491,6 +593,17 @@ class _Watch:
         if parameters:
             self._fusion.note_read(parameters)
         return tensor
+
+
+def _refusal(
+    fusion: "weakref.ref[BackwardFusion]", parameter: "weakref.ref[Tensor]"
+) -> Callable[[str], None]:
+    def refuse(operation: str) -> None:
+        its, own = fusion(), parameter()
+        if its is not None and own is not None:
+            its.refuse_stand_in(own, operation)
+
+    return refuse
 
 
 def _at_the_end(function: Callable[[], None]) -> None:

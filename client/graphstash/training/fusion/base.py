@@ -20,7 +20,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 from graphstash.training.fusion.errors import FusionError, named
 from graphstash.training.fusion.guards import Guards
 from graphstash.training.fusion.memory import Memory
-from graphstash.training.fusion.partial_step import PartialStep
+from graphstash.training.fusion.partial_step import PartialStep, bare
 from graphstash.training.optimizers.base import SyncFreeOptimizer
 from graphstash.training.sharding import is_sharded, local
 
@@ -34,6 +34,11 @@ _OF_TORCH: Final = frozenset(
         *(optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
     )
 )
+
+_OPTIMIZERS: Final = "graphstash.training.optimizers."
+
+_ALLOWED: Final = frozenset(("__init__", "__module__", "__doc__", "__qualname__", "__repr__"))
+"""What a subclass of an optimizer may have of its own."""
 
 _FUSED: MutableMapping[Tensor, "weakref.ref[Fusion]"] = WeakTensorKeyDictionary()  # type: ignore[no-untyped-call] # torch
 
@@ -262,6 +267,11 @@ def _refuse_general(model: nn.Module, optimizer: Optimizer) -> None:
             f"{type(optimizer).__name__} is not known to treat each parameter by itself; use an "
             "optimizer of graphstash.training or of torch.optim, or train without fusion"
         )
+    if isinstance(optimizer, SyncFreeOptimizer) and (own := _overridden(type(optimizer))):
+        raise FusionError(
+            f"{type(optimizer).__name__} overrides {', '.join(own)}, which fusion would call for a "
+            "few parameters at a time; use a hook of the step, or train without fusion"
+        )
     for module in model.modules():
         if isinstance(module, DistributedDataParallel) and module.mixed_precision is not None:
             raise FusionError(
@@ -274,6 +284,18 @@ def _refuse_general(model: nn.Module, optimizer: Optimizer) -> None:
             "FullyShardedDataParallel trains copies of what the optimizer has; use fully_shard() "
             'and when="backward", or train without fusion'
         )
+
+
+def _overridden(kind: type[SyncFreeOptimizer]) -> list[str]:
+    """Methods of the optimizers of this package that a user's subclass replaces."""
+    base = next(each for each in kind.__mro__ if each.__module__.startswith(_OPTIMIZERS))
+    above = kind.__mro__[: kind.__mro__.index(base)]
+    names = sorted({name for each in above for name in vars(each) if name not in _ALLOWED})
+    return [
+        name
+        for name in names
+        if callable(known := getattr(base, name, None)) and bare(getattr(kind, name)) != bare(known)
+    ]
 
 
 def _refuse_parameters(

@@ -26,6 +26,7 @@ from graphstash.training.fusion.errors import FusionError, named
 from graphstash.training.fusion.memory import Memory
 from graphstash.training.fusion.partial_step import Options, in_units, options_of, small_of
 from graphstash.training.fusion.tripwire import Tripwire, is_held
+from graphstash.training.fusion.waiting_state import WaitingState
 from graphstash.training.sharding import is_sharded, local
 
 __all__ = ["ForwardFusion"]
@@ -50,6 +51,9 @@ class ForwardFusion(Fusion):
         self._armed: dict[Tensor, list[Tensor]] = {}
         """The unit of each parameter that waits, and of its gradient."""
         self._versions: dict[Tensor, int] = {}
+        """Of each parameter that waits, and of its gradient."""
+        self._state: WaitingState | None = None
+        """Stands for the optimizer's state while updates wait."""
         self._options: Options = ()
         self._found_inf: Tensor | None = None
         self._grad_scale: Tensor | None = None
@@ -66,6 +70,8 @@ class ForwardFusion(Fusion):
     def flush(self) -> None:
         """Makes the updates that wait for the next forward."""
         self._update(self._all_units)
+        if not self._is_interrupted:
+            self._release_state()
 
     def _before_copy(self) -> None:
         self._require_whole()
@@ -81,6 +87,7 @@ class ForwardFusion(Fusion):
             self._waiting.clear()
             self._disarm(list(self._armed))
             self._is_interrupted = False
+            self._release_state()
         self.flush()
 
     def _refuse(self) -> None:
@@ -170,11 +177,20 @@ class ForwardFusion(Fusion):
                     if parameter.grad is None:
                         parameter.grad = gradient
                     self._arm(parameter, gradient, unit)
+        if self._waiting:
+            self._state = WaitingState(self.optimizer.state, self.flush)
+            self.optimizer.state = self._state
+
+    def _release_state(self) -> None:
+        """Gives the optimizer its state again, unless the loop has given it another one."""
+        if self._state is not None and self.optimizer.state is self._state:
+            self.optimizer.state = self._state.state
+        self._state = None
 
     def _arm(self, parameter: Tensor, gradient: Tensor, unit: list[Tensor]) -> None:
         """Has the unit updated before anything else uses the parameter or its gradient."""
-        self._versions[parameter] = parameter._version
         for tensor in (parameter, gradient):
+            self._versions[tensor] = tensor._version
             if self._tripwire.arm(tensor):
                 self._armed[tensor] = unit
 
@@ -282,22 +298,40 @@ class ForwardFusion(Fusion):
         self._is_interrupted = True
         gradients = [self._waiting.pop(each, None) for each in unit]
         self._disarm([*unit, *(each for each in gradients if each is not None)])
-        self._require_unchanged(unit)
+        self._require_unchanged(unit, gradients)
         for each, gradient in zip(unit, gradients, strict=True):
             each.grad = gradient
+        now = self.optimizer.state
+        if self._state is not None:
+            self.optimizer.state = self._state.state
         try:
             self.partial_step(
                 unit, self._options, found_inf=self._found_inf, grad_scale=self._grad_scale
             )
             self._is_interrupted = False
         finally:
+            self.optimizer.state = now
+            if now is not self._state:  # the loop has replaced it since the step
+                self.partial_step.state_has_changed()
             for each, gradient in zip(unit, later, strict=True):
                 each.grad = gradient
 
-    def _require_unchanged(self, unit: list[Tensor]) -> None:
-        changed = [
-            each for each in unit if self._versions.pop(each, each._version) != each._version
-        ]
+    def _require_unchanged(self, unit: list[Tensor], gradients: list[Tensor | None]) -> None:
+        changed, added = [], []
+        for each, gradient in zip(unit, gradients, strict=True):
+            if self._versions.pop(each, each._version) != each._version:
+                changed.append(each)
+            if gradient is None:
+                continue
+            if self._versions.pop(gradient, gradient._version) != gradient._version:
+                added.append(each)
+        if added:
+            raise FusionError(
+                f"the gradient of {named(added, self.names)} was changed after step(), when its "
+                "update had not been made (a backward of an earlier forward, or code that torch "
+                "does not announce): call zero_grad() or flush() of the fusion before, and load "
+                "the last checkpoint into a new model and optimizer"
+            )
         if changed:
             raise FusionError(
                 f"{named(changed, self.names)} was written after step() by code that torch does "

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from graphstash.training.optimizers.base import SyncFreeOptimizer
 from graphstash.training.optimizers.prepared import PreparedUpdate, prepared
 
-__all__ = ["Options", "PartialStep", "in_units", "options_of", "small_of"]
+__all__ = ["Options", "PartialStep", "bare", "in_units", "options_of", "small_of"]
 
 _UNIT_BYTES: Final = 1024**2
 """Smaller parameters are updated together up to this size: each update costs the host some thirty
@@ -74,7 +74,7 @@ class PartialStep:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._step = _bare_step(optimizer)
+        self._step = bare(type(optimizer).step)
         self._group_of = {
             parameter: number
             for number, group in enumerate(optimizer.param_groups)
@@ -177,11 +177,10 @@ def _scaled(optimizer: Optimizer, found_inf: Tensor, grad_scale: Tensor | None) 
         vars(optimizer).update(before)
 
 
-def _bare_step(optimizer: Optimizer) -> Any:
-    """The class's own `step`, without hooks and profiling, which belong to the whole step."""
-    step = type(optimizer).step
+def bare(step: Any) -> Any:
+    """A class's own `step`, without hooks and profiling, which belong to the whole step."""
     while getattr(step, "hooked", False):
-        step = step.__wrapped__  # type: ignore[attr-defined]
+        step = step.__wrapped__
     return step
 
 

@@ -1,68 +1,64 @@
-"""StandIns: gradients without memory, where the first step has freed those that it was made of.
+"""StandIn: the gradient of a parameter that backward has updated, without memory.
 
-The optimizer alone leaves gradients in place, and the next backward adds to them unless zero_grad()
-removes them before. That cannot be fused and is refused; what tells it are these, which zero_grad()
-removes as it does gradients.
+The optimizer alone leaves gradients in place until zero_grad(): a loop may clip them, log their
+norm, remove them before the step, or add to them in the next backward. A stand-in is in the place
+of a gradient that fusion has freed, and refuses each use of its values, also by torch's own code.
 """
 
-import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
+import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-__all__ = ["StandIns"]
+__all__ = ["StandIn", "stand_in_for"]
+
+_CONVERT: Final = torch.ops.aten._to_copy.default
+"""What module.to() calls, for gradients as well as parameters."""
 
 
-class StandIns:
-    """Zeros that take the memory of one number, as the gradients of parameters.
+class StandIn(Tensor):
+    """A tensor without values; made by `stand_in_for`."""
+
+    refuse: Callable[[str], None]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # torch
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override] # torch has no type for it
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Called by torch before each operation that has a stand-in among its arguments."""
+        del types
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, StandIn)]
+        for stand_in in given:
+            stand_in.refuse(func.overloadpacket.__name__)
+        if func is not _CONVERT:
+            raise RuntimeError(f"{func} uses a gradient that optimizer fusion has freed")
+        first, wanted = given[0], kwargs or {}
+        zero = torch.zeros(
+            (), dtype=wanted.get("dtype", first.dtype), device=wanted.get("device", first.device)
+        )
+        return zero.expand(first.shape)
+
+    def __repr__(self) -> str:  # type: ignore[override] # without the values
+        return f"StandIn(shape={tuple(self.shape)})"
+
+
+def stand_in_for(parameter: Tensor, refuse: Callable[[str], None]) -> StandIn:
+    """Return a stand-in with the shape, type and device of a parameter.
 
     Args:
-        parameters: of which the gradients were freed.
-        refuse: called with a parameter whose stand-in is used as a gradient.
+        parameter: the parameter whose gradient was freed.
+        refuse: called with the name of the operation that uses the gradient's values. Raises,
+            except for a conversion after the step. Holds no strong references.
     """
-
-    def __init__(self, parameters: Iterable[Tensor], refuse: Callable[[Tensor], None]) -> None:
-        self._of: dict[Tensor, Tensor] = {}
-        self._refuse = refuse
-        self._handles: list[Any] = []
-        this = weakref.ref(self)
-        for parameter in parameters:
-            parameter.grad = parameter.detach().new_zeros(()).expand_as(parameter)
-            self._of[parameter] = parameter.grad
-            if parameter.requires_grad:
-                hook = _before_accumulation(this, weakref.ref(parameter))
-                self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call] # torch
-
-    def check(self, parameter: Tensor) -> None:
-        """Refuses if the parameter's stand-in is still there."""
-        stand_in = self._of.get(parameter)
-        if stand_in is not None and parameter.grad is stand_in:
-            self._refuse(parameter)
-
-    def remove(self) -> None:
-        """Takes those away that are still there."""
-        for handle in self._handles:
-            handle.remove()
-        for parameter, stand_in in self._of.items():
-            if parameter.grad is stand_in:
-                parameter.grad = None
-        self._of.clear()
-
-    def check_all(self) -> None:
-        """As `check`, for all of them."""
-        for parameter in self._of:
-            self.check(parameter)
-
-
-def _before_accumulation(
-    stand_ins: "weakref.ref[StandIns]", parameter: "weakref.ref[Tensor]"
-) -> Callable[[Tensor], None]:
-    """A hook that autograd calls before it adds to a parameter's gradient; keeps neither alive."""
-
-    def hook(_: Tensor) -> None:
-        its, own = stand_ins(), parameter()
-        if its is not None and own is not None:
-            its.check(own)
-
-    return hook
+    made: StandIn = StandIn._make_wrapper_subclass(  # type: ignore[attr-defined] # torch
+        StandIn,
+        parameter.shape,
+        strides=parameter.stride(),
+        dtype=parameter.dtype,
+        device=parameter.device,
+    )
+    made.refuse = refuse
+    return made

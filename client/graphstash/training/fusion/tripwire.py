@@ -30,6 +30,8 @@ _HARMLESS: Final = frozenset(
         *(Tensor.size, Tensor.stride, Tensor.dim, Tensor.numel, Tensor.nelement),
         *(Tensor.element_size, Tensor.is_floating_point, Tensor.requires_grad_),
         *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),
+        *(torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like),
+        *(torch.rand_like, torch.randn_like, Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones),
     )
 )
 """What torch does with a tensor without reading or writing its values."""
