@@ -1,17 +1,18 @@
 """What artifacts were made of: told by publishers, and compared with what others miss."""
 
 import asyncio
+from contextlib import closing
 
 import httpx
 import pytest
 import sqlalchemy as sa
 
-from graphstash_schema import Digest
 from graphstash_schema.explanation import MAX_PARTS_CHARACTERS, Description
 from graphstash_schema.protocol import MAX_DESCRIPTIONS
 from graphstash_server.db.tables import descriptions, environments
 from graphstash_server.services.artifacts import catalog, explanations
 from graphstash_server.testing import LiveServer
+from support.api import OwnKeysApi
 from support.filling import describe as describe_many
 from support.filling import environment_of, fill, program_of
 from support.services import ACTOR, key_of
@@ -23,9 +24,9 @@ ENVIRONMENT = {"jax": "0.10.2", "env.XLA_FLAGS": "--a=1"}
 
 @pytest.fixture
 def api(api):
-    """With keys, too, that no other test has: everybody may read all namespaces of this server."""
-    api.fingerprint = lambda number: f"{api.namespace.encode().hex()}{number:02x}".ljust(64, "0")
-    return api
+    """Everybody may read all namespaces of this server."""
+    with closing(OwnKeysApi(api.url, api.namespace)) as own:
+        yield own
 
 
 def description(api, number=0, *, label="jit(step)", program=None, **environment):
@@ -37,13 +38,12 @@ def description(api, number=0, *, label="jit(step)", program=None, **environment
     }
 
 
-def describe(api, *described, **headers):
-    body = {"artifacts": list(described)}
-    return api.http.post(f"/v1/{api.namespace}/artifacts:describe", json=body, headers=headers)
+def describe(api, *described):
+    return api.call("describe", {"artifacts": list(described)})
 
 
-def explain(api, described, **headers):
-    return api.http.post(f"/v1/{api.namespace}/artifacts:explain", json=described, headers=headers)
+def explain(api, described):
+    return api.call("explain", described)
 
 
 def differences(answer):
@@ -108,73 +108,53 @@ def test_a_description_goes_with_its_artifact(api):
     assert differences(explain(api, description(api, 2))) == [("jax", "0.10.2", "0.12")]
 
 
-def test_who_may_not_read_a_namespace_learns_nothing_of_it(guarded, api):
-    team, other = f"{api.namespace}-team", f"{api.namespace}-hidden"
-    key = "/".join(api.key(1).values())
-    with (
-        guarded.http(guarded.token(f"write:{team}", f"write:{other}")) as writer,
-        guarded.http(guarded.token(f"read:{team}")) as reader,
-    ):
-        for where, jax in ((team, "0.9"), (other, "0.11")):
-            digest = {"Repr-Digest": Digest.of(b"executable").repr_digest}
-            path = f"/v1/{where}/artifacts/{key}"
-            assert writer.put(path, content=b"executable", headers=digest).status_code == 201
-            told = {"artifacts": [description(api, 1, jax=jax)]}
-            answer = writer.post(f"/v1/{where}/artifacts:describe", json=told)
-            assert answer.status_code == 204, answer.text
+def test_who_may_not_read_a_namespace_learns_nothing_of_it(guarded, namespace):
+    team, other = f"{namespace}-team", f"{namespace}-hidden"
+    writers = [guarded.api(where, f"write:{team}", f"write:{other}") for where in (team, other)]
+    reader = guarded.api(team, f"read:{team}")
+    wanted = description(writers[0], 2, label="x", program={"program": "x"})
+    for writer, jax in zip(writers, ("0.9", "0.11"), strict=True):
+        assert writer.put(b"executable", 1).status_code == 201
+        described = description(writer, 1, label="x", program={"program": "x"}, jax=jax)
+        assert describe(writer, described).status_code == 204
 
-        def namespaces(client):
-            answer = client.post(f"/v1/{team}/artifacts:explain", json=description(api, 2))
-            return {each["namespace"] for each in answer.json()["relatives"]}
+    def namespaces(api):
+        return {each["namespace"] for each in explain(api, wanted).json()["relatives"]}
 
-        assert namespaces(writer) == {team, other}
-        assert namespaces(reader) == {team}
-        hidden = reader.post(f"/v1/{other}/artifacts:explain", json=description(api, 2))
-        assert hidden.status_code == 404
-        told = {"artifacts": [description(api, 1)]}
-        assert reader.post(f"/v1/{team}/artifacts:describe", json=told).status_code == 403
+    assert namespaces(writers[0]) == {team, other}
+    assert namespaces(reader) == {team}
+    assert describe(reader, wanted).status_code == 403
 
 
 @pytest.mark.parametrize(("most", "is_partial"), [(1, True), (10**6, False)])
-def test_an_explanation_says_whether_it_has_looked_everywhere(api, monkeypatch, most, is_partial):
+def test_an_explanation_says_whether_it_has_looked_everywhere(
+    api, connect, monkeypatch, most, is_partial
+):
     monkeypatch.setattr("graphstash_server.api.explanations.MAX_NAMESPACES", most)
-    api.put(b"executable", 1)
-    other = api.path(1).replace(api.namespace, f"{api.namespace}-other", 1)
-    digest = {"Repr-Digest": Digest.of(b"executable").repr_digest}
-    assert api.http.put(other, content=b"executable", headers=digest).status_code == 201
+    for namespace in (api.namespace, f"{api.namespace}-other"):
+        assert connect(api.url, namespace).put(b"executable", 1).status_code == 201
     assert explain(api, description(api, 2)).json()["is_partial"] is is_partial
 
 
 def test_a_withheld_artifact_is_nobodys_relative(api):
     api.put(b"no envelope", 1)
     describe(api, description(api, 1))
-    report = {"key": api.key(1), "digest": str(Digest.of(b"no envelope")), "reason": "corrupt"}
-    reported = api.http.post(f"/v1/{api.namespace}/artifacts:report", json=report)
-    assert reported.json()["withheld"]
+    api.withhold(b"no envelope", 1)
     assert explain(api, description(api, 2)).json()["relatives"] == []
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_what_is_malformed_or_too_much_is_refused(api):
+    one = description(api, 1)
+    for change in (
         {"environment": {"x": "y" * MAX_PARTS_CHARACTERS}},
         {"program": {"x" * MAX_PARTS_CHARACTERS: "y"}},
         {"environment": {str(number): "" for number in range(300)}},
         {"label": "x" * 129},
         {"label": "two\nlines"},
-        {"key": {"kind": "jax"}},
-        {"environment": {"x": 1}},
-        {"unknown": 1},
-    ],
-)
-def test_what_is_malformed_or_too_much_is_refused(api, change):
-    assert describe(api, description(api, 1) | change).status_code == 400
-    assert explain(api, description(api, 1) | change).status_code in (400, 413)
+    ):
+        assert describe(api, one | change).status_code == 400
+        assert explain(api, one | change).status_code in (400, 413)
 
-
-def test_more_descriptions_than_one_call_takes_are_refused(api):
-    one = description(api, 1)
-    assert describe(api, *[one] * MAX_DESCRIPTIONS).status_code == 204
     assert describe(api, *[one] * (MAX_DESCRIPTIONS + 1)).status_code == 400
     large = one | {"environment": {"x": "y" * (MAX_PARTS_CHARACTERS - 1)}}
     assert describe(api, *[large] * MAX_DESCRIPTIONS).status_code == 204

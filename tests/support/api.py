@@ -7,7 +7,7 @@ import httpx
 
 from graphstash_schema import ArtifactMetadata, Digest, Namespace
 
-__all__ = ["DEVICE", "Api", "assert_problem", "digest_header"]
+__all__ = ["DEVICE", "Api", "OwnKeysApi", "assert_problem", "digest_header"]
 
 DEVICE = "cpu-x86_64-0123456789abcdef"
 
@@ -48,8 +48,7 @@ class Api:
             "fingerprint": self.fingerprint(number),
         }
 
-    @staticmethod
-    def fingerprint(number: int) -> str:
+    def fingerprint(self, number: int) -> str:
         return hashlib.sha256(str(number).encode()).hexdigest()
 
     def put(
@@ -109,6 +108,13 @@ class Api:
 
     def close(self) -> None:
         self.http.close()
+
+
+class OwnKeysApi(Api):
+    """A namespace whose fingerprints no other has, for calls that look into all namespaces."""
+
+    def fingerprint(self, number: int) -> str:
+        return f"{self.namespace.encode().hex()}{number:02x}".ljust(64, "0")
 
 
 def _dashed(headers: dict[str, str]) -> dict[str, str]:
