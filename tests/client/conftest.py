@@ -1,3 +1,6 @@
+"""The client alone and against a real server: a job gets verified bytes or compiles, never fails
+because of the cache, and every command says what it did."""
+
 from contextlib import ExitStack
 
 import pytest

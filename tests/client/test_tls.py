@@ -15,17 +15,19 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from graphstash import CacheError, ClientConfig, ConfigError, Reason, Stash
+from graphstash import ClientConfig, ConfigError, Reason, Stash
 from graphstash._http.client import ServerClient
 from graphstash._http.deadline import DeadlineTransport
-from graphstash_schema import ArtifactKey, ArtifactMetadata
+from graphstash_schema import ArtifactMetadata
 from graphstash_server.testing import LiveServer
+from support.host import key
 from support.listener import Listener
 from support.processes import python
+from support.refusals import refusal
+from support.waiting import PATIENT, PATIENT_VARIABLES
 
-KEY = ArtifactKey.parse("torch_xla", "cpu-x86_64-0123456789abcdef", f"{1:064x}")
+KEY = key()
 METADATA = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=5)
-PATIENT = {"connect_seconds": 10, "first_byte_seconds": 10}
 
 
 class Authority:
@@ -89,21 +91,9 @@ def connect(tmp_path):
         yield make
 
 
-def reason_of(call):
-    with pytest.raises(CacheError) as caught:
-        call()
-    return caught.value.reason, str(caught.value)
-
-
 def test_what_is_put_over_tls_is_got_over_tls(connect, secure, authority):
     connect(secure.url, "a", ca_file=authority.file).put(KEY, b"graph", METADATA)
     assert connect(secure.url, "b", ca_file=authority.file).get(KEY) == b"graph"
-
-
-def test_an_unknown_authority_is_refused_with_the_way_out(connect, secure):
-    reason, told = reason_of(connect(secure.url).server.server_stats)
-    assert reason is Reason.TLS
-    assert "GRAPHSTASH_CA_FILE" in told
 
 
 def test_certificates_are_checked_whatever_httpx_makes_of_our_pools(secure):
@@ -128,47 +118,49 @@ def test_our_authorities_take_the_place_of_the_systems(
     stranger = Authority(tmp_path_factory.mktemp("stranger"))
     monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
     assert connect(secure.url, "a").get(KEY) in (b"graph", None)
-    reason, _ = reason_of(connect(secure.url, "b", ca_file=stranger.file).server.server_stats)
-    assert reason is Reason.TLS
+    stash = connect(secure.url, "b", ca_file=stranger.file)
+    assert refusal(stash.server.server_stats).reason is Reason.TLS
 
 
-def test_a_certificate_for_another_host_is_refused_with_the_way_out(connect, authority):
-    with Listener(context=authority.context("cache.internal")) as listener:
-        reason, told = reason_of(connect(listener.url, ca_file=authority.file).server.server_stats)
-    assert reason is Reason.TLS
-    assert "GRAPHSTASH_URL" in told
+@pytest.mark.parametrize(
+    ("name", "days", "advice"),
+    [
+        ("cache.internal", 9, "GRAPHSTASH_URL"),
+        ("127.0.0.1", -1, "expired"),
+        ("127.0.0.1", -1, "clock"),
+    ],
+)
+def test_a_certificate_of_another_host_or_time_is_refused_with_the_way_out(
+    connect, authority, name, days, advice
+):
+    ends = dt.datetime.now(dt.UTC) + dt.timedelta(days=days)
+    with Listener(context=authority.context(name, not_after=ends)) as listener:
+        error = refusal(connect(listener.url, ca_file=authority.file).server.server_stats)
+    assert error.reason is Reason.TLS
+    assert advice in str(error)
     assert listener.heads == []
 
 
-def test_an_expired_certificate_is_refused_with_the_way_out(connect, authority):
-    yesterday = dt.datetime.now(dt.UTC) - dt.timedelta(days=1)
-    context = authority.context("127.0.0.1", not_after=yesterday)
-    with Listener(context=context) as listener:
-        reason, told = reason_of(connect(listener.url, ca_file=authority.file).server.server_stats)
-    assert reason is Reason.TLS
-    assert "expired" in told
-    assert "clock" in told
-
-
-def test_a_token_is_not_told_before_the_server_has_proven_itself(connect, tmp_path_factory):
+def test_a_stranger_gets_no_token_and_is_refused_with_the_way_out(connect, tmp_path_factory):
     stranger = Authority(tmp_path_factory.mktemp("stranger"))
     with Listener(context=stranger.context()) as listener:
-        reason, told = reason_of(connect(listener.url, token="t0ken-canary").server.server_stats)
-    assert reason is Reason.TLS
-    assert "canary" not in told
+        error = refusal(connect(listener.url, token="t0ken-canary").server.server_stats)
+    assert error.reason is Reason.TLS
+    assert "GRAPHSTASH_CA_FILE" in str(error)
+    assert "canary" not in str(error)
     assert listener.heads == []
 
 
 def test_https_to_a_plain_server_says_so(connect, server):
     url = server.url.replace("http:", "https:")
-    reason, told = reason_of(connect(url).server.server_stats)
-    assert reason is Reason.TLS
-    assert "http://" in told
+    error = refusal(connect(url).server.server_stats)
+    assert error.reason is Reason.TLS
+    assert "http://" in str(error)
 
 
 def test_plain_http_to_a_secure_server_is_no_answer(connect, secure):
-    reason, _ = reason_of(connect(secure.url.replace("https:", "http:")).server.server_stats)
-    assert reason in (Reason.PROTOCOL, Reason.RESET)
+    stash = connect(secure.url.replace("https:", "http:"))
+    assert refusal(stash.server.server_stats).reason in (Reason.PROTOCOL, Reason.RESET)
 
 
 @pytest.mark.parametrize("in_one_file", [True, False])
@@ -200,18 +192,17 @@ def demanding(request, authority, mutual):
         assert listener.heads == []
 
 
-def test_without_a_certificate_of_ours_it_says_what_is_wanted(connect, demanding, authority):
-    reason, told = reason_of(connect(demanding, ca_file=authority.file).server.server_stats)
-    assert reason in (Reason.TLS, Reason.RESET)
-    assert "GRAPHSTASH_CLIENT_CERT" in told
-
-
-def test_a_certificate_of_a_stranger_opens_nothing(connect, demanding, authority, tmp_path_factory):
-    cert, key = Authority(tmp_path_factory.mktemp("stranger")).issue("job.internal")
-    stash = connect(demanding, ca_file=authority.file, client_cert=cert, client_key=key)
-    reason, told = reason_of(stash.server.server_stats)
-    assert reason in (Reason.TLS, Reason.RESET)
-    assert "GRAPHSTASH_CLIENT_CERT" in told
+@pytest.mark.parametrize("is_shown", [False, True], ids=["none", "a stranger's"])
+def test_without_a_certificate_of_its_authority_it_says_what_is_wanted(
+    connect, demanding, authority, tmp_path_factory, is_shown
+):
+    shown = {}
+    if is_shown:
+        cert, key = Authority(tmp_path_factory.mktemp("stranger")).issue("job.internal")
+        shown = {"client_cert": cert, "client_key": key}
+    error = refusal(connect(demanding, ca_file=authority.file, **shown).server.server_stats)
+    assert error.reason in (Reason.TLS, Reason.RESET)
+    assert "GRAPHSTASH_CLIENT_CERT" in str(error)
 
 
 def locked(key):
@@ -261,7 +252,7 @@ def test_a_job_with_a_wrong_certificate_trains_on_without_the_cache(secure, tmp_
         "print(graphstash.get_or_compile(key, lambda: b'trained').decode())\n"
         "print(graphstash.stats().fallbacks)\n"
     )
-    variables = {"GRAPHSTASH_URL": secure.url, "GRAPHSTASH_CONNECT_SECONDS": "10"}
+    variables = PATIENT_VARIABLES | {"GRAPHSTASH_URL": secure.url}
     result = python(program, check=True, GRAPHSTASH_CACHE_DIR=tmp_path, **variables)
     assert result.stdout.splitlines()[0] == "trained"
     assert "'tls': " in result.stdout
