@@ -2,12 +2,15 @@
 
 import json
 import re
-import stat
+import shutil
 import sys
 
 import pytest
 
-from support.processes import graphstash, python
+from graphstash._compile.misses import MissLog
+from graphstash.errors import RefusedError
+from support.host import key, request
+from support.processes import graphstash, graphstash_here
 from support.server import Server
 from support.waiting import PATIENT_VARIABLES
 
@@ -27,32 +30,53 @@ for program, parts in {programs!r}.items():
 """
 
 
+def settings_of(server, namespace, cache_dir):
+    return PATIENT_VARIABLES | {
+        "GRAPHSTASH_URL": server.url,
+        "GRAPHSTASH_NAMESPACE": namespace,
+        "GRAPHSTASH_CACHE_DIR": cache_dir,
+    }
+
+
 @pytest.fixture
 def run(server, namespace, tmp_path):
     """Runs a job that compiles programs; each run is on a host of its own. The programs have names
     that no other test has: jobs may read all namespaces of the server.
     """
 
-    def run(host, programs, *, command=("run", "--explain", "--"), **variables):
+    def run(host, programs, *, options=("--explain",), **variables):
         script = tmp_path / f"{host}.py"
         named = {f"{name}_{namespace}": parts for name, parts in programs.items()}
         script.write_text(JOB.format(programs=named))
-        settings = {
-            "GRAPHSTASH_URL": server.url,
-            "GRAPHSTASH_NAMESPACE": namespace,
-            "GRAPHSTASH_CACHE_DIR": tmp_path / host,
-            **PATIENT_VARIABLES,
-        }
-        return graphstash(*command, sys.executable, script, check=True, **settings | variables)
+        settings = settings_of(server, namespace, tmp_path / host) | variables
+        return graphstash("run", *options, "--", sys.executable, script, check=True, **settings)
 
     return run
+
+
+@pytest.fixture(scope="module")
+def recorded(server, tmp_path_factory):
+    """The local tier of a host on which a job has missed one program."""
+    folder = tmp_path_factory.mktemp("recorded")
+    (folder / "train.py").write_text(JOB.format(programs={"step_recorded": {}}))
+    settings = settings_of(server, "recorded", folder / "tier")
+    command = ("run", "--", sys.executable, folder / "train.py")
+    assert lines_of(graphstash(*command, check=True, **settings)) == []
+    return folder / "tier"
+
+
+@pytest.fixture
+def host(recorded, tmp_path):
+    """A copy of it, which a test may damage."""
+    return shutil.copytree(recorded, tmp_path / "host")
 
 
 @pytest.fixture
 def explain(server, namespace, tmp_path):
     def explain(host, *arguments, **variables):
         settings = {"GRAPHSTASH_URL": server.url} | PATIENT_VARIABLES | variables
-        return graphstash("explain", *arguments, GRAPHSTASH_CACHE_DIR=tmp_path / host, **settings)
+        settings |= {"GRAPHSTASH_CACHE_DIR": tmp_path / host}
+        return graphstash_here("explain", *arguments, **settings)
 
     return explain
 
@@ -120,59 +144,38 @@ def test_a_run_without_a_server_says_why_nothing_was_found(run, explain):
     assert "the cache could not help (connect)" in asked.stdout
 
 
-def test_the_address_in_a_record_gets_no_token(run, explain, tmp_path):
-    """Only the one that this user has set is asked."""
-    run("host", {"step": {}})
+def test_another_servers_record_and_records_open_to_others_are_not_used(host, explain):
+    """Only the server that this user has set is asked: it gets their token."""
     other = explain("host", GRAPHSTASH_URL="http://127.0.0.1:9", GRAPHSTASH_TOKEN="secret")
     assert other.returncode == 1
     assert "the last run used http://" in other.stderr
     assert "GRAPHSTASH_URL" in other.stderr
-
-
-def test_records_that_others_may_write_are_not_used(run, explain, tmp_path):
-    run("host", {"step": {}})
-    (tmp_path / "host" / "records").chmod(0o777)
+    (host / "records").chmod(0o777)
     outcome = explain("host")
     assert outcome.returncode == 1
     assert "open to other users" in outcome.stderr
 
 
-def test_all_processes_of_a_run_are_explained_together(run, tmp_path):
-    outcome = run("several", {"step": {}}, command=("run", "--"))
-    assert lines_of(outcome) == []
-    (first,) = (tmp_path / "several" / "records").iterdir()
-    script = tmp_path / "several.py"
-    both = (
-        f"import subprocess, sys; [subprocess.run([sys.executable, {str(script)!r}]) for _ in 'ab']"
-    )
-    (tmp_path / "both.py").write_text(both)
-    settings = {"GRAPHSTASH_CACHE_DIR": tmp_path / "several", "GRAPHSTASH_URL": "none"}
+def test_each_process_of_a_run_leaves_a_record(host, tmp_path):
+    (first,) = (host / "records").iterdir()
+    (tmp_path / "job.py").write_text(JOB.format(programs={"step": {}}))
+    both = "import subprocess, sys; [subprocess.run([sys.executable, 'job.py']) for _ in 'ab']"
+    (tmp_path / "both.py").write_text(both.replace("'job.py'", repr(str(tmp_path / "job.py"))))
+    settings = {"GRAPHSTASH_CACHE_DIR": host, "GRAPHSTASH_URL": "none"}
     graphstash("run", "--", sys.executable, tmp_path / "both.py", check=True, **settings)
-    runs = sorted((tmp_path / "several" / "records").iterdir())
+    runs = sorted((host / "records").iterdir())
     assert runs[0] == first
     assert [len(list(each.glob("*.json"))) for each in runs] == [1, 2]
 
 
-def test_records_are_private_and_only_the_last_runs_are_kept(run, tmp_path, server, namespace):
-    runs = tmp_path / "host" / "records"
-    for number in range(25):
-        (runs / f"{number:020d}-1").mkdir(parents=True)
-    (runs / "another tool's").mkdir()
-    run("host", {"step": {}})
-    kept = sorted(path.name for path in runs.iterdir() if path.name[0].isdigit())
-    assert len(kept) == 20
-    assert kept[:2] == [f"{number:020d}-1" for number in (6, 7)]
-    assert (runs / "another tool's").is_dir()
-    (_record,) = (runs / kept[-1]).glob("*.json")
-    assert {stat.S_IMODE(each.stat().st_mode) for each in (runs / kept[-1]).iterdir()} == {0o600}
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"misses": 1}', '{"misses": [[{}, null, 0]]}'])
-def test_a_damaged_record_is_left_out(run, explain, tmp_path, content):
-    run("host", {"step": {}})
-    (run_directory,) = (tmp_path / "host" / "records").iterdir()
-    (run_directory / "1.json").write_text(content)
-    assert "1 miss" in explain("host").stdout
+def test_a_damaged_record_is_left_out_and_a_miss_that_is_not_there_is_named(host, explain):
+    (run_directory,) = (host / "records").iterdir()
+    for content in ("", "{", "[]", '{"misses": 1}', '{"misses": [[{}, null, 0]]}'):
+        (run_directory / "1.json").write_text(content)
+        assert "1 miss" in explain("host").stdout, content
+    outcome = explain("host", "jit(nothing")
+    assert outcome.returncode == 1
+    assert "'jit(nothing'" in outcome.stderr
 
 
 def test_without_a_run_the_way_to_one_is_named(explain, tmp_path):
@@ -180,13 +183,6 @@ def test_without_a_run_the_way_to_one_is_named(explain, tmp_path):
     assert outcome.returncode == 1
     assert "no run is recorded" in outcome.stderr
     assert "graphstash run" in outcome.stderr
-
-
-def test_a_miss_that_is_not_there_is_named(run, explain):
-    run("host", {"step": {}})
-    outcome = explain("host", "jit(nothing")
-    assert outcome.returncode == 1
-    assert "'jit(nothing'" in outcome.stderr
 
 
 def test_a_job_whose_record_cannot_be_written_ends_as_usual(run, tmp_path):
@@ -205,28 +201,18 @@ def test_hostile_labels_and_parts_are_shown_as_text(run):
     assert "\\x1b[31mred" in told
 
 
-def test_a_server_of_an_earlier_release_is_not_asked_again(run, server, namespace):
+def test_a_server_of_an_earlier_release_is_not_asked_again():
     """It answers 404 to what it does not know; that is no fallback of the job."""
-    code = """
-        from graphstash import ClientConfig, Stash
-        from graphstash._compile.misses import MissLog
-        from graphstash._compile.request import CompileRequest
-        from graphstash.errors import RefusedError
-        from graphstash_schema import ArtifactKey
+    asked = []
 
-        asked = []
+    class Earlier:
+        def describe(self, descriptions):
+            asked.append(len(descriptions))
+            raise RefusedError("unknown path", code=None, status=404)
 
-        class Earlier:
-            def describe(self, descriptions):
-                asked.append(len(descriptions))
-                raise RefusedError("unknown path", code=None, status=404)
-
-        log = MissLog()
-        for number in range(3):
-            key = ArtifactKey.parse("jax", "cpu", f"{number:064x}")
-            log.add(CompileRequest(key), reason=None)
-            log.compiled(key, seconds=1, is_published=True)
-            log.tell(Earlier())
-        print(asked)
-    """
-    assert python(code, check=True).stdout == "[1]\n"
+    log = MissLog()
+    for number in range(3):
+        log.add(request(number), reason=None)
+        log.compiled(key(number), seconds=1, is_published=True)
+        log.tell(Earlier())
+    assert asked == [1]

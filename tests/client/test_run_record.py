@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -69,11 +70,13 @@ def save(config):
 
 
 def runs(tmp_path):
-    return sorted(each.name for each in (tmp_path / "a" / "records").iterdir())
+    records = (tmp_path / "a" / "records").iterdir()
+    return sorted(each.name for each in records if each.name[0].isdigit())
 
 
 def test_the_folder_of_a_run_stays_while_one_of_its_processes_lives(start, save, tmp_path):
     process = start(name(1))
+    (tmp_path / "a" / "records" / "another tool's").mkdir()
     for number in range(2, KEPT + 4):
         save(name(number))
     assert runs(tmp_path) == [name(1), *(name(number) for number in range(4, KEPT + 4))]
@@ -82,6 +85,9 @@ def test_the_folder_of_a_run_stays_while_one_of_its_processes_lives(start, save,
     process.wait()
     save(name(KEPT + 4))
     assert runs(tmp_path) == [name(number) for number in range(5, KEPT + 5)]
+    records = tmp_path / "a" / "records"
+    assert (records / "another tool's").is_dir()
+    assert {stat.S_IMODE(each.stat().st_mode) for each in records.glob("*/*.json")} == {0o600}
 
 
 def test_it_stays_for_a_child_that_outlives_its_parent(start, save, tmp_path):
