@@ -6,13 +6,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from typer.testing import CliRunner
 
-from graphstash._cli.main import app
 from graphstash_schema import ArtifactKey, ArtifactMetadata
 from graphstash_schema.explanation import described
-from support.processes import graphstash
-from support.waiting import PATIENT_VARIABLES
+from support.processes import graphstash_here
 
 PAGE = Path(__file__).parents[2] / "docs" / "json-output.md"
 ARTIFACT = {"key", "digest", "size_bytes", "created_at", "last_used_at", "hits", "label"}
@@ -28,20 +25,8 @@ def fields_of(command):
 
 
 @pytest.fixture
-def command(config):
-    def run(*arguments):
-        chosen = config("host")
-        variables = {
-            "GRAPHSTASH_URL": chosen.url,
-            "GRAPHSTASH_NAMESPACE": chosen.namespace,
-            "GRAPHSTASH_CACHE_DIR": str(chosen.cache_dir),
-            **PATIENT_VARIABLES,
-        }
-        result = CliRunner().invoke(app, [*map(str, arguments), "--json"], env=variables)
-        assert result.exit_code == 0, result.output
-        return json.loads(result.stdout)
-
-    return run
+def command(command):
+    return lambda *words: json.loads(command(*words, "--json", host="host").stdout)
 
 
 @pytest.fixture
@@ -97,8 +82,10 @@ def test_the_page_names_every_command_that_prints_json():
         assert any(f"`{path}`" in row or f"`{name}`" in row for row in rows), path
 
 
-def test_a_server_that_does_not_answer_is_json_too(tmp_path):
+def test_a_server_that_does_not_answer_is_json(tmp_path):
     settings = {"GRAPHSTASH_URL": "http://127.0.0.1:9", "GRAPHSTASH_CACHE_DIR": tmp_path}
-    result = graphstash("status", "--json", **settings)
+    result = graphstash_here("status", "--json", **settings)
     assert result.returncode == 1
-    assert set(json.loads(result.stdout)) == {"url", "reachable", "error"}
+    answer = json.loads(result.stdout)
+    assert set(answer) == {"url", "reachable", "error"}
+    assert answer["reachable"] is False

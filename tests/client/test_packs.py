@@ -124,11 +124,7 @@ def test_what_takes_longer_than_it_looks_is_looked_up_alone_from_then_on(jobs, m
 @pytest.mark.parametrize(
     "noise",
     [
-        b"",
-        b"\0\0\0",
-        b"\xff\xff\xff\xff[]",
-        b"\0\0\0\2[]and more",
-        b"\0\0\0\4null",
+        *(b"", b"\0\0\0", b"\xff\xff\xff\xff[]", b"\0\0\0\2[]and more", b"\0\0\0\4null"),
         b'\0\0\0\x09[["a",1]]',
         b"\0\0\0\x07[[1,2]]",
         b"\0\0\0\6[1,2]\n",

@@ -36,7 +36,7 @@ def test_a_job_without_traces_imports_nothing_of_opentelemetry(run_job, server, 
     assert told == {"fallbacks": {}, "parents": {}, "modules": []}
 
 
-@pytest.mark.parametrize("mode", ["within", "late"])
+@pytest.mark.parametrize("mode", ["within", pytest.param("late", marks=pytest.mark.extended)])
 def test_spans_go_to_the_provider_of_the_program(run_job, server, namespace, mode):
     with Collector() as collector:
         told = run_job(server.url, environment_of(collector, namespace), mode=mode)

@@ -4,8 +4,6 @@ import io
 import itertools
 import json
 import os
-import subprocess
-import sys
 import time
 from contextlib import ExitStack, nullcontext
 
@@ -20,6 +18,9 @@ from support.fault_proxy import Fault, FaultProxy
 from support.guarded_server import GuardedServer
 from support.host import Host, key, request
 from support.offline import unplugged
+from support.processes import python
+from support.refusals import refusal
+from support.waiting import PATIENT_VARIABLES
 
 METADATA = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=5)
 
@@ -63,8 +64,19 @@ def lookups(stash, monkeypatch):
     return asked
 
 
-@pytest.mark.parametrize("brought", ["fetched", "prefetched", "compiled"])
-@pytest.mark.parametrize("withdraw", [withhold, delete])
+def turn(monkeypatch):
+    """Turn the clock of the copies to a time at which the server is asked again."""
+    later = time.time() + 601
+    monkeypatch.setattr("graphstash._artifacts.standing.time", lambda: later)
+
+
+@pytest.mark.parametrize(
+    ("brought", "withdraw"),
+    [
+        *(("fetched", withhold), ("fetched", delete)),
+        *(("prefetched", withhold), ("compiled", delete)),
+    ],
+)
 def test_a_withdrawn_artifact_is_not_served_to_the_next_job(next_job, brought, withdraw):
     publisher = next_job("host" if brought == "compiled" else "publisher")
     publisher.put(key(), b"graph", METADATA)
@@ -95,23 +107,20 @@ def test_a_second_process_obeys(next_job, config):
     publisher = next_job("publisher")
     publisher.put(key(), b"graph", METADATA)
     assert next_job().get(key()) == b"graph"
-    program = (
-        "import graphstash, sys\n"
-        "from graphstash_schema import ArtifactKey\n"
-        "with graphstash.Stash(graphstash.ClientConfig.load()) as stash:\n"
-        "    print(stash.get(ArtifactKey.parse(*sys.argv[1].split('/'))))\n"
-    )
-    variables = {
+    program = """
+        import graphstash, sys
+        from graphstash_schema import ArtifactKey
+        with graphstash.Stash(graphstash.ClientConfig.load()) as stash:
+            print(stash.get(ArtifactKey.parse(*sys.argv[1].split("/"))))
+    """
+    variables = PATIENT_VARIABLES | {
         "GRAPHSTASH_URL": publisher.config.url,
         "GRAPHSTASH_NAMESPACE": publisher.config.namespace,
-        "GRAPHSTASH_CACHE_DIR": str(config("host").cache_dir),
+        "GRAPHSTASH_CACHE_DIR": config("host").cache_dir,
     }
 
     def other_process():
-        command = [sys.executable, "-c", program, str(key())]
-        return subprocess.run(
-            command, env=os.environ | variables, check=True, capture_output=True, text=True
-        ).stdout.strip()
+        return python(program, key(), check=True, **variables).stdout.strip()
 
     assert other_process() == "b'graph'"
     withhold(publisher)
@@ -187,8 +196,7 @@ def test_what_no_server_stored_is_used_without_one(next_job, monkeypatch):
     assert next_job(url="none").get(key()) == b"graph"
     assert next_job(read_only=True).get(key()) == b"graph"  # the server lacks it, and had never it
     next_job("publisher").put(key(), b"another", METADATA)
-    later = time.time() + 601
-    monkeypatch.setattr("graphstash._artifacts.standing.time", lambda: later)
+    turn(monkeypatch)
     assert next_job(read_only=True).get(key()) == b"another"  # as all other hosts
 
 
@@ -214,8 +222,7 @@ def test_a_run_asks_again_after_a_while(next_job, monkeypatch):
     assert job.get(key()) == b"graph"
     withhold(publisher)
     assert job.get(key()) == b"graph"  # within the documented time
-    later = time.time() + 601
-    monkeypatch.setattr("graphstash._artifacts.standing.time", lambda: later)
+    turn(monkeypatch)
     assert job.get(key()) is None
 
 
@@ -234,8 +241,7 @@ def test_packs_obey_on_disk_and_in_memory(next_job, monkeypatch):
         with Job(next_job()) as job:
             assert job.packs.get(key(1)) == b"program"
             withhold(publisher.stash, 1000)
-            later = time.time() + 601
-            monkeypatch.setattr("graphstash._artifacts.standing.time", lambda: later)
+            turn(monkeypatch)
             monkeypatch.setattr(packs_module, "RECHECK_SECONDS", 0.0)
             assert job.packs.get(key(1)) is None
         with Job(next_job()) as job:
@@ -258,9 +264,7 @@ def test_an_unplugged_host_uses_what_it_has(next_job):
     assert job.get(key()) == b"graph"
     away = unplugged(job.config.cache_dir, job.config.url)
     assert next_job(url=away).get(key()) == b"graph"
-    with pytest.raises(CacheError) as caught:
-        next_job(url=away).get(key(2))
-    assert caught.value.reason is Reason.CONNECT
+    assert refusal(next_job(url=away).get, key(2)).reason is Reason.CONNECT
 
 
 def test_forget_removes_every_copy_of_this_host_and_nothing_else(next_job, command):

@@ -1,18 +1,17 @@
-"""Runs trace_job.py, and takes OpenTelemetry away from a process."""
+"""Runs the job of `cases/tracing.py`, and takes OpenTelemetry away from a process."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from support.cases.tracing import LARGE
+from support.run_case import RUN_CASE, case_arguments
+
 __all__ = ["LARGE", "run_trace_job", "take_away"]
-
-LARGE = 200_000
-"""Bytes of its artifact: more than a server keeps in memory."""
-
-_JOB = Path(__file__).with_name("trace_job.py")
 
 
 def run_trace_job(
@@ -24,12 +23,14 @@ def run_trace_job(
     host: str = "a",
     token: str = "",
 ) -> dict[str, Any]:
-    """What it prints; jobs of one `host` share their local tier."""
-    answer = subprocess.run(
-        [sys.executable, str(_JOB), mode, str(LARGE)],
+    """Return what the job reports; jobs of one `host` share their local tier."""
+    report = directory / "report.json"
+    job = subprocess.run(
+        [sys.executable, RUN_CASE, report, *case_arguments("tracing:ask", mode=mode)],
         env={
             "PATH": "/usr/bin:/bin",
             "HOME": str(directory),
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
             "GRAPHSTASH_URL": url,
             "GRAPHSTASH_CACHE_DIR": str(directory / host),
             "GRAPHSTASH_PREFETCH_LIMIT": "0",  # what it asks for comes when it asks
@@ -41,8 +42,9 @@ def run_trace_job(
         check=False,
         timeout=120,
     )
-    assert answer.returncode == 0, answer.stderr
-    return json.loads(answer.stdout)
+    if job.returncode:
+        raise RuntimeError(f"the job ended with {job.returncode}: {job.stderr}")
+    return json.loads(report.read_text())
 
 
 def take_away(directory: Path, package: str) -> Path:
