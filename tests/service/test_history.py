@@ -10,7 +10,6 @@ from itertools import product
 import pytest
 import sqlalchemy as sa
 
-from graphstash_schema import Digest
 from graphstash_schema.history import (
     HISTORY_KEPT,
     MAX_GROUPED_STEPS,
@@ -26,6 +25,7 @@ from graphstash_server.errors import ServerError
 from graphstash_server.services import accounting
 from graphstash_server.services import history as services
 from graphstash_server.services.accounting import MAX_GROUPS
+from support.api import Api
 from support.services import ACTOR, key_of
 from support.statements import recorded
 from support.waiting import until
@@ -269,28 +269,22 @@ async def test_hours_and_days_are_dropped_when_they_are_old(opened):
         assert await rows(server) == []
 
 
-async def test_a_flush_takes_as_many_statements_for_many_groups_as_for_one(opened):
+async def test_a_flush_takes_as_many_statements_for_many_groups_as_for_one_and_a_hit_none(opened):
     async with opened() as server:
         await server.put(b"blob")
         await server.context.accounting.flush()
         counts = []
         for jobs in (1, 100):
-            for number in range(jobs):
-                await hit(server, job=f"job-{number}")
+            with recorded("history") as of_hits:
+                for number in range(jobs):
+                    await hit(server, job=f"job-{number}")
+                assert await server.get() == b"blob"
+            assert of_hits == []
             with recorded() as statements:
                 await server.context.accounting.flush()
             counts.append(len(statements))
         # Whether the namespace is known; the artifact, the counters; which groups there are, these.
         assert counts == [5, 5]
-
-
-async def test_a_hit_of_a_job_costs_no_statement(opened):
-    async with opened() as server:
-        await server.put(b"blob")
-        with recorded() as statements:
-            await hit(server, job="a")
-            assert await server.get() == b"blob"
-        assert [each for each in statements if "history" in each.sql] == []
 
 
 async def test_a_deleted_artifact_leaves_its_history(opened):
@@ -310,130 +304,83 @@ def asked(api, **query):
     return answer.json()["points"]
 
 
-@pytest.mark.parametrize("aside", [{}, {"X_Unheard_Of": "1"}])
-def test_hits_and_misses_count_for_the_job_of_the_request(api, aside):
-    """On the fast path, and behind it."""
+BOTH_WAYS = pytest.mark.parametrize("aside", [{}, {"X_Unheard_Of": "1"}], ids=["fast", "slow"])
+"""On the fast path, and behind it."""
+
+
+@BOTH_WAYS
+def test_hits_misses_and_bytes_count_for_the_job_of_the_request(api, aside):
+    large = bytes(3_000_000)
     api.put(b"blob", 1, seconds=1.5, Graphstash_Job="builder")
+    api.put(large, 3)
     api.get(1, Graphstash_Job="train-gpt", **aside)
     api.get(2, Graphstash_Job="train-gpt", **aside)
     api.get(1, Range="bytes=1-", Graphstash_Job="train-gpt", **aside)
+    api.get(3, Graphstash_Job="large", **aside)
     api.get(1, **aside)
 
-    def by_job():
-        return {each.pop("group"): each for each in asked(api, by="job")}
-
+    names = ("hits", "misses", "served_bytes", "puts", "saved_compile_seconds")
     expected = {
         "builder": (0, 0, 0, 1, 0.0),
         "train-gpt": (1, 1, 7, 0, 1.5),
-        "": (1, 0, 4, 0, 1.5),
+        "large": (1, 0, len(large), 0, 0.0),
+        "": (1, 0, 4, 1, 1.5),
     }
-    names = ("hits", "misses", "served_bytes", "puts", "saved_compile_seconds")
-    until(
-        lambda: (
-            {job: tuple(point[name] for name in names) for job, point in by_job().items()}
-            == expected
-        )
-    )
+
+    def by_job():
+        found = asked(api, by="job")
+        return {point["group"]: tuple(point[name] for name in names) for point in found}
+
+    until(lambda: by_job() == expected)
 
 
-@pytest.mark.parametrize("aside", [{}, {"X_Unheard_Of": "1"}])
-@pytest.mark.parametrize(
-    "job",
-    [
-        "",
-        "a b",
-        "-x",
-        "x" * 129,
-        "../x",
-        "<script>",
-        "a\tb",
-        "(others)",
-        b"\xff".decode("latin-1"),
-    ],
-)
-def test_a_job_that_is_out_of_form_is_none(api, job, aside):
+@BOTH_WAYS
+def test_a_job_that_is_out_of_form_is_none(api, aside):
     api.put(b"blob", 1)
-    sent = {name.replace("_", "-"): value for name, value in aside.items()}
-    answer = api.http.get(
-        api.path(1), headers=[("Graphstash-Job", job.encode("latin-1")), *sent.items()]
-    )
-    assert answer.content == b"blob"
-    until(lambda: sum(each["hits"] for each in asked(api)) == 1)
+    sent = [(name.replace("_", "-"), value) for name, value in aside.items()]
+    jobs = ["", "a b", "-x", "x" * 129, "../x", "<script>", "a\tb", "(others)", "\xff"]
+    for job in jobs:
+        headers = [("Graphstash-Job", job.encode("latin-1")), *sent]
+        assert api.http.get(api.path(1), headers=headers).content == b"blob"
+    until(lambda: sum(each["hits"] for each in asked(api)) == len(jobs))
     assert {each["group"] for each in asked(api, by="job")} == {""}
 
 
-def test_large_bodies_count_for_the_job_as_well(api):
-    blob = bytes(3_000_000)
-    api.put(blob, 1)
-    assert api.get(1, Graphstash_Job="large").content == blob
-    until(
-        lambda: (
-            ("large", len(blob))
-            in {(each["group"], each["served_bytes"]) for each in asked(api, by="job")}
-        )
-    )
+def test_who_may_not_read_a_namespace_sees_none_of_its_points(guarded, namespace):
+    team, hidden = f"{namespace}-team", f"{namespace}-hidden"
+    for where in (team, hidden):
+        assert guarded.api(where).put(b"blob").status_code == 201
+    reader = guarded.http(guarded.token(f"read:{team}"))
+
+    def seen(client, **query):
+        answer = client.get("/v1/stats/history", params={"by": "namespace", **query})
+        return {each["group"] for each in answer.json()["points"]}
+
+    admin = guarded.http(guarded.admin)
+    until(lambda: {team, hidden} <= seen(admin))
+    assert seen(admin, namespace=hidden) == {hidden}
+    assert seen(reader) == {team}
+    assert seen(reader, namespace=hidden) == set()
+    assert guarded.http().get("/v1/stats/history").status_code == 401
 
 
-def test_who_may_not_read_a_namespace_sees_none_of_its_points(guarded, namespace_of):
-    team, hidden = namespace_of("team"), namespace_of("hidden")
-    with (
-        guarded.http(guarded.token(f"write:{team}", f"write:{hidden}")) as writer,
-        guarded.http(guarded.token(f"read:{team}")) as reader,
-        guarded.http(guarded.admin) as admin,
-        guarded.http(None) as nobody,
-    ):
-        for where in (team, hidden):
-            guarded_put(writer, where)
-
-        def seen(client, **query):
-            answer = client.get("/v1/stats/history", params={"by": "namespace", **query})
-            return {each["group"] for each in answer.json()["points"]}
-
-        until(lambda: seen(writer) == {team, hidden})
-        assert seen(admin, namespace=hidden) == {hidden}
-        assert seen(reader) == {team}
-        assert seen(reader, namespace=hidden) == set()
-        assert nobody.get("/v1/stats/history").status_code == 401
-
-
-@pytest.fixture
-def namespace_of(api):
-    return lambda name: f"{api.namespace}-{name}"
-
-
-def guarded_put(client, where, number=0):
-    key = key_of(number, where)
-    digest = {"Repr-Digest": Digest.of(b"blob").repr_digest}
-    answer = client.put(key.artifact_path, content=b"blob", headers=digest)
-    assert answer.status_code == 201, answer.text
-
-
-@pytest.mark.parametrize(
-    ("query", "named"),
-    [
-        ({"step": "week"}, "step"),
+def test_a_query_that_cannot_be_answered_says_why(api, problem):
+    begin = "2026-01-01T00:00:00Z"
+    for query, named in (
         ({"by": "fingerprint"}, "by"),
-        ({"namespace": "No Namespace"}, "namespace"),
         ({"since": "yesterday"}, "since"),
         ({"since": "2026-01-01T00:00:00"}, "timezone"),
         ({"since": "0001-01-01T00:00:00+23:00"}, "since"),
         ({"until": "9999-12-31T23:59:59-23:00"}, "until"),
-        ({"since": "2026-01-02T00:00:00Z", "until": "2026-01-01T00:00:00Z"}, "begin before"),
-        ({"since": "2026-01-01T00:00:00Z", "until": "2026-02-01T00:00:01Z"}, "744 hours"),
-        (
-            {"since": "2025-01-01T00:00:00Z", "until": "2026-02-06T00:00:00Z", "step": "day"},
-            "400 days",
-        ),
-        (
-            {"since": "2026-01-01T00:00:00Z", "until": "2026-01-17T16:00:01Z", "by": "job"},
-            "at most 400 hours",
-        ),
-    ],
-)
-def test_a_query_that_cannot_be_answered_says_why(api, problem, query, named):
-    answer = api.http.get("/v1/stats/history", params=query)
-    code = "invalid_namespace" if "namespace" in query else "invalid_request"
-    problem(answer, 400, code, named)
+        ({"since": "2026-01-02T00:00:00Z", "until": begin}, "begin before"),
+        ({"since": begin, "until": "2026-02-01T00:00:01Z"}, "744 hours"),
+        ({"since": begin, "until": "2027-02-06T00:00:00Z", "step": "day"}, "400 days"),
+        ({"since": begin, "until": "2026-01-17T16:00:01Z", "by": "job"}, "at most 400 hours"),
+    ):
+        answer = api.http.get("/v1/stats/history", params=query)
+        problem(answer, 400, "invalid_request", named)
+    answer = api.http.get("/v1/stats/history", params={"namespace": "No Namespace"})
+    problem(answer, 400, "invalid_namespace", "namespace")
 
 
 def test_what_several_workers_and_a_restarted_server_served_adds_up(start, connect):
@@ -441,10 +388,9 @@ def test_what_several_workers_and_a_restarted_server_served_adds_up(start, conne
     api = connect(server.url)
     api.put(b"blob", 1)
     for _ in range(20):
-        with connect(server.url).http as client:  # a connection of its own, to either worker
-            assert client.get(api.path(1), headers={"Graphstash-Job": "j"}).content == b"blob"
+        with closing(Api(api.url)) as client:  # a connection of its own, to either worker
+            assert client.get(1, Graphstash_Job="j").content == b"blob"
     server.stop()  # each worker writes what it has counted
-    again = start("--workers", "2")
-    found = asked(connect(again.url), by="job")
+    found = asked(connect(start().url), by="job")
     assert sum(each["hits"] for each in found if each["group"] == "j") == 20
     assert sum(each["puts"] for each in found) == 1
