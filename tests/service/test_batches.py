@@ -140,23 +140,29 @@ async def test_a_database_that_does_not_answer_fails_a_batch_once(served, monkey
 
 
 @pytest.mark.parametrize(
-    "moment", [pytest.param("before_commit", marks=pytest.mark.extended), "after_commit"]
+    ("database_url", "moment"),
+    [
+        ("sqlite", "after_commit"),
+        pytest.param("sqlite", "before_commit", marks=pytest.mark.extended),
+        pytest.param("postgresql", "before_commit", marks=pytest.mark.extended),
+        pytest.param("postgresql", "after_commit", marks=pytest.mark.extended),
+    ],
+    indirect=["database_url"],
 )
 async def test_a_kill_in_the_midst_of_a_batch_loses_nothing_acknowledged(
     database_url, tmp_path, process_environment, connect, writers, moment
 ):
     """Its uploads are in a transaction that is not committed, or in one that nobody knows of."""
-    environment = {**process_environment, "GRAPHSTASH_DATABASE_URL": database_url}
+    environment = process_environment | {"GRAPHSTASH_DATABASE_URL": database_url}
     killing = {"before_commit": "pass", "after_commit": "pass"} | {moment: "kill_in(uploads)"}
     command = (sys.executable, "-c", KILLED.format(**killing))
-    options = ("--min-free-bytes", "0")
-    server = ServerProcess(tmp_path / "data", *options, command=command, environment=environment)
+    server = ServerProcess(tmp_path / "data", command=command, environment=environment)
     with writers([connect(server.url) for _ in range(8)]) as acknowledged:
         await asyncio.to_thread(server.process.wait)
     assert server.process.returncode == -signal.SIGKILL
     assert len(acknowledged) > 10
 
-    with ServerProcess(tmp_path / "data", *options, environment=environment) as again:
+    with ServerProcess(tmp_path / "data", environment=environment) as again:
         api = connect(again.url)
         for number, blob in acknowledged.items():
             assert api.get(number).content == blob

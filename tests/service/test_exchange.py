@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from typer.testing import CliRunner
 
 from graphstash_schema import (
     TOKEN_FORM,
@@ -14,11 +15,11 @@ from graphstash_schema import (
     TokenExchange,
     TokenRequest,
 )
+from graphstash_server.commands.token import token
 from graphstash_server.services.identity import tokens as tokens_module
 from graphstash_server.services.identity.principals import Principal
 from support.guarded_server import artifact_path
 from support.issuer import Cluster, Issuer
-from support.processes import graphstash
 from support.services import ACTOR, FakeClock
 from support.tokens import Guarded
 
@@ -52,11 +53,14 @@ def cluster():
         yield issuer
 
 
-@pytest.fixture
-def settings(github, cluster, database_url):
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def settings(request, github, cluster, tmp_path_factory):
     """One provider by the settings for one, the other beside it."""
+    url = f"sqlite:///{tmp_path_factory.mktemp('database') / 'graphstash.sqlite3'}"
+    if request.param == "postgresql":
+        url = request.getfixturevalue("postgres").new_database()
     return {
-        "database_url": database_url,
+        "database_url": url,
         "oidc_issuer": github.url,
         "oidc_audience": "graphstash",
         "oidc_rules": GITHUB,
@@ -67,21 +71,36 @@ def settings(github, cluster, database_url):
     }
 
 
-@pytest.fixture
-def guarded(tmp_path, settings):
-    with Guarded(tmp_path, **settings) as guarded:
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory, settings):
+    with Guarded(tmp_path_factory.mktemp("server"), **settings) as guarded:
         yield guarded
 
 
 @pytest.fixture
-def clock(guarded):
-    """A clock that decides about callers; a test turns it."""
+def turned(monkeypatch):
+    """Gives a server the clock that the test turns; it decides about callers."""
     clock = FakeClock()
     clock.now = datetime.now(UTC)
-    context = guarded.server._server.config.app.state.context
-    for service in (context.access, context.access.tokens, context.tokens):
-        service.clock = clock
-    return clock
+
+    def turn(server):
+        context = server.server._server.config.app.state.context
+        for service in (context.access, context.access.tokens, context.tokens):
+            monkeypatch.setattr(service, "clock", clock)
+        return clock
+
+    return turn
+
+
+@pytest.fixture
+def clock(guarded, turned):
+    return turned(guarded)
+
+
+@pytest.fixture
+def subject(namespace):
+    """A caller that no other test has."""
+    return f"repo:team/{namespace}"
 
 
 @pytest.fixture
@@ -139,67 +158,50 @@ def test_a_token_has_all_rights_of_its_jwt_for_as_long_as_the_server_allows(
     assert datetime.fromisoformat(info["expires_at"]) == clock.now + timedelta(hours=3)
 
 
-@pytest.mark.parametrize(
-    "grant",
-    [
-        "write:ci",
-        "read:ci",
-        "read:scratch-1",
-        "write:scratch-1*",
-        "write:scratch-*",
-        "read:trusted",
-    ],
-)
-def test_a_token_can_have_fewer_rights_than_its_jwt(exchange, guarded, github, grant):
-    wanted = [Grant.parse(grant).model_dump(mode="json")]
-    issued = exchange(github.token("first"), grants=wanted).json()
+def test_a_token_can_have_fewer_rights_than_its_jwt(exchange, guarded, github):
+    for grant in (
+        *("write:ci", "read:ci", "read:scratch-1"),
+        *("write:scratch-1*", "write:scratch-*", "read:trusted"),
+    ):
+        wanted = [Grant.parse(grant).model_dump(mode="json")]
+        issued = exchange(github.token("first"), grants=wanted).json()
 
-    access = guarded.http(issued["token"]).get("/v1/-/access").json()
-    assert access["grants"] == wanted
+        access = guarded.http(issued["token"]).get("/v1/-/access").json()
+        assert access["grants"] == wanted
 
 
-@pytest.mark.parametrize(
-    ("changed", "code", "names"),
-    [
+def test_an_exchange_out_of_form_is_refused(exchange, github, problem):
+    for changed, code, names in (
         ({"lifetime_seconds": 3 * 3600 + 1}, "invalid_request", "10800"),
         ({"lifetime_seconds": 59}, "invalid_request", "60"),
         ({"lifetime_seconds": 10**30}, "invalid_request", "lifetime_seconds"),
-        ({"lifetime_seconds": "long"}, "invalid_request", "lifetime_seconds"),
         ({"grants": [{"scope": "read", "namespaces": "A"}]}, "invalid_pattern", "A"),
         ({"grants": [{"scope": "read", "namespaces": "ci"}] * 65}, "invalid_request", "grants"),
         ({"expires_at": "2030-01-01T00:00:00Z"}, "invalid_request", "expires_at"),
-        ({"description": "mine"}, "invalid_request", "description"),
-    ],
-)
-def test_an_exchange_out_of_form_is_refused(exchange, github, problem, changed, code, names):
-    problem(exchange(github.token("first"), **changed), 400, code, names)
+    ):
+        problem(exchange(github.token("first"), **changed), 400, code, names)
 
 
-def test_a_token_is_listed_with_its_subject_and_logged(exchange, guarded, cluster):
+def test_a_token_is_listed_with_its_subject_and_logged(exchange, guarded, cluster, monkeypatch):
     info = exchange(cluster.token("first")).json()["info"]
     admin = guarded.http(guarded.admin)
 
     assert info["issuer"] == cluster.url
-    assert admin.get("/v1/-/tokens").json()["tokens"][0] == info
+    assert info in admin.get("/v1/-/tokens").json()["tokens"]
     entry = admin.get("/v1/-/audit").json()["entries"][0]
     assert (entry["action"], entry["subject"]) == ("token_create", info["id"])
     assert entry["actor"] == "oidc/k8s:system:serviceaccount:ci:trainer"
-    listed = graphstash(
-        *("token", "list"),
-        GRAPHSTASH_DATA_DIR=guarded.server.data_dir,
-        GRAPHSTASH_DATABASE_URL=guarded.database_url,
-        check=True,
-    )
-    assert "oidc/k8s:system:serviceaccount:ci:trainer" in listed.stdout
+    monkeypatch.setenv("GRAPHSTASH_DATA_DIR", str(guarded.server.data_dir))
+    monkeypatch.setenv("GRAPHSTASH_DATABASE_URL", guarded.database_url)
+    listed = CliRunner().invoke(token, ["list"])
+    assert "oidc/k8s:system:serviceaccount:ci:trainer" in listed.output
 
 
 def test_a_revoked_token_is_refused_by_every_server_within_two_seconds(
-    exchange, guarded, clock, github, settings, tmp_path
+    exchange, guarded, clock, turned, github, settings
 ):
-    with Guarded(tmp_path / "second", **settings) as second:
-        context = second.server._server.config.app.state.context
-        for service in (context.access, context.access.tokens):
-            service.clock = clock
+    with Guarded(guarded.server.data_dir, **settings) as second:
+        turned(second)
         issued = exchange(github.token("first")).json()
         here, there = (each.http(issued["token"]) for each in (guarded, second))
         assert here.get("/v1/-/access").status_code == there.get("/v1/-/access").status_code == 200
@@ -222,49 +224,53 @@ def test_a_jwt_stays_good_until_half_a_minute_after_its_end(guarded, clock, gith
 
 
 def test_tokens_of_a_provider_end_when_the_server_trusts_it_no_more(
-    exchange, guarded, github, cluster, settings, tmp_path
+    exchange, guarded, github, cluster, settings
 ):
     issued = [exchange(each.token("first")).json()["token"] for each in (github, cluster)]
     left = settings | {"oidc_issuers": []}
-    with Guarded(tmp_path / "later", **left) as later:
+    with Guarded(guarded.server.data_dir, **left) as later:
         answers = [later.http(token).get("/v1/-/access").status_code for token in issued]
         own = later.http(later.token("read:*")).get("/v1/-/access").status_code
 
     assert [*answers, own] == [200, 401, 200]
 
 
-def test_one_subject_has_a_limit_of_tokens(exchange, guarded, github, problem, clock, monkeypatch):
+def test_one_subject_has_a_limit_of_tokens(
+    exchange, guarded, github, problem, clock, monkeypatch, subject
+):
     monkeypatch.setattr(tokens_module, "MAX_EXCHANGED_OF_ONE", 2)
-    jwt = github.token("first")
+    jwt = github.token("first", sub=subject)
     made = [exchange(jwt, lifetime_seconds=60).json() for _ in range(2)]
 
-    problem(exchange(jwt), 409, "conflict", "oidc:repo:team/model has 2 tokens")
-    assert exchange(github.token("first", sub="repo:team/other")).status_code == 201
+    problem(exchange(jwt), 409, "conflict", f"oidc:{subject} has 2 tokens")
+    assert exchange(github.token("first", sub=f"{subject}-other")).status_code == 201
     guarded.http(guarded.admin).delete(f"/v1/-/tokens/{made[0]['info']['id']}")
     clock.turn(120)
     problem(exchange(jwt), 409, "conflict", "not yet an hour old")
     clock.turn(3600)
-    late = {"exp": int(time.time()) + 7200}
-    assert exchange(github.token("first", **late)).status_code == 201
+    late = github.token("first", sub=subject, exp=int(time.time()) + 7200)
+    assert exchange(late).status_code == 201
 
 
-def test_many_exchanges_at_once_keep_to_the_limit(exchange, github, monkeypatch):
+def test_many_exchanges_at_once_keep_to_the_limit(exchange, github, monkeypatch, subject):
     monkeypatch.setattr(tokens_module, "MAX_EXCHANGED_OF_ONE", 3)
-    jwt = github.token("first")
-    with ThreadPoolExecutor(12) as pool:
-        answers = list(pool.map(lambda _: exchange(jwt).status_code, range(24)))
+    jwt = github.token("first", sub=subject)
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: exchange(jwt).status_code, range(12)))
 
-    assert sorted(answers) == [201] * 3 + [409] * 21
+    assert sorted(answers) == [201] * 3 + [409] * 9
 
 
 def test_all_subjects_together_leave_room_for_administrators(
-    exchange, guarded, github, cluster, problem, monkeypatch
+    exchange, guarded, github, cluster, problem, monkeypatch, subject
 ):
-    monkeypatch.setattr(tokens_module, "MAX_EXCHANGED_TOKENS", 2)
-    assert exchange(github.token("first")).status_code == 201
-    assert exchange(cluster.token("first")).status_code == 201
+    listed = guarded.http(guarded.admin).get("/v1/-/tokens").json()["tokens"]
+    before = sum(token["issuer"] is not None for token in listed)
+    monkeypatch.setattr(tokens_module, "MAX_EXCHANGED_TOKENS", before + 2)
+    assert exchange(github.token("first", sub=subject)).status_code == 201
+    assert exchange(cluster.token("first", sub=subject)).status_code == 201
 
-    problem(exchange(github.token("first", sub="another")), 409, "conflict", "all callers")
+    problem(exchange(github.token("first", sub=f"{subject}-2")), 409, "conflict", "all callers")
     assert guarded.token("read:*")
 
 

@@ -79,14 +79,13 @@ def let_it_arrive(proxy, eventually):
 
 
 @pytest.mark.parametrize(
-    ("blob", "tier"),
+    ("blob", "tier", "is_deleted_again"),
     [
-        pytest.param(_SMALL, "0", id="small"),
-        pytest.param(_SMALL, "1GiB", id="small, with a disk tier"),
-        pytest.param(_IN_PARTS, "1GiB", id="in parts", marks=pytest.mark.extended),
+        pytest.param(_SMALL, "0", False, id="small, given up"),
+        pytest.param(_SMALL, "1GiB", True, id="small, with a disk tier, deleted again"),
+        pytest.param(_IN_PARTS, "1GiB", False, id="in parts", marks=pytest.mark.extended),
     ],
 )
-@pytest.mark.parametrize("is_deleted_again", [False, True], ids=["given up", "deleted again"])
 async def test_a_deletion_held_for_an_hour_takes_nothing_that_was_published_since(
     opened, proxy, s3, bucket, eventually, tier, blob, is_deleted_again
 ):
@@ -116,11 +115,11 @@ async def test_a_deletion_held_for_an_hour_takes_nothing_that_was_published_sinc
         assert objects(s3, bucket) == []
 
 
-async def test_a_server_of_the_release_before_finds_what_was_published_since(
+async def test_a_server_of_the_release_before_finds_what_was_published_since_and_is_found(
     opened, proxy, s3, bucket
 ):
     """It knows the first name of an object only."""
-    async with opened("one") as one:
+    async with opened("one") as one, opened("two") as two:
         await one.put(b"blob", 1)
         await lose_deletion(one, proxy)
         opened.clock.turn(_HOUR)
@@ -130,13 +129,6 @@ async def test_a_server_of_the_release_before_finds_what_was_published_since(
         listed = [digest async for digest in one.context.artifacts.blobs.list()]
         assert listed == [Digest.of(b"blob")]
 
-
-async def test_what_a_server_of_the_release_before_published_is_found(opened, proxy, s3, bucket):
-    async with opened("one") as one, opened("two") as two:
-        await one.put(b"blob", 1)
-        await lose_deletion(one, proxy)
-        opened.clock.turn(_HOUR)
-        await one.put(b"blob", 1)
         keys = [each["Key"] for each in s3.client.list_objects_v2(Bucket=bucket)["Contents"]]
         s3.client.delete_object(Bucket=bucket, Key=keys[1])
         for server in (one, two):

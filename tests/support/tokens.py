@@ -1,6 +1,8 @@
 """A server that asks for tokens, and callers with and without them."""
 
 import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
@@ -40,7 +42,9 @@ def issue(
         finally:
             await database.close()
 
-    return asyncio.run(work())
+    # A browser that Playwright drives has an event loop in the tests' thread.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work()).result()
 
 
 class Guarded:
@@ -57,6 +61,7 @@ class Guarded:
         self.server = LiveServer(data_dir, **defaults | settings)
         self._clients: dict[str | None, httpx.Client] = {}
         self._apis: list[Api] = []
+        self._making = threading.Lock()
         self._public: set[str] = set()
 
     @property
@@ -73,9 +78,10 @@ class Guarded:
 
     def http(self, token: str | None = None) -> httpx.Client:
         """The client that shows a token, or none."""
-        if token not in self._clients:
-            self._clients[token] = Api(self.url, token=token).http
-        return self._clients[token]
+        with self._making:  # threads of a test share it
+            if token not in self._clients:
+                self._clients[token] = Api(self.url, token=token).http
+            return self._clients[token]
 
     def api(self, namespace: str, *grants: str) -> Api:
         """A namespace, with a new token that grants all that, or with the administrator's."""
