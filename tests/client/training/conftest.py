@@ -1,6 +1,17 @@
+"""Training in whole jobs and in the loops of others: equal to the plain loop, or refused.
+
+Several processes reduce, shard and fuse to the same bits; a killed or stopped run resumes to the
+same losses; Accelerate, Lightning, Hugging Face's Trainer and torchtitan's loop take the optimizers
+and the fusion; a step on torch_xla is one graph that nobody reads between two boundaries.
+"""
+
+from contextlib import ExitStack
+from functools import cache
+
 import pytest
 
 from graphstash.training.fusion import partial_step
+from support.warm_ranks import WarmRanks
 
 
 @pytest.fixture(autouse=True)
@@ -9,3 +20,14 @@ def every_parameter_is_fused():
     with pytest.MonkeyPatch.context() as patch:  # not the test's own, which it may undo
         patch.setattr(partial_step, "_UNIT_BYTES", 0)
         yield
+
+
+@pytest.fixture(scope="session")
+def ranks(jobs, tmp_path_factory):
+    """Gives so many processes of torch.distributed, which run cases; all tests share them."""
+    with ExitStack() as stack:
+
+        def started(world):
+            return stack.enter_context(WarmRanks(jobs, tmp_path_factory.mktemp("ranks"), world))
+
+        yield cache(started)

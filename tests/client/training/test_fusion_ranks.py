@@ -1,27 +1,51 @@
 """Fused updates in several processes end where those without fusion end, to the bit."""
 
 import re
-from pathlib import Path
 
 import pytest
 
-from support.ranks import reports_of_ranks
-
-JOB = Path(__file__).parents[2] / "support" / "fusion_job.py"
+LONG, SHORT = 12, 10
+SETTINGS = ("plain", "views", "unused", "unused, views", "static graph")
+OPTIMIZERS = ("SGD", "LAMB", "torch AdamW")
+REPLICATED = [
+    *(("backward", "AdamW", settings, LONG) for settings in SETTINGS),
+    *(("forward", "AdamW", settings, LONG) for settings in ("plain", "unused, views")),
+    *(("backward", optimizer, "unused", SHORT) for optimizer in OPTIMIZERS),
+]
+SHARDED = [("AdamW", LONG), *((name, SHORT) for name in ("SGD", "LAMB", "Lion", "torch AdamW"))]
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.extended)])
-def reports(request, jobs, tmp_path_factory):
-    """Of processes with data of their own; a third of a gradient is rounded, a half is not."""
-    return reports_of_ranks(jobs, tmp_path_factory.mktemp("fusion"), JOB, request.param)
+def run(request, ranks):
+    """Runs a case in two processes, in `make test-all` also in three and for longer."""
+
+    def run(case, **keywords):
+        if request.param == 3 and keywords.get("steps") == LONG:
+            keywords["steps"] = 50
+        return ranks(request.param).run(f"fusion:{case}", **keywords)
+
+    return run
 
 
-@pytest.mark.parametrize("way", ["DDP", "FSDP", "tensor parallel", "train"])
-def test_the_trajectory_is_that_of_the_optimizer_alone(reports, way):
-    for report in reports:
-        equal = {name: value for name, value in report["equal"].items() if name.startswith(way)}
-        assert equal
-        assert all(equal.values()), [name for name, value in equal.items() if not value]
+@pytest.mark.parametrize(("when", "optimizer", "settings", "steps"), REPLICATED)
+def test_fused_ddp_ends_where_the_optimizer_alone_ends(run, when, optimizer, settings, steps):
+    run("replicated", when=when, optimizer=optimizer, settings=settings, steps=steps)
+
+
+@pytest.mark.parametrize(("optimizer", "steps"), SHARDED)
+def test_fused_fsdp_ends_where_the_optimizer_alone_ends(run, optimizer, steps):
+    run("sharded", optimizer=optimizer, steps=steps)
+
+
+@pytest.mark.parametrize("case", ["with_own_hook", "sharded_and_accumulated"])
+def test_fused_training_with_a_hook_or_micro_batches_ends_at_the_same_bits(run, case):
+    run(case)
+
+
+@pytest.mark.parametrize("when", ["backward", "forward"])
+@pytest.mark.parametrize("case", ["tensor_parallel", "by_train"])
+def test_fused_tensor_parallel_layers_and_train_end_at_the_same_bits(run, case, when):
+    run(case, when=when)
 
 
 REFUSED = {
@@ -32,18 +56,18 @@ REFUSED = {
     "accumulated later": 'came twice between two steps.* use when="forward"',
     "inner": r"DistributedDataParallel that fuse\(\) was not given",
     "inner, views": r"DistributedDataParallel that fuse\(\) was not given",
-    "join": r'^join\(\) of DistributedDataParallel .* use when="forward"',
+    "join": r'^FusionError: join\(\) of DistributedDataParallel .* use when="forward"',
     "clipped": r"changed between backward\(\) and step\(\)",
     "half updated": r"a backward failed after \d of 10 .* load the last checkpoint",
     "FSDP, forward": 'gather parameters before their module.* use when="backward"',
     "FSDP, reduced twice": "came twice before the first step.*; train without fusion$",
-    "FSDP, offloaded": "^CPUOffloadPolicy .* train without fusion$",
+    "FSDP, offloaded": "^FusionError: CPUOffloadPolicy .* train without fusion$",
     "FSDP, clipped": r"changed between backward\(\) and step\(\).*; train without fusion$",
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_would_not_be_exact_is_refused_in_every_process(reports, case):
-    for report in reports:
-        assert report["refused"].keys() == REFUSED.keys()
-        assert re.search(REFUSED[case], report["refused"][case])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_not_be_exact_is_refused_in_every_process(run, name):
+    for told in run("refusal", name=name):
+        assert told.startswith("FusionError: ")
+        assert re.search(REFUSED[name], told)

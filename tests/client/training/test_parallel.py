@@ -1,4 +1,4 @@
-from pathlib import Path
+"""Two processes train as one with twice the batch, and all leave out a step that one must."""
 
 import pytest
 import torch
@@ -6,74 +6,39 @@ from torch import nn
 
 from graphstash import GraphstashError
 from graphstash.training.loop.parallel import Parallel
-from support.ranks import reports_of_ranks
+from support.run_case import RUN_CASE, case_arguments
 
-JOB = Path(__file__).parents[2] / "support" / "parallel_job.py"
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def reports(jobs, tmp_path_factory):
+def reports(ranks):
     """Of two processes, and of one with batches of twice the size."""
-    directory = tmp_path_factory.mktemp("gloo")
-    return [*reports_of_ranks(jobs, directory, JOB, 2), *reports_of_ranks(jobs, directory, JOB, 1)]
+    return [*ranks(2).run("parallel:on_gloo"), *ranks(1).run("parallel:on_gloo")]
 
 
-@pytest.fixture(params=["with inf", "accumulated"])
-def trained(reports, request):
-    """What came of their training, with inf in the last one's loss or with micro-batches."""
-    return [report[request.param] for report in reports]
-
-
-def test_processes_know_their_place(reports):
+def test_processes_know_their_place_and_a_group_of_one_is_one_process(reports):
     assert [report["rank"] for report in reports] == [[0, 2, True], [1, 2, False], [0, 1, True]]
-
-
-def test_a_group_of_one_process_is_one_process(reports):
     kinds = [report["kind"] for report in reports]
     assert kinds == ["DistributedTorch", "DistributedTorch", "Parallel"]
 
 
-def test_a_model_is_wrapped_once(trained):
-    assert not any(report["wrapped_twice"] for report in trained)
-
-
-def test_all_processes_have_the_same_bits(trained):
-    first, second, _ = trained
-    for name in ("parameters", "state", "scales"):
-        assert first[name] == second[name]
-
-
-def test_two_processes_train_as_one_with_twice_the_batch(trained):
-    first, _, one = trained
+@pytest.mark.parametrize("how", ["with inf", "accumulated"])
+def test_two_processes_train_as_one_with_twice_the_batch(reports, how):
+    first, second, one = (report[how] for report in reports)
+    assert first == second
     for pair in zip(first["parameters"], one["parameters"], strict=True):
         torch.testing.assert_close(*map(torch.tensor, pair), rtol=1e-5, atol=1e-6)
     assert first["scales"] == one["scales"]
 
 
-def test_inf_in_one_process_makes_all_leave_out_the_step(reports):
-    bad = [0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0]
-    for report in reports:
-        assert report["with inf"]["found_inf"] == bad
-        assert report["with inf"]["unchanged"] == [bool(one) for one in bad]
-
-
-def test_gradients_are_reduced_once_a_step_accumulated_or_not(trained):
-    for report in trained[:2]:
-        assert report["reductions"] == len(report["found_inf"])
-
-
-def test_processes_tell_each_other_values(reports):
+def test_processes_tell_each_other_values_and_that_they_disagree(reports):
     first, second, one = reports
     assert first["gathered"] == second["gathered"] == [{"rank": 0}, {"rank": 1}]
     assert one["gathered"] == [{"rank": 0}]
-
-
-def test_processes_that_disagree_all_say_so(reports):
-    first, second, one = reports
     assert first["error"] == second["error"]
     assert "the rank differs between processes (by rank: [0, 1])" in first["error"]
-    assert "error" not in one
+    assert one["error"] == ""
 
 
 def test_one_process_is_on_its_own():
@@ -97,9 +62,5 @@ def test_processes_of_torchrun_that_do_not_know_each_other_are_refused(monkeypat
 
 @pytest.mark.extended
 def test_on_torch_xla_all_gradients_are_reduced_by_one_operation_of_the_step(jobs, tmp_path):
-    report = jobs.start(tmp_path, "--on", "torch_xla", script=JOB, under="").finish().report
-    assert report["alone"]
-    assert report["reductions"] == 1
-    assert report["half"] == [True] * 4
-    assert report["counts"] == [[1, 1], [0, 1], [0, 1], [0, 1]]
-    assert report["gathered"] == [{"rank": 0}]
+    options = case_arguments("parallel:on_torch_xla")
+    jobs.start(tmp_path, *options, script=RUN_CASE, under="").finish()

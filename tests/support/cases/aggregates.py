@@ -1,0 +1,401 @@
+"""Sums of several ranks through aggregators, beside torch's own."""
+
+import json
+import math
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, distributed
+
+from graphstash import ConfigError
+from graphstash.training.reduce import AggregatedAllReduce, SparseState, sparse_hook
+from graphstash.training.reduce.aggregators import sockets
+from support.aggregation_formula import rounds_of, streams_of
+from support.cases.ranks import assert_same_bits, error_of, gathered
+from support.cases.sums import drawn, expected, nonzero_blocks, trained
+
+BLOCK = 64
+HEADER = 72
+RECEIVE = sockets.received
+SEND = sockets.send
+
+
+def is_last() -> bool:
+    return distributed.get_rank() == distributed.get_world_size() - 1
+
+
+def exact_sum(values: Tensor) -> Tensor:
+    """Return the sum rank by rank, as it is promised: of 16 bits in float32."""
+    is_narrow = values.dtype.is_floating_point and values.itemsize == 2
+    total = torch.zeros(values.shape, dtype=torch.float32 if is_narrow else values.dtype)
+    for each in gathered(values):
+        total += each
+    return total.to(values.dtype)
+
+
+def require_sums(made: AggregatedAllReduce, count: int, *, counts_bytes: bool = True) -> None:
+    """The sums have the promised bits on all ranks, and cost the bytes of the formula."""
+    session: Any = made._session
+    for name, values, _ in drawn(3, count, [BLOCK]):
+        expected_sum, nonzero = exact_sum(values), nonzero_blocks(values, BLOCK)
+        before = made.counters.sent_bytes, made.counters.received_bytes
+        sent = made.sum_(values)
+        torch.testing.assert_close(values, expected_sum, rtol=0, atol=0, equal_nan=True, msg=name)
+        assert_same_bits(name, values)
+        if not counts_bytes:
+            continue
+        block_bytes = BLOCK * values.itemsize + 4
+        capacity = (session.payload_bytes - HEADER) // block_bytes
+        pool = session._worker._slots * distributed.get_world_size()
+        streams = streams_of(math.ceil(len(values) / BLOCK), capacity, pool)
+        headers = HEADER * rounds_of(nonzero, capacity, streams)
+        union = len(set().union(*nonzero))
+        assert sent.union_blocks == union, name
+        own = made.counters.sent_bytes - before[0]
+        assert sent.bitmap_bytes + sent.block_bytes == own, name
+        assert own == headers + sent.own_blocks * block_bytes, name
+        assert made.counters.received_bytes - before[1] == headers + union * block_bytes, name
+
+
+def sums(*, count: int, **arguments: Any) -> None:
+    with AggregatedAllReduce(block_size=BLOCK, **arguments) as made:
+        require_sums(made, count)
+
+
+def sums_on_ipv6(*, count: int) -> None:
+    try:  # containers often have no such address
+        sockets.bound(("::1", 0)).close()
+    except ConfigError:
+        return
+    sums(count=count, listen="::1")
+
+
+class Lossy:
+    """Loses, doubles and delays datagrams of this rank, in both directions."""
+
+    def __init__(self, seed: int, share: float) -> None:
+        self._chance, self._share = random.Random(seed), share
+        self._held: dict[tuple[Any, str], list[Any]] = {}
+        self.faults = 0
+
+    def __enter__(self) -> Self:
+        sockets.send, sockets.received = self.send, self.received
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sockets.send, sockets.received = SEND, RECEIVE
+
+    def _fate(self) -> int | None:
+        fate = self._chance.random() / self._share
+        self.faults += fate < 3
+        return int(fate) if fate < 3 else None
+
+    def send(self, at: Any, datagram: bytearray, to: Any = None) -> bool:
+        fate = self._fate()
+        for late in self._held.pop((at, "out"), []):
+            SEND(at, late, to)
+        if fate == 0:
+            return True
+        if fate == 1:
+            SEND(at, datagram, to)
+        if fate == 2:  # after the next one
+            self._held[at, "out"] = [datagram]
+            return True
+        return SEND(at, datagram, to)
+
+    def received(self, at: Any) -> Iterator[Any]:
+        for found in RECEIVE(at):
+            fate = self._fate()
+            if fate == 0:
+                continue
+            if fate == 1:
+                yield found
+            if fate == 2:
+                self._held.setdefault((at, "in"), []).append(found)
+                continue
+            yield found
+            yield from self._held.pop((at, "in"), [])
+
+
+def lossy(*, count: int) -> int:
+    """Return how many bytes were sent again."""
+    with (
+        AggregatedAllReduce(block_size=BLOCK, payload_bytes=3_000) as made,
+        Lossy(distributed.get_rank(), 0.03) as faults,
+    ):
+        require_sums(made, count)
+        assert faults.faults > 20
+        return made.counters.resent_datagrams
+
+
+def hostile(*, count: int) -> None:
+    """Sums while somebody on this host sends what they can think of."""
+    stop, chance = threading.Event(), random.Random(distributed.get_rank())
+    heard, said = [], 0
+
+    def listening(at: Any, datagram: bytearray, to: Any = None) -> bool:
+        heard.append(bytes(datagram))
+        return SEND(at, datagram, to)
+
+    def attack(client: Any) -> None:
+        nonlocal said
+        stranger = sockets.bound(("127.0.0.1", 0))
+        addresses = list(client._addresses)
+        while not stop.wait(0.001):
+            datagram = chance.choice(heard) if heard else b"?"
+            some = chance.choice(
+                [
+                    chance.randbytes(chance.randrange(1, 3000)),
+                    datagram,
+                    datagram[: chance.randrange(len(datagram))] or b"!",
+                    datagram[:40] + chance.randbytes(max(1, len(datagram) - 40)),
+                    b"",
+                ]
+            )
+            said += SEND(stranger, bytearray(some), chance.choice(addresses))
+            SEND(stranger, bytearray(some), chance.choice(client._sockets).getsockname())
+        stranger.close()
+
+    with AggregatedAllReduce(block_size=BLOCK, payload_bytes=3_000) as made:
+        session: Any = made._session
+        sockets.send = listening
+        thread = threading.Thread(target=attack, args=(session._client,))
+        thread.start()
+        try:
+            while min(gathered(said)) <= 20:
+                require_sums(made, count, counts_bytes=False)
+        finally:
+            stop.set()
+            thread.join()
+            sockets.send = SEND
+
+
+def whole() -> None:
+    """A whole tensor is sent with its zeros."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    with AggregatedAllReduce(block_size=BLOCK) as made:
+        values = torch.zeros(1000)
+        values[rank] = 1
+        assert made.sum_whole_(values) == math.ceil(1000 / BLOCK) * (BLOCK * 4 + 4) + HEADER
+        assert values[:world].tolist() == [1.0] * world
+        assert not values[world:].any()
+
+
+DDP: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
+    "as it is": ({}, {}, 1e-6),
+    "quantized": ({"quantize": True}, {}, 1e-6),
+    "whole": ({}, {"dense_above": 0}, 1e-6),
+    "bf16 on the wire": ({}, {"wire_dtype": torch.bfloat16}, 2e-2),
+}
+"""Arguments of the aggregators and of the hook's state, and how near it is to a dense sum."""
+
+
+def trains_the_same(*, name: str) -> None:
+    aggregators, hook, tolerance = DDP[name]
+    plain = expected(accumulate=2)
+    with (
+        AggregatedAllReduce(block_size=16, **aggregators) as made,
+        SparseState(through=made, **hook) as state,
+    ):
+        values, _ = trained(lambda _: (state, sparse_hook), accumulate=2)
+        told, sent = state.scalars(), made.counters.sent_bytes
+    torch.testing.assert_close(values, plain, rtol=tolerance, atol=tolerance)
+    assert_same_bits(name, values)
+    if name != "bf16 on the wire":
+        assert told["sent_bytes"] == sent
+    if name == "whole":
+        assert told["whole"] > 0
+        return
+    assert told["whole"] == 0 < told["looks"]
+    assert 0 < told["density"] < told["union_density"] < 0.4
+    assert told["sent_bytes"] < 0.05 * told["saved_bytes"]
+
+
+def mistakes(*, directory: str) -> dict[str, str]:
+    """Return what this rank is told of arguments and tensors that cannot be."""
+    rank, world, told = distributed.get_rank(), distributed.get_world_size(), {}
+
+    def made(**arguments: Any) -> str:
+        return error_of(lambda: AggregatedAllReduce(**arguments))
+
+    with AggregatedAllReduce() as sums:
+        told["sizes"] = error_of(lambda: sums.sum_(torch.ones(10 + rank)))
+        told["after it"] = error_of(lambda: sums.sum_(torch.ones(10)))
+    with AggregatedAllReduce() as sums:
+        dtype = torch.float64 if rank else torch.float32
+        told["types"] = error_of(lambda: sums.sum_(torch.ones(10, dtype=dtype)))
+    told |= {
+        "blocks": made(block_size=8 + rank),
+        "address": made(listen="192.0.2.1"),
+        "payload": made(payload_bytes=70),
+        "no secret": made(aggregators=["127.0.0.1:9"]),
+        "port": made(listen="127.0.0.1:7171"),
+        "any address": made(listen="0.0.0.0"),
+        "one text": made(aggregators="a:1"),
+        "secret alone": made(secret_file="mine"),
+        "for ever": made(lost_after_seconds=math.inf),
+        "no time": made(timeout_seconds=0),
+        "named twice": made(aggregators=["a:1", "a:1"]),
+    }
+    secret = Path(directory) / str(rank)
+    secret.write_text("1" * 32)
+    secret.chmod(0o600)
+    nobody = {"aggregators": ["127.0.0.1:9"], "lost_after_seconds": 1}
+    told["nobody"] = made(**nobody, secret_file=secret)
+    told["long name"] = made(aggregators=["a" * 64 + ":1"], secret_file=secret)
+    many = torch.ones(1, dtype=torch.uint8).expand(256 * (2**32 - 2) + 1)
+    with AggregatedAllReduce(payload_bytes=1_452) as sums:
+        tensors = {
+            "too many": many,
+            "two dimensions": torch.ones(2, 128),
+            "too large": torch.ones(10, dtype=torch.float64),
+            "complex": torch.ones(10, dtype=torch.complex64),
+        }
+        told |= {name: error_of(lambda t=t: sums.sum_(t)) for name, t in tensors.items()}  # type: ignore[misc]
+        flat = torch.ones(10) * 1j
+        told["imaginary"] = error_of(lambda: sums.sum_(flat, wire_dtype=torch.float32))
+        told["two dimensions whole"] = error_of(lambda: sums.sum_whole_(torch.ones(2, 128)))
+        sums.sum_(torch.ones(10))
+    told["closed"] = error_of(lambda: sums.sum_(torch.ones(10)))
+    some = distributed.new_group([0])
+    if rank == 0:
+        with AggregatedAllReduce(group=some) as sums:
+            alone = torch.ones(3)
+            assert sums.sum_(alone).union_blocks == 1
+            assert alone.tolist() == [1.0, 1.0, 1.0]
+            all_ranks = distributed.group.WORLD
+            told["other ranks"] = error_of(lambda: SparseState(all_ranks, through=sums))
+    assert world == 3
+    return told
+
+
+def on_one_rank() -> dict[str, str]:
+    """Return what this rank is told of what goes wrong on the last rank alone."""
+    told = {}
+    python = sys.executable
+    sys.executable = "/bin/echo" if is_last() else python
+    told["speaks first"] = error_of(AggregatedAllReduce)
+    sys.executable = python
+    size = threading.stack_size(2**50 if is_last() else 0)  # more than there are addresses
+    told["no thread"] = error_of(AggregatedAllReduce)
+    threading.stack_size(size)
+
+    def no_send(at: Any, datagram: bytearray, to: Any = None) -> bool:
+        sockets.send = SEND  # for the farewell
+        raise ValueError("of mine")
+
+    with AggregatedAllReduce() as made:
+        if is_last():
+            sockets.send = no_send
+        try:
+            told["own error"] = error_of(lambda: made.sum_(torch.ones(10)))
+        finally:
+            sockets.send = SEND
+    return told
+
+
+def with_a_fork() -> None:
+    """A fork is no rank, and does not keep the aggregator that it has a pipe to."""
+    made = AggregatedAllReduce()
+    reads, writes = os.pipe()
+    fork = os.fork()
+    if not fork:
+        os.write(writes, error_of(lambda: made.sum_(torch.ones(10))).encode())
+        signal.pause()
+    assert b"of which this one is a fork" in os.read(reads, 10_000)
+    require_ones(made)
+    session: Any = made._session
+    own = session._own._process
+    made.close()
+    os.kill(fork, signal.SIGKILL)
+    os.waitpid(fork, 0)
+    assert own.returncode == 0  # it was told to end, and not killed
+
+
+def require_ones(made: AggregatedAllReduce, elements: int = 10) -> None:
+    values = torch.ones(elements)
+    made.sum_(values)
+    assert float(values.sum()) == elements * distributed.get_world_size()
+
+
+def told_to_end() -> None:
+    """Aggregators leave it to their ranks to end, when schedulers tell all processes to."""
+    with AggregatedAllReduce() as made:
+        session: Any = made._session
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            session._own._process.send_signal(number)
+        require_ones(made)
+
+
+def late() -> None:
+    """A rank is busy for twice as long as a silent one would be waited for."""
+    with AggregatedAllReduce(lost_after_seconds=3) as made:
+        if distributed.get_rank() == 0:
+            time.sleep(6)
+        require_ones(made, 100_000)
+        assert made.counters.resent_bytes > 0 or distributed.get_rank() == 0
+
+
+# Until a process is killed.
+
+
+def note(directory: str, name: str, text: str = "") -> None:
+    path = Path(directory) / f"{name}-{distributed.get_rank()}"
+    path.with_suffix(".part").write_text(text)
+    path.with_suffix(".part").replace(path)
+
+
+def begun(directory: str, made: AggregatedAllReduce) -> Any:
+    """Note the pid of this rank's own aggregator, if it has one; return its process."""
+    session: Any = made._session
+    own = session._own._process if session._own is not None else None
+    note(directory, "child", json.dumps(own and own.pid))
+    return own
+
+
+def sums_until(directory: str, made: AggregatedAllReduce, at_20: Callable[[], object]) -> str:
+    """Return what this rank is told at last; `at_20` is called before the 20th sum."""
+    for number in range(10**6):
+        if number == 20:
+            at_20()
+            note(directory, "going")
+        if told := error_of(lambda: made.sum_(torch.ones(200_000))):
+            return told
+    raise AssertionError("nothing has ended these sums")
+
+
+def broken(*, directory: str, kills: str, **arguments: Any) -> str:
+    """Sum until somebody is killed: the last "rank", its "child", or a process of the test."""
+    made = AggregatedAllReduce(lost_after_seconds=3, **arguments)
+    own = begun(directory, made)
+
+    def kill() -> None:
+        if is_last() and kills == "rank":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if is_last() and kills == "child":
+            own.kill()
+
+    return sums_until(directory, made, kill)
+
+
+def suspended(*, directory: str) -> None:
+    """Sum until the file "enough" is there; the whole job may stand still meanwhile."""
+    with AggregatedAllReduce(lost_after_seconds=6) as made:
+        begun(directory, made)
+        values = torch.zeros(2)
+        number = 0
+        while not values[0]:
+            values = torch.tensor([float((Path(directory) / "enough").exists()), 1.0])
+            made.sum_(values)
+            if number == 20:
+                note(directory, "going")
+            number += 1
+        assert float(values[1]) == distributed.get_world_size()

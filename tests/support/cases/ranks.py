@@ -1,0 +1,76 @@
+"""What the cases of several processes share: the loop that runs them, and looks at all ranks.
+
+Every process has joined a group of gloo when a case begins. A case that fails raises.
+"""
+
+import hashlib
+import importlib
+import json
+import os
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, distributed
+
+__all__ = ["assert_same_bits", "error_of", "gathered", "serve"]
+
+
+def serve(*, address: str, store: str, rank: int, world: int) -> NoReturn:
+    """Run the cases that `support.warm_ranks.WarmRanks` asks for, one after another.
+
+    The process ends with `os._exit`: `destroy_process_group` may wait, with the interpreter lock
+    held, for a thread that wants the lock (torch 2.7).
+    """
+    distributed.init_process_group(
+        "gloo",
+        init_method=Path(store).as_uri(),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=100),
+    )
+    torch.manual_seed(0)
+    with Client(address, family="AF_UNIX") as pipe:
+        pipe.send_bytes(json.dumps(rank).encode())
+        while request := json.loads(pipe.recv_bytes()):
+            pipe.send_bytes(json.dumps(_answer(**request)).encode())
+        distributed.monitored_barrier()  # the first rank keeps the store
+    os._exit(0)
+
+
+def _answer(*, case: str, keywords: dict[str, Any]) -> dict[str, Any]:
+    module, _, function = case.partition(":")
+    try:
+        run = getattr(importlib.import_module(f"support.cases.{module}"), function)
+        return {"value": run(**keywords)}
+    except BaseException:
+        return {"error": traceback.format_exc()}
+
+
+def gathered(value: Any) -> list[Any]:
+    """Return the value of every rank."""
+    values: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(values, value)
+    return values
+
+
+def assert_same_bits(name: str, *tensors: Tensor) -> None:
+    """Require that all tensors of all ranks have the same bits."""
+    digests = [
+        hashlib.sha256(each.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        for each in tensors
+    ]
+    assert len({each for of_rank in gathered(digests) for each in of_rank}) == 1, name
+
+
+def error_of(work: Callable[[], object]) -> str:
+    """Return "KIND: text" of the exception that the call raises, or "" if it raises none."""
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

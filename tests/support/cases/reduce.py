@@ -1,0 +1,304 @@
+"""Sums by blocks over several ranks, beside torch's own."""
+
+import math
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from graphstash import training
+from graphstash.training.reduce import (
+    BlockSparseAllReduce,
+    SparseState,
+    Thresholding,
+    sparse_hook,
+)
+from support.cases.ranks import assert_same_bits, error_of
+from support.cases.sums import ROWS, Hook, assert_sum, drawn, expected, nonzero_blocks, trained
+
+
+class Counted:
+    """How many bytes torch's all-reduce is handed meanwhile."""
+
+    def __enter__(self) -> Self:
+        self.bytes = 0
+        self._all_reduce = distributed.all_reduce
+
+        def all_reduce(tensor: Tensor, *arguments: Any, **more: Any) -> Any:
+            self.bytes += tensor.nbytes
+            return self._all_reduce(tensor, *arguments, **more)
+
+        distributed.all_reduce = all_reduce
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        distributed.all_reduce = self._all_reduce
+
+
+def sums(*, count: int) -> None:
+    for name, values, block in drawn(5, count, (1, 3, 64, 256, 1024)):
+        dense, once, again = (values.clone() for _ in range(3))
+        distributed.all_reduce(dense)
+        reduce = BlockSparseAllReduce(block_size=block)
+        with Counted() as counted:
+            sent = reduce.sum_(once)
+        reduce.sum_(again)
+        assert_sum(name, once, dense)
+        assert_same_bits(name, once, again)
+        union = {number for each in nonzero_blocks(values, block) for number in each}
+        elements = sum(min(block, len(values) - number * block) for number in union)
+        bits = math.ceil(math.ceil(len(values) / block) / 8)
+        formula = 16 + bits + values.element_size() * elements
+        assert counted.bytes == sent.bitmap_bytes + sent.block_bytes == formula, name
+
+
+def sparse(**arguments: Any) -> Hook:
+    return lambda _: (SparseState(block_size=16, **arguments), sparse_hook)
+
+
+def wrapped_in_fp16(_: DistributedDataParallel) -> tuple[Any, Any]:
+    return SparseState(block_size=16), default_hooks.fp16_compress_wrapper(sparse_hook)
+
+
+def power_sgd(group: Any) -> tuple[Any, Any]:
+    state = powerSGD_hook.PowerSGDState(
+        group,
+        matrix_approximation_rank=2,
+        start_powerSGD_iter=2,
+        orthogonalization_epsilon=1e-8,  # or it divides zeros by zero
+    )
+    return state, powerSGD_hook.powerSGD_hook
+
+
+def require_sparse(statistics: dict[str, Any]) -> None:
+    largest = max(statistics.values(), key=lambda each: each["looks"] * each["sent_bytes"])
+    assert 0 < largest["density"] < largest["union_density"] < 0.1
+    assert largest["sent_bytes"] < 0.1 * largest["looks"] * 16 * ROWS * 4
+    assert largest["whole"] == 0
+
+
+def require_rows_counted(statistics: dict[str, Any]) -> None:
+    (rows,) = [each for name, each in statistics.items() if name.endswith(f"/{16 * ROWS}")]
+    assert 0 < rows["density"] < rows["union_density"] < 0.1
+    rows_sent = rows["density"] * rows["looks"] * ROWS
+    assert math.isclose(rows["sent_bytes"], rows_sent * (16 * 4 + 8))
+    assert rows["sent_bytes"] + rows["saved_bytes"] == rows["looks"] * 16 * ROWS * 4
+
+
+def require_rare_looks(statistics: dict[str, Any]) -> None:
+    for bucket in statistics.values():
+        assert bucket["whole"] > bucket["looks"] or bucket["looks"] + bucket["whole"] < 4
+
+
+def require_half_sent(statistics: dict[str, Any]) -> None:
+    for bucket in statistics.values():
+        assert bucket["saved_bytes"] > 0.45 * (bucket["saved_bytes"] + bucket["sent_bytes"])
+
+
+def require_some_whole(statistics: dict[str, Any]) -> None:
+    assert any(bucket["whole"] > 0 for bucket in statistics.values())
+
+
+ALWAYS_DENSE = {"dense_above": 0, "sparse_below": 0}
+HOOKS: dict[str, tuple[Hook, float, dict[str, Any], Callable[[dict[str, Any]], None] | None]] = {
+    "as it is": (sparse(), 1e-6, {}, require_sparse),
+    "accumulated": (sparse(), 1e-6, {"accumulate": 3}, None),
+    "uneven": (sparse(), 1e-6, {"uneven": True}, None),
+    "gradients in buckets": (sparse(), 1e-6, {"gradient_as_bucket_view": True}, None),
+    "late ranks": (sparse(), 1e-6, {"delays": 0.02}, None),
+    "sparse embedding": (sparse(), 1e-6, {"sparse": True}, require_rows_counted),
+    "dense": (sparse(**ALWAYS_DENSE), 1e-6, {"steps": 12}, require_rare_looks),
+    "dense, bf16 on the wire": (
+        sparse(**ALWAYS_DENSE, wire_dtype=torch.bfloat16),
+        2e-2,
+        {"steps": 12},
+        require_half_sent,
+    ),
+    "bf16 on the wire": (sparse(wire_dtype=torch.bfloat16), 2e-2, {}, None),
+    "fp16 around it": (wrapped_in_fp16, 1e-3, {}, None),
+    "PowerSGD for the dense": (
+        sparse(dense_above=0.3, sparse_below=0.2, dense=power_sgd),
+        0.2,
+        {"steps": 12},
+        require_some_whole,
+    ),
+}
+"""A hook, how near it is to a dense all-reduce, how to train, and what its statistics must say."""
+
+
+def trains_the_same(*, name: str) -> None:
+    hook, tolerance, arguments, require = HOOKS[name]
+    plain = expected(**arguments)
+    values, state = trained(hook, **arguments)
+    torch.testing.assert_close(values, plain, rtol=tolerance, atol=tolerance)
+    assert_same_bits(name, values)
+    if require is not None:
+        require(state.statistics())
+    if name == "PowerSGD for the dense":
+        assert float((values - plain).abs().max()) > 1e-6  # which is lossy
+
+
+def disagreements() -> dict[str, str]:
+    """Return what this rank is told when the ranks do not do the same."""
+    rank = distributed.get_rank()
+    first, model, same = rank == 0, nn.Linear(2, 2), BlockSparseAllReduce()
+    for each in (torch.ones(10), torch.ones(12), torch.ones(10, dtype=torch.int32)):
+        same.sum_(each)
+
+    def typed(dtype: torch.dtype) -> Tensor:
+        return torch.ones(10, dtype=torch.float32 if first else dtype)
+
+    cases: dict[str, Callable[[], object]] = {
+        "sizes": lambda: BlockSparseAllReduce().sum_(torch.ones(10 + rank)),
+        "types": lambda: BlockSparseAllReduce().sum_(typed(torch.float64)),
+        "blocks": lambda: BlockSparseAllReduce(block_size=8 + rank).sum_(torch.ones(10)),
+        "sizes in other orders": lambda: same.sum_(torch.ones(10 if first else 12)),
+        "types in other orders": lambda: same.sum_(typed(torch.int32)),
+        "limits": lambda: same.sum_(torch.ones(10), dense_above=0.5 if first else 1.0),
+        "hooks of dense buckets": lambda: SparseState(dense=power_sgd if first else None),
+        "thresholds": lambda: SparseState(thresholding=Thresholding(model) if first else None),
+        "complex to real": lambda: same.sum_(torch.ones(9) * 1j, wire_dtype=torch.bfloat16),
+        "real to integer": lambda: same.sum_(torch.ones(9) / 2, wire_dtype=torch.int8),
+    }
+    return {name: error_of(work) for name, work in cases.items()}
+
+
+def misuses() -> dict[str, str]:
+    """Return what this rank is told of mistakes with groups and models."""
+    told = {}
+    one, two = (DistributedDataParallel(nn.Linear(64, 8)) for _ in range(2))
+    with SparseState() as shared:
+        for each in (one, two):
+            each.register_comm_hook(shared, sparse_hook)
+        both = one(torch.ones(4, 64)).sum() + two(torch.ones(4, 64)).sum()
+        told["two models"] = error_of(both.backward)
+        distributed.barrier()  # after what has begun
+    integers = DistributedDataParallel(nn.Linear(4, 1))
+    integers.register_comm_hook(SparseState(wire_dtype=torch.int8), sparse_hook)
+    told["in backward"] = error_of(integers(torch.ones(2, 4)).sum().backward)
+    some = distributed.new_group([0, 1])
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    if distributed.get_rank() < 2:
+        told["some ranks"] = error_of(lambda: train_with(model, SparseState(some)))
+    distributed.barrier()
+    train_with(model, SparseState())
+    told["twice"] = error_of(lambda: train_with(model, SparseState()))
+    state = SparseState()
+    backend: Any = state._group
+    options = backend._get_backend(torch.device("cpu")).options
+    assert options._timeout.total_seconds() == 100  # as the default group's
+    state.close()
+    told["closed"] = error_of(lambda: state._later((0, 1), torch.ones(1), lambda: torch.ones(1)))
+    return told
+
+
+def train_with(model: nn.Module, state: SparseState) -> None:
+    training.train(
+        model,
+        training.SGD(model.parameters(), lr=0.1),
+        [(torch.ones(2, 4),)] * 2,
+        steps=2,
+        loss=lambda model, batch: model(*batch).square().mean(),
+        reduce=state,
+        progress=False,
+    )
+
+
+def held_back() -> None:
+    """What thresholding holds back is in checkpoints: the mean of all ranks."""
+    modules: list[nn.Module] = []
+    made: list[Thresholding] = []
+
+    def hook(model: DistributedDataParallel) -> tuple[Any, Any]:
+        modules.append(model.module)
+        made.append(Thresholding(model.module, keep=0.2, refresh_every=2, largest_error=1))
+        return SparseState(block_size=16, thresholding=made[0]), sparse_hook
+
+    values, state = trained(hook)
+    assert_same_bits("parameters", values)
+    total = {name: made[0].waiting(each) for name, each in modules[0].named_parameters()}
+    assert sum(float(value.norm()) for value in total.values()) > 0
+    saved = state.state_dict()
+    again = SparseState(thresholding=Thresholding(modules[0]))
+    again.load_state_dict(saved)
+    for name, waiting in sorted(total.items()):
+        value = waiting.clone()
+        distributed.all_reduce(value)
+        mean, loaded = saved["held"][name], again.state_dict()["held"][name]
+        torch.testing.assert_close(mean * distributed.get_world_size(), value, rtol=0, atol=1e-6)
+        torch.testing.assert_close(loaded, mean)
+
+
+def looped(directory: Path, steps: int, *, thresholding: bool) -> tuple[Tensor, list[Any], float]:
+    """Train by `train` with a hook; return parameters, what callbacks see, and what waits.
+
+    The model has one parameter. DDP puts several into another order after the first step of each
+    process, and gloo adds up in an order that depends on the place: a resumed job would differ.
+    """
+    torch.manual_seed(0)
+    model = nn.EmbeddingBag(ROWS, 16)
+    seen = []
+
+    class Seen(training.Callback):
+        def on_log(self, entry: training.LogEntry) -> None:
+            seen.append(entry.reduced)
+
+    mine = torch.Generator().manual_seed(distributed.get_rank())
+    batches = [(torch.randint(0, ROWS, (4, 3), generator=mine),) for _ in range(12)]
+    held = Thresholding(model, keep=0.2, refresh_every=2, largest_error=1)
+    training.train(
+        model,
+        training.SGD(model.parameters(), lr=0.1),
+        batches,
+        steps=steps,
+        loss=lambda model, batch: model(*batch).square().mean(),
+        reduce=SparseState(block_size=16, thresholding=held if thresholding else None),
+        checkpoints=directory,
+        callbacks=[Seen()],
+        log_every=4,
+        progress=False,
+    )
+    return model.weight.detach(), seen, float(held.waiting(model.weight).norm())
+
+
+def resumed(*, directory: str) -> None:
+    """`train` goes on with the hook from a checkpoint, and tells callbacks what is sent."""
+    at = Path(directory)
+    whole, seen, waits = looped(at / "whole", 12, thresholding=False)
+    parts = [looped(at / "parts", steps, thresholding=False)[0] for steps in (8, 12)]
+    assert_same_bits("resumed", whole, parts[1])
+    assert waits == 0
+    first, last = seen[0], seen[-1]
+    assert 0 < first["sent_bytes"] < last["sent_bytes"] < last["saved_bytes"]
+    assert 0 < last["density"] < last["union_density"] < 0.1
+    held, _, waits = looped(at / "held", 8, thresholding=True)
+    assert waits > 0
+    assert not torch.equal(held, parts[0])
+    assert_same_bits("held back", looped(at / "held", 12, thresholding=True)[0])
+
+
+def killed() -> str:
+    """Kill the last rank in the middle of a sum; return what another one is told."""
+
+    class Deadly(BlockSparseAllReduce):
+        calls = 0
+
+        def union_of(self, nonzero: Tensor) -> tuple[Tensor, int]:
+            found = super().union_of(nonzero)
+            self.calls += 1
+            if distributed.get_rank() == distributed.get_world_size() - 1 and self.calls == 6:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return found
+
+    def hook(_: DistributedDataParallel) -> tuple[Any, Any]:
+        state = SparseState(block_size=16)
+        state._sums = Deadly(state._group, block_size=16)
+        return state, sparse_hook
+
+    return error_of(lambda: trained(hook))

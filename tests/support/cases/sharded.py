@@ -1,0 +1,130 @@
+"""Sharded models (FSDP2) beside whole ones that get the same gradients."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import fully_shard
+
+from graphstash import training
+from graphstash.training.sharding import full
+from support.cases.ranks import error_of
+
+STEPS = 5
+BAD = 2
+INPUTS = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "SGD": lambda p: training.SGD(p, lr=0.05),
+    "SGD momentum": lambda p: training.SGD(p, lr=0.05, momentum=0.9, fused=False),
+    "Adam": lambda p: training.Adam(p, lr=0.05),
+    "Adam amsgrad": lambda p: training.Adam(p, lr=0.05, amsgrad=True, fused=False),
+    "AdamW": lambda p: training.AdamW(p, lr=0.05, weight_decay=0.1),
+    "LAMB": lambda p: training.LAMB(p, lr=0.05),
+    "Lion": lambda p: training.Lion(p, lr=0.01),
+}
+CLIPS: dict[str, Callable[[Any], object]] = {
+    "": lambda parameters: None,
+    "norm": lambda parameters: training.clip_grad_norm_(parameters, 0.1),
+    "value": lambda parameters: training.clip_grad_value_(parameters, 0.01),
+}
+
+
+def new_model(seed: int = 0, *, sharded: bool) -> nn.Sequential:
+    """Sizes that two processes cannot share equally; one bias lies in one process alone."""
+    torch.manual_seed(seed)
+    layers = nn.Sequential(nn.Linear(8, 17), nn.Tanh(), nn.Linear(17, 1))
+    if sharded:
+        for layer in (layers[0], layers[2]):
+            fully_shard(layer)
+        fully_shard(layers)
+    return layers
+
+
+def loss_of(layers: nn.Module, batch: Tensor = INPUTS) -> Tensor:
+    loss: Tensor = (layers(batch) - batch.sum(1, keepdim=True)).square().mean()
+    return loss
+
+
+def updates_as_whole(*, name: str, scaled: bool, clip: str) -> None:
+    """Shards are updated as whole parameters; inf in one shard makes all leave the step out."""
+    both = [new_model(sharded=sharded) for sharded in (True, False)]
+    optimizers = [OPTIMIZERS[name](each.parameters()) for each in both]
+    scales = [training.LossScale(8.0, growth_interval=2, enabled=scaled) for _ in both]
+    skipped: list[list[float]] = [[], []]
+    for step in range(STEPS):
+        scales[0].scale(loss_of(both[0])).backward()
+        if scaled:
+            scales[1].scale(torch.ones(()))
+        gradients: list[Any] = [parameter.grad for parameter in both[0].parameters()]
+        if scaled and step == BAD and distributed.get_rank() == 1:
+            gradients[0].to_local()[0] = math.inf  # the other process has none
+        for parameter, gradient in zip(both[1].parameters(), gradients, strict=True):
+            parameter.grad = full(gradient).clone()
+        for each, optimizer, scale, bad in zip(both, optimizers, scales, skipped, strict=True):
+            if clip:
+                scale.unscale_(optimizer)
+                CLIPS[clip](each.parameters())
+            bad.append(float(scale.step(optimizer)))
+            scale.update()
+            optimizer.zero_grad()
+    for sharded, whole in zip(both[0].parameters(), both[1].parameters(), strict=True):
+        torch.testing.assert_close(full(sharded), full(whole), rtol=1e-5, atol=1e-6)
+    assert skipped == [[0.0, 0.0, float(scaled), 0.0, 0.0]] * 2, skipped
+
+
+def trained(directory: Path, steps: int, *, optimizer: Any, seed: int = 0) -> tuple[Any, Any]:
+    layers = new_model(seed, sharded=True)
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    result = training.train(
+        layers,
+        optimizer(layers.parameters(), lr=0.05),
+        training.Batches((INPUTS,), 4, seed=2, rank=rank, world=world),
+        steps=steps,
+        loss=lambda layers, batch: loss_of(layers, batch[0]),
+        accumulate=2,
+        clip_norm=1.0,
+        checkpoints=directory,
+        progress=False,
+    )
+    assert type(layers[0].weight).__name__ == "DTensor"
+    return result.losses, [full(parameter).tolist() for parameter in layers.parameters()]
+
+
+def resumes(*, directory: str, ours: bool) -> None:
+    """A run that was stopped goes on to the same bits; its checkpoint fits a whole model."""
+    optimizer: Any = training.AdamW if ours else torch.optim.AdamW
+    at = Path(directory)
+    losses, values = trained(at / "whole", 6, optimizer=optimizer)
+    trained(at / "parts", 3, optimizer=optimizer)
+    rest = trained(at / "parts", 6, seed=9, optimizer=optimizer)
+    assert rest == (losses[3:], values)
+    with training.Checkpoints(at / "whole") as checkpoints:
+        last = checkpoints.load()
+    assert last is not None
+    layers = new_model(sharded=False)
+    layers.load_state_dict(last.state["model"])
+    optimizer(layers.parameters()).load_state_dict(last.state["optimizer"])
+    assert [parameter.tolist() for parameter in layers.parameters()] == values
+
+
+def refusals(*, directory: str, names: list[str]) -> dict[str, str]:
+    """Return what is said where shards cannot be used, by who says it."""
+
+    def parameters(*, matrices: bool) -> list[nn.Parameter]:
+        found = new_model(sharded=True).parameters()
+        return [each for each in found if each.dim() == 2 or not matrices]
+
+    at = Path(directory) / str(distributed.get_rank())
+    told = {}
+    for name in names:
+        optimizer, matrices = getattr(training, name), name in {"Muon", "Shampoo", "SOAP"}
+        told[name] = error_of(partial(optimizer, parameters(matrices=matrices)))
+    training.Muon([{"params": parameters(matrices=True), "use_muon": False}])
+    with training.Checkpoints(at) as checkpoints:
+        state = {"model": new_model(sharded=True).state_dict()}
+        told["Checkpoints"] = error_of(lambda: checkpoints.save(1, state))
+    return told

@@ -1,0 +1,76 @@
+"""Tensors that are not contiguous, summed by blocks and whole, with the memory around them."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from graphstash.training.reduce import AggregatedAllReduce, BlockSparseAllReduce
+from support.cases.ranks import error_of
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda memory: memory[:40],
+    "every second": lambda memory: memory[1::2],
+    "a column": lambda memory: memory.view(-1, 10)[:, 3],
+    "a row of a transposed one": lambda memory: memory.view(-1, 10).t()[7],
+    "the diagonal": lambda memory: memory[:100].view(10, 10).diagonal(),
+}
+REFUSED: dict[str, Callable[[], Tensor]] = {
+    "expanded": lambda: torch.ones(1).expand(40),
+    "transposed": lambda: torch.ones(4, 10).t(),
+    "sparse": lambda: torch.ones(40).to_sparse(),
+}
+
+
+def memory_of(seed: int, *, is_sparse: bool) -> Tensor:
+    values = torch.randn(200, generator=torch.Generator().manual_seed(seed))
+    if is_sparse:
+        values[10:] = 0
+    return values
+
+
+def call(reduce: Any, way: str, flat: Tensor, scale: float) -> None:
+    if way == "whole":
+        reduce.sum_whole_(flat)
+    else:
+        reduce.sum_(flat, scale=scale, dense_above={"dense": 0.0, "blocks": 1.0}[way])
+
+
+def require_exact(reduce: Any, layout: str, way: str, *, is_sparse: bool) -> None:
+    """All of the memory is what it should be: the sum in the tensor, nothing new beside it."""
+    scale = 1.0 if way == "whole" else 0.5
+    memory = memory_of(distributed.get_rank(), is_sparse=is_sparse)
+    expected = memory.clone()
+    of_ranks = [LAYOUTS[layout](memory_of(rank, is_sparse=is_sparse)) for rank in range(2)]
+    LAYOUTS[layout](expected).copy_(of_ranks[0] * scale + of_ranks[1] * scale)
+    call(reduce, way, LAYOUTS[layout](memory), scale)
+    assert torch.equal(memory, expected), (layout, way, is_sparse)
+
+
+def imaginary_part() -> Tensor:
+    """On one rank a plain view, on the other a view of conj(), whose memory has other signs."""
+    values = torch.view_as_complex(torch.arange(1.0, 9.0).view(4, 2))
+    return (values.conj() if distributed.get_rank() else values).imag
+
+
+def layouts() -> dict[str, dict[str, str]]:
+    """Return what is said of tensors that have no sum of their own, by kind of sum and name."""
+    told = {}
+    with AggregatedAllReduce(block_size=4) as aggregated:
+        for kind, reduce in (
+            ("group", BlockSparseAllReduce(block_size=4)),
+            ("through", aggregated),
+        ):
+            for layout, way in itertools.product(LAYOUTS, ("blocks", "dense", "whole")):
+                for is_sparse in (False, True):
+                    require_exact(reduce, layout, way, is_sparse=is_sparse)
+            parts = imaginary_part()
+            call(reduce, "blocks", parts, 1.0)
+            assert parts.tolist() == [0.0] * 4
+            told[kind] = {
+                name: error_of(lambda made=made, reduce=reduce: call(reduce, "blocks", made(), 1.0))  # type: ignore[misc]
+                for name, made in REFUSED.items()
+            }
+    return told
