@@ -5,7 +5,7 @@ the optimizer's: the loss is a sum of products, and its gradient is the other fa
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -22,12 +22,17 @@ __all__ = [
     "NOT_IN_TORCH",
     "SCHEDULES",
     "SHAPES",
+    "USUAL",
+    "WITH_KERNELS",
     "Case",
     "ReferenceLAMB",
     "ReferenceScheduleFree",
+    "give_gradients",
     "gradients",
     "loss_of",
+    "make_steps",
     "new_parameters",
+    "shaped",
     "train_scheduled",
 ]
 
@@ -159,6 +164,28 @@ def _cases() -> Iterator[Case]:
 
 CASES = {str(case): case for case in _cases()}
 
+USUAL: Final = {
+    *(("SGD-lr=0.1", None), ("SGD-lr=0.1-momentum=0.5-weight_decay=0.1", False)),
+    ("SGD-lr=0.1-momentum=0.5-weight_decay=0.1-nesterov=True-maximize=True", None),
+    ("SGD-lr=0.1-momentum=0.5-dampening=0.1-maximize=True", False),
+    *(("Adam-lr=0.01-betas=(0.0, 0.9)", None), ("Adam-lr=0.01-weight_decay=0.1", False)),
+    ("Adam-lr=0.01-betas=(0.8, 0.99)-weight_decay=0.1-amsgrad=True-maximize=True", None),
+    *(("AdamW-lr=0.01", False), ("AdamW-lr=0.01-amsgrad=True", None)),
+    ("AdamW-lr=0.01-betas=(0.8, 0.99)-weight_decay=0.1-amsgrad=True-maximize=True", False),
+    ("LAMB-lr=0.01-betas=(0.5, 0.9)-weight_decay=0.1", None),
+    ("Lion-lr=0.01-betas=(0.5, 0.9)-weight_decay=0.1-maximize=True", None),
+    ("Adafactor-lr=0.1-weight_decay=0.1-maximize=True", None),
+    ("ScheduleFreeAdamW-lr=0.05-betas=(0.8, 0.9)-weight_decay=0.1-maximize=True", None),
+}
+"""Of the cases and the forms of torch's kernels: every pair of values that matter together."""
+
+WITH_KERNELS: Final = [
+    (name, fused)
+    for name, case in CASES.items()
+    for fused in ((None, False) if case.name in ("SGD", "Adam", "AdamW") else (None,))
+]
+"""Names of cases, each with torch's kernels where it has one, and by the formula alone."""
+
 _LR = (0.0, 1.0, 0.3, 0.0, 0.03, 1.0, 0.1, 0.2, 0.0, 0.5, 1.0, 0.7)
 
 SCHEDULES = {
@@ -236,6 +263,35 @@ def new_parameters(
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
     return [nn.Parameter(value.to(dtype).to(device)) for value in values]
+
+
+def shaped(
+    shapes: Collection[tuple[int, ...]], dtype: torch.dtype = torch.float32
+) -> list[nn.Parameter]:
+    """Return parameters of these shapes, the same ones every time."""
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(each, generator=generator).to(dtype)) for each in shapes]
+
+
+def give_gradients(
+    parameters: Sequence[nn.Parameter], step: int, *, bad: float | None = None, scale: float = 1.0
+) -> None:
+    """Set the gradients of a step; a bad number is the first element of the first one."""
+    generator = torch.Generator().manual_seed(100 + step)
+    for parameter in parameters:
+        gradient = torch.randn(parameter.shape, generator=generator) * scale
+        parameter.grad = gradient.to(parameter.dtype)
+    if bad is not None and parameters[0].grad is not None:
+        parameters[0].grad.view(-1)[0] = bad
+
+
+def make_steps(
+    parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, steps: Iterable[int]
+) -> None:
+    """Make steps with the gradients of `give_gradients`."""
+    for step in steps:
+        give_gradients(parameters, step)
+        optimizer.step()
 
 
 def gradients(

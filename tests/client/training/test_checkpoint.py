@@ -17,8 +17,7 @@ from graphstash import GraphstashError
 from graphstash.training import checkpoints as checkpoint
 from graphstash.training.checkpoints import CheckpointError, Checkpoints
 from support.host import file_size_limit
-
-JOB = Path(__file__).parents[2] / "support" / "checkpoint_job.py"
+from support.run_case import RUN_CASE, case_arguments
 
 
 def names(directory):
@@ -353,8 +352,9 @@ KILLS = """
     torch.set_num_threads(1)
     directory = Path(sys.argv[1])
     chance = random.Random(0)
-    last = while_writing = 0
-    for _ in range(40):
+    last = while_writing = rounds = 0
+    while rounds < int(sys.argv[2]) or while_writing < 3:
+        rounds += 1
         pid = os.fork()
         if pid == 0:
             checkpoints, step = Checkpoints(directory), last
@@ -377,13 +377,12 @@ KILLS = """
         assert all((t == found.step).all() and len(t) == 20_000 for t in found.state.values())
         assert len(found.state) == 40
         last = found.step
-    print(while_writing)
 """
 
 
-def test_killed_at_any_moment_the_newest_checkpoint_is_complete(tmp_path):
+def test_killed_at_any_moment_the_newest_checkpoint_is_complete(tmp_path, is_extended):
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(KILLS), tmp_path],
+        [sys.executable, "-c", textwrap.dedent(KILLS), tmp_path, "40" if is_extended else "10"],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         check=False,
         capture_output=True,
@@ -392,40 +391,20 @@ def test_killed_at_any_moment_the_newest_checkpoint_is_complete(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "cannot be read" not in done.stderr
-    assert int(done.stdout) > 5  # so many were killed in the middle of writing
-
-
-@pytest.fixture(scope="module")
-def on_torch_xla(jobs, tmp_path_factory):
-    """Ten steps with dropout and a checkpoint in the middle; and the same, gone on from there."""
-    directory = tmp_path_factory.mktemp("torch_xla")
-    reports = []
-    for start in ("new", "resumed"):
-        options = ("--start", start, "--checkpoints", directory / "checkpoints")
-        job = jobs.start(directory / start, *options, script=JOB, under="")
-        reports.append(job.finish().report)
-    return reports
 
 
 @pytest.mark.extended
-def test_torch_xla_copies_everything_in_one_transfer_and_runs_nothing(on_torch_xla):
-    counts = on_torch_xla[0]["counts_of_save"]
-    assert counts == {"CompileTime": 0, "ExecuteTime": 0, "TransferFromDeviceTime": 1}
-    assert on_torch_xla[0]["pending_after_save"] == on_torch_xla[0]["pending_before_save"] == 0
-
-
-@pytest.mark.extended
-def test_on_torch_xla_a_checkpoint_changes_no_graph(on_torch_xla):
-    counts = on_torch_xla[0]["counts_after_save"]
-    assert counts["CompileTime"] == 0
-    assert counts["ExecuteTime"] == 5
-
-
-@pytest.mark.extended
-def test_torch_xla_goes_on_with_the_same_bits_dropout_included(on_torch_xla):
-    new, resumed = on_torch_xla
-    assert len(new["losses"]) == 10
-    assert len(set(new["losses"])) == 10
+def test_torch_xla_copies_all_in_one_transfer_and_goes_on_to_the_same_bits(jobs, tmp_path):
+    new, resumed = (
+        jobs.start(
+            tmp_path / start,
+            *case_arguments(f"checkpoint:{start}", checkpoints=tmp_path / "checkpoints"),
+            script=RUN_CASE,
+            under="",
+        )
+        .finish()
+        .report
+        for start in ("new", "resumed")
+    )
     assert resumed["losses"] == new["losses"][5:]
     assert resumed["parameters"] == new["parameters"]
-    assert new["without_seed"] != new["losses"][5]

@@ -1,5 +1,4 @@
 import ctypes
-import json
 import os
 import signal
 import subprocess
@@ -14,7 +13,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-import support
 from graphstash import GraphstashError
 from graphstash.training.threads import (
     DeviceExecutor,
@@ -22,8 +20,8 @@ from graphstash.training.threads import (
     ExecutorError,
     ExecutorStopped,
 )
+from support.run_case import RUN_CASE, case_arguments
 
-EXECUTOR_JOB = Path(support.__path__[0]) / "executor_job.py"
 SECONDS = 60
 
 
@@ -481,19 +479,12 @@ def test_torch_computes_with_as_many_threads_as_in_the_main_thread(device):
 
 @pytest.mark.extended
 def test_torch_xla_trains_to_the_same_bits_with_the_same_graphs(jobs, tmp_path):
-    report = jobs.start(tmp_path, "--on", "torch_xla", script=EXECUTOR_JOB, under="")
-    report = report.finish().report
-    assert report["loss"][1] < report["loss"][0] / 2
-    assert all(report["equal"])
-    assert report["counts"] == {"CompileTime": 0, "ExecuteTime": report["steps"]}
-    assert report["transfers"] == 1  # two tensors, one call
+    options = case_arguments("executor:on_torch_xla")
+    jobs.start(tmp_path, *options, script=RUN_CASE, under="").finish()
 
 
 @pytest.mark.extended
-def test_jax_trains_to_the_same_bits_as_in_series(tmp_path):
-    path = tmp_path / "report.json"
-    command = [sys.executable, EXECUTOR_JOB, path, "--on", "jax"]
-    subprocess.run(command, check=True, timeout=240, env=os.environ | {"JAX_PLATFORMS": "cpu"})
-    report = json.loads(path.read_text())
-    assert report["loss"][1] < report["loss"][0] / 2
-    assert all(report["equal"])
+def test_jax_trains_to_the_same_bits_as_in_series(jobs, tmp_path):
+    options = case_arguments("executor:on_jax")
+    variables = {"JAX_PLATFORMS": "cpu"}
+    jobs.start(tmp_path, *options, script=RUN_CASE, under="python", variables=variables).finish()

@@ -8,9 +8,7 @@ import pytest
 
 from graphstash import Stats
 from support.environments import python_of
-from support.jobs import JOB
-
-SCRIPT = JOB.with_name("trackers_job.py")
+from support.run_case import RUN_CASE, case_arguments
 
 pytestmark = pytest.mark.extended  # an environment of its own
 
@@ -20,6 +18,7 @@ def curves(server, namespace, tmp_path):
     def curves(tracker):
         report, folder = tmp_path / "report.json", tmp_path / "log"
         folder.mkdir()
+        options = case_arguments(f"trackers:{tracker}", folder=folder)
         settings = {
             "GRAPHSTASH_URL": server.url,
             "GRAPHSTASH_NAMESPACE": namespace,
@@ -29,7 +28,7 @@ def curves(server, namespace, tmp_path):
             "HOME": tmp_path,
         }
         subprocess.run(
-            [python_of("trackers"), SCRIPT, report, tracker, folder],
+            [python_of("trackers"), RUN_CASE, report, *options],
             env=os.environ | {name: str(value) for name, value in settings.items()},
             check=True,
             timeout=120,

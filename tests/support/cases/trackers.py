@@ -1,27 +1,27 @@
-"""Trains nothing, but calls the callbacks of trackers as `train` does; reports what they wrote."""
+"""Calls the callbacks of trackers as `train` does; returns what the trackers have written, offline.
 
-import argparse
+By name of a curve: its points (step, value).
+"""
+
 import json
 import struct
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import graphstash
 from graphstash import training
 from graphstash_schema import ArtifactKey
 
-parser = argparse.ArgumentParser()
-parser.add_argument("report", type=Path)
-parser.add_argument("tracker", choices=("tensorboard", "wandb"))
-parser.add_argument("folder", type=Path)
-options = parser.parse_args()
+Curves = dict[str, list[tuple[Any, Any]]]
 
 
-def build(number):
+def build(number: int) -> None:
     key = ArtifactKey.parse("schedule", "cpu", f"{number:064x}")
     graphstash.get_or_compile(key, lambda: b"x")
 
 
-def play(callback):
+def play(callback: training.Callback) -> None:
     build(1)
     callback.on_start(0, 20)
     callback.on_log(training.LogEntry(10, (0.5,), (0.1,), 1.0))
@@ -30,14 +30,14 @@ def play(callback):
     callback.on_end(training.TrainingResult(20, (0.5, 0.4), 1.0, "steps"))
 
 
-def on_tensorboard():
+def tensorboard(*, folder: str) -> Curves:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.summary import Writer
 
-    writer = Writer(str(options.folder))
+    writer = Writer(folder)
     play(training.TensorBoardCallback(writer))
     writer.close()
-    read = EventAccumulator(str(options.folder), size_guidance={"tensors": 0})
+    read = EventAccumulator(folder, size_guidance={"tensors": 0})
     read.Reload()
     return {
         tag: [(event.step, float(event.tensor_proto.float_val[0])) for event in read.Tensors(tag)]
@@ -45,8 +45,8 @@ def on_tensorboard():
     }
 
 
-def records_in(log):
-    """The records of a W&B file: LevelDB's log format behind a header of 7 bytes."""
+def records_in(log: bytes) -> Iterator[bytes]:
+    """Yield the records of a W&B file: LevelDB's log format behind a header of 7 bytes."""
     at, record = 7, b""
     while at + 7 <= len(log):
         if 32768 - at % 32768 < 7:  # no room for a header: the rest of the block is padding
@@ -60,18 +60,18 @@ def records_in(log):
             record = b""
 
 
-def on_wandb():
+def wandb(*, folder: str) -> Curves:
     import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
-    run = wandb.init(project="test", mode="offline", dir=str(options.folder))
+    run = wandb.init(project="test", mode="offline", dir=folder)
     run.log({"loss": 1.0}, step=7)  # the run's own axis goes its own way
     play(training.WandbCallback(run))
     run.log({"loss": 0.5}, step=30)
     run.finish()
     wandb.teardown()  # what runs beside it has written everything then
-    (written,) = options.folder.rglob("run-*.wandb")
-    curves = {}
+    (written,) = Path(folder).rglob("run-*.wandb")
+    curves: Curves = {}
     for data in records_in(written.read_bytes()):
         record = Record()
         record.ParseFromString(data)
@@ -82,7 +82,3 @@ def on_wandb():
         for name, value in items.items():
             curves.setdefault(name, []).append((items.get("graphstash/step"), value))
     return curves
-
-
-report = {"tensorboard": on_tensorboard, "wandb": on_wandb}[options.tracker]()
-options.report.write_text(json.dumps(report))
