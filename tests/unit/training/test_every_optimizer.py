@@ -1,0 +1,352 @@
+"""What every optimizer promises: steps that may not count, and state that can be copied."""
+
+import copy
+import math
+import pickle
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from graphstash.errors import ConfigError
+from graphstash.training import (
+    LAMB,
+    SGD,
+    SOAP,
+    Adafactor,
+    Adam,
+    Adam8bit,
+    AdamW,
+    AdamW8bit,
+    Batches,
+    Lion,
+    LossScale,
+    Muon,
+    ScheduleFreeAdamW,
+    Shampoo,
+    fuse,
+    muon_groups,
+    train,
+)
+from graphstash.training.optimizers import eight_bit
+from support.device_reads import Reads
+from support.optimizer_cases import give_gradients, make_steps, shaped
+
+LATER = {"precondition_frequency": 2, "delay": 1, "deterministic": True}
+EVERY = {
+    "SGD": partial(SGD, lr=0.1),
+    "SGD with momentum": partial(SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "SGD by formula": partial(SGD, lr=0.1, momentum=0.9, fused=False),
+    "Adam": partial(Adam, lr=0.05, amsgrad=True),
+    "AdamW": partial(AdamW, lr=0.05),
+    "AdamW by formula": partial(AdamW, lr=0.05, weight_decay=0.1, fused=False),
+    "LAMB": partial(LAMB, lr=0.05),
+    "Lion": partial(Lion, lr=0.01),
+    "Adafactor": partial(Adafactor, lr=0.1, weight_decay=0.1),
+    "ScheduleFreeAdamW": partial(ScheduleFreeAdamW, lr=0.05, warmup_steps=3),
+    "Muon": partial(Muon, lr=0.02),
+    "Adam8bit": partial(Adam8bit, lr=0.01),
+    "AdamW8bit": partial(AdamW8bit, lr=0.01),
+    "Shampoo": partial(Shampoo, **LATER),
+    "SOAP": partial(SOAP, **LATER),
+}
+HALVES = [torch.bfloat16, torch.float16]
+SHAPES = ((6, 4), (64, 64), (3, 2, 5, 2), (5,), ())
+every_optimizer = pytest.mark.parametrize("name", EVERY)
+ROOTS = {"Shampoo", "SOAP"}
+WIDE = {"step", "weight_sum", "lr_max"}
+
+
+def shapes_of(name):
+    return SHAPES[:3] if name == "Muon" else SHAPES
+
+
+def new_parameters(name, dtype=torch.float32):
+    return shaped(shapes_of(name), dtype)
+
+
+def made(name, dtype=torch.float32, **options):
+    parameters = new_parameters(name, dtype)
+    return parameters, EVERY[name](parameters, **options)
+
+
+def tensors_of(parameters, optimizer):
+    states = [optimizer.state[each] for each in parameters]
+    kept = [state[name] for state in states for name in sorted(state)]
+    return [*parameters, *(each for each in kept if isinstance(each, torch.Tensor))]
+
+
+def copies(tensors):
+    return [each.detach().clone() for each in tensors]
+
+
+def assert_equal(ours, theirs):
+    torch.testing.assert_close(list(ours), list(theirs), rtol=0, atol=0)
+
+
+# Steps that do not count.
+
+
+@every_optimizer
+def test_a_bad_step_changes_no_bit_and_does_not_read_the_device(name):
+    parameters, optimizer = made(name)
+    make_steps(parameters, optimizer, range(3))
+    if hasattr(optimizer, "close"):
+        optimizer.state_dict()  # waits for roots
+    before = copies(parameters)
+    state = copy.deepcopy(optimizer.state_dict()["state"])
+    scale = LossScale(8.0).to("cpu")
+    with Reads() as reads:
+        for bad in (math.inf, -math.inf, math.nan):
+            give_gradients(parameters, 1, bad=bad)
+            scale.step(optimizer)
+            scale.update()
+    assert reads.count == 0
+    assert_equal(parameters, before)
+    if not hasattr(optimizer, "close"):
+        torch.testing.assert_close(optimizer.state_dict()["state"], state, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"master_weights": True}], ids=["float32", "master"])
+@every_optimizer
+def test_after_bad_first_steps_the_first_good_one_is_the_first(name, options):
+    dtype = torch.bfloat16 if options else torch.float32
+    (ours, mine), (fresh, other) = (made(name, dtype, **options) for _ in range(2))
+    for bad in (math.inf, math.nan):
+        give_gradients(ours, 0, bad=bad)
+        mine.step(found_inf=torch.tensor(1.0))
+    assert_equal(ours, fresh)
+    if not hasattr(mine, "close"):
+        assert mine.state_dict()["state"] == {}
+    with torch.no_grad():
+        for parameter in (*ours, *fresh):
+            parameter.mul_(3.0)  # loaded into the model meanwhile
+    make_steps(ours, mine, range(3))
+    make_steps(fresh, other, range(3))
+    assert_equal(tensors_of(ours, mine), tensors_of(fresh, other))
+
+
+@every_optimizer
+def test_a_parameter_without_a_gradient_is_as_if_the_call_had_not_been(name):
+    together, alone = shaped(SHAPES[:2]), shaped(SHAPES[:2])
+    mine, other = EVERY[name](together), EVERY[name](alone[:1])
+    for step in range(7):
+        give_gradients(together, step)
+        give_gradients(alone[:1], step)
+        together[1].grad = None
+        if step in (2, 5):
+            together[0].grad = None
+        else:
+            other.step()
+        mine.step()
+    assert_equal(together[:1], alone[:1])
+    assert list(mine.state_dict()["state"]) == [0]
+
+
+# State.
+
+
+def loaded(parameters, optimizer, name, options):
+    new = [nn.Parameter(each) for each in copies(parameters)]
+    other = EVERY[name](new, **options | {"lr": 0.5})
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return new, other
+
+
+COPIES = {
+    "deepcopy": lambda p, o, *_: copy.deepcopy((p, o)),
+    "pickle": lambda p, o, *_: pickle.loads(pickle.dumps((p, o))),
+    "state dictionary": loaded,
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("options", [{}, {"master_weights": True}], ids=["float32", "master"])
+@every_optimizer
+def test_a_copy_goes_on_to_the_bit_and_alone(name, options, how):
+    parameters, optimizer = made(name, torch.bfloat16 if options else torch.float32, **options)
+    make_steps(parameters, optimizer, range(3))
+    new, copied = COPIES[how](parameters, optimizer, name, options)
+    before = copies(tensors_of(parameters, optimizer))
+    make_steps(new, copied, range(3, 6))
+    assert_equal(tensors_of(parameters, optimizer), before)
+    make_steps(parameters, optimizer, range(3, 6))
+    assert_equal(tensors_of(new, copied), tensors_of(parameters, optimizer))
+
+
+@every_optimizer
+def test_state_of_other_groups_or_of_another_shape_is_refused_and_changes_nothing(name):
+    parameters, optimizer = made(name)
+    make_steps(parameters, optimizer, range(1))
+    before = copy.deepcopy(optimizer.state_dict())
+    groups = [{"params": new_parameters(name)[:2]}, {"params": new_parameters(name)[2:]}]
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict(EVERY[name](groups).state_dict())
+    others = shaped([(4, 7), *shapes_of(name)[1:]])
+    other = EVERY[name](others)
+    make_steps(others, other, range(1))
+    if name != "SGD":  # which has no state of its parameters' shape
+        with pytest.raises(ConfigError, match=r"of shape \[6, 4\], \w+ has the shape \[[\d, ]+\]"):
+            optimizer.load_state_dict(other.state_dict())
+    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+
+
+# Types.
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float64], ids=str)
+@every_optimizer
+def test_other_types_train_as_float32_and_keep_their_type(name, dtype):
+    (ours, mine), (wide, other) = made(name, dtype), made(name)
+    make_steps(ours, mine, range(3))
+    make_steps(wide, other, range(3))
+    for parameter, expected in zip(ours, wide, strict=True):
+        assert parameter.dtype == dtype
+        torch.testing.assert_close(parameter.float(), expected, rtol=0.05, atol=0.05)
+        if name not in ROOTS and "8bit" not in name:
+            narrow = {each.dtype for key, each in mine.state[parameter].items() if key not in WIDE}
+            assert narrow <= {dtype}
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@every_optimizer
+def test_with_master_weights_training_is_that_of_float32_parameters(name, dtype):
+    parameters, mine = made(name, dtype, master_weights=True)
+    wide = [nn.Parameter(each.float()) for each in copies(parameters)]
+    other = EVERY[name](wide, fused=False)
+    for step in range(6):
+        give_gradients(parameters, step)
+        for parameter, copied in zip(parameters, wide, strict=True):
+            copied.grad = parameter.grad.float()
+        for each in (mine, other):
+            each.step(found_inf=torch.tensor(float(step == 3)))
+    assert_equal([mine.state[each]["master"] for each in parameters], wide)
+    assert_equal(parameters, [each.to(dtype) for each in wide])
+
+
+def trained_under(default_dtype, name):
+    """Resumes after 300 steps, a number that bfloat16 cannot count on from."""
+    parameters = shaped([(64, 64)])
+    eight_bit._table.cache_clear()
+    torch.set_default_dtype(default_dtype)
+    try:
+        optimizer, scale = EVERY[name](parameters), LossScale(8.0, growth_interval=2).to("cpu")
+        for step in range(6):
+            gradient = torch.arange(4096, dtype=torch.float32).add(step).sin().reshape(64, 64)
+            parameters[0].grad = gradient * scale.value
+            scale.step(optimizer)
+            scale.update()
+            if step == 2:
+                state = optimizer.state_dict()
+                state["state"][0]["step"] += 298
+                optimizer = EVERY[name](parameters)
+                optimizer.load_state_dict(state)
+        step = optimizer.state_dict()["state"][0]["step"]
+        return parameters, (step, step.dtype, scale.get_scale())
+    finally:
+        torch.set_default_dtype(torch.float32)
+        eight_bit._table.cache_clear()
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if name not in ROOTS])
+def test_torchs_default_dtype_changes_no_bit(name):
+    expected, _ = trained_under(torch.float32, name)
+    for default_dtype in (torch.float64, torch.bfloat16):
+        parameters, told = trained_under(default_dtype, name)
+        assert_equal(parameters, expected)
+        assert told == (304, torch.float32, 64)
+
+
+def laid_out(kind):
+    """A parameter and a gradient whose memory is not what it seems; their values."""
+    generator = torch.Generator().manual_seed(0)
+    value, gradient = torch.randn(2, 6, 4, 4, generator=generator).unbind(0)
+    parameter = value.clone()
+    if kind == "transposed parameter":
+        parameter = value.transpose(0, 2).contiguous().transpose(0, 2)
+    elif kind == "slice":
+        parameter = torch.zeros(6, 4, 9)[:, :, :4].copy_(value)
+    elif kind == "transposed gradient":
+        gradient = gradient.transpose(0, 2).contiguous().transpose(0, 2)
+    elif kind == "expanded gradient":
+        gradient = torch.tensor(0.5).expand(6, 4, 4)
+    parameter = nn.Parameter(parameter)
+    parameter.grad = gradient
+    return parameter, nn.Parameter(value.clone()), gradient.clone().contiguous()
+
+
+LAYOUTS = ["transposed parameter", "slice", "transposed gradient", "expanded gradient"]
+
+
+@every_optimizer
+def test_the_layout_in_memory_changes_nothing(name):
+    for layout in LAYOUTS:
+        parameter, plain, gradient = laid_out(layout)
+        plain.grad = gradient
+        first, second = EVERY[name]([parameter]), EVERY[name]([plain])
+        for _ in range(3):
+            first.step()
+            second.step()
+        torch.testing.assert_close(parameter, plain, rtol=0, atol=1e-6)
+
+
+# In loops.
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(10, 6)
+        self.hidden = nn.Sequential(nn.Linear(6, 64), nn.LayerNorm(64), nn.Linear(64, 64))
+        self.head = nn.Linear(64, 3)
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.hidden(self.embedding(tokens))))
+
+
+def new_training(name):
+    torch.manual_seed(0)
+    model = Model()
+    groups = model.parameters()
+    if name == "Muon":
+        groups = muon_groups(model, adamw=[model.head], lr=1e-2)
+    return model, EVERY[name](groups)
+
+
+@pytest.mark.parametrize("when", ["backward", "forward"])
+@every_optimizer
+def test_fused_it_is_the_same_to_the_bit(name, when):
+    results = []
+    for fused in (False, True):
+        model, optimizer = new_training(name)
+        handle = fuse(model, optimizer, when=when) if fused else None
+        for step in range(8):
+            optimizer.zero_grad()
+            model(torch.arange(10).roll(step)).square()[:, 1:].mean().backward()
+            optimizer.step()
+        if handle is not None:
+            handle.close()
+        results.append(tensors_of(list(model.parameters()), optimizer))
+    assert_equal(*results)
+
+
+@every_optimizer
+def test_train_learns_with_it_and_resumes_to_the_bit(name, tmp_path):
+    tokens = torch.arange(10).repeat(4)
+
+    def loss(model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[0] % 3)
+
+    def trained(steps, directory):
+        model, optimizer = new_training(name)
+        options = {"steps": steps, "loss": loss, "checkpoints": tmp_path / directory}
+        result = train(model, optimizer, Batches((tokens,), 10), progress=False, **options)
+        return result.losses, list(model.parameters())
+
+    losses, whole = trained(16, "whole")
+    first, _ = trained(7, "parts")
+    rest, resumed = trained(16, "parts")
+    assert first + rest == losses
+    assert_equal(resumed, whole)
+    assert losses[-1] < losses[0]
