@@ -50,9 +50,15 @@ def problem(*, seed=0, **options):
     return model, training.SGD(model.parameters(), lr=0.02, momentum=0.9), data
 
 
+def run(steps=5, *, loss=mse, seed=0, of=None, **options):
+    """Train a new model, or `of` (model, optimizer, data); return the result and the model."""
+    model, optimizer, data = of or problem(seed=seed)
+    options = {"progress": False} | options
+    return training.train(model, optimizer, data, steps=steps, loss=loss, **options), model
+
+
 def test_it_makes_the_steps_of_a_plain_loop():
-    model, optimizer, data = problem()
-    result = training.train(model, optimizer, data, steps=15, loss=mse, progress=False)
+    result, model = run(15)
     plain_model, optimizer, data = problem()
     losses = []
     for _, batch in zip(range(15), data, strict=False):
@@ -79,45 +85,32 @@ FUSED = {
 
 @pytest.mark.parametrize("how", FUSED)
 def test_fused_updates_are_those_of_the_optimizer_alone(how, tmp_path):
-    def run(steps, directory, fuse):
+    def trained(steps, directory, fuse):
         model, optimizer, data = problem()
-        result = training.train(
-            model,
-            optimizer,
-            data,
-            steps=steps,
-            loss=mse,
+        result, _ = run(
+            steps,
+            of=(model, optimizer, data),
             fuse=fuse,
             schedule=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99),
             evaluate=lambda model: {"norm": float(model[0].weight.norm())},
             evaluate_every=4,
             callbacks=[seen := Seen()],
             checkpoints=tmp_path / directory,
-            progress=False,
             **{name: make() for name, make in FUSED[how].items()},
         )
         return result.losses, seen.evaluations, [p.tolist() for p in model.parameters()]
 
-    alone = run(15, "alone", None)
-    assert run(15, "fused", how) == alone
-    first, _, _ = run(6, "parts", how)
-    losses, _, weights = run(15, "parts", None)  # what waited for a forward is in the checkpoint
+    alone = trained(15, "alone", None)
+    assert trained(15, "fused", how) == alone
+    first, _, _ = trained(6, "parts", how)
+    losses, _, weights = trained(15, "parts", None)  # what waited for a forward was saved
     assert (first + losses, weights) == (alone[0], alone[2])
 
 
 def test_a_step_whose_updates_were_made_in_part_is_not_saved(tmp_path, monkeypatch):
-    def run(directory):
-        model, optimizer, data = problem()
-        return training.train(
-            *(model, optimizer, data),
-            steps=10,
-            loss=mse,
-            log_every=3,
-            fuse="forward",
-            progress=False,
-            checkpoints=tmp_path / directory,
-            checkpoint_every=3,
-        )
+    def trained(directory):
+        options = {"log_every": 3, "fuse": "forward", "checkpoint_every": 3}
+        return run(10, checkpoints=tmp_path / directory, **options)[0]
 
     flush, calls = ForwardFusion.flush, []
 
@@ -128,29 +121,27 @@ def test_a_step_whose_updates_were_made_in_part_is_not_saved(tmp_path, monkeypat
             raise KeyboardInterrupt
         flush(fusion)
 
-    whole = run("whole")
+    whole = trained("whole")
     monkeypatch.setattr(ForwardFusion, "flush", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run("parts")
+        trained("parts")
     monkeypatch.undo()
-    resumed = run("parts")
+    resumed = trained("parts")
     assert resumed.resumed_from < 6
     assert resumed.losses == whole.losses[resumed.resumed_from :]
 
 
 @pytest.mark.parametrize("fuse", [None, *FUSED])
 def test_the_last_log_sees_all_updates(fuse):
-    model, optimizer, data = problem()
-    seen = []
+    seen, of = [], problem()
 
     class Look(training.Callback):
         def on_log(self, entry):
-            seen.append(model[0].weight.detach().clone())
+            seen.append(of[0][0].weight.detach().clone())
 
-    options = {"steps": 5, "log_every": 4, "callbacks": [Look()], "progress": False}
-    training.train(model, optimizer, data, loss=mse, fuse=fuse, **options)
+    run(5, of=of, fuse=fuse, log_every=4, callbacks=[Look()])
     assert len(seen) == 2
-    assert torch.equal(seen[-1], model[0].weight)
+    assert torch.equal(seen[-1], of[0][0].weight)
 
 
 @pytest.mark.parametrize("fuse", [None, *FUSED])
@@ -164,8 +155,7 @@ def test_weights_that_a_callback_averages_after_each_step_are_the_newest(fuse):
             averaged.update_parameters(model)
             after.append(model[0].weight.detach().clone())
 
-    options = {"steps": 4, "loss": mse, "callbacks": [Average()], "progress": False}
-    training.train(model, optimizer, data, fuse=fuse, **options)
+    run(4, of=(model, optimizer, data), callbacks=[Average()], fuse=fuse)
     assert not any(torch.equal(a, b) for a, b in itertools.pairwise(after))
     assert torch.equal(after[-1], model[0].weight)
     torch.testing.assert_close(averaged.module[0].weight, sum(after) / 4)
@@ -184,21 +174,16 @@ def test_weights_that_a_callback_averages_after_each_step_are_the_newest(fuse):
 )
 def test_a_fusion_that_would_not_be_exact_is_refused(options, message):
     with pytest.raises(ConfigError, match=message):
-        training.train(*problem(), steps=1, loss=mse, progress=False, **options)
+        run(1, **options)
 
 
 def test_a_model_that_cannot_be_fused_is_refused_with_the_reason():
-    model, optimizer, data = problem()
-    with (
-        training.fuse(model, optimizer),
-        pytest.raises(ConfigError, match=r"fuse='forward': .* already fused"),
-    ):
-        training.train(model, optimizer, data, steps=1, loss=mse, fuse="forward", progress=False)
+    of = problem()
+    with training.fuse(*of[:2]), pytest.raises(ConfigError, match=r"fuse='forward': .* already fu"):
+        run(1, of=of, fuse="forward")
 
 
 def test_an_exception_in_a_fused_step_is_what_comes_out():
-    model, optimizer, data = problem()
-
     class Fails(torch.autograd.Function):
         @staticmethod
         def forward(context, value):
@@ -208,7 +193,7 @@ def test_an_exception_in_a_fused_step_is_what_comes_out():
         def backward(context, gradient):
             raise OSError("a broken device")
 
-    made = []
+    made, of = [], problem()
 
     def loss(model, batch):
         made.append(1)
@@ -217,13 +202,12 @@ def test_an_exception_in_a_fused_step_is_what_comes_out():
         return nn.functional.mse_loss(model[2](model[1](hidden)), batch[1])
 
     with pytest.raises(OSError, match="a broken device"):
-        training.train(model, optimizer, data, steps=5, loss=loss, fuse="backward", progress=False)
-    assert not model[0]._forward_pre_hooks
+        run(5, of=of, loss=loss, fuse="backward")
+    assert not of[0][0]._forward_pre_hooks
 
 
 def test_nothing_reads_the_device_between_logging_boundaries():
     model, optimizer, data = problem()
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     reads = {}
 
     class AtBoundary(training.Callback):
@@ -231,18 +215,14 @@ def test_nothing_reads_the_device_between_logging_boundaries():
             reads[entry.step] = mode.count
 
     with Reads() as mode:
-        training.train(
-            model,
-            optimizer,
-            data,
-            steps=30,
-            loss=mse,
+        run(
+            30,
+            of=(model, optimizer, data),
             loss_scale=training.LossScale(16.0, growth_interval=3),
             clip_norm=1.0,
-            schedule=schedule,
+            schedule=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99),
             log_every=10,
             callbacks=[AtBoundary()],
-            progress=False,
         )
         assert reads == {10: 0, 20: 0, 30: 0}
         optimizer.param_groups[0]["params"][0][0, 0].item()
@@ -252,97 +232,62 @@ def test_nothing_reads_the_device_between_logging_boundaries():
 def test_a_log_entry_tells_of_every_step_since_the_last():
     model, optimizer, data = problem()
     seen = Seen()
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    result = training.train(
-        model,
-        optimizer,
-        data,
-        steps=7,
-        loss=mse,
+    result, _ = run(
+        7,
+        of=(model, optimizer, data),
         log_every=3,
         clip_norm=0.1,
         loss_scale=training.LossScale(2.0**10),
-        schedule=schedule,
+        schedule=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
         evaluate=lambda model: {"weight": model[0].weight.sum().item()},
         evaluate_every=5,
         callbacks=[seen],
-        progress=False,
     )
-    assert [(entry.step, len(entry.losses)) for entry in seen.entries] == [
-        (3, 3),
-        (5, 2),
-        (6, 1),
-        (7, 1),
-    ]
+    lengths = [(entry.step, len(entry.losses)) for entry in seen.entries]
+    assert lengths == [(3, 3), (5, 2), (6, 1), (7, 1)]
     assert sum((entry.losses for entry in seen.entries), ()) == result.losses
     assert [step for step, _ in seen.evaluations] == [5, 7]
     first = seen.entries[0]
     assert first.loss == pytest.approx(sum(first.losses) / 3)
     assert first.learning_rates == (0.02 * 0.5**3,)
-    assert first.loss_scale == 2.0**10
-    assert first.skipped == 0
+    assert (first.loss_scale, first.skipped) == (2.0**10, 0)
     assert first.gradient_norm > 0.1
     assert first.steps_per_second > 0
     assert seen.ends == [result]
 
 
-def test_evaluation_is_without_dropout_and_gradients_and_training_goes_on_with_them():
-    model, optimizer, data = problem()
-    model.append(nn.Dropout(0.0))
+def test_evaluation_is_without_dropout_and_gradients_and_leaves_modes_as_they_were():
+    of = problem()
+    of[0].append(nn.Dropout(0.0))
+    of[0].insert(1, nn.BatchNorm1d(8).eval())  # frozen
     modes = []
 
     def evaluate(model):
         modes.append((model.training, torch.is_grad_enabled()))
         return {}
 
-    training.train(
-        model,
-        optimizer,
-        data,
-        steps=4,
-        loss=mse,
-        evaluate=evaluate,
-        evaluate_every=2,
-        progress=False,
-    )
+    _, model = run(4, of=of, evaluate=evaluate, evaluate_every=2)
     assert modes == [(False, False)] * 2
     assert model.training
+    assert model[0].training
+    assert not model[1].training
+    assert model[1].running_mean.eq(0).all()
 
 
 def test_micro_batches_make_the_same_step_as_one_batch():
-    model, optimizer, _ = problem()
-    inputs = torch.randn(64, 4)
-    whole = training.Batches((inputs, inputs.sum(1, keepdim=True)), 8, shuffle=False)
-    one = training.train(model, optimizer, whole, steps=8, loss=mse, progress=False)
-    other_model, optimizer, _ = problem()
-    parts = training.Batches((inputs, inputs.sum(1, keepdim=True)), 2, shuffle=False)
-    four = training.train(
-        other_model, optimizer, parts, steps=8, loss=mse, accumulate=4, progress=False
-    )
+    inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(3))
+    results = []
+    for size, parts in ((8, 1), (2, 4)):
+        data = training.Batches((inputs, inputs.sum(1, keepdim=True)), size, shuffle=False)
+        results.append(run(8, of=(*problem()[:2], data), accumulate=parts))
+    (one, model), (four, other) = results
     assert four.losses == pytest.approx(one.losses, abs=1e-6)
-    for a, b in zip(model.parameters(), other_model.parameters(), strict=True):
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_learns(precision):
-    model, optimizer, data = problem()
-    result = training.train(
-        model, optimizer, data, steps=100, loss=mse, precision=precision, progress=False
-    )
-    assert sum(result.losses[-10:]) / 10 < result.losses[0] / 4
-
-
 def test_threads_that_load_ahead_change_no_bit():
-    results = []
-    for ahead in (0, 3):
-        model, optimizer, data = problem()
-        results.append(
-            training.train(
-                model, optimizer, data, steps=20, loss=mse, ahead=ahead, progress=False
-            ).losses
-        )
-    assert results[0] == results[1]
+    assert run(20, ahead=0)[0].losses == run(20, ahead=3)[0].losses
 
 
 def nan_from(step, *, only=None):
@@ -359,54 +304,46 @@ def nan_from(step, *, only=None):
 
 @pytest.mark.parametrize("fuse", [None, "forward"])
 def test_a_loss_that_is_nan_for_ever_is_an_error_that_names_step_and_scale(fuse):
-    model, optimizer, data = problem()
+    of = problem()
     with pytest.raises(training.DivergedError) as error:
-        training.train(
-            model,
-            optimizer,
-            data,
-            steps=100,
+        run(
+            *(100,),
+            of=of,
             loss=nan_from(8),
             loss_scale=training.LossScale(1024.0),
             log_every=10,
-            progress=False,
             fuse=fuse,
         )
-    assert "step 10" in str(error.value)
-    assert "since step 8" in str(error.value)
-    assert "loss scale 128" in str(error.value)
-    assert all(p.isfinite().all() for p in model.parameters())
+    for text in ("step 10", "since step 8", "loss scale 128"):
+        assert text in str(error.value)
+    assert all(p.isfinite().all() for p in of[0].parameters())
 
 
 @pytest.mark.parametrize("fuse", [None, *FUSED])
 def test_without_a_loss_scale_the_first_boundary_with_a_nan_is_the_last(fuse):
-    model, optimizer, data = problem()
-    options = {"log_every": 10, "progress": False, "fuse": fuse}
     with pytest.raises(training.DivergedError, match=r"step 10 .* since step 10"):
-        training.train(model, optimizer, data, steps=100, loss=nan_from(10), **options)
+        run(100, loss=nan_from(10), log_every=10, fuse=fuse)
 
 
-def test_a_single_bad_step_is_left_out_and_told():
-    model, optimizer, data = problem()
+@pytest.mark.parametrize(
+    ("options", "scale"),
+    [
+        ({"loss_scale": training.LossScale(1024.0)}, 512),
+        ({"precision": "fp16", "loss_scale": training.LossScale(1024.0)}, 512),
+        ({"precision": "bf16", "loss_scale": training.LossScale(8.0)}, 4),
+    ],
+    ids=["fp32", "fp16", "bf16"],
+)
+def test_a_single_bad_step_is_left_out_and_told_and_training_learns(options, scale):
     seen = Seen()
-    training.train(
-        model,
-        optimizer,
-        data,
-        steps=20,
-        loss=nan_from(10, only=10),
-        loss_scale=training.LossScale(1024.0),
-        log_every=10,
-        callbacks=[seen],
-        progress=False,
-    )
-    assert [entry.skipped for entry in seen.entries] == [1, 0]
-    assert seen.entries[0].loss_scale == 512
+    loss = nan_from(10, only=10)
+    result, _ = run(100, loss=loss, log_every=10, callbacks=[seen], **options)
+    assert [entry.skipped for entry in seen.entries] == [1, *[0] * 9]
+    assert seen.entries[0].loss_scale == scale
+    assert sum(result.losses[-10:]) / 10 < result.losses[0] / 4
 
 
 def test_gradients_that_are_infinite_at_any_scale_are_an_error():
-    model, optimizer, data = problem()
-
     class Bad(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -416,69 +353,80 @@ def test_gradients_that_are_infinite_at_any_scale_are_an_error():
         def backward(ctx, gradient):
             return gradient * float("inf")
 
+    def loss(model, batch):
+        return Bad.apply(mse(model, batch))
+
     with pytest.raises(training.DivergedError, match=r"at any loss scale.*since step 1, loss"):
-        training.train(
-            model,
-            optimizer,
-            data,
-            steps=200,
-            loss=lambda model, batch: Bad.apply(mse(model, batch)),
-            loss_scale=training.LossScale(1.0),
-            log_every=10,
-            progress=False,
-        )
+        run(200, loss=loss, loss_scale=training.LossScale(1.0), log_every=10)
 
 
-def test_a_callback_can_end_the_training_with_a_checkpoint(tmp_path):
+def test_a_callback_can_end_the_training_with_a_checkpoint_from_which_it_goes_on(tmp_path):
     class Enough(training.Callback):
         def on_log(self, entry):
             if entry.step == 6:
                 raise training.StopTraining
 
-    model, optimizer, data = problem()
-    result = training.train(
-        model,
-        optimizer,
-        data,
-        steps=20,
-        loss=mse,
-        log_every=3,
-        checkpoints=tmp_path,
-        callbacks=[Enough()],
-        progress=False,
-    )
-    assert (result.step, result.stopped_by) == (6, "callback")
-    whole = training.train(*problem(), steps=20, loss=mse, log_every=3, progress=False)
-    rest = training.train(
-        *problem(seed=9)[:2],
-        problem()[2],
-        steps=20,
-        loss=mse,
-        log_every=3,
-        checkpoints=tmp_path,
-        progress=False,
-    )
+    first, _ = run(20, log_every=3, checkpoints=tmp_path, callbacks=[Enough()])
+    assert (first.step, first.stopped_by) == (6, "callback")
+    whole, _ = run(20, log_every=3)
+    of = (*problem(seed=9)[:2], problem()[2])
+    rest, _ = run(20, of=of, log_every=3, checkpoints=tmp_path)
     assert rest.resumed_from == 6
-    assert result.losses + rest.losses == whole.losses
+    assert first.losses + rest.losses == whole.losses
+    again, _ = run(20, checkpoints=tmp_path)
+    assert (again.step, again.losses, again.resumed_from) == (20, (), 20)
 
 
-def test_a_finished_run_makes_no_further_step(tmp_path):
-    for _ in range(2):
-        result = training.train(*problem(), steps=5, loss=mse, checkpoints=tmp_path, progress=False)
-    assert (result.step, result.losses, result.resumed_from) == (5, (), 5)
+@pytest.mark.parametrize(
+    ("optimizer", "options", "message"),
+    [
+        (training.AdamW, {}, "optimizer='SGD', but this run has 'AdamW'"),
+        (training.SGD, {"accumulate": 2}, "accumulate=1, but this run has 2"),
+        (training.SGD, {"loss_scale": training.LossScale()}, "loss_scale=None, but this run has"),
+    ],
+)
+def test_another_kind_of_run_does_not_go_on_from_a_checkpoint(
+    tmp_path, optimizer, options, message
+):
+    run(5, checkpoints=tmp_path)
+    model, _, data = problem()
+    of = (model, optimizer(model.parameters()), data)
+    with pytest.raises(ConfigError, match=message):
+        run(9, of=of, checkpoints=tmp_path, **options)
 
 
-def test_another_kind_of_run_does_not_go_on_from_a_checkpoint(tmp_path):
-    training.train(*problem(), steps=5, loss=mse, checkpoints=tmp_path, progress=False)
-    with pytest.raises(ConfigError, match="loss_scale=None, but this run has 'LossScale'"):
-        training.train(
-            *problem(),
-            steps=9,
-            loss=mse,
-            loss_scale=training.LossScale(),
-            checkpoints=tmp_path,
-            progress=False,
-        )
+def other(model=None, optimizer=training.SGD, parameters=None, data=None):
+    """A problem with another model, optimizer, parameters of it, or data."""
+    usual, _, usual_data = problem()
+    model = model or usual
+    return model, optimizer(parameters or model.parameters(), lr=0.1), data or usual_data
+
+
+ONE = [nn.Parameter(torch.ones(1))]
+
+
+FOR_TWO = training.Batches((torch.ones(8, 4), torch.ones(8, 1)), 2, rank=1, world=2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "options", "message"),
+    [
+        ({"model": nn.Tanh(), "parameters": ONE}, {}, "the model, a Tanh, has no parameters"),
+        ({"model": nn.Linear(4, 1), "parameters": ONE}, {}, "none of the model's parameters"),
+        ({"model": nn.Linear(4, 1).requires_grad_(False)}, {}, "there is nothing to train"),
+        ({"optimizer": torch.optim.Adagrad}, {"precision": "fp16"}, "Adagrad cannot skip steps"),
+        ({"data": FOR_TWO}, {}, "for 2 processes, but 1 train"),
+        ({}, {"job": "no name!!"}, "job: "),
+        ({}, {"loss": lambda model, batch: model(batch[0])}, r"the loss is \[4, 1\], not one numb"),
+        ({}, {"schedule": torch.optim.lr_scheduler.ReduceLROnPlateau}, "needs a metric"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_with_the_cause(changed, options, message):
+    of = other(**changed)
+    if "schedule" in options:
+        options = {"schedule": options["schedule"](of[1])}
+    with pytest.raises(ValueError, match=message):
+        run(of=of, **options)
 
 
 @pytest.mark.parametrize(
@@ -494,52 +442,7 @@ def test_another_kind_of_run_does_not_go_on_from_a_checkpoint(tmp_path):
 )
 def test_a_wrong_argument_is_named_with_its_range(options, message):
     with pytest.raises(ConfigError, match=message):
-        training.train(*problem(), **{"steps": 5, "loss": mse} | options)
-
-
-def unmade(model=None, parameters=None):
-    """A problem with another model, or with an optimizer of other parameters."""
-    usual, _, data = problem()
-    model = model or usual
-    optimizer = training.SGD(parameters or model.parameters(), lr=0.1)
-    return model, optimizer, data
-
-
-@pytest.mark.parametrize(
-    ("model", "parameters", "message"),
-    [
-        (nn.Tanh(), [nn.Parameter(torch.ones(1))], "the model, a Tanh, has no parameters"),
-        (nn.Linear(4, 1), [nn.Parameter(torch.ones(1))], "none of the model's parameters"),
-        (nn.Linear(4, 1).requires_grad_(False), None, "there is nothing to train"),
-    ],
-)
-def test_what_cannot_train_is_refused(model, parameters, message):
-    with pytest.raises(ConfigError, match=message):
-        training.train(*unmade(model, parameters), steps=5, loss=mse)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "options", "message"),
-    [
-        (training.AdamW, {}, "optimizer='SGD', but this run has 'AdamW'"),
-        (training.SGD, {"accumulate": 2}, "accumulate=1, but this run has 2"),
-    ],
-)
-def test_a_run_with_another_optimizer_or_batch_does_not_resume(
-    tmp_path, optimizer, options, message
-):
-    training.train(*problem(), steps=5, loss=mse, checkpoints=tmp_path, progress=False)
-    model, _, data = problem()
-    with pytest.raises(ConfigError, match=message):
-        training.train(
-            model,
-            optimizer(model.parameters()),
-            data,
-            steps=9,
-            loss=mse,
-            checkpoints=tmp_path,
-            **options,
-        )
+        run(**{"steps": 5} | options)
 
 
 def test_the_loss_may_come_with_other_numbers_and_from_an_object():
@@ -552,17 +455,9 @@ def test_the_loss_may_come_with_other_numbers_and_from_an_object():
             self.loss, self.l1 = values["loss"], values["l1"]
 
     seen = Seen()
+    options = {"metrics": ["l1"], "accumulate": 2, "log_every": 2, "callbacks": [seen]}
     results = [
-        training.train(
-            *problem(),
-            steps=4,
-            loss=loss,
-            metrics=["l1"],
-            accumulate=2,
-            log_every=2,
-            callbacks=[seen],
-            progress=False,
-        )
+        run(4, loss=loss, **options)[0]
         for loss in (losses, lambda model, batch: Output(losses(model, batch)))
     ]
     assert results[0].losses == results[1].losses
@@ -570,11 +465,11 @@ def test_the_loss_may_come_with_other_numbers_and_from_an_object():
     assert len(first) == len(second) == 2
     assert all(value > 0 for value in first + second)
     with pytest.raises(ValueError, match=r"the kl is NoneType.*a mapping with 'loss'"):
-        training.train(*problem(), steps=4, loss=losses, metrics=["kl"])
+        run(4, loss=losses, metrics=["kl"])
 
 
 def test_averaged_parameters_are_kept_at_every_step_and_in_checkpoints(tmp_path):
-    def run(steps, directory, seed=0):
+    def trained(steps, directory, seed=0):
         model, optimizer, _ = problem(seed=seed)
         averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
         steps_seen = []
@@ -584,27 +479,18 @@ def test_averaged_parameters_are_kept_at_every_step_and_in_checkpoints(tmp_path)
                 steps_seen.append(step)
                 averaged.update_parameters(model)
 
-        training.train(
-            model,
-            optimizer,
-            problem()[2],
-            steps=steps,
-            loss=mse,
-            checkpoints=directory,
-            stateful={"ema": averaged},
-            callbacks=[Average()],
-            progress=False,
-        )
+        options = {"checkpoints": directory, "stateful": {"ema": averaged}}
+        run(steps, of=(model, optimizer, problem()[2]), callbacks=[Average()], **options)
         return steps_seen, [p.tolist() for p in averaged.parameters()]
 
-    steps, whole = run(8, tmp_path / "whole")
+    steps, whole = trained(8, tmp_path / "whole")
     assert steps == [1, 2, 3, 4, 5, 6, 7, 8]
-    run(3, tmp_path / "parts")
-    steps, resumed = run(8, tmp_path / "parts", seed=5)
+    trained(3, tmp_path / "parts")
+    steps, resumed = trained(8, tmp_path / "parts", seed=5)
     assert steps == [4, 5, 6, 7, 8]
     assert resumed == whole
     with pytest.raises(ConfigError, match=r"stateful=\['ema'\], but this run has \[\]"):
-        training.train(*problem(), steps=9, loss=mse, checkpoints=tmp_path / "whole")
+        run(9, checkpoints=tmp_path / "whole")
 
 
 class Broken(torch.utils.data.Dataset):
@@ -632,29 +518,19 @@ class Fails(training.Callback):
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("cause", ["data", "callback"])
 def test_after_an_exception_training_resumes_where_it_stopped(tmp_path, cause, ahead):
-    def run(*, broken, **options):
-        model, optimizer, _ = problem()
+    def trained(*, broken, **options):
         dataset = Broken()
         dataset.broken = broken and cause == "data"
-        return training.train(
-            model,
-            optimizer,
-            training.Batches(dataset, 2, seed=1),
-            steps=12,
-            loss=mse,
-            ahead=ahead,
-            log_every=2,
-            progress=False,
-            **options,
-        )
+        of = (*problem()[:2], training.Batches(dataset, 2, seed=1))
+        return run(12, of=of, ahead=ahead, log_every=2, **options)[0]
 
-    whole = run(broken=False)
+    whole = trained(broken=False)
     seen = Seen()
     callbacks = [seen] + ([Fails()] if cause == "callback" else [])
     with pytest.raises((OSError, RuntimeError), match=r"damaged file|on purpose"):
-        run(broken=True, checkpoints=tmp_path, callbacks=callbacks)
+        trained(broken=True, checkpoints=tmp_path, callbacks=callbacks)
     assert seen.checkpoints != []
-    rest = run(broken=False, checkpoints=tmp_path)
+    rest = trained(broken=False, checkpoints=tmp_path)
     assert rest.resumed_from == seen.checkpoints[-1] > 0
     assert rest.losses == whole.losses[rest.resumed_from :]
 
@@ -669,25 +545,12 @@ def test_an_exception_in_the_middle_of_a_step_leaves_no_checkpoint(tmp_path):
         return mse(model, batch)
 
     with pytest.raises(RuntimeError, match="on purpose"):
-        training.train(*problem(), steps=8, loss=loss, checkpoints=tmp_path, progress=False)
+        run(8, loss=loss, checkpoints=tmp_path)
     assert list(tmp_path.glob("*.pt")) == []
 
 
-def test_an_optimizer_that_cannot_leave_a_step_out_takes_no_loss_scale():
-    model, _, data = problem()
-    optimizer = torch.optim.Adagrad(model.parameters())
-    with pytest.raises(ConfigError, match="Adagrad cannot skip steps"):
-        training.train(model, optimizer, data, steps=5, loss=mse, precision="fp16")
-    assert training.train(model, optimizer, data, steps=5, loss=mse, progress=False).step == 5
-
-
-def test_a_loss_that_is_no_number_is_named():
-    with pytest.raises(ValueError, match=r"the loss is \[4, 1\], not one number"):
-        training.train(*problem(), steps=5, loss=lambda model, batch: model(batch[0]))
-
-
 def test_progress_is_lines_where_nobody_watches(capfd):
-    training.train(*problem(), steps=6, loss=mse, log_every=3, evaluate=lambda model: {"a": 1.0})
+    run(6, log_every=3, evaluate=lambda model: {"a": 1.0}, progress=True)
     lines = capfd.readouterr().err.splitlines()
     assert lines[0].startswith("step 3/6  loss ")
     assert "step 6: evaluation  a 1.0000" in lines
@@ -699,94 +562,54 @@ def drawing_evaluation(model):
     return {}
 
 
-@pytest.mark.parametrize("ahead", [0, 3])
-@pytest.mark.parametrize("checkpoint_every", [1, 2, 3])
-@pytest.mark.parametrize("stop", [4, 5])
+@pytest.mark.parametrize(
+    ("ahead", "checkpoint_every", "stop"),
+    [(0, 1, 4), (3, 1, 5), (0, 2, 5), (3, 2, 4), (0, 3, 4), (3, 3, 5)],
+)
 def test_a_run_goes_on_exactly_wherever_it_stopped(tmp_path, ahead, checkpoint_every, stop):
-    def run(**options):
-        model, optimizer, _ = problem()
+    def losses_of(steps, **options):
         inputs = torch.randn(24, 4, generator=torch.Generator().manual_seed(5))
         samples = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
-        return training.train(
-            model,
-            optimizer,
-            torch.utils.data.DataLoader(samples, batch_size=4, shuffle=True),
-            loss=mse,
-            ahead=ahead,
-            evaluate=drawing_evaluation,
-            evaluate_every=2,
-            progress=False,
-            **options,
-        ).losses
+        data = torch.utils.data.DataLoader(samples, batch_size=4, shuffle=True)
+        options |= {"ahead": ahead, "evaluate": drawing_evaluation, "evaluate_every": 2}
+        return run(steps, of=(*problem()[:2], data), **options)[0].losses
 
-    whole = run(steps=12)
+    whole = losses_of(12)
     saving = {"checkpoints": tmp_path, "checkpoint_every": checkpoint_every}
-    first = run(steps=stop, log_every=1, **saving)
+    first = losses_of(stop, log_every=1, **saving)
     torch.manual_seed(77)
-    rest = run(steps=12, log_every=3, **saving)
+    rest = losses_of(12, log_every=3, **saving)
     assert first + rest == whole
 
 
 def test_data_that_can_be_gone_through_once_serves_without_checkpoints(tmp_path):
     model, optimizer, data = problem()
-    once = (next(data) for _ in range(50))
-    result = training.train(
-        model, optimizer, once, steps=20, loss=mse, ahead=2, log_every=5, progress=False
-    )
-    assert result.step == 20
+    of = (model, optimizer, (next(data) for _ in range(50)))
+    assert run(20, of=of, ahead=2, log_every=5)[0].step == 20
     with pytest.raises(ConfigError, match="its position cannot be saved"):
-        training.train(model, optimizer, once, steps=30, loss=mse, checkpoints=tmp_path)
-
-
-def test_evaluation_leaves_a_frozen_layer_frozen():
-    model, optimizer, data = problem()
-    model.insert(1, nn.BatchNorm1d(8).eval())
-    training.train(
-        model,
-        optimizer,
-        data,
-        steps=6,
-        loss=mse,
-        evaluate=lambda model: {},
-        evaluate_every=2,
-        progress=False,
-    )
-    assert not model[1].training
-    assert model[1].running_mean.eq(0).all()
-    assert model[0].training
-
-
-class StopAtOnce(training.Callback):
-    def on_log(self, entry):
-        raise training.StopTraining
+        run(30, of=of, checkpoints=tmp_path)
 
 
 def test_to_stop_and_to_terminate_at_once_makes_a_checkpoint_and_ends_the_process(tmp_path):
+    class StopAtOnce(training.Callback):
+        def on_log(self, entry):
+            raise training.StopTraining
+
     class Terminated(training.Callback):
         def on_log(self, entry):
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(SystemExit) as ended:
-        training.train(
-            *problem(),
-            steps=8,
-            loss=mse,
-            log_every=2,
-            checkpoints=tmp_path,
-            callbacks=[StopAtOnce(), Terminated()],
-            progress=False,
-        )
+        run(8, log_every=2, checkpoints=tmp_path, callbacks=[StopAtOnce(), Terminated()])
     assert ended.value.code == 128 + signal.SIGTERM
     assert [path.name for path in tmp_path.glob("*.pt")] == ["step-00000002.pt"]
 
-
-def test_sigterm_in_the_last_evaluation_is_not_forgotten():
-    def evaluate(model):
+    def evaluate(model):  # the last one
         os.kill(os.getpid(), signal.SIGTERM)
         return {}
 
     with pytest.raises(SystemExit):
-        training.train(*problem(), steps=3, loss=mse, evaluate=evaluate, progress=False)
+        run(3, evaluate=evaluate)
 
 
 def test_a_callback_that_stops_before_the_first_step_stops():
@@ -794,7 +617,7 @@ def test_a_callback_that_stops_before_the_first_step_stops():
         def on_start(self, step, steps):
             raise training.StopTraining
 
-    result = training.train(*problem(), steps=3, loss=mse, callbacks=[Never()], progress=False)
+    result, _ = run(3, callbacks=[Never()])
     assert (result.step, result.stopped_by) == (0, "callback")
 
 
@@ -806,34 +629,10 @@ def test_what_a_checkpoint_cannot_hold_is_refused_before_the_first_step(tmp_path
         def set_extra_state(self, state):
             pass
 
-    model = Odd(4, 1)
-    _, _, data = problem()
-    optimizer = training.SGD(model.parameters(), lr=0.1)
     seen = Seen()
     with pytest.raises(ConfigError, match="_extra_state"):
-        training.train(
-            model, optimizer, data, steps=5, loss=mse, checkpoints=tmp_path, callbacks=[seen]
-        )
+        run(5, of=other(Odd(4, 1)), checkpoints=tmp_path, callbacks=[seen])
     assert not seen.entries
-
-
-def test_batches_for_other_processes_are_refused():
-    model, optimizer, _ = problem()
-    data = training.Batches((torch.ones(8, 4), torch.ones(8, 1)), 2, rank=1, world=2)
-    with pytest.raises(ConfigError, match="for 2 processes, but 1 train"):
-        training.train(model, optimizer, data, steps=5, loss=mse)
-
-
-def test_a_schedule_that_wants_a_metric_is_refused():
-    model, optimizer, data = problem()
-    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-    with pytest.raises(ConfigError, match="needs a metric"):
-        training.train(model, optimizer, data, steps=5, loss=mse, schedule=schedule)
-
-
-def test_a_name_that_no_job_can_have_is_refused():
-    with pytest.raises(ConfigError, match="job: "):
-        training.train(*problem(), steps=5, loss=mse, job="no name!!")
 
 
 @pytest.fixture
@@ -842,7 +641,7 @@ def start(jobs, tmp_path):
 
     def start(*options, name="job"):
         arguments = (tmp_path / name, f"--steps={STEPS}", *options)
-        return jobs.start(tmp_path, *arguments, script=TRAIN_JOB, under="")
+        return jobs.start(tmp_path, *arguments, script=TRAIN_JOB, under="torch")
 
     return start
 
@@ -868,8 +667,13 @@ def test_killed_at_random_steps_the_loss_curve_is_that_of_an_uninterrupted_run(
     assert last.report["weights"] == whole.report["weights"]
 
 
-@pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("options", [(), ("--ahead=3", "--no-dropout", "--accumulate=2")])
+@pytest.mark.parametrize(
+    ("asked", "options"),
+    [
+        (signal.SIGTERM, ("--ahead=3", "--no-dropout", "--accumulate=2")),
+        (signal.SIGINT, ()),
+    ],
+)
 def test_a_signal_makes_a_checkpoint_of_the_step_it_meets_and_ends_the_process(
     start, tmp_path, options, asked
 ):
@@ -891,9 +695,8 @@ def test_a_signal_makes_a_checkpoint_of_the_step_it_meets_and_ends_the_process(
     assert losses_of(tmp_path / "job") == losses_of(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(
-    "fused", [(), pytest.param(("--fuse=forward",), marks=pytest.mark.extended)]
-)
+@pytest.mark.extended  # test_parallel proves it without torchrun
+@pytest.mark.parametrize("fused", [(), ("--fuse=forward",)], ids=["alone", "fused"])
 def test_two_processes_train_as_one_with_their_batches_together(start, tmp_path, fused):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run(
