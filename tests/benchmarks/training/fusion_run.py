@@ -21,7 +21,7 @@ from gpt import GPT
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.memory import peak_bytes, resident_bytes
+from benchmarks.costs import peak_bytes, resident_bytes
 from graphstash import training
 
 __all__ = ["ARMS", "MODELS", "OPTIMIZERS", "Cell", "serve"]
@@ -179,7 +179,7 @@ class Run:
 
         def count(arriving):
             nonlocal most
-            kept = (each.grad for each in self.parameters() if each.grad is not None)
+            kept = (each.grad for each in self.parameters() if type(each.grad) is torch.Tensor)
             most = max(most, arriving.nbytes + sum(each.nbytes for each in kept))
 
         handles = [each.register_hook(count) for each in self.parameters()]
