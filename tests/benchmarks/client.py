@@ -19,11 +19,14 @@ import secrets
 import subprocess
 import sys
 import sysconfig
-import time
+import tempfile
 from pathlib import Path
 
-from benchmarks.figures import Figures, options, progress, workspace
-from benchmarks.memory import peak_bytes
+from benchmarks.costs import Watch
+from benchmarks.figures import part, rotated
+from benchmarks.verify import publish
+from graphstash import ClientConfig, Stash
+from graphstash_schema import ArtifactKey
 
 MIB = 1024**2
 SIZE = 64 * MIB
@@ -32,34 +35,25 @@ LOCAL = "get, from this host's disk"
 BODY, OUR_BODY = "http.client, body", "httpx, body"
 ARMS = (YARDSTICK, GET, FETCH, LOCAL, BODY, OUR_BODY)
 GOALS = ((GET, YARDSTICK), (FETCH, YARDSTICK), (OUR_BODY, BODY))
+SMALL, NOISE, CODE = (ArtifactKey.parse("jax", "cpu-x86_64", f"{n:064x}") for n in range(3))
+TITLES = {"noise": NOISE, "machine code": CODE}
 
 
 def main():
-    settings = options("client", __doc__.splitlines()[0], rounds=9)
-    figures = Figures("client", {"rounds": settings.rounds})
-    from support.server import Server
-
-    with (
-        workspace() as directory,
-        Server(directory / "server") as server,
-        progress() as bar,
-    ):
-        publish(server, directory)
-        task = bar.add_task("client", total=settings.rounds * len(PAYLOADS) * len(ARMS))
-        for number in range(settings.rounds):
-            for title in PAYLOADS:
-                turn = number % len(ARMS)  # nobody is always first
+    with part("client", __doc__, rounds=9) as bench:
+        payloads = {SMALL: b"small", NOISE: secrets.token_bytes(SIZE), CODE: machine_code()}
+        publish(bench.server, bench.directory, payloads)
+        for number in bench.rounds():
+            for title in TITLES:
                 results = {}
-                for arm in (*ARMS[turn:], *ARMS[:turn]):
-                    bar.update(task, description=f"{title}: {arm}")
-                    results[arm] = in_a_process(server, title, arm)
-                    bar.advance(task)
-                report(figures, title, results)
-    figures.write(settings.output)
+                for arm in rotated(ARMS, number):
+                    bench.now(f"{title}: {arm}")
+                    results[arm] = in_a_process(bench.server, bench.directory, title, arm)
+                report(bench.figures, title, results)
 
 
 def machine_code():
-    """The largest library of this Python's packages, from its middle."""
+    """Return a part of the largest library of this Python's packages, from its middle."""
     packages = Path(sysconfig.get_paths()["platlib"])
     largest = max(packages.glob("torch/lib/*.so*"), key=lambda path: path.stat().st_size)
     with largest.open("rb") as file:
@@ -67,95 +61,61 @@ def machine_code():
         return file.read(SIZE)
 
 
-PAYLOADS = {"noise": lambda: secrets.token_bytes(SIZE), "machine code": machine_code}
-
-
-def key_of(title):
-    from graphstash_schema import ArtifactKey
-
-    return ArtifactKey.parse("jax", "cpu-x86_64", hashlib.sha256(title.encode()).hexdigest())
-
-
-def publish(server, directory):
-    from graphstash import ClientConfig, Stash
-    from graphstash_schema import ArtifactMetadata
-
-    config = ClientConfig.load({}, url=server.url, cache_dir=directory / "publisher")
-    with Stash(config) as stash:
-        for title, make in (("small", lambda: b"small"), *PAYLOADS.items()):
-            payload = make()
-            metadata = ArtifactMetadata(compile_seconds=60.0, raw_size_bytes=len(payload))
-            stash.put(key_of(title), payload, metadata)
-
-
-def in_a_process(server, title, arm):
-    command = [sys.executable, "-m", "benchmarks.client", "--one", server.url, title, arm]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+def in_a_process(server, directory, title, arm):
+    with tempfile.TemporaryDirectory(dir=directory) as place:
+        words = ("--one", server.url, title, arm, place)
+        command = [sys.executable, "-m", "benchmarks.client", *words]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
     return json.loads(done.stdout)
 
 
 def report(figures, title, results):
-    for arm, result in results.items():
-        figures.add(title, arm, "CPU, ms", 1e3 * result["cpu"])
-        figures.add(title, arm, "memory, MiB", result["grown"] / MIB)
+    for arm, (cpu, grown) in results.items():
+        figures.add(title, arm, "CPU, ms", 1e3 * cpu)
+        figures.add(title, arm, "memory, MiB", grown / MIB)
     for first, second in GOALS:
-        ratio = results[first]["cpu"] / results[second]["cpu"]
+        ratio = results[first][0] / results[second][0]
         figures.add("CPU ratios within a round", f"{title}: {first} / {second}", "ratio", ratio)
 
 
 # --- in a process of its own
 
 
-def one(url, title, arm):
-    with workspace() as directory:
-        act = by_hand if arm in (YARDSTICK, BODY) else by_client
-        print(json.dumps(act(url, title, arm, directory)))
+def one(url, title, arm, directory):
+    act = by_hand if arm in (YARDSTICK, BODY) else by_client
+    watch = act(url, TITLES[title], arm, Path(directory))
+    print(json.dumps([watch.cpu_seconds, watch.grown]))
 
 
-class Cost:
-    """CPU seconds and memory of a block, in `cpu` and `grown`."""
-
-    def __enter__(self):
-        self._began = time.process_time(), peak_bytes()
-        self.spent = {}
-        return self
-
-    def __exit__(self, *_):
-        cpu, peak = self._began
-        self.spent = {"cpu": time.process_time() - cpu, "grown": peak_bytes() - peak}
-
-
-def by_hand(url, title, arm, _directory):
+def by_hand(url, key, arm, _directory):
     import zstandard
 
     connection = http.client.HTTPConnection(url.removeprefix("http://"))
 
     def read(wanted):
-        connection.request("GET", key_of(wanted).artifact_path("default"))
+        connection.request("GET", wanted.artifact_path("default"))
         body = connection.getresponse().read()
         if arm == YARDSTICK:
             hashlib.sha256(body).digest()
             start = 12 + int.from_bytes(body[8:12])
             zstandard.ZstdDecompressor().decompress(memoryview(body)[start:])
 
-    read("small")
-    with Cost() as cost:
-        read(title)
-    return cost.spent
+    read(SMALL)
+    with Watch() as watch:
+        read(key)
+    return watch
 
 
-def by_client(url, title, arm, directory):
-    from graphstash import ClientConfig, Stash
+def by_client(url, key, arm, directory):
     from graphstash._http.deadline import Deadline
 
-    key = key_of(title)
     target = directory / "payload"
     with Stash(ClientConfig.load({}, url=url, cache_dir=directory / "tier")) as stash:
-        stash.get(key_of("small"))
-        stash.fetch(key_of("small"), target)
+        stash.get(SMALL)
+        stash.fetch(SMALL, target)
         if arm == LOCAL:
             stash.ensure_local(key)
-        with Cost() as cost:
+        with Watch() as watch:
             if arm == FETCH:
                 stash.fetch(key, target)
             elif arm == OUR_BODY:
@@ -166,7 +126,7 @@ def by_client(url, title, arm, directory):
                         pass
             else:
                 stash.get(key)
-    return cost.spent
+    return watch
 
 
 if __name__ == "__main__":

@@ -16,10 +16,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.figures import Figures, columns_of, options, progress, show, workspace
+from benchmarks.figures import part, table_of
 from support.environments import python_of
 from support.jobs import Jobs
-from support.server import Server
 
 STEPS = Path(__file__).with_name("steps")
 TITLE = "first step of a training job"
@@ -63,30 +62,22 @@ def arms():
 
 
 def main():
-    settings = options("compilers", __doc__.splitlines()[0], rounds=3)
-    figures = Figures("compilers", {"rounds": settings.rounds})
-    figures.note("First step: tracing, compiling or fetching, and running; importing is not in it.")
-    figures.note("Losses of cold and warm are compared bit for bit (Triton: the cubins).")
-    with (
-        workspace() as directory,
-        Server(directory / "server") as server,
-        progress() as bar,
-    ):
+    with part("compilers", __doc__, rounds=3) as bench:
+        note = bench.figures.note
+        note("First step: tracing, compiling or fetching, and running; importing is not in it.")
+        note("Losses of cold and warm are compared bit for bit (Triton: the cubins).")
         jobs = Jobs()
-        compilers = arms()
-        task = bar.add_task("compilers", total=settings.rounds * len(compilers) * 2)
-        for number in range(settings.rounds):
-            for index, arm in enumerate(compilers):
-                place = directory / f"{number}-{index}"
+        for number in bench.rounds():
+            for index, arm in enumerate(arms()):
+                team = f"bench-{number}-{index}"
                 reports = {}
                 for host in ("cold", "warm"):
-                    bar.update(task, description=f"{arm.name}, {host}")
-                    reports[host] = run(jobs, arm, place / host, server.url, f"{number}-{index}")
-                    bar.advance(task)
-                measure(figures, arm, **reports)
-    figures.write(settings.output)
-    table = settings.output.with_suffix(".md")
-    table.write_text(markdown(figures))
+                    bench.now(f"{arm.name}, {host}")
+                    place = bench.directory / team / host
+                    reports[host] = run(jobs, arm, place, bench.server.url, team)
+                measure(bench.figures, arm, **reports)
+    table = bench.settings.output.with_suffix(".md")
+    table.write_text("\n".join(table_of(bench.figures.tables[TITLE])) + "\n")
     print(f"written: {table}")
 
 
@@ -118,7 +109,7 @@ def run(jobs, arm, host, url, namespace):
         environment=arm.environment,
         variables=environment,
         url=url,
-        namespace=f"bench-{namespace}",
+        namespace=namespace,
         hooks=arm.hook,
     )
     report = running.finish().report
@@ -141,9 +132,10 @@ def measure(figures, arm, *, cold, warm):
         figures.add(TITLE, arm.name, column, sample)
 
     figures.say(TITLE, arm.name, "hook", arm.hook)
-    add("cold, s", cold["step_seconds"][0])
-    add("warm, s", warm["step_seconds"][0])
-    add("cold / warm", cold["step_seconds"][0] / warm["step_seconds"][0])
+    first_cold, first_warm = cold["step_seconds"][0], warm["step_seconds"][0]
+    add("cold, s", first_cold)
+    add("warm, s", first_warm)
+    add("cold / warm", first_cold / first_warm)
     add("compiled cold", cold["counted"]["misses"])
     add("compiled warm", warm["counted"]["misses"])
     counts = warm["counted"].items()
@@ -156,16 +148,6 @@ def measure(figures, arm, *, cold, warm):
     for host, report in (("cold", cold), ("warm", warm)):
         if report["counted"]["fallbacks"]:
             figures.note(f"{arm.name}, {host}: {report['counted']['fallbacks']} fallbacks")
-
-
-def markdown(figures):
-    rows = figures.tables[TITLE]
-    columns = columns_of(rows)
-    lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    for name, cells in rows.items():
-        shown = (show(cells[column]) if column in cells else "" for column in columns)
-        lines.append(f"| {name} | {' | '.join(shown)} |")
-    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

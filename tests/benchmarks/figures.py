@@ -9,15 +9,26 @@ import os
 import statistics
 import sys
 import tempfile
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-__all__ = ["Figures", "columns_of", "console", "options", "progress", "show", "workspace"]
+__all__ = [
+    "Figures",
+    "columns_of",
+    "console",
+    "part",
+    "progress",
+    "rotated",
+    "show",
+    "summary",
+    "table_of",
+]
 
 # A report in a file or a log has room for the widest table.
 console = Console() if sys.stdout.isatty() else Console(width=130)
@@ -109,6 +120,15 @@ def show(cell):
     return low if low == high else f"{number(cell['median'])} ({low} to {high})"
 
 
+def table_of(rows, show=show):
+    """Return the lines of a table in Markdown."""
+    columns = columns_of(rows)
+    lines = [["", *columns], ["---", *["---:"] * len(columns)]]
+    for label, cells in rows.items():
+        lines.append([label, *(show(cells.get(column, "")) for column in columns)])
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
 def number(value):
     """Three digits, more only when they stand before the point."""
     if value == int(value) or abs(value) >= 100:
@@ -116,14 +136,61 @@ def number(value):
     return f"{value:.2f}" if abs(value) >= 1 else f"{value:.3f}"
 
 
-def options(part, description, *, rounds, extra=()):
-    """The options that every part has; `extra` are (name, default, help) of whole numbers."""
-    parser = argparse.ArgumentParser(prog=f"benchmarks.{part}", description=description)
-    parser.add_argument("--rounds", type=int, default=rounds, help=f"default {rounds}")
-    parser.add_argument("--output", type=Path, default=Path(f"build/bench-{part}.json"))
-    for name, default, text in extra:
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text}; {default}")
-    return parser.parse_args()
+@dataclass
+class Part:
+    """A part of `make bench` under way.
+
+    Attributes:
+        settings: the options of the command line.
+        figures: what it has measured.
+        directory: on the disk of this repository, because memory is no disk; removed at the end.
+        server: `graphstash serve`; None where a part starts its own.
+    """
+
+    settings: argparse.Namespace
+    figures: Figures
+    directory: Path
+    server: Any
+    bar: Progress
+
+    def rounds(self, first=0):
+        """Count the rounds."""
+        rounds = range(first, self.settings.rounds)
+        return self.bar.track(rounds, description=self.figures.part)
+
+    def now(self, text):
+        """Show what is measured now."""
+        self.bar.update(self.bar.task_ids[-1], description=text)
+
+
+@contextmanager
+def part(name, about, *, rounds, extra=(), has_server=True):
+    """Read the options, make a workspace, and write the figures at the end.
+
+    Args:
+        about: the docstring of the part's module.
+        rounds: the default.
+        extra: name, default and help of more options, which are whole numbers.
+        has_server: whether to start one server for the whole part.
+    """
+    from support.server import Server  # parts of other benchmarks do without
+
+    parser = argparse.ArgumentParser(
+        prog=f"benchmarks.{name}", description=about.partition("\n")[0]
+    )
+    parser.add_argument("--output", type=Path, default=Path(f"build/bench-{name}.json"))
+    for option, default, text in (("rounds", rounds, "samples of every figure"), *extra):
+        parser.add_argument(f"--{option}", type=int, default=default, help=f"{text}; {default}")
+    settings = parser.parse_args()
+    figures = Figures(name, {key: each for key, each in vars(settings).items() if key != "output"})
+    build = Path("build").absolute()
+    build.mkdir(exist_ok=True)
+    with ExitStack() as stack:
+        place = tempfile.TemporaryDirectory(prefix="bench-", dir=build)
+        directory = Path(stack.enter_context(place))
+        server = stack.enter_context(Server(directory / "server")) if has_server else None
+        yield Part(settings, figures, directory, server, stack.enter_context(progress()))
+    figures.write(settings.output)
 
 
 def progress():
@@ -136,10 +203,8 @@ def progress():
     )
 
 
-@contextmanager
-def workspace():
-    """A directory on the disk of this repository, which is removed; memory is no disk."""
-    build = Path("build").absolute()
-    build.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=build) as name:
-        yield Path(name)
+def rotated(items, number):
+    """Return the same items, beginning with another one: none of them is always first."""
+    items = list(items)
+    number %= len(items)
+    return items[number:] + items[:number]

@@ -10,70 +10,57 @@ times are of the same clock.
 import sqlite3
 import statistics
 from datetime import UTC, datetime
+from functools import partial
 
-from benchmarks.figures import Figures, options, progress, workspace
-from benchmarks.launch import MLP, Launcher
-from support.server import Server
+from benchmarks.figures import part
+from benchmarks.hook import MLP, finish, launch, run
+from support.jobs import Jobs
 
 TITLE = "herd on one cold job"
-WHO = "graphstash"
 
 
 def main():
-    settings = options(
-        "herd",
-        __doc__.splitlines()[0],
-        rounds=5,
-        extra=[("processes", 8, "size of the herd")],
-    )
-    figures = Figures("herd", {"rounds": settings.rounds, "processes": settings.processes})
-    figures.note("The goal: one compilation per graph, waiters served within 500 ms of the commit.")
-    figures.note("All processes of the herd share this machine's cores with the server.")
-    with (
-        workspace() as directory,
-        Server(directory / "server") as server,
-        Launcher() as launcher,
-        progress() as bar,
-    ):
-        launcher.launch(MLP, directory / "first").finish()  # brings the libraries into memory
-        for number in bar.track(range(settings.rounds), description="herd"):
-            namespace = f"herd-{number}"
-            launched = [
-                launcher.launch(
-                    MLP,
-                    directory / f"{namespace}-{host}",
-                    "--trace",
-                    hook=True,
-                    GRAPHSTASH_URL=server.url,
-                    GRAPHSTASH_NAMESPACE=namespace,
-                )
-                for host in range(settings.processes)
-            ]
-            reports = [job.finish() for job in launched]
-            measure(figures, server, namespace, reports)
-    figures.write(settings.output)
+    extra = [("processes", 8, "size of the herd")]
+    with part("herd", __doc__, rounds=5, extra=extra) as bench:
+        note = bench.figures.note
+        note("The goal: one compilation per graph, waiters served within 500 ms of the commit.")
+        note("All processes of the herd share this machine's cores with the server.")
+        jobs = Jobs()
+        run(jobs, bench, MLP, "first")  # brings the libraries into memory
+        for number in bench.rounds():
+            team = f"herd-{number}"
+            places = [f"{team}-{host}" for host in range(bench.settings.processes)]
+            start = partial(launch, jobs, bench, MLP, cache="graphstash", team=team)
+            launched = [start(place, "--trace") for place in places]
+            measure(bench.figures, bench.server, team, [finish(*each) for each in launched])
+        jobs.close()
 
 
 def measure(figures, server, namespace, reports):
-    look_ups = [look_up for report in reports for look_up in report["look_ups"]]
     committed = commits(server, namespace)
-    served = []
-    for look_up in look_ups:
-        commit = committed[look_up["fingerprint"]]
-        if look_up["found"] and look_up["began"] < commit:
-            served.append((look_up["ended"] - commit) * 1e3)
-    fallbacks = sum(sum(report["stats"]["fallbacks"].values()) for report in reports)
-    figures.add(TITLE, "processes", WHO, len(reports))
-    figures.add(TITLE, "different graphs", WHO, len(committed))
-    figures.add(TITLE, "compiles in all", WHO, sum(report["compiles"] for report in reports))
-    figures.add(TITLE, "fallbacks", WHO, fallbacks)
-    figures.add(TITLE, "waiters served", WHO, len(served))
-    if served:
-        figures.add(TITLE, "commit to artifact, median ms", WHO, statistics.median(served))
-        figures.add(TITLE, "commit to artifact, slowest ms", WHO, max(served))
+    served = [
+        (look_up["ended"] - commit) * 1e3
+        for report in reports
+        for look_up in report["look_ups"]
+        if (commit := committed[look_up["fingerprint"]])
+        and look_up["found"]
+        and look_up["began"] < commit
+    ]
     thirds = [report["settled_seconds"] for report in reports]
-    figures.add(TITLE, "third step, median s", WHO, statistics.median(thirds))
-    figures.add(TITLE, "third step, slowest s", WHO, max(thirds))
+    rows = {
+        "processes": len(reports),
+        "different graphs": len(committed),
+        "compiles in all": sum(report["compiles"] for report in reports),
+        "fallbacks": sum(sum(report["fallbacks"].values()) for report in reports),
+        "waiters served": len(served),
+        "third step, median s": statistics.median(thirds),
+        "third step, slowest s": max(thirds),
+    }
+    if served:
+        rows["commit to artifact, median ms"] = statistics.median(served)
+        rows["commit to artifact, slowest ms"] = max(served)
+    for row, sample in rows.items():
+        figures.add(TITLE, row, "graphstash", sample)
 
 
 def commits(server, namespace):

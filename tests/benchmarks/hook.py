@@ -1,26 +1,28 @@
 """The hook's promise: first steps with graphstash, with torch_xla's own cache, with none at all.
 
-Six arms take turns: no cache; torch_xla's own directory and graphstash, both cold; torch_xla's
-directory warm (the peer), graphstash warm as another host (empty local tier) and as the same host
-(filled tier), which is where the peer stands. Then the steady state: 200 steps with and without the
+Six arms take turns (`benchmarks.caches`), and then the steady state: 200 steps with and without the
 hook, and what a settled step costs in look-ups, device reads and calls. The goal is a warm start
-within 5 % of the peer's.
+within 5 % of torch_xla's own cache.
+
+Jobs are forks of a Python that has imported torch_xla (`support.zygote`): the import takes ten to
+twenty seconds and is the same for every arm. Everything after it counts, the installation of the
+hook included.
 
     PYTHONPATH=tests .venv/bin/python -m benchmarks.hook --rounds 3
 """
 
-from benchmarks.figures import Figures, options, progress, workspace
-from benchmarks.launch import GPT, MLP, Launcher
-from support.server import Server
+import time
+from pathlib import Path
 
+from benchmarks.caches import Caches
+from benchmarks.figures import part
+from support.jobs import Jobs
+
+__all__ = ["MLP", "finish", "launch", "run"]
+
+MLP = Path(__file__).with_name("mlp.py")
+GPT = Path(__file__).with_name("steps") / "gpt_example.py"
 JOBS = {"MLP": (MLP, ()), "GPT": (GPT, ("--steps", "4"))}
-BARE = "no cache"
-PEER_COLD, PEER_WARM = "torch_xla's cache, cold", "torch_xla's cache, warm"
-COLD, OTHER_HOST, SAME_HOST = (
-    "graphstash, cold",
-    "graphstash, warm, other host",
-    "graphstash, warm, same host",
-)
 COLUMNS = {
     "start, s": "begun_seconds",
     "first step, s": "first_step_seconds",
@@ -30,125 +32,89 @@ COLUMNS = {
     "compiles": "compiles",
     "compiling, s": "compile_seconds",
 }
-RATIOS = "ratios within a round"
 STEADY, WITHOUT, WITH = "MLP, a settled step", "without the hook", "with the hook"
 STEADY_PAIRS = 2
 
 
 def main():
-    settings = options(
-        "hook",
-        __doc__.splitlines()[0],
-        rounds=5,
-        extra=[("steps", 200, "length of a steady run")],
+    extra = [("steps", 200, "length of a steady run")]
+    with part("hook", __doc__, rounds=5, extra=extra) as bench:
+        note = bench.figures.note
+        note("Every job is a process; importing torch_xla (10 to 20 s) is not in any figure.")
+        note("start, trained, ended: since the launch; start holds the hook's installation.")
+        note("first and third step: since the first step began, its loss on the host.")
+        note("The goal: warm graphstash within 5 % of torch_xla's own cache, a ratio <= 1.05.")
+        jobs = Jobs()
+        run(jobs, bench, MLP, "first")  # brings the libraries into memory
+        caches = Caches(bench, "torch_xla's cache", COLUMNS, ("third step, s", "trained, s"))
+        steady(jobs, bench)  # compiles
+        for number in bench.rounds():
+            for job, (script, options) in JOBS.items():
+                place = f"{job}-{number}".lower()
+
+                def start(host, cache, script=script, place=place, options=options):
+                    return run(
+                        jobs, bench, script, f"{place}/{host}", *options, cache=cache, team=place
+                    )
+
+                caches.compare(number, f"{job}, from launch", start)
+            for pair in range(STEADY_PAIRS):
+                steady(jobs, bench, steps=bench.settings.steps, turned=pair % 2)
+        jobs.close()
+
+
+def run(jobs, bench, script, place, *options, cache="", team="steady"):
+    """Run a job to its end; return its report, with times since the launch and what was counted.
+
+    Args:
+        place: of its host, below the workspace.
+        cache: "graphstash", "own" or "".
+        team: its namespace, and the folder of torch_xla's own cache.
+    """
+    return finish(*launch(jobs, bench, script, place, *options, cache=cache, team=team))
+
+
+def launch(jobs, bench, script, place, *options, cache, team):
+    own = {"XLA_PERSISTENT_CACHE_PATH": str(bench.directory / team / "own")}
+    launched = time.time()  # of this host, as in the stamps of files
+    running = jobs.start(
+        bench.directory / place,
+        *options,
+        script=script,
+        under="fork" if cache == "graphstash" else "",
+        variables=own if cache == "own" else {},
+        url=bench.server.url,
+        namespace=team,
     )
-    figures = Figures("hook", {"rounds": settings.rounds, "steps": settings.steps})
-    figures.note("Every job is a process; importing torch_xla (10 to 20 s) is not in any figure.")
-    figures.note("start, trained, ended: since the launch; start holds the hook's installation.")
-    figures.note("first and third step: since the first step began, its loss on the host.")
-    figures.note("The goal: warm graphstash within 5 % of torch_xla's own cache, a ratio <= 1.05.")
-    with (
-        workspace() as directory,
-        Server(directory / "server") as server,
-        Launcher() as launcher,
-    ):
-        launcher.launch(MLP, directory / "first").finish()  # brings the libraries into memory
-        settled = Steady(launcher, server, directory / "steady", settings.steps)
-        with progress() as bar:
-            task = bar.add_task("hook", total=settings.rounds * (6 * len(JOBS) + 2 * STEADY_PAIRS))
-            for number in range(settings.rounds):
-                for job in JOBS:
-                    one_round(Arms(launcher, server, directory, job, number), figures, bar, task)
-                bar.update(task, description="settled steps")
-                for pair in range(STEADY_PAIRS):
-                    settled.measure(figures, turned=pair % 2)
-                    bar.advance(task, 2)
-    figures.write(settings.output)
+    return running, launched
 
 
-class Arms:
-    """The six ways to run one job in one round; what is cold in it is warm later in it."""
-
-    def __init__(self, launcher, server, directory, job, number):
-        self.job = job
-        self.number = number
-        self._launcher = launcher
-        self._directory = directory / f"{job}-{number}"
-        self._own = str(self._directory / "own")
-        self._stash = {
-            "GRAPHSTASH_URL": server.url,
-            "GRAPHSTASH_NAMESPACE": f"{job.lower()}-{number}",
-        }
-
-    def run(self, arm):
-        script, choices = JOBS[self.job]
-        hook = arm in (COLD, OTHER_HOST, SAME_HOST)
-        extra = self._stash if hook else {}
-        if arm in (PEER_COLD, PEER_WARM):
-            extra = {"XLA_PERSISTENT_CACHE_PATH": self._own}
-        place = self._directory / ("other" if arm == OTHER_HOST else "host")
-        launched = self._launcher.launch(script, place, *choices, hook=hook, **extra)
-        return launched.finish()
+def finish(running, launched):
+    outcome = running.finish()
+    trained = running.report.stat().st_mtime - launched
+    ended = Path(f"{running.errors}.status").stat().st_mtime - launched
+    return outcome.report | {
+        "begun_seconds": trained - outcome.report["total_seconds"],  # its first line ran
+        "trained_seconds": trained,
+        "ended_seconds": ended,
+        "fallbacks": outcome.stats.get("fallbacks"),
+    }
 
 
-def one_round(arms, figures, bar, task):
-    cold, warm = [BARE, PEER_COLD, COLD], [PEER_WARM, OTHER_HOST, SAME_HOST]
-    turn = arms.number % 3
-    results = {}
-    # Nobody is always first.
-    for arm in (*cold[turn:], *cold[:turn], *warm[turn:], *warm[:turn]):
-        bar.update(task, description=f"{arms.job}: {arm}")
-        results[arm] = arms.run(arm)
-        bar.advance(task)
-    title = f"{arms.job}, from launch"
-    for arm in (*cold, *warm):
-        for column, field in COLUMNS.items():
-            figures.add(title, arm, column, results[arm][field])
-        if results[arm]["losses"] != results[BARE]["losses"]:
-            figures.note(f"LOSSES DIFFER: {arms.job}, {arm}")
-        if results[arm]["stats"].get("fallbacks"):
-            figures.note(f"fallbacks in {arms.job}, {arm}: {results[arm]['stats']['fallbacks']}")
-    for first, second in (
-        (SAME_HOST, PEER_WARM),
-        (OTHER_HOST, PEER_WARM),
-        (OTHER_HOST, COLD),
-        (OTHER_HOST, BARE),
-        (COLD, PEER_COLD),
-        (COLD, BARE),
-    ):
-        for column, field in (("third step", "settled_seconds"), ("trained", "trained_seconds")):
-            ratio = results[first][field] / results[second][field]
-            figures.add(RATIOS, f"{first} / {second}", f"{arms.job}, {column}", ratio)
-
-
-class Steady:
-    """A long run without and with the hook, both with loaded graphs: only the hook differs."""
-
-    def __init__(self, launcher, server, directory, steps):
-        self._launcher = launcher
-        self._directory = directory
-        self._steps = ("--steps", steps, "--steady")
-        self._arms = {
-            WITHOUT: {"XLA_PERSISTENT_CACHE_PATH": str(directory / "own")},
-            WITH: {"hook": True, "GRAPHSTASH_URL": server.url, "GRAPHSTASH_NAMESPACE": "steady"},
-        }
-        for arm in self._arms:
-            self._run(arm)  # compiles
-
-    def measure(self, figures, *, turned):
-        """One run of each, the other way round when `turned`."""
-        medians = {}
-        for arm in reversed(self._arms) if turned else self._arms:
-            report = self._run(arm, *self._steps)
+def steady(jobs, bench, *, steps=None, turned=False):
+    """Run a long job without and with the hook, both with loaded graphs: only the hook differs."""
+    figures, medians = bench.figures, {}
+    arms = {WITHOUT: "own", WITH: "graphstash"}
+    for arm in reversed(arms) if turned else arms:
+        options = ("--steps", steps, "--steady") if steps else ()
+        report = run(jobs, bench, MLP, arm.replace(" ", "-"), *options, cache=arms[arm])
+        if steps:
             medians[arm] = report["step_seconds_median"]
             figures.add(STEADY, arm, "median ms", medians[arm] * 1e3)
             for column, count in report["per_step"].items():
                 figures.add(STEADY, arm, column, count)
+    if steps:
         figures.add(STEADY, "with / without", "median ms", medians[WITH] / medians[WITHOUT])
-
-    def _run(self, arm, *choices):
-        place = self._directory / arm.replace(" ", "-")
-        return self._launcher.launch(MLP, place, *choices, **self._arms[arm]).finish()
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ make a twentieth of the store go.
     PYTHONPATH=tests .venv/bin/python -m benchmarks.million --rounds 3 --large 1000000
 """
 
-import base64
-import hashlib
 import http.client
 import json
 import os
@@ -18,8 +16,10 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 
-from benchmarks.figures import Figures, options, progress, workspace
+from benchmarks.figures import part
+from graphstash_schema import Digest
 from graphstash_server.testing import ServerProcess
 from support.filling import (
     BLOB_BYTES,
@@ -42,7 +42,7 @@ EXPLAIN = "/v1/bench/artifacts:explain"
 
 GRAPHSTASH = """\
 import atexit
-from benchmarks.memory import peak_bytes
+from benchmarks.costs import peak_bytes
 from graphstash.__main__ import main
 atexit.register(lambda: print(peak_bytes()))
 main()
@@ -50,34 +50,25 @@ main()
 
 
 def main():
-    settings = options(
-        "million",
-        __doc__.splitlines()[0],
-        rounds=3,
-        extra=[("large", 1_000_000, "artifacts of the large database")],
-    )
-    figures = Figures("million", {"rounds": settings.rounds, "artifacts": settings.large})
-    figures.note(
-        "The goal: ready within 10 s; GET and lookup as fast as with a thousand; pages and"
-    )
-    figures.note("explanations within 200 ms.")
+    extra = [("large", 1_000_000, "artifacts of the large database")]
     with (
-        workspace() as directory,
+        part("million", __doc__, rounds=3, extra=extra, has_server=False) as bench,
         Postgres(shared_buffers="256MB") as postgres,
-        progress() as bar,
     ):
-        task = bar.add_task("million", total=2 * (2 + settings.rounds))
-        for database in ("SQLite", "PostgreSQL"):
-            stores = []
-            for count in (SMALL, settings.large):
-                bar.update(task, description=f"{database}: filling {count:,}", advance=1)
-                place = directory / f"{database}-{count}"
-                stores.append(Store(place, database, count, postgres))
-            for _ in range(settings.rounds):
-                bar.update(task, description=f"{database}: asking", advance=1)
-                for store in stores:
-                    store.measure(figures)
-    figures.write(settings.output)
+        bench.figures.note(
+            "The goal: ready within 10 s; GET and lookup as fast as with a thousand; pages and "
+            "explanations within 200 ms."
+        )
+        sizes = (SMALL, bench.settings.large)
+        stores = [
+            Store(bench.directory / f"{database}-{count}", database, count, postgres)
+            for database in ("SQLite", "PostgreSQL")
+            for count in sizes
+        ]
+        for _ in bench.rounds():
+            for store in stores:
+                bench.now(f"{store.title}, {store.count:,}")
+                store.measure(bench.figures)
 
 
 class Store:
@@ -127,17 +118,15 @@ class Store:
         add("command to ready, s", time.monotonic() - began)
         try:
             connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
-            for what, times in (
-                ("GET of 4 KiB, median ms", [self.get(connection) for _ in range(GETS)]),
-                ("miss, median ms", [self.miss(connection) for _ in range(GETS)]),
-                (
-                    "lookup of 1,000 keys, median ms",
-                    [self.look(connection) for _ in range(LOOKUPS)],
-                ),
-                *self.pages(connection),
-                ("PUT of 4 KiB, median ms", [self.put(connection) for _ in range(PUTS)]),
+            for what, count, call in (
+                ("GET of 4 KiB", GETS, self.get),
+                ("miss", GETS, self.miss),
+                ("lookup of 1,000 keys", LOOKUPS, self.look),
+                *self.pages(),
+                ("PUT of 4 KiB", PUTS, self.put),
             ):
-                add(what, statistics.median(times) * 1e3)
+                times = [call(connection) for _ in range(count)]
+                add(f"{what}, median ms", statistics.median(times) * 1e3)
             add("server's memory, MiB", server.resident_bytes / 1024**2)
             _, _, stats = ask(connection, "GET", "/v1/stats")
             self.stored_bytes = json.loads(stats)["namespaces"][0]["size_bytes"]
@@ -167,43 +156,32 @@ class Store:
         return seconds
 
     def look(self, connection):
-        kind, device_type = KEY.split("/")
-        keys = [
-            {
-                "kind": kind,
-                "device_type": device_type,
-                "fingerprint": fingerprint(self.random.randrange(self.count)),
-            }
-            for _ in range(1000)
-        ]
-        body = json.dumps({"keys": keys})
-        seconds, status, _ = ask(connection, "POST", "/v1/bench/artifacts:lookup", body)
-        assert status == 200
-        return seconds
+        numbers = [self.random.randrange(self.count) for _ in range(1000)]
+        keys = [key_of(fingerprint(number)) for number in numbers]
+        return checked(connection, "POST", "/v1/bench/artifacts:lookup", {"keys": keys})
 
-    def pages(self, connection):
+    def pages(self):
         """What people look at, and what explains a miss."""
+        for what, where in (
+            ("the overview", "/"),
+            ("search for one word", "/search?q=torch"),
+            ("search for a word that nothing has", "/search?q=nowhere"),
+        ):
+            yield what, PAGES, partial(checked, method="GET", where=where)
         label = {"label": "train.py:1", "environment": environment_of(is_usual=False)}
         near = label | {"program": program_of(self.count - 1)}
         new = {"label": "new", "program": {"program": "new"}, "environment": {}}
-        for what, method, where, body in (
-            ("the overview", "GET", "/", None),
-            ("search for one word", "GET", "/search?q=torch", None),
-            ("search for a word that nothing has", "GET", "/search?q=nowhere", None),
-            ("explanation of a miss with relatives", "POST", EXPLAIN, near),
-            ("explanation of a new program", "POST", EXPLAIN, new),
-        ):
-            kind, device_type = KEY.split("/")
-            key = {"kind": kind, "device_type": device_type, "fingerprint": "f" * 64}
-            sent = None if body is None else json.dumps({"key": key, **body})
-            answers = [ask(connection, method, where, sent) for _ in range(PAGES)]
-            assert {status for _, status, _ in answers} == {200}
-            yield f"{what}, median ms", [seconds for seconds, _, _ in answers]
+        for what, asked in (("a miss with relatives", near), ("a new program", new)):
+            body = {"key": key_of("f" * 64), **asked}
+            yield (
+                f"explanation of {what}",
+                PAGES,
+                partial(checked, method="POST", where=EXPLAIN, body=body),
+            )
 
     def put(self, connection):
         body = self.random.randbytes(BLOB_BYTES)
-        digest = hashlib.sha256(body).digest()
-        header = {"Repr-Digest": f"sha-256=:{base64_of(digest)}:"}
+        header = {"Repr-Digest": Digest.of(body).repr_digest}
         number = f"{self.random.getrandbits(256):064x}"
         seconds, status, _ = ask(connection, "PUT", path(number), body, header)
         assert status == 201
@@ -214,8 +192,17 @@ def path(number):
     return f"/v1/bench/artifacts/{KEY}/{number}"
 
 
-def base64_of(raw):
-    return base64.b64encode(raw).decode()
+def key_of(number):
+    kind, device_type = KEY.split("/")
+    return {"kind": kind, "device_type": device_type, "fingerprint": number}
+
+
+def checked(connection, method, where, body=None):
+    """Return the seconds of a call that is answered 200."""
+    sent = None if body is None else json.dumps(body)
+    seconds, status, _ = ask(connection, method, where, sent)
+    assert status == 200, status
+    return seconds
 
 
 def ask(connection, method, where, body=None, headers=None):

@@ -28,7 +28,7 @@ SETTLED_STEP = 3
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--report", type=Path, required=True)
+    parser.add_argument("report", type=Path)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--steady", action="store_true")
     parser.add_argument("--trace", action="store_true")

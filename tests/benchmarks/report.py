@@ -8,9 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.figures import columns_of, console, show
+from benchmarks.figures import console, table_of
 
-__all__ = ["begin", "environment", "files_of", "finish", "machine", "pages", "row", "run_part"]
+__all__ = ["begin", "environment", "files_of", "finish", "pages", "run_part"]
 
 TESTS = Path(__file__).parents[1]
 
@@ -94,16 +94,8 @@ def pages(report, title="Benchmarks", *, about="", goals=(), picture=""):
         settings = ", ".join(f"{key} {value}" for key, value in part["settings"].items())
         lines += ["", f"## {name}", "", f"{settings}; load average before and after: {load}."]
         for heading, rows in part["tables"].items():
-            columns = columns_of(rows)
-            lines += ["", f"### {heading}", ""]
-            lines += [row("", columns), row("---", ["---:"] * len(columns))]
-            for label, cells in rows.items():
-                lines.append(row(label, [show(cells.get(column, "")) for column in columns]))
+            lines += ["", f"### {heading}", "", *table_of(rows)]
         lines += ["", *(f"- {note}" for note in part["notes"])]
     for part in report["failed"]:
         lines += ["", f"`{part}` failed."]
     return "\n".join(lines) + "\n"
-
-
-def row(label, cells):
-    return f"| {label} | {' | '.join(cells)} |"

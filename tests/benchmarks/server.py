@@ -20,9 +20,9 @@ import time
 from contextlib import ExitStack
 from functools import partial
 
-from benchmarks.figures import Figures, options, progress, workspace
+from benchmarks.costs import cpu_seconds, peak_bytes
+from benchmarks.figures import part, rotated
 from benchmarks.load import many, wrk
-from benchmarks.memory import peak_bytes
 from benchmarks.targets import (
     NAMESPACE,
     PEERS,
@@ -32,7 +32,6 @@ from benchmarks.targets import (
     ReleaseBefore,
     artifact_path,
     base_of,
-    cpu_seconds,
     fetch_sha256,
     unique_body,
 )
@@ -56,49 +55,40 @@ TIMES = "times and memory"
 
 
 def main():
-    settings = options(
-        "server",
-        __doc__.splitlines()[0],
-        rounds=3,
-        extra=[
-            ("seconds", 2, "length of one measurement"),
-            ("postgresql", 0, "1 for both releases on PostgreSQL, without peers"),
-            ("puts", 0, "1 for PUTs alone, of both releases, without peers"),
-        ],
-    )
-    figures = Figures("server", {"rounds": settings.rounds, "seconds": settings.seconds})
-    figures.note(f"GETs were made by {'wrk, 1 thread' if wrk() else 'threads of Python'}.")
-    figures.note(
-        "HEAD, lookup, PUT and all of Redis were asked by threads of Python: 10,000 a second at "
-        "most."
-    )
-    figures.note(
-        "redis answers from memory; nginx's and turborepo's PUTs do not wait for the disk."
-    )
-    kinds = [Graphstash, ReleaseBefore]
-    for peer in () if settings.postgresql or settings.puts else PEERS:
-        if how := peer.missing():
-            figures.note(f"{peer.name} is not installed: {how}")
-        else:
-            kinds.append(peer)
-    with workspace() as directory, ExitStack() as stack:
-        postgres = stack.enter_context(Postgres()) if settings.postgresql else None
-        targets = [start(stack, kind, directory, postgres) for kind in kinds]
-        if not settings.puts:
-            publish(targets)
-        with progress() as bar:
-            task = bar.add_task("server", total=settings.rounds * len(targets))
-            for number in range(settings.rounds):
-                turn = number % len(targets)  # or one would always be the first after the disk
-                for target in targets[turn:] + targets[:turn]:
-                    bar.update(task, description=target.name, advance=1)
-                    if settings.puts:
-                        measure_puts(figures, target, settings.seconds)
-                    else:
-                        measure(figures, target, settings.seconds)
-                measure_disk(figures, directory / "alone", settings.seconds)
+    extra = [
+        ("seconds", 2, "length of one measurement"),
+        ("postgresql", 0, "1 for both releases on PostgreSQL, without peers"),
+        ("puts", 0, "1 for PUTs alone, of both releases, without peers"),
+    ]
+    with part("server", __doc__, rounds=3, extra=extra, has_server=False) as bench:
+        settings, figures = bench.settings, bench.figures
+        tool = "wrk, 1 thread" if wrk() else "threads of Python"
+        figures.note(f"GETs were made by {tool}.")
+        figures.note(
+            "HEAD, lookup, PUT and all of Redis were asked by threads of Python: at most 10,000 a "
+            "second."
+        )
+        figures.note(
+            "redis answers from memory; nginx's and turborepo's PUTs do not wait for the disk."
+        )
+        kinds = [Graphstash, ReleaseBefore]
+        for peer in () if settings.postgresql or settings.puts else PEERS:
+            if how := peer.missing():
+                figures.note(f"{peer.name} is not installed: {how}")
+            else:
+                kinds.append(peer)
+        with ExitStack() as stack:
+            postgres = stack.enter_context(Postgres()) if settings.postgresql else None
+            targets = [start(stack, kind, bench.directory, postgres) for kind in kinds]
+            if not settings.puts:
+                publish(targets)
+            measure_one_round = measure_puts if settings.puts else measure
+            for number in bench.rounds():
+                for target in rotated(targets, number):
+                    bench.now(target.name)
+                    measure_one_round(figures, target, settings.seconds)
+                measure_disk(figures, bench.directory / "alone", settings.seconds)
                 os.sync()  # or the writing back of these would slow the next round's first target
-    figures.write(settings.output)
 
 
 def start(stack, kind, directory, postgres):

@@ -11,14 +11,15 @@ import secrets
 import shutil
 import socket
 import subprocess
-import time
 from http.client import HTTPConnection
 from pathlib import Path
 
 from benchmarks.load import HttpConnection, RedisConnection, ask, get, many
 from graphstash_server.testing import ServerProcess
+from support.ports import reserved_port
 from support.release_before import python_of_release_before
 from support.server import Server
+from support.waiting import until
 
 __all__ = [
     "NAMESPACE",
@@ -31,7 +32,6 @@ __all__ = [
     "Turborepo",
     "artifact_path",
     "base_of",
-    "cpu_seconds",
     "fetch_sha256",
     "unique_body",
 ]
@@ -90,22 +90,14 @@ class Target:
         self.put(connection, (payload,), hashlib.sha256(payload), name)
         connection.close()
 
-    def get(self, names, *, connections, seconds):
+    def get(self, names, **load):
         """GETs what was published, by turns."""
-        paths = [self.path(name) for name in names]
-        return get(self.port, paths, connections=connections, seconds=seconds, headers=self.headers)
+        return get(self.port, [self.path(name) for name in names], headers=self.headers, **load)
 
-    def miss(self, *, connections, seconds):
-        """GETs what nobody has stored."""
+    def miss(self, **load):
+        """GETs what was never stored."""
         paths = [self.unknown() for _ in range(1000)]
-        return get(
-            self.port,
-            paths,
-            connections=connections,
-            seconds=seconds,
-            headers=self.headers,
-            status=404,
-        )
+        return get(self.port, paths, headers=self.headers, status=404, **load)
 
     def head(self, name, *, connections, seconds):
         """Asks whether something is there, and how large it is."""
@@ -190,18 +182,15 @@ class Peer(Target):
 
     def __init__(self, directory):
         directory.mkdir(parents=True)
-        self.port = free_port()
+        self.port = reserved_port()
         self._log = (directory / "log").open("wb")
         command, environment = self.command(directory.absolute())
         self._process = subprocess.Popen(
             command, stdout=self._log, stderr=self._log, env={**os.environ, **environment}
         )
         self.pid = self._process.pid
-        deadline = time.monotonic() + START_SECONDS
-        while not answers(self.port):
-            assert self._process.poll() is None, (directory / "log").read_text()
-            assert time.monotonic() < deadline, (directory / "log").read_text()
-            time.sleep(0.05)
+        until(lambda: answers(self.port) or self._process.poll() is not None)
+        assert self._process.poll() is None, (directory / "log").read_text()
 
     @classmethod
     def missing(cls):
@@ -408,24 +397,6 @@ class Redis(Peer):
 PEERS = (Nginx, Registry, Turborepo, Redis)
 
 
-def cpu_seconds(pid):
-    """CPU time that a process and its living descendants have used, with their dead children's."""
-    ticks, parents = {}, {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            # The command, in brackets, may hold spaces; afterwards: state, parent, ...
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        number = int(path.parent.name)
-        parents[number] = int(fields[1])
-        ticks[number] = sum(map(int, fields[11:15]))
-    tree = {pid}
-    while more := {child for child, parent in parents.items() if parent in tree} - tree:
-        tree |= more
-    return sum(ticks[number] for number in tree) / os.sysconf("SC_CLK_TCK")
-
-
 def fetch_sha256(target, name):
     """The SHA-256 of what a target serves over HTTP, read by another client than the load's."""
     connection = HTTPConnection("127.0.0.1", target.port, timeout=60)
@@ -438,12 +409,6 @@ def fetch_sha256(target, name):
         digest.update(chunk)
     connection.close()
     return digest.hexdigest()
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def answers(port):

@@ -10,13 +10,14 @@ the download. A local hit reads the file once more, for a digest.
 
 import secrets
 import shutil
-import time
 
-from benchmarks.figures import Figures, options, progress, workspace
+from benchmarks.costs import Watch
+from benchmarks.figures import part
 from graphstash import ClientConfig, Stash
 from graphstash_schema import ArtifactKey, ArtifactMetadata
-from support.server import Server
 from support.signing import Team
+
+__all__ = ["publish"]
 
 MIB = 1024**2
 SIZES = {"1 MiB": MIB, "64 MiB": 64 * MIB}
@@ -25,36 +26,32 @@ SECONDS, CPU, CHECK = "seconds to a payload", "client's CPU seconds", "the check
 
 
 def main():
-    settings = options("verify", __doc__.splitlines()[0], rounds=15)
-    figures = Figures("verify", {"rounds": settings.rounds})
-    figures.note("`download` is without unpacking and with the policy off: bytes and their digest.")
-    figures.note("The payload is random: it does not shrink, so that 64 MiB travel.")
-    with workspace() as directory:
-        team = Team(directory)
+    with part("verify", __doc__, rounds=15) as bench:
+        note = bench.figures.note
+        note("`download` is without unpacking and with the policy off: bytes and their digest.")
+        note("The payload is random: it does not shrink, so that 64 MiB travel.")
+        team = Team(bench.directory)
         team.trust("ci")
-        with Server(directory / "server") as server, progress() as bar:
-            keys = publish(server, directory, team)
-            task = bar.add_task("verify", total=settings.rounds * len(keys))
-            for number in range(settings.rounds + 1):
-                for label, key in keys.items():
-                    took = measure(server, directory, team, key, first=number % 2)
-                    if number:  # the first round warms up
-                        report(figures, label, took)
-                        bar.update(task, advance=1)
-    figures.write(settings.output)
+        keys = {
+            label: ArtifactKey.parse("jax", "cpu-x86_64", f"{size:064x}")
+            for label, size in SIZES.items()
+        }
+        payloads = {key: secrets.token_bytes(SIZES[label]) for label, key in keys.items()}
+        publish(bench.server, bench.directory, payloads, signing_key=team.key("ci"))
+        for number in bench.rounds(first=-1):  # the first round warms up
+            for label, key in keys.items():
+                took = measure(bench.server, bench.directory, team, key, first=number % 2)
+                if number >= 0:
+                    report(bench.figures, label, took)
 
 
-def publish(server, directory, team):
-    keys = {}
-    config = ClientConfig.load(
-        {}, url=server.url, cache_dir=directory / "ci", signing_key=team.key("ci")
-    )
+def publish(server, directory, payloads, **settings):
+    """Store payloads, by key, as a job does."""
+    config = ClientConfig.load({}, url=server.url, cache_dir=directory / "publisher", **settings)
     with Stash(config) as stash:
-        for number, (label, size) in enumerate(SIZES.items()):
-            keys[label] = ArtifactKey.parse("jax", "cpu-x86_64", f"{number:064x}")
-            metadata = ArtifactMetadata(compile_seconds=60.0, raw_size_bytes=size)
-            stash.put(keys[label], secrets.token_bytes(size), metadata)
-    return keys
+        for key, payload in payloads.items():
+            metadata = ArtifactMetadata(compile_seconds=60.0, raw_size_bytes=len(payload))
+            stash.put(key, payload, metadata)
 
 
 def measure(server, directory, team, key, *, first):
@@ -83,18 +80,6 @@ def measure(server, directory, team, key, *, first):
                 took["check"] = checks[0]
         shutil.rmtree(place)
     return took
-
-
-class Watch:
-    """Times a block."""
-
-    def __enter__(self):
-        self._began = time.perf_counter(), time.process_time()
-        return self
-
-    def __exit__(self, *_):
-        self.seconds = time.perf_counter() - self._began[0]
-        self.cpu_seconds = time.process_time() - self._began[1]
 
 
 def timed(stash):

@@ -5,10 +5,13 @@ from dataclasses import dataclass, field
 
 from benchmarks.figures import Figures, progress
 from benchmarks.goals import Goal
+from benchmarks.plots import panels
 from benchmarks.reduce.arms import AGGREGATED, LOOKS, arms_of, formula, model_bytes
 from benchmarks.reduce.cells import link_payload
 
-__all__ = ["Checks", "goals_of", "measure"]
+__all__ = ["Checks", "draw", "goals_of", "measure"]
+
+COLOURS = {"coo": "#8a8a8a", "blocks": "#3b75af", "dedicated": "#e08a1e", "colocated": "#4f9d5d"}
 
 SECONDS, MODEL, RATIOS = "Seconds", "Seconds over the model's", "Ring's seconds over this arm's"
 PAYLOAD, WIRE = "MB of payload for each worker", "MB on all links for each worker"
@@ -112,3 +115,26 @@ def goals_of(parts):
     }
     text = "density 1, with the fallback: the ring's seconds over the hook's"
     return [*goals, Goal(f"{text} at least {1 / FALLBACK:.2f}", 1 / FALLBACK, dense)]
+
+
+def draw(sums, output):
+    """Write a picture of {(workers, gbits): part of a report}; points are medians."""
+    groups = {
+        f"{part['part']}{title.removeprefix(RATIOS)}": rows
+        for part in sums.values()
+        for title, rows in part["tables"].items()
+        if title.startswith(RATIOS)
+    }
+    if not groups:
+        return
+    with panels(groups, output, size=(7, 4)) as shown:
+        for title, axes in shown.items():
+            rows = groups[title]
+            for arm, colour in COLOURS.items():
+                points = [(x, c[arm]["median"]) for x, c in enumerate(rows.values()) if arm in c]
+                axes.plot(*zip(*points, strict=True) or ([], []), "o-", label=arm, color=colour)
+            axes.axhline(1, color="black", linewidth=0.8)
+            axes.set_yscale("log")
+            axes.set_ylabel("times faster than the ring")
+            names = [row.replace(", ", "\n") for row in rows]
+            axes.set_xticks(range(len(rows)), names, fontsize=8)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from loops import ARMS, OPTIMIZERS
 
-from benchmarks.figures import Figures, progress
+from benchmarks.figures import Figures, progress, rotated
 from benchmarks.training import loader
 from benchmarks.training.cells import BATCH_SIZES, Cell, Run
 
@@ -79,7 +79,7 @@ def measure(cell, arms, device, rounds, figures):
     gc.collect()
     gc.disable()
     for number in range(rounds):
-        one_round(cell, rotated(runs, number), steps, figures)
+        one_round(cell, dict(rotated(runs.items(), number)), steps, figures)
     gc.enable()
     for arm, run in runs.items():
         row = f"{cell.model}, {arm}"
@@ -118,13 +118,6 @@ def steps_of_a_block(run):
 def difference(run, other):
     """The largest relative difference of a loss in the warm-up."""
     return max(abs(a - b) / abs(b) for a, b in zip(run.losses, other.losses, strict=True))
-
-
-def rotated(runs, number):
-    """The same runs, beginning with another one."""
-    items = list(runs.items())
-    number %= len(items)
-    return dict(items[number:] + items[:number])
 
 
 def device_of(backend):

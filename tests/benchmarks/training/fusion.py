@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.figures import Figures, progress
+from benchmarks.figures import Figures, progress, rotated
 from benchmarks.training.fusion_run import ARMS, MIB, MODELS, OPTIMIZERS, Cell, serve
 
 __all__ = ["RATIOS", "ROUNDS", "SHARE", "TABLE", "main"]
@@ -94,9 +94,8 @@ def measure_time(cell, processes, rounds, figures):
             figures.note(f"{cell}: the losses of {arm} are not those of unfused")
     steps = max(1, round(BLOCK_MS / processes("unfused", "block", 1)[0]))
     for number in range(rounds):
-        order = ARMS[number % len(ARMS) :] + ARMS[: number % len(ARMS)]
         taken = {}
-        for arm in order:
+        for arm in rotated(ARMS, number):
             taken[arm], wall, in_step, faults = processes(arm, "block", steps)
             figures.add(TABLE, str(cell), arm, taken[arm])
             figures.add(RATES, str(cell), arm, 1000 / wall)

@@ -1,10 +1,13 @@
-"""The goals of the training loops."""
+"""The goals of the training loops, and their picture: speed relative to the plain loop."""
 
 from benchmarks.goals import Goal
+from benchmarks.plots import panels
 from benchmarks.training import fusion
 from benchmarks.training.arms import HOST, RATES, RATIOS
 
-__all__ = ["fusion_goals_of", "goals_of"]
+__all__ = ["HOST_BOUND", "draw", "fusion_goals_of", "goals_of"]
+
+COLOURS = {"best": "#8a8a8a", "ours": "#3b75af", "ours-traced": "#e08a1e"}
 
 HOST_BOUND = 0.5
 """The host is the bottleneck where its thread computes for this part of the best lazy step."""
@@ -73,3 +76,35 @@ def host_bound(tables):
         if "best" in cells
         and cells["best"]["median"] / 1000 * tables[RATES][name]["best"]["median"] >= HOST_BOUND
     }
+
+
+def draw(parts, output):
+    """Write a picture of every part that compares arms; bars are medians, whiskers all rounds."""
+    backends = {
+        f"{name}: steps per second, relative to the plain loop": part["tables"][RATIOS]
+        for name, part in parts.items()
+        if RATIOS in part["tables"]
+    }
+    if not backends:
+        return
+    widest = max(map(len, backends.values()))
+    with panels(backends, output, size=(6 + 0.6 * widest, 4), columns=1, dpi=120) as shown:
+        for title, axes in shown.items():
+            cells = backends[title]
+            for place, (arm, colour) in enumerate(COLOURS.items()):
+                bars = {
+                    x + 0.28 * (place - 1): cell[f"{arm} / plain"]
+                    for x, cell in enumerate(cells.values())
+                    if f"{arm} / plain" in cell
+                }
+                reach = [
+                    [bar["median"] - bar["min"] for bar in bars.values()],
+                    [bar["max"] - bar["median"] for bar in bars.values()],
+                ]
+                heights = [bar["median"] for bar in bars.values()]
+                whiskers = {"yerr": reach, "error_kw": {"elinewidth": 0.8}} if bars else {}
+                axes.bar([*bars], heights, width=0.26, color=colour, label=arm, **whiskers)
+            axes.axhline(1, color="black", linewidth=0.8)
+            names = [name.replace(" ", "\n") for name in cells]
+            axes.set_xticks(range(len(cells)), names, fontsize=8)
+            axes.margins(x=0.01, y=0.15)

@@ -8,81 +8,62 @@ core, the host part one of
     python    computes inside of it, so that both sides need the interpreter lock
 
 and for the last one also against a device part of many small operations, each of which gives up the
-lock and has to get it back. `python tests/benchmarks/training/overlap.py` prints the table.
+lock and has to get it back.
 """
 
-import argparse
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
 from graphstash.training.threads import DeviceExecutor
 
-__all__ = ["Row", "measure"]
+__all__ = ["STEPS", "measure"]
 
+TABLE = "Equal halves of 10 ms, one computed by the executor: wall time over the slower half"
 STEPS = 50
 SECONDS = 0.01  # of one half
 DEPTH = 2
 
 
-@dataclass
-class Row:
-    """One pair of halves; one sample per round."""
-
-    host: str
-    device: str
-    host_ms: list[float] = field(default_factory=list)
-    device_ms: list[float] = field(default_factory=list)
-    serial_ms: list[float] = field(default_factory=list)
-    threaded_ms: list[float] = field(default_factory=list)
-
-    def to_slower_half(self, wall_ms):
-        """Wall time over max(host, device), round by round: 1 is perfect, 2 is no overlap."""
-        halves = zip(wall_ms, self.host_ms, self.device_ms, strict=True)
-        return [wall / max(host, device) for wall, host, device in halves]
-
-    @property
-    def serial(self):
-        return self.to_slower_half(self.serial_ms)
-
-    @property
-    def threaded(self):
-        return self.to_slower_half(self.threaded_ms)
-
-
-def measure(rounds: int, steps: int = STEPS) -> list[Row]:
-    """Every pair of halves, its four arms interleaved in each round."""
+def measure(figures, rounds, steps):
+    """Add every pair of halves, its four arms interleaved in each round."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        tall, square, small = torch.randn(50_000, 256), torch.randn(256, 256), torch.randn(16, 16)
-
-        def product(rows):
-            torch.mm(tall[:rows], square)
-
-        product, native = calibrate(product), calibrate(product)
-        python = calibrate(partial(repeat, count))
-        many = calibrate(partial(repeat, lambda: torch.mm(small, small)))
-        parts = [
-            ("sleep", "one product", partial(time.sleep, SECONDS), product),
-            ("native", "one product", native, product),
-            ("python", "one product", python, product),
-            ("python", "small operations", python, many),
-        ]
-        rows = [Row(host, device) for host, device, _, _ in parts]
+        pairs = pairs_of_halves()
         for _ in range(rounds):
-            for row, (_, _, host, device) in zip(rows, parts, strict=True):
-                row.host_ms.append(per_step(steps, repeat, host, steps))
-                row.serial_ms.append(per_step(steps, in_series, host, device, steps))
-                row.threaded_ms.append(per_step(steps, threaded, host, device, steps))
-                row.device_ms.append(per_step(steps, repeat, device, steps))
-        return rows
+            for row, (host, device) in pairs.items():
+                add = partial(figures.add, TABLE, row)
+                host_ms = per_step(steps, repeat, host, steps)
+                serial_ms = per_step(steps, in_series, host, device, steps)
+                threaded_ms = per_step(steps, threaded, host, device, steps)
+                device_ms = per_step(steps, repeat, device, steps)
+                slower = max(host_ms, device_ms)
+                add("host ms", host_ms)
+                add("device ms", device_ms)
+                add("serial / slower half", serial_ms / slower)  # 1 is perfect, 2 no overlap
+                add("executor / slower half", threaded_ms / slower)
     finally:
         torch.set_num_threads(threads)
+
+
+def pairs_of_halves():
+    tall, square, small = torch.randn(50_000, 256), torch.randn(256, 256), torch.randn(16, 16)
+
+    def product(rows):
+        torch.mm(tall[:rows], square)
+
+    product, native = calibrate(product), calibrate(product)
+    python = calibrate(partial(repeat, count))
+    many = calibrate(partial(repeat, lambda: torch.mm(small, small)))
+    return {
+        "host: sleep; device: one product": (partial(time.sleep, SECONDS), product),
+        "host: native; device: one product": (native, product),
+        "host: python; device: one product": (python, product),
+        "host: python; device: small operations": (python, many),
+    }
 
 
 def in_series(host, device, steps):
@@ -104,8 +85,8 @@ def count():
         total += number
 
 
-def calibrate(part: Callable[[int], object]) -> Callable[[], object]:
-    """The part at the size at which it takes SECONDS."""
+def calibrate(part):
+    """Return the part at the size at which it takes SECONDS."""
     size = 1
     for _ in range(6):
         taken = statistics.median(per_step(1, part, size) for _ in range(5))
@@ -119,21 +100,7 @@ def repeat(part, times):
 
 
 def per_step(steps, run, *arguments):
-    """Milliseconds."""
+    """Return milliseconds."""
     started = time.perf_counter()
     run(*arguments)
     return (time.perf_counter() - started) / steps * 1000
-
-
-def show(samples):
-    return f"{statistics.median(samples):.2f} ({min(samples):.2f} to {max(samples):.2f})"
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
-    print("| host | device | host ms | device ms | serial / slower half | executor / slower half |")
-    print("|---|---|---|---|---|---|")
-    for row in measure(parser.parse_args().rounds):
-        figures = (row.host_ms, row.device_ms, row.serial, row.threaded)
-        print("|", " | ".join((row.host, row.device, *map(show, figures))), "|")

@@ -24,10 +24,7 @@ from benchmarks.figures import Figures, console  # noqa: E402
 from benchmarks.report import begin, environment, files_of, finish, pages, run_part  # noqa: E402
 from benchmarks.training import overlap  # noqa: E402
 from benchmarks.training.arms import BACKENDS, ROUNDS  # noqa: E402
-from benchmarks.training.goals import HOST_BOUND, fusion_goals_of, goals_of  # noqa: E402
-from benchmarks.training.plot import draw  # noqa: E402
-
-OVERLAP = "Equal halves of 10 ms, one computed by the executor: wall time over the slower half"
+from benchmarks.training.goals import HOST_BOUND, draw, fusion_goals_of, goals_of  # noqa: E402
 
 PARTS = ("loops", "overlap", "fusion")
 
@@ -46,7 +43,8 @@ def main():
         measure_loops(report, backend, options)
     if "overlap" in options.parts:
         console.rule("[bold]overlap[/bold]")
-        figures = measure_overlap(options)
+        figures = Figures("overlap", {"rounds": options.rounds})
+        overlap.measure(figures, options.rounds, 10 if options.quick else overlap.STEPS)
         figures.write(options.directory / "bench-training-overlap.json")
         report["parts"]["overlap"] = figures.as_json()
     if "fusion" in options.parts:
@@ -84,20 +82,6 @@ def measure_fusion(report, options):
     given += ["--batch-sizes", "1", "32"] if options.quick else []
     env = environment(EXAMPLES, OMP_NUM_THREADS="1")
     run_part(report, "fusion", "benchmarks.training.fusion", output, *given, env=env)
-
-
-def measure_overlap(options):
-    rows = overlap.measure(options.rounds, 10 if options.quick else overlap.STEPS)
-    figures = Figures("overlap", {"rounds": options.rounds})
-    for row in rows:
-        name = f"host: {row.host}; device: {row.device}"
-        figures.tables.setdefault(OVERLAP, {})[name] = {
-            "host ms": row.host_ms,
-            "device ms": row.device_ms,
-            "serial / slower half": row.serial,
-            "executor / slower half": row.threaded,
-        }
-    return figures
 
 
 def backends_here():

@@ -27,8 +27,9 @@ from statistics import median
 TESTS = Path(__file__).parents[2]
 sys.path[:0] = [str(TESTS)]
 
-from benchmarks.figures import console  # noqa: E402 (the line above finds it)
-from benchmarks.report import begin, files_of, finish, row  # noqa: E402
+from benchmarks.figures import console, table_of  # noqa: E402 (the line above finds it)
+from benchmarks.plots import panels  # noqa: E402
+from benchmarks.report import begin, files_of, finish  # noqa: E402
 from benchmarks.tuning.compare import (  # noqa: E402
     ARMS,
     PAPER,
@@ -38,7 +39,6 @@ from benchmarks.tuning.compare import (  # noqa: E402
     saved,
 )
 from benchmarks.tuning.gemm import gemms  # noqa: E402
-from benchmarks.tuning.plot import draw  # noqa: E402
 from benchmarks.tuning.problems import lattices, table  # noqa: E402
 from support.tuning_costs import COSTS  # noqa: E402
 
@@ -52,8 +52,8 @@ EXPLANATION = (
 )
 
 
-def main():
-    options = parse_options()
+def main(arguments=None):
+    options = parse_options(arguments)
     written = files_of(options.directory, "bench-tuning")
     report, curves = begin(seeds=options.seeds, problems={}), {}
     for problem in problems(options):
@@ -94,20 +94,30 @@ def facts(problem, runs, most):
 
 
 def curves_of(problem, runs):
-    """The medians of the seeds, as `plot.draw` takes them."""
+    """Return the medians of the seeds by problem and unit of x: {arm: (x, best so far)}."""
     known = best_known(problem, runs)
-    best = {arm: medians([run.best for run in each]) for arm, each in runs.items()}
-    ratios = {arm: [cost / known for cost in costs] for arm, costs in best.items()}
-    curves = {
-        (problem.name, "measurements"): {
-            arm: (range(1, len(each) + 1), each) for arm, each in ratios.items()
-        }
+    ratios = {
+        arm: [cost / known for cost in medians(run.best for run in each)]
+        for arm, each in runs.items()
     }
+    by_count = {arm: (range(1, len(each) + 1), each) for arm, each in ratios.items()}
+    curves = {(problem.name, "measurements"): by_count}
     if problem.compare is not None:
         curves[problem.name, "seconds"] = {
-            arm: (medians([run.seconds for run in each]), ratios[arm]) for arm, each in runs.items()
+            arm: (medians(run.seconds for run in each), ratios[arm]) for arm, each in runs.items()
         }
     return curves
+
+
+def draw(curves, output):
+    names = {f"{problem}, over {unit}": arms for (problem, unit), arms in curves.items()}
+    with panels(names, output, size=(7, 4)) as panel:
+        for title, axes in panel.items():
+            for arm, (x, best) in names[title].items():
+                axes.plot(x, best, label=arm, linewidth=1.2)
+            axes.set_xscale("log")
+            axes.set_ylabel("best so far / best known")
+            axes.set_ylim(0.98, 3)
 
 
 def medians(runs):
@@ -128,13 +138,9 @@ def pages(report, picture):
         f"![The best so far over the measurements]({picture})",
     ]
     for name, problem in report["problems"].items():
-        columns = list(dict.fromkeys(each for cells in problem["rows"].values() for each in cells))
         load = ", ".join(f"{each:.1f}" for each in problem["load"])
         about = f"{problem['size']} configurations, {problem['seeds']} seeds; load {load}."
-        lines += ["", f"## {name}", "", about, ""]
-        lines += [row("", columns), row("---", ["---:"] * len(columns))]
-        for arm, cells in problem["rows"].items():
-            lines.append(row(arm, [shown(cells.get(column, "")) for column in columns]))
+        lines += ["", f"## {name}", "", about, "", *table_of(problem["rows"], shown)]
         lines += ["", "Time of the best kernel that g-bfs saves: " + savings(problem["rows"])]
     return "\n".join(lines) + "\n"
 
@@ -154,7 +160,7 @@ def shown(cell):
     return f"{cell:.2g}" if isinstance(cell, float) else str(cell)
 
 
-def parse_options():
+def parse_options(arguments):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -168,7 +174,7 @@ def parse_options():
     parser.add_argument("--gemm", nargs="+", type=int, default=(), help="lengths, for TVM [none]")
     parser.add_argument("--problems", nargs="+", default=(), help="MODULE:FUNCTION of more")
     parser.add_argument("--directory", type=Path, default=Path("build"), help="[build]")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     options.seeds = options.seeds or (5 if options.quick else 30)
     options.most = options.most or (0.01 if options.quick else 0.05)
     if options.tables and not any(options.tables.glob("*.csv*")):

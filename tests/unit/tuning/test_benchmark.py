@@ -2,17 +2,11 @@
 
 import gzip
 import json
-import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from benchmarks.tuning import gemm
-
-ROOT = Path(__file__).parents[3]
-RUN = ROOT / "tests" / "benchmarks" / "tuning" / "run.py"
+from benchmarks.tuning import gemm, run
 
 PLUGGED = """
 from benchmarks.tuning.problems import Problem
@@ -36,22 +30,15 @@ def table(folder):
 
 
 def bench(folder, *options):
-    return subprocess.run(
-        [sys.executable, RUN, "--directory", folder / "out", "--seeds", "3", *options],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-        env=os.environ | {"PYTHONPATH": str(folder)},
-    )
+    run.main(["--directory", str(folder / "out"), "--seeds", "2", "--lattices", *options])
 
 
-def test_the_benchmark_replays_a_table_and_what_is_plugged_in(tmp_path):
+def test_benchmark_replays_a_table_and_what_is_plugged_in(tmp_path, monkeypatch):
     table(tmp_path)
     (tmp_path / "plugged.py").write_text(PLUGGED)
-    options = ("--lattices", "--tables", tmp_path, "--problems", "plugged:problems")
-    done = bench(tmp_path, *options, "--arms", "random", "g-bfs", "xgboost")
-    assert done.returncode == 0, done.stderr
+    monkeypatch.syspath_prepend(tmp_path)
+    options = ("--tables", str(tmp_path), "--problems", "plugged:problems")
+    bench(tmp_path, *options, "--arms", "random", "g-bfs", "xgboost")
     report = json.loads((tmp_path / "out" / "bench-tuning.json").read_text())
     assert report["problems"]["made"]["size"] == 64
     assert report["problems"]["plugged"]["size"] == 10 * 4 * 10 * 4
@@ -64,13 +51,13 @@ def test_the_benchmark_replays_a_table_and_what_is_plugged_in(tmp_path):
     assert (tmp_path / "out" / "bench-tuning.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize("text", ["M,N\n1,2\n", None], ids=["other columns", "no file"])
-def test_a_folder_without_tables_is_refused(tmp_path, text):
+@pytest.mark.parametrize(("text", "told"), [("M,N\n1,2\n", "milliseconds"), (None, "no CSV files")])
+def test_folder_without_tables_is_refused(tmp_path, capsys, text, told):
     if text:
         (tmp_path / "other.csv").write_text(text)
-    done = bench(tmp_path, "--lattices", "--tables", tmp_path)
-    assert done.returncode != 0
-    assert "milliseconds" in done.stderr or "no CSV files" in done.stderr
+    with pytest.raises(SystemExit) as refused:
+        bench(tmp_path, "--tables", str(tmp_path))
+    assert told in f"{refused.value} {capsys.readouterr().err}"
 
 
 def test_without_the_environment_of_tvm_the_benchmark_says_what_is_missing(monkeypatch):
