@@ -351,7 +351,8 @@ def test_a_finding_has_the_types_of_its_parameters_values(values, told, is_its):
 def small_limits(monkeypatch):
     """A hundredth of the limits of what is counted: reaching them takes seconds."""
     monkeypatch.setattr(parameters, "MAX_PREFIXES", parameters.MAX_PREFIXES // 100)
-    monkeypatch.setattr(parameters, "MAX_TRIED", parameters.MAX_TRIED // 100)
+    monkeypatch.setattr(parameters, "MAX_TRIED", tried := parameters.MAX_TRIED // 100)
+    monkeypatch.setitem(parameters._Tree.__init__.__kwdefaults__, "most_tried", tried)
 
 
 @pytest.mark.usefixtures("small_limits")
