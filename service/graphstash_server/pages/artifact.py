@@ -46,6 +46,7 @@ async def artifact_of(visitor: Visitor) -> dict[str, Any]:
         "key": key,
         "details": details,
         "entry": details.entry,
+        "artifact": details.entry.artifact,
         "against": against,
         "comparison": await _comparison(visitor, details, against) if against else None,
         "relatives": [
@@ -58,10 +59,10 @@ async def artifact_of(visitor: Visitor) -> dict[str, Any]:
 async def _relatives(
     visitor: Visitor, where: Namespace, details: ArtifactDetails
 ) -> tuple[Relative, ...]:
-    if not details.is_described:
+    if not details.entry.is_described:
         return ()
     others = [each for each in visitor.listed(await visitor.namespaces()) if each != where]
-    wanted = described(details.entry.key.key, details.entry.label, details.parts)
+    wanted = described(details.entry.artifact.key.key, details.entry.label, details.entry.parts)
     answer = await visitor.context.explanations.explain(
         where, wanted, readable=[where, *others][:MAX_NAMESPACES]
     )
@@ -72,7 +73,7 @@ async def _comparison(visitor: Visitor, details: ArtifactDetails, against: str) 
     """With another artifact: of the same namespace, kind and device type by its fingerprint alone,
     or any other by `<namespace>/<kind>/<device type>/<fingerprint>`.
     """
-    key = details.entry.key
+    key = details.entry.artifact.key
     segments = against.split("/")
     if len(segments) == 1:
         other = key._replace(fingerprint=type(key.fingerprint)(against))
@@ -90,7 +91,7 @@ async def _comparison(visitor: Visitor, details: ArtifactDetails, against: str) 
     found = await visitor.context.catalog.find(other)
     if found is None:
         raise absent(other)
-    if not found.parts or not details.parts:
+    if not found.entry.parts or not details.entry.parts:
         raise ServerError(
             ErrorCode.NOT_FOUND,
             "nobody has said what one of the two artifacts was made of, so they cannot be compared",

@@ -9,6 +9,7 @@ from enum import Enum, auto
 from typing import Final, Literal, NamedTuple
 
 from graphstash_schema import NamespacePolicy
+from graphstash_server.artifact import Artifact
 from graphstash_server.context import ProcessContext
 from graphstash_server.keys import StoredKey
 from graphstash_server.reading.representation import (
@@ -19,7 +20,6 @@ from graphstash_server.reading.representation import (
     representation_of,
     takes_link,
 )
-from graphstash_server.services.artifacts.service import StoredArtifact
 from graphstash_server.storage import SMALL_BYTES, BlobReader, FileReader
 
 __all__ = ["ReadAnswer", "ReadRequest", "Reads", "Unanswered"]
@@ -151,21 +151,21 @@ class Reads:
             self._accounting.count_miss(request.key, job=request.job)
         return _ABSENT
 
-    def _redirect(self, request: ReadRequest, row: StoredArtifact, url: str) -> ReadAnswer:
+    def _redirect(self, request: ReadRequest, row: Artifact, url: str) -> ReadAnswer:
         if not request.is_copy:
             self._accounting.count_hit(
                 request.key, saved_seconds=row.compile_seconds, job=request.job
             )
         return ReadAnswer(redirect_to(url, row, changing=changes(request.policy)))
 
-    def _small_hit(self, request: ReadRequest, row: StoredArtifact, blob: bytearray) -> ReadAnswer:
+    def _small_hit(self, request: ReadRequest, row: Artifact, blob: bytearray) -> ReadAnswer:
         """Answer a GET with a blob that is in memory."""
         made = self._represent(request, row, None)
         self._count(request, row, made, sent_bytes=made.served_bytes)
         start, stop = made.span or (0, 0)
         return ReadAnswer(made, blob if stop - start == len(blob) else blob[start:stop])
 
-    def _hit(self, request: ReadRequest, row: StoredArtifact, reader: BlobReader) -> ReadAnswer:
+    def _hit(self, request: ReadRequest, row: Artifact, reader: BlobReader) -> ReadAnswer:
         """Answer a GET; the caller closes the reader unless the answer has it."""
         made = self._represent(request, row, reader)
         if made.span is None:  # no bytes, or the proxy in front sends them
@@ -180,14 +180,14 @@ class Reads:
         return ReadAnswer(made, reader=reader)
 
     def _represent(
-        self, request: ReadRequest, row: StoredArtifact, reader: BlobReader | None
+        self, request: ReadRequest, row: Artifact, reader: BlobReader | None
     ) -> Representation:
         return representation_of(
             row, request.asked, request.policy, file=reader, settings=self._settings
         )
 
     def _count(
-        self, request: ReadRequest, row: StoredArtifact, made: Representation, *, sent_bytes: int
+        self, request: ReadRequest, row: Artifact, made: Representation, *, sent_bytes: int
     ) -> None:
         accounting = self._accounting
         if not request.is_copy:

@@ -12,10 +12,10 @@ from typing import Final, Protocol
 
 from graphstash_schema import ErrorCode, NamespacePolicy, WriteMode
 from graphstash_schema.protocol import HEADER_ACCEPT_REDIRECT, HEADER_HITS, HEADER_METADATA
+from graphstash_server.artifact import Artifact
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
 from graphstash_server.reading.conditions import lists_etag, requested_range
-from graphstash_server.services.artifacts.service import StoredArtifact
 from graphstash_server.settings import Settings
 
 __all__ = [
@@ -126,7 +126,7 @@ def takes_link(settings: Settings, asked: Mapping[str, str]) -> bool:
 
 
 def representation_of(
-    row: StoredArtifact,
+    row: Artifact,
     asked: Mapping[str, str],
     policy: NamespacePolicy,
     *,
@@ -174,7 +174,7 @@ def representation_of(
 
 
 def description_of(
-    row: StoredArtifact, asked: Mapping[str, str], policy: NamespacePolicy
+    row: Artifact, asked: Mapping[str, str], policy: NamespacePolicy
 ) -> Representation:
     """Represent an artifact for a HEAD."""
     if lists_etag(asked.get("if-none-match"), row.digest.etag):
@@ -182,14 +182,14 @@ def description_of(
     return _described(row, changing=changes(policy))
 
 
-def redirect_to(url: str, row: StoredArtifact, *, changing: bool) -> Representation:
+def redirect_to(url: str, row: Artifact, *, changing: bool) -> Representation:
     """Send the client to the blob store. No cache may keep the answer, because the link expires."""
     headers = _shared_headers(row, changing=changing)
     return Representation(307, {**headers, "Location": url, "Cache-Control": "no-store"})
 
 
 @lru_cache(_MAX_KEPT)
-def _whole(row: StoredArtifact, *, changing: bool) -> Representation:
+def _whole(row: Artifact, *, changing: bool) -> Representation:
     headers = _shared_headers(row, changing=changing)
     headers["Content-Length"] = str(row.digest.size_bytes)
     span = (0, row.digest.size_bytes)
@@ -197,14 +197,14 @@ def _whole(row: StoredArtifact, *, changing: bool) -> Representation:
 
 
 @lru_cache(_MAX_KEPT)
-def _described(row: StoredArtifact, *, changing: bool) -> Representation:
+def _described(row: Artifact, *, changing: bool) -> Representation:
     headers = _shared_headers(row, changing=changing)
     headers["Content-Length"] = str(row.digest.size_bytes)
     headers[HEADER_HITS] = str(row.hits)
     return Representation(200, headers)
 
 
-def _shared_headers(row: StoredArtifact, *, changing: bool) -> dict[str, str]:
+def _shared_headers(row: Artifact, *, changing: bool) -> dict[str, str]:
     headers = {
         "Content-Type": "application/octet-stream",
         "Content-Disposition": "attachment",
@@ -218,7 +218,7 @@ def _shared_headers(row: StoredArtifact, *, changing: bool) -> dict[str, str]:
     return headers
 
 
-def _unchanged(row: StoredArtifact, *, changing: bool) -> Representation:
+def _unchanged(row: Artifact, *, changing: bool) -> Representation:
     """Tell the client that it has the artifact (RFC 9110 section 15.4.5)."""
     headers = {"ETag": row.digest.etag, "Cache-Control": _CACHE_CONTROL[changing]}
     return Representation(304, headers)

@@ -8,12 +8,16 @@ from sqlalchemy import ColumnElement, and_, bindparam, case, delete, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Digest, Namespace
+from graphstash_server.artifact import Artifact
 from graphstash_server.db.engine import Database
-from graphstash_server.db.prepared import Connection, Prepared, Row, Source, is_one_of
+from graphstash_server.db.prepared import Connection, Prepared, Source, is_one_of
 from graphstash_server.db.queries.costs import METADATA_BYTES
 from graphstash_server.db.queries.shared import (
+    ARTIFACT_COLUMNS,
     KEY_COLUMNS,
+    KEYED_ARTIFACT_COLUMNS,
     KNOWN_KINDS,
+    artifact_of,
     in_parts,
     insert_in,
     is_key,
@@ -29,10 +33,8 @@ from graphstash_server.eviction_order import aged, density
 from graphstash_server.keys import StoredKey
 
 __all__ = [
-    "ArtifactRow",
     "FoundArtifact",
     "FoundArtifacts",
-    "NewArtifact",
     "delete_artifact",
     "find_artifact",
     "find_artifact_now",
@@ -51,25 +53,14 @@ __all__ = [
     "withhold_artifact",
 ]
 
-_STORED = (
-    artifacts.c.sha256,
-    artifacts.c.size_bytes,
-    artifacts.c.metadata_header,
-    artifacts.c.compile_seconds,
-    artifacts.c.hits,
-    artifacts.c.created_at,
-    artifacts.c.withheld_at,
+_CHOSEN = select(*KEYED_ARTIFACT_COLUMNS)
+_FIND_STORED = Prepared(
+    lambda _: select(*ARTIFACT_COLUMNS).where(where_key(artifacts)), finds_one=True
 )
-_CHOSEN = select(
-    artifacts.c.namespace,
-    artifacts.c.kind,
-    artifacts.c.device_type,
-    artifacts.c.fingerprint,
-    *_STORED,
-)
-_FIND_STORED = Prepared(lambda _: select(*_STORED).where(where_key(artifacts)), finds_one=True)
 _FIND_ONE = Prepared(
-    lambda _: select(*_STORED).where(where_key(artifacts), artifacts.c.withheld_at.is_(None)),
+    lambda _: select(*ARTIFACT_COLUMNS).where(
+        where_key(artifacts), artifacts.c.withheld_at.is_(None)
+    ),
     finds_one=True,
 )
 _FIND_MANY = Prepared(
@@ -121,28 +112,6 @@ _REPLACE = Prepared(
 )
 
 
-class ArtifactRow(NamedTuple):
-    """A stored artifact."""
-
-    key: StoredKey
-    digest: Digest
-    metadata_header: str
-    compile_seconds: float
-    hits: int
-    created_at: datetime
-    withheld_at: datetime | None = None
-
-
-class NewArtifact(NamedTuple):
-    """What is stored of an artifact that was just uploaded."""
-
-    key: StoredKey
-    digest: Digest
-    metadata_header: str
-    compile_seconds: float
-    toolchain: str
-
-
 class FoundArtifact(NamedTuple):
     """What a look-up tells of an artifact; words as they are stored, since a `Digest` would check
     each again.
@@ -160,24 +129,24 @@ class FoundArtifacts(NamedTuple):
     unprotected: list[StoredKey]
 
 
-async def find_artifact(source: Source, key: StoredKey) -> ArtifactRow | None:
+async def find_artifact(source: Source, key: StoredKey) -> Artifact | None:
     """One artifact that may be served, or None: a withheld one counts as absent."""
     found = await _FIND_ONE.fetch_one(source, key_parameters(key))
-    return _row(found, key) if found is not None else None
+    return artifact_of(found, key) if found is not None else None
 
 
-def find_artifact_now(database: Database, key: StoredKey) -> Sequence[ArtifactRow] | None:
+def find_artifact_now(database: Database, key: StoredKey) -> Sequence[Artifact] | None:
     """The same without waiting, see `Database.fetch_now`: none or one; None when it would have to
     wait.
     """
     found = database.fetch_now(_FIND_ONE, key_parameters(key))
-    return None if found is None else [_row(row, key) for row in found]
+    return None if found is None else [artifact_of(row, key) for row in found]
 
 
-async def find_stored(source: Source, key: StoredKey) -> ArtifactRow | None:
+async def find_stored(source: Source, key: StoredKey) -> Artifact | None:
     """One artifact, withheld or not; None when it is absent."""
     found = await _FIND_STORED.fetch_one(source, key_parameters(key))
-    return _row(found, key) if found is not None else None
+    return artifact_of(found, key) if found is not None else None
 
 
 async def find_artifacts(
@@ -225,32 +194,30 @@ async def list_digests(
     return [Digest(*found) for found in await connection.execute(statement)]
 
 
-async def list_artifacts_of(connection: AsyncConnection, digest: Digest) -> list[ArtifactRow]:
+async def list_artifacts_of(connection: AsyncConnection, digest: Digest) -> list[Artifact]:
     """The artifacts that have a blob."""
     statement = _CHOSEN.where(
         artifacts.c.sha256 == digest.sha256, artifacts.c.kind.in_(KNOWN_KINDS)
     )
     return [
-        _row(found[-len(_STORED) :], stored_key(found))
+        artifact_of(found[len(KEY_COLUMNS) :], stored_key(found))
         for found in await connection.execute(statement)
     ]
 
 
-async def insert_artifact(connection: Connection, new: NewArtifact, *, now: datetime) -> bool:
+async def insert_artifact(connection: Connection, new: Artifact) -> bool:
     """Adds an artifact; False when there is one under the key already."""
-    given = prefixed("new_", key_values(new.key) | _values(new, now))
+    given = prefixed("new_", key_values(new.key) | _values(new))
     return await _INSERT.execute(connection, given) == 1
 
 
-async def replace_artifact(
-    connection: Connection, new: NewArtifact, *, replaces: ArtifactRow, now: datetime
-) -> bool:
+async def replace_artifact(connection: Connection, new: Artifact, *, replaces: Artifact) -> bool:
     """Gives an artifact another blob in place of the one `replaces`; False when that one is gone,
     or withheld. A pin stays.
     """
     given = {
         **key_parameters(new.key),
-        **prefixed("new_", _values(new, now)),
+        **prefixed("new_", _values(new)),
         "old_sha256": replaces.digest.sha256,
         "old_metadata_header": replaces.metadata_header,
     }
@@ -287,27 +254,16 @@ async def is_blob_used(connection: AsyncConnection, digest: Digest) -> bool:
     return (await connection.execute(statement)).first() is not None
 
 
-def _values(new: NewArtifact, now: datetime) -> dict[str, Any]:
+def _values(new: Artifact) -> dict[str, Any]:
     """The columns of an artifact that was just stored, without its key."""
     worth = density(compile_seconds=new.compile_seconds, size_bytes=new.digest.size_bytes)
-    return {
+    values = {
         "sha256": new.digest.sha256,
         "size_bytes": new.digest.size_bytes,
-        "metadata_header": new.metadata_header,
-        "compile_seconds": new.compile_seconds,
-        "toolchain": new.toolchain,
         "density": worth,
-        "eviction_rank": worth + aged(now),
-        "created_at": now,
-        "last_used_at": now,
-        "hits": 0,
+        "eviction_rank": worth + aged(new.created_at),
     }
-
-
-def _row(stored: Row, key: StoredKey) -> ArtifactRow:
-    """A row under the key that was requested, so that a key is not parsed twice."""
-    sha256, size_bytes, *others = stored
-    return ArtifactRow(key, Digest(sha256, size_bytes), *others)
+    return values | {name: getattr(new, name) for name in _NEW if name not in values}
 
 
 async def pin_artifacts(

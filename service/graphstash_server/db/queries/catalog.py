@@ -2,54 +2,32 @@
 returns: it walks an index of each namespace, and stops.
 """
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from sqlalchemy import and_, func, literal, select, union_all
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from graphstash_schema import Digest
-from graphstash_server.db.queries.shared import KEY_COLUMNS, KNOWN_KINDS, is_key, stored_key
+from graphstash_server.artifact import DescribedArtifact
+from graphstash_server.db.queries.shared import (
+    KEY_COLUMNS,
+    KEYED_ARTIFACT_COLUMNS,
+    KNOWN_KINDS,
+    described_of,
+    is_key,
+)
 from graphstash_server.db.tables import artifacts, descriptions, environments, manifest_entries
 from graphstash_server.keys import StoredKey
 
 __all__ = [
-    "EntryDetails",
-    "EntryRow",
     "UserRow",
-    "find_entry",
+    "find_described",
     "list_by_fingerprint",
     "list_labelled",
     "list_latest",
     "list_users",
 ]
-
-
-class EntryRow(NamedTuple):
-    """An artifact that may be served; `label` is empty where nobody has described it."""
-
-    key: StoredKey
-    label: str
-    digest: Digest
-    compile_seconds: float
-    toolchain: str
-    metadata_header: str
-    hits: int
-    created_at: datetime
-    last_used_at: datetime
-
-
-class EntryDetails(NamedTuple):
-    """One artifact with all that is known of it; `program` and `environment` are None where nobody
-    has described it.
-    """
-
-    row: EntryRow
-    pinned_until: datetime | None
-    program: Mapping[str, str] | None
-    environment: Mapping[str, str] | None
 
 
 class UserRow(NamedTuple):
@@ -60,32 +38,18 @@ class UserRow(NamedTuple):
     used_at: datetime
 
 
-_SHOWN: Final = tuple(
-    artifacts.c[name]
-    for name in (
-        *KEY_COLUMNS,
-        "sha256",
-        "size_bytes",
-        "compile_seconds",
-        "toolchain",
-        "metadata_header",
-        "hits",
-        "created_at",
-        "last_used_at",
-    )
-)
 _IS_SHOWN: Final = and_(artifacts.c.withheld_at.is_(None), artifacts.c.kind.in_(KNOWN_KINDS))
 _OUTER: Final = artifacts.outerjoin(
     descriptions, and_(*(descriptions.c[name] == artifacts.c[name] for name in KEY_COLUMNS))
 )
 _LABELLED: Final = select(
-    *_SHOWN, func.coalesce(descriptions.c.label, "").label("label")
+    *KEYED_ARTIFACT_COLUMNS, func.coalesce(descriptions.c.label, "").label("label")
 ).select_from(_OUTER)
 
 
 async def list_latest(
     connection: AsyncConnection, namespaces: Sequence[str], *, limit: int
-) -> list[EntryRow]:
+) -> list[DescribedArtifact]:
     """The artifacts that were stored last, of each namespace at most its share of twice the limit,
     and at least ten.
     """
@@ -107,12 +71,12 @@ async def list_latest(
     chosen = select(latest).order_by(latest.c.created_at.desc()).limit(limit).subquery()
     same = and_(*(artifacts.c[name] == chosen.c[name] for name in KEY_COLUMNS))
     statement = _LABELLED.join(chosen, same).order_by(chosen.c.created_at.desc())
-    return [_row(found) for found in await connection.execute(statement)]
+    return [described_of(found) for found in await connection.execute(statement)]
 
 
 async def list_by_fingerprint(
     connection: AsyncConnection, namespaces: Sequence[str], prefix: str, *, limit: int
-) -> list[EntryRow]:
+) -> list[DescribedArtifact]:
     """Artifacts whose fingerprint begins with some hex digits; of too many, any."""
     statement = _LABELLED.where(
         _IS_SHOWN,
@@ -120,12 +84,12 @@ async def list_by_fingerprint(
         artifacts.c.fingerprint >= prefix,
         artifacts.c.fingerprint < prefix + "g",  # behind every hex digit
     ).limit(limit)
-    return [_row(found) for found in await connection.execute(statement)]
+    return [described_of(found) for found in await connection.execute(statement)]
 
 
 async def list_labelled(
     connection: AsyncConnection, namespaces: Sequence[str], label: str, *, limit: int
-) -> list[EntryRow]:
+) -> list[DescribedArtifact]:
     """Artifacts of programs with exactly that name; of too many, any."""
     chosen = (
         select(*(descriptions.c[name] for name in KEY_COLUMNS))
@@ -138,29 +102,25 @@ async def list_labelled(
         .subquery()
     )
     same = and_(*(artifacts.c[name] == chosen.c[name] for name in KEY_COLUMNS))
-    statement = select(*_SHOWN, literal(label).label("label")).join(chosen, same).where(_IS_SHOWN)
-    return [_row(found) for found in await connection.execute(statement)]
+    statement = (
+        select(*KEYED_ARTIFACT_COLUMNS, literal(label).label("label"))
+        .join(chosen, same)
+        .where(_IS_SHOWN)
+    )
+    return [described_of(found) for found in await connection.execute(statement)]
 
 
-async def find_entry(connection: AsyncConnection, key: StoredKey) -> EntryDetails | None:
-    """One artifact; None when it is absent or withheld."""
+async def find_described(connection: AsyncConnection, key: StoredKey) -> DescribedArtifact | None:
+    """One artifact with its description; None if it is absent or withheld."""
     statement = (
         _LABELLED.add_columns(
-            artifacts.c.pinned_until,
-            descriptions.c.parts,
-            environments.c.parts.label("environment_parts"),
+            descriptions.c.parts.label("program"), environments.c.parts.label("environment")
         )
         .outerjoin(environments, environments.c.id == descriptions.c.environment)
         .where(is_key(artifacts, key), artifacts.c.withheld_at.is_(None))
     )
     found = (await connection.execute(statement)).first()
-    if found is None:
-        return None
-    parts = [
-        None if text is None else json.loads(text)
-        for text in (found.parts, found.environment_parts)
-    ]
-    return EntryDetails(_row(found), found.pinned_until, *parts)
+    return None if found is None else described_of(found)
 
 
 async def list_users(connection: AsyncConnection, key: StoredKey, *, limit: int) -> list[UserRow]:
@@ -175,17 +135,3 @@ async def list_users(connection: AsyncConnection, key: StoredKey, *, limit: int)
         .limit(limit)
     )
     return [UserRow(*found) for found in await connection.execute(statement)]
-
-
-def _row(found: Any) -> EntryRow:
-    return EntryRow(
-        key=stored_key(found),
-        label=found.label,
-        digest=Digest(found.sha256, found.size_bytes),
-        compile_seconds=found.compile_seconds,
-        toolchain=found.toolchain,
-        metadata_header=found.metadata_header,
-        hits=found.hits,
-        created_at=found.created_at,
-        last_used_at=found.last_used_at,
-    )

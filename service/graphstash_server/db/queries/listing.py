@@ -1,6 +1,5 @@
 """Statements that list the artifacts of a namespace, a page at a time."""
 
-import json
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, Final, NamedTuple
@@ -8,12 +7,11 @@ from typing import Any, Final, NamedTuple
 from sqlalchemy import Column, ColumnElement, and_, literal, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from graphstash_schema import Digest
-from graphstash_server.db.queries.shared import KEY_COLUMNS, KNOWN_KINDS, stored_key
+from graphstash_server.artifact import Artifact, DescribedArtifact
+from graphstash_server.db.queries.shared import KEYED_ARTIFACT_COLUMNS, KNOWN_KINDS, described_of
 from graphstash_server.db.tables import artifacts, descriptions, environments
-from graphstash_server.keys import StoredKey
 
-__all__ = ["ListedRow", "Place", "Wanted", "list_page"]
+__all__ = ["Place", "Wanted", "list_page"]
 
 _BEYOND_HEX: Final = "g"
 """Sorts after every hex digit."""
@@ -23,10 +21,7 @@ _BY_TIME: Final = (artifacts.c.created_at, *_KEY)
 
 _LISTED = (
     select(
-        *(artifacts.c[name] for name in KEY_COLUMNS),
-        *(artifacts.c[name] for name in ("sha256", "size_bytes", "metadata_header", "hits")),
-        artifacts.c.created_at,
-        artifacts.c.last_used_at,
+        *KEYED_ARTIFACT_COLUMNS,
         descriptions.c.label,
         descriptions.c.parts.label("program"),
         environments.c.parts.label("environment"),
@@ -65,30 +60,9 @@ class Wanted(NamedTuple):
     label: str
 
 
-class ListedRow(NamedTuple):
-    """An artifact that may be served; its parts are None where nobody has described it."""
-
-    key: StoredKey
-    digest: Digest
-    metadata_header: str
-    hits: int
-    created_at: datetime
-    last_used_at: datetime
-    label: str
-    program: dict[str, str] | None
-    environment: dict[str, str] | None
-
-    @property
-    def place(self) -> Place:
-        """Where a page ends that ends with it."""
-        return Place(
-            self.created_at, self.key.fingerprint, self.key.kind.value, self.key.device_type
-        )
-
-
 async def list_page(
     connection: AsyncConnection, wanted: Wanted, *, limit: int, most_scanned: int
-) -> tuple[list[ListedRow], Place | None]:
+) -> tuple[list[DescribedArtifact], Place | None]:
     """A page, and where it ends if there may be more.
 
     At most `most_scanned` artifacts are looked through, all of them in the order of an index: few
@@ -102,11 +76,17 @@ async def list_page(
     if last is not None:
         chosen = chosen.where(~_is_after(wanted, last))
     found = [
-        _row(each) for each in await connection.execute(chosen.order_by(*order).limit(limit + 1))
+        described_of(each)
+        for each in await connection.execute(chosen.order_by(*order).limit(limit + 1))
     ]
     if len(found) > limit:
-        return found[:limit], found[limit - 1].place
+        return found[:limit], _place_of(found[limit - 1].artifact)
     return found, last
+
+
+def _place_of(artifact: Artifact) -> Place:
+    key = artifact.key
+    return Place(artifact.created_at, key.fingerprint, key.kind.value, key.device_type)
 
 
 def _order_of(wanted: Wanted) -> Sequence[ColumnElement[Any]]:
@@ -144,18 +124,3 @@ def _filters_of(wanted: Wanted) -> list[ColumnElement[bool]]:
     if wanted.label:
         filters.append(descriptions.c.label.icontains(wanted.label, autoescape=True))
     return filters
-
-
-def _row(found: Any) -> ListedRow:
-    is_described = found.environment is not None
-    return ListedRow(
-        stored_key(found),
-        Digest(found.sha256, found.size_bytes),
-        found.metadata_header,
-        found.hits,
-        found.created_at,
-        found.last_used_at,
-        found.label or "",
-        json.loads(found.program) if is_described else None,
-        json.loads(found.environment) if is_described else None,
-    )

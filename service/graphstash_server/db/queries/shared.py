@@ -1,5 +1,6 @@
 """What the statements of several tables share: keys of artifacts, and insert-or-update."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -7,13 +8,19 @@ from sqlalchemy import BindParameter, ColumnElement, Table, and_, bindparam
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from graphstash_schema import ArtifactKind
+from graphstash_schema import ArtifactKind, Digest
+from graphstash_server.artifact import Artifact, DescribedArtifact
+from graphstash_server.db.tables import artifacts
 from graphstash_server.keys import StoredKey
 
 __all__ = [
+    "ARTIFACT_COLUMNS",
+    "KEYED_ARTIFACT_COLUMNS",
     "KEY_COLUMNS",
     "KNOWN_KINDS",
     "Upsert",
+    "artifact_of",
+    "described_of",
     "in_parts",
     "insert_in",
     "insert_into",
@@ -35,6 +42,37 @@ KNOWN_KINDS: Final = [kind.value for kind in ArtifactKind]
 
 KEY_COLUMNS: Final = ("namespace", "fingerprint", "kind", "device_type")
 """The columns of a key, in the order of every primary key."""
+
+
+ARTIFACT_COLUMNS: Final = tuple(
+    artifacts.c[name] for name in ("sha256", "size_bytes", *Artifact._fields[2:])
+)
+"""The columns of an `Artifact` after its key."""
+
+KEYED_ARTIFACT_COLUMNS: Final = (*(artifacts.c[name] for name in KEY_COLUMNS), *ARTIFACT_COLUMNS)
+"""The columns of an `Artifact`; a statement selects them before all others."""
+
+
+def artifact_of(stored: Sequence[Any], key: StoredKey) -> Artifact:
+    """Build an artifact from `ARTIFACT_COLUMNS`, under the key that was requested."""
+    sha256, size_bytes, *others = stored
+    return Artifact(key, Digest(sha256, size_bytes), *others)
+
+
+def described_of(found: Any) -> DescribedArtifact:
+    """Build an artifact from a row that begins with `KEYED_ARTIFACT_COLUMNS`.
+
+    The columns `label`, `program` and `environment` may follow, the latter two as JSON.
+    """
+    stored = found[len(KEY_COLUMNS) : len(KEYED_ARTIFACT_COLUMNS)]
+    described = found._mapping  # noqa: SLF001 - the public name of SQLAlchemy's rows
+    program, environment = (
+        None if text is None else json.loads(text)
+        for text in (described.get("program"), described.get("environment"))
+    )
+    return DescribedArtifact(
+        artifact_of(stored, stored_key(found)), described.get("label") or "", program, environment
+    )
 
 
 def key_values(key: StoredKey) -> dict[str, str]:

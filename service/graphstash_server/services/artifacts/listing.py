@@ -4,14 +4,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
 
-from graphstash_schema import (
-    ArtifactMetadata,
-    DeviceType,
-    ErrorCode,
-    Fingerprint,
-    InvalidValueError,
-    Namespace,
-)
+from graphstash_schema import DeviceType, ErrorCode, Fingerprint, Namespace
 from graphstash_schema.explanation import Description
 from graphstash_schema.listing import (
     MAX_DETAILED_ARTIFACTS,
@@ -20,8 +13,9 @@ from graphstash_schema.listing import (
     ListedArtifact,
     ListOrder,
 )
+from graphstash_server.artifact import DescribedArtifact
 from graphstash_server.db.engine import Database
-from graphstash_server.db.queries.listing import ListedRow, Place, Wanted, list_page
+from graphstash_server.db.queries.listing import Place, Wanted, list_page
 from graphstash_server.errors import ServerError
 
 __all__ = ["ListingService"]
@@ -61,26 +55,24 @@ class ListingService:
         )
 
 
-def _listed(row: ListedRow, *, with_details: bool) -> ListedArtifact:
-    metadata = description = None
-    if row.metadata_header:
-        try:
-            metadata = ArtifactMetadata.from_header(row.metadata_header)
-        except InvalidValueError:  # stored by a release with other rules
-            metadata = None
+def _listed(row: DescribedArtifact, *, with_details: bool) -> ListedArtifact:
+    artifact, metadata, description = row.artifact, row.metadata, None
     if metadata is not None and not with_details:
         metadata = metadata.model_copy(update={"parts": {}})
     if with_details and row.program is not None and row.environment is not None:
         description = Description(
-            key=row.key.key, label=row.label, program=row.program, environment=row.environment
+            key=artifact.key.key,
+            label=row.label,
+            program=dict(row.program),
+            environment=dict(row.environment),
         )
     return ListedArtifact(
-        key=row.key.key,
-        digest=str(row.digest),
-        size_bytes=row.digest.size_bytes,
-        created_at=row.created_at,
-        last_used_at=row.last_used_at,
-        hits=row.hits,
+        key=artifact.key.key,
+        digest=str(artifact.digest),
+        size_bytes=artifact.digest.size_bytes,
+        created_at=artifact.created_at,
+        last_used_at=artifact.last_used_at,
+        hits=artifact.hits,
         label=row.label,
         metadata=metadata,
         description=description,

@@ -37,11 +37,11 @@ from graphstash_schema import (
 )
 from graphstash_schema.envelope import MAX_ENVELOPE_HEAD_BYTES, names_key, read_envelope_head
 from graphstash_server.actor import Actor
+from graphstash_server.artifact import Artifact
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.notifications import notify
 from graphstash_server.db.queries.artifacts import (
-    ArtifactRow,
     find_stored,
     release_artifact,
     withhold_artifact,
@@ -131,7 +131,7 @@ class QuarantineService:
         )
         return ReportResponse(found=True, withheld=is_withheld)
 
-    async def _is_foreign(self, stored: ArtifactRow) -> bool:
+    async def _is_foreign(self, stored: Artifact) -> bool:
         """Whether the blob is no envelope, or the envelope of another key. Two reads have to say
         so, because bytes are also damaged on their way from the store.
         """
@@ -144,13 +144,13 @@ class QuarantineService:
 
     async def _vote(
         self,
-        stored: ArtifactRow,
+        stored: Artifact,
         reason: ReportReason,
         actor: Actor,
         *,
         party: str,
         is_agreed: bool,
-    ) -> tuple[ArtifactRow | None, bool]:
+    ) -> tuple[Artifact | None, bool]:
         """Withholds an artifact if that is agreed, or if another writer reported the same blob;
         else it stores the report, so that the next one agrees.
 

@@ -7,15 +7,14 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
-from typing import TypeAlias
 
 from graphstash_schema import AuditAction, Digest, Namespace, VerifyResponse
 from graphstash_schema.protocol import LOOKUP_PIN_SECONDS, MAX_MANIFEST_ENTRIES
 from graphstash_server.actor import Actor
+from graphstash_server.artifact import Artifact
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.artifacts import (
-    ArtifactRow,
     FoundArtifact,
     delete_artifact,
     find_artifact,
@@ -37,7 +36,7 @@ from graphstash_server.services.artifacts.blobs import BlobCollector
 from graphstash_server.services.buckets import Buckets
 from graphstash_server.storage import SMALL_BYTES, BlobReader, BlobStore, FileReader
 
-__all__ = ["ArtifactService", "OpenArtifact", "RecentRows", "StoredArtifact"]
+__all__ = ["ArtifactService", "OpenArtifact", "RecentRows"]
 
 _MAX_ROWS = 1024
 """At most 16 MiB: a row is as large as its metadata header, up to 16 KiB."""
@@ -62,9 +61,9 @@ class RecentRows:
     clock: Clock
 
     def __post_init__(self) -> None:
-        self._rows: OrderedDict[StoredKey, tuple[datetime, ArtifactRow | None]] = OrderedDict()
+        self._rows: OrderedDict[StoredKey, tuple[datetime, Artifact | None]] = OrderedDict()
 
-    def get(self, key: StoredKey) -> ArtifactRow | None:
+    def get(self, key: StoredKey) -> Artifact | None:
         """The row, unless it is absent or too old."""
         kept = self._rows.get(key)
         if kept is None:
@@ -76,7 +75,7 @@ class RecentRows:
         self._rows.move_to_end(key)
         return row
 
-    def add(self, row: ArtifactRow, *, read_at: datetime) -> None:
+    def add(self, row: Artifact, *, read_at: datetime) -> None:
         """Keeps a row that was read at a time, unless it was dropped or read again since."""
         since, kept = self._rows.get(row.key, (read_at, row))
         if since > read_at or (kept is None and since == read_at):
@@ -93,7 +92,7 @@ class RecentRows:
             if key in self._rows:
                 self.drop(key)
 
-    def _keep(self, key: StoredKey, at: datetime, row: ArtifactRow | None) -> None:
+    def _keep(self, key: StoredKey, at: datetime, row: Artifact | None) -> None:
         self._rows[key] = (at, row)
         self._rows.move_to_end(key)
         if len(self._rows) > _MAX_ROWS:
@@ -115,15 +114,12 @@ _MAX_VERIFIED = 2
 _LOOKS = 3
 """Tries at an artifact whose blob is gone because it was replaced a moment ago."""
 
-StoredArtifact: TypeAlias = ArtifactRow
-"""What services return about an artifact."""
-
 
 @dataclass(frozen=True, slots=True)
 class OpenArtifact:
     """An artifact whose bytes stay readable, whatever happens to it; the caller closes `reader`."""
 
-    row: ArtifactRow
+    row: Artifact
     reader: BlobReader
 
 
@@ -163,7 +159,7 @@ class ArtifactService:
                 return None
         return None
 
-    def find_now(self, key: StoredKey) -> Sequence[ArtifactRow] | None:
+    def find_now(self, key: StoredKey) -> Sequence[Artifact] | None:
         """An artifact's row without waiting, whether its blob is there or not: none or one; None
         when it has to be waited for.
         """
@@ -176,13 +172,13 @@ class ArtifactService:
             self._recent.add(row, read_at=read_at)
         return found
 
-    def read_now(self, row: ArtifactRow) -> bytearray | None:
+    def read_now(self, row: Artifact) -> bytearray | None:
         """All bytes of a small artifact, where they are in memory; None otherwise."""
         if row.digest.size_bytes > SMALL_BYTES:
             return None
         return self.blobs.read_now(row.digest)
 
-    def open_now(self, row: ArtifactRow) -> FileReader | None:
+    def open_now(self, row: Artifact) -> FileReader | None:
         """An artifact's file, where its name is in memory; None otherwise. The caller closes it."""
         file = self.blobs.open_now(row.digest)
         if file is not None and file.size_bytes != row.digest.size_bytes:
@@ -190,7 +186,7 @@ class ArtifactService:
             return None
         return file
 
-    async def link(self, key: StoredKey) -> tuple[ArtifactRow, str] | None:
+    async def link(self, key: StoredKey) -> tuple[Artifact, str] | None:
         """Where a client can fetch an artifact by itself; None: `open` it, if it is there at all.
 
         The blob is not checked: a client that does not find it comes back without a redirect.
@@ -199,11 +195,11 @@ class ArtifactService:
         url = await self.blobs.link(row.digest) if row is not None else None
         return (row, url) if row is not None and url is not None else None
 
-    async def find(self, key: StoredKey) -> ArtifactRow | None:
+    async def find(self, key: StoredKey) -> Artifact | None:
         """An artifact whose blob is there; None otherwise."""
         return await self._with_blob(partial(self._read, key))
 
-    async def find_stored(self, key: StoredKey) -> ArtifactRow | None:
+    async def find_stored(self, key: StoredKey) -> Artifact | None:
         """The same, withheld or not: what an upload would conflict with."""
         return await self._with_blob(partial(find_stored, self.database, key))
 
@@ -218,7 +214,7 @@ class ArtifactService:
         is_healed = not await self._is_whole(row.digest) and await self.heal(row)
         return VerifyResponse(found=True, healed=is_healed)
 
-    async def read_start(self, row: ArtifactRow, *, most_bytes: int) -> bytes:
+    async def read_start(self, row: Artifact, *, most_bytes: int) -> bytes:
         """The first bytes of an artifact's blob; fewer when it is shorter, none when it is lost."""
         reader = await self._open_whole(row.digest)
         if reader is None:
@@ -282,7 +278,7 @@ class ArtifactService:
             if await self._delete(key, row.digest, actor=actor):
                 return True
 
-    async def heal(self, row: ArtifactRow) -> bool:
+    async def heal(self, row: Artifact) -> bool:
         """Drops an artifact whose blob is lost or damaged, if it is still the same one; False when
         it is not, or when another server has given the blob a name that was not looked for.
 
@@ -307,7 +303,7 @@ class ArtifactService:
             )
         return is_dropped
 
-    def remember(self, row: ArtifactRow) -> None:
+    def remember(self, row: Artifact) -> None:
         """Serves an artifact that this process has just stored without a query: many may be waiting
         for it.
         """
@@ -317,7 +313,7 @@ class ArtifactService:
         """Makes the next request query the database: the artifact has changed."""
         self._recent.drop(key)
 
-    async def _read(self, key: StoredKey) -> ArtifactRow | None:
+    async def _read(self, key: StoredKey) -> Artifact | None:
         read_at = self.clock()
         row = await find_artifact(self.database, key)
         if row is not None:
@@ -332,9 +328,7 @@ class ArtifactService:
         await reader.close()
         return None
 
-    async def _with_blob(
-        self, read: Callable[[], Awaitable[ArtifactRow | None]]
-    ) -> ArtifactRow | None:
+    async def _with_blob(self, read: Callable[[], Awaitable[Artifact | None]]) -> Artifact | None:
         for _ in range(_LOOKS):
             row = await read()
             if row is None or await self.blobs.stat(row.digest) == row.digest.size_bytes:

@@ -16,13 +16,12 @@ from typing import NamedTuple, TypeAlias
 
 from graphstash_schema import AuditAction, Digest, ErrorCode, Namespace, NamespacePolicy, WriteMode
 from graphstash_server.actor import Actor
+from graphstash_server.artifact import Artifact
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.notifications import notify
 from graphstash_server.db.prepared import Connection as Transaction
 from graphstash_server.db.queries.artifacts import (
-    ArtifactRow,
-    NewArtifact,
     find_stored,
     insert_artifact,
     replace_artifact,
@@ -96,8 +95,8 @@ class Commit(NamedTuple):
     """
 
     stays: Digest | None = None
-    stored: ArtifactRow | None = None
-    replaced: ArtifactRow | None = None
+    stored: Artifact | None = None
+    replaced: Artifact | None = None
 
 
 _Outcome: TypeAlias = Commit | Exception | None
@@ -287,7 +286,7 @@ async def _store_all(
 ) -> list[_Outcome]:
     """Stores the artifacts whose blobs are there and stay."""
     change = UsageChange()
-    stored: list[tuple[Upload, ArtifactRow | None]] = []
+    stored: list[tuple[Upload, Artifact | None]] = []
     outcomes: list[_Outcome] = []
     for upload, is_there in zip(uploads, are_there, strict=True):
         outcome: _Outcome = _deleted_meanwhile()
@@ -321,16 +320,19 @@ async def _store(
 
     The blob of a replaced artifact is marked for deletion, which needs its lock, as everywhere.
     """
-    new = NewArtifact(
+    new = Artifact(
         key=upload.key,
         digest=upload.digest,
         metadata_header=upload.metadata_header,
         compile_seconds=upload.compile_seconds,
         toolchain=upload.toolchain,
+        hits=0,
+        created_at=now,
+        last_used_at=now,
     )
     while True:
-        if await insert_artifact(connection, new, now=now):
-            return Commit(stored=_row(new, now))
+        if await insert_artifact(connection, new):
+            return Commit(stored=new)
         existing = await find_stored(connection, upload.key)
         if existing is None:
             continue
@@ -340,18 +342,11 @@ async def _store(
             return Commit(stays=existing.digest)
         if existing.digest not in locked:
             return None
-        if await replace_artifact(connection, new, replaces=existing, now=now):
-            return Commit(stored=_row(new, now), replaced=existing)
+        if await replace_artifact(connection, new, replaces=existing):
+            return Commit(stored=new, replaced=existing)
 
 
-def _row(new: NewArtifact, now: datetime) -> ArtifactRow:
-    """What a query for it would find now."""
-    return ArtifactRow(
-        new.key, new.digest, new.metadata_header, new.compile_seconds, hits=0, created_at=now
-    )
-
-
-def _change(upload: Upload, replaced: ArtifactRow | None) -> UsageChange:
+def _change(upload: Upload, replaced: Artifact | None) -> UsageChange:
     size_bytes = upload.digest.size_bytes
     change = UsageChange(
         artifacts=1,
@@ -368,7 +363,7 @@ def _change(upload: Upload, replaced: ArtifactRow | None) -> UsageChange:
     )
 
 
-def _record(upload: Upload, replaced: ArtifactRow | None, now: datetime) -> AuditRecord:
+def _record(upload: Upload, replaced: Artifact | None, now: datetime) -> AuditRecord:
     action = AuditAction.PUT if replaced is None else AuditAction.OVERWRITE
     return AuditRecord.of_artifact(now, upload.actor, action, upload.key, upload.digest)
 

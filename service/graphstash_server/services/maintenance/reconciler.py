@@ -14,6 +14,7 @@ from datetime import datetime, timedelta
 from typing import NamedTuple
 
 from graphstash_schema import Digest
+from graphstash_server.artifact import Artifact
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.artifacts import list_artifacts_of, list_digests
@@ -21,7 +22,7 @@ from graphstash_server.db.queries.leases import drop_ended_leases
 from graphstash_server.db.queries.usage import recount_usage, stored_bytes
 from graphstash_server.errors import StartError
 from graphstash_server.services.artifacts.blobs import BlobCollector
-from graphstash_server.services.artifacts.service import ArtifactService, StoredArtifact
+from graphstash_server.services.artifacts.service import ArtifactService
 from graphstash_server.storage import BlobStore
 
 __all__ = ["Finding", "Lost", "Orphan", "Reconciler"]
@@ -43,7 +44,7 @@ class Orphan(NamedTuple):
 class Lost(NamedTuple):
     """An artifact whose blob is absent or has another size."""
 
-    artifact: StoredArtifact
+    artifact: Artifact
 
 
 class Finding(NamedTuple):
@@ -178,14 +179,14 @@ class Reconciler:
         async with self.database.writing() as connection:
             await drop_ended_leases(connection, before=self.clock() - _LEASES_KEPT)
 
-    async def _lost(self, digest: Digest) -> list[StoredArtifact]:
+    async def _lost(self, digest: Digest) -> list[Artifact]:
         """The artifacts of a blob that is not merely younger than the list."""
         if await self.blobs.stat(digest) == digest.size_bytes:
             return []
         async with self.database.reading() as connection:
             return await list_artifacts_of(connection, digest)
 
-    async def _damaged(self, checked: Callable[[int], None]) -> AsyncIterator[StoredArtifact]:
+    async def _damaged(self, checked: Callable[[int], None]) -> AsyncIterator[Artifact]:
         async for digest in _used_digests(self.database):
             if await self.blobs.is_whole(digest) is False:
                 async with self.database.reading() as connection:
@@ -220,5 +221,5 @@ async def _used_digests(
         after = digests[-1].sha256
 
 
-def _about(problem: str, artifact: StoredArtifact) -> Finding:
+def _about(problem: str, artifact: Artifact) -> Finding:
     return Finding(problem, artifact.key.artifact_path, artifact.digest.size_bytes)
