@@ -1,87 +1,81 @@
 """A kernel is tuned by the first who asks, and everybody else has the answer."""
 
 import json
-import os
-import subprocess
-import sys
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from graphstash import tuning
+from graphstash._process.session import uninstall
 from graphstash_schema import DeviceType
+from support.processes import graphstash
 
 KERNEL = Path(__file__).parents[2] / "support" / "tuned_kernel.py"
+BEST = {"tile": 32, "vector": 8}
+IMPOSSIBLE = r"no configuration of tuned rows .* works; .* failed \(compile\): ValueError: \{'tile'"
 
 
 @pytest.fixture
-def search(server, namespace, tmp_path):
-    """Runs `graphstash tune search` on a host, in a process of its own."""
+def built(tmp_path, monkeypatch):
+    """Returns how often kernels were built since the last call."""
+    file = tmp_path / "built"
+    monkeypatch.setenv("BUILT", str(file))
 
-    def run(name, *arguments, host, **settings):
-        folder = tmp_path / host
-        folder.mkdir(exist_ok=True)
-        variables = {
-            "GRAPHSTASH_URL": server.url,
-            "GRAPHSTASH_NAMESPACE": namespace,
-            "GRAPHSTASH_CACHE_DIR": str(folder / "cache"),
-            "BUILT": str(folder / "built"),
-        }
-        (folder / "built").touch()
-        command = [sys.executable, "-m", "graphstash", "tune", "search", f"{KERNEL}:{name}"]
-        done = subprocess.run(
-            [*command, *map(str, arguments)],
-            env=os.environ | variables | settings,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
-        )
-        return done, len((folder / "built").read_text().splitlines())
+    def count():
+        lines = file.read_text().splitlines() if file.exists() else []
+        file.unlink(missing_ok=True)
+        return len(lines)
+
+    return count
+
+
+@pytest.fixture
+def search(command):
+    """Runs `graphstash tune search` on a host."""
+
+    def run(name, *arguments, **more):
+        try:
+            return command("tune", "search", f"{KERNEL}:{name}", *arguments, **more)
+        finally:
+            uninstall()  # the command leaves the cache installed
 
     return run
 
 
-BEST = {"tile": 32, "vector": 8}
-
-
-def test_a_second_host_measures_nothing_and_gets_the_same_schedule(search):
-    first, built = search("task", "--trials", 30, "--json", host="first")
-    assert first.returncode == 0, first.stderr
-    found = json.loads(first.stdout)
+def test_second_host_measures_nothing_and_gets_the_same_schedule(search, built, config):
+    own = config("first")
+    settings = {"GRAPHSTASH_URL": own.url, "GRAPHSTASH_NAMESPACE": own.namespace}
+    settings |= {"GRAPHSTASH_CACHE_DIR": str(own.cache_dir)}
+    words = ("tune", "search", f"{KERNEL}:task", "--trials", 30, "--json")
+    found = json.loads(graphstash(*words, **settings).stdout)
     assert found["searched"]
     assert found["configuration"] == BEST
     assert found["cost"] == pytest.approx(1e-3 * (1 + 1 / 8))
-    assert built >= 20
+    assert built() >= 20
 
-    second, built = search("task", "--trials", 30, "--json", host="second")
+    second = search("task", "--trials", 30, "--json", host="second")
     assert json.loads(second.stdout) == found | {"searched": False}
-    assert built == 0
-
-    shown, _ = search("task", host="third")
+    shown = search("task", host="third")
     assert shown.stdout.splitlines() == [
         "the team has it: nothing was measured",
         "1.12 ms  tile=32 vector=8",
     ]
+    assert built() == 0
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"GRAPHSTASH_ENABLED": "false"}, {"GRAPHSTASH_URL": "http://127.0.0.1:9"}],
-    ids=["cache off", "server gone"],
-)
-def test_a_host_without_the_team_searches_for_itself(search, settings):
-    done, built = search("task", "--trials", 25, "--json", host="alone", **settings)
-    assert done.returncode == 0, done.stderr
+def test_host_with_the_cache_off_searches_within_its_budget(search, built):
+    done = search("task", "--trials", 4, "--json", enabled=False)
+    assert json.loads(done.stdout)["searched"]
+    assert 4 <= built() <= 4 + 4  # the finalists are built again
+
+
+def test_host_without_a_server_searches_for_itself(search, built):
+    done = search("task", "--trials", 25, "--json", url="http://127.0.0.1:9")
     found = json.loads(done.stdout)
     assert (found["configuration"], found["searched"]) == (BEST, True)
-    assert built >= 15
-
-
-def test_a_budget_bounds_what_is_built(search):
-    _, built = search("task", "--trials", 4, host="short", GRAPHSTASH_ENABLED="false")
-    assert built <= 4 + 4  # the finalists are built again
+    assert built() >= 15
 
 
 @pytest.mark.parametrize(
@@ -91,15 +85,15 @@ def test_a_budget_bounds_what_is_built(search):
         ("no_task", (), 2, "is no graphstash.tuning.Task"),
         ("task", ("--searcher", "best"), 2, "choose one of g-bfs, n-a2c, "),
         ("task", ("--workers", "0"), 2, "--workers"),
-        ("impossible", ("--trials", "5"), 1, "no configuration of tuned rows float32 - 512 works"),
-        ("impossible", ("--trials", "5"), 1, "failed (compile): ValueError: {'tile': "),
-        ("undescribed", (), 2, "describe() of the target must be JSON: "),
+        ("impossible", ("--trials", "5"), 1, IMPOSSIBLE),
+        ("undescribed", (), 2, r"describe\(\) of the target must be JSON: "),
     ],
 )
-def test_what_cannot_be_searched_is_told_in_one_line(search, name, arguments, status, told):
-    done, _ = search(name, *arguments, host="host", GRAPHSTASH_ENABLED="false")
-    assert done.returncode == status
-    assert told in done.stderr
+def test_search_that_cannot_be_made_is_told_in_one_line(
+    search, built, name, arguments, status, told
+):
+    done = search(name, *arguments, status=status, enabled=False)
+    assert re.search(told, done.stderr)
     assert "Traceback" not in done.stderr
 
 
