@@ -180,6 +180,24 @@ def test_a_compilation_that_does_not_end_is_ended_and_those_before_are_published
     assert hosts("other").get(KEY) == b"x"
 
 
+def test_process_that_is_done_waits_for_its_thread_that_ends_the_run(settings):
+    """Otherwise other processes wait in vain for that end, and the run goes on without a limit."""
+    code = """
+import threading
+session, is_ending = graphstash.install(), threading.Event()
+
+def finish(*_, **__):
+    is_ending.set()
+    time.sleep(0.5)
+
+session._finish = finish
+end = threading.Thread(target=session._end_job, args=("",), kwargs={"status": 86}, daemon=True)
+end.start()
+is_ending.wait()
+"""
+    assert python(BUILD + code, **settings).returncode == 86
+
+
 def test_statuses_and_signals_of_a_supervised_command_are_its_own(settings):
     code = "import time; print('ready', flush=True); time.sleep(1000)"
     with started(settings, code, "--fail-on-miss") as (process, line):

@@ -84,7 +84,7 @@ class Session:
         self._making = threading.Lock()  # guards the field below
         self._cache: CompileCache | None = None
         self._tracer: Tracer | None = None
-        self._ending = threading.Lock()
+        self._ending = threading.RLock()  # a signal handler may close what its thread is ending
         self._is_prefetching = False
         self._prefetched_for: ManifestName | None = None
         self._publisher = BoundedExecutor(
@@ -212,9 +212,12 @@ class Session:
 
     def close(self) -> None:
         """Removes the hooks, waits for uploads within the limit, and prints the summary."""
-        if self._closed or self._pid != os.getpid():  # a forked child does not own the session
+        if self._pid != os.getpid():  # a forked child does not own the session
             return
-        self._closed = True
+        with self._ending:  # a thread that ends the job ends this process, which must wait for it
+            if self._closed:
+                return
+            self._closed = True
         until = time.monotonic() + self.config.drain_seconds
         for hook in self._hooks.values():
             if hook is not None:
