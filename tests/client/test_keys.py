@@ -5,7 +5,7 @@ import os
 import stat
 import subprocess
 import sys
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
@@ -16,13 +16,11 @@ from cryptography.hazmat.primitives.serialization import (
     NoEncryption,
     PrivateFormat,
 )
-from typer.testing import CliRunner
 
-from graphstash._cli.main import app
 from graphstash._trust.signing_keys import SigningKey, is_signed_by
-from graphstash._trust.trusted_keys import TrustedKey, TrustedKeys, TrustStore
-from graphstash.errors import ConfigError, LocalTierError
-from graphstash_schema import Namespace, NamespacePattern
+from graphstash._trust.trusted_keys import TrustedKeys
+from graphstash.errors import ConfigError
+from support.processes import graphstash_here as graphstash
 from support.signing import trust_json
 
 PUBLIC = SigningKey(Ed25519PrivateKey.generate()).public_text
@@ -30,16 +28,9 @@ DASHED = "-2ghv9Ud0lELeJEeBgR9gM0ACC3S_1iXeJyghOe1g4c"
 """A public key that looks like options."""
 
 
-def graphstash(*arguments, **variables):
-    return CliRunner().invoke(
-        app, list(map(str, arguments)), env={k: str(v) for k, v in variables.items()}
-    )
-
-
-def answer(*arguments, **variables):
-    result = graphstash(*arguments, "--json", **variables)
-    assert result.exit_code == 0, result.stderr
-    return json.loads(result.stdout)
+def answer(group, command, *arguments, **variables):
+    done = graphstash(group, command, "--json", *arguments, check=True, **variables)
+    return json.loads(done.stdout)
 
 
 def test_a_generated_key_is_its_owners_alone_and_signs(tmp_path):
@@ -112,13 +103,11 @@ def test_what_is_no_such_key_is_refused_without_a_question(tmp_path, content):
     ("text", "told"),
     [
         ("", "Invalid JSON"),
-        ("[]", "valid dictionary|object"),
         (trust_json(extra=1), "extra: Extra inputs"),
         ('{"version": 2}', "version"),
         (trust_json(keys=[{"public": "short"}]), "keys.0.public"),
         (trust_json(keys=[{"public": PUBLIC, "namespaces": []}]), "keys.0.namespaces"),
         (trust_json(keys=[{"public": PUBLIC, "namespaces": ["../x"]}]), "keys.0.namespaces.0"),
-        (trust_json(keys=[{"public": PUBLIC, "not_after": "2026-01-01T00:00:00"}]), "timezone"),
         (trust_json(keys=[{"public": PUBLIC}] * 1001), "at most 1000"),
         (trust_json(revoked=[{"key_id": "x", "at": "2026-01-01T00:00:00Z"}]), "revoked.0.key_id"),
         (" " * (1024**2 + 1), "more than 1048576 bytes"),
@@ -130,36 +119,6 @@ def test_a_file_of_trusted_keys_that_is_not_understood_names_the_place(tmp_path,
     with pytest.raises(ConfigError, match=told) as caught:
         TrustedKeys.read(path)
     assert str(path) in str(caught.value)
-
-
-def test_a_key_counts_in_the_namespaces_of_its_patterns_until_its_time_is_over(tmp_path):
-    soon = datetime.now(UTC) + timedelta(hours=1)
-    key = TrustedKey(
-        public=PUBLIC,
-        namespaces=(NamespacePattern("trusted"), NamespacePattern("ci-*")),
-        not_after=soon,
-    )
-    now = datetime.now(UTC)
-    assert [
-        key.counts(Namespace(name), at=now) for name in ("trusted", "ci-7", "trusted2", "team")
-    ] == [True, True, False, False]
-    assert not key.counts(Namespace("trusted"), at=soon + timedelta(seconds=1))
-
-
-def test_a_change_of_the_file_counts_at_once_and_a_broken_one_trusts_nobody(tmp_path):
-    path = tmp_path / "trusted.json"
-    key = TrustedKey(public=PUBLIC)
-    TrustedKeys(keys=(key,)).write(path)
-    store = TrustStore(path)
-    assert store.public_key(key.key_id, Namespace("team")) == key.raw
-    TrustedKeys().write(path)
-    assert store.public_key(key.key_id, Namespace("team")) is None
-    TrustedKeys(keys=(key,)).write(path)
-    assert store.public_key(key.key_id, Namespace("team")) == key.raw
-    path.unlink()
-    for _ in range(2):
-        with pytest.raises(LocalTierError, match="No such file"):
-            store.public_key(key.key_id, Namespace("team"))
 
 
 def test_the_commands_lead_from_a_new_key_to_a_revoked_one(tmp_path):
@@ -179,17 +138,15 @@ def test_the_commands_lead_from_a_new_key_to_a_revoked_one(tmp_path):
     assert "revoked" in shown.stdout
     assert "rotated" in shown.stdout
     again = graphstash("keys", "trust", made["public"], "--file", trusted)
-    assert again.exit_code == 2
+    assert again.returncode == 2
     assert "was revoked" in again.stderr
 
 
 @pytest.mark.parametrize("public", [PUBLIC, DASHED], ids=["usual", "dashed"])
-@pytest.mark.parametrize("is_last", [False, True])
-def test_any_public_key_is_taken_before_and_after_options(tmp_path, public, is_last):
+def test_any_public_key_is_taken_before_and_after_options(tmp_path, public):
     options = ("--file", tmp_path / "keys.json", "--name", "ci")
-    words = (*options, public) if is_last else (public, *options)
-    assert answer("keys", "trust", *words)["public"] == public
-    assert graphstash("keys", "trust", *options, "--", public).exit_code == 0
+    for words in ((*options, public), (public, *options), (*options, "--", public)):
+        assert answer("keys", "trust", *words)["public"] == public
 
 
 def test_to_trust_a_key_again_changes_what_was_said_of_it(tmp_path):
@@ -215,9 +172,8 @@ def test_to_trust_a_key_again_changes_what_was_said_of_it(tmp_path):
 def test_bad_input_gets_one_clear_line_and_changes_nothing(tmp_path, monkeypatch, arguments, told):
     monkeypatch.chdir(tmp_path)
     result = graphstash("keys", *arguments)
-    assert result.exit_code == 2
+    assert result.returncode == 2
     assert told in result.stderr
-    assert "Traceback" not in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -225,17 +181,11 @@ def test_commands_at_the_same_time_lose_nothing(tmp_path):
     file = tmp_path / "trusted.json"
     made = [SigningKey.generate(tmp_path / f"{number}.pem") for number in range(4)]
     command = [sys.executable, "-m", "graphstash", "keys"]
+    changes = [("trust", key.public_text) for key in made[:2]]
+    changes += [("revoke", key.key_id, "--reason", "stolen") for key in made[2:]]
     running = [
-        subprocess.Popen(
-            [*command, "trust", key.public_text, "--file", file], stdout=subprocess.PIPE
-        )
-        for key in made[:2]
-    ] + [
-        subprocess.Popen(
-            [*command, "revoke", key.key_id, "--reason", "stolen", "--file", file],
-            stdout=subprocess.PIPE,
-        )
-        for key in made[2:]
+        subprocess.Popen([*command, *change, "--file", file], stdout=subprocess.PIPE)
+        for change in changes
     ]
     assert [process.communicate() and process.returncode for process in running] == [0] * 4
     trusted = TrustedKeys.read(file)

@@ -11,8 +11,8 @@ import pytest
 from graphstash._process.run_report import fitting
 from graphstash_schema.run import MAX_RUN_BYTES, MAX_RUN_MISSES, RunMiss, RunReport
 from support.host import key
+from support.hostile import Middlebox
 from support.processes import graphstash
-from support.recorder import Recorder
 from support.waiting import PATIENT_VARIABLES
 
 JOB = """
@@ -32,17 +32,12 @@ for number in sys.argv[1].split(","):
 
 @pytest.fixture
 def recorder(server):
-    with Recorder(server.url) as recorder:
-        recorder.answer = lambda request: 204 if is_report(request) else None
-        yield recorder
-
-
-def is_report(request):
-    return "/runs/" in request.path
+    with Middlebox(server.url) as box:
+        yield box
 
 
 def reports_in(recorder):
-    sent = [request for request in recorder.requests if is_report(request)]
+    sent = recorder.to("/runs/")
     return [(each, RunReport.model_validate_json(each.body)) for each in sent]
 
 
@@ -112,9 +107,14 @@ def test_a_setting_switches_reports_off(run, recorder):
 
 @pytest.mark.parametrize("status", [404, 500])
 def test_a_server_that_takes_no_reports_costs_one_silent_call(run, recorder, status):
-    recorder.answer = lambda request: status if is_report(request) else None
+    def refused(request, answer):
+        if "/runs/" in request.path:
+            answer.status = status
+        return answer
+
+    recorder.change = refused
     outcome = run("a", "1")
-    assert sum(map(is_report, recorder.requests)) == 1
+    assert len(recorder.to("/runs/")) == 1
     assert outcome.stderr.splitlines() == ["graphstash: 0 hits, 1 miss, 1 published"]
 
 
@@ -130,7 +130,6 @@ os.wait()
 def test_every_process_of_a_run_reports_under_its_own_name_and_the_server_adds_them_up(
     run, recorder, server, namespace
 ):
-    recorder.answer = lambda _: None
     for host in ("a", "b"):
         run(host, "1,2", code=JOB + FORKING, options=("--job", "mine"))
     paths = [request.path.split("/")[4:] for request, _ in reports_in(recorder)]
@@ -172,7 +171,6 @@ def test_a_report_that_is_too_long_names_the_misses_that_took_longest():
 
 
 def test_a_report_of_the_most_and_longest_misses_is_taken(run, recorder, server, namespace):
-    recorder.answer = lambda _: None
     code = JOB.replace("jit(step", "\\N{SNOWMAN}" * 300).replace("float(number) / 100", "0")
     numbers = ",".join(["0", *(str(number) for number in range(100, 170))])
     run("a", numbers, code=code, options=("--explain",))

@@ -11,18 +11,17 @@ from functools import partial
 
 import httpx
 import pytest
-import zstandard
 
 from graphstash import CacheError, Reason
 from graphstash._trust.provenance import Provenance, read_provenance
 from graphstash.errors import TransportError, VerificationError
 from graphstash_schema import ArtifactMetadata, ArtifactSignature, Namespace
 from graphstash_schema.protocol import MAX_METADATA_BYTES
-from support.bombs import count_decompressors, envelope_of
+from support.bombs import count_decompressors
 from support.host import Host, key
 from support.processes import python
 from support.refusals import refusal
-from support.signing import Sealed, flipped, plant, sealed, signature_of
+from support.signing import flipped, plant, sealed, signature_of
 from support.waiting import PATIENT_VARIABLES
 
 PAYLOAD = b"graph" * 1000
@@ -224,17 +223,6 @@ def test_a_payload_ends_where_it_ends_whatever_lies_behind_it_on_disk(hosts, tea
     assert reader.get(key()) == payload
 
 
-def test_an_unsigned_envelope_on_disk_is_replaced_by_the_signed_one(hosts, team, tmp_path):
-    hosts("ci", signing_key=team.trust("ci")).put(key(), PAYLOAD, metadata())
-    reader = hosts("reader", trusted_keys=team.file)
-    path = reader.local.path(reader.config.namespace, key(), origin=reader.standing.origin)
-    path.parent.mkdir(parents=True)
-    sealed(tmp_path, key(), b"poison").path.rename(path)
-
-    assert reader.get(key()) == PAYLOAD
-    assert reader.ensure_local(key()).source == "local"
-
-
 def test_what_this_host_compiled_without_a_key_serves_this_host_only(hosts, team):
     writer = hosts("writer", trusted_keys=team.file)
     writer.put(key(), PAYLOAD, metadata())
@@ -320,30 +308,6 @@ def test_what_is_no_proof_is_none(tmp_path, tail):
     with path.open("rb") as file:
         assert read_provenance(file) == (Provenance(), 100 + len(tail))
         assert file.tell() == 0
-
-
-def test_a_signed_bomb_unfolds_no_further_than_the_signed_size(
-    hosts, team, config, tmp_path, unpacked
-):
-    raw = bytes(300 * 1024**2)
-    blob = envelope_of(key(), zstandard.ZstdCompressor().compress(raw))
-    path = tmp_path / "bomb"
-    path.write_bytes(blob)
-    envelope = Sealed(path, hashlib.sha256(blob).hexdigest(), len(blob), 10)
-    signature = signature_of(team.trust("ci"), config().namespace, key(), envelope)
-    plant(config(), key(), envelope, signature)
-    stash = hosts("reader", trusted_keys=team.file)
-    written = []
-
-    class Counting:
-        def write(self, data):
-            written.append(len(data))
-
-        def seekable(self):
-            return False
-
-    assert refusal(stash._reader.read, key(), Counting()).reason is Reason.CORRUPT
-    assert sum(written) <= 1024**2
 
 
 def test_keys_rotate_without_a_gap_and_the_old_one_ends(hosts, team):

@@ -1,3 +1,5 @@
+"""Every command and program in the documentation works, and the map of tests is complete."""
+
 from snippets import SnippetError, pages, read
 
 

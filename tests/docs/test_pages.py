@@ -58,8 +58,6 @@ def test_the_blocks_of_a_page_share_one_shell_one_directory_and_one_server(tmp_p
         "```sh\ngraphstash status --no-such-option\n```",
         "```sh\nfalse | cat\n```",
         "```sh\npip install 'graphstash[no-such-extra] @ git+<this repository>'\n```",
-        "```sh\nmake no-such-target\n```",
-        "```sh\ndocker version\n```",
         "```python\nraise SystemExit(3)\n```",
         "<!-- snippet: exit 1 -->\n```sh\ntrue\n```",
         "<!-- snippet: prints 1 hit -->\n```sh\necho 2 hits\n```\n\n```sh\necho 1 hit\n```",

@@ -70,6 +70,7 @@ def test_the_sdist_holds_tracked_files_only_and_all_that_the_tests_read(dist):
         assert any(name.startswith("docs/") for name in names)
 
 
+@pytest.mark.extended
 def test_the_installed_server_makes_its_database_and_answers(wheel, tmp_path):
     commands = install(f"graphstash[server] @ {wheel.as_uri()}", tmp_path / "venv")
     assert "serve" in run(commands / "graphstash", "--help")
@@ -108,13 +109,6 @@ def test_the_default_install_is_the_light_client(light):
     assert run(light / "python", "-I", "-c", program).split() == ["[]", "[]"]
 
 
-def test_importing_graphstash_imports_nothing_else():
-    program = (
-        "import sys, graphstash; print([n for n in sys.modules if n.startswith('graphstash')])"
-    )
-    assert run(sys.executable, "-I", "-c", program).strip() == "['graphstash']"
-
-
 NOT_AT_START = {"httpx", "httpcore", "pydantic", "cryptography", "zstandard", "typer", "rich"}
 LOADED = f"import sys; print(sorted({NOT_AT_START} & set(sys.modules)), file=sys.stderr)"
 
@@ -122,12 +116,11 @@ LOADED = f"import sys; print(sorted({NOT_AT_START} & set(sys.modules)), file=sys
 @pytest.mark.parametrize(
     "command",
     [
-        ("-c", f"import graphstash; {LOADED}"),
         ("-c", f"import graphstash; assert graphstash.install(url='none'); {LOADED}"),
         ("-c", f"import graphstash; assert graphstash.install(url='http://a:1'); {LOADED}"),
         ("-m", "graphstash", "run", "--", sys.executable, "-c", LOADED),
     ],
-    ids=["import", "install without a server", "install", "run"],
+    ids=["install without a server", "install", "run"],
 )
 def test_a_job_that_compiles_nothing_loads_no_package_of_others(command, tmp_path):
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONWARNINGS": "ignore"}
@@ -138,32 +131,22 @@ def test_a_job_that_compiles_nothing_loads_no_package_of_others(command, tmp_pat
     assert list(tmp_path.iterdir()) == []  # nor does it make a local tier
 
 
-def test_the_command_that_starts_a_job_loads_no_package_of_others():
-    command = [sys.executable, "-X", "importtime", "-m", "graphstash", "run", "--", "/bin/true"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "graphstash._cli.launcher" in loaded
-    assert not loaded & NOT_AT_START
-
-
-def test_the_words_of_the_wire_need_no_pydantic():
+def test_packages_import_what_is_used_and_list_what_exists():
+    """The words of the wire need no pydantic, and `import graphstash` no other module of it."""
     program = (
-        "import sys, graphstash_schema as schema\n"
+        "import sys, graphstash\n"
+        "print([n for n in sys.modules if n.startswith('graphstash')])\n"
+        "import graphstash_schema as schema\n"
         "from graphstash_schema import own_files, protocol\n"
         "schema.Namespace('team'); schema.ErrorCode.NOT_FOUND; schema.Digest.of(b'')\n"
         "print('pydantic' in sys.modules); schema.ArtifactKey; print('pydantic' in sys.modules)\n"
+        "for package in (graphstash, schema):\n"
+        "    print([n for n in package.__all__ if not hasattr(package, n)])\n"
+        "    print(set(package._HOME) - set(package.__all__))\n"
     )
-    assert run(sys.executable, "-I", "-c", program).split() == ["False", "True"]
-
-
-def test_every_public_name_exists_and_nothing_else_is_listed():
-    for package in ("graphstash", "graphstash_schema"):
-        program = (
-            f"import {package} as package\n"
-            "print([n for n in package.__all__ if not hasattr(package, n)])\n"
-            "print(set(package._HOME) - set(package.__all__))\n"
-        )
-        assert run(sys.executable, "-I", "-c", program).split() == ["[]", "set()"]
+    assert run(sys.executable, "-I", "-c", program).split() == [
+        *("['graphstash']", "False", "True", "[]", "set()", "[]", "set()")
+    ]
 
 
 @pytest.mark.extended
@@ -176,11 +159,6 @@ def test_the_light_client_runs_commands_and_says_what_serve_needs(light):
     assert refused.returncode != 0
     assert "graphstash[server] @ git+" in refused.stderr  # an index has another one, or none
     assert "Traceback" not in refused.stderr
-
-
-def test_the_folders_are_no_packages():
-    for folder in ("client", "service", "schema", "migrations", "docker", "tests"):
-        assert not (ROOT / folder / "__init__.py").exists()
 
 
 def test_nothing_but_the_agreed_names_is_in_the_root():
@@ -217,12 +195,6 @@ def test_what_compilers_load_by_themselves_does_nothing_unless_it_is_told_to(gro
         environment.setenv("GRAPHSTASH_AUTOLOAD", autoload)
         finders = int(run(sys.executable, "-I", "-c", program))
     assert (finders > plain) == (autoload == "1")
-
-
-def test_no_shell_variable_is_needed_to_import_what_is_installed():
-    environment = {"PATH": os.environ["PATH"]}
-    program = "import graphstash_server, graphstash, graphstash_schema"
-    run(sys.executable, "-I", "-c", program, env=environment)
 
 
 def test_coverage_runs_the_tests_of_all_that_it_measures():

@@ -58,7 +58,8 @@ def graphstash_here(
         raise TypeError(f"the command ended with {status!r} and not with a status")
     if check and status:
         raise RuntimeError(f"graphstash {arguments} ended with {status}: {trouble.getvalue()}")
-    return subprocess.CompletedProcess(arguments, status, told.getvalue(), trouble.getvalue())
+    words = [*map(str, arguments)]
+    return subprocess.CompletedProcess(words, status, told.getvalue(), trouble.getvalue())
 
 
 def _run(

@@ -1,7 +1,6 @@
 """Ranks of one job, each with a cache of its own, over a store that all of them see."""
 
 import random
-import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -36,7 +35,6 @@ class Rank(Host):
         if found is not None:
             return found
         self.compiles += 1
-        time.sleep(0.1)
         if fails:
             self.exchange.end()
             return None

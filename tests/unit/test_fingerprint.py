@@ -11,7 +11,6 @@ from graphstash_schema import (
     MAX_PARTS,
     ArtifactKind,
     ErrorCode,
-    Fingerprint,
     InvalidValueError,
     fingerprint_of,
     parts_for_display,
@@ -74,21 +73,6 @@ def test_moving_the_border_between_two_values_changes_it(text, cut, other_cut):
     assert same == (first == second)
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ({"ab": "c"}, {"a": "bc"}),
-        ({"a": "b", "c": "d"}, {"a": "bcd"}),
-        ({"a": "1", "b": ""}, {"a": "1"}),
-        ({"a": ""}, {"a": "\0"}),
-        ({"a": "1\0\0\0\0\0\0\0\1b"}, {"a": "1", "b": ""}),
-        ({"a": "x", "b": "y"}, {"a": "y", "b": "x"}),
-    ],
-)
-def test_no_split_of_the_same_text_is_taken_for_another(first, second):
-    assert fingerprint_of(ArtifactKind.JAX, first) != fingerprint_of(ArtifactKind.JAX, second)
-
-
 @given(PARTS, st.randoms(use_true_random=False))
 def test_the_order_of_the_parts_does_not_matter(parts, random):
     shuffled = list(parts.items())
@@ -97,10 +81,6 @@ def test_the_order_of_the_parts_does_not_matter(parts, random):
     assert fingerprint_of(ArtifactKind.JAX, dict(shuffled)) == fingerprint_of(
         ArtifactKind.JAX, parts
     )
-
-
-def test_a_fingerprint_is_a_checked_word():
-    assert isinstance(fingerprint_of(ArtifactKind.JAX, {"a": "1"}), Fingerprint)
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,6 @@
+"""A hook is installed after its compiler's import, which it neither delays nor fails."""
+
+import os
 import subprocess
 import sys
 import textwrap
@@ -11,12 +14,67 @@ def run(tmp_path, program, **files):
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(program)],
         cwd=tmp_path,
-        env={"PYTHONPATH": str(tmp_path)},
+        env={"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
         check=False,
         timeout=60,
     )
+
+
+WHEN = "from graphstash.hooks.import_hook import when_imported\n"
+INSTALL = WHEN + "when_imported('compiler', lambda: print('installed'))\n"
+FAIL = WHEN + "when_imported('compiler', lambda: 1 / 0)\n"
+CANNOT = "cannot install the hook"
+IMPORT = """
+try:
+    import compiler
+except ImportError as error:
+    print(error)
+"""
+HEAVY = """
+import sys
+from graphstash.hooks import HOOKS, install_when_needed
+install_when_needed(HOOKS, print)
+heavy = {"pydantic", "httpx", "zstandard", "torch", "torch_xla", "typer", "rich"}
+print(sorted(heavy & set(sys.modules)))
+"""
+LOOK = """
+import importlib.util
+assert importlib.util.find_spec("compiler").origin.endswith("compiler.py")
+assert importlib.util.find_spec("compiler") is not None
+"""
+# Name: the program, its modules, what it prints, and what is logged.
+CASES = {
+    "failing action does not fail the import": (
+        FAIL + "import compiler; print(compiler.value)",
+        {"compiler": "value = 3"},
+        "3\n",
+        CANNOT,
+    ),
+    "absent module stays absent": (INSTALL + IMPORT, {}, "No module named 'compiler'\n", ""),
+    "waiting for a compiler imports nothing heavy": (HEAVY, {}, "[]\n", ""),
+    "looking for a module does not use the hook up": (
+        INSTALL + LOOK + "import compiler",
+        {"compiler": ""},
+        "installed\n",
+        "",
+    ),
+    "module whose import fails gets no hook": (
+        IMPORT,
+        {"compiler": "import library; raise ImportError('no device')", "library": INSTALL},
+        "no device\n",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize(("program", "files", "told", "logged"), CASES.values(), ids=CASES)
+def test_hook_leaves_the_import_of_its_compiler_alone(tmp_path, program, files, told, logged):
+    result = run(tmp_path, program, **files)
+    assert result.stdout == told, result.stderr
+    assert logged in result.stderr
+    assert bool(logged) == bool(result.stderr)
 
 
 def test_the_action_runs_once_after_the_module_and_leaves_its_loader_alone(tmp_path):
@@ -38,66 +96,6 @@ def test_the_action_runs_once_after_the_module_and_leaves_its_loader_alone(tmp_p
         "installed True",
         "SourceFileLoader SourceFileLoader",
     ], result.stderr
-
-
-def test_a_failing_action_does_not_fail_the_import(tmp_path):
-    result = run(
-        tmp_path,
-        """
-        from graphstash.hooks.import_hook import when_imported
-        when_imported("compiler", lambda: 1 / 0)
-        import compiler
-        print(compiler.value)
-        """,
-        compiler="value = 3",
-    )
-    assert result.stdout == "3\n"
-    assert "cannot install the hook" in result.stderr
-
-
-def test_a_module_that_is_absent_stays_absent(tmp_path):
-    result = run(
-        tmp_path,
-        """
-        from graphstash.hooks.import_hook import when_imported
-        when_imported("compiler", lambda: print("never"))
-        try:
-            import compiler
-        except ModuleNotFoundError as error:
-            print(error.name)
-        """,
-    )
-    assert result.stdout == "compiler\n", result.stderr
-
-
-def test_waiting_for_a_compiler_costs_no_import(tmp_path):
-    result = run(
-        tmp_path,
-        """
-        import sys
-        from graphstash.hooks import HOOKS, install_when_needed
-        install_when_needed(HOOKS, print)
-        heavy = {"pydantic", "httpx", "zstandard", "torch", "torch_xla", "typer", "rich"}
-        print(sorted(heavy & set(sys.modules)))
-        """,
-    )
-    assert result.stdout == "[]\n", result.stderr
-
-
-def test_a_library_that_only_asks_whether_the_compiler_is_there_does_not_use_the_hook_up(tmp_path):
-    result = run(
-        tmp_path,
-        """
-        import importlib.util
-        from graphstash.hooks.import_hook import when_imported
-        when_imported("compiler", lambda: print("installed"))
-        assert importlib.util.find_spec("compiler").origin.endswith("compiler.py")
-        assert importlib.util.find_spec("compiler") is not None
-        import compiler
-        """,
-        compiler="",
-    )
-    assert result.stdout == "installed\n", result.stderr
 
 
 def test_a_module_that_is_just_being_imported_is_waited_for(tmp_path):
@@ -123,24 +121,6 @@ def test_a_module_that_is_just_being_imported_is_waited_for(tmp_path):
     )
     assert result.stdout.splitlines() == ["first True", "second True", "ModuleSpec False"]
     assert result.stderr.count("cannot install the hook") == 1
-
-
-def test_a_module_whose_import_fails_gets_no_hook(tmp_path):
-    result = run(
-        tmp_path,
-        """
-        try:
-            import compiler
-        except ImportError as error:
-            print(error)
-        """,
-        compiler="import library; raise ImportError('no device')",
-        library="""
-        from graphstash.hooks.import_hook import when_imported
-        when_imported("compiler", lambda: print("installed"))
-        """,
-    )
-    assert result.stdout == "no device\n", result.stderr
 
 
 def test_what_is_to_begin_does_so_before_the_module_and_cannot_fail_it(tmp_path):

@@ -17,6 +17,7 @@ def coarse(command):
     ("one", "other"),
     [
         ("python train.py --seed 1", "python train.py --seed 2"),
+        ("python train.py --api-key hunter2", "python train.py --api-key other"),
         ("python train.py --seed=1", "python train.py --seed=2"),
         ("python train.py train.seed=1", "python train.py train.seed=2"),
         ("torchrun --master-port 1234 train.py", "torchrun --master-port 999 train.py"),
@@ -76,10 +77,6 @@ def test_other_versions_of_a_compiler_make_another_job(monkeypatch):
 @pytest.mark.parametrize("command", [[""], ["python"], ["python", "\udc80\x00\n"], ["-m"]])
 def test_whatever_a_command_holds_it_has_a_name(command):
     assert all(name.startswith("auto-") for name in names_of(command))
-
-
-def test_no_secret_can_be_read_from_a_name():
-    assert exact("python train.py --api-key hunter2") == exact("python train.py --api-key other")
 
 
 def test_a_long_word_of_hex_is_read_at_once():

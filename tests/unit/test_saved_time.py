@@ -36,27 +36,6 @@ def test_hits_one_after_another_save_the_sum_of_their_compilations():
     assert saved.wall_seconds == pytest.approx(3 * (10 - 0.1))
 
 
-def test_hits_side_by_side_save_the_longest_of_their_compilations():
-    saved = SavedTime()
-    Together(
-        lambda: saved.hit(0.0, 0.1, compile_seconds=10),
-        lambda: saved.hit(0.0, 0.1, compile_seconds=12),
-        lambda: saved.hit(0.0, 0.1, compile_seconds=11),
-    )
-    assert saved.wall_seconds == pytest.approx(12 - 0.1)
-
-
-def test_a_pool_that_works_side_by_side_saves_what_its_busiest_thread_does():
-    saved = SavedTime()
-
-    def work():
-        for number in range(4):
-            saved.hit(number, number + 0.5, compile_seconds=5)
-
-    Together(work, work)
-    assert saved.wall_seconds == pytest.approx(4 * (5 - 0.5))
-
-
 def test_what_workers_save_comes_behind_what_the_main_thread_saved_before():
     saved = SavedTime()
     saved.hit(0.0, 0.1, compile_seconds=60)

@@ -30,12 +30,9 @@ def test_the_summary_names_waits_uploads_and_fallbacks_when_there_are_any():
     )
 
 
-def test_hours_are_told_in_hours():
+def test_hours_are_told_in_hours_and_no_savings_without_hits():
     stats = Stats(hits_ranks=1, saved_compile_seconds=7300, saved_wall_seconds=3600)
     assert "2 h 1 min of compiling saved (about 1 h 0 min of wall time)" in stats.summary()
-
-
-def test_a_process_without_hits_says_nothing_of_savings():
     assert Stats(misses=2, published=2).summary() == "0 hits, 2 misses, 2 published"
 
 
