@@ -1,5 +1,6 @@
 """Kernels that are wrong, but not on their first call: functions for `CallableTarget`."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,12 @@ from graphstash_schema import DeviceType
 __all__ = ["SPACE", "target", "task"]
 
 _A = np.arange(12.0).reshape(3, 4)
+_EXPECTED = _A.sum(axis=1)
+_renewals = itertools.count(1)
 
-SPACE = tuning.ParameterSpace({"does": ["right", "right, slowly", "adds", "memoizes", "twice"]})
+SPACE = tuning.ParameterSpace(
+    {"does": ["scribbles", "right", "right, slowly", "adds", "memoizes", "twice"]}
+)
 
 
 def _rows() -> Any:
@@ -22,7 +27,7 @@ def build(configuration: Any) -> Any:
     """A kernel that sums rows, and does not always."""
     does = configuration["does"]
     calls = 0
-    memoized = None
+    memoized: Any = None
     total = np.zeros(3)
 
     def kernel() -> Any:
@@ -36,18 +41,22 @@ def build(configuration: Any) -> Any:
             return memoized
         if does == "twice" and calls > 1:
             return np.zeros(3)
-        return _rows()
+        result = _rows()
+        if does == "scribbles":  # uses its inputs as scratch memory
+            _A[...] = -1
+        return result
 
     kernel.does = does  # type: ignore[attr-defined]
     return kernel
 
 
 def is_right(result: Any) -> bool:
-    return bool((result == _rows()).all())
+    return bool((result == _EXPECTED).all())
 
 
 def renew() -> None:
-    _A[...] += 1
+    _A[...] = np.arange(12.0).reshape(3, 4) + next(_renewals)
+    _EXPECTED[...] = _A.sum(axis=1)
 
 
 def costs(kernel: Any, calls: int) -> float:

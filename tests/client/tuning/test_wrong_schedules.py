@@ -20,6 +20,7 @@ def failures(found):
 
 
 EXPECTED = {
+    "scribbles": "wrong",
     "right": None,
     "right, slowly": None,
     "adds": "wrong",
@@ -28,18 +29,14 @@ EXPECTED = {
 }
 
 
-def test_result_is_checked_after_the_last_sample():
+def test_result_is_checked_after_the_last_sample_of_a_search_and_of_finalists():
     with Pool(wrong_kernels.target(), method=QUICK) as pool:
         for does in EXPECTED:
             pool.submit({"does": does})
         found = []
         while pool.pending:
             found += pool.results()
-    assert failures(found) == EXPECTED
-
-
-def test_result_of_finalists_is_checked_after_the_last_sample():
-    with Pool(wrong_kernels.target(), method=QUICK) as pool:
+        assert failures(found) == EXPECTED
         assert failures(pool.compare([{"does": does} for does in EXPECTED])) == EXPECTED
 
 
@@ -56,7 +53,7 @@ def test_wrong_schedules_lose_though_others_call_them_fast():
     result = search(
         tuning.make_searcher("exhaustive", wrong_kernels.SPACE),
         wrong_kernels.target(),
-        budget=Budget(measurements=5),
+        budget=Budget(measurements=6),
         method=QUICK,
         finalists=2,  # both are wrong in the first round
         known=known,
@@ -66,7 +63,7 @@ def test_wrong_schedules_lose_though_others_call_them_fast():
 
 def test_the_team_gets_no_wrong_schedule(monkeypatch):
     monkeypatch.setattr("graphstash.tuning.task.team_memory", lambda: None)
-    schedule = tuning.tune(wrong_kernels.task(), budget=Budget(measurements=5), method=QUICK)
+    schedule = tuning.tune(wrong_kernels.task(), budget=Budget(measurements=6), method=QUICK)
     assert schedule.configuration == ("right",)
 
 
@@ -157,28 +154,17 @@ class Journal:
         self.add = self.own.append
 
 
+LATER = Finding((2,), 2.0, count=5)
+
+
 @pytest.mark.parametrize("failure", ["wrong", "run", "crash"])
-def test_the_best_is_measured_once_more_and_loses_if_it_fails(failure):
-    journal = Journal(Finding((1,), 1.0, count=5), Finding((2,), 2.0, count=5))
+@pytest.mark.parametrize("has_failed", [True, False], ids=["in its round", "once more"])
+def test_best_that_fails_in_its_round_or_once_more_is_not_chosen(failure, has_failed):
+    fails = Finding((1,), None, failure=failure)
+    journal = Journal(Finding((1,), 1.0, count=5), LATER, *[fails] * has_failed)
 
     def measure(configuration):
-        if configuration == (1,):
-            return Finding(configuration, None, failure=failure)
-        return Finding(configuration, 2.0, count=5)
-
-    found = _best(journal, {}, measure=measure, confirm=measure)
-    assert [each.configuration for each in found] == [(2,)]
-
-
-def test_a_finalist_that_fails_in_its_round_is_not_the_best():
-    journal = Journal(
-        Finding((1,), 1.0, count=5),
-        Finding((2,), 2.0, count=5),
-        Finding((1,), None, failure="crash"),
-    )
-
-    def measure(configuration):
-        return Finding(configuration, 2.0, count=5)
+        return LATER if has_failed or configuration == (2,) else fails
 
     found = _best(journal, {}, measure=measure, confirm=measure)
     assert [each.configuration for each in found] == [(2,)]

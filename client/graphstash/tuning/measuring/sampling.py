@@ -1,6 +1,8 @@
 """How a measuring process takes samples of the kernels that it has built.
 
-    check       the first run; compared with the reference result
+    check       the first two runs; compared with the reference result. The second run finds a
+                kernel that writes into its inputs. Inputs are renewed after a kernel that fails,
+                which may have ruined them for the next one
     warm-up     one more run: caches are filled, pages are mapped, clocks have risen
     samples     in rounds: one of each kernel, and in the opposite order in every second round
     check       once more, with other inputs: a kernel may be right on its first call only
@@ -12,7 +14,7 @@ import gc
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Final
@@ -91,8 +93,7 @@ def take_samples(
     for index, each in enumerate(built):
         if each.kernel is not None:
             begin(index)
-            _check(target, each, lambda: None)
-            _warm_up(target, each, method)
+            _begin(target, each, method)
     order = list(enumerate(built))
     for _ in range(method.samples):
         for index, each in order:
@@ -105,15 +106,26 @@ def take_samples(
     for index, each in enumerate(built):
         if each.kernel is not None:
             begin(index)
-            _check(target, each, target.renew)
+            _check(target, each, renew=target.renew)
 
 
-def _check(target: Target, built: Built, renew: Callable[[], object]) -> None:
+def _begin(target: Target, built: Built, method: Method) -> None:
+    for _ in range(2):
+        if built.kernel is not None:
+            _check(target, built)
+    _warm_up(target, built, method)
+    if built.kernel is None:
+        with suppress(Exception), only_here():  # the last check raises it again
+            target.renew()
+
+
+def _check(target: Target, built: Built, *, renew: Callable[[], object] | None = None) -> None:
     kernel = built.kernel
     assert kernel is not None  # noqa: S101 - for mypy
 
     def check() -> bool:
-        renew()
+        if renew is not None:
+            renew()
         return bool(target.check(kernel))
 
     is_right = built.attempt("run", check)

@@ -42,8 +42,8 @@ class Target(ABC):
     def check(self, kernel: Kernel) -> bool:
         """Run a kernel once, and return whether its result is right.
 
-        Called before the first sample and again after the last one. Write garbage into the outputs
-        before each run: a kernel may leave out elements, or add to what is there.
+        Called twice before the first sample and again after the last one. Write garbage into the
+        outputs before each run: a kernel may leave out elements, or add to what is there.
         """
         kernel()
         return True
@@ -51,8 +51,8 @@ class Target(ABC):
     def renew(self) -> None:  # noqa: B027 - most have no inputs
         """Change the values of the inputs in place, and what `check` expects.
 
-        Called before the second check of a kernel, which finds a kernel that returns the result of
-        an earlier call.
+        Called before the last check of a kernel, which finds a kernel that returns the result of an
+        earlier call, and after a kernel that failed: it may have written into the inputs.
         """
 
     def cost(self, kernel: Kernel, calls: int) -> float:

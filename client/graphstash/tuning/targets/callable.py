@@ -30,10 +30,11 @@ class CallableTarget(Target):
             for its end. It may raise anything.
         name: of what is tuned, for those who share measurements: say in it what the cost depends
             on, such as shapes and types.
-        is_right: takes what the kernel returned, before the first sample and after the last one;
-            False if that is wrong. Without it, wrong results are not noticed.
-        renew: changes the inputs in place between the two checks, and what `is_right` expects.
-            Without it, a kernel that repeats its first result is not noticed. See `CheckedOutput`.
+        is_right: takes what the kernel returned, twice before the first sample and once after the
+            last one; False if that is wrong. Without it, wrong results are not noticed.
+        renew: changes the inputs in place before the last check, and what `is_right` expects.
+            Without it, a kernel that repeats its first result is not noticed, and a kernel that
+            writes into the inputs can make others look wrong. See `CheckedOutput`.
         cost: takes a kernel and a number of calls and returns what a call costs, where that is
             something else than wall time. See `Target.cost`.
     """
