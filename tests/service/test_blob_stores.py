@@ -100,6 +100,7 @@ class TestTierInFrontOfMemory(BlobStoreContract):
         assert list((tmp_path / "tier" / "tmp").iterdir()) == []
 
 
+@pytest.mark.extended
 class TestTierInFrontOfMoto(BlobStoreContract):
     @pytest.fixture
     def store(self, tmp_path, s3_on_moto):

@@ -108,7 +108,7 @@ def test_artifacts_of_a_toolchain_or_unused_for_long_can_be_evicted(api, databas
     assert "'ninety days' is not an age" in run(gc, "--unused-for", "ninety days", status=2)
 
 
-def test_fsck_finds_and_repairs_every_kind_of_damage_and_gc_old_orphans(
+def test_fsck_repairs_every_kind_of_damage_and_gc_deletes_old_orphans(
     api, serving, files_in, database_url
 ):
     put(api, 4)

@@ -22,6 +22,7 @@ from graphstash_server.db.tables import usage
 from graphstash_server.errors import NoSpaceError, ServerError, ShortBlobError, StartError
 from graphstash_server.eviction_order import HALF_LIFE, aged, density
 from graphstash_server.services.artifacts import service
+from graphstash_server.services.maintenance.garbage import GarbageWanted, collect_garbage
 from support.services import ACTOR, ServiceClient, key_of, upload_of
 
 pytestmark = [pytest.mark.sql, pytest.mark.anyio]
@@ -64,6 +65,15 @@ class Store(ServiceClient):
     async def evict(self):
         return await self.context.evictor.run(actor=Actor.server())
 
+    async def evictions(self):
+        """Artifact, reason and actor of each eviction in the audit log, oldest first."""
+        entries = (await self.context.audit.read(limit=1000)).entries
+        return [
+            (entry.subject, entry.detail.rpartition(" ")[0], entry.actor)
+            for entry in reversed(entries)
+            if entry.action == "evict"
+        ]
+
     async def collect(self):
         return await self.context.collector.collect_marked()
 
@@ -87,6 +97,10 @@ class Store(ServiceClient):
         under_way = asyncio.create_task(self.collect())
         await deleting.wait()
         return go_on, under_way
+
+
+def evicted(numbers, reason, *, by=ACTOR):
+    return [(str(key_of(number).key), reason, by.name) for number in numbers]
 
 
 @pytest.fixture
@@ -135,6 +149,8 @@ async def test_what_costs_little_to_compile_again_goes_first(opened):
         used = await store.used()
         assert (used.artifacts, used.size_bytes) == (4, 40_000)
         assert (used.evictions, used.evicted_bytes) == (6, 60_000)
+        logged = await store.evictions()
+        assert logged == evicted(range(6), "over the soft limit", by=Actor.server())
 
 
 async def test_what_was_used_lately_outlives_the_better_and_the_smaller_the_larger(opened):
@@ -199,6 +215,8 @@ async def test_an_upload_makes_its_own_room_unless_it_never_fits(opened, is_limi
         await store.fill(6)
         assert await store.kept(6) == [3, 4, 5]
         assert sum(map(len, store.blobs.blobs.values())) == 30_000
+        reason = "over the store's limit" if is_limited else "the disk is full"
+        assert await store.evictions() == evicted(range(3), reason)
 
         with pytest.raises(NoSpaceError) as refused:
             await store.add(7, 30_001)
@@ -213,10 +231,17 @@ async def test_an_upload_makes_its_own_room_unless_it_never_fits(opened, is_limi
         assert await store.kept(9) == [3, 4, 5]
 
 
-async def test_a_namespace_over_its_hard_limit_is_refused_by_name(opened):
-    async with opened(namespace_limit_bytes=10_000) as store:
+async def test_a_namespace_makes_its_own_room_for_uploads_and_manifests(opened):
+    async with opened(namespace_limit_bytes=50_000) as store:
         with pytest.raises(NoSpaceError, match="the namespace team"):
-            await store.add(0, 10_001)
+            await store.add(0, 50_001)
+        for number in range(3):
+            await store.add(number, 20_000, seconds=1 + number)
+        keys = [key_of(number) for number in range(30)]
+        await store.context.manifests.merge(
+            TEAM, ManifestName("nightly"), keys, writer="", actor=ACTOR
+        )
+        assert await store.evictions() == evicted((0, 1), "over the namespace's limit")
 
 
 async def test_equal_blobs_go_with_their_last_artifact(opened):
@@ -241,6 +266,21 @@ async def test_artifacts_unused_for_retain_days_are_deleted(opened):
         assert await store.context.maintenance.retain() == 3
         assert await store.kept(4) == [1]
         assert len(store.blobs.blobs) == 1
+        logged = sorted(await store.evictions())
+        assert logged == sorted(evicted((0, 2, 3), "retention", by=Actor.server()))
+
+
+async def test_gc_is_named_with_what_it_evicted(opened):
+    async with opened() as store:
+        await store.add(0)
+        store.clock.turn(60)
+        await collect_garbage(
+            GarbageWanted(False, timedelta(seconds=30), None, None, store.clock.now),
+            actor=Actor.local(),
+            maintenance=store.context.maintenance,
+            found=lambda _: None,
+        )
+        assert await store.evictions() == evicted([0], "unused", by=Actor.local())
 
 
 async def test_the_latest_toolchains_are_retained(opened):

@@ -113,32 +113,37 @@ async def test_a_listener_whose_session_is_silent_takes_another_one(database, mo
     await asyncio.wait([listening])
 
 
+@pytest.fixture(scope="module")
+def shared(postgres):
+    """The database of two servers."""
+    return postgres.new_database()
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory, shared, process_environment):
+    data_dir = tmp_path_factory.mktemp("frozen") / "data"
+    environment = process_environment | {"GRAPHSTASH_DATABASE_URL": shared}
+    with (
+        ServerProcess(data_dir, environment=environment) as one,
+        ServerProcess(data_dir, environment=environment) as other,
+    ):
+        yield one, other
+        one.process.send_signal(signal.SIGCONT)
+
+
 class TestAnUpload:
     """Of one server, while another one is frozen between the rows of an upload and its commit."""
-
-    @pytest.fixture
-    def servers(self, tmp_path, database, process_environment):
-        environment = process_environment | {
-            "GRAPHSTASH_DATABASE_URL": database,
-            "GRAPHSTASH_MIN_FREE_BYTES": "0",
-        }
-        with (
-            ServerProcess(tmp_path / "data", environment=environment) as one,
-            ServerProcess(tmp_path / "data", environment=environment) as other,
-        ):
-            yield one, other
-            one.process.send_signal(signal.SIGCONT)
 
     async def state_of(self, watch, pid):
         return await watch.fetchval(
             "SELECT coalesce(max(state), 'gone') FROM pg_stat_activity WHERE pid = $1", pid
         )
 
-    async def freeze(self, server, http, database, watch, number):
+    async def freeze(self, server, http, shared, watch, number):
         """Stops it between two statements of the transaction of an upload. Returns the upload and
         its session in PostgreSQL, or None when the transaction was over before.
         """
-        async with connected(database) as holder:
+        async with connected(shared) as holder:
             holding = holder.transaction()
             await holding.start()
             await holder.execute("LOCK TABLE audit IN SHARE MODE")  # the last that is written
@@ -159,19 +164,17 @@ class TestAnUpload:
         await upload
         return None
 
-    async def test_another_namespace_does_not_wait_and_the_same_one_recovers(
-        self, servers, database
-    ):
+    async def test_another_namespace_does_not_wait_and_the_same_one_recovers(self, servers, shared):
         one, other = servers
         async with (
-            connected(database) as watch,
+            connected(shared) as watch,
             httpx.AsyncClient(timeout=_BOUND_SECONDS, trust_env=False) as http,
         ):
             assert (await put(http, other.url, "free", 0)).status_code == 201
             for number in range(8):  # prepared statements are sent in one piece
                 assert (await put(http, one.url, "held", 1000 + number)).status_code == 201
             for attempt in range(_ATTEMPTS):
-                frozen = await self.freeze(one, http, database, watch, 2 * attempt)
+                frozen = await self.freeze(one, http, shared, watch, 2 * attempt)
                 if frozen is None:
                     continue
                 upload, session = frozen
@@ -203,24 +206,24 @@ class TestAnUpload:
                 assert (await put(http, server.url, "held", number)).status_code == 201
             assert (await http.get(f"{one.url}/readyz")).json()["locks"] == "ok"
 
-    async def test_a_lock_that_stays_is_a_clear_refusal(self, servers, database):
+    async def test_a_lock_that_stays_is_a_clear_refusal(self, servers, shared):
         """Held by somebody who works, or by a server of the release before."""
         _, other = servers
         async with (
-            connected(database) as watch,
+            connected(shared) as watch,
             httpx.AsyncClient(timeout=_BOUND_SECONDS, trust_env=False) as http,
         ):
-            assert (await put(http, other.url, "held", 0)).status_code == 201
+            assert (await put(http, other.url, "locked", 0)).status_code == 201
             async with watch.transaction():
-                await watch.execute("UPDATE usage SET hits = hits WHERE namespace = 'held'")
-                answer = await put(http, other.url, "held", 1)
-                assert (await put(http, other.url, "free", 1)).status_code == 201
+                await watch.execute("UPDATE usage SET hits = hits WHERE namespace = 'locked'")
+                answer = await put(http, other.url, "locked", 1)
+                assert (await put(http, other.url, "unlocked", 1)).status_code == 201
             problem = answer.json()
             assert (answer.status_code, problem["code"]) == (503, "unavailable")
             assert problem["retryable"]
             assert int(answer.headers["Retry-After"]) > 0
             assert "kept this one waiting for 5 s" in problem["detail"]
-            assert (await put(http, other.url, "held", 1)).status_code == 201
+            assert (await put(http, other.url, "locked", 1)).status_code == 201
 
 
 async def test_what_was_served_is_counted_though_another_namespace_waits(

@@ -205,7 +205,7 @@ def test_what_everybody_may_read_needs_no_sign_in_and_one_look_at_the_statistics
     nobody = browse()
 
     def statements(path):
-        with recorded("usage.evicted_bytes") as statements:
+        with recorded("usage.evicted_bytes", of_servers=True) as statements:
             answer = nobody.get(path)
         assert answer.status_code == 200
         return [each.sql[:6] for each in statements if each.sql.startswith("SELECT")]

@@ -1,5 +1,6 @@
 """Every statement that this process sends to a database, whichever way it goes."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
 from graphstash_server.db.reads import PostgresLane, SqliteLane
-from graphstash_server.db.sqlite import SqliteHere, SqliteTransaction
+from graphstash_server.db.sqlite import SqliteHere, SqliteThread, SqliteTransaction
 
 __all__ = ["Statement", "recorded"]
 
@@ -22,25 +23,41 @@ class Statement(NamedTuple):
 
 
 @contextmanager
-def recorded(naming: str = "") -> Iterator[list[Statement]]:
+def recorded(naming: str = "", *, of_servers: bool = False) -> Iterator[list[Statement]]:
     """Those that are executed until the end and have a word, in their order; an `executemany` is
     one of them.
 
-    BEGIN and COMMIT, settings and explanations are none.
+    BEGIN and COMMIT, settings and explanations are none. Live servers run in threads of their own
+    and have chores: without `of_servers` only the event loops of this thread are recorded.
     """
     seen: list[Statement] = []
+    this = threading.get_ident()
+    asked_by = threading.local()  # in a thread of SQLite: the thread that called it
 
     def add(sql: str, parameters: Any) -> None:
         is_one = sql.lstrip().startswith(("SELECT", "UPDATE", "DELETE", "INSERT", "WITH"))
-        if is_one and naming in sql:
+        is_here = getattr(asked_by, "ident", threading.get_ident()) == this
+        if is_one and naming in sql and (is_here or of_servers):
             seen.append(Statement(sql, parameters))
 
     def by_core(*arguments: Any) -> None:
         _, _, sql, parameters, _, executemany = arguments
         add(sql, parameters[0] if executemany else parameters)
 
+    call = SqliteThread.call
+
+    def call_and_note(thread: SqliteThread, work: Any) -> Any:
+        ident = threading.get_ident()
+
+        def noting(connection: Any) -> Any:
+            asked_by.ident = ident
+            return work(connection)
+
+        return call(thread, noting)
+
     event.listen(Engine, "before_cursor_execute", by_core)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SqliteThread, "call", call_and_note)
         _record_lanes(patch, add)
         _record_transactions(patch, add)
         yield seen
