@@ -1,4 +1,7 @@
-"""Servers to attack. Every test ends in counted refusals and a store that is as it was."""
+"""These tests attack real servers and jobs. No attack changes what a server stores, reads what its
+rights do not include, or makes a job run bytes that the team did not publish; the server counts
+each refusal.
+"""
 
 import itertools
 

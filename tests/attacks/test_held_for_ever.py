@@ -9,7 +9,7 @@ from graphstash_schema import LeaseReply, LeaseState
 from support.hostile import Answer
 from support.reader_job import OWN
 
-_GRAPHS = 40
+_GRAPHS = 12
 _POLL_SECONDS = 0.5
 """The client asks no more often, so the budget allows twice as many questions as it has seconds."""
 

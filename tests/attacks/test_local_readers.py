@@ -31,25 +31,20 @@ def open_to_others(directory):
     return found
 
 
-def test_the_database_and_the_blobs_of_a_new_server_are_read(tmp_path, space):
+def test_the_database_and_the_blobs_of_a_server_are_read(tmp_path, space):
+    """Of a new one, and what the release before left readable."""
     with GuardedServer(tmp_path / "server") as fort:
         fort.fill(space, 0, 1)
         files = [path for path in fort.data_dir.rglob("*") if path.is_file()]
         assert open_to_others(fort.data_dir) == []
     assert {"graphstash.sqlite3", "graphstash.sqlite3-wal"} <= {path.name for path in files}
-    for path in [fort.data_dir, *files]:
-        if path.exists():
-            assert path.stat().st_mode & _OF_OTHERS == 0, path
-
-
-def test_what_the_release_before_left_readable_is_read(tmp_path, space):
-    with GuardedServer(tmp_path / "server") as fort:
-        fort.fill(space)
     data_dir = fort.data_dir
     paths = [data_dir, *data_dir.rglob("*")]
     for path in paths:
+        if path in [data_dir, *files]:
+            assert path.stat().st_mode & _OF_OTHERS == 0, path
         path.chmod(0o755 if path.is_dir() else 0o644)
-    assert set(open_to_others(data_dir)) == {each for each in paths if each.exists()}
+    assert set(open_to_others(data_dir)) == set(paths)
 
     with ServerProcess(data_dir):
         assert open_to_others(data_dir) == []
@@ -57,22 +52,14 @@ def test_what_the_release_before_left_readable_is_read(tmp_path, space):
         assert own == []
 
 
-def test_a_data_directory_with_files_of_others_is_not_closed_to_them(tmp_path):
-    """Only what the server made is the server's."""
+def test_a_data_directory_with_files_of_others_is_told_of_and_not_closed_to_them(tmp_path):
+    """Only what the server made is the server's. Others may replace the database there."""
     data_dir = tmp_path / "shared"
-    data_dir.mkdir()
-    (data_dir / "of somebody else").write_text("x")
-
-    with ServerProcess(data_dir):
-        theirs = open_to_others(data_dir)
-    assert theirs == [data_dir, data_dir / "of somebody else"]
-
-
-def test_others_who_may_replace_the_database_are_told_of(tmp_path):
-    data_dir = tmp_path / "writable"
     data_dir.mkdir()
     (data_dir / "of somebody else").write_text("x")
     data_dir.chmod(0o777)
 
     with ServerProcess(data_dir) as server:
+        theirs = open_to_others(data_dir)
         assert "chmod go-w" in server.log
+    assert theirs == [data_dir, data_dir / "of somebody else"]

@@ -6,9 +6,9 @@ Nothing of theirs is loaded, nothing waits for them, and they learn no token.
 import os
 import socket
 import stat
-import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from graphstash._http.client import ServerClient
 from graphstash_schema.own_files import own_socket_path
 from graphstash_server.testing import ServerProcess
 from support.ports import reserved_port
+from support.processes import graphstash, python
 from support.reader_job import OWN, ReaderJob
 from support.signing import sealed
 from support.strangers import STRANGER, Stranger
@@ -106,7 +107,9 @@ def job(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.extended)])
-def test_the_quick_start_of_one_user_needs_no_setting_and_no_token(serve, state, job, key, workers):
+def test_the_quick_start_of_one_user_needs_no_setting_and_is_closed_to_others(
+    serve, state, job, key, workers
+):
     server = serve("--workers", str(workers))
     assert "jobs of this user on this host find it by themselves" in server.log
 
@@ -117,15 +120,13 @@ def test_the_quick_start_of_one_user_needs_no_setting_and_no_token(serve, state,
     assert (second.compiles, second.stats.hits) == (0, 1)
 
     assert stat.S_IMODE(state.parent.stat().st_mode) == 0o700
+    with Stranger(_TRIES, state.parent) as stranger:
+        assert stranger.said == "PermissionError"
+    at_the_port = job(url=server.url)
+    assert at_the_port.build(key(1)) == OWN
+    assert set(at_the_port.fallbacks) == {"unauthenticated"}
     assert server.stop() == 0
     assert not state.exists()
-
-
-def test_whoever_knocks_at_the_port_of_a_quick_start_needs_a_token(serve, job, key):
-    server = serve()
-    stranger = job(url=server.url)
-    assert stranger.build(key(1)) == OWN
-    assert set(stranger.fallbacks) == {"unauthenticated"}
 
 
 def test_another_user_takes_the_port_where_a_server_was_and_gets_no_byte(serve, state, job, key):
@@ -137,26 +138,6 @@ def test_another_user_takes_the_port_where_a_server_was_and_gets_no_byte(serve, 
         assert victim.build(key(1)) == OWN
         assert victim.fallbacks.keys() == {"connect"}
         assert stranger.finish().strip() == "[]"
-
-
-def test_another_user_listens_on_the_old_default_port(job, key, monkeypatch):
-    port = reserved_port()
-    try:
-        socket.create_server(("127.0.0.1", 8077)).close()
-        port = 8077
-    except OSError:  # a developer's server, perhaps
-        pass
-    with Stranger(_TAKES_A_PORT, port) as stranger:
-        victim = job(token=TOKEN)
-        assert victim.build(key(1)) == OWN
-        assert victim.fallbacks == {}
-        assert stranger.finish().strip() == "[]"
-
-
-def test_another_user_cannot_reach_or_replace_the_socket(serve, state):
-    serve()
-    with Stranger(_TRIES, state.parent) as stranger:
-        assert stranger.said == "PermissionError"
 
 
 @pytest.mark.parametrize("theirs", ["owner", "mode", "link"])
@@ -187,23 +168,21 @@ def test_a_socket_where_others_could_have_put_it_is_not_used(
     listener.close()
 
 
-def test_a_second_server_leaves_the_place_to_the_first(serve, job, key):
-    serve()
-    second = serve()
-    assert "another server of this user listens on" in second.log
-    assert job().build(key(1)) == OWN
-    second.stop()
-    late = job()
-    assert late.build(key(1)) == OWN
-    assert late.stats.hits == 1
-
-
-def test_a_killed_server_leaves_its_place_to_the_next(serve, job, key):
+def test_a_killed_server_leaves_its_place_to_the_next_and_a_third_takes_it_from_nobody(
+    serve, job, key
+):
     serve().kill()
     serve()
     first = job()
     first.build(key(1))
     assert first.stats.published == 1
+
+    third = serve()
+    assert "another server of this user listens on" in third.log
+    third.stop()
+    late = job()
+    assert late.build(key(1)) == OWN
+    assert late.stats.hits == 1
 
 
 def test_a_job_without_a_server_says_once_what_to_set(tmp_path, state):
@@ -214,20 +193,14 @@ def test_a_job_without_a_server_says_once_what_to_set(tmp_path, state):
         "if len(sys.argv) == 1:\n"
         "    subprocess.run([sys.executable, __file__, 'child'], check=True)\n"
     )
-    environment = os.environ | {"GRAPHSTASH_CACHE_DIR": str(tmp_path / "cache")}
-    for command in (
-        [sys.executable, str(program)],
-        [sys.executable, "-m", "graphstash", "run", "--", sys.executable, str(program)],
-    ):
-        done = subprocess.run(
-            command, check=True, env=environment, capture_output=True, text=True, timeout=60
-        )
-        assert done.stderr.count("no server: set GRAPHSTASH_URL") == 1
-        quiet = environment | {"GRAPHSTASH_URL": "none"}
-        done = subprocess.run(
-            command, check=True, env=quiet, capture_output=True, text=True, timeout=60
-        )
-        assert done.stderr == ""
+    cache = {"GRAPHSTASH_CACHE_DIR": tmp_path / "cache"}
+    runner = ("run", "--", sys.executable, program)
+    plain = f"import runpy; runpy.run_path({str(program)!r})"
+
+    for run in (partial(python, plain), partial(graphstash, *runner)):
+        assert run(**cache, check=True).stderr.count("no server: set GRAPHSTASH_URL") == 1
+    quiet = graphstash(*runner, **cache, GRAPHSTASH_URL="none", check=True)
+    assert quiet.stderr == ""
 
 
 # The directories of the cache.
@@ -354,13 +327,16 @@ def test_another_user_has_made_a_part_of_the_cache(job, key, shared, part, caplo
     assert "belongs to another user" in caplog.text
 
 
-def test_a_link_leads_the_cache_elsewhere(job, key, shared, tmp_path, caplog):
+def test_a_link_or_a_directory_with_other_things_is_not_used(job, key, shared, tmp_path, caplog):
     (tmp_path / "elsewhere").mkdir()
     (shared / "cache").symlink_to(tmp_path / "elsewhere")
-    victim = job(url="none", cache_dir=shared / "cache")
-    assert victim.build(key(1)) == OWN
+    assert job(url="none", cache_dir=shared / "cache").build(key(1)) == OWN
     assert list((tmp_path / "elsewhere").iterdir()) == []
     assert "is a symbolic link" in caplog.text
+
+    assert job(url="none", cache_dir=shared).build(key(1)) == OWN
+    assert stat.S_IMODE(shared.stat().st_mode) == 0o777
+    assert not (shared / "v2").exists()
 
 
 def test_a_cache_that_an_older_release_left_open_is_closed(job, key, shared):
@@ -372,14 +348,6 @@ def test_a_cache_that_an_older_release_left_open_is_closed(job, key, shared):
     assert victim.build(key(1)) == OWN
     with Stranger(_TRIES, *(shared / "cache" / name for name in ("", "v2", "tmp"))) as stranger:
         assert stranger.said == "PermissionError"
-
-
-def test_a_directory_with_other_things_is_not_closed_and_not_used_while_open(job, key, shared):
-    (shared / "notes").touch()
-    victim = job(url="none", cache_dir=shared)
-    assert victim.build(key(1)) == OWN
-    assert stat.S_IMODE(shared.stat().st_mode) == 0o777
-    assert not (shared / "v2").exists()
 
 
 _TAKES_THE_PLACE = textwrap.dedent("""

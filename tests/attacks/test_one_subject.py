@@ -43,6 +43,7 @@ def callers(server, issuer):
 def test_a_subject_reports_a_sound_artifact_with_a_second_token(
     server, callers, space, key, publish
 ):
+    """Its tokens are one caller, who also holds their leases."""
     publish(key(), b"an executable", server=server)
     wrong = {
         "key": key().model_dump(mode="json"),
@@ -55,9 +56,15 @@ def test_a_subject_reports_a_sound_artifact_with_a_second_token(
         assert answer.status_code == 200, answer.text
         return answer.json()["withheld"]
 
-    assert not any(report(caller) for caller in callers())
-    assert callers()[0].get(artifact_path(space)).status_code == 200
+    mine = callers()
+    assert not any(report(caller) for caller in mine)
+    assert mine[0].get(artifact_path(space)).status_code == 200
     assert report(callers("repo:team/other")[-1])
+
+    for number, caller in enumerate(mine, start=1):
+        assert caller.post(key(number).lease_path(space), json={}).status_code == 201
+    holders = {row.caller for row in server.picture().rows["leases"] if row.namespace == space}
+    assert holders == {"oidc:repo:team/model"}
 
 
 def test_a_subject_pushes_what_others_share_out_of_a_manifest(server, callers, space):
@@ -81,12 +88,3 @@ def test_a_subject_pushes_what_others_share_out_of_a_manifest(server, callers, s
 
     entries = honest[0].get(path).json()["entries"]
     assert {entry["key"]["fingerprint"] for entry in entries} >= set(map(fingerprint, range(300)))
-
-
-def test_a_subject_takes_leases_with_every_token(server, callers, space):
-    for number, caller in enumerate(callers()):
-        path = artifact_path(space, number).replace("artifacts", "leases")
-        assert caller.post(path, json={}).status_code == 201
-
-    holders = {row.caller for row in server.picture().rows["leases"] if row.namespace == space}
-    assert holders == {"oidc:repo:team/model"}

@@ -68,35 +68,49 @@ def attack(fort, job, key, **others):
     return job.fallbacks
 
 
+@pytest.mark.parametrize("user", ["", "user:password@"])
 def test_a_download_is_sent_to_another_origin(
-    fort, space, key, publish, middlebox, victim, elsewhere, token
+    fort, space, key, publish, middlebox, victim, elsewhere, token, user
 ):
+    """Such as a port of the job's own host: a server can make its clients send one GET anywhere.
+    What comes of it is not handed on, and a user in the address is not taken for ours.
+    """
     publish(key(), PAYLOAD)
-    box = middlebox(redirecting(f"{elsewhere.url}/stolen?a=b"))
-    elsewhere.body = "not the artifact"
+    where = elsewhere.url.replace("http://", f"http://{user}")
+    box = middlebox(redirecting(f"{where}/latest/meta-data/iam?a=b"))
+    elsewhere.body = "the host's own secret"
+    job = victim(url=box.url, token=token)
 
     # It comes to nothing there, is asked for once more here, and no redirect is taken any more.
-    assert attack(fort, victim(url=box.url, token=token), key()) == {"protocol": 1}
-    assert [first for first, _ in heads(elsewhere)] == ["GET /stolen?a=b HTTP/1.1"]
+    assert attack(fort, job, key()) == {"protocol": 1}
     assert_nothing_of_ours(elsewhere, space, token)
     asked = [request.headers for request in box.to("/artifacts/", method="GET")]
     assert ["graphstash-accept-redirect" in headers for headers in asked] == [True, False]
+    sent = b"".join(request.body + request.path.encode() for request in box.requests)
+    assert b"secret" not in sent
+    assert "secret" not in str(job.stats)
+    if not user:
+        told = [first for first, _ in heads(elsewhere)]
+        assert told == ["GET /latest/meta-data/iam?a=b HTTP/1.1"]
 
 
 @pytest.mark.parametrize("status", [300, 301, 302, 303, 305, 307, 308])
 def test_every_call_is_sent_to_another_origin(
-    fort, space, key, middlebox, victim, elsewhere, token, status
+    fort, key, middlebox, victim, elsewhere, token, status
 ):
     """Only a download that asked for it follows one, and only a 307."""
 
     def change(request, answer):
-        if request.method == "GET":
+        if request.method == "GET" and status in {305, 307}:
             return answer
         headers = answer.headers | {"location": f"{elsewhere.url}{request.path}"}
         return dataclasses.replace(answer, status=status, headers=headers, body=b"")
 
     box = middlebox(change)
-    box.ask = _unasked
+    # The real server learns of nothing.
+    box.ask = lambda request: Answer(
+        404 if request.method == "GET" else 200, {"graphstash-protocol": "1"}, b""
+    )
     job = victim(url=box.url, token=token)
 
     with fort.withstands() as refused:
@@ -105,23 +119,6 @@ def test_every_call_is_sent_to_another_origin(
             job.stash.server.lookup([key()])
         assert set(job.fallbacks) == {"protocol"}
     assert refused == {}
-    assert elsewhere.heads == []
-
-
-def _unasked(request):
-    """The real server learns of nothing."""
-    status = 404 if request.method == "GET" else 200
-    return Answer(status, {"graphstash-protocol": "1"}, b"")
-
-
-@pytest.mark.parametrize("status", [301, 302, 303, 308])
-def test_a_download_is_sent_elsewhere_by_another_status(
-    fort, key, publish, middlebox, victim, elsewhere, token, status
-):
-    publish(key(), PAYLOAD)
-    box = middlebox(redirecting(elsewhere.url, status))
-
-    assert attack(fort, victim(url=box.url, token=token), key()) == {"protocol": 1}
     assert elsewhere.heads == []
 
 
@@ -149,64 +146,24 @@ def test_redirects_lead_to_redirects(fort, key, publish, middlebox, victim, else
     assert elsewhere.heads == []
 
 
-@pytest.mark.parametrize(
-    "location",
-    [
-        "file:///etc/passwd",
-        "file://localhost/etc/passwd",
-        "ftp://127.0.0.1/",
-        "gopher://127.0.0.1:1/_",
-        "data:application/octet-stream,x",
-        "javascript:alert(1)",
-        "unix:///run/docker.sock",
-        "//",
-        "/v1/relative",
-        "http://",
-        "http:///nowhere",
-        "http://[::1",
-        "http://127.0.0.1:99999/",
-        "http://127.0.0.1:0/",
-        "",
-        "a" * 5000,
-    ],
+_LOCATIONS = (
+    *("file:///etc/passwd", "file://localhost/etc/passwd", "ftp://127.0.0.1/"),
+    *("gopher://127.0.0.1:1/_", "data:application/octet-stream,x", "javascript:alert(1)"),
+    *("unix:///run/docker.sock", "//", "/v1/relative", "http://", "http:///nowhere"),
+    *("http://[::1", "http://127.0.0.1:99999/", "http://127.0.0.1:0/", "", "a" * 5000),
 )
-def test_a_redirect_leads_to_an_invalid_location(
-    fort, key, publish, middlebox, victim, token, location
-):
-    publish(key(), PAYLOAD)
-    box = middlebox(redirecting(location))
-
-    assert attack(fort, victim(url=box.url, token=token), key()) == {"protocol": 1}
-    # Some are refused by the HTTP library, before it is known that they are redirects.
-    assert len(box.to("/artifacts/", method="GET")) in {1, 2}
 
 
-def test_a_redirect_leads_to_a_port_of_the_jobs_own_host(
-    fort, space, key, publish, middlebox, victim, elsewhere, token
-):
-    """A server can make its clients send one GET anywhere; what comes of it is not handed on."""
-    publish(key(), PAYLOAD)
-    box = middlebox(redirecting(f"{elsewhere.url}/latest/meta-data/iam?secret=1"))
-    elsewhere.body = "the host's own secret"
-    job = victim(url=box.url, token=token)
-
-    attack(fort, job, key())
-
-    assert_nothing_of_ours(elsewhere, space, token)
-    sent = b"".join(request.body + request.path.encode() for request in box.requests)
-    assert b"secret" not in sent
-    assert "secret" not in str(job.stats)
-
-
-def test_a_user_and_a_password_in_a_redirect_are_not_sent_as_ours(
-    fort, space, key, publish, middlebox, victim, elsewhere, token
-):
-    publish(key(), PAYLOAD)
-    where = elsewhere.url.replace("http://", "http://user:password@")
-    box = middlebox(redirecting(f"{where}/x"))
-
-    assert attack(fort, victim(url=box.url, token=token), key()) == {"protocol": 1}
-    assert_nothing_of_ours(elsewhere, space, token)
+def test_a_redirect_leads_to_an_invalid_location(fort, key, publish, middlebox, victim, token):
+    box = middlebox()
+    for number, location in enumerate(_LOCATIONS):
+        publish(key(number), PAYLOAD)
+        box.change = redirecting(location)
+        box.requests.clear()
+        job = victim(url=box.url, token=token)
+        assert attack(fort, job, key(number)) == {"protocol": 1}, location
+        # Some are refused by the HTTP library, before it is known that they are redirects.
+        assert len(box.to("/artifacts/", method="GET")) in {1, 2}
 
 
 def test_a_redirect_leads_from_https_to_http(

@@ -12,6 +12,7 @@ import pytest
 from graphstash_schema import Digest
 from support.guarded_server import DEVICE, fingerprint
 from support.meter import Meter
+from support.tiers import most_extended
 from support.wire import Wire
 
 _LOOP_MS = 50
@@ -134,8 +135,8 @@ def _dear(fort, requests):
     return found
 
 
-@pytest.mark.parametrize("caller", _CALLERS)
 @pytest.mark.parametrize("body", _BODIES)
+@pytest.mark.parametrize("caller", most_extended(_CALLERS, quick=["an admin"]))
 def test_a_body_makes_the_server_work(fort, space, calls, caller, body):
     """Calls that read no body are sent one all the same."""
     token = _token(fort, space, caller)
@@ -143,7 +144,7 @@ def test_a_body_makes_the_server_work(fort, space, calls, caller, body):
     assert _dear(fort, requests) == []
 
 
-@pytest.mark.parametrize("caller", ["nobody", "a writer"])
+@pytest.mark.parametrize("caller", most_extended(["nobody", "a writer"], quick=["a writer"]))
 @pytest.mark.parametrize("header", _HEADERS)
 def test_a_header_makes_the_server_work(fort, space, calls, caller, header):
     """The body is not what is announced, so that nothing is ever stored."""

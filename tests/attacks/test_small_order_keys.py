@@ -33,11 +33,10 @@ def _verifies(raw, signature, message):
     return True
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_a_key_of_small_order_is_offered_to_be_trusted(name, tmp_path):
-    raw = SMALL[name]
+def test_a_key_of_small_order_is_offered_to_be_trusted(tmp_path):
+    assert [name for name, raw in SMALL.items() if is_safe(raw)] == []
     file = tmp_path / "trusted.json"
-    told = graphstash("keys", "trust", text_of(raw), "--file", str(file))
+    told = graphstash("keys", "trust", text_of(SMALL["1-0"]), "--file", str(file))
     assert told.returncode == 2
     assert "small order" in told.stderr
     assert not file.exists()

@@ -21,19 +21,16 @@ def second(any_fort):
 def test_a_revoked_token_is_shown_to_a_second_server(any_fort, second, space):
     """That has just seen it good: what it remembers ends by itself."""
     any_fort.fill(space)
-    issued = any_fort.http(any_fort.admin).post(
-        "/v1/-/tokens",
-        json={"description": "stolen", "grants": [{"scope": "admin", "namespaces": space}]},
-    )
-    token_id, token = issued.json()["info"]["id"], issued.json()["token"]
-    thief = second.http(token)
-    assert thief.get("/v1/-/access").status_code == 200
-    assert any_fort.http(token).get("/v1/-/access").status_code == 200
+    admin = any_fort.http(any_fort.admin)
+    grants = [{"scope": "admin", "namespaces": space}]
+    issued = admin.post("/v1/-/tokens", json={"description": "stolen", "grants": grants}).json()
+    here, thief = (server.http(issued["token"]) for server in (any_fort, second))
+    assert {each.get("/v1/-/access").status_code for each in (here, thief)} == {200}
 
-    assert any_fort.http(any_fort.admin).delete(f"/v1/-/tokens/{token_id}").status_code == 204
+    assert admin.delete(f"/v1/-/tokens/{issued['info']['id']}").status_code == 204
 
-    assert any_fort.http(token).get("/v1/-/access").status_code == 401  # at once, where it was
-    until(lambda: thief.get("/v1/-/access").status_code == 401, seconds=10)
+    assert here.get("/v1/-/access").status_code == 401  # at once, where it was
+    until(lambda: thief.get("/v1/-/access").status_code == 401)
     with second.withstands() as refused:
         answers = [
             thief.put(artifact_path(space, 1), content=b"x"),
@@ -107,22 +104,19 @@ def test_a_token_is_shown_where_none_is_looked_for(any_fort, space):
     good = any_fort.token(f"admin:{space}")
     basic = base64.b64encode(f"token:{good}".encode()).decode()
     path = artifact_path(space)
+    bearer, wrong = f"Authorization: Bearer {good}", "Authorization: Bearer nothing"
     requests = [
         (f"{path}?access_token={good}", []),
         (f"{path}?token={good}", []),
         (path, [f"Cookie: token={good}; Authorization=Bearer {good}"]),
-        (path, [f"X-Authorization: Bearer {good}"]),
-        (path, [f"Proxy-Authorization: Bearer {good}"]),
-        (path, [f"X-Forwarded-Authorization: Bearer {good}"]),
+        *((path, [f"{name}-{bearer}"]) for name in ("X", "Proxy", "X-Forwarded")),
         (path, [f"Graphstash-Token: {good}"]),
         (path, [f"Authorization: Basic {basic}"]),
         (path, [f"Authorization: {good}"]),
         (path, [f"Authorization: Token {good}"]),
         (path, [f"Authorization: Bearer Bearer {good}"]),
-        (path, [f"Authorization: Bearer {good}, Bearer {good}"]),
-        (path, [f"Authorization: Bearer {good}"] * 2),
-        (path, ["Authorization: Bearer nothing", f"Authorization: Bearer {good}"]),
-        (path, [f"Authorization: Bearer {good}", "Authorization: Bearer nothing"]),
+        (path, [f"{bearer}, Bearer {good}"]),
+        *((path, headers) for headers in ([bearer] * 2, [wrong, bearer], [bearer, wrong])),
     ]
 
     with any_fort.withstands() as refused:
@@ -136,7 +130,7 @@ def test_a_token_is_shown_where_none_is_looked_for(any_fort, space):
     assert any_fort.http(good).delete(path).status_code == 204
 
 
-def test_guesses_by_the_thousand_push_out_no_good_token(fort, space):
+def test_guesses_by_the_hundred_push_out_no_good_token(fort, space):
     """Nor do they leave anything: an id that nobody has is forgotten again."""
     fort.fill(space)
     good = fort.http(fort.token(f"read:{space}"))
@@ -144,9 +138,9 @@ def test_guesses_by_the_thousand_push_out_no_good_token(fort, space):
     letters = "abcdefghijklmnop"
 
     with fort.withstands() as refused, Wire(fort.url) as wire:
-        for number in range(1000):
+        for number in range(300):
             token_id = "".join(letters[number >> shift & 15] for shift in range(0, 64, 4))
             head = "GET /v1/-/access HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer "
             assert wire.ask(f"{head}gst_{token_id}_{'A' * 43}\r\n\r\n".encode()).status == 401
         assert good.get(artifact_path(space)).status_code == 200
-    assert refused == {"unauthenticated": 1000}
+    assert refused == {"unauthenticated": 300}

@@ -1,10 +1,6 @@
 """A few bytes that unfold to gigabytes."""
 
 import hashlib
-import json
-import os
-import subprocess
-import sys
 
 import pytest
 import zstandard
@@ -12,6 +8,7 @@ import zstandard
 from graphstash_schema import ArtifactMetadata
 from support.bombs import GIANT_BYTES, bomb, count_decompressors, envelope_of, frame
 from support.reader_job import OWN
+from support.run_case import RUN_CASE, case_arguments
 from support.signing import Sealed, signature_of
 
 
@@ -70,23 +67,18 @@ def test_a_frame_wants_a_window_of_2_gigabytes(fort, key, plant, victim):
     refuses(fort, victim(), key(), "corrupt")
 
 
-@pytest.mark.parametrize("policy", ["require", "prefer"])
-def test_a_stranger_signs_a_bomb(
-    fort, space, key, plant, victim, team, decompressors, tmp_path, policy
+def test_a_bomb_is_unsigned_or_signed_by_a_stranger(
+    fort, space, key, plant, victim, team, decompressors, tmp_path
 ):
     team.trust("ci")
     blob = bomb(key())
     plant(key(), blob, signature=_signature(team.key("stranger"), space, key(), blob, tmp_path))
+    plant(key(1), bomb(key(1)))
 
-    refuses(fort, victim(trusted_keys=team.file, signatures=policy), key(), "unknown_key")
-    assert decompressors == []
-
-
-def test_an_unsigned_bomb(fort, key, plant, victim, team, decompressors):
-    team.trust("ci")
-    plant(key(), bomb(key()))
-
-    refuses(fort, victim(trusted_keys=team.file), key(), "unsigned")
+    for policy in ("require", "prefer"):
+        job = victim(trusted_keys=team.file, signatures=policy)
+        refuses(fort, job, key(), "unknown_key")
+    refuses(fort, victim(trusted_keys=team.file), key(1), "unsigned")
     assert decompressors == []
 
 
@@ -97,8 +89,9 @@ def _signature(key_file, space, key, blob, directory):
     return signature_of(key_file, space, key, envelope)
 
 
-def test_a_bomb_fills_the_memory_of_a_process(fort, space, key, plant, publish, tmp_path):
+def test_a_bomb_fills_the_memory_of_a_process(fort, space, key, plant, publish, tmp_path, jobs):
     plant(key(1), bomb(key(1), raw_size=GIANT_BYTES - 1))
+    plant(key(2), bomb(key(2), raw_size=32 * 1024**2))  # which lies
     publish(key(0), OWN)
     settings = {
         "url": fort.url,
@@ -107,23 +100,14 @@ def test_a_bomb_fills_the_memory_of_a_process(fort, space, key, plant, publish, 
         "read_only": True,
         "cache_dir": str(tmp_path / "job"),
         "max_artifact": 64 * 1024**2,
-        "keys": [key(0).model_dump(mode="json"), key(1).model_dump(mode="json")],
     }
-    lies = settings | {"keys": [settings["keys"][0], key(2).model_dump(mode="json")]}
-    plant(key(2), bomb(key(2), raw_size=32 * 1024**2))
+    keys = [key(number).model_dump(mode="json") for number in range(3)]
 
     with fort.withstands() as refused:
-        for given, reason in ((settings, "too_large"), (lies, "corrupt")):
-            done = subprocess.run(
-                [sys.executable, "-m", "support.bomb_job", json.dumps(given)],
-                env=os.environ | {"PYTHONPATH": "tests"},
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=120,
-            )
-            assert done.returncode == 0, done.stderr
-            told = json.loads(done.stdout)
-            assert told["fallbacks"] == {reason: 1}
-            assert told["grown"] < 64 * 1024**2
+        arguments = case_arguments("bombs:costs_of", settings=settings, keys=keys)
+        started = jobs.start(tmp_path / "host", *arguments, script=RUN_CASE, under="python")
+        small, *bombs = started.finish().report
+    assert small["fallbacks"] == {}
+    assert [each["fallbacks"] for each in bombs] == [{"too_large": 1}, {"corrupt": 1}]
+    assert all(each["grown"] < 64 * 1024**2 for each in bombs)
     assert refused == {}

@@ -4,11 +4,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from graphstash_server.testing import ServerProcess
 from support.waiting import until
 
-__all__ = ["Cost", "Meter"]
+if TYPE_CHECKING:
+    from graphstash_server.testing import ServerProcess
+
+__all__ = ["Cost", "Meter", "forget_peak", "kibibytes"]
+
+
+def kibibytes(name: str, process: Path = Path("/proc/self")) -> int:
+    """Memory of a process: VmRSS now, VmHWM at its peak. `ru_maxrss` begins with the parent's."""
+    lines = (process / "status").read_text().splitlines()
+    (found,) = (line for line in lines if line.startswith(f"{name}:"))
+    return int(found.split()[1])
+
+
+def forget_peak(process: Path = Path("/proc/self")) -> None:
+    """Begin VmHWM anew."""
+    (process / "clear_refs").write_text("5")
 
 
 @dataclass
@@ -27,17 +42,17 @@ class Cost:
 class Meter:
     """Reads what Linux knows about a process."""
 
-    def __init__(self, server: ServerProcess) -> None:
+    def __init__(self, server: "ServerProcess") -> None:
         self._process = Path(f"/proc/{server.process.pid}")
 
     @contextmanager
     def measured(self) -> Iterator[Cost]:
         cost = Cost()
-        (self._process / "clear_refs").write_text("5")  # forgets the largest size
-        began, before = self._loop_ms(), self._kib("VmRSS")
+        forget_peak(self._process)
+        began, before = self._loop_ms(), kibibytes("VmRSS", self._process)
         yield cost
         cost.loop_ms = self._loop_ms() - began
-        cost.memory_mib = (self._kib("VmHWM") - before) / 1024
+        cost.memory_mib = (kibibytes("VmHWM", self._process) - before) / 1024
 
     @contextmanager
     def leaves_no_connection(self) -> Iterator[None]:
@@ -51,11 +66,6 @@ class Meter:
     def _loop_ms(self) -> float:
         thread = self._process / "task" / self._process.name / "schedstat"
         return int(thread.read_text().split()[0]) / 1e6
-
-    def _kib(self, name: str) -> int:
-        lines = (self._process / "status").read_text().splitlines()
-        (found,) = (line for line in lines if line.startswith(f"{name}:"))
-        return int(found.split()[1])
 
     def _files(self) -> int:
         found = 0

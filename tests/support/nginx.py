@@ -121,11 +121,14 @@ class Nginx:
         self.close()
 
 
-def in_front_of(server: LiveServer | ServerProcess, directory: Path, **variables: str) -> Nginx:
+def in_front_of(
+    server: LiveServer | ServerProcess, directory: Path, *, tls: bool = False, **variables: str
+) -> Nginx:
     """An nginx that sends the blobs of one server; the server stands for both."""
     address = server.url.removeprefix("http://")
     return Nginx(
         directory,
+        tls=tls,
         variables={
             "GRAPHSTASH_SERVER_1": address,
             "GRAPHSTASH_SERVER_2": address,
