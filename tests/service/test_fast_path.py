@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from graphstash_schema import Digest
-from graphstash_server.db.queries.artifacts import ArtifactRow
+from graphstash_server.artifact import Artifact
 from graphstash_server.services.artifacts.service import RecentRows
 from graphstash_server.testing import LiveServer
 from support.api import Api
@@ -59,6 +59,7 @@ CASES = {
     "range if same": ["Range: bytes=10-19", f"If-Range: {ETAG}"],
     "range if other": ["Range: bytes=10-19", 'If-Range: "a"'],
     "range and same etag": ["Range: bytes=10-19", f"If-None-Match: {ETAG}"],
+    "copy": ["Graphstash-Copy: 1"],
     "redirect": ["Graphstash-Accept-Redirect: 1"],
     "proxy": ["Graphstash-Accel: 1", "X-Forwarded-For: 192.0.2.1"],
     "proxy and range": ["Graphstash-Accel: 1", "Range: bytes=10-19"],
@@ -281,10 +282,12 @@ def test_both_ways_count_the_same(api, connect, eventually):
             ("GET", 1, "Range: bytes=5-9"),
             ("GET", 1, "Range: bytes=0-9"),
             ("GET", 0, "If-None-Match: *"),
+            ("GET", 0, "Graphstash-Copy: 1"),
+            ("GET", 7, "Graphstash-Copy: 1"),
             *(("GET", 7), ("HEAD", 0), ("HEAD", 7)),
         ):
             ask(api.url, method, mine.path(number), *headers, *aside)
-        sent = 2 * len(SMALL) + len(LARGE) + 15
+        sent = 3 * len(SMALL) + len(LARGE) + 15
         eventually(lambda mine=mine, sent=sent: mine.stats().get("served_bytes") == sent)
         eventually(lambda mine=mine: mine.stats()["misses"] == 1)
         counted.append(mine.stats() | {"namespace": ""})
@@ -545,7 +548,8 @@ def test_a_row_that_was_read_earlier_does_not_replace_a_newer_one():
     clock = FakeClock()
     rows = RecentRows(clock=clock)
     old, new = (
-        ArtifactRow(key_of(), Digest.of(text), "", 1.0, 0, clock(), None) for text in (b"a", b"b")
+        Artifact(key_of(), Digest.of(text), "", 1.0, "", 0, clock(), clock())
+        for text in (b"a", b"b")
     )
     began = clock()
     clock.turn(0.5)

@@ -106,6 +106,8 @@ class Guarded:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for client in (*self._clients.values(), *self._apis):
+        for client in self._clients.values():
             client.close()
+        for api in self._apis:
+            api.close()
         self.server.stop()
