@@ -3,14 +3,16 @@
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.figures import console, table_of
 
-__all__ = ["begin", "environment", "files_of", "finish", "pages", "run_part"]
+__all__ = ["Goal", "begin", "environment", "files_of", "finish", "pages", "run_part"]
 
 TESTS = Path(__file__).parents[1]
 
@@ -99,3 +101,38 @@ def pages(report, title="Benchmarks", *, about="", goals=(), picture=""):
     for part in report["failed"]:
         lines += ["", f"`{part}` failed."]
     return "\n".join(lines) + "\n"
+
+
+@dataclass
+class Goal:
+    """A cell reaches a goal if the median over the rounds does; no margin is taken off for noise.
+
+    Attributes:
+        text: of the goal.
+        least: what a cell must reach.
+        cells: each cell's figure, by its name.
+    """
+
+    text: str
+    least: float
+    cells: dict[str, float]
+
+    @property
+    def missed(self):
+        return {name: value for name, value in self.cells.items() if value < self.least}
+
+    def as_json(self):
+        return vars(self) | {"missed": sorted(self.missed)}
+
+    def as_markdown(self):
+        if not self.cells:
+            return f"| {self.text} | nothing to measure it by here | |"
+        low, high = min(self.cells.values()), max(self.cells.values())
+        middle = statistics.median(self.cells.values())
+        reached = len(self.cells) - len(self.missed)
+        verdict = "holds" if not self.missed else "does not hold"
+        misses = ", ".join(f"{name} {value:.2f}" for name, value in self.missed.items())
+        return (
+            f"| {self.text} | {verdict}: {reached} of {len(self.cells)} | {middle:.2f} "
+            f"({low:.2f} to {high:.2f})" + (f"; not in {misses}" if misses else "") + " |"
+        )

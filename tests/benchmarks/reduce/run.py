@@ -23,9 +23,8 @@ from benchmarks.reduce.arms import ARMS  # noqa: E402
 from benchmarks.reduce.cells import OVERLAPS, Cell  # noqa: E402
 from benchmarks.reduce.group import Group  # noqa: E402
 from benchmarks.reduce.links import Loopback, Star  # noqa: E402
-from benchmarks.reduce.measure import Checks, draw, goals_of, measure  # noqa: E402
+from benchmarks.reduce.measure import Checks, compare, draw, goals_of, measure  # noqa: E402
 from benchmarks.reduce.models import MODELS, TRAINED  # noqa: E402
-from benchmarks.reduce.training import compare  # noqa: E402
 from benchmarks.report import begin, files_of, finish, pages  # noqa: E402
 
 PARTS = ("sums", "training")

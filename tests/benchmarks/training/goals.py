@@ -1,7 +1,7 @@
 """The goals of the training loops, and their picture: speed relative to the plain loop."""
 
-from benchmarks.goals import Goal
 from benchmarks.plots import panels
+from benchmarks.report import Goal
 from benchmarks.training import fusion
 from benchmarks.training.arms import HOST, RATES, RATIOS
 
