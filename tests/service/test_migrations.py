@@ -79,10 +79,10 @@ def test_servers_that_migrate_at_the_same_time_take_turns(url, tmp_path):
     )
     processes = [
         subprocess.Popen([sys.executable, "-c", program, url, str(tmp_path / f"lock-{number}")])
-        for number in range(3)
+        for number in range(2)
     ]
 
-    assert [process.wait(120) for process in processes] == [0, 0, 0]
+    assert [process.wait(120) for process in processes] == [0, 0]
     assert asyncio.run(find_revision(url)) == newest_revision()
 
 

@@ -444,17 +444,3 @@ def test_settings_that_match_every_token_or_none_are_refused():
     ):
         with pytest.raises(StartError):
             load_settings(**good | changed)
-
-
-def test_rules_come_from_the_environment_as_json(monkeypatch):
-    monkeypatch.setenv("GRAPHSTASH_AUTH", "tokens")
-    monkeypatch.setenv("GRAPHSTASH_OIDC_ISSUER", "https://ci.example")
-    monkeypatch.setenv("GRAPHSTASH_OIDC_AUDIENCE", "graphstash")
-    monkeypatch.setenv("GRAPHSTASH_OIDC_RULES", json.dumps(RULES))
-    monkeypatch.setenv("GRAPHSTASH_OIDC_ISSUERS", json.dumps([SECOND]))
-    assert load_settings().oidc_rules[0].claims["ref"] == "refs/heads/main"
-    assert load_settings().trusted_issuers[1].rules == load_settings().oidc_rules
-
-    monkeypatch.setenv("GRAPHSTASH_OIDC_RULES", "[{")
-    with pytest.raises(StartError, match="GRAPHSTASH_OIDC_RULES"):
-        load_settings()

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphstash_schema import Digest
-from graphstash_server.reading.conditions import lists_etag, requested_range, requested_wait
 from graphstash_server.errors import ServerError
+from graphstash_server.reading.conditions import lists_etag, requested_range, requested_wait
 
 BLOB = bytes(range(256)) * 10  # 2,560 bytes
 SIZE = len(BLOB)

@@ -369,6 +369,7 @@ def test_secrets_that_are_withdrawn_lose_no_row(tmp_path, swift, monkeypatch, co
         assert api.get(1).content == SMALL
 
 
+@pytest.mark.extended
 def test_memory_stays_bounded(tmp_path, moto, bucket, connect):
     """Of a server in a process of its own, with spool and tier."""
     settings = s3_settings(moto.url, bucket, tier_limit_bytes="1GiB")

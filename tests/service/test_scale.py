@@ -203,6 +203,7 @@ async def test_eviction_pages_along_the_order_of_value(filled):
             assert not reads_everything(plan)
 
 
+@pytest.mark.extended
 async def test_an_eviction_takes_the_memory_of_a_page(own):
     """Eleven thousand artifacts go; what one of them needs is some kilobytes."""
     async with open_services(own, blob_store=None, clock=system_clock) as context:

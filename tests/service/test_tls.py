@@ -78,8 +78,9 @@ def test_nginx_says_that_a_browser_came_over_tls(files, trusting, guarded, tmp_p
         "GRAPHSTASH_TLS_CERTIFICATE": str(files["tls_cert_file"]),
         "GRAPHSTASH_TLS_KEY": str(files["tls_key_file"]),
     }
-    with sign_in(guarded.url, guarded.token("read:*")) as client:
-        planted = {"Cookie": f"graphstash={client.cookies['graphstash']}"}
+    client = sign_in(guarded.url, guarded.token("read:*"))
+    client.close()
+    planted = {"Cookie": f"graphstash={client.cookies['graphstash']}"}
     with in_front_of(guarded.server, tmp_path / "nginx", tls=True, **variables) as nginx:
         pages = [
             httpx.get(url + "/search", headers=planted, verify=trusting, trust_env=False)

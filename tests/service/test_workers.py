@@ -348,6 +348,7 @@ def test_a_second_interrupt_ends_it_at_once(start, connect, eventually):
     assert not any(map(is_alive, workers))
 
 
+@pytest.mark.extended
 def test_two_servers_restarted_in_turn_lose_nothing_that_was_acknowledged(start, connect, writers):
     ports = [str(reserved_port()) for _ in range(2)]
     servers = [start("--workers", "2", "--port", port) for port in ports]
