@@ -1,12 +1,8 @@
 """One thing is changed, and the job that compiles again says which: real compiles, every hook."""
 
-from pathlib import Path
-
 import pytest
 
 from support.compiler_jobs import CompilerJobs
-
-JOB = Path(__file__).parents[1] / "support" / "explain_job.py"
 
 FAST = {"XLA_FLAGS": "--xla_cpu_enable_fast_math=true"}
 CASES = {
@@ -25,7 +21,7 @@ CASES = {
     ),
     "inductor": (
         "",
-        "explain_job.py:",
+        "explain.py:",
         {
             "shape": (32, {}, "inputs: float32[32, 32] here, float32[16, 16] there"),
             "threads": (16, {"OMP_NUM_THREADS": "2"}, "threads: 2 here, 1 there"),
@@ -39,7 +35,7 @@ CASES = {
     ),
     "torch_xla": (
         "",
-        "explain_job.py:",
+        "explain.py:",
         {
             "shape": (32, {}, "another graph of the same line: other operations, shapes or types"),
             "flag": (16, FAST, "XLA_FLAGS: --xla_cpu_enable_fast_math=true"),
@@ -66,16 +62,16 @@ def test_the_one_thing_that_changed_is_named(server, namespace, tmp_path, framew
         "hooks": framework,
         "explain": "true",
         "environment": environment,
-        "variables": {"OMP_NUM_THREADS": "1"},
+        "variables": {
+            "OMP_NUM_THREADS": "1",
+            "TORCHINDUCTOR_CACHE_DIR": "HOST/inductor",
+            "TRITON_CACHE_DIR": "HOST/triton",
+        },
     }
-    with CompilerJobs(tmp_path, script=JOB, **settings) as jobs:
+    with CompilerJobs(tmp_path, cases="explain", **settings) as jobs:
 
         def run(host, size, **variables):
-            own = {
-                name: str(tmp_path / host / name)
-                for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-            }
-            outcome = jobs.run(host, framework, size, variables={**own, **variables})
+            outcome = jobs.run(host, framework, {"size": size}, variables=variables)
             return " ".join(outcome.errors.split())
 
         cold = run("cold", 16)

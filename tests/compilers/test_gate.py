@@ -63,9 +63,6 @@ def open_gate(slot, tmp_path):
         gate.close()
 
 
-# --- finding the slot --------------------------------------------------------------------------
-
-
 def test_slot_of_a_loaded_library_holds_the_imported_function():
     assert read_pointer(find_slot(A_LIBRARY, "clock")) == libc_function("clock", "GLIBC_2.2.5")
 
@@ -83,9 +80,6 @@ def test_library_that_is_not_loaded_has_no_slot(tmp_path):
 def test_unknown_function_is_not_in_the_c_library():
     with pytest.raises(GateUnavailable, match="has no no_such_function"):
         libc_function("no_such_function", "GLIBC_2.2.5")
-
-
-# --- the gate ----------------------------------------------------------------------------------
 
 
 def test_file_made_by_the_answer_is_found(slot, open_gate, tmp_path):
@@ -265,9 +259,6 @@ def test_child_that_closes_the_inherited_gate_leaves_the_parents_alone(slot, ope
     assert slot.call(tmp_path / "after") == 0
 
 
-# --- reasons not to open -----------------------------------------------------------------------
-
-
 def assert_refused(slot, prefix, reason):
     before, threads = slot.cell.value, threading.active_count()
     with pytest.raises(GateUnavailable, match=reason):
@@ -276,28 +267,34 @@ def assert_refused(slot, prefix, reason):
     assert threading.active_count() == threads
 
 
-def test_other_machine_is_refused(slot, tmp_path, monkeypatch):
-    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    assert_refused(slot, f"{tmp_path}/", "64-bit x86")
+def no_new_code(*_):
+    raise GateUnavailable("mprotect failed: Permission denied")
 
 
-def test_slot_changed_by_somebody_else_is_refused(slot, tmp_path):
+@pytest.mark.parametrize(
+    ("module", "name", "value", "reason"),
+    [
+        (platform, "machine", lambda: "aarch64", "64-bit x86"),
+        (stub_module, "protect", no_new_code, "mprotect failed"),
+        (
+            stub_module,
+            "LISTING",
+            (("b8 ff ff ff ff", "mov eax, -1"), ("c3", "ret")),
+            "self-test: an existing file",
+        ),
+    ],
+    ids=["other machine", "kernel that forbids new code", "stub that does not work"],
+)
+def test_host_without_what_the_gate_needs_is_refused(
+    slot, tmp_path, monkeypatch, module, name, value, reason
+):
+    monkeypatch.setattr(module, name, value)
+    assert_refused(slot, f"{tmp_path}/", reason)
+
+
+def test_slot_changed_by_another_tool_is_refused(slot, tmp_path):
     slot.cell.value += 16
     assert_refused(slot, f"{tmp_path}/", "another tool")
-
-
-def test_kernel_that_forbids_new_code_is_refused(slot, tmp_path, monkeypatch):
-    def refuse(*_):
-        raise GateUnavailable("mprotect failed: Permission denied")
-
-    monkeypatch.setattr(stub_module, "protect", refuse)
-    assert_refused(slot, f"{tmp_path}/", "mprotect failed")
-
-
-def test_stub_that_does_not_work_is_refused(slot, tmp_path, monkeypatch):
-    silent = (("b8 ff ff ff ff", "mov eax, -1"), ("c3", "ret"))
-    monkeypatch.setattr(stub_module, "LISTING", silent)
-    assert_refused(slot, f"{tmp_path}/", "self-test: an existing file")
 
 
 def test_directory_in_which_no_file_can_be_made_is_refused(slot, tmp_path):

@@ -3,7 +3,6 @@
 import base64
 import json
 
-import httpx
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -16,7 +15,6 @@ from graphstash._compile.stats import Counters
 from graphstash.hooks.inductor import fingerprint
 from graphstash_schema import ArtifactKind, ArtifactMetadata
 from support.fault_proxy import IMPATIENT, Fault, FaultProxy
-from support.inductor_host import inductor_host
 from support.server import Server
 
 # What is counted under each fault; others may follow from the first.
@@ -29,17 +27,6 @@ REASONS = {
     Fault.SWAP: "wrong_key",
 }
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
-
-@pytest.fixture
-def host(server, namespace, tmp_path):
-    """Makes hosts that share a namespace; one at a time."""
-
-    def make(name, **settings):
-        settings = {"url": server.url, "namespace": namespace} | settings
-        return inductor_host(tmp_path / name, **settings)
-
-    return make
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +46,6 @@ def compute():
     with torch.no_grad():
         result = torch.compile(multiply)(x, y)
     assert torch.equal(result, x @ y)
-
-
-def leases_held(server):
-    return httpx.get(f"{server.url}/v1/stats", timeout=10).json()["leases_held"]
 
 
 def test_a_graph_is_compiled_once(host):
@@ -140,7 +123,7 @@ def test_a_lease_is_held_while_a_graph_is_compiled_and_not_when_that_fails(
     held = []
 
     def fail(*args, **kwargs):
-        held.append(leases_held(quiet))
+        held.append(quiet.leases_held())
         raise RuntimeError("no code")
 
     with host("a", url=quiet.url) as a:
@@ -150,7 +133,7 @@ def test_a_lease_is_held_while_a_graph_is_compiled_and_not_when_that_fails(
         for lease in a.cache._leases:
             lease.join(20)
         assert held == [1]
-        assert leases_held(quiet) == 0
+        assert quiet.leases_held() == 0
         monkeypatch.undo()
         compute()
         assert a.stats.published == 2
@@ -163,7 +146,7 @@ def test_a_graph_that_torch_does_not_cache_leaves_no_lease_and_its_reason_once(h
         compute()
         assert counters["inductor"]["fxgraph_cache_bypass"] == 2
         assert a.stats.published == 0
-        assert leases_held(quiet) == 0
+        assert quiet.leases_held() == 0
     (said,) = [each.message for each in caplog.records if "caches no graph" in each.message]
     assert said.endswith(": Unsupported post grad custom pass")
 

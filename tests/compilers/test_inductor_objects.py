@@ -5,7 +5,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import httpx
 import pytest
 from torch._inductor import cpp_builder
 from torch._inductor.codecache import cache_dir
@@ -15,21 +14,9 @@ from torch._inductor.exc import CppCompileError
 from graphstash.hooks.inductor import fingerprint
 from graphstash.hooks.inductor.objects import LateHeader, late, object_parts
 from support.fault_proxy import Fault, FaultProxy
-from support.inductor_host import inductor_host
 from support.server import Server
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
-
-@pytest.fixture
-def host(server, namespace, tmp_path):
-    """Makes hosts that share a namespace; one at a time."""
-
-    def make(name, **settings):
-        settings = {"url": server.url, "namespace": namespace} | settings
-        return inductor_host(tmp_path / name, **settings)
-
-    return make
 
 
 @pytest.fixture
@@ -137,11 +124,9 @@ def compiler_part(monkeypatch):
 
     def part(compiler):
         monkeypatch.setattr(fingerprint, "get_cpp_compiler", lambda: str(compiler))
-        fingerprint.host_parts.cache_clear()
         return fingerprint.host_parts()["compiler"]
 
-    yield part
-    fingerprint.host_parts.cache_clear()
+    return part
 
 
 def test_spelling_of_compiler_does_not_change_key(compiler_part):
@@ -155,6 +140,24 @@ def test_other_wrapper_of_same_compiler_changes_key(compiler_part, tmp_path):
     before = compiler_part(wrapper)
     wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("g++")} -ffast-math "$@"\n')
     assert compiler_part(wrapper) != before
+
+
+def test_variable_that_wrapper_names_changes_key(compiler_part, monkeypatch, tmp_path):
+    wrapper = tmp_path / "g++"
+    wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("g++")} $MORE "$@"\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("MORE", "-O1")
+    before = compiler_part(wrapper)
+    monkeypatch.setenv("MORE", "-ffast-math")
+    assert compiler_part(wrapper) != before
+
+
+@pytest.mark.parametrize("graph", ["pt2:fx-graph-v1::fabc_gpu:c1"])
+def test_key_of_graph_on_gpu_holds_no_part_of_cpu(monkeypatch, graph):
+    before = fingerprint.entry_parts(graph, variant=0)
+    assert not {"cpu_model", "cpu_features", "compiler", "threads", "vec_isa"} & before.keys()
+    monkeypatch.setattr(fingerprint, "get_cpp_compiler", lambda: "/absent")
+    assert fingerprint.entry_parts(graph, variant=0) == before
 
 
 @pytest.mark.parametrize("name", ["CPATH", "SOURCE_DATE_EPOCH", "LD_RUN_PATH"])
@@ -178,7 +181,7 @@ def test_a_build_that_fails_is_told_and_leaves_no_lease(host, tmp_path):
             build("no C++")
         assert len(a.cache._leases) == 1
         a.cache._leases[0].join(20)
-        assert httpx.get(f"{quiet.url}/v1/stats", timeout=10).json()["leases_held"] == 0
+        assert quiet.leases_held() == 0
 
 
 @pytest.mark.parametrize("fault", [Fault.FLIP, Fault.TRUNCATE, Fault.GARBAGE])

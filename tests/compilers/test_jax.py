@@ -9,20 +9,23 @@ from support.offline import unplugged
 
 PROGRAMS = 3  # the step, and the norms of two parameters, which are small
 STEP = '"jit_step"'
+WITHOUT_ZSTANDARD = {"without_zstandard": True, "install": True}
 
 
 @pytest.fixture
-def jobs(server, namespace, tmp_path):
-    with JaxJobs(tmp_path, url=server.url, namespace=namespace) as jobs:
-        yield jobs
+def fresh(jobs, server, namespace, tmp_path):
+    """Starts jobs where nothing is published."""
+    with JaxJobs(tmp_path, jobs=jobs, url=server.url, namespace=namespace) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
 def cold(server, tmp_path_factory):
     """What the newest JAX has compiled and published: the namespace `jax-warm`."""
     directory = tmp_path_factory.mktemp("cold")
+    options = {"under": "graphstash run"}
     with JaxJobs(directory, url=server.url, namespace="jax-warm") as jobs:
-        outcome = jobs.run("cold", "--stats-url", server.url)
+        outcome = jobs.run("cold", "training", {"stats_url": server.url}, **options)
     assert len(outcome.report["compiled"]) == PROGRAMS
     assert outcome.stats["misses"] == outcome.stats["published"] == PROGRAMS
     assert outcome.stats["fallbacks"] == {}
@@ -31,10 +34,10 @@ def cold(server, tmp_path_factory):
 
 
 @pytest.fixture
-def warm(cold, server, tmp_path):
+def warm(jobs, cold, server, tmp_path):
     """Starts jobs where `cold` has published."""
-    with JaxJobs(tmp_path, url=server.url, namespace="jax-warm") as jobs:
-        yield jobs
+    with JaxJobs(tmp_path, jobs=jobs, url=server.url, namespace="jax-warm") as made:
+        yield made
 
 
 def compiles_of(reports, program):
@@ -55,86 +58,78 @@ def assert_is_cold(outcome):
 
 
 def test_what_one_host_compiled_another_does_not(warm, cold):
-    assert_is_warm(warm.run("b"), cold)
+    assert_is_warm(warm.run("b", "training"), cold)
 
 
 @pytest.mark.extended
 def test_the_entry_point_alone_is_enough(warm, cold):
-    assert_is_warm(warm.run("b", under="python -I"), cold)
+    assert_is_warm(warm.run("b", "training", under="python -I"), cold)
 
 
 @pytest.mark.extended
-def test_the_oldest_jax_shares_too(jobs):
-    cold = jobs.run("a", environment="jax-oldest")
+def test_the_oldest_jax_shares_too(fresh):
+    cold = fresh.run("a", "training", environment="jax-oldest")
     assert_is_cold(cold)
     assert cold.stats["published"] == PROGRAMS
-    assert_is_warm(jobs.run("b", environment="jax-oldest"), cold)
-    assert_is_warm(jobs.run("c", environment="jax-oldest", under="python -I"), cold)
+    assert_is_warm(fresh.run("b", "training", environment="jax-oldest"), cold)
+    entry_point = fresh.run("c", "training", environment="jax-oldest", under="python -I")
+    assert_is_warm(entry_point, cold)
 
 
 @pytest.mark.extended
 def test_install_by_hand_after_the_first_compiles_is_in_time_for_the_next(warm, cold):
-    assert_is_warm(warm.run("b", "--install", "--late", under="python"), cold)
+    late = {"install": True, "late": True}
+    assert_is_warm(warm.run("b", "training", late, under="python"), cold)
 
 
 @pytest.mark.extended
 def test_the_same_host_needs_the_server_only_once(warm, cold, server):
-    first = warm.start("b")
+    first = warm.start("b", "training")
     first.finish()
     url = unplugged(first.report.parent / "tier", server.url)
-    again = warm.run("b", url=url)
+    again = warm.run("b", "training", url=url)
     assert_is_warm(again, cold)
     assert again.stats["hits_host"] == PROGRAMS
 
 
 @pytest.mark.extended
-def test_another_program_of_equal_shapes_is_another_key(warm):
-    outcome = warm.run("b", "--scale", "2")
-    assert outcome.report["compiled"] == ['"jit_step"']
-    assert outcome.hits == PROGRAMS - 1
-
-
-@pytest.mark.extended
-def test_other_flags_of_xla_miss(warm):
-    flags = {"XLA_FLAGS": "--xla_cpu_enable_fast_math=true"}
-    assert_is_cold(warm.run("b", variables=flags))
-
-
-@pytest.mark.extended
 def test_a_host_with_other_cpu_features_misses(warm):
-    assert_is_cold(warm.run("b", "--pretend-features", "sse2 avx2"))
+    features = {"pretend_features": "sse2 avx2"}
+    assert_is_cold(warm.run("b", "training", features))
 
 
 @pytest.mark.extended
 def test_whether_jax_finds_a_zstandard_makes_no_difference(warm, cold):
-    assert_is_warm(warm.run("b", "--without-zstandard", "--install", under="python"), cold)
+    assert_is_warm(warm.run("b", "training", WITHOUT_ZSTANDARD, under="python"), cold)
 
 
 @pytest.mark.extended
-def test_what_a_jax_without_zstandard_published_all_others_find(jobs):
-    cold = jobs.run("a", "--without-zstandard", "--install", under="python")
+def test_what_a_jax_without_zstandard_published_all_others_find(fresh):
+    cold = fresh.run("a", "training", WITHOUT_ZSTANDARD, under="python")
     assert cold.stats["published"] == PROGRAMS
-    assert_is_warm(jobs.run("b"), cold)
+    assert_is_warm(fresh.run("b", "training"), cold)
 
 
 @pytest.mark.extended
 def test_a_cache_directory_of_the_users_own_gets_nothing_and_changes_no_key(warm, cold, tmp_path):
-    outcome = warm.run("b", "--cache-dir", tmp_path / "own")
+    outcome = warm.run("b", "training", {"cache_dir": tmp_path / "own"})
     assert_is_warm(outcome, cold)
     assert outcome.errors.count("nothing is written to jax_compilation_cache_dir") == 1
     assert not (tmp_path / "own").exists()
 
 
 @pytest.mark.extended
-def test_settings_of_the_user_win_and_what_is_not_written_holds_no_lease(jobs, server, tmp_path):
-    outcome = jobs.run(
+def test_settings_of_the_user_win_and_what_is_not_written_holds_no_lease(fresh, server, tmp_path):
+    outcome = fresh.run(
         "a",
-        *("--stats-url", server.url),
+        "training",
+        {"stats_url": server.url},
         variables={
             "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "own"),
             "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "all",
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "60",
         },
+        under="graphstash run",
     )
     assert outcome.stats["misses"] == PROGRAMS
     assert outcome.stats["published"] == 0
@@ -146,8 +141,8 @@ def test_settings_of_the_user_win_and_what_is_not_written_holds_no_lease(jobs, s
 
 
 @pytest.mark.extended
-def test_a_process_that_jax_does_not_let_write_holds_no_lease(jobs, server):
-    outcome = jobs.run("a", "--rank", "1", "--stats-url", server.url)
+def test_a_process_that_jax_does_not_let_write_holds_no_lease(fresh, server):
+    outcome = fresh.run("a", "training", {"rank": 1, "stats_url": server.url})
     assert outcome.stats["misses"] == PROGRAMS
     assert outcome.stats["published"] == 0
     assert outcome.stats["fallbacks"] == {}
@@ -155,8 +150,9 @@ def test_a_process_that_jax_does_not_let_write_holds_no_lease(jobs, server):
 
 
 @pytest.mark.extended
-def test_a_compile_that_fails_gives_its_lease_back_and_its_error_to_the_user(jobs, server):
-    outcome = jobs.run("a", "--break-compiler", "--stats-url", server.url)
+def test_a_compile_that_fails_gives_its_lease_back_and_its_error_to_the_user(fresh, server):
+    broken = {"break_compiler": True, "stats_url": server.url}
+    outcome = fresh.run("a", "training", broken)
     assert outcome.report["error"] == "the compiler fails"
     assert outcome.stats["misses"] == PROGRAMS + 1
     assert outcome.stats["published"] == PROGRAMS
@@ -166,7 +162,7 @@ def test_a_compile_that_fails_gives_its_lease_back_and_its_error_to_the_user(job
 
 @pytest.mark.extended
 def test_program_that_calls_back_is_not_shared_and_is_counted(warm):
-    outcome = warm.run("b", "--callback")
+    outcome = warm.run("b", "training", {"callback": True})
     assert outcome.stats["fallbacks"] == {"unshareable": 1}
     assert outcome.report["callback"] == 6
     assert outcome.report["compiled"] == ['"jit_calls"']
@@ -176,10 +172,9 @@ def test_program_that_calls_back_is_not_shared_and_is_counted(warm):
 
 @pytest.mark.extended
 @pytest.mark.parametrize("environment", ["jax-oldest", ""])
-def test_uninstall_puts_everything_back(jobs, environment):
-    report = jobs.run(
-        "a", "--install", "--uninstall", under="python", environment=environment
-    ).report
+def test_uninstall_puts_everything_back(fresh, environment):
+    both = {"install": True, "uninstall": True}
+    report = fresh.run("a", "training", both, under="python", environment=environment).report
     assert report["state_inside"] != report["state_before"]
     assert all("graphstash" in owner for owner in report["state_inside"]["owners"])
     assert report["state"] == report["state_before"]
@@ -189,18 +184,18 @@ def test_uninstall_puts_everything_back(jobs, environment):
 
 
 @pytest.mark.extended
-def test_forked_children_share_with_all_others_and_wait_for_each_other(jobs):
-    forked = jobs.start("a", "--fork", "2")
-    reports = forked.finish_children(2)
+def test_forked_children_share_with_all_others_and_wait_for_each_other(fresh):
+    forked = fresh.start("a", "training_in_children", {"count": 2})
+    reports = forked.finish().report
     children = [json.loads(line) for line in forked.stats.read_text().splitlines()]
     assert compiles_of(reports, STEP) == 1  # who compiles a small one waits for nobody
     assert sum(child["published"] for child in children) >= PROGRAMS
     assert all(child["fallbacks"] == {} for child in children)
-    assert jobs.run("b").report["compiled"] == []
+    assert fresh.run("b", "training").report["compiled"] == []
 
 
-def test_three_processes_at_once_compile_once_what_is_not_small(jobs):
-    herd = [jobs.start(f"host{n}") for n in range(3)]
+def test_three_processes_at_once_compile_once_what_is_not_small(fresh):
+    herd = [fresh.start(f"host{n}", "training") for n in range(3)]
     outcomes = [running.finish() for running in herd]
     assert compiles_of((o.report for o in outcomes), STEP) == 1
     assert sum(o.stats["published"] for o in outcomes) >= PROGRAMS
@@ -210,16 +205,17 @@ def test_three_processes_at_once_compile_once_what_is_not_small(jobs):
 
 
 @pytest.mark.extended
-def test_with_another_version_the_hook_says_so_once_and_goes_on(jobs):
-    outcome = jobs.run("a", "--pretend-version", "0.99.1", "--install", under="python")
+def test_with_another_version_the_hook_says_so_once_and_goes_on(fresh):
+    newer = {"pretend_version": "0.99.1", "install": True}
+    outcome = fresh.run("a", "training", newer, under="python")
     assert outcome.errors.count("tested with jax 0.4.31 to 0.10.2, not 0.99.1") == 1
     assert outcome.stats["published"] == PROGRAMS
 
 
 @pytest.mark.extended
-def test_where_the_private_name_is_missing_the_hook_says_so_once_and_is_not_installed(jobs):
-    gone = ("--rename", "get_file_cache", "--install")
-    outcome = jobs.run("a", *gone, under="python", environment="jax-oldest")
+def test_where_the_private_name_is_missing_the_hook_says_so_once_and_is_not_installed(fresh):
+    gone = {"rename": "get_file_cache", "install": True}
+    outcome = fresh.run("a", "training", gone, under="python", environment="jax-oldest")
     assert outcome.errors.count("get_file_cache") == 1
     assert len(outcome.errors.splitlines()) == 1
     assert len(outcome.report["compiled"]) == PROGRAMS
@@ -227,8 +223,8 @@ def test_where_the_private_name_is_missing_the_hook_says_so_once_and_is_not_inst
     assert outcome.report["state"]["jax_compilation_cache_dir"] is None
 
 
-def test_a_job_that_is_to_fail_on_a_miss_ends_before_anything_is_compiled(jobs):
-    ended = jobs.start("a", fail_on_miss=True)
+def test_a_job_that_is_to_fail_on_a_miss_ends_before_anything_is_compiled(fresh):
+    ended = fresh.start("a", "training", fail_on_miss=True)
     assert ended.status() == 86
     errors = ended.errors.read_text()
     assert "the job ends: " in errors
@@ -238,4 +234,4 @@ def test_a_job_that_is_to_fail_on_a_miss_ends_before_anything_is_compiled(jobs):
 
 @pytest.mark.extended
 def test_a_job_that_is_to_fail_on_a_miss_runs_where_everything_is_there(warm, cold):
-    assert_is_warm(warm.run("b", fail_on_miss=True), cold)
+    assert_is_warm(warm.run("b", "training", fail_on_miss=True), cold)

@@ -1,17 +1,10 @@
 """What the hook knows of a compile of JAX, and what becomes of it; each in a process of its own."""
 
 from support.ports import reserved_port
-from support.processes import python
 
 
-def run(program):
-    ended = python(program, JAX_PLATFORMS="cpu")
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout.splitlines()
-
-
-def test_a_compile_within_a_compile_does_not_end_the_outer_one():
-    told = run(
+def test_a_compile_within_a_compile_does_not_end_the_outer_one(jax_program):
+    told = jax_program(
         """
         import jax
         from jax._src import compiler
@@ -39,8 +32,8 @@ def test_a_compile_within_a_compile_does_not_end_the_outer_one():
     assert told == ["begins jit_outer", "begins jit_inner", "ended"]
 
 
-def test_a_collective_program_that_cannot_be_written_is_told_to_the_hook_only():
-    told = run(
+def test_a_collective_program_that_cannot_be_written_is_told_to_the_hook_only(jax_program):
+    told = jax_program(
         """
         from jax._src import compilation_cache, compiler
         from graphstash.hooks.jax.compiling import Compiling
@@ -59,8 +52,8 @@ def test_a_collective_program_that_cannot_be_written_is_told_to_the_hook_only():
     assert told == ["UNIMPLEMENTED: it cannot be serialized"]
 
 
-def test_what_processes_share_is_seen_at_once():
-    told = run(
+def test_what_processes_share_is_seen_at_once(jax_program):
+    told = jax_program(
         """
         import jax
         from jax._src import distributed
@@ -77,8 +70,8 @@ def test_what_processes_share_is_seen_at_once():
     assert told == ["None", "b'first' b'first'", "b'first'", "{b'first'}"]
 
 
-def test_where_jax_itself_shares_among_processes_no_process_waits_for_another():
-    told = run(
+def test_where_jax_itself_shares_among_processes_no_process_waits_for_another(jax_program):
+    told = jax_program(
         """
         import jax
         from graphstash.hooks.jax.ranks import JaxRanks

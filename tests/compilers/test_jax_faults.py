@@ -13,6 +13,7 @@ from support.fault_proxy import IMPATIENT, Fault, FaultProxy
 from support.tiers import most_extended
 
 QUICK = [Fault.FLIP]
+OTHER = {"scale": 2}  # another program of equal shapes
 REASONS = {
     "absent": "connect",
     Fault.SILENT: "timeout",
@@ -23,17 +24,17 @@ REASONS = {
 
 
 @pytest.fixture(scope="module")
-def jobs(server, tmp_path_factory):
+def jobs(jobs, server, tmp_path_factory):
     directory = tmp_path_factory.mktemp("jax-faults")
-    with JaxJobs(directory, url=server.url, namespace="jax-faults") as jobs:
-        yield jobs
+    with JaxJobs(directory, jobs=jobs, url=server.url, namespace="jax-faults") as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
 def sound(jobs):
     """A cold run; the keys that it published, as device type and fingerprint: of the step and of
     the pack with the two norms."""
-    running = jobs.start("sound")
+    running = jobs.start("sound", "training")
     outcome = running.finish()
     tier = running.report.parent / "tier" / "v2"
     keys = [(path.parts[-3], path.name) for path in sorted(tier.glob("*/jax-faults/jax/*/??/*"))]
@@ -46,11 +47,11 @@ def sound(jobs):
 def test_the_job_ends_with_the_same_losses_and_the_reason_is_counted(server, jobs, sound, fault):
     outcome, keys = sound
     if fault == "absent":
-        faulty = jobs.run(fault, url="http://127.0.0.1:9")
+        faulty = jobs.run(fault, "training", url="http://127.0.0.1:9")
     else:
         with FaultProxy(server.port) as proxy:
             proxy.fault, proxy.swap_to = fault, "jax/" + "/".join(keys[0])
-            faulty = jobs.run(fault, url=proxy.url, **IMPATIENT)
+            faulty = jobs.run(fault, "training", url=proxy.url, **IMPATIENT)
     assert faulty.report["losses"] == outcome.report["losses"]
     assert faulty.stats["fallbacks"].get(REASONS[fault], 0) >= 1, faulty.stats["fallbacks"]
     if fault != Fault.SWAP:  # of swapped artifacts one is the right one
@@ -68,14 +69,14 @@ def test_an_entry_of_another_program_runs_in_a_bare_jax_and_never_reaches_it_her
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         },
     }
-    jobs.run("bare", "--scale", "1", **bare)
+    jobs.run("bare", "training", **bare)
     (one,) = tmp_path.glob("jit_step-*-cache")
-    right = jobs.run("bare", "--scale", "2", **bare).report["losses"]
+    right = jobs.run("bare", "training", OTHER, **bare).report["losses"]
     (two,) = set(tmp_path.glob("jit_step-*-cache")) - {one}
     shutil.copy(one, two)
-    assert jobs.run("bare", "--scale", "2", **bare).report["losses"] != right  # without a word
+    assert jobs.run("bare", "training", OTHER, **bare).report["losses"] != right  # without a word
 
-    running = jobs.start("one", "--scale", "1", namespace="jax-foreign")
+    running = jobs.start("one", "training", namespace="jax-foreign")
     running.finish()
     tier = running.report.parent / "tier"
     found = (tier / "v2").glob("*/jax-foreign/jax/*/??/*")
@@ -86,7 +87,7 @@ def test_an_entry_of_another_program_runs_in_a_bare_jax_and_never_reaches_it_her
     with FaultProxy(server.port) as proxy:
         proxy.fault = Fault.SWAP
         proxy.swap_to = str(step)
-        two = jobs.run("two", "--scale", "2", namespace="jax-foreign", url=proxy.url)
+        two = jobs.run("two", "training", OTHER, namespace="jax-foreign", url=proxy.url)
     assert two.report["losses"] == right
     assert two.stats["fallbacks"]["wrong_key"] >= 3
 
@@ -100,7 +101,7 @@ def test_noise_in_a_sound_envelope_is_told_by_jax_and_counted(server, jobs, soun
         for key in keys:
             metadata = ArtifactMetadata(compile_seconds=1, raw_size_bytes=len(noise))
             stash.put(ArtifactKey.parse("jax", *key), noise, metadata)
-    noisy = jobs.run("noisy", namespace="jax-noise")
+    noisy = jobs.run("noisy", "training", namespace="jax-noise")
     assert noisy.report["losses"] == outcome.report["losses"]
     assert len(noisy.report["compiled"]) == 3
     told = "Error reading persistent compilation cache entry for 'jit_step'"
@@ -112,7 +113,7 @@ def test_noise_in_a_sound_envelope_is_told_by_jax_and_counted(server, jobs, soun
 @pytest.mark.extended
 def test_a_fault_of_the_hook_itself_is_counted_and_jax_compiles(jobs, sound):
     outcome, _ = sound
-    sabotaged = jobs.run("sabotaged", "--sabotage")
+    sabotaged = jobs.run("sabotaged", "training", {"sabotage": True})
     assert sabotaged.report["losses"] == outcome.report["losses"]
     assert len(sabotaged.report["compiled"]) == 3
     assert sabotaged.stats["fallbacks"] == {"internal": 6}

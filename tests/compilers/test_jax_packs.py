@@ -2,9 +2,7 @@
 
 import pytest
 
-from support.environments import python_of
 from support.fault_proxy import FaultProxy
-from support.processes import python
 from support.tiers import most_extended
 
 VERSIONS = most_extended(["", "jax-oldest"], quick=[""])
@@ -68,38 +66,31 @@ LOOKS = """
 
 
 @pytest.mark.parametrize("environment", VERSIONS)
-def test_thirty_small_programs_cost_a_job_three_requests(server, namespace, tmp_path, environment):
+def test_thirty_small_programs_cost_a_job_three_requests(
+    jax_program, server, namespace, environment
+):
     def run(host, url):
-        ended = python(
-            MANY,
-            check=True,
-            interpreter=python_of(environment),
-            JAX_PLATFORMS="cpu",
-            GRAPHSTASH_URL=url,
-            GRAPHSTASH_NAMESPACE=namespace,
-            GRAPHSTASH_CACHE_DIR=tmp_path / host,
-            GRAPHSTASH_PREFETCH_LIMIT=0,  # it asks for manifests
-            GRAPHSTASH_REPORT_RUNS="false",
-        )
-        return ended.stdout.strip()
+        settings = {"url": url, "namespace": namespace, "report_runs": "false"}
+        settings["prefetch_limit"] = 0  # it asks for manifests
+        return jax_program(MANY, host=host, environment=environment, **settings)
 
     with FaultProxy(server.port) as proxy:  # one connection for each request
-        assert run("a", proxy.url) == "0 30 {}"
+        assert run("a", proxy.url) == ["0 30 {}"]
         # The first pack is asked for twice: before the first program, and before the upload.
         assert proxy.connections == 3
-        assert run("b", proxy.url) == "30 0 {}"
+        assert run("b", proxy.url) == ["30 0 {}"]
         assert proxy.connections == 4
         # The copies on its disk cost a run one look-up: whether the server still has them.
-        assert run("b", proxy.url) == "30 0 {}"
+        assert run("b", proxy.url) == ["30 0 {}"]
         assert proxy.connections == 5
     counted = server.stats(namespace)
     assert counted["puts"] == counted["artifacts"] == 1
 
 
 @pytest.mark.parametrize("environment", VERSIONS)
-def test_small_is_what_has_few_quick_operations_and_no_large_constant(environment):
-    ended = python(LOOKS, check=True, interpreter=python_of(environment), JAX_PLATFORMS="cpu")
-    looks = dict(line.rsplit(" ", 1) for line in ended.stdout.splitlines())
+def test_small_is_what_has_few_quick_operations_and_no_large_constant(jax_program, environment):
+    told = jax_program(LOOKS, environment=environment)
+    looks = dict(line.rsplit(" ", 1) for line in told)
     assert looks == {
         "sum": "True",
         "norm": "True",

@@ -70,7 +70,7 @@ def test_its_key_is_the_one_that_jax_logs_in_a_job_and_the_job_publishes_the_sam
     first, server, tmp_path
 ):
     with JaxJobs(tmp_path, url=server.url, namespace="jax-prewarm") as jobs:
-        job = jobs.run("job", script=SUPPORT / "jax_aot_job.py", environment="jax-newest")
+        job = jobs.run("job", "prewarmed_by_hand", environment="jax-newest", under="graphstash run")
     assert job.report["components"] == first["components"]
     assert first["jax_key"] == f"jit_step-{job.report['whole']}"
     # A client that can only compile is handed nothing; what it compiles has the same name.
@@ -109,14 +109,10 @@ def test_what_cannot_be_used_is_named(options, server, tmp_path):
     ]
     commands += [["prewarm", "--url", server.url, *more] for more, _, _ in others]
     with JaxJobs(tmp_path, url=server.url, namespace="jax-prewarm") as jobs:
-        job = jobs.start(
-            "a",
-            json.dumps(commands),
-            script=SUPPORT / "jax_cli_job.py",
-            under="python",
-            environment="jax-newest",
+        job = jobs.run(
+            "a", "command_line", {"commands": commands}, under="python", environment="jax-newest"
         )
-        results = job.finish().report
+    results = job.report
     expected = [(2, told) for told in cases.values()] + [(code, told) for _, code, told in others]
     for (status, _, errors), (expected_status, told) in zip(results, expected, strict=True):
         assert told in errors

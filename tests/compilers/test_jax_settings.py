@@ -1,32 +1,25 @@
 """JAX's settings under the hook: which ones it changes, for how long, and which it obeys."""
 
+from functools import partial
+
 import pytest
 
 from graphstash._artifacts.stash import Stash
 from graphstash.config import ClientConfig
 from graphstash_schema import ArtifactKey, ArtifactMetadata
-from support.environments import python_of
-from support.processes import python
 from support.tiers import most_extended
 
 VERSIONS = most_extended(["", "jax-oldest"], quick=[""])
 
 
-def run(program, tmp_path, environment):
-    ended = python(
-        program,
-        interpreter=python_of(environment),
-        JAX_PLATFORMS="cpu",
-        GRAPHSTASH_URL="none",
-        GRAPHSTASH_CACHE_DIR=str(tmp_path / "tier"),
-        GRAPHSTASH_HOOKS="jax",
-    )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout.splitlines()
+@pytest.fixture
+def run(jax_program):
+    """Runs a program on a host without a server."""
+    return partial(jax_program, url="none", hooks="jax")
 
 
 @pytest.mark.parametrize("environment", VERSIONS)
-def test_the_first_compile_under_a_context_manager_changes_no_global_setting(tmp_path, environment):
+def test_the_first_compile_under_a_context_manager_changes_no_global_setting(run, environment):
     told = run(
         """
         import jax
@@ -42,14 +35,13 @@ def test_the_first_compile_under_a_context_manager_changes_no_global_setting(tmp
         graphstash.uninstall()
         print(jax.config.values[name] == before)
         """,
-        tmp_path,
-        environment,
+        environment=environment,
     )
     assert told == ["True", "True"]
 
 
 @pytest.mark.parametrize("environment", VERSIONS)
-def test_what_is_installed_and_removed_under_context_managers_leaves_nothing(tmp_path, environment):
+def test_what_is_installed_and_removed_under_context_managers_leaves_nothing(run, environment):
     told = run(
         """
         import jax
@@ -65,8 +57,7 @@ def test_what_is_installed_and_removed_under_context_managers_leaves_nothing(tmp
             graphstash.uninstall()
         print(jax.config.values[name])
         """,
-        tmp_path,
-        environment,
+        environment=environment,
     )
     assert told == ["7.0", "0.0", "1.0"]
 
@@ -102,20 +93,19 @@ CHECKED = """
 
 
 @pytest.mark.parametrize("operation", ["x @ x", "x + x"])  # the second one travels in a pack
-def test_jax_compares_what_is_cached_with_what_it_compiles(tmp_path, operation):
+def test_jax_compares_what_is_cached_with_what_it_compiles(run, operation):
     program = CHECKED.replace("x @ x", operation)
-    run(program.replace("True)", "False)"), tmp_path, "")
-    assert run(program, tmp_path, "") == ["1 True {}"]
+    run(program.replace("True)", "False)"))
+    assert run(program) == ["1 True {}"]
 
 
-def test_jax_tells_that_what_is_cached_is_not_what_it_compiles(tmp_path):
-    run(CHECKED, tmp_path, "")
-    (found,) = (tmp_path / "tier" / "v2").glob("*/default/jax/*/??/*")
+def test_jax_tells_that_what_is_cached_is_not_what_it_compiles(run, tmp_path):
+    run(CHECKED)
+    tier = tmp_path / "host" / "tier"
+    (found,) = (tier / "v2").glob("*/default/jax/*/??/*")
     key = ArtifactKey.parse("jax", found.parts[-3], found.name)
-    config = ClientConfig(url="none", cache_dir=tmp_path / "tier")
-    with Stash(config) as stash:
+    with Stash(ClientConfig(url="none", cache_dir=tier)) as stash:
         changed = stash.get(key) + b"more"
         metadata = ArtifactMetadata(compile_seconds=1, raw_size_bytes=len(changed))
         stash.put(key, changed, metadata)
-    told = run(CHECKED, tmp_path, "")
-    assert told == ["Persistent compilation cache inconsistency", "1 True {}"]
+    assert run(CHECKED) == ["Persistent compilation cache inconsistency", "1 True {}"]

@@ -20,39 +20,23 @@ FUNCTIONS = {
     },
 }
 ASKED = {
-    "PJRT_Error_Message_Args": ("error", "message", "message_size"),
-    "PJRT_Error_GetCode_Args": ("error", "code"),
-    "PJRT_Error_Destroy_Args": ("error",),
-    "PJRT_Client_PlatformName_Args": ("client", "platform_name", "platform_name_size"),
-    "PJRT_Client_TopologyDescription_Args": ("client", "topology"),
-    "PJRT_DeviceDescription_Kind_Args": (
-        "device_description",
-        "device_kind",
-        "device_kind_size",
-    ),
-    "PJRT_DeviceDescription_ProcessIndex_Args": ("device_description", "process_index"),
-    "PJRT_TopologyDescription_GetDeviceDescriptions_Args": (
-        "topology",
-        "descriptions",
-        "num_descriptions",
-    ),
-    "PJRT_LoadedExecutable_GetExecutable_Args": ("loaded_executable", "executable"),
-    "PJRT_Executable_Destroy_Args": ("executable",),
-    "PJRT_Executable_Serialize_Args": (
-        "executable",
-        "serialized_bytes",
-        "serialized_bytes_size",
-        "serialized_executable",
-        "serialized_executable_deleter",
-    ),
-    "PJRT_TopologyDescription_Serialize_Args": (
-        "topology",
-        "serialized_bytes",
-        "serialized_bytes_size",
-        "serialized_topology",
-        "serialized_topology_deleter",
-    ),
+    "Error_Message": "error message message_size",
+    "Error_GetCode": "error code",
+    "Error_Destroy": "error",
+    "Client_PlatformName": "client platform_name platform_name_size",
+    "Client_TopologyDescription": "client topology",
+    "DeviceDescription_Kind": "device_description device_kind device_kind_size",
+    "DeviceDescription_ProcessIndex": "device_description process_index",
+    "TopologyDescription_GetDeviceDescriptions": "topology descriptions num_descriptions",
+    "LoadedExecutable_GetExecutable": "loaded_executable executable",
+    "Executable_Destroy": "executable",
+    "Executable_Serialize": "executable serialized_bytes serialized_bytes_size "
+    "serialized_executable serialized_executable_deleter",
+    "TopologyDescription_Serialize": "topology serialized_bytes serialized_bytes_size "
+    "serialized_topology serialized_topology_deleter",
 }
+"""Fields of the structures with which the hook asks about an object."""
+
 FILLED = {
     "PJRT_Client_Compile_Args": abi.ClientCompileArgs,
     "PJRT_Compile_Args": abi.AheadOfTimeArgs,
@@ -94,7 +78,7 @@ def test_every_function_is_where_the_header_has_it(header):
 
 def test_what_is_asked_about_an_object_has_one_layout(header):
     for name, fields in ASKED.items():
-        assert fields_of(header, name) == fields
+        assert fields_of(header, f"PJRT_{name}_Args") == tuple(fields.split())
     offsets = [getattr(abi.AskArgs, name).offset for name, _ in abi.AskArgs._fields_]
     assert offsets == [0, 8, 16, 24, 32, 40, 48, 56]
 

@@ -1,7 +1,6 @@
 """Whatever happens around a compile call, the framework gets a right executable."""
 
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -9,9 +8,9 @@ from graphstash._artifacts.stash import Stash
 from graphstash.config import ClientConfig
 from graphstash_schema import ArtifactKey, ArtifactMetadata
 from support.fault_proxy import Fault, FaultProxy
+from support.run_case import RUN_CASE, case_arguments
 from support.tiers import each_of
 
-JOB = Path(__file__).parents[1] / "support" / "pjrt_jax_job.py"
 STRANGER = ArtifactKey.parse("pjrt", "cpu-other", "0" * 64)
 REASONS = {
     "absent": "connect",
@@ -24,17 +23,20 @@ REASONS = {
 }
 
 
-def start(jobs, environment, directory, mode, **urls):
-    return jobs.start(
-        directory,
-        *("--mode", mode),
-        *(part for name, url in urls.items() for part in ("--url", f"{name}={url}")),
-        script=JOB,
-        under="graphstash run",
-        environment=environment,
-        namespace=f"pjrt-{mode}-{environment}",
-        hooks="pjrt",
-    ).finish()
+def run(jobs, environment, directory, case, **keywords):
+    return (
+        jobs.start(
+            directory,
+            *case_arguments(f"pjrt_jax:{case}", **keywords),
+            script=RUN_CASE,
+            under="graphstash run",
+            environment=environment,
+            namespace=f"pjrt-{case}-{environment}",
+            hooks="pjrt",
+        )
+        .finish()
+        .report
+    )
 
 
 @pytest.fixture(scope="module", params=each_of({"": "", "jax-pjrt": "jax-pjrt"}))
@@ -56,14 +58,13 @@ def faults(jobs, environment, server, tmp_path_factory):
             proxy = stack.enter_context(FaultProxy(server.port))
             proxy.fault, proxy.swap_to = fault, str(STRANGER)
             urls[fault] = proxy.url
-        return start(jobs, environment, directory / "job", "faults", **urls).report
+        return run(jobs, environment, directory / "job", "faults", urls=urls)
 
 
 @pytest.fixture(scope="module")
 def process(jobs, environment, server, tmp_path_factory):
-    return start(
-        jobs, environment, tmp_path_factory.mktemp("pjrt"), "process", here=server.url
-    ).report
+    directory = tmp_path_factory.mktemp("pjrt")
+    return run(jobs, environment, directory, "process", url=server.url)
 
 
 @pytest.mark.parametrize("fault", REASONS)
@@ -94,7 +95,7 @@ def test_what_jax_compiles_is_left_to_the_jax_hook_where_that_is_on(faults):
 
 
 def test_threads_that_compile_at_once_share_their_programs(jobs, environment, server, tmp_path):
-    cold, warm = start(jobs, environment, tmp_path, "threads", here=server.url).report
+    cold, warm = run(jobs, environment, tmp_path, "threads", url=server.url)
     assert cold["results"] == warm["results"]
     assert len(set(warm["results"])) == 6
     assert (cold["stats"]["misses"], cold["stats"]["published"]) == (6, 6)

@@ -1,27 +1,22 @@
 """JAX through the pjrt hook, where the jax hook is switched off: real plug-ins, real processes."""
 
-from pathlib import Path
-
 import pytest
 
 from support.compiler_jobs import CompilerJobs
 from support.tiers import each_of
-
-JOB = Path(__file__).parents[1] / "support" / "pjrt_jax_job.py"
-AHEAD_OF_TIME_JOB = JOB.with_name("pjrt_aot_job.py")
 
 
 @pytest.fixture
 def run(server, namespace, tmp_path):
     """Runs a job on a host of its own."""
     settings = {"url": server.url, "namespace": namespace, "hooks": "pjrt"}
-    with CompilerJobs(tmp_path, script=JOB, **settings) as jobs:
+    with CompilerJobs(tmp_path, cases="pjrt_jax", **settings) as jobs:
         yield jobs.run
 
 
 @pytest.mark.parametrize("environment", each_of({"": "", "jax-pjrt": "jax-pjrt"}))
 def test_programs_for_one_device_and_for_four_are_loaded_by_the_next_process(run, environment):
-    cold, warm = (run(host, environment=environment) for host in ("cold", "warm"))
+    cold, warm = (run(host, "user", environment=environment) for host in ("cold", "warm"))
     assert cold.report["spread"][2] == 4
     assert cold.stats["published"] == cold.report["compiles"] == 2
     assert warm.hits == warm.report["compiles"] == 2
@@ -31,7 +26,7 @@ def test_programs_for_one_device_and_for_four_are_loaded_by_the_next_process(run
 
 @pytest.mark.extended
 def test_forked_children_share_with_their_parent_and_other_flags_miss(run):
-    outcome = run("parent", "--mode", "fork", environment="jax-pjrt")
+    outcome = run("parent", "fork", environment="jax-pjrt")
     same, other, parent = (outcome.report[name] for name in ("same", "other flags", "parent"))
     assert (same["hits"], same["misses"]) == (0, 2)
     assert (other["hits"], other["misses"]) == (0, 2)
@@ -43,8 +38,9 @@ def test_forked_children_share_with_their_parent_and_other_flags_miss(run):
 def test_what_is_compiled_ahead_of_time_for_a_tpu_is_published_once(
     run, server, namespace, tmp_path
 ):
-    options = {"environment": "jax-newest", "script": AHEAD_OF_TIME_JOB}
-    first, second = (run(host, **options) for host in ("first", "second"))
+    options = {"environment": "jax-newest", "cases": "jax_programs"}
+    options["variables"] = {"JAX_PLATFORMS": "cpu"}
+    first, second = (run(host, "ahead_of_time", **options) for host in ("first", "second"))
     assert first.report == second.report
     assert (first.stats["misses"], first.stats["published"]) == (1, 1)
     assert first.stats["fallbacks"] == {}

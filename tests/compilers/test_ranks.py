@@ -1,66 +1,53 @@
 """Real ranks that talk over gloo, each on a host of its own: all load one artifact."""
 
-import json
-import os
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
-
 import pytest
 
-from support.environments import python_of
+from support.compiler_jobs import CompilerJobs, JaxJobs
 from support.ports import reserved_port
 from support.tiers import each_of
 
-SUPPORT = Path(__file__).parents[1] / "support"
-TORCH_JOB, JAX_JOB = SUPPORT / "ranks_torch_job.py", SUPPORT / "ranks_jax_job.py"
+UNREACHABLE = "http://127.0.0.1:9"
 SIZE = 3
 
 
 @pytest.fixture(params=each_of({"": "", "torch-newest": "torch-newest"}))
-def ranks(request, server, namespace, tmp_path):
-    """Runs jobs one after the other, each with the ranks that cannot reach the cache."""
-    python = python_of(request.param)
+def ranks(request, jobs, server, namespace, tmp_path):
+    """Runs the ranks of a job of torch; the cache is out of reach for the `broken` ones."""
+    settings = {"cases": "inductor", "environment": request.param, "namespace": namespace}
+    variables = {"TORCHINDUCTOR_CACHE_DIR": "HOST/inductor"}
+    with CompilerJobs(tmp_path, jobs=jobs, variables=variables, **settings) as made:
 
-    def run(**broken):
-        options = ("--size", SIZE, "--port", reserved_port(), "--url", server.url)
-        runs = (f"{name}={ranks}" for name, ranks in broken.items())
-        command = (python, TORCH_JOB, tmp_path, *options, "--namespace", namespace, "--runs", *runs)
-        ended = subprocess.run(
-            [*map(str, command)], stderr=subprocess.PIPE, text=True, check=False, timeout=240
-        )
-        assert ended.returncode == 0, ended.stderr
-        return [
-            [json.loads((tmp_path / name / f"{rank}.json").read_text()) for rank in range(SIZE)]
-            for name in broken
-        ]
+        def run(name, *, broken=()):
+            store = f"tcp://127.0.0.1:{reserved_port()}"
+            running = [
+                made.start(
+                    f"{name}/{number}",
+                    "rank",
+                    {"number": number, "size": SIZE, "store": store},
+                    under="fork:inductor",
+                    hooks="inductor",
+                    url=UNREACHABLE if number in broken else server.url,
+                )
+                for number in range(SIZE)
+            ]
+            return [process.finish().report for process in running]
 
-    return run
+        yield run
 
 
 @pytest.fixture
-def programs():
+def programs(start_program):
     """Runs the two ranks of a program at once; gives what each has printed."""
-    port = reserved_port()
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserved_port()), "WORLD_SIZE": "2"}
 
     def run(program):
         running = [
-            subprocess.Popen(
-                [sys.executable, "-c", textwrap.dedent(program)],
-                env=os.environ
-                | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-                | {"RANK": str(rank), "WORLD_SIZE": "2"},
-                stdout=subprocess.PIPE,
-                text=True,
+            start_program(
+                program, host=str(rank), under="torch", variables=place | {"RANK": str(rank)}
             )
             for rank in range(2)
         ]
-        try:
-            return [process.communicate(timeout=120)[0].splitlines() for process in running]
-        finally:
-            for process in running:
-                process.kill()
+        return [process.finish().report for process in running]
 
     return run
 
@@ -114,7 +101,7 @@ def losses(reports):
 
 
 def test_ranks_load_one_artifact_also_those_that_cannot_reach_the_cache(ranks):
-    cold, warm = ranks(cold="", warm="2")
+    cold, warm = ranks("cold"), ranks("warm", broken=[2])
     assert sum(graphs(cold, "miss")) == 2  # forward and backward, each by one rank
     assert sum(graphs(cold, "hit")) == 2 * (SIZE - 1)
 
@@ -126,32 +113,31 @@ def test_ranks_load_one_artifact_also_those_that_cannot_reach_the_cache(ranks):
 
 @pytest.mark.extended
 def test_when_no_rank_reaches_the_cache_they_still_share(ranks):
-    (lone,) = ranks(lone="0,1,2")
+    lone = ranks("lone", broken=range(SIZE))
     assert sum(graphs(lone, "miss")) == 2
     assert sum(report["stats"]["hits_ranks"] for report in lone) == 2 * (SIZE - 1)
 
 
 @pytest.fixture(params=each_of({"": "", "jax-oldest": "jax-oldest"}))
 def processes(request, jobs, server, namespace, tmp_path):
-    """Runs all processes of a job on JAX; the cache is out of reach for the `broken` ones."""
+    """Runs all processes of a job of JAX; the cache is out of reach for the `broken` ones."""
+    with JaxJobs(tmp_path, jobs=jobs, environment=request.param, namespace=namespace) as made:
 
-    def run(name, *, broken=()):
-        options = ("--size", 2, "--port", reserved_port(), "--broken", ",".join(map(str, broken)))
-        running = [
-            jobs.start(
-                tmp_path / name / str(rank),
-                *("--rank", rank, *options),
-                script=JAX_JOB,
-                under="graphstash run",
-                environment=request.param,
-                url=server.url,
-                namespace=namespace,
-            )
-            for rank in range(2)
-        ]
-        return [process.finish().report for process in running]
+        def run(name, *, broken=()):
+            port = reserved_port()
+            running = [
+                made.start(
+                    f"{name}/{rank}",
+                    "collective",
+                    {"rank": rank, "size": 2, "port": port},
+                    under="graphstash run",
+                    url=UNREACHABLE if rank in broken else server.url,
+                )
+                for rank in range(2)
+            ]
+            return [process.finish().report for process in running]
 
-    return run
+        yield run
 
 
 @pytest.mark.extended

@@ -4,7 +4,6 @@ import itertools
 import json
 import signal
 
-import httpx
 import pytest
 
 from support.compiler_jobs import TRITON_VERSIONS, TritonJobs
@@ -17,16 +16,18 @@ BACKEND = {
     "TRITON_CACHE_MANAGER": "triton.runtime.cache:RemoteCacheManager",
     "TRITON_REMOTE_CACHE_BACKEND": "graphstash.hooks.triton:SharedCacheBackend",
 }
+OWN_MANAGER = "support.cases.triton_kernels:OwnManager"
 _numbers = itertools.count()
 
 
 @pytest.fixture(scope="module", params=each_of(TRITON_VERSIONS))
-def triton(request, server, tmp_path_factory):
+def triton(request, jobs, server, tmp_path_factory):
     """Starts jobs of one version; all of them share."""
     directory = tmp_path_factory.mktemp("triton")
     namespace = f"triton-{request.param}"
-    with TritonJobs(directory, request.param, url=server.url, namespace=namespace) as jobs:
-        yield jobs
+    settings = {"url": server.url, "namespace": namespace, "jobs": jobs}
+    with TritonJobs(directory, request.param, **settings) as made:
+        yield made
 
 
 @pytest.fixture
@@ -38,17 +39,13 @@ def fresh():
 @pytest.fixture(scope="module")
 def cold(triton):
     """The first job of all: it has compiled its kernels."""
-    return triton.run("cold", "--kernels", KERNELS)
-
-
-def leases_held(server):
-    return httpx.get(f"{server.url}/v1/stats", timeout=10).json()["leases_held"]
+    return triton.run("cold", "kernels", {"count": KERNELS}, under="graphstash run")
 
 
 @pytest.fixture(scope="module")
 def warm(triton, cold):
     """The same job on another host."""
-    return triton.run("warm", "--kernels", KERNELS)
+    return triton.run("warm", "kernels", {"count": KERNELS})
 
 
 def test_what_one_host_compiled_another_does_not(triton, cold, warm):
@@ -86,7 +83,8 @@ def test_a_directory_that_was_moved_and_one_half_written_are_no_trouble(triton, 
     here = triton.directory / "moved"
     here.mkdir()
     (triton.directory / "cold" / "triton").rename(here / "triton")
-    moved = triton.run("moved", "--kernels", KERNELS, url="http://127.0.0.1:9")
+    url = "http://127.0.0.1:9"
+    moved = triton.run("moved", "kernels", {"count": KERNELS}, url=url)
     assert moved.report["ptxas"] == 0
     assert moved.report["kernels"] == cold.report["kernels"]
     (here / "triton").rename(triton.directory / "cold" / "triton")
@@ -104,7 +102,7 @@ def test_a_directory_that_was_moved_and_one_half_written_are_no_trouble(triton, 
             if number == 2 and file.name.startswith("__grp__"):
                 content = content[: len(content) // 2]
             (target / file.name).write_bytes(content)
-    healed = triton.run("half", "--kernels", KERNELS)
+    healed = triton.run("half", "kernels", {"count": KERNELS})
     assert healed.report["ptxas"] == 0
     assert healed.hits == 3
     assert healed.report["kernels"] == cold.report["kernels"]
@@ -113,13 +111,14 @@ def test_a_directory_that_was_moved_and_one_half_written_are_no_trouble(triton, 
 @pytest.mark.extended
 def test_tritons_variables_are_enough_and_a_line_more_is_another_kernel(triton, cold):
     assert cold.report["environment"] is None  # nothing that children could inherit
-    manager = triton.run("manager", "--shift", variables=MANAGER, under="python")
+    shifted = {"shift": True, "count": 2}
+    manager = triton.run("manager", "kernels", {"shift": True}, variables=MANAGER, under="python")
     assert manager.report["manager"] == "SharedCacheManager"
     assert manager.report["ptxas"] == manager.stats["misses"] == manager.stats["published"] == 1
-    backend = triton.run("backend", "--shift", "--kernels", 2, variables=BACKEND, under="python")
+    backend = triton.run("backend", "kernels", shifted, variables=BACKEND, under="python")
     assert backend.report["manager"] == "RemoteCacheManager"
     assert backend.hits == backend.stats["published"] == backend.report["ptxas"] == 1
-    both = triton.run("both", "--shift", "--kernels", 2, variables=BACKEND)
+    both = triton.run("both", "kernels", shifted, variables=BACKEND, under="graphstash run")
     assert both.report["ptxas"] == 0
     assert both.hits == 2
     assert both.report["kernels"] == backend.report["kernels"]
@@ -130,7 +129,7 @@ def test_tritons_variables_are_enough_and_a_line_more_is_another_kernel(triton, 
 @pytest.mark.extended
 def test_a_global_that_tritons_key_leaves_out_makes_another_artifact(triton, fresh):
     def run(host, kind):
-        return triton.run(host, namespace=fresh, variables={"KERNEL_TYPE": kind})
+        return triton.run(host, "kernels", namespace=fresh, variables={"KERNEL_TYPE": kind})
 
     half, whole, again = (
         run("type-a", "float16"),
@@ -148,27 +147,29 @@ def test_a_global_that_tritons_key_leaves_out_makes_another_artifact(triton, fre
 def test_a_managers_files_are_published_when_they_are_a_whole_kernel_for_a_gpu(
     triton, server, fresh
 ):
-    first = triton.run("by-hand-a", "--by-hand", namespace=fresh)
+    first = triton.run("by-hand-a", "manager_calls", namespace=fresh)
     assert server.stats(fresh)["artifacts"] == first.stats["published"] == 1
-    assert set(first.report["by_hand"]["found"].values()) == {None}
-    assert set(first.report["by_hand"]["alone"].values()) == {True}
-    second = triton.run("by-hand-b", "--by-hand", namespace=fresh, variables=BACKEND)
-    found = second.report["by_hand"]["found"]
+    assert set(first.report["found"].values()) == {None}
+    assert set(first.report["alone"].values()) == {True}
+    second = triton.run("by-hand-b", "manager_calls", namespace=fresh, variables=BACKEND)
+    found = second.report["found"]
     assert set(found.pop("whole")) == {"k.ttir", "k.cubin", "k.json"}
     assert set(found.values()) == {None}
-    assert set(second.report["by_hand"]["alone"].values()) == {True}
+    assert set(second.report["alone"].values()) == {True}
     assert server.stats(fresh)["artifacts"] == 1
-    assert leases_held(server) == 0
+    assert server.leases_held() == 0
 
 
 def test_a_job_killed_in_the_middle_of_a_kernel_publishes_nothing(triton, server, fresh):
-    killed = triton.start("killed", "--kill", namespace=fresh, lease_seconds=2)
+    killed = triton.start(
+        "killed", "kernels", namespace=fresh, lease_seconds=2, variables={"ASSEMBLER_DIES": "1"}
+    )
     assert killed.status() == -signal.SIGKILL
     written = {path.suffix for path in (triton.directory / "killed").glob("triton/*/scaled_add.*")}
     assert ".ptx" in written
     assert ".cubin" not in written
     assert server.stats(fresh)["artifacts"] == 0
-    after = triton.run("killed", namespace=fresh, lease_seconds=2)
+    after = triton.run("killed", "kernels", namespace=fresh, lease_seconds=2)
     assert after.stats["misses"] == after.stats["published"] == 1
     assert after.stats["fallbacks"] == {}
 
@@ -176,9 +177,9 @@ def test_a_job_killed_in_the_middle_of_a_kernel_publishes_nothing(triton, server
 @pytest.mark.extended
 def test_a_compilation_that_fails_holds_no_lease_while_the_job_goes_on(triton, server, fresh):
     go = triton.directory / "go"
-    running = triton.start("failing", "--fail", go, namespace=fresh)
+    running = triton.start("failing", "failing", {"go": go}, namespace=fresh)
     until(lambda: go.with_suffix(".failed").exists() or running.ended())
-    until(lambda: leases_held(server) == 0)
+    until(lambda: server.leases_held() == 0)
     assert not running.ended()
     assert go.with_suffix(".compiling").read_text() == "1"
     go.touch()
@@ -189,7 +190,7 @@ def test_a_compilation_that_fails_holds_no_lease_while_the_job_goes_on(triton, s
 
 @pytest.mark.extended
 def test_what_is_uninstalled_leaves_triton_as_it_was(triton, server, fresh):
-    outcome = triton.run("uninstalled", "--uninstall", namespace=fresh)
+    outcome = triton.run("uninstalled", "uninstalled", namespace=fresh)
     assert outcome.report["manager"] == "SharedCacheManager"
     assert outcome.report["compile"] == ["triton"]  # the hook's folder
     assert outcome.report["uninstalled"] == {
@@ -202,9 +203,9 @@ def test_what_is_uninstalled_leaves_triton_as_it_was(triton, server, fresh):
 
 @pytest.mark.extended
 def test_a_users_own_manager_stays(triton, server, fresh):
-    own = {"TRITON_CACHE_MANAGER": "triton_manager:OwnManager"}
-    outcome = triton.run("own", namespace=fresh, variables=own)
-    assert outcome.errors.count("triton_manager:OwnManager, so kernels are not shared") == 1
+    own = {"TRITON_CACHE_MANAGER": OWN_MANAGER}
+    outcome = triton.run("own", "kernels", namespace=fresh, variables=own, under="graphstash run")
+    assert outcome.errors.count(f"{OWN_MANAGER}, so kernels are not shared") == 1
     assert outcome.report["manager"] == "OwnManager"
     assert outcome.report["ptxas"] == 1
     assert outcome.stats == {}

@@ -5,12 +5,12 @@ import functools
 import itertools
 import json
 import struct
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
 
 from graphstash import ClientConfig, Stash
+from graphstash.hooks.triton.kernel import pack, unpack
 from graphstash_schema import ArtifactKey, ArtifactKind, ArtifactMetadata, DeviceType, Fingerprint
 from support.compiler_jobs import TRITON_VERSIONS, TritonJobs
 from support.fault_proxy import IMPATIENT, Fault, FaultProxy
@@ -27,86 +27,29 @@ REASONS = {
 _numbers = itertools.count()
 
 
-def archive(files):
-    """An archive of whatever names, in the form of `graphstash.hooks.triton.kernel`."""
-    packed = b"graphstash-triton\1" + struct.pack(">I", len(files))
-    for name, content in sorted(files.items()):
-        packed += struct.pack(">HQ", len(name), len(content)) + name.encode() + content
-    return packed
-
-
-def listing(*names):
-    return {"__grp__scaled_add.json": json.dumps({"child_paths": sorted(names)}).encode()}
-
-
-def files_of(packed):
-    files, at = {}, len(b"graphstash-triton\1") + 4
-    while at < len(packed):
-        name_bytes, content_bytes = struct.unpack_from(">HQ", packed, at)
-        at += 10
-        name = packed[at : at + name_bytes].decode()
-        files[name] = packed[at + name_bytes : at + name_bytes + content_bytes]
-        at += name_bytes + content_bytes
-    return files
-
-
 def with_path(files):
-    name = "../scaled_add.ptx"
-    return archive({**files, name: b"", **listing(*children(files), name)})
-
-
-def with_absolute_path(files):
-    name = "/tmp/scaled_add.ptx"
-    return archive({**files, name: b"", **listing(*children(files), name)})
-
-
-def with_library(files):
-    name = "scaled_add.so"
-    return archive({**files, name: b"\x7fELF", **listing(*children(files), name)})
-
-
-def without_listed_child(files):
-    return archive({name: files[name] for name in files if name != "scaled_add.cubin"})
-
-
-def without_binary(files):
-    rest = {name: files[name] for name in children(files) if name != "scaled_add.cubin"}
-    return archive({**rest, **listing(*rest)})
-
-
-def with_cut_description(files):
-    description = files["scaled_add.json"]
-    return archive({**files, "scaled_add.json": description[: len(description) // 2]})
+    """An archive with a file that is outside of the kernel's folder."""
+    name = b"../scaled_add.ptx"  # the first in the order of names
+    head = MAGIC + struct.pack(">I", len(files) + 1) + struct.pack(">HQ", len(name), 0) + name
+    return head + pack(files)[len(MAGIC) + 4 :]
 
 
 def cut(files):
-    return archive(files)[:-1]
+    return pack(files)[:-1]
 
 
 def of_another_kernel(files):
-    description = json.loads(files["scaled_add.json"])
-    description["hash"] = "0" * 64
-    return archive({**files, "scaled_add.json": json.dumps(description).encode()})
+    description = json.loads(files["scaled_add.json"]) | {"hash": "0" * 64}
+    return pack({**files, "scaled_add.json": json.dumps(description).encode()})
 
 
-def children(files):
-    return [name for name in files if not name.startswith("__grp__")]
-
-
-DAMAGES = (
-    with_path,
-    with_absolute_path,
-    with_library,
-    without_listed_child,
-    without_binary,
-    with_cut_description,
-    cut,
-    of_another_kernel,
-)
+MAGIC = b"graphstash-triton\1"
+DAMAGES = (with_path, cut, of_another_kernel)
+"""Of many in `test_triton_archive`."""
 
 
 @pytest.fixture(scope="module")
-def start(server, tmp_path_factory):
+def start(jobs, server, tmp_path_factory):
     """Starts jobs of a version, by default in a namespace that all of its jobs share."""
     directory = tmp_path_factory.mktemp("triton-faults")
     with ExitStack() as stack:
@@ -114,7 +57,7 @@ def start(server, tmp_path_factory):
         @functools.cache
         def start(version):
             namespace = f"triton-faults-{version}"
-            settings = {"url": server.url, "namespace": namespace}
+            settings = {"url": server.url, "namespace": namespace, "jobs": jobs}
             return stack.enter_context(TritonJobs(directory / version, version, **settings))
 
         yield start
@@ -123,7 +66,8 @@ def start(server, tmp_path_factory):
 @pytest.fixture(scope="module")
 def cold(start):
     """By version: a job that has compiled a kernel for every damage."""
-    return functools.cache(lambda version: start(version).run("cold", "--kernels", len(DAMAGES)))
+    kernels = {"count": len(DAMAGES)}
+    return functools.cache(lambda version: start(version).run("cold", "kernels", kernels))
 
 
 def stored_by(jobs, host):
@@ -152,12 +96,11 @@ def test_a_damaged_kernel_in_a_sound_envelope_is_compiled_instead(
     with Stash(source) as sound, Stash(target) as damaged:
         for key, damage in zip(keys, DAMAGES, strict=True):
             payload = sound.get(key)
-            assert archive(files_of(payload)) == payload
             metadata = ArtifactMetadata(
                 compile_seconds=1, raw_size_bytes=1, toolchain="", producer="", parts={}
             )
-            assert damaged.put(key, damage(files_of(payload)), metadata)
-    outcome = jobs.run("damaged", "--kernels", len(DAMAGES), namespace=namespace)
+            assert damaged.put(key, damage(unpack(payload)), metadata)
+    outcome = jobs.run("damaged", "kernels", {"count": len(DAMAGES)}, namespace=namespace)
     assert outcome.report["ptxas"] == len(DAMAGES)
     assert outcome.report["kernels"] == sound_job.report["kernels"]
     assert outcome.stats["fallbacks"] == {"rejected": len(DAMAGES)}
@@ -168,29 +111,15 @@ def test_a_damaged_kernel_in_a_sound_envelope_is_compiled_instead(
     assert strays == set()
 
 
-@pytest.fixture(scope="module")
-def outcomes(start, cold, server, is_extended):
-    """One job under each fault, two at a time."""
-    jobs = start("3.3.0")
-    cold("3.3.0")
-
-    def under(fault):
-        if fault == "absent":
-            return jobs.run(fault, url="http://127.0.0.1:9")
-        with FaultProxy(server.port) as proxy:
-            proxy.fault = fault
-            return jobs.run(fault, url=proxy.url, **IMPATIENT)
-
-    with ThreadPoolExecutor(2) as pool:
-        faults = list(REASONS) if is_extended else QUICK
-        return dict(zip(faults, pool.map(under, faults), strict=True))
-
-
 @pytest.mark.parametrize("fault", most_extended(REASONS, quick=QUICK))
-def test_the_kernel_is_compiled_and_the_reason_is_counted(outcomes, cold, fault):
-    outcome = outcomes[fault]
+def test_the_kernel_is_compiled_and_the_reason_is_counted(start, cold, server, fault):
+    sound = cold("3.3.0")
+    with FaultProxy(server.port) as proxy:
+        proxy.fault = Fault.NONE if fault == "absent" else fault
+        url = "http://127.0.0.1:9" if fault == "absent" else proxy.url
+        outcome = start("3.3.0").run(fault, "kernels", url=url, **IMPATIENT)
     assert outcome.report["ptxas"] == 1
-    assert outcome.report["kernels"] == cold("3.3.0").report["kernels"][:1]
+    assert outcome.report["kernels"] == sound.report["kernels"][:1]
     assert outcome.stats["fallbacks"].get(REASONS[fault], 0) >= 1
     assert outcome.errors.count(f"graphstash: {REASONS[fault]}:") == 1
 
@@ -208,7 +137,10 @@ def fresh():
 
 
 def test_hosts_that_start_at_once_compile_each_kernel_once(triton, fresh):
-    herd = [triton.start(f"herd-{number}", "--kernels", 4, namespace=fresh) for number in range(3)]
+    herd = [
+        triton.start(f"herd-{number}", "kernels", {"count": 4}, namespace=fresh)
+        for number in range(3)
+    ]
     outcomes = [running.finish() for running in herd]
     assert sum(outcome.report["ptxas"] for outcome in outcomes) == 4
     assert sum(outcome.stats["published"] for outcome in outcomes) == 4
@@ -219,7 +151,7 @@ def test_hosts_that_start_at_once_compile_each_kernel_once(triton, fresh):
 @pytest.mark.extended
 def test_binaries_alone_are_other_artifacts_than_kernels_with_all_stages(triton, cold):
     alone = [
-        triton.run(host, variables={"TRITON_STORE_BINARY_ONLY": "1"})
+        triton.run(host, "kernels", variables={"TRITON_STORE_BINARY_ONLY": "1"})
         for host in ("binary-a", "binary-b")
     ]
     assert [outcome.report["ptxas"] for outcome in alone] == [1, 0]
@@ -231,7 +163,8 @@ def test_binaries_alone_are_other_artifacts_than_kernels_with_all_stages(triton,
 
 @pytest.mark.extended
 def test_with_kernels_of_the_users_own_nothing_is_shared(triton, server, fresh):
-    outcome = triton.run("override", namespace=fresh, variables={"TRITON_KERNEL_OVERRIDE": "1"})
+    own = {"TRITON_KERNEL_OVERRIDE": "1"}
+    outcome = triton.run("override", "kernels", namespace=fresh, variables=own)
     assert outcome.report["ptxas"] == 1
     assert outcome.stats["fallbacks"] == {"unshareable": 1}
     assert outcome.errors.count("TRITON_KERNEL_OVERRIDE is set") == 1
@@ -241,14 +174,14 @@ def test_with_kernels_of_the_users_own_nothing_is_shared(triton, server, fresh):
 
 @pytest.mark.extended
 def test_a_forked_child_shares_as_its_parent_does(triton, cold):
-    outcome = triton.run("elsewhere/forked", "--fork", "--kernels", len(DAMAGES))
+    outcome = triton.run("elsewhere/forked", "in_a_forked_child", {"count": len(DAMAGES)})
     assert outcome.report["ptxas"] == 0
     assert outcome.hits == len(DAMAGES)  # although the source lies somewhere else
     assert outcome.report["kernels"] == cold("3.3.0").report["kernels"]
 
 
 def test_a_fault_of_the_cache_does_not_get_into_triton(triton, cold):
-    outcome = triton.run("raising", "--raise", "--kernels", len(DAMAGES))
+    outcome = triton.run("raising", "with_a_fault_of_the_cache", {"count": len(DAMAGES)})
     assert outcome.report["ptxas"] == len(DAMAGES)
     assert outcome.report["kernels"] == cold("3.3.0").report["kernels"]
     assert outcome.stats["fallbacks"] == {"internal": len(DAMAGES)}

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from support.environments import packages_of
 from support.jobs import Jobs, Outcome, Running
+from support.run_case import RUN_CASE, case_arguments
 
 __all__ = [
     "INDUCTOR_VERSIONS",
@@ -17,7 +19,8 @@ __all__ = [
     "TritonJobs",
 ]
 
-_SUPPORT = Path(__file__).parent
+_HOST = "HOST"
+"""Stands for the folder of a host in the values of variables."""
 
 INDUCTOR_VERSIONS = {"2.7.0": "", "2.15.0": "torch-newest"}
 TRITON_VERSIONS = {"3.3.0": "", "3.9.0": "torch-newest"}
@@ -28,6 +31,15 @@ echo "$*" >> "$COMPILER_LOG"
 exec {compiler} "$@"
 """
 
+_COUNTING_PTXAS = """#!/bin/sh
+case "$*" in
+*--version*) ;;
+*) echo run >> "$ASSEMBLER_LOG"; if [ "$ASSEMBLER_DIES" ]; then kill -9 $PPID; exit 1; fi ;;
+esac
+exec {ptxas} "$@"
+"""
+"""The same text on every host: the assembler's bytes are in the key."""
+
 
 class CompilerJobs:
     """A context manager; kills what a failed test left.
@@ -37,8 +49,10 @@ class CompilerJobs:
     Args:
         directory: every host is a folder in it.
         jobs: starts them; its own unless they share a zygote.
-        variables: of every job's environment.
-        defaults: of the other arguments of `Jobs.start`, settings included.
+        variables: of every job's environment; `HOST` in a value becomes the host's folder.
+        defaults: of the other arguments of `Jobs.start`, settings included. With `cases`, a module
+            of `support.cases`, the options of a job are a function of that module and a dictionary
+            of its keyword arguments.
     """
 
     def __init__(
@@ -51,6 +65,7 @@ class CompilerJobs:
     ) -> None:
         self.directory = directory
         self._jobs = jobs or Jobs()
+        self._own_jobs = None if jobs else self._jobs
         self._variables = dict(variables or {})
         self._defaults = {"under": "graphstash run"} | defaults
         self._started: list[Running] = []
@@ -63,11 +78,17 @@ class CompilerJobs:
         **arguments: Any,
     ) -> Running:
         """Starts a job on a host that is named by its folder."""
+        directory = self.directory / host
+        arguments = self._defaults | arguments
+        if cases := arguments.pop("cases", ""):
+            function, *keywords = options
+            options = case_arguments(f"{cases}:{function}", **dict(*keywords))
+            arguments["script"] = RUN_CASE
+        own = {
+            name: value.replace(_HOST, str(directory)) for name, value in self._variables.items()
+        }
         running = self._jobs.start(
-            self.directory / host,
-            *options,
-            variables=self._variables | dict(variables or {}),
-            **(self._defaults | arguments),
+            directory, *options, variables=own | dict(variables or {}), **arguments
         )
         self._started.append(running)
         return running
@@ -82,22 +103,34 @@ class CompilerJobs:
     def __exit__(self, *_: object) -> None:
         for running in self._started:
             running.kill()
+        if self._own_jobs:
+            self._own_jobs.close()
 
 
 class JaxJobs(CompilerJobs):
     def __init__(self, directory: Path, **defaults: Any) -> None:
         # No look for a TPU: where libtpu is installed it asks the network for one.
         variables = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2"}
-        defaults = {"hooks": "jax"} | defaults
-        script = _SUPPORT / "jax_job.py"
-        super().__init__(directory, variables=variables, script=script, **defaults)
+        defaults = {"hooks": "jax", "cases": "jax_programs", "under": "fork:jax"} | defaults
+        super().__init__(directory, variables=variables, **defaults)
 
 
 class TritonJobs(CompilerJobs):
+    """Kernels for a GPU that this host does not have; ptxas counts what it is asked to compile."""
+
     def __init__(self, directory: Path, version: str, **settings: Any) -> None:
         self.version = version
-        settings = {"environment": TRITON_VERSIONS[version]} | settings
-        super().__init__(directory, script=_SUPPORT / "triton_job.py", **settings)
+        defaults = {"environment": TRITON_VERSIONS[version], "under": "fork:triton"}
+        settings = defaults | {"cases": "triton_kernels"} | settings
+        variables = {"TRITON_CACHE_DIR": f"{_HOST}/triton", "ASSEMBLER_LOG": f"{_HOST}/ptxas-runs"}
+        tools = packages_of(settings["environment"]) / "triton/backends/nvidia/bin"
+        for name in ("ptxas", "ptxas-blackwell"):
+            if (tools / name).exists():
+                wrapper = _executable(
+                    directory / "bin" / name, _COUNTING_PTXAS.format(ptxas=tools / name)
+                )
+                variables[f"TRITON_{name.upper().replace('-', '_')}_PATH"] = str(wrapper)
+        super().__init__(directory, variables=variables, **settings)
 
 
 class InductorJobs(CompilerJobs):
@@ -105,34 +138,33 @@ class InductorJobs(CompilerJobs):
 
     def __init__(self, directory: Path, version: str, **settings: Any) -> None:
         self.version = version
-        settings = {"environment": INDUCTOR_VERSIONS[version], "hooks": "inductor"} | settings
-        super().__init__(directory, script=_SUPPORT / "inductor_job.py", **settings)
-        self._compiler = directory / "bin" / "g++"
-        self._compiler.parent.mkdir(parents=True)
-        self._compiler.write_text(_COUNTING_COMPILER.format(compiler=shutil.which("g++")))
-        self._compiler.chmod(0o755)
-
-    def start(
-        self,
-        host: str,
-        *options: object,
-        variables: Mapping[str, str] | None = None,
-        **arguments: Any,
-    ) -> Running:
-        directory = self.directory / host
-        (directory / "tmp").mkdir(parents=True, exist_ok=True)
-        own = {
-            "PATH": f"{self._compiler.parent}{os.pathsep}{os.environ['PATH']}",
-            "COMPILER_LOG": str(directory / "compiler.log"),
-            "TORCHINDUCTOR_CACHE_DIR": str(directory / "inductor"),
-            "TMPDIR": str(directory / "tmp"),
-            # Otherwise torch 2.7 starts three processes that import torch, in every job.
-            "TORCHINDUCTOR_VEC_ISA_OK": "1",
+        defaults = {"environment": INDUCTOR_VERSIONS[version], "under": "fork:inductor"}
+        settings = defaults | {"cases": "inductor", "hooks": "inductor"} | settings
+        compiler = _executable(
+            directory / "bin" / "g++", _COUNTING_COMPILER.format(compiler=shutil.which("g++"))
+        )
+        variables = {
+            "PATH": f"{compiler.parent}{os.pathsep}{os.environ['PATH']}",
+            "COMPILER_LOG": f"{_HOST}/compiler.log",
+            "TORCHINDUCTOR_CACHE_DIR": f"{_HOST}/inductor",
+            "TMPDIR": f"{_HOST}/tmp",
+            "TORCHINDUCTOR_VEC_ISA_OK": "1",  # as in zygotes
         }
-        return super().start(host, *options, variables=own | dict(variables or {}), **arguments)
+        super().__init__(directory, variables=variables, **settings)
+
+    def start(self, host: str, *options: object, **arguments: Any) -> Running:
+        (self.directory / host / "tmp").mkdir(parents=True, exist_ok=True)
+        return super().start(host, *options, **arguments)
 
     def compiled(self, host: str) -> list[str]:
         """The command lines of the C++ compiler on a host, but for questions about itself."""
         log = self.directory / host / "compiler.log"
         lines = log.read_text().splitlines() if log.exists() else []
         return [line for line in lines if line not in {"-v", "--version"}]
+
+
+def _executable(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-__all__ = ["python_of"]
+__all__ = ["packages_of", "python_of"]
 
 _ROOT = Path(__file__).parents[2]
 
@@ -37,3 +37,9 @@ def python_of(name: str) -> Path:
             subprocess.run([*install, "--no-deps", "--editable", str(_ROOT)], check=True)
             done.write_text(digest)
     return python
+
+
+def packages_of(name: str) -> Path:
+    """The folder of an environment in which its packages are installed."""
+    (found,) = python_of(name).parents[1].glob("lib/python3*/site-packages")
+    return found

@@ -3,11 +3,15 @@
 Knows nothing of graphstash. The time is that from the end of the imports to the last graph.
 """
 
+# mypy: disallow-untyped-calls=False
+# JAX is typed in part.
+
 import argparse
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax import numpy as jnp
@@ -20,13 +24,13 @@ parser.add_argument("--layers", type=int, default=24)
 options = parser.parse_args()
 
 
-def loss(weights, x):
+def loss(weights: list[Any], x: Any) -> Any:
     for number, weight in enumerate(weights):
         x = jnp.tanh(x @ weight) * (1 + number / 100)
     return jnp.sum(x * x)
 
 
-def build(number):
+def build(number: int) -> None:
     width = 16 + 2 * number
     weights = [jax.ShapeDtypeStruct((width, width), jnp.float32)] * options.layers
     batch = jax.ShapeDtypeStruct((8, width), jnp.float32)

@@ -1,25 +1,30 @@
 """A train step to be compiled ahead of time; knows nothing of graphstash."""
 
+# mypy: disallow-untyped-calls=False
+# JAX is typed in part.
+
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 
-def loss_of(parameters, x, y):
+def loss_of(parameters: Any, x: Any, y: Any) -> Any:
     first, second = parameters
     return ((jnp.tanh(x @ first) @ second - y) ** 2).mean()
 
 
 @jax.jit
-def step(parameters, x, y):
+def step(parameters: Any, x: Any, y: Any) -> Any:
     loss, gradients = jax.value_and_grad(loss_of)(parameters, x, y)
     return [p - 0.1 * g for p, g in zip(parameters, gradients, strict=True)], loss
 
 
-def abstract_step(devices):
+def abstract_step(devices: Any) -> Any:
     """The step with data on all devices and the same parameters on each of them."""
     mesh = jax.sharding.Mesh(devices, ("data",))
 
-    def abstract(shape, *axes):
+    def abstract(shape: tuple[int, ...], *axes: str) -> Any:
         sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
 
@@ -27,7 +32,7 @@ def abstract_step(devices):
     return step, (parameters, abstract((64, 128), "data"), abstract((64, 128), "data"))
 
 
-def nothing(devices):
+def nothing(_: Any) -> Any:
     """A program for this host, not for the topology."""
     return step, (
         [jnp.ones((4, 4)), jnp.ones((4, 4))],
@@ -36,5 +41,5 @@ def nothing(devices):
     )
 
 
-def a_string(devices):
+def a_string(devices: Any) -> str:
     return f"{len(devices)} devices"

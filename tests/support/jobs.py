@@ -2,7 +2,9 @@
 
 `under="graphstash run"` is the whole way of a user, from the command line on; it pays for importing
 torch_xla every time. `under="fork"`, the default, begins right after that import (see `zygote`).
-`under=""` is the same without a hook, and `under="torch"` begins after importing torch alone.
+`under=""` is the same without a hook, and `under="torch"` begins after importing torch alone,
+and `under="tuning"` after importing the client's searches. `under="fork:NAME"` begins after
+importing the compiler of the hook of that name, and installs the hook.
 `under="python -I"` is a Python with nothing but a variable, and `under="python"` a Python without
 even that.
 """
@@ -37,8 +39,20 @@ _IMPORTED = {
         "torch.distributed.fsdp",
         "torch.distributed.tensor.parallel",
     ),
+    "inductor": ("torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed"),
+    "jax": ("jax",),
+    "triton": ("triton", "triton.compiler"),
+    "tuning": ("numpy", "graphstash._process.session", "graphstash.tuning.task"),
 }
 """What a zygote imports before it forks jobs, by name of the zygote."""
+
+_READ_BY_IMPORTS = {
+    "PJRT_DEVICE": "CPU",
+    "JAX_PLATFORMS": "cpu",
+    # Otherwise torch 2.7 starts three processes that import torch, in every job.
+    "TORCHINDUCTOR_VEC_ISA_OK": "1",
+}
+"""Variables that compilers read while they are imported."""
 
 
 def losses_of(path: Path) -> dict[int, str]:
@@ -128,7 +142,7 @@ class Jobs:
     """Starts jobs; each zygote starts when a job first needs it, and stays."""
 
     def __init__(self) -> None:
-        self._zygotes: dict[str, Any] = {}  # processes with pipes
+        self._zygotes: dict[tuple[str, str], Any] = {}  # processes with pipes
 
     def close(self) -> None:
         for zygote in self._zygotes.values():
@@ -172,10 +186,13 @@ class Jobs:
             environ["GRAPHSTASH_AUTOLOAD"] = "1"
         environ |= variables or {}
         arguments = [str(part) for part in (script, report, *options)]
-        if under in ("fork", "", "torch"):
+        way, _, name = under.partition(":")
+        if way in ("fork", "", *_IMPORTED):
+            name = way if way in _IMPORTED else name or "torch_xla"
+            hook = name if way == "fork" else ""
             request = {"argv": arguments, "environment": environ, "errors": str(errors)}
-            zygote = self._zygote("torch" if under == "torch" else "torch_xla")
-            zygote.stdin.write(json.dumps(request | {"hook": under == "fork"}) + "\n")
+            zygote = self._zygote(name, environment)
+            zygote.stdin.write(json.dumps(request | {"hook": hook}) + "\n")
             zygote.stdin.flush()
             return Running(report, stats, errors, None)
         python = python_of(environment)
@@ -191,14 +208,16 @@ class Jobs:
             )
         return Running(report, stats, errors, process)
 
-    def _zygote(self, name: str) -> Any:
-        if name not in self._zygotes:
-            self._zygotes[name] = subprocess.Popen(
-                [sys.executable, ZYGOTE, *_IMPORTED[name]],
-                env=os.environ | {"PJRT_DEVICE": "CPU"},
+    def _zygote(self, name: str, environment: str) -> Any:
+        if (name, environment) not in self._zygotes:
+            zygote = self._zygotes[name, environment] = subprocess.Popen(
+                [python_of(environment), ZYGOTE, *_IMPORTED[name]],
+                env=os.environ | _READ_BY_IMPORTS,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            assert self._zygotes[name].stdout.readline() == "ready\n"
-        return self._zygotes[name]
+            assert zygote.stdout is not None
+            told = zygote.stdout.readline()
+            assert told == "ready\n", f"the zygote {name} of {environment or '.venv'} has ended"
+        return self._zygotes[name, environment]

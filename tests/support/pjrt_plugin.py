@@ -1,20 +1,32 @@
 """The PJRT plug-in for the CPU, and torch_xla 2.9 made to fit it."""
 
 import ctypes
+import os
 from pathlib import Path
+from typing import Any
 
 # One package brings it, for whatever framework: wherever this Python has its packages.
 import xla_plugins.xla_cpu_pjrt as plugin_package
 
-__all__ = ["LIBRARY", "widen_execute_options"]
+__all__ = ["LIBRARY", "use_in_jax", "widen_execute_options"]
 
 LIBRARY = Path(plugin_package.__file__).with_name("xla_cpu_pjrt.so")
 
 EXECUTE, PLUGIN_SIZE = 55, 112
 
 
-def widen_execute_options():
-    """Makes torch_xla 2.9 and this plug-in fit; nothing to do with graphstash.
+_kept: list[object] = []
+"""Functions that the plug-in calls as long as the process runs."""
+
+
+def use_in_jax() -> None:
+    """Choose the plug-in for JAX; called before JAX is imported."""
+    os.environ["PJRT_NAMES_AND_LIBRARY_PATHS"] = f"other:{LIBRARY}"
+    os.environ["JAX_PLATFORMS"] = "other"
+
+
+def widen_execute_options() -> None:
+    """Make torch_xla 2.9 and this plug-in fit; nothing to do with graphstash.
 
     torch_xla hands over `PJRT_ExecuteOptions` of 80 bytes; the plug-in is newer, knows 112, and
     refuses less. So its `PJRT_LoadedExecutable_Execute` gets a longer copy, with zeroes behind.
@@ -25,7 +37,7 @@ def widen_execute_options():
     slot = ctypes.c_void_p.from_address(library.GetPjrtApi() + 40 + 8 * EXECUTE)
     real = function(slot.value or 0)
 
-    def execute(args):
+    def execute(args: int) -> Any:
         pointer = ctypes.c_void_p.from_address(args + 24)  # PJRT_ExecuteOptions *options
         old = pointer.value or 0
         wide = ctypes.create_string_buffer(PLUGIN_SIZE)
@@ -37,5 +49,6 @@ def widen_execute_options():
         finally:
             pointer.value = old
 
-    widen_execute_options.kept = function(execute)
-    slot.value = ctypes.cast(widen_execute_options.kept, ctypes.c_void_p).value
+    wrapped = function(execute)
+    _kept.append(wrapped)
+    slot.value = ctypes.cast(wrapped, ctypes.c_void_p).value

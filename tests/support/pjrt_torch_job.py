@@ -3,12 +3,17 @@
 Knows nothing of graphstash, like a user's script. Writes what happened as JSON.
 """
 
+# mypy: disallow-untyped-calls=False
+# torch is typed in part.
+
 import argparse
 import gc
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 parser = argparse.ArgumentParser()
 parser.add_argument("report", type=Path)
@@ -18,8 +23,8 @@ parser.add_argument("--late", action="store_true", help="install after the first
 parser.add_argument("--shifted", action="store_true", help="run the same step from another line")
 options = parser.parse_args()
 
-sys.path.insert(0, str(Path(__file__).parent))
-from pjrt_plugin import LIBRARY, widen_execute_options
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from support.pjrt_plugin import LIBRARY, widen_execute_options
 
 os.environ["PJRT_DEVICE"] = "LIBRARY"
 if not options.path_after_import:
@@ -30,18 +35,19 @@ import torch
 import torch_xla
 import torch_xla.debug.metrics as xla_metrics
 import torch_xla.runtime as xr
+from torch import Tensor
 
 os.environ["PJRT_LIBRARY_PATH"] = str(LIBRARY)
 if options.own_cache:
     xr.initialize_cache(str(options.own_cache))
 
 
-def count(metric):
+def count(metric: str) -> int:
     data = xla_metrics.metric_data(metric)
     return int(data[0]) if data else 0
 
 
-def train(step, steps=3):
+def train(step: Callable[[Tensor, Tensor], float], steps: int = 3) -> list[float]:
     torch.manual_seed(0)
     device = torch_xla.device()
     weight = torch.randn(16, 1).to(device).requires_grad_()
@@ -49,7 +55,7 @@ def train(step, steps=3):
     return [step(weight, batch.to(device)) for batch in batches]
 
 
-def step(weight, batch):
+def step(weight: Tensor, batch: Tensor) -> float:
     loss = (batch @ weight - batch.sum(1, keepdim=True)).square().mean()
     (gradient,) = torch.autograd.grad(loss, weight)
     weight.data -= 0.1 * gradient
@@ -57,7 +63,7 @@ def step(weight, batch):
     return loss.item()
 
 
-def shifted(weight, batch):
+def shifted(weight: Tensor, batch: Tensor) -> float:
     # The same step on other lines: torch_xla's programs do not tell where they come from.
     loss = (batch @ weight - batch.sum(1, keepdim=True)).square().mean()
     (gradient,) = torch.autograd.grad(loss, weight)
@@ -68,7 +74,7 @@ def shifted(weight, batch):
 
 
 gc.disable()  # which tensors are alive decides what a lazy step is
-report = {}
+report: dict[str, Any] = {}
 if options.late:
     import graphstash
 

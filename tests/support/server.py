@@ -21,6 +21,11 @@ class Server(ServerProcess):
             environment=environment,
         )
 
+    def leases_held(self) -> int:
+        """How many callers have the right to compile."""
+        answer = httpx.get(f"{self.url}/v1/stats", timeout=10).json()
+        return int(answer["leases_held"])
+
     def stats(self, namespace: str) -> dict[str, Any]:
         """What the server counts for a namespace; zeros when it has never heard of it."""
         answer = httpx.get(f"{self.url}/v1/stats", timeout=10).json()

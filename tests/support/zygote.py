@@ -1,11 +1,12 @@
 """A Python that imports the modules of its command line and forks a job on request.
 
-Importing torch_xla takes ten to twenty seconds of relocations, and torch with its distributed parts
-four. A fork of a process that has imported them and has not touched a device takes none. Everything
-after the import is as in a job of its own: its process, its environment, the hook as the import
-hook installs it, its exit handlers.
+Importing torch_xla takes ten to twenty seconds of relocations, torch with its distributed parts
+four, and JAX two. A fork of a process that has imported them and has not touched a device takes
+none. Everything after the import is as in a job of its own: its process, its environment, the hook
+as the import hook installs it, its exit handlers.
 
-Reads one JSON request a line from standard input: {"argv", "environment", "errors", "hook"}.
+Reads one JSON request a line from standard input: {"argv", "environment", "errors", "hook"};
+the hook is empty for none.
 """
 
 import atexit
@@ -35,7 +36,7 @@ def job(request: dict[str, Any]) -> NoReturn:
         if request["hook"]:
             from graphstash._process.session import add_hook
 
-            add_hook("torch_xla")  # what the import hook does right after `import torch_xla`
+            add_hook(request["hook"])  # what the import hook does right after the import
         try:
             runpy.run_path(sys.argv[0], run_name="__main__")
             status = 0

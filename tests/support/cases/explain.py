@@ -1,36 +1,40 @@
-"""One program of a size, in one framework; knows nothing of graphstash.
+"""One program of a size, in one framework each; knows nothing of graphstash.
 
-explain_job.py REPORT FRAMEWORK SIZE
+Each case imports its framework itself: they lie in several environments.
 """
 
-import json
+# mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
+# JAX is typed in part, Triton not at all.
+
 import os
-import sys
-from pathlib import Path
+from typing import Any
 
-report, framework, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
+__all__ = ["inductor", "jax", "pjrt", "torch_xla", "triton"]
+
+tl: Any = None
 
 
-def jax_step():
-    if framework == "pjrt":
-        import xla_plugins.xla_cpu_pjrt as plugin
+def pjrt(*, size: int) -> float:
+    from support.pjrt_plugin import use_in_jax
 
-        library = Path(plugin.__file__).with_name("xla_cpu_pjrt.so")
-        os.environ["PJRT_NAMES_AND_LIBRARY_PATHS"] = f"other:{library}"
-        os.environ["JAX_PLATFORMS"] = "other"
-        os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
+    use_in_jax()
+    os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
+    return jax(size=size)
+
+
+def jax(*, size: int) -> float:
     import jax
     import jax.numpy as jnp
     import numpy as np
 
     @jax.jit
-    def train_step(x):
+    def train_step(x: Any) -> Any:
         return jnp.sort(jnp.tanh(x @ x), axis=0).sum()
 
     return float(train_step(np.ones((size, size), np.float32)))
 
 
-def torch_step():
+def inductor(*, size: int) -> float:
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -38,7 +42,7 @@ def torch_step():
     return float(step(torch.ones(size, size)))
 
 
-def torch_xla_step():
+def torch_xla(*, size: int) -> float:
     import torch
     import torch_xla
 
@@ -48,15 +52,15 @@ def torch_xla_step():
     return float(total)
 
 
-def triton_kernel():
+def triton(*, size: int) -> int:
     global tl  # noqa: PLW0603 - Triton reads the kernel's globals
     import triton
     import triton.language as tl
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    @triton.jit  # type: ignore[untyped-decorator] # Triton ships no types
-    def scale(x, y, block: tl.constexpr):  # type: ignore # noqa: PGH003 - in Triton's own language
+    @triton.jit
+    def scale(x: Any, y: Any, block: tl.constexpr) -> None:
         places = tl.arange(0, block)
         tl.store(y + places, tl.load(x + places) * 2.0)
 
@@ -66,13 +70,3 @@ def triton_kernel():
         constexprs={"block": size},
     )
     return len(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"])
-
-
-steps = {
-    "jax": jax_step,
-    "pjrt": jax_step,
-    "inductor": torch_step,
-    "torch_xla": torch_xla_step,
-    "triton": triton_kernel,
-}
-Path(report).write_text(json.dumps(steps[framework]()))

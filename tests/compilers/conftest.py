@@ -1,0 +1,44 @@
+"""Real compilers, each in both ends of the versions tried, on hosts that share a real server.
+
+This folder proves: what one host compiled, another host loads instead of compiling; results stay
+equal to the bit; whatever fails, the compiler compiles, and the reason is counted. `wrong_hits`
+proves that two programs share a key only when they compile to the same executable.
+"""
+
+import textwrap
+
+import pytest
+
+from support.run_case import RUN_CASE, case_arguments
+
+
+@pytest.fixture
+def start_program(jobs, tmp_path):
+    """Starts the text of a program on a host, in a process that has imported its compiler.
+
+    The report holds the printed lines.
+    """
+
+    def start(text, *, host="host", **arguments):
+        options = case_arguments("programs:printed", text=textwrap.dedent(text))
+        return jobs.start(tmp_path / host, *options, script=RUN_CASE, **arguments)
+
+    return start
+
+
+@pytest.fixture
+def jax_program(start_program):
+    """Runs the text of a program of JAX; gives the printed lines."""
+    return lambda text, **arguments: start_program(text, under="jax", **arguments).finish().report
+
+
+@pytest.fixture
+def host(server, namespace, tmp_path):
+    """Makes hosts of torch.compile that share a namespace; one at a time."""
+    from support.inductor_host import inductor_host
+
+    def make(name, **settings):
+        settings = {"url": server.url, "namespace": namespace} | settings
+        return inductor_host(tmp_path / name, **settings)
+
+    return make

@@ -1,0 +1,61 @@
+"""Descriptions of code, for values that no pair of programs in `wrong_hits` has."""
+
+import enum
+import functools
+import os
+import threading
+import time
+import types
+
+import pytest
+
+from graphstash.hooks.code import CodeDescriber, UndescribableError
+
+
+class Level(enum.Enum):
+    LOW = 1
+    HIGH = 2
+
+
+class Scale:
+    def __init__(self, by):
+        self.by = by
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (1, True),
+        (0.0, -0.0),
+        (Level.LOW, Level.HIGH),
+        (Scale(1), Scale(2)),
+        (Scale(5).__init__, Scale(7).__init__),
+        ({"k": [1, {"n": 2}]}, {"k": [1, {"n": 3}]}),
+        ({"k": 5, "l": 1}, {"l": 1, "k": 5}),
+        (lambda key: 5, lambda key: 7),
+        (lambda key, by=5: by, lambda key, by=7: by),
+        (lambda key, *, by=5: by, lambda key, *, by=7: by),
+        (functools.partial(max, 5), functools.partial(max, 7)),
+    ],
+)
+def test_another_value_has_another_description(one, other):
+    described = [CodeDescriber().describe(each) for each in (one, one, other)]
+    assert described[0] == described[1] != described[2]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        object(),
+        threading.Lock(),
+        time.time,
+        types.MappingProxyType({"k": 5}),
+        functools.partial(open, "file"),
+        lambda key: os.environ[key],
+        lambda key: getattr(os, key),
+        lambda key: __import__("os"),
+    ],
+)
+def test_value_that_reads_more_than_its_arguments_has_no_description(value):
+    with pytest.raises(UndescribableError):
+        CodeDescriber().describe(value)

@@ -1,0 +1,169 @@
+"""Small real models of libraries that people train with, random weights, on the CPU.
+
+Each model is a case. It imports its libraries itself: they lie in several environments.
+"""
+# mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
+# mypy: disallow-subclassing-any=False, disable-error-code="import-not-found"
+# Some libraries are typed in part, and some are not in `.venv`.
+
+import gc
+import os
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+__all__ = ["flax_cnn", "gpt2", "llama", "resnet18"]
+
+Report: TypeAlias = dict[str, Any]
+"""The losses, and how often the compiler was at work."""
+
+STEPS = 3
+
+
+def resnet18(*, plug_in: bool = False) -> Report:
+    """torchvision's, on small images: convolutions and batch normalization."""
+    from torchvision.models import resnet18
+
+    return _on_xla(lambda: resnet18(num_classes=10), plug_in=plug_in)
+
+
+def _on_xla(make: Callable[[], Any], *, plug_in: bool) -> Report:
+    """Trains an image classifier on torch_xla's device."""
+    if plug_in:
+        from support.pjrt_plugin import LIBRARY, widen_execute_options
+
+        os.environ |= {"PJRT_DEVICE": "LIBRARY", "PJRT_LIBRARY_PATH": str(LIBRARY)}
+        widen_execute_options()
+    import torch
+    import torch_xla
+    import torch_xla.debug.metrics as xla_metrics
+
+    gc.disable()  # which tensors are alive decides what a lazy step is
+    torch.manual_seed(0)
+    device = torch_xla.device()
+    model = make().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    images, labels = torch.randn(STEPS, 4, 3, 32, 32), torch.randint(10, (STEPS, 4))
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        scores = model(images[step].to(device))
+        loss = torch.nn.functional.cross_entropy(scores, labels[step].to(device))
+        loss.backward()
+        optimizer.step()
+        torch_xla.sync()
+        losses.append(loss.item())
+    compiles = xla_metrics.metric_data("CompileTime")
+    return {"losses": losses, "compiles": compiles[0] if compiles else 0}
+
+
+def gpt2() -> Report:
+    """Hugging Face's GPT-2 under torch.compile."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2)
+    return _in_inductor(lambda: GPT2LMHeadModel(config), _tokens())
+
+
+def llama() -> Report:
+    """Hugging Face's Llama under torch.compile: rotary embeddings, RMS norm, grouped queries."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64,
+        max_position_embeddings=32,
+        num_key_value_heads=1,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
+    return _in_inductor(lambda: LlamaForCausalLM(config), _tokens())
+
+
+def _tokens() -> dict[str, Callable[[], Any]]:
+    import torch
+
+    return {name: lambda: torch.arange(64).reshape(4, 16) for name in ("input_ids", "labels")}
+
+
+def _in_inductor(make: Callable[[], Any], inputs: dict[str, Callable[[], Any]]) -> Report:
+    """Trains a model whose output has its loss; the work of g++ is counted outside."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    torch.manual_seed(0)
+    model = make().eval()  # no dropout: it would draw other numbers than the compiled graph
+    compiled = torch.compile(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = compiled(**{name: new() for name, new in inputs.items()}).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return {
+        "losses": losses,
+        "compiles": counters["inductor"]["fxgraph_cache_miss"],
+        "bypassed": counters["aot_autograd"]["autograd_cache_bypass"],
+    }
+
+
+def flax_cnn(*, plug_in: bool = False) -> Report:
+    """Flax's linen with an Optax schedule: a convolutional classifier with batch statistics."""
+    compiled = _compiled_by_jax(plug_in=plug_in)
+    import flax.linen as nn
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    class Classifier(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            for width in (8, 16):
+                x = nn.Conv(width, (3, 3))(x)
+                x = nn.BatchNorm(use_running_average=False)(x)
+                x = nn.avg_pool(nn.gelu(x), (2, 2), (2, 2))
+            return nn.Dense(10)(x.reshape(len(x), -1))
+
+    model = Classifier()
+    images = jax.random.normal(jax.random.key(0), (4, 16, 16, 3))
+    labels = jnp.arange(4)
+    variables = model.init(jax.random.key(1), images)
+    tx = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 1, 10)),
+    )
+
+    def loss_of(parameters: Any, statistics: Any) -> Any:
+        scores, changed = model.apply(
+            {"params": parameters, "batch_stats": statistics}, images, mutable="batch_stats"
+        )
+        loss = optax.softmax_cross_entropy_with_integer_labels(scores, labels).mean()
+        return loss, changed["batch_stats"]
+
+    @jax.jit
+    def step(parameters: Any, statistics: Any, state: Any) -> Any:
+        (loss, statistics), gradients = jax.value_and_grad(loss_of, has_aux=True)(
+            parameters, statistics
+        )
+        updates, state = tx.update(gradients, state, parameters)
+        return optax.apply_updates(parameters, updates), statistics, state, loss
+
+    parameters, statistics = variables["params"], variables["batch_stats"]
+    state, losses = tx.init(parameters), []
+    for _ in range(STEPS):
+        parameters, statistics, state, loss = step(parameters, statistics, state)
+        losses.append(float(loss))
+    return {"losses": losses, "compiles": len(compiled)}
+
+
+def _compiled_by_jax(*, plug_in: bool = False) -> list[str]:
+    """Count what JAX's backend compiles; on the plug-in, a hit looks to JAX like a compilation."""
+    if plug_in:
+        from support.pjrt_plugin import use_in_jax
+
+        use_in_jax()
+    from support.cases.jax_programs import note_compiles
+
+    return note_compiles()

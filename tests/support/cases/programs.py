@@ -1,0 +1,13 @@
+"""The text of a program, run in a process that has imported the program's compiler."""
+
+from contextlib import redirect_stdout
+from io import StringIO
+
+__all__ = ["printed"]
+
+
+def printed(*, text: str) -> list[str]:
+    """Run a program, and return the lines that it prints."""
+    with redirect_stdout(StringIO()) as told:
+        exec(compile(text, "program", "exec"), {"__name__": "__main__"})
+    return told.getvalue().splitlines()

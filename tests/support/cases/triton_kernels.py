@@ -1,0 +1,229 @@
+"""Compile Triton kernels for a GPU that this host does not have.
+
+`support.compiler_jobs.TritonJobs` puts a script before ptxas that counts what ptxas compiles.
+"""
+
+import hashlib
+import importlib.util
+import json
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+import httpx
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import cache
+
+__all__ = [
+    "OwnManager",
+    "assembled",
+    "failing",
+    "in_a_forked_child",
+    "kernels",
+    "manager_calls",
+    "uninstalled",
+    "with_a_fault_of_the_cache",
+]
+
+TARGET = GPUTarget("cuda", 90, 32)
+KERNEL = """
+import os
+
+import triton
+import triton.language as tl
+
+TYPE = getattr(tl, os.environ.get("KERNEL_TYPE", "float32"))
+
+
+@triton.jit
+def scaled_add(x, y, out, n, SCALE: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < n
+    scaled = (tl.load(x + at, mask=mask) * SCALE).to(TYPE)
+    tl.store(out + at, scaled + tl.load(y + at, mask=mask), mask=mask)
+"""
+
+
+class OwnManager(cache.FileCacheManager):  # type: ignore[misc] # Triton ships no types
+    """A user's own cache manager."""
+
+
+def assembled() -> int:
+    """Return how often ptxas has compiled something on this host."""
+    runs = Path(os.environ["ASSEMBLER_LOG"])
+    return len(runs.read_text().splitlines()) if runs.exists() else 0
+
+
+def _source(number: int, *, shift: bool = False, kind: Any = ASTSource) -> Any:
+    # Hosts in one folder load the same file: its name is in the cubin, but not in Triton's key.
+    folder = Path(os.environ["TRITON_CACHE_DIR"]).parents[1]
+    path = folder / ("shifted.py" if shift else "kernels.py")
+    if not path.exists():
+        path.write_text(("# a comment\n" if shift else "") + KERNEL)
+    spec = importlib.util.spec_from_file_location("kernels", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    signature = {"x": "*fp32", "y": "*fp32", "out": "*fp32", "n": "i32"}
+    signature |= {"SCALE": "constexpr", "BLOCK": "constexpr"}
+    constants = {"SCALE": number, "BLOCK": 256}
+    return kind(fn=module.scaled_add, signature=signature, constexprs=constants)
+
+
+def _compiled(number: int, *, shift: bool = False) -> dict[str, Any]:
+    made = triton.compile(_source(number, shift=shift), target=TARGET)
+    return {
+        "hash": made.hash,
+        "cubin": hashlib.sha256(made.asm["cubin"]).hexdigest(),
+        "ptx": hashlib.sha256(made.asm.get("ptx", "").encode()).hexdigest(),
+        "stages": sorted(made.asm),
+    }
+
+
+def _seams() -> dict[str, Any]:
+    """Return what Triton uses now."""
+    names = (triton.compile, triton.compiler.compile, triton.compiler.compiler.compile)
+    return {
+        "manager": type(cache.get_cache_manager("cd" * 32)).__name__,
+        "compile": sorted({Path(name.__code__.co_filename).parts[-2] for name in names}),
+    }
+
+
+def kernels(*, count: int = 1, shift: bool = False) -> dict[str, Any]:
+    """Compile kernels that differ in a constant.
+
+    Args:
+        count: Number of kernels. Default: 1.
+        shift: Whether the source begins one line later. Default: no.
+    """
+    return {
+        "version": triton.__version__,
+        "kernels": [_compiled(number + 2, shift=shift) for number in range(count)],
+        "environment": os.environ.get("TRITON_CACHE_MANAGER"),
+        "ptxas": assembled(),
+        **_seams(),
+    }
+
+
+def in_a_forked_child(*, count: int) -> dict[str, Any]:
+    """Compile in a forked child."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=lambda: sender.send(kernels(count=count)))
+    child.start()
+    report: dict[str, Any] = receiver.recv()
+    child.join()
+    assert child.exitcode == 0
+    return report
+
+
+def with_a_fault_of_the_cache(*, count: int) -> dict[str, Any]:
+    """Compile while every call of the cache raises."""
+    from graphstash._compile.two_call import TwoCallCache
+
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise RuntimeError("a fault of the cache")
+
+    for name in ("get", "put"):
+        setattr(TwoCallCache, name, fail)
+    return kernels(count=count)
+
+
+def failing(*, go: str) -> dict[str, Any]:
+    """Fail to compile a kernel, and compile another one when the file `go` exists."""
+
+    class Failing(ASTSource):  # type: ignore[misc] # Triton ships no types
+        """Fails where errors in a kernel's source show."""
+
+        def make_ir(self, *_: object) -> NoReturn:
+            url = f"{os.environ['GRAPHSTASH_URL']}/v1/stats"
+            held = httpx.get(url, timeout=10).json()["leases_held"]
+            Path(f"{go}.compiling").write_text(str(held))
+            raise ValueError("this kernel cannot be compiled")
+
+    try:
+        triton.compile(_source(99, kind=Failing), target=TARGET)
+    except ValueError as error:
+        kept = error  # with all its frames, as test runners do
+    Path(f"{go}.failed").touch()
+    while not Path(go).exists():
+        time.sleep(0.02)
+    return kernels() | {"error": str(kept)}
+
+
+def uninstalled() -> dict[str, Any]:
+    """Compile a kernel, take graphstash out and compile another one."""
+    import graphstash
+
+    before = kernels()
+    graphstash.uninstall()
+    seams = _seams()
+    return before | {"uninstalled": seams, "ptxas": kernels(count=2)["ptxas"]}
+
+
+class _CalledError(Exception):
+    pass
+
+
+def manager_calls() -> dict[str, Any]:
+    """Call the cache manager by hand, from within `triton.compile`.
+
+    Outside of it the hook does not know what Triton compiles, and shares nothing.
+    """
+    compiler = triton.compiler.compiler
+
+    def call(_: object) -> NoReturn:
+        raise _CalledError(_found_and_alone())
+
+    original, compiler.get_cache_manager = compiler.get_cache_manager, call
+    try:
+        triton.compile(_source(2), target=TARGET)
+    except _CalledError as called:
+        found, alone = called.args[0]
+        return {"found": found, "alone": alone}
+    finally:
+        compiler.get_cache_manager = original
+    raise AssertionError("triton.compile has asked for no cache manager")
+
+
+def _found_and_alone() -> tuple[dict[str, Any], dict[str, bool]]:
+    """Return what a manager finds, and whether it keeps files that are no kernel here."""
+    description: dict[str, Any] = {
+        "name": "k",
+        "target": {"backend": "cuda", "arch": 90, "warp_size": 32},
+    }
+    whole: dict[str, Any] = {
+        "k.ttir": "module {}",
+        "k.cubin": b"\x7fELF",
+        "k.json": json.dumps(description),
+    }
+    cpu = whole["k.json"].replace("cuda", "cpu")
+    overridden = json.dumps({**description, "ir_override": "/tmp/k.ttir"})
+    cases: dict[str, tuple[dict[str, Any], list[str] | None]] = {
+        "whole": (whole, list(whole)),
+        "missing": ({"k.cubin": b"\x7fELF", "k.json": whole["k.json"]}, list(whole)),
+        "library": ({**whole, "k.so": b"\x7fELF"}, [*whole, "k.so"]),
+        "no list": (whole, None),
+        "cpu": ({**whole, "k.json": cpu}, list(whole)),
+        "overridden": ({**whole, "k.json": overridden}, list(whole)),
+    }
+    found: dict[str, Any] = {}
+    for number, (case, (files, listed)) in enumerate(cases.items()):
+        manager = cache.get_cache_manager(f"{number:064x}")
+        found[case] = manager.get_group("k.json")
+        paths = {name: manager.put(content, name) for name, content in files.items()}
+        if listed is not None:
+            manager.put_group("k.json", {name: paths.get(name, "/nowhere") for name in listed})
+    alone: dict[str, bool] = {}
+    for name in ("launcher.so", "k.autotune.json"):
+        manager = cache.get_cache_manager("ab" * 32)
+        found[name] = manager.get_file(name)
+        path = manager.put(b"content", name)
+        again = cache.get_cache_manager("ab" * 32).get_file(name)
+        alone[name] = path == again and Path(path).read_bytes() == b"content"
+    return found, alone

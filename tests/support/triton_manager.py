@@ -1,9 +1,0 @@
-"""A user's own cache manager for Triton."""
-
-from triton.runtime.cache import FileCacheManager
-
-__all__ = ["OwnManager"]
-
-
-class OwnManager(FileCacheManager):
-    pass
