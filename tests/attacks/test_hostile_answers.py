@@ -2,9 +2,6 @@
 
 import itertools
 import json
-import subprocess
-import sys
-import textwrap
 
 import pytest
 
@@ -12,22 +9,14 @@ from graphstash import ClientConfig
 from graphstash._http.client import ServerClient
 from graphstash.errors import CacheError
 from graphstash_schema import ManifestName
+from support.cases.answers import CALLS
 from support.hostile import Answer
-from support.processes import graphstash
+from support.processes import graphstash_here
 from support.reader_job import OWN
+from support.run_case import RUN_CASE, case_arguments
 
 MEBIBYTE = 1024**2
 JSON = {"content-type": "application/json", "graphstash-protocol": "1"}
-
-_MANIFEST = "manifest(ManifestName('nightly'))"
-_CALLS = {
-    "manifest": _MANIFEST,
-    "lookup": "lookup([key])",
-    "lease": "acquire(key)",
-    "statistics": "server_stats()",
-    "verify": "verify(key)",
-    "problem": _MANIFEST,
-}
 
 _NESTED = b'{"name":' + b"[" * 200_000
 _BODIES = {
@@ -41,58 +30,39 @@ _BODIES = {
     "too much": b" " * 64 * MEBIBYTE,
 }
 
-_JOB = textwrap.dedent(r"""
-    import logging, re, sys, time
-    from pathlib import Path
-    from graphstash import ClientConfig
-    from graphstash._http.client import ServerClient
-    from graphstash.errors import CacheError
-    from graphstash_schema import ArtifactKey, LookupRequest, ManifestName
 
-    def peak():  # not ru_maxrss: that begins with the peak of the process that started this one
-        return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
-
-    client = ServerClient(ClientConfig.load({}, url=sys.argv[1], first_byte_seconds=30))
-    key = ArtifactKey.parse("jax", "cpu-x86_64", "0" * 64)
-    try:  # with an address where nobody answers, so that everything is imported
-        ServerClient(ClientConfig.load({}, url="http://127.0.0.1:9")).server_stats()
-    except CacheError:
-        pass
-    before = peak(), time.process_time()
-    try:
-        CALL
-        print("answered")
-    except CacheError as error:
-        logging.getLogger("graphstash").warning("%s", error)
-        print(error.reason)
-    print(peak() - before[0], time.process_time() - before[1])
-""")
-
-
-def _cases():
+def _pairs(is_quick):
     """Every body to one call, and one body to every call; the rest is extended."""
-    for call in _CALLS:
-        for body in _BODIES:
-            is_first = call == "manifest" or body == "empty objects"
-            yield pytest.param(call, body, marks=[] if is_first else pytest.mark.extended)
+    return [
+        (call, body)
+        for call in CALLS
+        for body in _BODIES
+        if not is_quick or call == "manifest" or body == "empty objects"
+    ]
 
 
-@pytest.mark.parametrize(("call", "body"), list(_cases()))
-def test_an_answer_of_a_few_megabytes_takes_gigabytes(middlebox, call, body):
-    status = 500 if call == "problem" else 200
-    box = middlebox(lambda _, answer: Answer(status, dict(JSON), _BODIES[body]))
-    program = _JOB.replace("CALL", f"client.{_CALLS[call]}")
-    done = subprocess.run(
-        [sys.executable, "-c", program, box.url],
-        check=True, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    outcome, costs = done.stdout.splitlines()
-    kibibytes, seconds = costs.split()
-    assert outcome in {"protocol", "server_error"}
-    assert int(kibibytes) < 50 * 1024
-    assert float(seconds) < 5
-    assert len(done.stderr.splitlines()) == 1
-    assert len(done.stderr) < 3000
+@pytest.mark.parametrize("is_quick", [True, pytest.param(False, marks=pytest.mark.extended)])
+def test_an_answer_of_a_few_megabytes_takes_gigabytes(middlebox, jobs, tmp_path, is_quick):
+    """All in one process, one at a time, after a first call by which everything is imported."""
+    pairs = [("statistics", "few objects"), *_pairs(is_quick)]
+    told = iter(pairs)
+
+    def change(_request, _answer):
+        call, body = next(told)
+        return Answer(500 if call == "problem" else 200, dict(JSON), _BODIES[body])
+
+    arguments = case_arguments(
+        "answers:costs_of", url=middlebox(change).url, calls=[call for call, _ in pairs]
+    )
+    done = jobs.start(tmp_path, *arguments, script=RUN_CASE, under="python").finish()
+
+    logged = done.errors.splitlines()
+    assert len(done.report) == len(logged) == len(pairs)
+    assert max(map(len, logged)) < 3000
+    for pair, (outcome, kib, seconds) in list(zip(pairs, done.report, strict=True))[1:]:
+        assert outcome in {"protocol", "server_error"}, pair
+        assert kib < 50 * 1024, pair
+        assert seconds < 5, pair
 
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\u202e\r\nWARNING graphstash: all is well"
@@ -126,18 +96,31 @@ def test_a_problem_moves_the_cursor(middlebox):
     _assert_harmless(_told(box))
 
 
+@pytest.fixture
+def leased(middlebox, victim, key, fort, space):
+    """A job that compiles a graph behind a server that answers requests for leases itself."""
+
+    def build(status, reply, **settings):
+        def change(request, answer):
+            if "/leases/" not in request.path:
+                return answer
+            return Answer(status, dict(JSON), reply().encode())
+
+        box = middlebox(change)
+        job = victim(url=box.url, token=fort.token(f"write:{space}"), **settings)
+        assert job.build(key(1)) == OWN
+        return job, box
+
+    return build
+
+
+def _held_by(name):
+    return json.dumps({"state": "held", "holder": name, "expires_in_seconds": 1})
+
+
 @pytest.mark.parametrize("name", [ESCAPE, "x" * MEBIBYTE + "owned", ESCAPE * 10_000])
-def test_the_name_of_a_holder_moves_the_cursor(middlebox, victim, key, fort, space, caplog, name):
-    held = {"state": "held", "holder": name, "expires_in_seconds": 1}
-
-    def hold(request, answer):
-        if "/leases/" in request.path:
-            return Answer(202, dict(JSON), json.dumps(held).encode())
-        return answer
-
-    box = middlebox(hold)
-    job = victim(url=box.url, token=fort.token(f"write:{space}"), wait_seconds=0.0)
-    assert job.build(key(1)) == OWN
+def test_the_name_of_a_holder_moves_the_cursor(leased, caplog, name):
+    job, _ = leased(202, lambda: _held_by(name), wait_seconds=0.0)
     assert job.fallbacks == {"wait_budget": 1}
     told = [each.getMessage() for each in caplog.records]
     (message,) = (each for each in told if "wait_budget" in each)
@@ -145,24 +128,30 @@ def test_the_name_of_a_holder_moves_the_cursor(middlebox, victim, key, fort, spa
     assert len(message) < 30_000
 
 
-def test_every_answer_names_another_holder_of_a_megabyte(middlebox, victim, key, fort, space):
+def test_every_answer_names_another_holder_of_a_megabyte(leased):
     """The job keeps what it has waited for each of them."""
     numbers = itertools.count()
-
-    def hold(request, answer):
-        if "/leases/" in request.path:
-            name = f"{next(numbers)}" + "x" * MEBIBYTE
-            held = {"state": "held", "holder": name, "expires_in_seconds": 1}
-            return Answer(202, dict(JSON), json.dumps(held).encode())
-        return answer
-
-    box = middlebox(hold)
-    job = victim(url=box.url, token=fort.token(f"write:{space}"), wait_seconds=1.0)
-    assert job.build(key(1)) == OWN
+    job, _ = leased(202, lambda: _held_by(f"{next(numbers)}" + "x" * MEBIBYTE), wait_seconds=1.0)
     assert job.fallbacks == {"wait_budget": 1}
     kept = job.cache.waits._spent_on
     assert len(kept) > 1
     assert sum(map(len, kept)) < 3000
+
+
+@pytest.mark.parametrize(
+    ("token", "seconds"),
+    [
+        *(("a", seconds) for seconds in ("NaN", "-Infinity", "1e999")),
+        *((token, "1e-9") for token in ("ä", "a b", "a\r\nX: y", "x" * MEBIBYTE)),
+    ],
+    ids=lambda each: each[:9].encode("ascii", "replace").decode(),
+)
+def test_a_lease_has_to_be_renewed_all_the_time_or_its_token_is_a_header(leased, token, seconds):
+    granted = {"state": "granted", "token": token, "fencing": 1, "ttl_seconds": "?"}
+    text = json.dumps(granted).replace('"?"', seconds)
+    job, box = leased(201, lambda: text)
+    assert job.fallbacks == {"protocol": 1}
+    assert not any("x" in request.headers for request in box.requests)
 
 
 _COUNTED = (
@@ -171,15 +160,34 @@ _COUNTED = (
 )
 
 
+def _status(middlebox, tmp_path, body):
+    box = middlebox(lambda _, answer: Answer(200, dict(JSON), body.encode()))
+    return graphstash_here("status", "--url", box.url, GRAPHSTASH_CACHE_DIR=str(tmp_path))
+
+
+def _statistics(row, **fields):
+    totals = dict.fromkeys(("uptime_seconds", "leases_held", "waiters", "healed"), 0)
+    counted = dict.fromkeys(_COUNTED, 0) | {"namespace": "n"} | row
+    return json.dumps({"version": "1", **totals, "namespaces": [counted], **fields})
+
+
 def test_the_version_of_a_server_moves_the_cursor(middlebox, tmp_path):
-    stats = {
-        "version": ESCAPE, "uptime_seconds": 1, "leases_held": 0, "waiters": 0, "healed": 0,
-        "namespaces": [dict.fromkeys(_COUNTED, 0) | {"namespace": ESCAPE}],
-    }  # fmt: skip
-    box = middlebox(lambda _, answer: Answer(200, dict(JSON), json.dumps(stats).encode()))
-    shown = graphstash("status", "--url", box.url, GRAPHSTASH_CACHE_DIR=str(tmp_path))
+    body = _statistics({"namespace": ESCAPE}, version=ESCAPE)
+    shown = _status(middlebox, tmp_path, body)
     assert shown.returncode == 0
     _assert_harmless(shown.stdout)
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("size_bytes", "1" + "0" * 400), ("saved_seconds", "Infinity"), ("uptime_seconds", "1e999")],
+    ids=["larger than a float", "infinity", "exponent"],
+)
+def test_a_number_of_the_statistics_cannot_be_shown(middlebox, tmp_path, name, number):
+    body = _statistics({name: "?"}, **{name: "?"}).replace('"?"', number)
+    shown = _status(middlebox, tmp_path, body)
+    assert "Traceback" not in shown.stdout + shown.stderr
+    assert len(shown.stdout) < 3000
 
 
 def test_the_name_of_a_job_moves_the_cursor(middlebox, tmp_path):
@@ -190,56 +198,6 @@ def test_the_name_of_a_job_moves_the_cursor(middlebox, tmp_path):
     jwt = tmp_path / "jwt"
     jwt.write_text("a.b.c")
     options = ("--oidc", "--jwt-file", jwt, "--token-file", tmp_path / "token", "--url", box.url)
-    shown = graphstash("login", *map(str, options))
+    shown = graphstash_here("login", *map(str, options))
     assert shown.returncode == 0, shown.stderr
     _assert_harmless(shown.stdout)
-
-
-@pytest.mark.parametrize(
-    ("name", "number"),
-    [
-        pytest.param("size_bytes", "1" + "0" * 400, id="larger than a float"),
-        ("saved_seconds", "Infinity"),
-        ("uptime_seconds", "1e999"),
-    ],
-)
-def test_a_number_of_the_statistics_cannot_be_shown(middlebox, tmp_path, name, number):
-    totals = ("uptime_seconds", "leases_held", "waiters", "healed", "namespaces")
-    row = dict.fromkeys(_COUNTED, 0) | {"namespace": "n", name: "?"}
-    stats = {"version": "1", **dict.fromkeys(totals, 0), "namespaces": [row], name: "?"}
-    body = json.dumps(stats).replace('"?"', number).encode()
-    box = middlebox(lambda _, answer: Answer(200, dict(JSON), body))
-    shown = graphstash("status", "--url", box.url, GRAPHSTASH_CACHE_DIR=str(tmp_path))
-    assert "Traceback" not in shown.stdout + shown.stderr
-    assert len(shown.stdout) < 3000
-
-
-@pytest.mark.parametrize("seconds", ["NaN", "-Infinity", "1e999"])
-def test_a_lease_has_to_be_renewed_all_the_time(middlebox, victim, key, fort, space, seconds):
-    granted = b'{"state":"granted","token":"a","fencing":1,"ttl_seconds":%s}' % seconds.encode()
-
-    def grant(request, answer):
-        return Answer(201, dict(JSON), granted) if "/leases/" in request.path else answer
-
-    box = middlebox(grant)
-    job = victim(url=box.url, token=fort.token(f"write:{space}"))
-    assert job.build(key(1)) == OWN
-    assert job.fallbacks == {"protocol": 1}
-
-
-@pytest.mark.parametrize("token", ["ä", "a b", "a\r\nX: y", "x" * MEBIBYTE])
-def test_the_token_of_a_lease_is_a_header_of_its_own(
-    middlebox, victim, key, fort, space, token, caplog
-):
-    granted = {"state": "granted", "token": token, "fencing": 1, "ttl_seconds": 1e-9}
-
-    def grant(request, answer):
-        if "/leases/" in request.path:
-            return Answer(201, dict(JSON), json.dumps(granted).encode())
-        return answer
-
-    box = middlebox(grant)
-    job = victim(url=box.url, token=fort.token(f"write:{space}"))
-    assert job.build(key(1)) == OWN
-    assert job.fallbacks == {"protocol": 1}
-    assert not any("x" in request.headers for request in box.requests)

@@ -7,7 +7,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from graphstash import ClientConfig, ConfigError, Stash
 from graphstash._trust.signing_keys import is_safe
-from support.processes import graphstash
+from support.processes import graphstash_here
 from support.signing import trust_json
 
 _P = 2**255 - 19
@@ -36,7 +36,7 @@ def _verifies(raw, signature, message):
 def test_a_key_of_small_order_is_offered_to_be_trusted(tmp_path):
     assert [name for name, raw in SMALL.items() if is_safe(raw)] == []
     file = tmp_path / "trusted.json"
-    told = graphstash("keys", "trust", text_of(SMALL["1-0"]), "--file", str(file))
+    told = graphstash_here("keys", "trust", text_of(SMALL["1-0"]), "--file", str(file))
     assert told.returncode == 2
     assert "small order" in told.stderr
     assert not file.exists()

@@ -1,43 +1,23 @@
 """PUT: what is refused before and while the body is read, and many writers at once."""
 
 import hashlib
-import socket
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 
 from graphstash_schema import Digest
+from support.wire import Wire
 
 pytestmark = pytest.mark.sql
 
 BLOB = b"an executable" * 1000
 
 
-def send_raw(
-    api, head: bytes, body: bytes = b"", *, then_wait: bool = True, until: bytes = b"}"
-) -> bytes:
-    """Sends bytes as they are and reads until an end, or the server closes."""
-    url = httpx.URL(api.url)
-    with socket.create_connection((url.host, url.port), timeout=10) as connection:
-        connection.sendall(head + body)
-        if not then_wait:
-            return b""
-        answer = b""
-        connection.settimeout(3)
-        try:
-            while piece := connection.recv(65536):
-                answer += piece
-                if until in answer:
-                    break
-        except TimeoutError:
-            pass
-        return answer
-
-
-def head_of(api, **headers: str) -> bytes:
-    lines = [f"PUT {api.path()} HTTP/1.1", "Host: x"]
-    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+def announced(api, blob=BLOB, **headers):
+    """The head of a PUT, as bytes."""
+    sent = {"Host": "x", "Content-Length": len(blob), "Repr-Digest": Digest.of(blob).repr_digest}
+    sent |= headers
+    lines = [f"PUT {api.path()} HTTP/1.1", *(f"{name}: {value}" for name, value in sent.items())]
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
@@ -78,28 +58,24 @@ def test_other_bytes_than_announced_are_refused_naming_both(api, problem, files)
     assert files() == before
 
 
-def test_too_large_is_refused_before_the_body_is_read(api, problem):
-    answer = send_raw(
-        api,
-        head_of(api, Content_Length="999999999999", Repr_Digest=Digest.of(BLOB).repr_digest),
-    )
+def test_too_large_is_refused_before_the_body_is_read(api):
+    with Wire(api.url) as wire:
+        answer = wire.ask(announced(api, **{"Content-Length": 999_999_999_999}))
 
-    assert answer.startswith(b"HTTP/1.1 413 ")
-    assert b'"code":"too_large"' in answer
-    assert b"999999999999" in answer
-    assert b'"limit":419430400' in answer
+    assert (answer.status, answer.problem["code"]) == (413, "too_large")
+    assert "999999999999" in answer.problem["detail"]
+    assert answer.problem["limit"] == 419_430_400
 
 
 def test_an_upload_that_asks_first_is_told_to_send_unless_it_is_refused(api):
-    answer = send_raw(api, head_of(api, Content_Length="5", Expect="100-continue"))
-    assert answer.startswith(b"HTTP/1.1 400 ")
-    assert b"connection: close" in answer
+    with Wire(api.url) as wire:
+        answer = wire.ask(announced(api, Expect="100-continue", **{"Repr-Digest": "none"}))
+        assert (answer.status, answer.headers["connection"]) == (400, "close")
 
-    digest = Digest.of(b"hello").repr_digest
-    head = head_of(api, Content_Length="5", Expect="100-continue", Repr_Digest=digest)
-    asked = send_raw(api, head, until=b"\r\n\r\n")
-    assert asked == b"HTTP/1.1 100 Continue\r\n\r\n"
-    assert b"HTTP/1.1 201 Created" in send_raw(api, head, b"hello", until=b"201 Created")
+    with Wire(api.url) as wire:
+        wire.send(announced(api, Expect="100-continue"))
+        assert wire.begin() == 100
+        assert wire.ask(BLOB).status == 201
 
 
 def test_a_refusal_does_not_break_the_connection_for_the_next_request(api):
@@ -110,17 +86,16 @@ def test_a_refusal_does_not_break_the_connection_for_the_next_request(api):
 
 def test_an_upload_that_hangs_up_or_stands_still_stores_nothing(api, files, eventually):
     before = files()
-    digest = Digest.of(BLOB).repr_digest
-    head = head_of(api, Content_Length=str(len(BLOB)), Repr_Digest=digest)
-
-    send_raw(api, head, BLOB[:5000], then_wait=False)
+    begun = announced(api) + BLOB[:5000]
+    with Wire(api.url) as wire:
+        wire.send(begun)
     eventually(lambda: files() == before)
 
-    answer = send_raw(api, head, BLOB[:5000])
-    assert answer.startswith(b"HTTP/1.1 408 ")
-    assert b'"code":"upload_timeout"' in answer
-    assert b'"retryable":true' in answer
-    assert b"connection: close" in answer
+    with Wire(api.url) as wire:
+        answer = wire.ask(begun)
+    assert (answer.status, answer.problem["code"]) == (408, "upload_timeout")
+    assert answer.problem["retryable"] is True
+    assert answer.headers["connection"] == "close"
     eventually(lambda: files() == before)
     assert api.get().status_code == 404
     assert api.put(BLOB).status_code == 201

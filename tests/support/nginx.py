@@ -7,8 +7,8 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,6 +16,7 @@ import httpx
 
 from graphstash_server.testing import LiveServer, ServerProcess
 from support.ports import reserved_port
+from support.waiting import until
 
 __all__ = ["TEMPLATES", "Nginx", "in_front_of", "render", "seen"]
 
@@ -24,7 +25,7 @@ TEMPLATES = Path(__file__).parents[2] / "docker" / "nginx"
 # Different for every answer, or made by whoever speaks to the client.
 _OWN_HEADERS = {"date", "server", "connection", "x-request-id"}
 
-_START_SECONDS = 30
+_STOP_SECONDS = 30
 _VARIABLE = re.compile(r"\$\{(GRAPHSTASH_[A-Z0-9_]+)\}")
 
 
@@ -72,14 +73,14 @@ class Nginx:
 
     def has_sent(self, request_id: str) -> bool:
         """Whether nginx itself sent the bytes of a request, and the server none."""
-        deadline = time.monotonic() + _START_SECONDS
-        while time.monotonic() < deadline:
-            for line in self.log.splitlines():
-                if f'"request":"{request_id}"' in line:
-                    entry = json.loads(line)
-                    return entry["status"] < 300 and entry["server_bytes"] == "0"
-            time.sleep(0.02)
-        raise AssertionError(f"{request_id} is not in the access log")
+
+        def logged() -> list[Any]:
+            lines = self.log.splitlines()
+            return [json.loads(line) for line in lines if f'"request":"{request_id}"' in line]
+
+        until(logged)
+        (entry,) = logged()
+        return bool(entry["status"] < 300 and entry["server_bytes"] == "0")
 
     def check(self) -> tuple[int, str]:
         """`nginx -t`: its exit code and what it says."""
@@ -94,25 +95,24 @@ class Nginx:
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        self.process.wait(_START_SECONDS)
+        self.process.wait(_STOP_SECONDS)
 
     def _start(self) -> None:
         status, said = self.check()
-        assert status == 0, said
+        if status != 0:
+            raise RuntimeError(f"nginx refuses its configuration: {said}")
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
                 self.command, stdout=log, stderr=log, stdin=subprocess.DEVNULL
             )
-        deadline = time.monotonic() + _START_SECONDS
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
-            except OSError:
-                assert self.process.poll() is None, self.log
-                assert time.monotonic() < deadline, self.log
-                time.sleep(0.02)
-            else:
-                return
+        until(self._is_listening)
+
+    def _is_listening(self) -> bool:
+        if self.process.poll() is not None:
+            raise RuntimeError(f"nginx did not start: {self.log}")
+        with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
+            return True
+        return False
 
     def __enter__(self) -> Self:
         return self
