@@ -4,6 +4,9 @@ import io
 import itertools
 import json
 import os
+import re
+import subprocess
+import sys
 import time
 from contextlib import ExitStack, nullcontext
 
@@ -12,6 +15,7 @@ import pytest
 from graphstash import CacheError, Reason, Stash
 from graphstash._compile import packs as packs_module
 from graphstash._compile.packs import Packs
+from graphstash.errors import RefusedError
 from graphstash.testing import FakeServer
 from graphstash_schema import ArtifactMetadata, Digest, ReportReason
 from support.fault_proxy import Fault, FaultProxy
@@ -127,7 +131,7 @@ def test_a_second_process_obeys(next_job, config):
     assert other_process() == "None"
 
 
-def test_a_copy_is_not_served_to_a_token_without_rights(next_job, config, tmp_path):
+def test_a_copy_is_not_served_to_a_token_without_rights(next_job, monkeypatch, tmp_path):
     with GuardedServer(tmp_path / "guarded") as server:
         trusted = {"url": server.url, "namespace": "trusted"}
         writer = next_job("publisher", token=server.token("write:trusted"), **trusted)
@@ -140,8 +144,14 @@ def test_a_copy_is_not_served_to_a_token_without_rights(next_job, config, tmp_pa
         both = next_job(namespace="team", read_namespaces="trusted", **stranger)
         assert both.get(key()) is None
 
-        again = next_job(token=reader, **trusted)
+        again = next_job(token=reader, run="one run", **trusted)
         assert again.ensure_local(key()).source == "local"
+        assert isinstance(refusal(again.put, key(2), b"refused", METADATA), RefusedError)
+        beside = next_job(namespace="trusted", run="one run", **stranger)
+        assert beside.get(key()) is None
+
+        turn(monkeypatch)
+        assert next_job(token=reader, **trusted).get(key(2)) == b"refused"  # no server has it
 
 
 def test_a_teams_copy_is_not_preferred_to_the_trusted_one(next_job, namespace, monkeypatch):
@@ -170,6 +180,54 @@ def test_a_copy_of_one_server_is_not_served_to_a_job_of_another(next_job, server
         with pytest.raises(CacheError) if nobody != "none" else nullcontext():
             assert next_job(url=nobody).get(key()) is None
     assert next_job().get(key()) == b"graph"
+
+
+def test_a_run_with_two_servers_obeys_each_for_its_own_copies(next_job):
+    next_job("publisher").put(key(), b"graph", METADATA)
+    with FakeServer() as other:
+        elsewhere = next_job("elsewhere", url=other.url)
+        elsewhere.put(key(), b"graph", METADATA)
+        next_job().ensure_local(key())
+        next_job(url=other.url).ensure_local(key())
+        delete(elsewhere)
+        assert next_job(run="one run").get(key()) == b"graph"
+        assert next_job(run="one run", url=other.url).get(key()) is None
+
+
+def test_a_copy_whose_upload_was_not_answered_obeys_the_server(next_job, server, monkeypatch):
+    """The process was killed when the server had stored what it compiled."""
+    program = (
+        "import graphstash, sys\n"
+        "from graphstash_schema import ArtifactKey, ArtifactMetadata\n"
+        "key = ArtifactKey.parse(*sys.argv[1].split('/'))\n"
+        "metadata = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=5)\n"
+        "with graphstash.Stash(graphstash.ClientConfig.load()) as stash:\n"
+        "    stash.put(key, b'graph', metadata)\n"
+    )
+    with FaultProxy(server.port) as proxy:
+        config = next_job(url=proxy.url).config
+        variables = PATIENT_VARIABLES | {
+            "GRAPHSTASH_URL": config.url,
+            "GRAPHSTASH_NAMESPACE": config.namespace,
+            "GRAPHSTASH_CACHE_DIR": str(config.cache_dir),
+        }
+        proxy.hold = re.compile(rb"PUT ")
+        command = [sys.executable, "-c", program, str(key())]
+        with subprocess.Popen(command, env=os.environ | variables) as job:
+            assert proxy.held.wait(60)
+            job.kill()
+        proxy.hold = None
+        proxy.go_on.set()
+        assert next_job(url=proxy.url).get(key()) == b"graph"  # within the documented time
+
+        turn(monkeypatch)
+        proxy.fault = Fault.RESET
+        assert next_job(url=proxy.url).get(key()) == b"graph"  # nothing says that it is withdrawn
+        proxy.fault = Fault.NONE
+        withhold(next_job("administrator"))
+        later = next_job(url=proxy.url)
+        assert later.get(key()) is None
+        assert not later.is_on_this_host(key())
 
 
 def test_without_an_answer_copies_are_used_for_a_while(next_job, server, caplog):

@@ -8,8 +8,9 @@
                                   downloaded (`run_downloads`)
     <root>/servers/               when servers were last reached (`standing`)
 
-An origin is a server, or `own`: compiled by this user on this host and not stored on a server. A
-job gets copies of its own server only (`standing`). Earlier versions kept envelopes in `v1`,
+An origin is a server, `own` (compiled by this user on this host and not stored on a server), or
+`offer-<server>` (compiled here, and an upload to that server has begun). A job gets copies of its
+own server only (`standing`). Earlier versions kept envelopes in `v1`,
 which does not tell where they came from: nothing there is used, and it is evicted like the rest.
 
 Everything is in directories that only this user can use, and is reached by a descriptor of the root
@@ -257,12 +258,14 @@ class LocalTier:
         with contextlib.suppress(OSError):
             self.path(namespace, key, origin=origin).unlink()
 
-    def hand_over(self, namespace: Namespace, key: ArtifactKey, *, origin: str) -> None:
-        """Notes that a server has stored what this host compiled: it obeys that server now."""
-        target = self.path(namespace, key, origin=origin)
-        with contextlib.suppress(OSError):  # it was evicted; it stays this host's own
+    def hand_over(
+        self, namespace: Namespace, key: ArtifactKey, *, from_origin: str, to_origin: str
+    ) -> None:
+        """Move an envelope to another origin: a server has stored or refused it."""
+        target = self.path(namespace, key, origin=to_origin)
+        with contextlib.suppress(OSError):  # the tier evicted it, or cannot be written to
             target.parent.mkdir(parents=True, exist_ok=True)
-            self.path(namespace, key).replace(target)
+            self.path(namespace, key, origin=from_origin).replace(target)
 
     def secret(self) -> bytes | None:
         """32 random bytes that only this user can read, made when absent; None without such."""

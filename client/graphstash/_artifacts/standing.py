@@ -11,7 +11,10 @@ copy, for many copies at once, and again after `RECHECK_SECONDS`.
                                     GRAPHSTASH_OFFLINE_SECONDS, else not
 
 What this host compiled and no server has stored needs no leave of a server, but yields to other
-bytes there: all hosts run the same executable.
+bytes there: all hosts run the same executable. Whether a server has stored a copy is unknown when
+its upload began and did not end, because the process was killed or the answer was lost. Such a copy
+is on offer: it is used while the server does not answer, and deleted when the server lacks it. The
+server may have stored and withdrawn it since.
 """
 
 import hashlib
@@ -80,9 +83,13 @@ class Standing:
         self._server = server
         self._config = server.config
         self._tier = tier
-        self._shared = None if run_folder is None else run_folder / "stored"
-        self._read_bytes = 0
         name = hashlib.sha256(self._config.url.encode()).hexdigest()[:16]
+        # Processes of a run may ask other servers, or have other rights.
+        token = self._config.token.reveal() if self._config.token else ""
+        caller = f"{name} {token} {self._config.token_file}"
+        asked = hashlib.sha256(caller.encode()).hexdigest()[:16]
+        self._shared = None if run_folder is None else run_folder / f"stored-{asked}"
+        self._read_bytes = 0
         self._folder = tier.server_folder(name)
         self._origin = _read_origin(self._folder / _ORIGIN) or f"url-{name}"
         # A signal handler may compile in the same thread.
@@ -98,9 +105,14 @@ class Standing:
         return self._origin
 
     @property
+    def offered(self) -> str:
+        """The origin of copies whose upload to this job's server has begun."""
+        return f"offer-{self._origin}"
+
+    @property
     def origins(self) -> tuple[str, ...]:
         """The origins of the copies that this job may use."""
-        return (self.origin, OWN) if self._server.is_known else (OWN,)
+        return (self.origin, self.offered, OWN) if self._server.is_known else (OWN,)
 
     def has(self, namespace: Namespace, key: ArtifactKey) -> bool:
         """Whether there is a copy; whether it may be used shows when it is."""
@@ -117,7 +129,8 @@ class Standing:
             proof: what lies behind it.
             origin: under which it lies.
         """
-        is_own = origin == OWN
+        is_offered = origin == self.offered
+        is_own = origin == OWN or is_offered
         is_new = 0 <= time() - proof.stored_at < RECHECK_SECONDS
         if is_own and (is_new or not self._server.is_known):
             return Verdict.USE
@@ -132,9 +145,10 @@ class Standing:
             return Verdict.USE if is_own or self._was_reached(namespace) else Verdict.LEAVE
         if stored == proof.sha256:
             if is_own:
-                self._tier.hand_over(namespace, key, origin=self.origin)
+                self._tier.hand_over(namespace, key, from_origin=origin, to_origin=self.origin)
             return Verdict.USE
-        return Verdict.USE if is_own and stored is None else Verdict.DELETE
+        is_ours_alone = is_own and not is_offered and stored is None
+        return Verdict.USE if is_ours_alone else Verdict.DELETE
 
     def stored(self, namespace: Namespace, key: ArtifactKey) -> str | None:
         """The SHA-256 of what the server has under a key, None for nothing; as old as

@@ -11,10 +11,10 @@ import io
 import tempfile
 from pathlib import Path
 from time import time
-from typing import TYPE_CHECKING, Self, TypeAlias
+from typing import TYPE_CHECKING, Final, Self, TypeAlias
 
 from graphstash._artifacts.envelope import Nowhere, seal
-from graphstash._artifacts.local_tier import LocalTier
+from graphstash._artifacts.local_tier import OWN, LocalTier
 from graphstash._artifacts.reader import Fetched, Reader
 from graphstash._artifacts.run_downloads import RunDownloads
 from graphstash._artifacts.standing import Standing
@@ -23,6 +23,7 @@ from graphstash._trust.policy import Signatures
 from graphstash._trust.provenance import SignedSubject
 from graphstash.config import ClientConfig
 from graphstash.errors import (
+    BusyError,
     CacheError,
     ConflictError,
     LocalTierError,
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from graphstash._tracing import Tracer
 
 __all__ = ["Destination", "Fetched", "Memory", "Stash"]
+
+_UNSENT: Final = frozenset((Reason.CONNECT, Reason.TLS, Reason.CIRCUIT_OPEN, Reason.NO_SERVER))
+"""Reasons of uploads of which the server has received nothing."""
 
 Destination: TypeAlias = Path | io.BytesIO
 """Where a payload goes: a file, which appears whole by rename, or memory."""
@@ -177,6 +181,11 @@ class Stash:
         for origin in self.standing.origins:
             self.local.discard(namespace, key, origin=origin)
 
+    def _hand_over(self, key: ArtifactKey, *, to_origin: str) -> None:
+        self.local.hand_over(
+            self.config.namespace, key, from_origin=self.standing.offered, to_origin=to_origin
+        )
+
     def put(
         self,
         key: ArtifactKey,
@@ -226,18 +235,35 @@ class Stash:
                         "stored_at": stored_at,
                     }
                 )
-                self.local.adopt(self.config.namespace, key, envelope, proof=proof)
                 if local_only or self.server.is_read_only:
+                    self.local.adopt(self.config.namespace, key, envelope, proof=proof)
                     return 0
+                offered = self.standing.offered
+                self.local.adopt(self.config.namespace, key, envelope, origin=offered, proof=proof)
+                self.local.discard(self.config.namespace, key)  # from an earlier job
                 metadata = metadata.model_copy(update={"signature": proof.signature})
                 try:
                     self.server.upload(key, envelope, digest, metadata)
-                except RefusedError as error:
-                    if isinstance(error, ConflictError) or error.code is ErrorCode.WITHHELD:
+                except CacheError as error:
+                    if _is_withdrawn(error):
                         self._discard(self.config.namespace, key)
+                    elif _is_not_stored(error):
+                        self._hand_over(key, to_origin=OWN)
                     raise
                 self.standing.note(self.config.namespace, key, digest.sha256, asked_at=stored_at)
-                self.local.hand_over(self.config.namespace, key, origin=self.standing.origin)
+                self._hand_over(key, to_origin=self.standing.origin)
                 return sealed.size_bytes
         except OSError as error:
             raise LocalTierError(str(error)) from error
+
+
+def _is_withdrawn(error: CacheError) -> bool:
+    """Whether the server has other bytes under the key, or withholds it."""
+    is_withheld = isinstance(error, RefusedError) and error.code is ErrorCode.WITHHELD
+    return is_withheld or isinstance(error, ConflictError)
+
+
+def _is_not_stored(error: CacheError) -> bool:
+    """Whether a failed upload has certainly stored nothing. A lost answer leaves that open."""
+    is_refused = isinstance(error, RefusedError) and error.status < 500
+    return is_refused or isinstance(error, BusyError) or error.reason in _UNSENT

@@ -220,7 +220,7 @@ def forget(
     if not found:
         fail(f"this host's disk has no artifact that begins with {prefix!r}")
     for copy in found:
-        where = "which no server has stored" if copy.origin == OWN else "which a server has"
+        where = "which no server has stored" if copy.origin == OWN else "which a server may have"
         say(f"removed {copy.key} of the namespace {copy.namespace}, {where}")
     say(
         "Not touched: servers, other hosts, packs that contain it, and processes that have loaded "
