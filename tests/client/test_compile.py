@@ -3,8 +3,10 @@
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -59,12 +61,9 @@ def test_compiled_once_and_downloaded_once_elsewhere(hosts):
 
 def test_eight_hosts_at_once_compile_one_graph_once(hosts, server):
     herd = [hosts(f"host{n}") for n in range(8)]
-    all_wait = {"until": lambda: until_waiting(server.url, 7)}
-    threads = [threading.Thread(target=host.build, args=(1,), kwargs=all_wait) for host in herd]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    all_wait = partial(until_waiting, server.url, 7)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda host: host.build(1, until=all_wait), herd))
     assert sum(host.compiles for host in herd) == 1
     stats = [host.stats for host in herd]
     assert sum(s.waits for s in stats) == 7
@@ -81,15 +80,12 @@ def test_when_the_holder_fails_the_next_waiter_compiles(hosts, server):
         until_waiting(server.url)
         raise RuntimeError("no memory")
 
-    def build():
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(holder.cache.get_or_compile, key(1), fails)
+        assert compiling.wait(60)
+        assert waiter.build(1) == b"graph"
         with pytest.raises(RuntimeError, match="no memory"):
-            holder.cache.get_or_compile(key(1), fails)
-
-    first = threading.Thread(target=build)
-    first.start()
-    assert compiling.wait(60)
-    assert waiter.build(1) == b"graph"
-    first.join()
+            first.result(60)
     assert waiter.compiles == 1
 
 
@@ -111,13 +107,10 @@ def test_a_holder_that_lives_renews_its_lease(hosts):
         rests.append(waiter.stash.server.acquire(key(1)).expires_in_seconds)
         return rests[-1] > min(rests)
 
-    first = threading.Thread(
-        target=holder.build, args=(1,), kwargs={"until": lambda: until(is_renewed)}
-    )
-    first.start()
-    until(lambda: holder.compiles == 1)
-    waiter.build(1)
-    first.join()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(holder.build, 1, until=lambda: until(is_renewed))
+        until(lambda: holder.compiles == 1)
+        waiter.build(1)
     assert (holder.compiles, waiter.compiles) == (1, 0)
 
 
@@ -131,16 +124,15 @@ def test_nobody_waits_longer_than_the_compile_budget(hosts):
 
 def test_two_publishers_of_different_bytes_leave_the_first(hosts):
     a, b = hosts("a"), hosts("b", wait_seconds=0)
-    while_b_compiles = {"result": b"A", "until": lambda: until(lambda: b.compiles == 1)}
-    first = threading.Thread(target=a.build, args=(1,), kwargs=while_b_compiles)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(a.build, 1, result=b"A", until=lambda: until(lambda: b.compiles == 1))
 
-    def a_has_published():
-        first.join(60)
-        assert a.publisher.drain(20)
+        def a_has_published():
+            assert first.result(60) == b"A"
+            assert a.publisher.drain(60)
 
-    first.start()
-    until(lambda: a.compiles == 1)
-    assert b.build(1, result=b"B", until=a_has_published) == b"B"
+        until(lambda: a.compiles == 1)
+        assert b.build(1, result=b"B", until=a_has_published) == b"B"
     assert (a.stats.published, b.stats.published, b.stats.conflicts) == (1, 0, 1)
     assert hosts("c").build(1) == b"A"
     assert b.build(1) == b"A"  # also the loser's host runs what all others run from now on

@@ -4,7 +4,7 @@ import errno
 import io
 import os
 import random
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -79,12 +79,8 @@ def test_sixteen_threads_of_a_host_download_once(hosts):
     hosts("a").put(key(1), b"graph" * 100_000, metadata())
     stash = hosts("b")
     before = hits(stash)
-    got = []
-    threads = [threading.Thread(target=lambda: got.append(stash.get(key(1)))) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(16) as pool:
+        got = list(pool.map(stash.get, [key(1)] * 16))
     assert got == [b"graph" * 100_000] * 16
     hosts("c").get(key(1))  # what is counted last is written last
     until(lambda: hits(stash) - before >= 2)
@@ -177,16 +173,12 @@ def test_a_lease_is_granted_once_renewed_and_lost(hosts):
 def test_a_waiter_is_told_when_the_artifact_is_there(hosts, server):
     a, b = hosts("a"), hosts("b")
     a.server.acquire(key(1))
-    replies = []
-    waiter = threading.Thread(
-        target=lambda: replies.append(b.server.acquire(key(1), wait_seconds=20))
-    )
-    waiter.start()
-    until_waiting(server.url)
-    assert not replies
-    a.put(key(1), b"graph", metadata())
-    waiter.join(5)
-    assert replies[0].state is LeaseState.READY
+    with ThreadPoolExecutor(1) as pool:
+        waiter = pool.submit(b.server.acquire, key(1), wait_seconds=20)
+        until_waiting(server.url)
+        assert not waiter.done()
+        a.put(key(1), b"graph", metadata())
+        assert waiter.result(60).state is LeaseState.READY
 
 
 def test_a_manifest_remembers_what_runs_used(hosts):
