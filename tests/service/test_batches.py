@@ -237,6 +237,11 @@ def test_an_fsync_that_fails_fails_for_all_who_wait_for_it_and_for_nobody_else(
     assert len(held.began) == 3
 
 
+def blobs_of_one_directory():
+    blobs = (b"%d" % number for number in itertools.count())
+    return (blob for blob in blobs if Digest.of(blob).sha256.startswith("00"))
+
+
 async def test_no_upload_ends_before_an_fsync_that_began_after_it_had_its_name(
     monkeypatch, tmp_path
 ):
@@ -249,8 +254,7 @@ async def test_no_upload_ends_before_an_fsync_that_began_after_it_had_its_name(
         seen.append(names)
 
     monkeypatch.setattr(storage_upload, "sync_directory", look_and_sync)
-    blobs = (b"%d" % number for number in itertools.count())
-    in_one = (blob for blob in blobs if Digest.of(blob).sha256.startswith("00"))
+    in_one = blobs_of_one_directory()
     store = DiskBlobStore(tmp_path)
 
     async def put(blob):
@@ -272,8 +276,7 @@ async def test_the_first_upload_into_a_directory_that_was_there_syncs_its_entry(
         sync(directory)
         synced.append(directory.name)
 
-    blobs = (b"%d" % number for number in itertools.count())
-    in_one = (blob for blob in blobs if Digest.of(blob).sha256.startswith("00"))
+    in_one = blobs_of_one_directory()
     store = DiskBlobStore(tmp_path)
     shard = tmp_path / "sha256" / "00"
     shard.mkdir()  # by another process, after the start of this one

@@ -180,6 +180,16 @@ async def test_pinned_artifacts_stay_until_their_pin_ends(opened):
         assert await store.kept(3) == [1]
 
 
+async def test_what_was_looked_up_goes_last(opened):
+    async with opened(store_limit_bytes=30_000, soft_limit_bytes=30_000) as store:
+        await store.fill(3)
+        await store.look_up(0)
+        await store.add(3, seconds=9)
+        assert await store.kept(4) == [0, 2, 3]
+        await store.add(4, 29_000, seconds=9)
+        assert await store.kept(5) == [4]
+
+
 async def test_a_job_is_pinned_by_its_manifest(opened):
     async with opened(soft_limit_bytes=10_000) as store:
         await store.fill(4)
@@ -364,8 +374,20 @@ async def test_a_claim_keeps_other_servers_off(opened):
         assert await under_way + await others == len([0, 1])
 
 
-async def test_an_upload_takes_the_mark_off_the_blob_that_it_brings(opened):
+async def test_an_upload_takes_the_mark_off_its_blob_which_goes_when_the_upload_fails(opened):
+    async def broken():
+        yield b"only the beginning"
+        raise ConnectionResetError
+
     async with opened(soft_limit_bytes=1) as store:
+        await store.add(0)
+        await store.evict()
+        upload = upload_of(key_of(7), store.blob(0, 10_000))
+        with pytest.raises(ConnectionResetError):
+            await store.context.uploads.publish(upload, broken())
+        await store.collect()
+        assert store.blobs.blobs == {}
+
         await store.add(0)
         await store.evict()
         await store.add(0)
@@ -526,22 +548,6 @@ async def test_a_server_that_was_frozen_since_its_claim_deletes_nothing(opened, 
         assert await two.has(0)
 
 
-async def test_a_failed_upload_that_took_a_mark_off_leaves_no_blob(opened):
-    async with opened(soft_limit_bytes=1) as store:
-        await store.add(0)
-        await store.evict()
-
-        async def broken():
-            yield b"only the beginning"
-            raise ConnectionResetError
-
-        upload = upload_of(key_of(7), store.blob(0, 10_000))
-        with pytest.raises(ConnectionResetError):
-            await store.context.uploads.publish(upload, broken())
-        await store.collect()
-        assert store.blobs.blobs == {}
-
-
 async def test_large_lookups_in_any_order_do_not_wait_for_each_other(opened):
     async with opened() as store:
         for number in range(20):
@@ -612,16 +618,6 @@ async def test_look_ups_protect_up_to_a_number_of_artifacts(opened, monkeypatch)
         await store.evict()
         kept = await store.kept(10)
         assert (len(kept), sum(number < 6 for number in kept)) == (5, 3)
-
-
-async def test_what_was_looked_up_goes_last(opened):
-    async with opened(store_limit_bytes=30_000, soft_limit_bytes=30_000) as store:
-        await store.fill(3)
-        await store.look_up(0)
-        await store.add(3, seconds=9)
-        assert await store.kept(4) == [0, 2, 3]
-        await store.add(4, 29_000, seconds=9)
-        assert await store.kept(5) == [4]
 
 
 @pytest.mark.parametrize("is_limited", [True, False], ids=["limit", "disk"])

@@ -65,12 +65,6 @@ def test_a_stored_artifact_needs_no_lease(api):
     assert (answer.status_code, answer.json()) == (200, ready)
 
 
-def test_an_empty_body_asks_with_the_defaults(api):
-    answer = api.http.post(api.lease_path())
-
-    assert (answer.status_code, answer.json()["ttl_seconds"]) == (201, 30)
-
-
 def test_one_of_sixteen_concurrent_callers_is_granted_the_lease(api, connect):
     askers = [connect(api.url, api.namespace) for _ in range(16)]
 
@@ -122,25 +116,26 @@ def test_a_failure_grants_the_lease_to_exactly_one(api, connect, eventually):
     assert sorted(answers) == [200, 200, 200, 201]
 
 
-def test_an_expired_lease_is_granted_to_the_next_waiter(api):
-    api.acquire(ttl_seconds=1)
-
-    assert wait(api).status_code == 201
-
-
-def test_the_fencing_number_grows_with_every_grant(api):
+def test_an_expired_lease_is_lost_to_the_next_waiter_with_a_higher_fencing_number(api, problem):
     numbers = []
     for outcome in ("failed", "published", "failed"):
         granted = api.acquire().json()
         numbers.append(granted["fencing"])
         api.release(granted["token"], outcome)
-    api.acquire(ttl_seconds=1)
-    numbers.append(wait(api).json()["fencing"])
+    lost = api.acquire(ttl_seconds=1).json()
+    answer = wait(api)
+    assert answer.status_code == 201
+    taken = answer.json()
+    numbers += [lost["fencing"], taken["fencing"]]
 
     assert numbers == sorted(set(numbers))
+    for token in (lost["token"], "0" * 32):
+        problem(api.renew(token), 410, "lease_lost")
+        problem(api.release(token, "failed"), 410, "lease_lost")
+    assert api.renew(taken["token"]).status_code == 200
 
 
-async def test_a_renewed_lease_lives_longer(opened):
+async def test_a_renewed_lease_lives_longer_and_an_expired_one_cannot_be_renewed(opened):
     async with opened() as server:
         granted = await acquire(server, 0, "one", ttl_seconds=3)
         answer = await renewed(server, granted.token, ttl_seconds=20)
@@ -149,26 +144,10 @@ async def test_a_renewed_lease_lives_longer(opened):
         opened.clock.turn(19)
         assert (await acquire(server, 0, "two")).state is LeaseState.HELD
         opened.clock.turn(1)
-        assert (await acquire(server, 0, "two")).state is LeaseState.GRANTED
-
-
-async def test_an_expired_lease_cannot_be_renewed(opened):
-    async with opened() as server:
-        granted = await acquire(server, 0, "one", ttl_seconds=1)
-        opened.clock.turn(1)
         with pytest.raises(ServerError, match="expired") as refused:
             await renewed(server, granted.token)
         assert refused.value.code == ErrorCode.LEASE_LOST
-
-
-def test_a_lease_that_somebody_else_took_is_lost(api, problem):
-    lost = api.acquire(ttl_seconds=1).json()["token"]
-    taken = wait(api).json()["token"]
-
-    for token in (lost, "0" * 32):
-        problem(api.renew(token), 410, "lease_lost")
-        problem(api.release(token, "failed"), 410, "lease_lost")
-    assert api.renew(taken).status_code == 200
+        assert (await acquire(server, 0, "two")).state is LeaseState.GRANTED
 
 
 @pytest.mark.parametrize("outcome", ["published", "failed"])
@@ -191,8 +170,9 @@ def test_publishing_ends_the_lease_and_the_holder_may_still_release_it(api):
     assert api.release(token, "published").status_code == 204
 
 
-def test_token_and_outcome_are_required(api, problem):
-    api.acquire()
+def test_token_and_outcome_are_required_and_a_body_is_not(api, problem):
+    answer = api.http.post(api.lease_path())
+    assert (answer.status_code, answer.json()["ttl_seconds"]) == (201, 30)
 
     problem(api.http.put(api.lease_path(), json={}), 400, "invalid_request", "Graphstash-Lease")
     problem(api.http.delete(api.lease_path()), 400, "invalid_request", "outcome")
