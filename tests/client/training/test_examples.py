@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from support.run_case import RUN_CASE, case_arguments
+
 TESTS = Path(__file__).parents[2]
 EXAMPLES = TESTS.parent / "client" / "examples"
-JOB = TESTS / "support" / "examples_job.py"
 ENVIRONMENT = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
-ARMS = ("plain", "best", "ours", "ours-traced")
 LAZY = ("best", "ours", "ours-traced")
 COSTS = "Per step between boundaries, over all cells of the model"
 
@@ -75,42 +75,19 @@ def test_a_traced_loop_learns_the_digits(train_digits, tmp_path):
     assert traced["losses"][:5] == pytest.approx(lazy["losses"][:5], rel=1e-3)
 
 
-@pytest.fixture(scope="module")
-def on_torch_xla(jobs, tmp_path_factory):
-    return jobs.start(tmp_path_factory.mktemp("job"), script=JOB, under="").finish().report
-
-
 @pytest.mark.extended
-@pytest.mark.parametrize("example", ["digits", "gpt"])
-def test_between_boundaries_nothing_is_read_and_a_step_is_one_execution(on_torch_xla, example):
-    for arm in LAZY:
-        counts = on_torch_xla[example][arm]["per_step"]
-        assert counts == {"reads": 0, "executions": 1, "compiles": 0}, arm
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("example", ["digits", "gpt"])
-def test_the_plain_loop_reads_every_step(on_torch_xla, example):
-    assert on_torch_xla[example]["plain"]["per_step"]["reads"] >= 1
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("example", ["digits", "gpt"])
-def test_all_loops_go_the_same_way_on_torch_xla(on_torch_xla, example):
-    first = on_torch_xla[example]["plain"]["losses"]
-    for arm in ARMS:
-        assert on_torch_xla[example][arm]["losses"] == pytest.approx(first, rel=1e-2), arm
-
-
-@pytest.mark.extended
-def test_the_gpts_step_is_traced(on_torch_xla):
-    assert on_torch_xla["gpt"]["ours-traced"]["reason"] is None
-
-
-@pytest.mark.extended
-def test_the_gpt_goes_the_same_way_by_its_own_loop_and_by_ours(on_torch_xla):
-    own, ours = (on_torch_xla[name]["losses"] for name in ("gpt_as_ever", "gpt_by_our_loop"))
-    assert ours == pytest.approx(own, rel=1e-4)
+def test_the_loops_go_the_same_way_on_torch_xla_and_only_the_plain_one_reads(jobs, tmp_path):
+    options = case_arguments("examples:on_torch_xla")
+    report = jobs.start(tmp_path, *options, script=RUN_CASE, under="").finish().report
+    for example in ("digits", "gpt"):
+        arms = report[example]
+        for arm in LAZY:
+            counts = arms[arm]["per_step"]
+            assert counts == {"reads": 0, "executions": 1, "compiles": 0}, (example, arm)
+            assert arms[arm]["losses"] == pytest.approx(arms["plain"]["losses"], rel=1e-2)
+        assert arms["plain"]["per_step"]["reads"] >= 1
+    assert report["gpt"]["ours-traced"]["reason"] is None
+    assert report["gpt_by_our_loop"] == pytest.approx(report["gpt_as_ever"], rel=1e-4)
 
 
 @pytest.mark.extended

@@ -6,6 +6,7 @@ By name of a curve: its points (step, value).
 import json
 import struct
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,11 @@ def play(callback: training.Callback) -> None:
 
 
 def tensorboard(*, folder: str) -> Curves:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.summary import Writer
-
-    writer = Writer(folder)
+    processing = import_module("tensorboard.backend.event_processing.event_accumulator")
+    writer = import_module("tensorboard.summary").Writer(folder)
     play(training.TensorBoardCallback(writer))
     writer.close()
-    read = EventAccumulator(folder, size_guidance={"tensors": 0})
+    read = processing.EventAccumulator(folder, size_guidance={"tensors": 0})
     read.Reload()
     return {
         tag: [(event.step, float(event.tensor_proto.float_val[0])) for event in read.Tensors(tag)]
@@ -61,9 +60,8 @@ def records_in(log: bytes) -> Iterator[bytes]:
 
 
 def wandb(*, folder: str) -> Curves:
-    import wandb
-    from wandb.proto.wandb_internal_pb2 import Record
-
+    wandb = import_module("wandb")
+    records = import_module("wandb.proto.wandb_internal_pb2")
     run = wandb.init(project="test", mode="offline", dir=folder)
     run.log({"loss": 1.0}, step=7)  # the run's own axis goes its own way
     play(training.WandbCallback(run))
@@ -73,7 +71,7 @@ def wandb(*, folder: str) -> Curves:
     (written,) = Path(folder).rglob("run-*.wandb")
     curves: Curves = {}
     for data in records_in(written.read_bytes()):
-        record = Record()
+        record = records.Record()
         record.ParseFromString(data)
         items = {
             item.key or item.nested_key[0]: json.loads(item.value_json)
