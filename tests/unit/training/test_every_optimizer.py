@@ -350,3 +350,50 @@ def test_train_learns_with_it_and_resumes_to_the_bit(name, tmp_path):
     assert first + rest == losses
     assert_equal(resumed, whole)
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        *((name, {"lr": -1.0}, "lr must be at least 0") for name in EVERY),
+        *((name, {"lr": math.nan}, "lr must be at least 0") for name in EVERY),
+        *((name, {"weight_decay": math.nan}, "weight_decay must be at least 0") for name in EVERY),
+        ("SGD", {"dampening": math.nan}, "dampening must be"),
+        ("SGD", {"momentum": -1.0}, "momentum must be"),
+        ("SGD", {"nesterov": True}, "needs"),
+        ("SGD", {"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "needs"),
+        *((n, {"betas": (math.nan, 0.9)}, r"betas\[0\] must be") for n in ("Adam", "LAMB", "Lion")),
+        *((n, {"betas": (0.9, 1.0)}, r"betas\[1\] must be") for n in ("AdamW", "Lion", "Muon")),
+        *(("AdamW", {"betas": bad}, "betas must be 2") for bad in (0.9, (0.9,), (0.9, 0.9, 0.9))),
+        *((name, {"eps": -1.0}, "eps must be") for name in ("Adam", "AdamW", "LAMB", "Shampoo")),
+        *(("Adafactor", {"eps": bad}, "must be") for bad in ((-1.0, 1e-3), (None, -1.0), (None,))),
+        *(("Adafactor", {"eps": bad}, "must be") for bad in ((math.nan, 1e-3), 1e-3)),
+        *(("Adafactor", {"d": bad}, "d must be") for bad in (0.5, math.nan)),
+        *(("Adafactor", {"beta2_decay": bad}, "beta2_decay must be") for bad in (0.1, math.nan)),
+        *(("ScheduleFreeAdamW", {"betas": (bad, 0.9)}, "must be") for bad in (0.0, 1.0, math.nan)),
+        *(("ScheduleFreeAdamW", {each: -1}, f"{each} must be") for each in ("warmup_steps", "r")),
+        ("ScheduleFreeAdamW", {"weight_lr_power": -1}, "weight_lr_power must be"),
+        ("Muon", {"momentum": 1.0}, r"momentum must be at least 0 and below 1 \(got 1.0\)"),
+        ("Muon", {"momentum": math.nan}, "momentum must be at least 0"),
+        ("Muon", {"ns_steps": 0}, r"a whole number from 1 to 99 \(got 0\)"),
+        *(("Muon", {"ns_steps": bad}, rf"ns_steps must be .* \(got {bad}\)") for bad in (100, 5.0)),
+        ("Muon", {"ns_coefficients": (1.0, 2.0)}, "ns_coefficients must be 3 numbers"),
+        ("Muon", {"adjust_lr_fn": "linear"}, r"None, original or match_rms_adamw \(got linear\)"),
+        ("Shampoo", {"precondition_frequency": 0}, r"a whole number and at least 1 \(got 0\)"),
+        ("SOAP", {"precondition_frequency": 1.5}, r"precondition_frequency must be .* \(got 1.5\)"),
+        ("SOAP", {"max_preconditioner_dim": 0}, "max_preconditioner_dim must be"),
+        *(("Shampoo", {"delay": bad}, r"from 0 to precondition_frequency") for bad in (-1, 11)),
+        ("SOAP", {"delay": 1.0}, "delay must be a whole number"),
+        ("SOAP", {"shampoo_beta": 1.0}, r"shampoo_beta must be .* \(got 1.0\)"),
+        ("Shampoo", {"eps": 0}, r"eps must be above 0 \(got 0\)"),
+        *((name, {"master_weights": True}, r"bfloat16 and float16 parameters") for name in EVERY),
+    ],
+    ids=str,
+)
+def test_an_option_out_of_range_is_refused_of_an_optimizer_and_of_a_group(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        made(name, **options)
+    _, mine = made(name)
+    with pytest.raises(ValueError, match=message):
+        mine.add_param_group({"params": new_parameters(name), **options})
+    assert len(mine.param_groups) == 1

@@ -58,33 +58,6 @@ def test_the_scale_does_not_grow_out_of_range():
     assert scale.get_scale() == 2.0**127
 
 
-def test_unscaling_divides_by_the_scale():
-    parameters = new_parameters()
-    optimizer, scale = SGD(parameters), LossScale(8.0)
-    backward(scale, parameters, optimizer)
-    found_inf = scale.unscale_(optimizer)
-    assert found_inf == 0
-    for parameter, gradient in zip(parameters, gradients(0), strict=True):
-        assert torch.equal(parameter.grad, gradient)
-
-
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_one_element_that_is_not_finite_is_found(bad):
-    parameters = new_parameters()
-    optimizer, scale = SGD(parameters), LossScale()
-    backward(scale, parameters, optimizer, bad=bad)
-    assert scale.unscale_(optimizer) == 1
-
-
-def test_step_says_whether_it_was_left_out():
-    parameters = new_parameters()
-    optimizer, scale = SGD(parameters), LossScale()
-    for step, bad in enumerate((None, math.inf)):
-        backward(scale, parameters, optimizer, step, bad=bad)
-        assert scale.step(optimizer) == (bad is not None)
-        scale.update()
-
-
 def test_unscaling_first_makes_the_same_step():
     results = []
     for first in (False, True):
@@ -136,44 +109,6 @@ def test_two_optimizers_share_a_scale_and_only_the_bad_one_is_left_out():
     assert steps == [1, 0]
 
 
-def test_a_narrow_loss_is_scaled_in_float32():
-    loss = torch.tensor(2.0, dtype=torch.float16)
-    assert LossScale(2.0**17).scale(loss) == 2.0**18
-
-
-def test_unscaling_twice_is_refused():
-    parameters = new_parameters()
-    optimizer, scale = SGD(parameters), LossScale()
-    backward(scale, parameters, optimizer)
-    scale.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match=r"call update\(\)"):
-        scale.unscale_(optimizer)
-
-
-def test_stepping_twice_without_an_update_is_refused():
-    parameters = new_parameters()
-    optimizer, scale = SGD(parameters), LossScale()
-    backward(scale, parameters, optimizer)
-    scale.step(optimizer)
-    with pytest.raises(RuntimeError, match=r"call update\(\)"):
-        scale.step(optimizer)
-    with pytest.raises(RuntimeError, match=r"call update\(\)"):
-        scale.unscale_(optimizer)
-
-
-def test_an_update_without_a_step_is_refused():
-    with pytest.raises(RuntimeError, match="without a step"):
-        LossScale().to("cpu").update()
-
-
-def test_a_step_without_gradients_is_refused_and_can_be_made_up_for():
-    parameters = new_parameters()
-    optimizer, scale = SGD(parameters), LossScale().to("cpu")
-    with pytest.raises(RuntimeError, match="no gradients"):
-        scale.step(optimizer)
-    one_step(scale, parameters, optimizer)
-
-
 def test_float16_gradients_are_refused():
     parameters = new_parameters(dtype=torch.float16)
     scale = LossScale().to("cpu")
@@ -181,11 +116,6 @@ def test_float16_gradients_are_refused():
         parameter.grad = torch.ones_like(parameter)
     with pytest.raises(ValueError, match="float16"):
         scale.step(SGD(parameters))
-
-
-def test_without_a_device_there_is_no_value():
-    with pytest.raises(RuntimeError, match="on no device"):
-        _ = LossScale().value
 
 
 @pytest.mark.parametrize(
@@ -240,11 +170,57 @@ def test_a_copy_goes_on_alone(copied):
     assert other.state_dict() != before
 
 
+@pytest.mark.parametrize("bad", [None, math.inf, -math.inf, math.nan])
+def test_unscaling_divides_by_the_scale_and_finds_one_element_that_is_not_finite(bad):
+    parameters = new_parameters()
+    optimizer, scale = SGD(parameters), LossScale(8.0)
+    backward(scale, parameters, optimizer, bad=bad)
+    assert scale.unscale_(optimizer) == (bad is not None)
+    if bad is None:
+        for parameter, gradient in zip(parameters, gradients(0), strict=True):
+            assert torch.equal(parameter.grad, gradient)
+    assert scale.step(optimizer) == (bad is not None)  # says whether it was left out
+
+
+@pytest.mark.parametrize(
+    ("calls", "text"),
+    [
+        (("unscale_", "unscale_"), r"call update\(\)"),
+        (("step", "step"), r"call update\(\)"),
+        (("step", "unscale_"), r"call update\(\)"),
+        (("update",), "without a step"),
+        (("zero_grad", "step"), "no gradients"),
+    ],
+    ids=str,
+)
+def test_calls_in_a_wrong_order_are_refused_and_can_be_made_up_for(calls, text):
+    parameters = new_parameters()
+    optimizer, scale = SGD(parameters), LossScale()
+    backward(scale, parameters, optimizer)
+    ways = {
+        "unscale_": lambda: scale.unscale_(optimizer),
+        "step": lambda: scale.step(optimizer),
+        "update": scale.update,
+        "zero_grad": optimizer.zero_grad,
+    }
+    *first, last = calls
+    for call in first:
+        ways[call]()
+    with pytest.raises(RuntimeError, match=text):
+        ways[last]()
+    if "step" not in first and "unscale_" not in first:
+        one_step(scale, parameters, optimizer)
+
+
 def test_lists_of_losses_are_scaled_one_by_one():
     scale = LossScale(8.0)
+    with pytest.raises(RuntimeError, match="on no device"):
+        _ = scale.value
     losses = [torch.tensor(1.0), (torch.tensor(2.0), torch.tensor(3.0))]
     assert scale.scale(losses) == [8.0, (16.0, 24.0)]
     assert list(scale.scale(iter(losses[1]))) == [16.0, 24.0]
+    narrow = torch.tensor(2.0, dtype=torch.float16)
+    assert LossScale(2.0**17).scale(narrow) == 2.0**18  # in float32
     with pytest.raises(TypeError, match="got 5"):
         scale.scale(5)
 

@@ -693,35 +693,6 @@ def test_a_schedule_changes_the_learning_rate():
 # Options.
 
 
-@pytest.mark.parametrize("optimizer", BOTH)
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lr": -1.0}, "lr must be at least 0"),
-        ({"weight_decay": math.nan}, "weight_decay must be at least 0"),
-        ({"eps": -1.0}, "eps must be"),
-        ({"betas": (1.0, 0.9)}, r"betas\[0\] must be"),
-        ({"betas": (0.9, math.nan)}, r"betas\[1\] must be"),
-        ({"precondition_frequency": 0}, r"a whole number and at least 1 \(got 0\)"),
-        ({"precondition_frequency": 1.5}, r"precondition_frequency must be .* \(got 1.5\)"),
-        ({"max_preconditioner_dim": 0}, "max_preconditioner_dim must be"),
-        ({"delay": -1}, r"from 0 to precondition_frequency, which is 10 \(got -1\)"),
-        ({"delay": 11}, r"from 0 to precondition_frequency, which is 10 \(got 11\)"),
-        ({"delay": 1.0}, "delay must be a whole number"),
-    ],
-)
-def test_an_option_out_of_range_is_refused(optimizer, options, message):
-    with pytest.raises(ValueError, match=message):
-        optimizer(new_parameters(), **options)
-
-
-def test_options_of_one_of_them_out_of_range_are_refused():
-    with pytest.raises(ValueError, match=r"shampoo_beta must be .* \(got 1.0\)"):
-        SOAP(new_parameters(), shampoo_beta=1.0)
-    with pytest.raises(ValueError, match=r"eps must be above 0 \(got 0\)"):
-        Shampoo(new_parameters(), eps=0)
-
-
 # Factors.
 
 

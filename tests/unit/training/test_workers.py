@@ -3,7 +3,7 @@ import threading
 import pytest
 
 from graphstash import GraphstashError
-from graphstash.training.threads import DeviceExecutor, ExecutorClosed, ExecutorError, WorkerPool
+from graphstash.training.threads import DeviceExecutor, WorkerPool
 
 SECONDS = 60
 
@@ -96,11 +96,6 @@ def test_close_raises_the_first_unread_failure_and_names_the_others():
     pool.close()
 
 
-def test_a_failure_that_was_read_is_not_raised_again():
-    with WorkerPool("read") as pool:
-        assert isinstance(pool.submit(fail, ValueError()).exception(), ValueError)
-
-
 def test_a_worker_may_wait_for_what_another_one_runs():
     with WorkerPool("chained", workers=2) as pool:
         release = threading.Event()
@@ -108,22 +103,3 @@ def test_a_worker_may_wait_for_what_another_one_runs():
         second = pool.submit(lambda value: (value, "and more"), first)
         release.set()
         assert second.result() == (True, "and more")
-
-
-def test_submitting_from_a_worker_is_refused():
-    with WorkerPool("nested", workers=2) as pool:
-        error = pool.submit(pool.submit, int).exception()
-        assert isinstance(error, ExecutorError)
-        assert "submit and wait outside" in str(error)
-
-
-def test_close_drains_and_leaves_no_thread():
-    seen = []
-    pool = WorkerPool("draining", workers=2, capacity=30)
-    for number in range(30):
-        pool.submit(seen.append, number)
-    pool.close()
-    assert sorted(seen) == list(range(30))
-    assert not threads_of("draining")
-    with pytest.raises(ExecutorClosed):
-        pool.submit(int)
