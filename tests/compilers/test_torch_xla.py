@@ -4,11 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from support.compiler_jobs import CompilerJobs
 from support.fault_proxy import LEASE_REQUEST, FaultProxy
+from support.jobs import Outcome
 from support.offline import unplugged
 from support.server import Server
 
@@ -21,21 +24,25 @@ def job(jobs, server, namespace, tmp_path):
         yield made.start
 
 
-@pytest.mark.parametrize(
-    ("mode", "look_up"),
-    [
-        ("lazy", "exact"),
-        pytest.param("compile", "exact", marks=pytest.mark.extended),
-        pytest.param("dynamo", "exact", marks=pytest.mark.extended),
-        pytest.param("item", "exact", marks=pytest.mark.extended),
-        pytest.param("lazy", "hint", marks=pytest.mark.extended),
-        pytest.param("dynamo", "hint", marks=pytest.mark.extended),
-    ],
-)
-def test_what_one_host_compiled_another_does_not(job, server, namespace, mode, look_up):
-    cold = job("a", "--mode", mode, torch_xla_mode=look_up).finish()
-    warm = job("b", "--mode", mode, torch_xla_mode=look_up).finish()
+class Hosts(NamedTuple):
+    """Jobs of twelve steps: the first one, the same job on another host, and one without a hook."""
 
+    directory: Path
+    cold: Outcome
+    warm: Outcome
+    bare: Outcome
+
+
+@pytest.fixture(scope="module")
+def hosts(jobs, server, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("hosts")
+    settings = {"url": server.url, "namespace": "torch-xla"}
+    with CompilerJobs(directory, jobs=jobs, under="fork", **settings) as made:
+        cold, warm = (made.run(host, "--steps", 12) for host in ("cold", "warm"))
+        yield Hosts(directory, cold, warm, made.run("bare", "--steps", 12, under=""))
+
+
+def assert_shared(cold, warm):
     assert cold.report["compiles"] >= 2
     assert cold.stats["misses"] == cold.stats["published"] == cold.report["compiles"]
     assert cold.stats["fallbacks"] == warm.stats["fallbacks"] == {}
@@ -47,21 +54,36 @@ def test_what_one_host_compiled_another_does_not(job, server, namespace, mode, l
     assert f"{warm.hits} hits" in warm.errors
 
 
-@pytest.mark.extended
-def test_an_unmodified_script_shares_under_graphstash_run(job):
-    cold = job("a", under="graphstash run").finish()
-    warm = job("b", under="graphstash run").finish()
-    assert cold.stats["published"] == 2
-    assert warm.report["compiles"] == 0
-    assert warm.report["losses"] == cold.report["losses"]
+def test_what_one_host_compiled_another_does_not(hosts):
+    assert_shared(hosts.cold, hosts.warm)
 
 
 @pytest.mark.extended
-def test_where_look_ups_cannot_be_caught_they_are_predicted(job):
-    options = ("--no-gate", "--install")
-    cold = job("a", *options, under="").finish()
-    warm = job("b", *options, under="").finish()
-    assert cold.stats["published"] == cold.report["compiles"] == 2
+@pytest.mark.parametrize(
+    ("mode", "look_up"),
+    [
+        ("compile", "exact"),
+        ("dynamo", "exact"),
+        ("item", "exact"),
+        ("lazy", "hint"),
+        ("dynamo", "hint"),
+    ],
+)
+def test_every_way_to_run_a_step_shares(job, mode, look_up):
+    cold, warm = (job(host, "--mode", mode, torch_xla_mode=look_up).finish() for host in ("a", "b"))
+    assert_shared(cold, warm)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("under", "options"),
+    [("graphstash run", ()), ("", ["--install"]), ("", ["--install", "--no-gate"])],
+    ids=["unmodified script", "install by hand", "look-ups that cannot be caught"],
+)
+def test_every_way_to_install_the_cache_shares(job, under, options):
+    cold = job("a", *options, under=under).finish()
+    warm = job("b", *options, under=under).finish()
+    assert cold.stats["published"] == cold.report["compiles"] == warm.hits == 2
     assert warm.report["compiles"] == 0
     assert warm.report["losses"] == cold.report["losses"]
 
@@ -74,15 +96,6 @@ def test_a_hook_that_loses_what_it_relies_on_does_not_get_into_a_step(job, look_
     assert outcome.report["losses"] == sound.report["losses"]
     assert outcome.report["compiles"] == 2
     assert sum(outcome.stats["fallbacks"].values()) >= 1
-
-
-@pytest.mark.extended
-def test_another_precision_is_another_executable_under_the_same_name(job):
-    default = job("a").finish()
-    highest = job("b", "--precision", "highest").finish()
-    again = job("c", "--precision", "highest").finish()
-    assert default.report["compiles"] == highest.report["compiles"] == 2
-    assert again.report["compiles"] == 0
 
 
 @pytest.mark.extended
@@ -135,33 +148,33 @@ def test_server_killed_after_it_granted_a_lease_costs_the_upload_only(job, tmp_p
     assert again.report["losses"] == outcome.report["losses"]
 
 
-def test_the_same_host_needs_the_server_only_once(job, server):
-    first = job("a")
-    cold = first.finish()
-    again = job("a", url=unplugged(first.report.parent / "tier", server.url)).finish()
+def test_the_same_host_needs_the_server_only_once(jobs, hosts, server):
+    url = unplugged(hosts.directory / "cold" / "tier", server.url)
+    settings = {"url": url, "namespace": "torch-xla"}
+    again = jobs.start(hosts.directory / "cold", "--steps", "12", **settings).finish()
     assert again.report["compiles"] == 0
-    assert again.stats["hits_host"] == cold.report["compiles"]
+    assert again.stats["hits_host"] == hosts.cold.report["compiles"]
     assert again.stats["fallbacks"] == {}
-    assert again.report["losses"] == cold.report["losses"]
+    assert again.report["losses"] == hosts.cold.report["losses"]
 
 
-def test_once_nothing_new_compiles_a_step_never_meets_the_cache(job):
-    cold = job("a", "--steps", "12").finish()
-    warm = job("b", "--steps", "12").finish()
-    bare = job("c", "--steps", "12", under="").finish()
-    for outcome in (cold, warm):
+def test_once_nothing_new_compiles_a_step_never_meets_the_cache(hosts):
+    bare = hosts.bare
+    for outcome in (hosts.cold, hosts.warm):
         # hits, misses and fallbacks stand still after the two steps that were new
         assert len({tuple(counts) for counts in outcome.report["counts"][2:]}) == 1
         # torch_xla's own entry point is called, not a wrapper of ours
-        assert outcome.report["step_marker"] == bare.report["step_marker"]
-        assert outcome.report["executions"] == bare.report["executions"]
-        assert outcome.report["device_reads"] == bare.report["device_reads"]
-        assert outcome.report["losses"] == bare.report["losses"]
+        for what in ("step_marker", "executions", "device_reads", "losses"):
+            assert outcome.report[what] == bare.report[what], what
     assert bare.stats == {}
 
 
-def test_eight_processes_at_once_compile_each_graph_once(job):
-    herd = [job(f"host{n}", "--width", "48", "--steps", "3") for n in range(8)]
+def test_children_do_not_inherit_the_private_directory(hosts):
+    assert hosts.cold.report["environment"] is None
+
+
+def test_processes_that_start_at_once_compile_each_graph_once(job, is_extended):
+    herd = [job(f"host{n}", "--steps", "3") for n in range(8 if is_extended else 4)]
     outcomes = [running.finish() for running in herd]
     graphs = {o.report["compiles"] + o.hits for o in outcomes}
     assert graphs == {2}
@@ -187,23 +200,11 @@ def test_torchrun_and_shells_in_between_are_fine(job, tmp_path):
 
 
 @pytest.mark.extended
-def test_install_by_hand_is_enough(job):
-    job("a", "--install", under="").finish()
-    warm = job("b", "--install", under="").finish()
-    assert warm.report["compiles"] == 0
-    assert warm.hits == 2
-
-
-@pytest.mark.extended
 def test_a_script_that_sets_a_cache_of_its_own_still_runs(job, tmp_path):
     outcome = job("a", "--initialize-cache", tmp_path / "own").finish()
     assert outcome.stats["published"] == 2
     assert "has no effect" in outcome.errors
     assert not (tmp_path / "own").exists()
-
-
-def test_children_do_not_inherit_the_private_directory(job):
-    assert job("a").finish().report["environment"] is None
 
 
 @pytest.mark.extended

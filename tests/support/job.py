@@ -3,6 +3,9 @@
 Knows nothing of graphstash unless told to install it by hand. Writes what happened as JSON.
 """
 
+# mypy: disallow-untyped-calls=False
+# torch is typed in part.
+
 import argparse
 import gc
 import json
@@ -10,6 +13,7 @@ import os
 import sys
 import threading
 from pathlib import Path
+from typing import Any, NoReturn
 
 parser = argparse.ArgumentParser()
 parser.add_argument("report", type=Path)
@@ -20,7 +24,6 @@ parser.add_argument("--install", action="store_true", help="call graphstash.inst
 parser.add_argument("--initialize-cache", type=Path, help="as scripts for a bare torch_xla do")
 parser.add_argument("--pretend-version", help="what torch_xla says of itself")
 parser.add_argument("--pretend-features", help="instruction sets that this host's CPU has")
-parser.add_argument("--precision", help="of matrix products")
 parser.add_argument("--no-gate", action="store_true", help="as on a host without executable memory")
 parser.add_argument("--sabotage", action="store_true", help="take what the hook relies on away")
 parser.add_argument("--fork", type=int, default=0, help="train in so many forked children")
@@ -34,10 +37,10 @@ if options.pretend_version:
 if options.no_gate:
     import graphstash.hooks.torch_xla.gate as gate_module
 
-    def refuse():
+    def refuse() -> NoReturn:
         raise gate_module.GateUnavailable("the kernel grants no executable memory")
 
-    gate_module.require_x86_64_linux = refuse
+    setattr(gate_module, "require_x86_64_linux", refuse)  # noqa: B010
 if options.install:
     import graphstash
 
@@ -55,49 +58,48 @@ if options.pretend_features:
     from graphstash.hooks import environment
     from graphstash.hooks.torch_xla import fingerprint
 
-    fingerprint.cpu_features = environment.cpu_features = options.pretend_features.split
-if options.precision:
-    torch_xla._XLAC._xla_set_mat_mul_precision(options.precision)
+    for module in (fingerprint, environment):
+        setattr(module, "cpu_features", options.pretend_features.split)  # noqa: B010
 if options.sabotage:
     import shutil
 
     from graphstash._process import session as _session
 
-    def fail(*_):
+    def fail(*_: object) -> NoReturn:
         raise ValueError("no StableHLO today")
 
     torch_xla._XLAC._get_stablehlo = fail
-    shutil.rmtree(_session._current._hooks["torch_xla"]._directory)
+    current: Any = _session._current
+    shutil.rmtree(current._hooks["torch_xla"]._directory)
 if options.initialize_cache:
     xr.initialize_cache(str(options.initialize_cache))
 
 
-def count(metric):
+def count(metric: str) -> int:
     data = xla_metrics.metric_data(metric)
     return int(data[0]) if data else 0
 
 
-def train():
+def train() -> tuple[list[float], list[Any]]:
     torch.manual_seed(0)
     device = torch_xla.device()
-    model = nn.Sequential(nn.Linear(16, options.width), nn.Tanh(), nn.Linear(options.width, 1))
-    model = model.to(device)
+    layers = nn.Linear(16, options.width), nn.Tanh(), nn.Linear(options.width, 1)
+    model = nn.Sequential(*layers).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     batches = [torch.randn(8, 16) for _ in range(options.steps)]
-    compiled = torch.compile(model, backend="openxla") if options.mode == "dynamo" else model
+    compiled: Any = torch.compile(model, backend="openxla") if options.mode == "dynamo" else model
 
-    def step(batch):
+    def step(batch: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
         loss = functional.mse_loss(compiled(batch), batch.sum(1, keepdim=True))
         loss.backward()
         optimizer.step()
         return loss.detach()
 
-    if options.mode == "compile":
-        step = torch_xla.compile(step)
+    run = torch_xla.compile(step) if options.mode == "compile" else step
     losses, counts = [], []
     for batch in batches:
-        loss = step(batch.to(device))
+        loss = run(batch.to(device))
         if options.mode in ("lazy", "dynamo"):
             torch_xla.sync()
         losses.append(loss.item())  # in mode `item`, this is what runs the step
@@ -107,7 +109,7 @@ def train():
     return losses, counts
 
 
-def cache_counts():
+def cache_counts() -> list[int] | None:
     """What the cache has done so far, if it is here at all."""
     if "graphstash._process.session" not in sys.modules:
         return None
@@ -117,7 +119,7 @@ def cache_counts():
     return [so_far.hits, so_far.misses, sum(so_far.fallbacks.values())]
 
 
-def train_beside():
+def train_beside() -> tuple[list[float], int]:
     """Compiles a graph in one thread while another runs a cached one over and over.
 
     `_run_cached_graph`, below a dynamo graph, holds the interpreter lock while it waits for the
@@ -135,7 +137,7 @@ def train_beside():
     missing = (torch.ones(64, 64, device=device) @ torch.ones(64, 64, device=device)).sin().sum()
     compiled = threading.Event()
 
-    def compile_missing():
+    def compile_missing() -> None:
         torch_xla._XLAC._xla_sync_multi([missing], [], wait=True)
         compiled.set()
 
@@ -149,13 +151,13 @@ def train_beside():
     return [missing.item()], runs
 
 
-def main():
+def main() -> None:
     # Which tensors are alive decides what a lazy step is; when the collector runs must not.
     gc.disable()
-    extra = {}
+    extra: dict[str, Any] = {}
     if options.thread:
         losses, extra["beside"] = train_beside()
-        counts = []
+        counts: list[Any] = []
     else:
         losses, counts = train()
     report = {
