@@ -473,24 +473,38 @@ class _Run:
 _Loader = DeviceLoader[tuple[Any, ...]] | InlineLoader[tuple[Any, ...]]
 
 
-def _rates(optimizer: Mapping[str, Any]) -> dict[str, float]:
-    """The learning rate of each group, before its schedule."""
-    return {
-        f"lr of group {number}": float(group.get("initial_lr", group["lr"]))
-        for number, group in enumerate(optimizer["param_groups"])
-        if "lr" in group
-    }
+def _rates(optimizer: Mapping[str, Any]) -> dict[str, object]:
+    """The numbers of each group, with its learning rate before its schedule."""
+    found: dict[str, object] = {}
+    for number, group in enumerate(optimizer["param_groups"]):
+        moved = {"betas", "momentum"} if "max_momentum" in group else set()
+        for name, value in group.items():
+            if name in {"params", "lr", "initial_lr"} | moved:
+                continue
+            if isinstance(value, (int, float, tuple)):
+                found[f"{name} of group {number}"] = value
+        if "lr" in group:
+            found[f"lr of group {number}"] = float(group.get("initial_lr", group["lr"]))
+    return found
 
 
-def _constants(schedule: Mapping[str, Any] | None) -> dict[str, int | float]:
-    """Those numbers of a schedule that stay the same while it advances."""
-    return {
-        f"the schedule's {name}": value
-        for name, value in (schedule or {}).items()
-        if isinstance(value, (int, float))
-        and not name.startswith("_")
-        and name not in {"last_epoch", "T_cur", "T_i"}
-    }
+def _constants(schedule: Mapping[str, Any] | None) -> dict[str, object]:
+    """What stays the same while a schedule, or a schedule in it, advances."""
+    found: dict[str, object] = {}
+    for name, value in (schedule or {}).items():
+        if name == "_schedulers":
+            for number, each in enumerate(value):
+                of = _constants(each)
+                found |= {f"{key} (schedule {number} in it)": of[key] for key in of}
+        elif name.lstrip("_") == "milestones":
+            found["the schedule's milestones"] = sorted(value)
+        elif (
+            isinstance(value, (int, float))
+            and not name.startswith("_")
+            and name not in {"last_epoch", "T_cur", "T_i"}
+        ):
+            found[f"the schedule's {name}"] = value
+    return found
 
 
 def _sizes(options: Options) -> dict[str, int]:
@@ -499,6 +513,9 @@ def _sizes(options: Options) -> dict[str, int]:
     sizes = {"steps": options.steps}
     if isinstance(batch_size := getattr(data, "batch_size", None), int):
         sizes["batch_size"] = batch_size
+    elif isinstance(data, Sized):  # a list of batches, or a loader with a sampler of batches
+        with suppress(TypeError):
+            sizes["batches"] = len(data)
     if isinstance(dataset := getattr(data, "dataset", None), Sized):
         with suppress(TypeError):  # torch's Sized datasets may have no length
             sizes["samples"] = len(dataset)
