@@ -7,20 +7,34 @@ import pytest
 from graphstash.hooks.pjrt.interceptor import Shield
 
 
-def test_an_interrupt_while_an_error_is_told_waits_too():
+class StoppedError(BaseException):
+    """What a handler of signals raises; an ordinary exception is an error of the hook."""
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, StoppedError])
+def test_interrupt_waits_until_the_callback_has_returned(interrupt):
     def interrupted(_):
-        raise KeyboardInterrupt
+        raise interrupt
 
     def fail():
         raise ValueError("broken on purpose")
 
-    shield = Shield(interrupted)
-    assert shield.attempt(fail) is None
-    with pytest.raises(KeyboardInterrupt):
-        close_and_wait(shield)
+    returned = []
+
+    def callback():
+        shield = Shield(interrupted)
+        assert shield.attempt(fail) is None  # an interrupt while an error is told waits as well
+        shield.close()
+        for _ in range(20):  # a busy machine is as slow to return
+            threading.Event().wait(0.01)
+        returned.append(True)
+
+    with pytest.raises(interrupt):
+        wait_after(callback)
+    assert returned
 
 
-def close_and_wait(shield):
-    shield.close()
-    for _ in range(100):
+def wait_after(callback):
+    callback()
+    for _ in range(600):
         threading.Event().wait(0.1)

@@ -211,7 +211,7 @@ def _interrupted(url: str, number: int, moment: str, handler: Any) -> dict[str, 
             if len(calls) == 1 and moment == "before":
                 signal.raise_signal(signal.SIGINT)
             error = compile_really(address)
-            if len(calls) == 1:
+            if len(calls) == 1 and moment == "after":
                 signal.raise_signal(signal.SIGINT)
             return error
 

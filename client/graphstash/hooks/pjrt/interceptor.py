@@ -8,12 +8,15 @@ thread that compiles would be stuck; none is known.
 Whatever happens in here, the framework gets what the plug-in's own function returns.
 """
 
+import _thread
 import ctypes
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final, TypeVar
 
 from graphstash._compile.cache import CompileCache
@@ -44,9 +47,8 @@ _KEPT: Final[list[Any]] = []
 
 _MEMORY: Final = Path("/proc/self/mem")
 
-_AWAY_SECONDS: Final = 0.01
-"""How long the callback may take to return. Should it need longer, the exception meets the shield
-once more, and waits once more."""
+_POLL_SECONDS: Final = 0.01
+"""How often a thread looks whether another thread has left its callback."""
 
 
 class Interceptor:
@@ -232,14 +234,17 @@ class Shield:
                 self._interrupt = interrupt
 
     def close(self) -> None:
-        """Has what a signal raised raised again in this thread, once it is out of the callback."""
+        """Raise what a signal raised again in this thread, after the caller has returned to C++."""
         if self._interrupt is not None:
-            arguments = (threading.get_ident(), self._interrupt)
-            threading.Thread(target=_raise_in, args=arguments, daemon=True).start()
+            # Unlike `Thread.start`, this waits for nothing: a wait would meet the next signal.
+            arguments = (threading.get_ident(), sys._getframe(1), self._interrupt)
+            _thread.start_new_thread(_raise_in, arguments)
 
 
-def _raise_in(thread: int, interrupt: BaseException) -> None:
-    time.sleep(_AWAY_SECONDS)
+def _raise_in(thread: int, callback: FrameType, interrupt: BaseException) -> None:
+    time.sleep(_POLL_SECONDS)
+    while _is_in(thread, callback):  # an exception that reaches C++ there ends the process
+        time.sleep(_POLL_SECONDS)
     is_ctrl_c = isinstance(interrupt, KeyboardInterrupt)
     if is_ctrl_c and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.pthread_kill(thread, signal.SIGINT)  # ends a wait for a lock, too
@@ -247,6 +252,14 @@ def _raise_in(thread: int, interrupt: BaseException) -> None:
         # Whatever another handler has counted or closed, it must not do twice.
         again = ctypes.py_object(_again(interrupt))
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), again)
+
+
+def _is_in(thread: int, callback: FrameType) -> bool:
+    """Whether a thread has not returned from a call yet."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame is not callback:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _again(interrupt: BaseException) -> type[BaseException]:
