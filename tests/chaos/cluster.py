@@ -20,7 +20,6 @@ from graphstash_server.testing import ServerProcess
 from support.any_s3 import open_s3
 from support.moto import CREDENTIALS
 from support.postgres import Postgres
-from support.s3_proxy import S3Fault
 
 __all__ = ["KEEP", "TIER_BYTES", "TIGHT", "TIGHT_BYTES", "Cluster", "Command"]
 
@@ -145,11 +144,6 @@ class Cluster:
     def url(self, number):
         """Of a server, or of the other one while it is known to be down, as a balancer chooses."""
         return self.servers[1 - number if number == self._down else number].url
-
-    @property
-    def is_whole(self):
-        """Whether every server has started, as far as the test knows, and no fault of S3 is on."""
-        return self._down is None and (self.proxy is None or self.proxy.fault is S3Fault.NONE)
 
     def has_flipped_since(self, moment):
         """Whether the S3 proxy flipped a bit after a time of the monotonic clock."""

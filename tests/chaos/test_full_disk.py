@@ -1,11 +1,10 @@
 """A disk that is full for real, with the blobs on it and, on SQLite, the database, too."""
 
-import hashlib
 import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import httpx
@@ -24,8 +23,6 @@ MIB = 1024**2
 DISK_BYTES = 32 * MIB
 HEAD_ROOM_BYTES = 4 * MIB
 
-_NONE = "0 problems found\nexit code 0"
-
 
 class Api:
     """One namespace of one server."""
@@ -35,12 +32,11 @@ class Api:
         self.http = httpx.Client(base_url=url, timeout=60, trust_env=False)
 
     @staticmethod
-    def key(number: int) -> dict[str, str]:
-        fingerprint = hashlib.sha256(str(number).encode()).hexdigest()
-        return {"kind": "jax", "device_type": "cpu", "fingerprint": fingerprint}
+    def key(number: int) -> ArtifactKey:
+        return ArtifactKey.parse("jax", "cpu", f"{number:064x}")
 
     def path(self, number: int) -> str:
-        return "/v1/team/artifacts/" + "/".join(self.key(number).values())
+        return str(self.key(number).artifact_path("team"))
 
     @staticmethod
     def blob(number: int, size: int = MIB) -> bytes:
@@ -51,19 +47,37 @@ class Api:
         headers = {"Repr-Digest": Digest.of(blob).repr_digest}
         return self.http.put(self.path(number), content=blob, headers=headers)
 
+    def put_all(self, numbers: Iterable[int]) -> None:
+        """Store artifacts, each of which the server accepts."""
+        refused = [answer.text for answer in map(self.put, numbers) if answer.status_code != 201]
+        assert refused == []
+
     def get(self, number: int) -> httpx.Response:
         return self.http.get(self.path(number))
+
+    def has(self, numbers: Iterable[int]) -> bool:
+        """Return whether each artifact is served as it was stored."""
+        return all(self.get(number).content == self.blob(number) for number in numbers)
 
     def delete(self, number: int) -> httpx.Response:
         return self.http.delete(self.path(number))
 
-    def pin(self, numbers: list[int]) -> None:
+    def pin(self, numbers: Iterable[int]) -> None:
         team = Namespace("team")
-        keys = [ArtifactKey(**self.key(number)) for number in numbers]
-        pin(self._database_url, [StoredKey.of(team, key) for key in keys])
+        pin(self._database_url, [StoredKey.of(team, self.key(number)) for number in numbers])
 
-    def kept(self, numbers: range) -> list[int]:
+    def kept(self, numbers: Iterable[int]) -> list[int]:
         return [number for number in numbers if self.get(number).status_code == 200]
+
+    def evictions(self) -> dict[int, str]:
+        """Return the artifacts that the audit log says were evicted, and why."""
+        answer = self.http.get("/v1/-/audit", params={"namespace": "team", "limit": 1000})
+        assert answer.status_code == 200, answer.text
+        return {
+            int(entry["subject"].rpartition("/")[2], 16): entry["detail"].rpartition(" ")[0]
+            for entry in answer.json()["entries"]
+            if entry["action"] == "evict"
+        }
 
 
 class Deployment:
@@ -121,98 +135,65 @@ def deployment(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Deplo
     with SmallDisk(tmp_path / "disk", size_bytes=DISK_BYTES) as disk:
         deployment = Deployment(disk, url)
         yield deployment
+        assert deployment.check() == "0 problems found\nexit code 0"
         deployment.close()
 
 
-@pytest.fixture
-def findings(deployment: Deployment) -> Callable[[], str]:
-    """What is wrong with an artifact, a blob or a counter."""
-    return deployment.check
+on_sqlite = pytest.mark.parametrize("deployment", ["sqlite"], indirect=True)
+"""For promises that do not depend on where the database is."""
 
 
-def test_without_any_limit_a_full_disk_evicts(deployment, findings):
+def test_without_any_limit_a_full_disk_evicts(deployment):
     api = deployment.serve()
-    numbers = range(60)
-
-    refused = [answer.text for answer in map(api.put, numbers) if answer.status_code != 201]
-
-    assert refused == []
-
-    kept = api.kept(numbers)
+    api.put_all(range(60))
+    kept = api.kept(range(60))
     assert 20 <= len(kept) < 32
-    for number in kept:
-        assert api.get(number).content == api.blob(number)
-    assert findings() == _NONE
-
-    assert evictions_of(api) == dict.fromkeys(set(numbers) - set(kept), "the disk is full")
+    assert api.has(kept)
+    assert api.evictions() == dict.fromkeys({*range(60)} - {*kept}, "the disk is full")
 
 
-def evictions_of(api: Api) -> dict[int, str]:
-    """The artifacts that the audit log says were evicted, and why."""
-    numbers = {"/".join(api.key(number).values()): number for number in range(200)}
-    query = {"namespace": "team", "limit": 1000}
-    answer = api.http.get("/v1/-/audit", params=query)
-    assert answer.status_code == 200, answer.text
-    return {
-        numbers[entry["subject"]]: entry["detail"].rpartition(" ")[0]
-        for entry in answer.json()["entries"]
-        if entry["action"] == "evict"
-    }
-
-
-def test_a_budget_below_the_size_of_the_disk_never_fills_it(deployment, findings):
+@on_sqlite
+def test_budget_below_the_size_of_the_disk_never_fills_it(deployment):
     api = deployment.serve(store_limit_bytes=16 * MIB)
-    numbers = range(60)
-
-    refused = [answer.text for answer in map(api.put, numbers) if answer.status_code != 201]
-
-    assert refused == []
-
-    assert 12 <= len(api.kept(numbers)) <= 16
+    api.put_all(range(60))
+    kept = api.kept(range(60))
+    assert 12 <= len(kept) <= 16
     assert deployment.disk.used_bytes < DISK_BYTES - HEAD_ROOM_BYTES
-    assert set(evictions_of(api).values()) <= {"over the soft limit", "over the store's limit"}
-    assert set(evictions_of(api)) == set(numbers) - set(api.kept(numbers))
-    assert findings() == _NONE
+    evictions = api.evictions()
+    assert set(evictions.values()) <= {"over the soft limit", "over the store's limit"}
+    assert set(evictions) == {*range(60)} - {*kept}
 
 
-def test_when_nothing_can_be_evicted_reading_goes_on(deployment, findings):
+@on_sqlite
+def test_reading_goes_on_when_nothing_can_be_evicted(deployment):
     api = deployment.serve()
     numbers = list(range(20))
-    for number in numbers:
-        assert api.put(number).status_code == 201
+    api.put_all(numbers)
     api.pin(numbers)
-
     number = 100
     while (answer := api.put(number)).status_code == 201:
         api.pin([number])
         numbers.append(number)
         number += 1
-
     problem = answer.json()
     assert (answer.status_code, problem["code"]) == (507, "insufficient_storage")
     assert answer.headers["content-type"] == "application/problem+json"
     assert 0 <= problem["limit"] < MIB
     assert str(HEAD_ROOM_BYTES) in problem["detail"]
     assert api.get(number).status_code == 404
-    for each in numbers:
-        assert api.get(each).content == api.blob(each)
-    assert findings() == _NONE
+    assert api.has(numbers)
+    assert deployment.check().startswith("0 problems found")
 
     for each in numbers[:2]:
         assert api.delete(each).status_code == 204
     assert api.put(number).status_code == 201
-    assert findings() == _NONE
 
 
-def test_a_disk_that_others_filled_is_read_only_until_there_is_room(deployment, findings):
+def test_disk_filled_by_others_is_read_only_until_there_is_room(deployment):
     api = deployment.serve()
-    numbers = range(12)
-    for number in numbers:
-        assert api.put(number).status_code == 201
-    api.pin(list(numbers))
-
+    api.put_all(range(12))
+    api.pin(range(12))
     deployment.disk.fill()
-
     for number in range(100, 110):
         refused = api.put(number, 1000 * (number - 99))
         assert (refused.status_code, refused.json()["code"]) == (507, "insufficient_storage")
@@ -223,31 +204,23 @@ def test_a_disk_that_others_filled_is_read_only_until_there_is_room(deployment, 
         "read only: no space left",
         "ok",
     )
-    for number in numbers:
-        assert api.get(number).content == api.blob(number)
+    assert api.has(range(12))
 
     deployment.disk.drain()
-
     assert api.put(100).status_code == 201
     until(lambda: api.http.get("/readyz").json()["blob_store"] == "ok")  # a probe is shared
-    assert findings() == _NONE
 
 
-def test_a_disk_that_others_filled_gets_room_by_deleting_and_by_evicting(deployment, findings):
+def test_disk_filled_by_others_gets_room_by_deleting_and_by_evicting(deployment):
     api = deployment.serve()
-    numbers = range(20)
-    for number in numbers:
-        assert api.put(number).status_code == 201
-
+    api.put_all(range(20))
     # SQLite writes down what goes before it goes; without any room it can take nothing away.
     deployment.disk.fill(left_bytes=MIB if deployment.has_sqlite else 0)
-
     assert api.delete(0).status_code == 204
     tries = 0
     while (answer := api.put(100)).status_code == 507:
         tries += 1
         assert tries < 10
     assert answer.status_code == 201
-    assert api.get(100).content == api.blob(100)
-    assert len(api.kept(numbers)) > 10
-    assert findings() == _NONE
+    assert api.has([100])
+    assert len(api.kept(range(20))) > 10
