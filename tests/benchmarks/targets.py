@@ -75,13 +75,11 @@ class Target:
         port: where it listens on loopback.
         pid: the process whose tree's CPU time counts.
         headers: lines that every request to it needs.
-        is_durable: whether a PUT is on the disk when it is answered.
         connection: what `put` takes.
     """
 
     name: str
     headers = ""
-    is_durable = False
     connection = HttpConnection
 
     def publish(self, name, payload):
@@ -109,7 +107,6 @@ class Graphstash(Target):
     """`graphstash serve`, as its users start it: SQLite and a disk store; or on a PostgreSQL."""
 
     name = "graphstash"
-    is_durable = True
 
     def __init__(self, directory, database_url=None):
         self._paths = {}
@@ -262,7 +259,6 @@ class Registry(Peer):
     name = "docker-registry"
     install = "apt install docker-registry"
     binary = "docker-registry"
-    is_durable = True
 
     def command(self, directory):
         self._paths = {}
@@ -353,7 +349,6 @@ class Redis(Peer):
     name = "redis"
     install = "apt install redis-server"
     binary = "redis-server"
-    is_durable = True
     connection = RedisConnection
 
     def command(self, directory):
