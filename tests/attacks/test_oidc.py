@@ -211,19 +211,6 @@ def test_a_replayed_jwt_gives_tokens_that_all_end_and_can_all_be_revoked(server,
     assert refused == {"unauthenticated": 3}
 
 
-@pytest.mark.extended  # tests/service/test_exchange.py proves the limit with a smaller one
-def test_a_jwt_is_exchanged_by_the_thousand(server, exchange, github):
-    jwt = github.token("shared", sub="repo:team/many")
-    answers = [exchange(jwt, lifetime_seconds=60).status_code for _ in range(1_000)]
-    assert set(answers) == {201}
-
-    with server.withstands() as refused:
-        assert {exchange(jwt, lifetime_seconds=60).status_code for _ in range(10)} == {409}
-    assert refused == {"conflict": 10}
-    assert exchange(github.token("shared", sub="repo:team/other")).status_code == 201
-    assert server.token("read:*")
-
-
 def test_a_provider_names_its_subject_like_another_ones(server, exchange, github, cluster):
     sub = "github:repo:team/model"
     jwt = cluster.token("shared", aud="graphstash-k8s", sub=sub)

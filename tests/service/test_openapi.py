@@ -54,13 +54,11 @@ pytestmark = pytest.mark.filterwarnings(
     scope="module",
     params=["admin", *(pytest.param(who, marks=pytest.mark.extended) for who in OTHERS)],
 )
-def asked(request):
+def asked(request, guarded, live_server):
     """Where a server listens, and what a caller shows to it; the administrator comes everywhere."""
     if request.param == "open":
-        server, headers = request.getfixturevalue("live_server"), {}
-        _fill(server.url, headers)
-        return server.url, headers
-    guarded = request.getfixturevalue("guarded")
+        _fill(live_server.url, {})
+        return live_server.url, {}
     headers = {"Authorization": f"Bearer {guarded.admin}"}
     _fill(guarded.url, headers)
     if request.param == "reader":

@@ -134,19 +134,6 @@ def test_the_smaller_of_two_limits_of_an_artifact_counts(api, problem, files):
     assert "GRAPHSTASH_MAX_ARTIFACT_BYTES" in refused["detail"]
 
 
-def test_the_limit_of_a_policy_evicts_what_is_worth_least(api, problem):
-    give(api, limit_bytes=10_000)
-    api.put(b"1" * 4000, 1, seconds=100)
-    api.put(b"2" * 4000, 2, seconds=1)
-
-    assert api.put(b"3" * 4000, 3, seconds=50).status_code == 201
-
-    assert [api.get(number).status_code for number in (1, 2, 3)] == [200, 404, 200]
-    refused = problem(api.put(b"4" * 10_001, 4), 507, "insufficient_storage", "--limit")
-    assert refused["limit"] == 10_000
-    assert api.stats()["size_bytes"] == 8000
-
-
 def test_the_limit_of_a_policy_wins_over_the_servers_settings(tmp_path, connect):
     with LiveServer(
         tmp_path / "data", log_level="error", namespace_limits={"te*": 10_000}

@@ -350,8 +350,6 @@ def test_the_command_lists_releases_and_deletes(command, connect):
     log = api.http.get("/v1/-/audit").json()["entries"]
     assert {each["actor"].partition(":")[0] for each in log[1:3]} == {"local"}
 
-
-def test_the_command_says_what_an_artifact_is_called(command):
     assert "use <namespace>/<kind>" in command("release", "team/jax", status=2)
     assert "fingerprint" in command("delete", "team/jax/cpu/short", status=2)
     assert "namespace" in command("list", "--namespace", "No", status=2)

@@ -384,17 +384,3 @@ async def test_processes_that_end_together_are_all_in_the_run(opened):
         run = await one.context.runs.find(TEAM, RunName("run"))
         assert run.processes == 40
         assert (await other.context.runs.list_latest(TEAM, job=ManifestName("x"))).runs == ()
-
-
-@pytest.mark.extended
-def test_a_restarted_server_knows_the_runs_of_all_workers(start, connect):
-    server = start("--workers", "2")
-    api = connect(server.url)
-    api.put(b"blob")
-    for process in range(6):
-        with connect(server.url).http as client:  # a connection of its own, to either worker
-            answer = Runs(client, api.namespace).report("run", str(process))
-            assert answer.status_code == 204
-    server.stop()
-    again = connect(start("--workers", "2").url)
-    assert Runs(again.http, api.namespace).get("run").json()["processes"] == 6
