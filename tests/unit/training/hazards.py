@@ -809,7 +809,7 @@ class MeasuredBeforeTheStep(Loop):
     """Nothing here reads a value."""
 
     def before_step(self, step):
-        sizes = [each.numel() * each.element_size() for each in self.net.parameters()]
+        sizes = [each.nbytes * each.is_contiguous() for each in self.net.parameters()]
         self.see(torch.tensor(sizes), *map(torch.zeros_like, self.net.parameters()))
 
 

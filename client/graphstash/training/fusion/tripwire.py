@@ -20,7 +20,7 @@ __all__ = ["Tripwire", "is_held"]
 _PROPERTIES: Final = (
     *("grad", "requires_grad", "is_leaf", "grad_fn", "_backward_hooks"),
     *("_post_accumulate_grad_hooks", "shape", "device", "dtype", "layout", "ndim", "is_cpu"),
-    *("is_cuda", "is_meta", "is_sparse", "_version"),
+    *("is_cuda", "is_meta", "is_sparse", "_version", "itemsize", "nbytes", "names", "output_nr"),
 )
 _GRAD: Final[Any] = Tensor.grad
 _HARMLESS: Final = frozenset(
@@ -28,7 +28,9 @@ _HARMLESS: Final = frozenset(
         *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
         *(_GRAD.__set__, _GRAD.__delete__),
         *(Tensor.size, Tensor.stride, Tensor.dim, Tensor.numel, Tensor.nelement),
-        *(Tensor.element_size, Tensor.is_floating_point, Tensor.requires_grad_),
+        *(Tensor.element_size, Tensor.is_floating_point, Tensor.requires_grad_, Tensor.ndimension),
+        *(Tensor.is_contiguous, Tensor.is_complex, Tensor.is_signed, Tensor.storage_offset),
+        *(Tensor.get_device, Tensor.__len__, Tensor.is_inference, Tensor._is_view),
         *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),
         *(torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like),
         *(torch.rand_like, torch.randn_like, Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones),
