@@ -1,12 +1,8 @@
 """Hosts of one team call one Helion kernel; Helion tunes it for real, on a CPU."""
 
-from pathlib import Path
-
 import pytest
 
 from support.compiler_jobs import CompilerJobs
-
-JOB = Path(__file__).parents[1] / "support" / "tune_helion_job.py"
 
 BAD = [
     *("", "\x80", "[]", "null", "{}", "[" * 100_000),
@@ -28,11 +24,17 @@ pytestmark = pytest.mark.extended
 def hosts(server, tmp_path_factory):
     """A host that tunes a kernel and publishes much, one after it, and one without the team."""
     settings = {"url": server.url, "namespace": "helion-kernels", "under": "python"}
-    settings |= {"script": JOB, "environment": "helion", "hooks": ""}
+    settings |= {"cases": "helion_kernels", "environment": "helion", "hooks": ""}
+    settings["variables"] = {
+        "HELION_CACHE_DIR": "HOST/helion",
+        "HELION_PALLAS_INTERPRET": "1",
+        "HELION_REMOTE_CACHE_BACKEND": "graphstash.tuning.targets.helion.TeamBackend",
+        "JAX_PLATFORMS": "cpu",
+    }
     with CompilerJobs(tmp_path_factory.mktemp("hosts"), **settings) as jobs:
-        first = jobs.run("first", "--plant", *BAD)
-        second = jobs.run("second", "--planted", len(BAD))
-        yield first, second, jobs.run("third", "--broken-team")
+        first = jobs.run("first", "tuned", {"plant": BAD})
+        second = jobs.run("second", "tuned", {"planted": len(BAD)})
+        yield first, second, jobs.run("third", "tuned", {"is_broken": True})
 
 
 def test_a_team_tunes_a_kernel_once(hosts):

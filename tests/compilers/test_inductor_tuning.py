@@ -1,12 +1,14 @@
 """Two hosts of one team compile the same products of matrices with max-autotune, on CPUs."""
 
-from pathlib import Path
-
 import pytest
 
 from support.compiler_jobs import CompilerJobs
 
-JOB = Path(__file__).parents[1] / "support" / "tune_inductor_job.py"
+JOBS = {
+    "under": "python",
+    "cases": "inductor_products",
+    "variables": {"TORCHINDUCTOR_CACHE_DIR": "HOST/inductor"},
+}
 LIBRARY, CPP = "bmm", "cpp_CppMicroGemmFP32Vec"
 BEST = "mm 32 16 32 5"
 
@@ -14,12 +16,12 @@ BEST = "mm 32 16 32 5"
 @pytest.fixture(scope="module")
 def hosts(server, tmp_path_factory):
     """A first host, and a second one that has the same products in other graphs."""
-    settings = {"url": server.url, "namespace": "inductor-products", "under": "python"}
-    settings |= {"script": JOB, "environment": "torch-newest"}
-    with CompilerJobs(tmp_path_factory.mktemp("hosts"), **settings) as jobs:
-        always = ("--triton", "--fastest", CPP, BEST)
-        first = jobs.run("first", *always)
-        yield first, jobs.run("second", *always, "--other-graphs", "--refuse", CPP, "--broken")
+    settings = {"url": server.url, "namespace": "inductor-products", "environment": "torch-newest"}
+    with CompilerJobs(tmp_path_factory.mktemp("hosts"), **settings, **JOBS) as jobs:
+        always = {"has_triton": True, "fastest": [CPP, BEST]}
+        first = jobs.run("first", "products", always)
+        other = always | {"views": 1, "refuse": CPP, "is_broken": True}
+        yield first, jobs.run("second", "products", other)
 
 
 @pytest.mark.extended
@@ -76,8 +78,7 @@ def test_closing_takes_everything_out_of_torch(hosts):
 
 
 def test_a_torch_without_the_lookup_table_says_so_and_goes_on(server, namespace, tmp_path):
-    settings = {"url": server.url, "namespace": namespace, "under": "python", "script": JOB}
-    with CompilerJobs(tmp_path, **settings) as jobs:
-        job = jobs.run("host")
+    with CompilerJobs(tmp_path, url=server.url, namespace=namespace, **JOBS) as jobs:
+        job = jobs.run("host", "products")
     assert not job.report["is_installed"]
     assert job.errors.count("what its max-autotune measures is not shared") == 1

@@ -1,15 +1,35 @@
+"""A team tunes a kernel once. Each measurement happens in a process that may crash, hang or lie,
+and every host checks what others have published.
+"""
+
 from pathlib import Path
 
 import pytest
 
 from support.compiler_jobs import CompilerJobs
+from support.jobs import Running
 
-JOB = Path(__file__).parents[2] / "support" / "tune_job.py"
+
+class Team(CompilerJobs):
+    """Jobs that tune the tiles of a made-up kernel; a host is a folder."""
+
+    def start(self, host: str, *, under: str = "tuning", **arguments: object) -> Running:
+        """Start a job: settings of the client, and keyword arguments of `cases.tiles.tuned`."""
+        own = {name: arguments.pop(name) for name in [*arguments] if name in KEYWORDS}
+        own |= {"measured": self.directory / host / "measured"}
+        return super().start(host, "tuned", own, under=under, **arguments)
+
+    def measured(self, host: str) -> int:
+        """Return how often a host has measured so far."""
+        file = Path(self.directory / host / "measured")
+        return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+KEYWORDS = {"size", "device", "noise", "seed", "hang_after", "until", "batch", "reject", "ranks"}
 
 
 @pytest.fixture
-def team(server, namespace, tmp_path):
-    """Starts jobs that tune; a host is a folder."""
-    settings = {"url": server.url, "namespace": namespace, "under": "python", "script": JOB}
-    with CompilerJobs(tmp_path, **settings) as jobs:
-        yield jobs
+def team(server, namespace, tmp_path, jobs):
+    settings = {"url": server.url, "namespace": namespace, "cases": "tiles"}
+    with Team(tmp_path, jobs=jobs, **settings) as team:
+        yield team

@@ -18,7 +18,7 @@ from graphstash.tuning.memory import team as team_module
 from graphstash.tuning.memory.findings import Finding, merged
 from graphstash.tuning.memory.problem import Problem
 from graphstash.tuning.memory.team import TeamMemory
-from graphstash.tuning.space import MAX_COST, SearchSpace
+from graphstash.tuning.space import MAX_COST
 from graphstash.tuning.spaces import ParameterSpace
 from graphstash_schema import DeviceType
 from graphstash_schema.explanation import described
@@ -28,32 +28,28 @@ from support.ports import reserved_port
 from support.signing import Team
 from support.waiting import until, until_waiting
 
-
-def lines_of(running):
-    measured = running.report.with_suffix(".measured")
-    return len(measured.read_text().splitlines()) if measured.exists() else 0
+BEST = {"block_m": 128, "block_n": 128, "block_k": 128}
 
 
-def test_what_one_host_tuned_another_does_not(team):
+def test_schedule_tuned_by_one_host_is_used_by_another(team):
     first = team.run("first")
     second = team.run("second")
     assert first.report["measured"] > 10
     assert first.report["was_searched"]
     assert second.report["measured"] == 0
     assert not second.report["was_searched"]
-    assert second.report["schedule"] == first.report["schedule"]
-    assert first.report["schedule"] == {"block_m": 128, "block_n": 128, "block_k": 128}
+    assert second.report["schedule"] == first.report["schedule"] == BEST
     assert second.hits == 1
     assert first.stats["fallbacks"] == second.stats["fallbacks"] == {}
 
 
-def test_a_search_begins_where_the_nearest_shape_ended(team):
-    cold = team.run("cold", "--size", 1024)
-    team.run("far", "--size", 16)
-    warm = team.run("warm", "--size", 2048)
-    alone = team.run("alone", "--size", 2048, url="none")
-    elsewhere = team.run("elsewhere", "--size", 1024, "--device", "cuda-sm_80")
-    other = team.run("other", "--size", 1024, "--device", "tpu-v5e-2x4")
+def test_search_begins_where_the_search_of_the_nearest_shape_ended(team):
+    cold = team.run("cold", size=4096)
+    team.run("far", size=16)
+    warm = team.run("warm", size=8192)
+    alone = team.run("alone", size=8192, url="none")
+    elsewhere = team.run("elsewhere", size=4096, device="cuda-sm_80")
+    other = team.run("other", size=4096, device="tpu-v5e-2x4")
     assert cold.report["hints"] == alone.report["hints"] == other.report["hints"] == 0
     assert warm.report["hints"] == 16
     assert warm.report["schedule"] == alone.report["schedule"]
@@ -61,9 +57,9 @@ def test_a_search_begins_where_the_nearest_shape_ended(team):
     assert elsewhere.report["measured"] < cold.report["measured"] / 2
 
 
-def test_a_host_waits_for_the_one_that_tunes(team, server, tmp_path):
-    first = team.start("first", "--hang-after", 20, "--until", tmp_path / "go on")
-    until(lambda: lines_of(first) == 20)
+def test_host_waits_for_the_host_that_tunes(team, server, tmp_path):
+    first = team.start("first", hang_after=20, until=tmp_path / "go on")
+    until(lambda: team.measured("first") == 20)
     second = team.start("second")
     until_waiting(server.url)
     (tmp_path / "go on").touch()
@@ -73,10 +69,17 @@ def test_a_host_waits_for_the_one_that_tunes(team, server, tmp_path):
     assert waited.stats["waits"] == 1
 
 
-def test_a_host_that_may_not_wait_joins_in_with_what_is_measured(team, hosts):
-    first = team.start("first", "--hang-after", 20, "--batch", 5)
-    watcher = hosts("watcher").server
-    until(lambda: len(watcher.list_artifacts(ArtifactQuery(kind="schedule")).artifacts) == 3)
+@pytest.fixture
+def until_published(hosts):
+    """Waits until the team's server has so many artifacts of schedules."""
+    server = hosts("watcher").server
+    query = ArtifactQuery(kind="schedule")
+    return lambda count: until(lambda: len(server.list_artifacts(query).artifacts) == count)
+
+
+def test_host_that_may_not_wait_joins_in_with_what_is_measured(team, until_published):
+    first = team.start("first", hang_after=20, batch=5)
+    until_published(3)
     joined = team.run("joined", wait_seconds=0)
     assert joined.report["was_searched"]
     assert joined.report["known"] == 15
@@ -84,11 +87,10 @@ def test_a_host_that_may_not_wait_joins_in_with_what_is_measured(team, hosts):
     assert not first.ended()
 
 
-def test_the_lease_of_a_killed_tuner_is_taken_over_with_what_it_had_measured(team, hosts):
+def test_lease_of_a_killed_tuner_is_taken_over_with_its_measurements(team, until_published):
     whole = team.run("whole", namespace="whole", lease_seconds=1)
-    killed = team.start("killed", "--hang-after", 31, "--batch", 10, lease_seconds=1)
-    watcher = hosts("watcher").server
-    until(lambda: len(watcher.list_artifacts(ArtifactQuery(kind="schedule")).artifacts) == 3)
+    killed = team.start("killed", hang_after=31, batch=10, lease_seconds=1)
+    until_published(3)
     killed.kill()
     heir = team.run("heir", lease_seconds=1)
     assert heir.report["was_searched"]
@@ -101,29 +103,23 @@ def test_the_lease_of_a_killed_tuner_is_taken_over_with_what_it_had_measured(tea
 @pytest.mark.extended
 def test_all_ranks_of_a_torch_job_run_what_one_of_them_found(team, tmp_path):
     ranks = [
-        team.start(
-            f"rank-{rank}",
-            *("--rank", rank, "--world", 4, "--rendezvous", tmp_path / "store"),
-            *("--seed", rank, "--noise", 3.0),
-        )
+        team.start(f"rank-{rank}", seed=rank, noise=3.0, ranks=(rank, 4, tmp_path / "store"))
         for rank in range(4)
     ]
     reports = [rank.finish().report for rank in ranks]
-    alone = [
-        team.run(f"alone-{rank}", "--seed", rank, "--noise", 3.0, url="none") for rank in range(4)
-    ]
-    assert len({str(each.report["schedule"]) for each in alone}) > 1  # such is the noise
     assert len({str(each["schedule"]) for each in reports}) == 1
     assert sorted(each["measured"] > 0 for each in reports) == [False, False, False, True]
+    alone = [team.run(f"alone-{rank}", seed=rank, noise=3.0, url="none") for rank in range(4)]
+    assert len({str(each.report["schedule"]) for each in alone}) > 1  # such is the noise
 
 
-def test_a_schedule_that_does_not_work_is_searched_for_again_once(team):
+def test_schedule_that_does_not_work_is_searched_for_again_once(team):
     team.run("first")
-    second = team.run("second", "--reject", 1)
-    third = team.run("third", "--reject", 1)
+    second = team.run("second", reject=1)
+    third = team.run("third", reject=1)
     assert second.report["was_searched"]
     assert second.stats["fallbacks"] == third.stats["fallbacks"] == {"rejected": 1}
-    assert second.report["schedule"] != {"block_m": 128, "block_n": 128, "block_k": 128}
+    assert second.report["schedule"] != BEST
     assert third.report["schedule"] == second.report["schedule"]
     assert not third.report["was_searched"]
     assert third.report["measured"] == 0
@@ -137,40 +133,13 @@ def test_without_an_answer_of_the_server_a_host_tunes_for_itself(team, is_listen
         impatient = {"first_byte_seconds": 0.2, "drain_seconds": 1}
         first = team.run("host", url=url, **impatient)
         again = team.run("host", url=url, **impatient)
-    assert first.report["schedule"] == {"block_m": 128, "block_n": 128, "block_k": 128}
+    assert first.report["schedule"] == BEST
     assert set(first.stats["fallbacks"]) <= {"connect", "timeout", "circuit_open"}
     assert first.stats["fallbacks"]
     assert again.report["measured"] == 0  # this host knows
 
 
-class Tiles(SearchSpace):
-    """Five values of one parameter."""
-
-    names = ("tile",)
-    moves = 0
-    size = 5
-    start = (8,)
-
-    def __contains__(self, configuration):
-        return configuration in set(self)
-
-    def __iter__(self):
-        return iter([(8,), (16,), (32,), (64,), (128,)])
-
-    def draw(self, random):
-        return random.choice(list(self))
-
-    def moved(self, configuration, move):
-        return None
-
-    def features(self, configuration):
-        return configuration
-
-    def describe(self):
-        return {"tiles": 5}
-
-
-SPACE = Tiles()
+SPACE = ParameterSpace({"tile": [8, 16, 32, 64, 128]})
 PROBLEM = Problem("matmul", (64, 64), "float32", DeviceType("cuda-sm_90"), "made-up 1.0")
 COSTS = {(8,): 5e-3, (16,): 4e-3, (32,): 1e-3, (64,): 2e-3, (128,): 3e-3}
 
@@ -266,9 +235,11 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_an_answer_that_is_none_is_counted_and_left_behind(memories, case):
+def test_malformed_answer_is_counted_not_found_and_searched_for_again(memories, case):
     memories("hostile").plant("answer", 0, BAD[case])
-    first, second = memories("first"), memories("second")
+    finder, first, second = memories("finder"), memories("first"), memories("second")
+    assert finder.memory.find(PROBLEM, SPACE) is None
+    assert finder.fallbacks == {"rejected": 1}
     found = first.schedule()
     assert found.configuration == (32,)
     assert found.was_searched
@@ -277,14 +248,14 @@ def test_an_answer_that_is_none_is_counted_and_left_behind(memories, case):
     assert second.measured == []
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_measurements_that_are_none_are_counted_and_made_here(memories, case):
+def test_malformed_measurements_are_counted_and_made_here(memories):
     hostile, first = memories("hostile"), memories("first")
-    hostile.plant("measurements", 0, BAD[case])
-    hostile.plant("measurements", 7, of(record(tile=128, cost=3e-3)))
+    for number, payload in enumerate(BAD.values()):
+        hostile.plant("measurements", number, payload)
+    hostile.plant("measurements", len(BAD), of(record(tile=128, cost=3e-3)))
     assert first.schedule().configuration == (32,)
     assert set(first.known) == {(128,)}
-    assert first.fallbacks == {"corrupt": 1}
+    assert first.fallbacks == {"corrupt": len(BAD)}
 
 
 def test_nothing_large_is_unpacked(memories):
@@ -394,14 +365,6 @@ def test_what_is_there_is_found_without_a_search_or_a_wait(memories):
     assert ranked.memory.find(PROBLEM, SPACE) is None  # the ranks of a job agree in `schedule`
     second.memory.reject(found, "it does not compile")
     assert second.memory.find(PROBLEM, SPACE) is None
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_what_is_no_answer_is_not_found(memories, case):
-    memories("hostile").plant("answer", 0, BAD[case])
-    first = memories("first")
-    assert first.memory.find(PROBLEM, SPACE) is None
-    assert first.fallbacks == {"rejected": 1}
 
 
 def test_near_ties_are_measured_again(memories, monkeypatch):

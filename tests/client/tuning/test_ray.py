@@ -1,23 +1,19 @@
 """Configurations are measured on the machines of a real Ray cluster, two of which die."""
 
-import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from support.environments import python_of
-
-JOB = Path(__file__).parents[2] / "support" / "ray_job.py"
+from support.compiler_jobs import CompilerJobs
+from support.processes import python
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    path = tmp_path_factory.mktemp("ray") / "report.json"
-    subprocess.run([python_of("ray"), JOB, path], check=True)
-    return json.loads(path.read_text())
+    folder = tmp_path_factory.mktemp("ray")
+    settings = {"cases": "ray_machines", "environment": "ray", "under": "python"}
+    with CompilerJobs(folder, **settings) as jobs:
+        yield jobs.run("host", "measured", {"folder": folder}).report
 
 
 @pytest.mark.extended
@@ -53,8 +49,10 @@ def test_the_command_measures_there_what_only_this_host_has(report):
 
 @pytest.mark.extended
 def test_a_search_goes_on_when_a_machine_dies(report):
-    assert report["after a machine died"] == {"{'x': 7, 'does': 'waits'}": [7.0, None]}
-    assert report["machines"] == 2
+    assert report["after a machine died"] == {
+        "measured": {"{'x': 7, 'does': 'waits'}": [7.0, None]},
+        "machines": 2,
+    }
 
 
 @pytest.mark.extended
@@ -70,11 +68,12 @@ def test_nothing_is_left_running(report):
 
 
 def test_without_ray_the_error_names_the_extra():
-    check = """
-import sys
-sys.modules["ray"] = None
-from graphstash import tuning
-tuning.RayPool(tuning.CallableTarget(len, name="length"))
-"""
-    ended = subprocess.run([sys.executable, "-c", check], stderr=subprocess.PIPE, check=False)
-    assert re.search(rb"ConfigError: RayPool needs Ray.*graphstash\[ray\]", ended.stderr)
+    ended = python(
+        """
+        import sys
+        sys.modules["ray"] = None
+        from graphstash import tuning
+        tuning.RayPool(tuning.CallableTarget(len, name="length"))
+        """
+    )
+    assert re.search(r"ConfigError: RayPool needs Ray.*graphstash\[ray\]", ended.stderr)

@@ -19,8 +19,8 @@ from graphstash_schema.explanation import described
 @pytest.fixture
 def tuned(team):
     """Two problems, for two device types."""
-    team.run("first", "--size", 1024)
-    team.run("second", "--size", 16, "--device", "cuda-sm_80")
+    team.run("first", size=1024)
+    team.run("second", size=16, device="cuda-sm_80")
 
 
 def fields_of_the_page():

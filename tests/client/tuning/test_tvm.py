@@ -1,25 +1,28 @@
 """TVM compiles matrix multiplications, which are run and compared with the exact result."""
 
-import json
-import subprocess
-from pathlib import Path
-
 import pytest
 
-from support.environments import python_of
-
-JOB = Path(__file__).parents[2] / "support" / "tvm_job.py"
+from support.compiler_jobs import CompilerJobs
 
 pytestmark = pytest.mark.extended
 
 
-def measured(*sizes, drawn):
-    command = [python_of("tvm"), JOB, json.dumps(sizes), str(drawn)]
-    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """Measures products of these sizes in TVM's environment."""
+    settings = {"cases": "tvm_products", "environment": "tvm", "under": "python"}
+    with CompilerJobs(tmp_path_factory.mktemp("tvm"), **settings) as jobs:
+        yield (
+            lambda *sizes, drawn: (
+                jobs.run(
+                    "host", "measured", {"sizes": sizes, "drawn": drawn}, enabled="false"
+                ).report
+            )
+        )
 
 
 @pytest.fixture(scope="module")
-def found():
+def found(measured):
     return measured(64, 64, 64, drawn=12)
 
 
@@ -41,17 +44,12 @@ def test_a_kernel_with_a_wrong_result_is_found_out(found, kernel):
     assert [each["failure"] for each in found[kernel]] == ["wrong"]
 
 
-def test_a_target_is_described_by_sizes_type_and_version(found):
-    assert found["describe"] == {
-        "target": "tvm-gemm",
-        "m": 64,
-        "k": 64,
-        "n": 64,
-        "dtype": "float32",
-        "tvm": "0.27.0",
-    }
+def test_target_is_described_by_sizes_type_and_version(found):
+    sizes = dict.fromkeys("mkn", 64)
+    others = {"target": "tvm-gemm", "dtype": "float32", "tvm": "0.27.0"}
+    assert found["describe"] == sizes | others
 
 
-def test_matrices_need_not_be_square():
+def test_matrices_need_not_be_square(measured):
     found = measured(16, 64, 32, drawn=3)
     assert [each["failure"] for each in found["TvmGemm"]] == [None] * 5 + ["compile"]

@@ -1,18 +1,19 @@
-"""Measures matrix multiplications of TVM, and prints what came of each as JSON."""
+"""Measure matrix multiplications of TVM."""
 
-import json
 import math
 import random
-import sys
+from typing import Any
 
 from graphstash.tuning.measuring import Pool
 from graphstash.tuning.targets.tvm_gemm import TvmGemm
+
+__all__ = ["measured"]
 
 NAMES = ("m_0", "m_1", "m_2", "m_3", "k_0", "k_1", "n_0", "n_1", "n_2", "n_3")
 
 
 class DoesNothing(TvmGemm):
-    def build(self, configuration):
+    def build(self, configuration: Any) -> Any:
         super().build(configuration)
         return lambda: None
 
@@ -20,10 +21,10 @@ class DoesNothing(TvmGemm):
 class MissesOneProduct(TvmGemm):
     """The last of the k products of one number of the result."""
 
-    def build(self, configuration):
+    def build(self, configuration: Any) -> Any:
         kernel = super().build(configuration)
 
-        def wrong():
+        def wrong() -> None:
             kernel()
             c = self._c.numpy().copy()
             c[3, 5] -= self._a.numpy()[3, -1] * self._b.numpy()[-1, 5]
@@ -32,39 +33,38 @@ class MissesOneProduct(TvmGemm):
         return wrong
 
 
-def split(length, count, chosen):
-    """A length as a product, each factor of two in a place of its own choice."""
+def split(length: int, count: int, chosen: random.Random) -> list[int]:
+    """Return a length as a product, each factor of two in a place of its own choice."""
     factors = [1] * count
     for _ in range(int(math.log2(length))):
         factors[chosen.randrange(count)] *= 2
     return factors
 
 
-def main():
-    sizes, count = json.loads(sys.argv[1]), int(sys.argv[2])
+def measured(*, sizes: list[int], drawn: int) -> dict[str, Any]:
+    """Return the measurements of each target, and how TVM's own is described.
+
+    Args:
+        sizes: m, k and n.
+        drawn: how many tilings are drawn at random, beside an untiled one, a flat one, and one
+            whose factors are too small.
+    """
+    m, k, n = sizes
     chosen = random.Random(0)
-    untiled = [sizes[0], 1, 1, 1, sizes[1], 1, sizes[2], 1, 1, 1]
-    flat = [1, 1, 1, sizes[0], 1, sizes[1], 1, 1, 1, sizes[2]]
-    drawn = [
-        [
-            value
-            for size, parts in zip(sizes, (4, 2, 4), strict=True)
-            for value in split(size, parts, chosen)
-        ]
-        for _ in range(count)
+    untiled = [m, 1, 1, 1, k, 1, n, 1, 1, 1]
+    flat = [1, 1, 1, m, 1, k, 1, 1, 1, n]
+    parts = [
+        [part for size, few in ((m, 4), (k, 2), (n, 4)) for part in split(size, few, chosen)]
+        for _ in range(drawn)
     ]
-    too_few = [*untiled[:6], sizes[2] // 2, 1, 1, 1]
-    found = {}
+    too_few = [*untiled[:6], n // 2, 1, 1, 1]
+    found: dict[str, Any] = {"describe": TvmGemm(*sizes).describe()}
     for target in (TvmGemm, DoesNothing, MissesOneProduct):
-        tried = [untiled, flat, *drawn, too_few] if target is TvmGemm else [untiled]
+        tried = [untiled, flat, *parts, too_few] if target is TvmGemm else [untiled]
         with Pool(target(*sizes)) as pool:
             for values in tried:
                 pool.submit(dict(zip(NAMES, values, strict=True)))
             found[target.__name__] = []
             while pool.pending:
                 found[target.__name__] += [each.to_json() for each in pool.results()]
-    print(json.dumps(found | {"describe": TvmGemm(*sizes).describe()}))
-
-
-if __name__ == "__main__":
-    main()
+    return found

@@ -1,0 +1,73 @@
+"""Call a tuned Triton kernel, on a host whose GPU is not there.
+
+ptxas compiles for real. A call ends before the launch (`warmup`), so the benchmark compiles and
+then takes a made-up time. `support.compiler_jobs.TritonJobs` counts the runs of ptxas.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.runtime import driver
+
+from graphstash.tuning.memory.team import TeamMemory
+from graphstash.tuning.targets import triton as target
+from support.cases.gpus import Driver, Pointer
+from support.cases.triton_kernels import assembled
+
+__all__ = ["tuned"]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def double(x, y, n, BLOCK: tl.constexpr) -> None:  # type: ignore[no-untyped-def] # noqa: N803
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + at, tl.load(x + at, mask=at < n) * 2, mask=at < n)
+
+
+def tuned(*, is_plain: bool = False, works: bool = True, broken: str = "") -> dict[str, Any]:
+    """Call the kernel twice; return what was measured, compiled and chosen.
+
+    Args:
+        is_plain: whether to use triton.autotune instead.
+        works: whether the GPU runs anything.
+        broken: "team" or "device", which the target cannot ask.
+    """
+    driver.set_active(Driver())
+    measured = []
+    benched: Any = None
+
+    def do_bench(call: Any, quantiles: Any) -> list[float]:
+        call()
+        measured.append(str(benched))
+        time = abs(benched.num_warps - 7) + benched.kwargs["BLOCK"] / 1024  # 8 is best, then 4
+        if not works:
+            time = float("inf")
+        return [time, time * 0.99, time * 1.01]
+
+    configs = [
+        triton.Config({"BLOCK": block}, num_warps=warps, **({"maxnreg": 64} if warps == 8 else {}))
+        for block in (256, 512)
+        for warps in (2, 4, 8)
+    ]
+    decorate: Any = triton.autotune if is_plain else target.autotune
+    kernel = decorate(configs=configs, key=["n"], do_bench=do_bench)(double)
+    bench = kernel._bench
+
+    def note(*args: Any, config: Any, **meta: Any) -> Any:
+        nonlocal benched
+        benched = config
+        return bench(*args, config=config, **meta)
+
+    kernel._bench = note
+    if broken == "team":
+        TeamMemory.schedule = lambda *_, **__: 1 // 0  # type: ignore[method-assign, assignment]
+    elif broken == "device":
+        target._device_type = None  # type: ignore[assignment]
+    for _ in range(2):
+        kernel.run(Pointer(), Pointer(), 1000, grid=(1,), warmup=True)
+    best = kernel.best_config
+    return {
+        "chosen": [best.kwargs["BLOCK"], best.num_warps],
+        "measured": len(measured),
+        "ptxas": assembled(),
+    }
