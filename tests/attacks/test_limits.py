@@ -1,10 +1,9 @@
 """Whoever may write one namespace takes no more than its limit, and nothing from the others.
 
-The limits are in bytes of what is stored: blobs, metadata and manifests. Leases are bounded in
-number.
+The limits are in bytes of what is stored: blobs, metadata and manifests. The number of leases is
+bounded as well (tests/service/test_leases.py).
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
@@ -226,23 +225,3 @@ def test_empty_artifacts_are_stored_for_their_metadata(
 
     assert limited.used(space) <= limit_bytes
     assert limited.rows("artifacts", space) <= rows
-
-
-@pytest.mark.extended
-def test_leases_are_taken_without_number(limited, space):
-    """A caller holds 1,024 at a time; the others go on."""
-    clients = [limited.http(limited.token(f"write:{space}")) for _ in range(2)]
-
-    def acquire(number, client=clients[0]):
-        path = artifact_path(space, number).replace("artifacts", "leases")
-        return client.post(path, json={"ttl_seconds": 600})
-
-    with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(acquire, range(1100)))
-
-    codes = [answer.status_code for answer in answers]
-    assert (codes.count(201), codes.count(409)) == (1024, 76)
-    refused = next(answer for answer in answers if answer.status_code == 409)
-    assert refused.json()["code"] == "too_many_leases"
-    assert refused.json()["limit"] == 1024
-    assert acquire(5000, clients[1]).status_code == 201

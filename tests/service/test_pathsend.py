@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -11,6 +11,7 @@ import pytest
 
 from graphstash_schema import ArtifactKey, Digest
 from support.ports import reserved_port
+from support.waiting import until
 
 PATH = "/v1/default/artifacts/" + str(ArtifactKey.parse("torch_xla", "cpu-x86_64", "a" * 64))
 BLOB = os.urandom(3_000_000)
@@ -21,36 +22,36 @@ def granian(tmp_path):
     port = reserved_port()
     url = f"http://127.0.0.1:{port}"
     support = Path(__file__).parents[1] / "support"
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "granian", "--interface", "asgi", "--factory"),
-            *("--host", "127.0.0.1", "--port", str(port), "recording_app:recording_app"),
-        ],
-        cwd=support,
-        env=os.environ
-        | {
-            "GRAPHSTASH_DATA_DIR": str(tmp_path / "data"),
-            "GRAPHSTASH_INSECURE": "true",
-            "NOTES": str(tmp_path / "notes"),
-            "PYTHONPATH": str(support),
-        },
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            httpx.get(f"{url}/healthz")
-            break
-        except httpx.TransportError:
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+    variables = {
+        "GRAPHSTASH_DATA_DIR": str(tmp_path / "data"),
+        "GRAPHSTASH_INSECURE": "true",
+        "NOTES": str(tmp_path / "notes"),
+        "PYTHONPATH": os.pathsep.join([str(support), os.environ.get("PYTHONPATH", "")]),
+    }
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "granian", "--interface", "asgi", "--factory"),
+                *("--host", "127.0.0.1", "--port", str(port), "recording_app:recording_app"),
+            ],
+            cwd=support,
+            env=os.environ | variables,
+            stdout=log,
+            stderr=log,
+        )
+
+    def is_up():
+        assert process.poll() is None, (tmp_path / "log").read_text()
+        with suppress(httpx.TransportError):
+            return httpx.get(f"{url}/healthz").is_success
+
+    until(is_up)
     yield url, tmp_path / "notes"
     process.terminate()
     process.wait(30)
 
 
+@pytest.mark.extended
 def test_a_whole_blob_is_sent_by_path_and_a_part_of_it_is_not(granian):
     url, notes = granian
     stored = httpx.put(
