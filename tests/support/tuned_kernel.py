@@ -3,7 +3,9 @@ use: `task`, and bad ones.
 """
 
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, NoReturn
 
 from graphstash import tuning
 from graphstash_schema import DeviceType
@@ -13,7 +15,7 @@ SPACE = tuning.ParameterSpace(
 )
 
 
-def build(configuration):
+def build(configuration: Mapping[str, Any]) -> Callable[[], Any]:
     """Works for tiles up to 64."""
     with Path(os.environ["BUILT"]).open("a") as built:
         built.write(f"{configuration} on {os.environ.get('CUDA_VISIBLE_DEVICES')}\n")
@@ -22,19 +24,19 @@ def build(configuration):
     return lambda: configuration
 
 
-def build_nothing(configuration):
+def build_nothing(configuration: Mapping[str, Any]) -> NoReturn:
     """Never works."""
     raise ValueError(configuration)
 
 
-def cost(kernel, calls):
+def cost(kernel: Callable[[], Any], calls: int) -> float:
     """Least for a tile of 32 and a vector of 8."""
     del calls
     configuration = kernel()
-    return 1e-3 * (1 + abs(configuration["tile"] - 32) / 10 + 1 / configuration["vector"])
+    return float(1e-3 * (1 + abs(configuration["tile"] - 32) / 10 + 1 / configuration["vector"]))
 
 
-def task_of(build):
+def task_of(build: Callable[[Mapping[str, Any]], Any]) -> tuning.Task:
     """One kernel, built by a function."""
     problem = tuning.Problem("rows", (512,), "float32", DeviceType("cpu"), "made-up 1.0")
     return tuning.Task(problem, SPACE, tuning.CallableTarget(build, name="rows", cost=cost))
@@ -48,7 +50,7 @@ no_task = SPACE
 class Undescribed(tuning.CallableTarget):
     """Says what nobody can share."""
 
-    def describe(self):
+    def describe(self) -> dict[str, Any]:
         """No JSON."""
         return {"name": object()}
 
