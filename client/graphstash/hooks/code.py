@@ -8,6 +8,7 @@ that the bytecode reads, transitively. A value without such a description raises
 import abc
 import ast
 import builtins
+import dataclasses
 import dis
 import enum
 import hashlib
@@ -31,12 +32,22 @@ from typing import Any, Final
 
 __all__ = ["CodeDescriber", "UndescribableError"]
 
-_PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
+_PLAIN: Final = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    type(Ellipsis),
+    type(NotImplemented),
+)
 
 _PURE: Final = frozenset(
     {
         *("abc", "bisect", "cmath", "collections", "contextlib", "copy", "dataclasses", "enum"),
-        *("fractions", "functools", "inspect", "itertools", "math", "numbers", "operator", "types"),
+        *("fractions", "functools", "itertools", "math", "numbers", "operator", "types"),
         *("typing", "warnings"),
     }
 )
@@ -50,19 +61,33 @@ _IMPURE: Final = frozenset(
 )
 """Builtins that read more than their arguments."""
 
+_REFLECTION: Final = frozenset(
+    {
+        *("__builtins__", "__globals__", "__loader__", "__subclasses__", "_getframe"),
+        *("currentframe", "f_back", "f_builtins", "f_globals", "f_locals", "gi_frame", "tb_frame"),
+    }
+)
+"""Names that lead to values which no description of the code around them holds."""
+
 _ATTRIBUTES: Final = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 _GLOBALS: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 _CELLS: Final = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_CLOSURE"})
 _REFUSED: Final = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
+_SKIPPED: Final = frozenset({"CACHE", "EXTENDED_ARG", "NOP"})
+_IMPORTED: Final = "import "
+"""Begins the first name of a chain that a function imports instead of reading a global."""
 
 _OWN_OF_CLASSES: Final = frozenset(
     {
         *("__dict__", "__doc__", "__firstlineno__", "__module__", "__static_attributes__"),
         *("__weakref__", "__annotations__", "__annotate_func__", "__annotations_cache__"),
-        "_abc_impl",
+        *("_abc_impl", "__dataclass_fields__", "__dataclass_params__"),
     }
 )
-"""Entries of a class that Python adds."""
+"""Entries of a class that Python adds. Fields of dataclasses are described apart from them."""
+
+_MAX_ARRAY: Final = 4096
+"""Elements of an array of NumPy in a description."""
 
 _OPTIONS: Final = ("noinline", "debug", "do_not_specialize", "do_not_specialize_on_alignment")
 """Arguments of `triton.jit`, which Triton's key of an inner function leaves out."""
@@ -127,6 +152,19 @@ class CodeDescriber:
                 raise UndescribableError(f"{inner.__qualname__} has no readable source")
         return self.describe(function)
 
+    def reads_state(self, function: Any) -> str:  # noqa: ARG002 - for subclasses
+        """Return why a known function has other results on other hosts; empty if it has not."""
+        return ""
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Check the names of globals, attributes and methods in a function.
+
+        Raises:
+            UndescribableError: one of them leads to what no description holds.
+        """
+        if found := _REFLECTION.intersection(names):
+            raise UndescribableError(f"code reads {min(found)}")
+
     def is_known(self, module: str) -> bool:
         """Whether the compiler's key or Python's version covers a module."""
         root = _root(module)
@@ -137,6 +175,8 @@ class CodeDescriber:
             return self._container(value)
         if isinstance(value, ModuleType):
             return self._module(value)
+        if type(value).__module__.partition(".")[0] == "numpy":
+            return _array(value)
         if isinstance(value, FunctionType | BuiltinFunctionType | type) or _is_kernel(value):
             return self._callable(value)
         return self._instance(value)
@@ -162,10 +202,14 @@ class CodeDescriber:
             return self._builtin(value)
         if _is_kernel(value):
             return self._kernel(value)
-        name = f"{value.__module__}.{value.__qualname__}"
+        code = getattr(value, "__code__", None)
+        qualified = value.__qualname__ if code is None else code.co_qualname  # may be replaced
+        name = f"{value.__module__}.{qualified}"
         if name.removeprefix("builtins.") in _IMPURE:
             raise UndescribableError(f"{name} reads more than its arguments")
         if self.is_known(_module_of(value)):
+            if why := self.reads_state(value):
+                raise UndescribableError(f"{name} {why}")
             cells = [_content(cell) for cell in getattr(value, "__closure__", None) or ()]
             return f"{name} {platform.python_version()} {self.describe(tuple(cells))}"
         return self._class(value) if isinstance(value, type) else self._function(value)
@@ -187,12 +231,17 @@ class CodeDescriber:
         ):
             raise UndescribableError(f"the class {cls.__qualname__} has a metaclass")
         bases = ", ".join(map(self.describe, cls.__bases__))
+        fields = "".join(
+            f"field {name}={self.describe((each.default, each.default_factory))}"
+            f"{self.describe(dict(each.metadata))} {each.init} {each.kw_only}; "
+            for name, each in vars(cls).get("__dataclass_fields__", {}).items()
+        )
         members = (
             f"{name}={self._member(value)}"
             for name, value in vars(cls).items()
             if name not in _OWN_OF_CLASSES
         )
-        return f"class {cls.__qualname__}({bases}) {'; '.join(members)}"
+        return f"class {cls.__qualname__}({bases}) {fields}{'; '.join(members)}"
 
     def _member(self, value: Any) -> str:
         if isinstance(value, staticmethod | classmethod):
@@ -203,6 +252,12 @@ class CodeDescriber:
 
     def _instance(self, value: Any) -> str:
         cls = type(value)
+        if value is dataclasses.MISSING:
+            return "missing"
+        if cls.__name__ == "_tuplegetter":  # an attribute of a named tuple
+            return f"element {value.__reduce__()[1][0]}"
+        if _is_named_tuple(cls):
+            return f"instance({self.describe(cls)}, {self.describe(tuple(value))})"
         if isinstance(value, MethodType) or cls.__name__ == "BoundConstexprFunction":
             return f"method({self.describe(value.__self__)}, {self.describe(value.__func__)})"
         if isinstance(value, partial):
@@ -217,7 +272,9 @@ class CodeDescriber:
 
     def _function(self, function: FunctionType) -> str:
         around = self._around(function, self._chains(function))
-        return f"function({self._code(function.__code__)}; {around})"
+        own = {name: each for name, each in vars(function).items() if name != "__wrapped__"}
+        given = f"; {self.describe(own)}" if own else ""
+        return f"function({function.__name__}; {self._code(function.__code__)}; {around}{given})"
 
     def _kernel(self, kernel: Any) -> str:
         """Describe a function of Triton by its text, and by what Triton takes from around it."""
@@ -252,6 +309,8 @@ class CodeDescriber:
 
     def _read(self, function: FunctionType, chain: tuple[str, ...], *, is_kernel: bool) -> str:
         value = _look_up(function, chain[0])
+        if value is _ABSENT and chain[0].startswith(_IMPORTED):
+            raise UndescribableError(f"{function.__qualname__}: {chain[0]} was not imported yet")
         for name in chain[1:]:
             # What Python reads of an object is in the description of the object. Triton reads
             # attributes of constants, and nothing else of them.
@@ -275,20 +334,50 @@ class CodeDescriber:
     def _chains(self, function: FunctionType) -> Iterator[tuple[str, ...]]:
         """The names that a function reads around it, with the attributes that it reads of them."""
         free = function.__code__.co_freevars
+        imported: dict[str, tuple[str, ...]] = {}
         for each in _codes(function.__code__):
+            self.check_names(each.co_names)
+            steps = [s for s in dis.get_instructions(each) if s.opname not in _SKIPPED]
+            imported |= self._imported(function, steps)
             chain: tuple[str, ...] = ()
-            for step in dis.get_instructions(each):
+            for step in steps:
                 if chain and step.opname in _ATTRIBUTES:
                     chain += (str(step.argval),)
                     continue
                 if chain:
                     yield chain
-                is_cell = step.opname in _CELLS and step.argval in free
-                chain = (step.argval,) if is_cell or step.opname in _GLOBALS else ()
+                chain = ()
                 if step.opname in _REFUSED:
                     raise UndescribableError(f"{function.__qualname__} assigns to a global")
-                if step.opname == "IMPORT_NAME" and not self.is_known(step.argval):
+                is_local = step.opname.startswith("LOAD_FAST") or step.opname in _CELLS
+                for name in step.argval if type(step.argval) is tuple else (step.argval,):
+                    if is_local and name in imported:
+                        yield (chain := imported[name])
+                    elif step.opname in _GLOBALS or (step.opname in _CELLS and name in free):
+                        chain = (name,)
+
+    def _imported(
+        self, function: FunctionType, steps: list[dis.Instruction]
+    ) -> dict[str, tuple[str, ...]]:
+        """The local names that a function imports, each with the chain that it stands for."""
+        found: dict[str, tuple[str, ...]] = {}
+        base: tuple[str, ...] = ()
+        chain: tuple[str, ...] = ()
+        for at, step in enumerate(steps):
+            if step.opname == "IMPORT_NAME":
+                level, names = steps[at - 2].argval, steps[at - 1].argval
+                if level != 0 or not self.is_known(step.argval):
                     raise UndescribableError(f"{function.__qualname__} imports {step.argval}")
+                module = step.argval if names else _root(step.argval)
+                base, chain = (f"{_IMPORTED}{module}",) if names else (), (f"{_IMPORTED}{module}",)
+            elif step.opname == "IMPORT_FROM":
+                chain = (*(base or chain), step.argval)
+            elif step.opname.startswith("STORE_") and chain:
+                found[str(step.argval)] = chain
+                chain = base
+            elif step.opname not in {"SWAP", "POP_TOP"}:
+                base = chain = ()
+        return found
 
     def _code(self, code: CodeType) -> str:
         """What a code object does, without its file, its lines and its documentation."""
@@ -324,7 +413,9 @@ def _root(module: str) -> str:
 
 def _is_kernel(value: Any) -> bool:
     """Whether a value is a function of Triton."""
-    return hasattr(value, "cache_key") and isinstance(getattr(value, "fn", None), FunctionType)
+    # By class: an object with a `__getattr__` has every attribute.
+    is_tritons = any(_root(each.__module__) == "triton" for each in type(value).__mro__)
+    return is_tritons and isinstance(getattr(value, "fn", None), FunctionType)
 
 
 def _module_of(value: Any) -> str:
@@ -347,7 +438,27 @@ def _file_of(module: str) -> str:
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
+def _is_named_tuple(cls: type) -> bool:
+    return cls.__bases__ == (tuple,) and hasattr(cls, "_fields")
+
+
+def _array(value: Any) -> str:
+    """Describe an array or a scalar of NumPy.
+
+    Raises:
+        UndescribableError: it is neither, or it is large.
+    """
+    plain = getattr(getattr(value, "dtype", None), "kind", "") in "biufcSU"
+    if type(value).__name__ == "dtype":
+        return f"{value!r}"
+    if not plain or not hasattr(value, "tolist") or value.size > _MAX_ARRAY:
+        raise UndescribableError(f"a {type(value).__module__}.{type(value).__qualname__}")
+    return f"{type(value).__name__} {value.dtype} {value.shape} {value.tolist()!r}"
+
+
 def _look_up(function: FunctionType, name: str) -> Any:
+    if name.startswith(_IMPORTED):
+        return sys.modules.get(name.removeprefix(_IMPORTED), _ABSENT)
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     if name in cells:
         return _content(cells[name])

@@ -17,6 +17,7 @@ def prepare() -> None:
     from torch._inductor import config, cpu_vec_isa
 
     import graphstash.hooks.inductor  # noqa: F401 - imported once, for all programs
+    from graphstash.hooks.inductor.user_code import user_code_of
 
     torch.set_num_threads(1)
     config.cpp.vec_isa_ok = True
@@ -25,6 +26,7 @@ def prepare() -> None:
     x = torch.ones(2, 2, requires_grad=True)
     torch.compile(lambda x: x @ x)(x).sum().backward()
     torch._dynamo.reset()
+    user_code_of(torch.fx.symbolic_trace(lambda x: x.sin()), [])  # looks through torch's tables
 
 
 def install(cache: Any) -> None:
@@ -341,6 +343,448 @@ _UNSHARED = (
     ),
 )
 
+_OTHER = """
+@torch.library.custom_op("pairs::other", mutates_args=())
+def other(g: Tensor) -> Tensor:
+    return g * HERE
+
+other.register_fake(lambda g: torch.empty_like(g))
+"""
+
+_LOWERINGS = """
+import functools
+import torch
+from torch._inductor import lowering
+from torch._inductor.decomposition import decompositions
+
+sin, cos, exp = (getattr(torch.ops.aten, each).default for each in ("sin", "cos", "exp"))
+BEFORE
+torch.compile(lambda x: torch.nn.functional.silu(x.sin()))(torch.ones(4))
+"""
+
+_PATTERN = """
+import torch
+from torch._inductor.fx_passes import joint_graph, post_grad
+from torch._inductor.pattern_matcher import Arg, CallFunction, register_graph_pattern
+
+pattern = CallFunction(torch.ops.aten.sin.default, Arg())
+
+@register_graph_pattern(pattern, pass_dict=PASS)
+def replace(match, x):
+    match.replace_by_example(lambda x: torch.ops.aten.HERE.default(x), [x])
+
+torch.compile(lambda x: x.sin())(torch.ones(4))
+"""
+
+_BACKEND = """
+import torch
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+
+aten = torch.ops.aten
+BEFORE
+def backend(graph, inputs):
+    return compile_fx(graph, inputs, GIVEN)
+
+torch.compile(lambda x: x.sin(), backend=backend)(torch.ones(4))
+"""
+
+_GIVEN = """
+from torch._inductor import codecache
+
+key, _ = codecache.compiled_fx_graph_hash(graph, [x], {}, [])
+codecache.FxGraphCache.get_remote_cache().get(key)
+"""
+"""Asks for a graph that no program of torch makes without a GPU."""
+
+_KERNEL = f"""
+import types
+
+import torch
+import triton
+import triton.language as tl
+from torch._higher_order_ops import triton_kernel_wrap as wrap
+
+BEFORE
+
+@triton.jit
+def kernel(x, n: tl.constexpr):
+    tl.store(x, tl.load(x) * EXPRESSION)
+
+AROUND
+x = torch.ones(4)
+nodes = torch.fx.Graph()
+argument = nodes.placeholder("x")
+number = wrap.kernel_side_table.add_kernel(kernel)
+constants = wrap.kernel_side_table.add_constant_args({{"n": CONSTANT}})
+named = {{"kernel_idx": number, "constant_args_idx": constants, "grid": [(1, 1, 1)]}}
+named |= {{"tma_descriptor_metadata": {{}}, "kwargs": {{"x": argument}}}}
+nodes.call_function(wrap.triton_kernel_wrapper_mutation, (), named)
+nodes.output((argument,))
+graph = torch.fx.GraphModule(torch.nn.Module(), nodes)
+{_GIVEN}
+"""
+
+_SUBCLASS = """
+import torch
+from torch.utils._pytree import tree_map_only
+
+class Scaled(torch.Tensor):
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride):
+        return Scaled(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args, kwargs=None):
+        args = tree_map_only(Scaled, lambda each: each.inner, args)
+        results = function(*args, **(kwargs or {}))
+        return tree_map_only(torch.Tensor, lambda each: Scaled(each * HERE), results)
+
+torch.compile(lambda x: x.sin())(Scaled(torch.ones(4)))
+"""
+
+_VISIBLE = f"""
+import torch
+
+x = torch.ones(4)
+nodes = torch.fx.Graph()
+argument = nodes.placeholder("x")
+sin = nodes.call_function(torch.ops.aten.sin.default, (argument,))
+nodes.output((argument, sin)).meta["user_visible_output_idxs"] = HERE
+graph = torch.fx.GraphModule(torch.nn.Module(), nodes)
+{_GIVEN}
+"""
+
+_DONATED = f"""
+import types
+
+import torch
+from torch._guards import TracingContext, tracing
+
+x = torch.ones(4)
+graph = torch.fx.symbolic_trace(lambda x: torch.ops.aten.sin.default(x))
+context = TracingContext(None)
+context.fw_metadata = types.SimpleNamespace(bw_donated_idxs=HERE)
+with tracing(context):
+    {_GIVEN.strip().replace(chr(10), chr(10) + "    ")}
+"""
+
+
+def _lowers(name: str, before: str, *values: str) -> Pair:
+    """A pair whose tables of lowerings or decompositions differ."""
+    return pair(name, _LOWERINGS.replace("BEFORE", before), *values)
+
+
+def _runs(
+    name: str,
+    *values: str,
+    before: str = "",
+    expression: str = "1.0",
+    around: str = "",
+    constant: str = "1",
+) -> Pair:
+    """A pair whose graphs hold kernels of Triton."""
+    text = _KERNEL.replace("BEFORE", before).replace("EXPRESSION", expression)
+    return pair(name, text.replace("AROUND", around).replace("CONSTANT", constant), *values)
+
+
+def _given(name: str, before: str, given: str, *values: str) -> Pair:
+    """A pair whose backends give AOTAutograd other functions."""
+    return pair(name, _BACKEND.replace("BEFORE", before).replace("GIVEN", given), *values)
+
+
+_AROUND_CODE = (
+    _code(
+        "attribute of a function",
+        "def helper():\n    pass\nhelper.by = HERE\n"
+        "scale.register_autograd(lambda ctx, g: g * helper.by)",
+        "2",
+        "3",
+    ),
+    _code(
+        "operation of a module that a backward imports",
+        f"{_OTHER}\ndef gradient(ctx, g):\n    import torch\n    return torch.ops.pairs.other(g)\n"
+        "scale.register_autograd(gradient)",
+        "2",
+        "3",
+    ),
+    _code(
+        "method that is a backward",
+        "class Factor:\n    def __init__(self):\n        self.by = HERE\n"
+        "    def gradient(self, ctx, g):\n        return g * self.by\n"
+        "scale.register_autograd(Factor().gradient)",
+        "2",
+        "3",
+    ),
+    _code(
+        "attribute of a class that a backward reads",
+        "class Factor:\n    by = HERE\nscale.register_autograd(lambda ctx, g: g * Factor.by)",
+        "2",
+        "3",
+    ),
+    _code(
+        "field of a dataclass",
+        "import dataclasses\n@dataclasses.dataclass\nclass Factor:\n    by: int = HERE\n"
+        "factor = Factor()\nscale.register_autograd(lambda ctx, g: g * factor.by)",
+        "2",
+        "3",
+    ),
+    _code(
+        "field of a named tuple",
+        "import typing\nclass Factor(typing.NamedTuple):\n    by: int\n"
+        "factor = Factor(HERE)\nscale.register_autograd(lambda ctx, g: g * factor.by)",
+        "2",
+        "3",
+    ),
+    _code(
+        "array of NumPy",
+        "import numpy\nFACTOR = numpy.array(HERE)\n"
+        "scale.register_autograd(lambda ctx, g: g * float(FACTOR))",
+        "2",
+        "3",
+    ),
+    _code(
+        "rule for a mode of dispatch",
+        "from torch.utils._python_dispatch import TorchDispatchMode\n"
+        "class Mode(TorchDispatchMode):\n    pass\n"
+        "scale.register_torch_dispatch(Mode, lambda mode, f, types, args, kwargs: args[0] * HERE)",
+        "2",
+        "3",
+    ),
+    _code(
+        "effect of an operation",
+        "from torch._higher_order_ops.effects import _EffectType, _register_effectful_op\n"
+        "if HERE:\n"
+        "    _register_effectful_op(torch.ops.pairs.scale.default, _EffectType.ORDERED)",
+        "False",
+        "True",
+    ),
+    _code(
+        "whether an unused operation is kept",
+        "if HERE:\n    torch.fx.node.has_side_effect(torch.ops.pairs.scale.default)",
+        "False",
+        "True",
+    ),
+    _code(
+        "constraint of the layout of arguments",
+        "from torch._inductor import lowering\nif HERE:\n"
+        "    lowering.add_layout_constraint(\n"
+        "        torch.ops.pairs.scale.default, lowering.constrain_to_fx_strides\n    )",
+        "False",
+        "True",
+        text=_FORWARD,
+    ),
+    _lowers(
+        "lowering that wraps one of torch",
+        "old = lowering.lowerings[sin]\n@functools.wraps(old)\ndef lowered(x):\n"
+        "    return lowering.lowerings[torch.ops.aten.mul.Tensor](old(x), HERE)\n"
+        "lowering.lowerings[sin] = lowered",
+        "2",
+        "3",
+    ),
+    _lowers(
+        "argument of a lowering of torch",
+        "times = lowering.lowerings[torch.ops.aten.mul.Tensor]\n"
+        "lowering.lowerings[sin] = functools.partial(times, HERE)",
+        "2",
+        "3",
+    ),
+    _lowers(
+        "function that torch makes a lowering of",
+        "made = lowering.make_pointwise(lambda x: lowering.ops.HERE(x))\n"
+        "lowering.register_lowering(sin)(made)",
+        "cos",
+        "exp",
+    ),
+    _lowers(
+        "lowering of another operation",
+        "lowering.lowerings[sin] = lowering.lowerings[HERE]",
+        "cos",
+        "exp",
+    ),
+    _lowers(
+        "operation without a lowering",
+        "if HERE:\n    del lowering.lowerings[sin]\n"
+        "    lowering.make_fallback(sin, override_decomp=True, warn=False)",
+        "False",
+        "True",
+    ),
+    _lowers(
+        "operation without a decomposition",
+        "if HERE:\n    del decompositions[torch.ops.aten.silu.default]",
+        "False",
+        "True",
+    ),
+    pair(
+        "pattern behind AOTAutograd",
+        _PATTERN.replace("PASS", "post_grad.pass_patterns[1]"),
+        "cos",
+        "exp",
+    ),
+    pair(
+        "pattern in a joint graph", _PATTERN.replace("PASS", "joint_graph.patterns"), "cos", "exp"
+    ),
+    pair(
+        "kernel of ATen in Python",
+        """
+        import torch
+
+        silu = torch.ops.aten.silu.default
+        silu.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(lambda x: x * HERE)
+        torch.compile(lambda x: torch.nn.functional.silu(x))(torch.ones(4))
+        """,
+        "2",
+        "3",
+    ),
+    pair(
+        "choices of Inductor",
+        """
+        import torch
+        from torch._inductor.choices import InductorChoices
+        from torch._inductor.virtualized import V
+
+        class Choices(InductorChoices):
+            def should_use_cooperative_reduction(self, *_, **__):
+                return HERE
+
+        V.set_choices_handler(Choices())
+        torch.compile(lambda x: x.sin())(torch.ones(4))
+        """,
+        "False",
+        "True",
+    ),
+    _given(
+        "decomposition that a backend gives",
+        "table = {**select_decomp_table(), aten.sin.default: lambda x: aten.HERE.default(x)}",
+        "decompositions=table",
+        "cos",
+        "exp",
+    ),
+    _given(
+        "compiler that a backend gives",
+        "def inner(graph, inputs, **how):\n    for each in graph.graph.nodes:\n"
+        "        if each.target is aten.sin.default:\n"
+        "            each.target = aten.HERE.default\n"
+        "    return compile_fx_inner(graph, inputs, **how)\n",
+        "inner_compile=inner",
+        "cos",
+        "exp",
+    ),
+    pair("code of a kind of tensors", _SUBCLASS, "2", "3"),
+    pair("outputs that a user sees", _VISIBLE, "[0]", "[0, 1]"),
+    pair("inputs that a gradient overwrites", _DONATED, "[]", "[0]"),
+    _runs("global of a kernel", "2", "3", before="by = tl.constexpr(HERE)", expression="by"),
+    _runs(
+        "attribute that a kernel reads",
+        "2",
+        "3",
+        before="config = types.SimpleNamespace(by=HERE)",
+        expression="config.by",
+    ),
+    _runs(
+        "default of a function that a kernel calls",
+        "2",
+        "3",
+        before="@triton.jit\ndef by(x, factor: tl.constexpr = HERE):\n    return x * factor",
+        expression="by(1)",
+    ),
+    _runs("constant of a kernel", "2", "3", expression="n", constant="HERE"),
+    _runs(
+        "what runs before a kernel",
+        "2",
+        "3",
+        around="configs = [triton.Config({}, pre_hook=lambda named: named['x'].fill_(HERE))]\n"
+        "kernel = triton.autotune(configs, key=[], do_bench=lambda *_, **__: 1.0)(kernel)",
+    ),
+)
+
+_REFUSED_CODE = (
+    _code(
+        "operations under another name",
+        f"{_OTHER}\ndef gradient(ctx, g):\n    ops = torch.ops\n    return ops.pairs.other(g)\n"
+        "scale.register_autograd(gradient)",
+        "2",
+        "3",
+        relation=Relation.UNSHARED,
+        reason="read as a whole",
+    ),
+    _code(
+        "operation by its name",
+        f"{_OTHER}\nscale.register_autograd(lambda ctx, g: getattr(torch.ops.pairs, 'other')(g))",
+        "2",
+        "3",
+        relation=Relation.UNSHARED,
+        reason="read as a whole",
+    ),
+    _code(
+        "globals of a function",
+        "FACTOR = HERE\ndef helper():\n    pass\n"
+        "scale.register_autograd(lambda ctx, g: g * helper.__globals__['FACTOR'])",
+        "2",
+        "3",
+        relation=Relation.UNSHARED,
+        reason="__globals__",
+    ),
+    _code(
+        "rank of the process",
+        "import torch.distributed as dist\n"
+        "scale.register_autograd(lambda ctx, g: g * (dist.get_rank() + HERE))",
+        "2",
+        "3",
+        relation=Relation.UNSHARED,
+        reason="get_rank",
+    ),
+    _code(
+        "file that a backward loads",
+        "scale.register_autograd(lambda ctx, g: g * torch.load('HERE').item())",
+        "one",
+        "another",
+        relation=Relation.UNSHARED,
+        reason="torch.load",
+    ),
+    _code(
+        "seed that a backward reads",
+        "torch.manual_seed(HERE)\nscale.register_autograd(lambda ctx, g: g * torch.initial_seed())",
+        "2",
+        "3",
+        relation=Relation.UNSHARED,
+        reason="initial_seed",
+    ),
+    _code(
+        "counter in C",
+        "import itertools\ncount = itertools.count(HERE)\n"
+        "scale.register_autograd(lambda ctx, g: g * next(count))",
+        "2",
+        "3",
+        relation=Relation.UNSHARED,
+        reason="itertools.count",
+    ),
+    pair(
+        "kernel of ATen that a library replaces",
+        """
+        import torch
+
+        library = torch.library.Library("aten", "IMPL")
+        library.impl("silu", lambda x: x * HERE, "AutogradCPU")
+        torch.compile(lambda x: torch.nn.functional.silu(x))(torch.ones(4, requires_grad=True))
+        """,
+        "2",
+        "3",
+        relation=Relation.UNSHARED,
+        reason="aten/silu/AutogradCPU",
+    ),
+)
+
 _SWITCHES = (
     pair(
         "type of autocast around the function",
@@ -504,7 +948,9 @@ PAIRS = (
         "operation", _SWITCH.replace("x @ x", "x.HERE()").replace("HERE\n", "\n", 1), "sin", "cos"
     ),
     *_CODE,
+    *_AROUND_CODE,
     *_UNSHARED,
+    *_REFUSED_CODE,
     *_SWITCHES,
     *_REVERSE,
 )

@@ -10,6 +10,7 @@ The module of the compiler has two functions: `prepare()` imports whatever progr
 `install(cache)` puts the hook into a forked child. Its `SETTINGS`, if any, are the client's.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -104,6 +105,8 @@ def main() -> None:
     os.dup2(2, 1)  # what programs and compilers print is no answer
     compiler = importlib.import_module(f"compilers.wrong_hits.{sys.argv[1]}")
     compiler.prepare()
+    gc.disable()
+    gc.freeze()  # so that children share the memory of their parent
     for line in sys.stdin:
         _fork(compiler, json.loads(line), output)
     os._exit(0)  # nothing of the compiler has to be taken down

@@ -8,6 +8,7 @@ CPU, the thread count (2.7), the C++ compiler, the C library, Python and the dri
 """
 
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch._inductor import config
@@ -30,8 +31,18 @@ from graphstash.hooks.environment import (
     libc,
     read_part,
 )
+from graphstash.hooks.inductor.key_info import GPU_SUFFIX
 from graphstash.hooks.labels import user_line
 from graphstash_schema import ArtifactKind, DeviceType
+
+_MAX_SCRIPT_BYTES: Final = 1024**2
+
+_OF_USERS: Final = frozenset(
+    {"HOME", "LOGNAME", "OLDPWD", "PATH", "PWD", "SHLVL", "TMPDIR", "USER", "_"}
+)
+"""Variables that lead a script to files and differ between users."""
+
+_OF_CPU: Final = frozenset({"compiler", "cpu_features", "cpu_model"})
 
 __all__ = ["entry_parts", "entry_request", "host_parts", "request_of", "torch_release"]
 
@@ -56,7 +67,13 @@ def entry_request(
 
 
 def entry_parts(name: str, *, variant: int) -> dict[str, str]:
-    """Everything that the key of `name` is made of."""
+    """Everything that the key of `name` is made of.
+
+    An executable that computes on GPUs only is the same on hosts with other CPUs and compilers.
+    """
+    if GPU_SUFFIX in name:
+        host = {part: value for part, value in host_parts().items() if part not in _OF_CPU}
+        return {**host, **_accelerator_parts(), "name": name, "variant": str(variant)}
     return {
         **host_parts(),
         **_accelerator_parts(),
@@ -89,9 +106,13 @@ def request_of(
     )
 
 
-@cache
 def host_parts() -> Mapping[str, str]:
-    """What holds for everything that is compiled on this host; read once."""
+    """What holds for everything that is compiled on this host; the compiler may change."""
+    return {**_fixed_parts(), "compiler": read_part(_compiler)}
+
+
+@cache
+def _fixed_parts() -> Mapping[str, str]:
     return {
         "torch": torch.__version__,
         "torch_git": read_part(lambda: torch.version.git_version),
@@ -99,20 +120,39 @@ def host_parts() -> Mapping[str, str]:
         "libc": libc(),
         "cpu_features": read_part(lambda: " ".join(cpu_features())),
         "cpu_model": read_part(cpu_model),
-        "compiler": read_part(_compiler),
     }
 
 
 def _compiler() -> str:
     """Version of the C++ compiler, and digest of its binary or of the script in its place.
 
-    Neither holds the spelling: `g++` and `/usr/bin/g++` share artifacts.
+    Neither holds the spelling: `g++` and `/usr/bin/g++` share artifacts. Of a script, the variables
+    of the environment that it names are included.
     """
-    compiler = get_cpp_compiler()
-    path = shutil.which(compiler)
-    digest = "" if path is None else sha256(Path(path).read_bytes()).hexdigest()
+    path = shutil.which(compiler := get_cpp_compiler())
+    if path is None:
+        return _version(compiler, "", 0)
+    changed_ns = Path(path).stat().st_mtime_ns
+    told, names = _version(compiler, path, changed_ns), _named_in(path, changed_ns)
+    read = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+    return " ".join([told, *read])
+
+
+@cache
+def _version(compiler: str, path: str, _changed_ns: int) -> str:
+    digest = sha256(Path(path).read_bytes()).hexdigest() if path else ""
     version = get_compiler_version_info(compiler).replace(f"COLLECT_GCC={compiler}", "COLLECT_GCC")
     return f"{version} {digest}"
+
+
+@cache
+def _named_in(script: str, _changed_ns: int) -> tuple[str, ...]:
+    """Words of a script that can be names of variables; none for a binary."""
+    with Path(script).open("rb") as file:
+        if file.read(2) != b"#!":
+            return ()
+        words = re.findall(rb"[A-Za-z_]\w*", file.read(_MAX_SCRIPT_BYTES))
+    return tuple(sorted({word.decode() for word in words} - _OF_USERS))
 
 
 def torch_release() -> tuple[int, int]:

@@ -17,13 +17,25 @@ from functools import wraps
 from hashlib import sha256
 from typing import Any, Final
 
+import torch
+from torch._functorch._aot_autograd.schemas import AOTConfig
 from torch._inductor import codecache, config
+from torch.fx import GraphModule
+from torch.utils._pytree import tree_leaves
 
 from graphstash.hooks.code import UndescribableError
 from graphstash.hooks.inductor.ambient import ambient_state, unknown_switches
 from graphstash.hooks.inductor.user_code import user_code_of
 
-__all__ = ["KeyInfo"]
+__all__ = ["GPU_SUFFIX", "KeyInfo"]
+
+GPU_SUFFIX: Final = "_gpu"
+"""Ends the key of a graph that computes on GPUs only.
+
+It is part of the key because results of AOTAutograd name the graphs inside them by their keys.
+"""
+
+_GPUS: Final = frozenset({"cuda", "xpu"})
 
 _LINE: Final = re.compile(r"\[(\w+)\] (\w+)(?:\[([^\]]*)\])?: (.*)", re.DOTALL)
 _TENSOR: Final = re.compile(r"dtype=torch\.(\w+), shape=torch\.Size\(\[([^\]]*)\]\)")
@@ -64,7 +76,7 @@ class KeyInfo:
         def listened(graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[str, list[str]]:
             key, lines = make_key(graph, inputs, *args, **kwargs)
             try:
-                key, own = _completed(key, getattr(graph, "gm", graph), inputs)
+                key, own = _completed(key, getattr(graph, "gm", graph), inputs, *args[:1])
                 self._remember(self._lists, key, [*lines, *own])
             except Exception as error:  # noqa: BLE001 - the hook's outermost frame
                 # torch's own caches keep their key: they serve this host as they do without us.
@@ -106,19 +118,39 @@ class KeyInfo:
         return details | _variables(os.environ)
 
 
-def _completed(key: str, graph: Any, inputs: Any) -> tuple[str, list[str]]:
+def _completed(key: str, graph: Any, inputs: Any, settings: Any = None) -> tuple[str, list[str]]:
     """The key with what torch leaves out, and a list of that.
+
+    `settings` are those of AOTAutograd or of Inductor.
 
     Raises:
         UndescribableError: no key can cover the graph.
     """
     if unknown := unknown_switches():
         raise UndescribableError(f"torch has switches that are not known: {', '.join(unknown)}")
-    ambient, code = ambient_state(), user_code_of(graph, inputs)
+    of_autograd = settings if isinstance(settings, AOTConfig) else None
+    ambient, code = ambient_state(), user_code_of(graph, inputs, of_autograd)
     own = codecache.sha256_hash(f"{key}\0{ambient}\0{code}".encode())
     lines = [f"[{sha256(code.encode()).hexdigest()[:16]}] user_code: {bool(code)}"]
     lines += [f"[switch] ambient[{name}]: {state}" for name, _, state in _pairs(ambient)]
-    return key[0] + own, lines
+    suffix = GPU_SUFFIX if _is_on_gpu(graph, inputs) else ""
+    return f"{key[0]}{own}{suffix}", lines
+
+
+def _is_on_gpu(graph: Any, inputs: Any) -> bool:
+    """Whether no tensor of a graph is on the CPU, and Inductor wraps the graph in Python."""
+    values = list(inputs)
+    if config.cpp_wrapper or not any(isinstance(each, torch.Tensor) for each in values):
+        return False
+    for module in graph.modules():
+        if isinstance(module, GraphModule):
+            for node in module.graph.nodes:
+                value = node.meta.get("val", node.meta.get("example_value"))
+                if value is None and node.op.startswith("call_"):
+                    return False
+                values.append(value)
+    tensors = [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
+    return all(each.device.type in _GPUS for each in tensors)
 
 
 def _pairs(ambient: str) -> list[tuple[str, str, str]]:

@@ -7,42 +7,41 @@ operations that the graph names count, and those that their code names. Replacem
 lowerings and decompositions count always. Code without a description makes a graph unshareable.
 """
 
+import ctypes
 import hashlib
 import inspect
-import os
 from collections.abc import Iterable, Iterator
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import cache
 from types import BuiltinFunctionType
 from typing import Any, Final
 
 import torch
 from torch import library
-from torch._decomp import global_decomposition_table
 from torch._functorch import config as functorch_config
+from torch._guards import TracingContext
+from torch._higher_order_ops import effects
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch._inductor import config, lowering
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.decomposition import decompositions
 from torch._library import custom_ops, simple_registry
 from torch._library.custom_ops import CustomOpDef
-from torch._ops import OpOverload, OpOverloadPacket
-from torch.fx import GraphModule
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch._subclasses import FakeTensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import _side_effectful_functions
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from graphstash.hooks.code import CodeDescriber, UndescribableError
+from graphstash.hooks.inductor.libraries import libraries, needed_by
+from graphstash.hooks.inductor.registries import (
+    compilers_of,
+    is_torchs,
+    is_torchs_namespace,
+    registered_for_torch,
+    tables,
+)
 
 __all__ = ["user_code_of"]
-
-_OWN: Final = frozenset(
-    {
-        *("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "_inductor_test", "_native"),
-        *("_quantized", "_test", "aten", "c10d", "c10d_functional", "debugprims", "export"),
-        *("flex_lib", "fsdp", "higher_order", "inductor", "mempool", "mkl", "mkldnn"),
-        *("mkldnn_prepacked", "onednn", "onnx", "onnx_symbolic", "prepacked", "prim", "prims"),
-        *("profiler", "quantization", "quantized", "quantized_decomposed", "rngprims", "sparse"),
-        *("static_runtime", "streams", "symm_mem"),
-    }
-)
-"""Namespaces of operations that torch 2.7 and 2.15 bring."""
 
 _OF_DEFINITION: Final = frozenset({"_lib", "_opoverload", "_namespace", "_name"})
 """Attributes of a `CustomOpDef` that lead back to the operation."""
@@ -55,19 +54,26 @@ _KEYS_OF_DEFINITION: Final = frozenset(
 )
 """Dispatch keys that a `CustomOpDef` fills from its attributes."""
 
-_PASSES: Final = (
-    *("_fuse_ddp_communication_passes", "_post_fusion_custom_pass", "_pre_fusion_custom_pass"),
-    *("custom_partitioner_fn", "joint_custom_post_pass", "joint_custom_pass"),
-    *("joint_custom_pre_pass", "post_grad_custom_post_pass", "post_grad_custom_pre_pass"),
-    *("pre_grad_custom_pass", "reorder_for_compute_comm_overlap_passes"),
+_STATE_OF_PROCESS: Final = frozenset(
+    {
+        *("current_device", "device_count", "from_file", "get_device_name", "get_local_rank"),
+        *("get_node_local_rank", "get_num_interop_threads", "get_num_threads", "get_rank"),
+        *("get_rng_state", "get_world_size", "initial_seed"),
+    }
 )
-"""Settings of Inductor and AOTAutograd that hold functions."""
+"""Functions and methods of torch whose results are this process's own, or a file's."""
+
+_MODULES_OF_STATE: Final = ("torch.distributed", "torch.hub", "torch.random", "torch.serialization")
+"""Modules of torch with such functions only, or with functions that call them."""
 
 _FUNCTIONS: Final = torch._C._VariableFunctions
 """The class whose static methods are torch's functions."""
 
 _MAX_VALUES: Final = 4096
-"""Elements of a constant tensor in a description."""
+"""Elements of a tensor in a description of code."""
+
+_MAX_CONSTANT: Final = 64 * 1024**2
+"""Elements of a tensor that a graph holds as a constant."""
 
 
 class _Describer(CodeDescriber):
@@ -77,12 +83,25 @@ class _Describer(CodeDescriber):
         super().__init__("torch", "triton")
         self.operations: dict[str, Any] = {}
 
+    def reads_state(self, function: Any) -> str:
+        module = str(getattr(function, "__module__", ""))
+        if f"{module}.".startswith(tuple(f"{each}." for each in _MODULES_OF_STATE)):
+            return "reads more than its arguments"
+        return ""
+
+    def check_names(self, names: Iterable[str]) -> None:
+        super().check_names(names := tuple(names))
+        if found := _STATE_OF_PROCESS.intersection(names):
+            raise UndescribableError(f"code reads {min(found)}")
+
     def special(self, value: Any) -> str | None:
         match value:
             case OpOverload() | OpOverloadPacket():
                 return self._operation(value)
             case CustomOpDef():
                 return self._operation(value._opoverload)
+            case HigherOrderOperator():
+                return f"operator {value}"
             case torch.dtype() | torch.layout() | torch.memory_format() | torch.device():
                 return repr(value)
             case torch.Tensor():
@@ -92,11 +111,16 @@ class _Describer(CodeDescriber):
     def _special_code(self, value: Any) -> str | None:
         if isinstance(value, BuiltinFunctionType) and value.__self__ is _FUNCTIONS:
             return f"torch.{value.__name__}"
-        for label, table in _tables():  # what a user put there is described with the graph
+        for label, table in tables():  # what a user put there is described with the graph
             if value is table:
                 return label
         if isinstance(value, CustomGraphPass):
             return f"pass {value.uuid()!r} {self.describe(type(value))}"
+        if self.is_path(value):
+            name = value.name if type(value).__name__ == "_OpNamespace" else "torch.ops"
+            if not is_torchs_namespace(name):
+                raise UndescribableError(f"the operations of {name} are read as a whole")
+            return f"operations {name}"
         return None
 
     def is_path(self, value: Any) -> bool:
@@ -105,24 +129,30 @@ class _Describer(CodeDescriber):
     def _operation(self, operation: Any) -> str:
         packet = getattr(operation, "overloadpacket", operation)
         name = str(packet._qualified_op_name)
-        if name.partition("::")[0] not in _OWN:
+        if not is_torchs_namespace(name):
             self.operations.setdefault(name, packet)
         return f"operation {name} {getattr(operation, '_overloadname', '')}"
 
 
-def user_code_of(graph: GraphModule, inputs: Iterable[Any]) -> str:
-    """Describe the code of the user that takes part in compiling a graph; empty for most graphs.
+def user_code_of(graph: GraphModule, inputs: Iterable[Any], settings: Any = None) -> str:
+    """Describe the code of the user that takes part in compiling a graph, and what it is added to.
+
+    Args:
+        graph: of AOTAutograd or of Inductor.
+        inputs: its inputs; fake ones.
+        settings: of AOTAutograd, before it traces the graph; None in front of Inductor.
 
     Raises:
         UndescribableError: some of it has no description.
     """
-    for each in inputs:
-        if _is_opaque(each):
-            raise UndescribableError(f"an input is a {type(each).__qualname__}")
     describer = _Describer()
-    for target in _targets(graph):
-        describer.special(target)
-    lines = [*_passes(describer), *_replacements(describer)]
+    lines = [line for each in inputs for line in _input(describer, each)]
+    for module in graph.modules():
+        if isinstance(module, GraphModule):
+            for node in module.graph.nodes:
+                lines += _node(describer, module, node, is_traced=settings is None)
+    lines += [*_functions_of_settings(describer), *registered_for_torch(describer)]
+    lines += compilers_of(describer, settings) if settings is not None else _outputs(graph)
     described: set[str] = set()
     while remaining := sorted(set(describer.operations) - described):
         described.update(remaining)
@@ -130,72 +160,103 @@ def user_code_of(graph: GraphModule, inputs: Iterable[Any]) -> str:
     return "\n".join(lines)
 
 
-def _targets(graph: GraphModule) -> Iterator[Any]:
-    for module in graph.modules():
-        if isinstance(module, GraphModule):
-            yield from (node.target for node in module.graph.nodes if node.op == "call_function")
-
-
-def _is_opaque(value: Any) -> bool:
+def _input(describer: _Describer, value: Any) -> Iterator[str]:
     known = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Generator)
-    return value is not None and not isinstance(value, (*known, int, float, complex, str))
+    if value is not None and not isinstance(value, (*known, int, float, complex, str)):
+        raise UndescribableError(f"an input is a {type(value).__qualname__}")
+    if not isinstance(value, torch.Tensor) or describer.is_known(type(value).__module__):
+        return
+    if not is_traceable_wrapper_subclass(value):
+        raise UndescribableError(f"an input is a {type(value).__qualname__}")
+    names, context = value.__tensor_flatten__()
+    yield f"input {describer.describe(type(value))} {names} {describer.describe(context)}"
+    for name in names:
+        yield from _input(describer, getattr(value, name))
 
 
-def _passes(describer: _Describer) -> Iterator[str]:
+def _node(
+    describer: _Describer, module: GraphModule, node: Node, *, is_traced: bool
+) -> Iterator[str]:
+    """Describe what a node of a graph refers to and torch's key leaves out."""
+    if node.op == "call_function":
+        describer.special(node.target)
+        if "kernel_idx" in node.kwargs:  # a kernel of Triton, in a table of this process
+            numbers: dict[str, Any] = dict(node.kwargs)
+            kernel = kernel_side_table.get_kernel(numbers["kernel_idx"])
+            constants = kernel_side_table.get_constant_args(numbers["constant_args_idx"])
+            yield f"kernel {describer.describe(kernel)} {describer.describe(constants)}"
+    elif node.op == "get_attr" and not is_traced:
+        value = _attribute(module, str(node.target))
+        if isinstance(value, torch.Tensor) and not _is_input(module, value):
+            yield f"constant {_constant(value, most=_MAX_CONSTANT)}"
+    elif node.op == "call_module":
+        called = module.get_submodule(str(node.target))
+        if not isinstance(called, GraphModule):
+            yield from _module(describer, called)
+
+
+def _is_input(module: GraphModule, value: torch.Tensor) -> bool:
+    """Whether AOTAutograd makes an attribute of a graph an input: then its values do not count."""
+    lifted = (*module.parameters(), *module.buffers())
+    return isinstance(value, FakeTensor) or any(each is value for each in lifted)
+
+
+def _attribute(module: Any, path: str) -> Any:
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module
+
+
+def _module(describer: _Describer, called: torch.nn.Module) -> Iterator[str]:
+    for each in called.modules():
+        yield describer.describe(type(each))
+        for name, hooks in vars(each).items():
+            if name.endswith("_hooks") and hooks:
+                yield f"{name} {describer.describe(list(hooks.values()))}"
+
+
+def _outputs(graph: GraphModule) -> Iterator[str]:
+    """What Inductor reads of the compilation around a graph, and torch's key leaves out.
+
+    Outputs that the user sees keep their strides. Saved tensors that nothing else refers to are
+    overwritten by gradients.
+    """
+    meta = graph.graph.find_nodes(op="output")[0].meta if hasattr(graph, "graph") else {}
+    context = TracingContext.try_get()
+    donated = getattr(getattr(context, "fw_metadata", None), "bw_donated_idxs", None)
+    for name in ("user_visible_output_idxs", "original_output_strides"):
+        yield f"{name}={meta.get(name)}"
+    yield f"donated={donated}"
+
+
+def _functions_of_settings(describer: _Describer) -> Iterator[str]:
     for module in (config, functorch_config):
-        for name in _PASSES:
+        for name in _names_of_functions(module):
             value = getattr(module, name, None)
             for each in value if isinstance(value, list | tuple) else [value]:
-                if each is not None and not isinstance(each, str):
+                if each is not None and type(each) not in (bool, int, float, str):
                     yield f"{name}={describer.registered(each)}"
 
 
-def _replacements(describer: _Describer) -> Iterator[str]:
-    """Lowerings and decompositions of torch's own operations that are not torch's."""
-    for label, table in _tables():
-        if set(map(id, table.values())) <= _torchs.keys():  # a graph costs a tenth of a millisecond
-            continue
-        for target, function in table.items():
-            if _is_torchs(function):
-                _torchs[id(function)] = function
-            elif _is_torchs_operation(target):
-                yield f"{label} {target}={describer.registered(function)}"
-
-
-_torchs: Final[dict[int, Any]] = {}
-"""Functions of torch in its tables, by id; kept alive, so that no other function gets the id."""
-
-
-def _tables() -> Iterator[tuple[str, Any]]:
-    yield "lowering", lowering.lowerings
-    yield "decomposition", decompositions
-    for name, table in global_decomposition_table.items():
-        yield f"decomposition.{name}", table
-
-
-def _is_torchs(function: Any) -> bool:
-    while (inner := _inside(function)) is not None:
-        function = inner
-    module = getattr(function, "__module__", None) or type(function).__module__
-    return str(module).partition(".")[0] == "torch"
-
-
-def _inside(function: Any) -> Any:
-    """The function that another one wraps; None when it wraps none."""
-    if isinstance(function, partial):
-        return function.func
-    return getattr(function, "__wrapped__", None)
-
-
-def _is_torchs_operation(target: Any) -> bool:
-    namespace = getattr(target, "namespace", None) or getattr(target, "_qualified_op_name", "")
-    return str(namespace).partition("::")[0] in _OWN
+@cache
+def _names_of_functions(module: Any) -> tuple[str, ...]:
+    """Names of the settings of a module that can hold functions or objects."""
+    return tuple(
+        name
+        for name, entry in module._config.items()
+        if not name.startswith("trace.")
+        and (
+            any(word in str(entry.value_type) for word in ("Callable", "Pass", "type[", "Any"))
+            or name in {"custom_partitioner_fn", "reorder_for_compute_comm_overlap_passes"}
+        )
+    )
 
 
 def _operation(describer: _Describer, packet: Any, name: str) -> str:
     """Everything that is registered for one operation of a user."""
     overloads = [getattr(packet, each) for each in packet.overloads()]
     found = [f"operation {name}", *(f"{each._schema} {each.tags}" for each in overloads)]
+    found += [_handling(each) for each in overloads]
     definition = custom_ops.OPDEFS.get(name)
     _check_kernels(name, definition)
     entry = simple_registry.singleton._data.get(name)
@@ -206,12 +267,32 @@ def _operation(describer: _Describer, packet: Any, name: str) -> str:
     for overload in overloads:
         kernels = overload.py_kernels.items()
         found += [f"{key}={describer.registered(kernel)}" for key, kernel in kernels]
-    for label, table in _tables():
+    for label, table in tables():
         given = [table[each] for each in (packet, *overloads) if each in table]
-        found += [f"{label}={describer.registered(each)}" for each in given if not _is_torchs(each)]
+        found += [f"{label}={describer.registered(each)}" for each in given if not is_torchs(each)]
     if definition is None:
-        found += _libraries(name, is_required=name not in library._defs)
+        found += _libraries_with(name, is_required=name not in library._defs)
     return "\n".join(found)
+
+
+_constraints: Final[dict[str, str]] = {}
+"""Constraints of layouts by operation, from before Inductor first met the operation."""
+
+
+def _handling(operation: OpOverload) -> str:
+    """How passes over graphs and Inductor treat an operation.
+
+    Inductor adds its own constraint of layouts when it compiles an operation without a lowering. A
+    process that finds its graphs never does. So the constraint from before that moment counts.
+    """
+    known = getattr(lowering, "_maybe_layout_constraints", {})
+    name = str(operation)
+    if name not in _constraints:
+        _constraints[name] = str(getattr(known.get(operation), "__qualname__", ""))
+    read = getattr(effects, "_get_effect", None)
+    effect = effects.SIDE_EFFECTS.get(operation) if read is None else read(operation)
+    has_effect = operation in _side_effectful_functions
+    return f"effect {effect} {has_effect} layout {_constraints[name]}"
 
 
 def _definition(describer: _Describer, definition: CustomOpDef) -> Iterator[str]:
@@ -266,47 +347,29 @@ def _list_of(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _constant(tensor: torch.Tensor) -> str:
-    if type(tensor) is not torch.Tensor or tensor.numel() > _MAX_VALUES or tensor.is_meta:
+def _constant(tensor: torch.Tensor, *, most: int = _MAX_VALUES) -> str:
+    if type(tensor) is not torch.Tensor or tensor.numel() > most or tensor.is_meta:
         raise UndescribableError(f"a tensor of {tensor.numel()} elements")
-    return f"tensor {tensor.dtype} {tensor.device} {tensor.stride()} {tensor.tolist()}"
+    if tensor.numel() > _MAX_VALUES and tensor.layout is torch.strided:
+        whole = tensor.detach().cpu().contiguous()
+        digest = hashlib.sha256(ctypes.string_at(whole.data_ptr(), whole.nbytes)).hexdigest()
+        return f"tensor {tensor.dtype} {tensor.device} {tensor.shape} {tensor.stride()} {digest}"
+    content = f"{tensor.shape} {tensor.stride()} {tensor.tolist()}"
+    return f"tensor {tensor.dtype} {tensor.device} {content}"
 
 
-def _libraries(name: str, *, is_required: bool) -> list[str]:
+def _libraries_with(name: str, *, is_required: bool) -> list[str]:
     """Digests of the loaded libraries that mention an operation.
 
     Raises:
         UndescribableError: there is none, but the operation is not defined in Python.
     """
-    found = []
-    for path in _loaded_libraries():
-        try:
-            status = path.stat()
-        except OSError:  # it was replaced or deleted
-            continue
-        if digest := _digest_if_mentions(path, status.st_mtime_ns, status.st_size, name):
-            found.append(f"library {digest}")
+    found = {
+        f"library {digest}"
+        for each in libraries()
+        if each.mentions(name)
+        for digest in needed_by(each)
+    }
     if is_required and not found:
         raise UndescribableError(f"{name} is defined in C++, by a library without a file")
     return sorted(found)
-
-
-@lru_cache(maxsize=4096)
-def _digest_if_mentions(path: Path, _changed_ns: int, _size: int, name: str) -> str:
-    content = path.read_bytes()
-    if all(word.encode() in content for word in name.split("::")):
-        return hashlib.sha256(content).hexdigest()
-    return ""
-
-
-def _loaded_libraries() -> list[Path]:
-    """Files of the shared libraries in this process but for torch's and the system's."""
-    own = f"{Path(torch.__file__).parent}{os.sep}"
-    lines = Path("/proc/self/maps").read_text("utf-8").splitlines()
-    paths = {line.split(maxsplit=5)[-1] for line in lines if " r-xp " in line and "/" in line}
-    system = ("/lib/", "/lib64/", "/usr/lib/", "/usr/lib64/")
-    return [
-        Path(path)
-        for path in sorted(paths)
-        if not path.startswith(own) and ("-packages/" in path or not path.startswith(system))
-    ]

@@ -1,0 +1,177 @@
+"""The shared libraries of a process that can hold operations: those that need one of torch's.
+
+A library that defines an operation, or replaces kernels of torch's, takes part in compilations. It
+is described by the digest of its file, and of the files that it needs in turn.
+"""
+
+import ctypes
+import os
+import struct
+from collections.abc import Iterator
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+__all__ = ["Library", "libraries", "needed_by", "needed_libraries"]
+
+_OF_TORCH: Final = ("libc10", "libtorch")
+_OF_SYSTEM: Final = ("/lib/", "/lib64/", "/usr/lib/", "/usr/lib64/")
+
+_PT_LOAD, _PT_DYNAMIC = 1, 2
+_DT_NEEDED, _DT_STRTAB = 1, 5
+
+_REGISTERS: Final = b"5torch7Library"
+"""Part of the name of the class that registers kernels, as C++ mangles it."""
+
+_ATEN: Final = b"\0aten\0"
+
+
+class Library:
+    """A library that needs one of torch's.
+
+    Attributes:
+        path: of its file.
+        needed: names of the libraries that it needs.
+    """
+
+    def __init__(self, path: Path, needed: tuple[str, ...]) -> None:
+        self.path = path
+        self.needed = needed
+        self._content = path.read_bytes()
+        self.digest = sha256(self._content).hexdigest()
+        self.replaces_kernels = _ATEN in self._content and _REGISTERS in self._content
+        self._mentions: dict[str, bool] = {}
+
+    def mentions(self, operation: str) -> bool:
+        """Whether the names of an operation and of its namespace stand in the library."""
+        if operation not in self._mentions:
+            words = [word.encode() for word in operation.split("::")]
+            self._mentions[operation] = all(word in self._content for word in words)
+        return self._mentions[operation]
+
+
+def libraries() -> list[Library]:
+    """The loaded libraries that need one of torch's, and are neither torch's nor the system's.
+
+    Without those whose files were replaced or deleted after they were loaded.
+    """
+    found = (_library(path, *_version(path)) for path in _loaded(_count()))
+    return [each for each in found if each is not None]
+
+
+def needed_by(library: Library) -> Iterator[str]:
+    """Digests of a library and of all that it needs, but for torch's and the system's."""
+    files = {Path(path).name: path for path in _loaded(_count())}
+    names, seen = [library.path.name], set[str]()
+    while names:
+        name = names.pop()
+        if name in seen or name not in files:
+            continue
+        seen.add(name)
+        needed, digest = _needed_and_digest(files[name], *_version(files[name]))
+        names += needed
+        yield digest
+
+
+class _Loaded(ctypes.Structure):
+    """`dl_phdr_info` of <link.h>."""
+
+    _fields_ = (
+        ("address", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("headers", ctypes.c_void_p),
+        ("header_count", ctypes.c_uint16),
+        ("added", ctypes.c_ulonglong),
+        ("removed", ctypes.c_ulonglong),
+    )
+
+
+_Callback = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.POINTER(_Loaded), ctypes.c_size_t, ctypes.POINTER(ctypes.c_ulonglong)
+)
+
+
+@_Callback  # type: ignore[untyped-decorator] # ctypes
+def _read_count(info: Any, _size: int, into: Any) -> int:
+    into[0], into[1] = info.contents.added, info.contents.removed
+    return 1
+
+
+def _count() -> tuple[int, int]:
+    """How many libraries this process has loaded, and unloaded."""
+    counts = (ctypes.c_ulonglong * 2)()
+    ctypes.CDLL(None).dl_iterate_phdr(_read_count, counts)
+    return counts[0], counts[1]
+
+
+@lru_cache(maxsize=1)
+def _loaded(_count: tuple[int, int]) -> list[str]:
+    own = f"{Path(torch.__file__).parent}{os.sep}"
+    lines = Path("/proc/self/maps").read_text("utf-8").splitlines()
+    paths = {line.split(maxsplit=5)[-1] for line in lines if " r-xp " in line and "/" in line}
+    return [
+        path
+        for path in sorted(paths)
+        if not path.startswith(own)
+        and ("-packages/" in path or not path.startswith(_OF_SYSTEM))
+        and Path(path).is_file()
+    ]
+
+
+@lru_cache(maxsize=4096)
+def _version(path: str) -> tuple[int, int]:
+    """Time of the last change of a loaded file and its size, when it was first seen."""
+    status = Path(path).stat()
+    return status.st_mtime_ns, status.st_size
+
+
+@lru_cache(maxsize=4096)
+def _library(path: str, _changed_ns: int, _size: int) -> Library | None:
+    needed = needed_libraries(Path(path))
+    is_extension = any(name.startswith(_OF_TORCH) for name in needed)
+    return Library(Path(path), needed) if is_extension else None
+
+
+@lru_cache(maxsize=4096)
+def _needed_and_digest(path: str, _changed_ns: int, _size: int) -> tuple[tuple[str, ...], str]:
+    return needed_libraries(Path(path)), sha256(Path(path).read_bytes()).hexdigest()
+
+
+def needed_libraries(path: Path) -> tuple[str, ...]:
+    """Names of the libraries that a 64-bit ELF file needs; empty for other files."""
+    try:
+        with path.open("rb") as file:
+            return tuple(_needed(file))
+    except (OSError, struct.error, ValueError):
+        return ()
+
+
+def _needed(file: Any) -> Iterator[str]:
+    head = file.read(64)
+    if head[:5] != b"\x7fELF\x02":
+        return
+    order = "<" if head[5] == 1 else ">"
+    (start,) = struct.unpack_from(f"{order}Q", head, 32)
+    size, count = struct.unpack_from(f"{order}HH", head, 54)
+    file.seek(start)
+    table = file.read(size * count)
+    loads, dynamic = [], b""
+    for at in range(count):
+        kind, _, offset, address, _, length = struct.unpack_from(f"{order}IIQQQQ", table, at * size)
+        if kind == _PT_LOAD:
+            loads.append((address, length, offset))
+        elif kind == _PT_DYNAMIC:
+            file.seek(offset)
+            dynamic = file.read(length)
+    entries = list(struct.iter_unpack(f"{order}qQ", dynamic[: len(dynamic) // 16 * 16]))
+    strings = next((value for tag, value in entries if tag == _DT_STRTAB), 0)
+    for address, length, offset in loads:
+        if address <= strings < address + length:
+            for tag, value in entries:
+                if tag == _DT_NEEDED:
+                    file.seek(offset + strings - address + value)
+                    yield file.read(256).split(b"\0", 1)[0].decode()
+            return

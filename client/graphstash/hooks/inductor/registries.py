@@ -1,0 +1,380 @@
+"""What is registered for torch's own operations, and takes part in compiling every graph.
+
+torch's keys cover torch's files, and so what torch itself registers. Programs add to the same
+tables: lowerings, decompositions, patterns of graph passes, kernels. Each torch operation's entry
+is described here: torch's functions by their names, the user's functions by their code. An entry
+that the user removed, or took from another operation, therefore also changes the description.
+"""
+
+import enum
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache, partial
+from hashlib import sha256
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from typing import Any, Final
+
+import torch
+from torch import library
+from torch._decomp import global_decomposition_table
+from torch._inductor import lowering
+from torch._inductor.decomposition import decompositions, fast_random_decomps
+from torch._inductor.fx_passes import joint_graph, post_grad, pre_grad, split_cat
+from torch._inductor.pattern_matcher import PatternMatcherPass
+from torch._inductor.virtualized import V
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+
+from graphstash.hooks.code import CodeDescriber, UndescribableError
+from graphstash.hooks.inductor.libraries import libraries
+
+__all__ = ["compilers_of", "is_torchs", "is_torchs_namespace", "registered_for_torch", "tables"]
+
+_OWN: Final = frozenset(
+    {
+        *("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "_inductor_test", "_native"),
+        *("_quantized", "_test", "aten", "c10d", "c10d_functional", "coor", "cplib"),
+        *("debug_mode_ops", "debugprims", "export", "flex_gemm"),
+        *("flex_lib", "fsdp", "higher_order", "inductor", "mempool", "mkl", "mkldnn"),
+        *("mkldnn_prepacked", "onednn", "onnx", "onnx_symbolic", "prepacked", "prim", "prims"),
+        *("profiler", "quantization", "quantized", "quantized_decomposed", "rngprims", "sparse"),
+        *("static_runtime", "streams", "symm_mem"),
+    }
+)
+"""Namespaces of operations that torch 2.7 and 2.15 bring."""
+
+_KERNELS_OF_TORCH: Final = frozenset(
+    {
+        *("aten/_foreach_mm/CUDA", "aten/linalg_polar.out/CUDA", "aten/linalg_polar/CUDA"),
+        *("aten/bmm/CUDA", "aten/to_dense/FuncTorchDynamicLayerFrontMode"),
+        "aten/to_dense/PythonTLSSnapshot",
+        *(
+            f"aten/{name}/FuncTorchBatched"
+            for name in (
+                *("addr", "huber_loss_backward", "mse_loss_backward", "nll_loss2d_backward"),
+                *("nll_loss2d_forward", "nll_loss_backward", "nll_loss_forward"),
+                "smooth_l1_loss_backward",
+            )
+        ),
+    }
+)
+"""Kernels in Python for operations of ATen that torch 2.7 and 2.15 bring, besides fake ones."""
+
+_FAKE_KERNELS: Final = frozenset(each for each in library._impls if each.endswith("/Meta"))
+"""Fake kernels that torch had registered when this module was imported."""
+
+_PACKAGES: Final = frozenset(
+    {"functorch", "graphstash", "sympy", "torch", "torchgen", *sys.stdlib_module_names}
+) - {"__main__"}
+"""Packages whose functions are torch's, or that Python brings."""
+
+_COMPILERS: Final = ("fw_compiler", "bw_compiler", "inference_compiler", "partition_fn")
+
+_PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
+_VALUES: Final = (torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum)
+
+_MAX_DEPTH: Final = 6
+
+
+class _ForeignError(Exception):
+    """A function is not torch's, or holds one that is not."""
+
+
+def tables() -> Iterator[tuple[str, Any]]:
+    """The tables of functions by operation, each with its name."""
+    yield "lowering", lowering.lowerings
+    yield "decomposition", decompositions
+    for name, table in global_decomposition_table.items():
+        yield f"decomposition.{name}", table
+
+
+def is_torchs_namespace(name: str) -> bool:
+    """Whether torch brings the operations of a namespace, or of an operation's namespace."""
+    return name.partition("::")[0] in _OWN
+
+
+def is_torchs(function: Any) -> bool:
+    """Whether a function, and everything that it wraps or holds, is torch's."""
+    try:
+        _name(function, 0)
+    except _ForeignError:
+        return False
+    return True
+
+
+def registered_for_torch(describer: CodeDescriber) -> Iterator[str]:
+    """Describe what is registered for torch's own operations, a line each.
+
+    Raises:
+        UndescribableError: some of it has no description.
+    """
+    _check_kernels(len(library._impls))
+    digest, foreign = _entries()
+    yield digest
+    for label, function in (*foreign, *_foreign_kernels(), *_foreign_patterns()):
+        yield f"{label}={describer.registered(function)}"
+    if (handler := _choices()) is not None:
+        yield f"choices={describer.describe(handler)}"
+    for library_of_user in libraries():
+        if library_of_user.replaces_kernels:
+            yield f"library {library_of_user.digest}"
+
+
+def compilers_of(describer: CodeDescriber, settings: Any) -> Iterator[str]:
+    """Describe what a backend gave to AOTAutograd in place of Inductor's own functions.
+
+    Raises:
+        UndescribableError: some of it has no description.
+    """
+    given = _given(settings)
+    table = given.get("decompositions") or {}
+    known = (decompositions, fast_random_decomps())
+    for target, function in table.items():
+        if not any(each.get(target) is function for each in known) and not is_torchs(function):
+            yield f"given {target}={describer.registered(function)}"
+    if not any(table.keys() == each.keys() for each in known):
+        yield f"given {sha256(repr(sorted(map(str, table))).encode()).hexdigest()}"
+    for name in _COMPILERS:
+        for each in _foreign_in(given.get(name), 0):
+            yield f"{name}={describer.registered(each)}"
+
+
+def _given(settings: Any) -> dict[str, Any]:
+    """What AOTAutograd was called with: from its settings, or from the call in this thread.
+
+    Raises:
+        UndescribableError: there is neither.
+    """
+    held = {name: getattr(settings, name, None) for name in ("decompositions", *_COMPILERS)}
+    frame = sys._getframe()
+    while held["fw_compiler"] is None:
+        if (caller := frame.f_back) is None:
+            raise UndescribableError("the compilers of a backend are not known")
+        frame = caller
+        if frame.f_globals.get("__name__") == "torch._functorch.aot_autograd":
+            held |= {name: frame.f_locals[name] for name in held if name in frame.f_locals}
+    return held
+
+
+_known_entries: list[Any] = [None, ("", [])]
+"""The ids of the values of all tables, and what `_entries` returned for them."""
+
+_kept_alive: list[Any] = []
+"""Functions whose ids are in use: no other function gets the same id."""
+
+
+def _entries() -> tuple[str, list[tuple[str, Any]]]:
+    """A digest of torch's functions in the tables, and the functions that are not torch's."""
+    state = [tuple(map(id, table.values())) for _, table in tables()]
+    if _known_entries[0] == state:
+        found: tuple[str, list[tuple[str, Any]]] = _known_entries[1]
+        return found
+    names: list[str] = []
+    foreign: list[tuple[str, Any]] = []
+    known: dict[int, str] = {}
+    for label, table in tables():
+        for target, function in list(table.items()):
+            if not is_torchs_namespace(_namespace(target)):
+                continue
+            try:
+                if (name := known.get(id(function), "")) == "":
+                    name = known[id(function)] = _name(function, 0)
+            except _ForeignError:
+                foreign.append((f"{label} {target}", function))
+                continue
+            # Inductor adds these when it first meets an operation without a lowering. A process
+            # that finds its graphs never does.
+            if not name.startswith("function torch._inductor.lowering.fallback_handler."):
+                names.append(f"{label} {_target(target)} {name}")
+        _kept_alive.append(list(table.values()))
+    digest = sha256("\n".join(sorted(names)).encode()).hexdigest()
+    result = (f"tables {digest}", foreign)
+    _known_entries[:] = [state, result]
+    return result
+
+
+def _namespace(target: Any) -> str:
+    if isinstance(target, str):
+        return target
+    if isinstance(target, HigherOrderOperator):
+        return "higher_order"
+    return str(getattr(target, "namespace", "") or getattr(target, "_qualified_op_name", "aten"))
+
+
+def _target(target: Any) -> str:
+    name = getattr(target, "__name__", "")
+    return str(target) if isinstance(target, OpOverload | OpOverloadPacket | str) else name
+
+
+def _name(value: Any, depth: int) -> str:  # noqa: PLR0911 - a case each
+    """The name of a function of torch, with the names of what it holds.
+
+    Raises:
+        _ForeignError: it, or something that it holds, is not torch's.
+    """
+    if type(value) in _PLAIN:
+        return repr(value)
+    if isinstance(value, _VALUES):
+        return f"{type(value).__name__}.{value}"
+    if depth > _MAX_DEPTH:
+        return "..."
+    if isinstance(value, OpOverload | OpOverloadPacket | HigherOrderOperator):
+        return f"operation {value}"
+    if isinstance(value, FunctionType):
+        _check(str(value.__globals__.get("__name__")))
+        cells = [_name(_content(cell), depth + 1) for cell in value.__closure__ or ()]
+        return f"function {value.__module__}.{value.__qualname__} {cells}"
+    if isinstance(value, partial):
+        held = (value.func, value.args, value.keywords)
+        return f"partial {_name(held, depth + 1)}"
+    if isinstance(value, MethodType):
+        owner = _name(value.__self__, depth + 1)
+        is_generated = "__name__" not in getattr(value.__func__, "__globals__", {})
+        function = value.__name__ if is_generated else _name(value.__func__, depth + 1)
+        return f"method {owner} {function}"
+    if isinstance(value, list | tuple | dict):
+        items = value.items() if isinstance(value, dict) else value
+        return f"{type(value).__name__} {[_name(each, depth + 1) for each in items]}"
+    if isinstance(value, BuiltinFunctionType | type | ModuleType):
+        module = value.__name__ if isinstance(value, ModuleType) else value.__module__
+        _check(str(module or "builtins"))
+        return f"{module}.{getattr(value, '__qualname__', value.__name__)}"
+    _check(type(value).__module__)
+    return f"a {type(value).__module__}.{type(value).__qualname__}"
+
+
+def _check(module: str) -> None:
+    root = module.partition(".")[0]
+    if root not in _PACKAGES:
+        raise _ForeignError(module)
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
+
+
+def _foreign_in(value: Any, depth: int) -> Iterator[Any]:
+    """The functions within a compiler of a backend that are not torch's."""
+    if depth > _MAX_DEPTH or value is None or type(value) in _PLAIN:
+        return
+    if isinstance(value, partial):
+        for each in (value.func, *value.args, *value.keywords.values()):
+            yield from _foreign_in(each, depth + 1)
+    elif isinstance(value, FunctionType):
+        try:
+            _check(str(value.__globals__.get("__name__")))
+        except _ForeignError:
+            yield value
+            return
+        for cell in value.__closure__ or ():
+            content = _content(cell)
+            if isinstance(content, FunctionType | partial | MethodType):
+                yield from _foreign_in(content, depth + 1)
+    elif isinstance(value, MethodType):
+        yield from _foreign_in(value.__func__, depth + 1)
+    elif isinstance(getattr(value, "compiler_fn", None), FunctionType | partial):
+        yield from _foreign_in(value.compiler_fn, depth + 1)
+
+
+def _check_kernels(_count: int) -> None:
+    """Refuse kernels in Python that a program put in the place of ATen's.
+
+    Raises:
+        UndescribableError: there is one; torch does not give it back.
+    """
+    if found := _foreign_impls(_count):
+        raise UndescribableError(f"a program replaced the kernel {found}")
+
+
+@lru_cache(maxsize=1)
+def _foreign_impls(_count: int) -> str:
+    for each in sorted(library._impls):
+        if each.startswith("aten/") and each not in _KERNELS_OF_TORCH and each not in _FAKE_KERNELS:
+            return each
+    return ""
+
+
+def _packets() -> list[OpOverloadPacket]:
+    """The operations of ATen that were used."""
+    found = list(vars(torch.ops.aten).values())
+    return [each for each in found if isinstance(each, OpOverloadPacket)]
+
+
+@lru_cache(maxsize=1)
+def _operations(_count: int) -> list[tuple[OpOverload, dict[Any, Any]]]:
+    """Operations with their kernels in Python."""
+    found = (each for packet in _packets() for each in list(vars(packet).values()))
+    return [(each, each.py_kernels) for each in found if isinstance(each, OpOverload)]
+
+
+def _foreign_kernels() -> list[tuple[str, Any]]:
+    """Kernels that a program gave to operations of ATen with `py_impl`."""
+    operations = _operations(sum(map(len, map(vars, _packets()))))
+    state = (len(operations), sum(len(kernels) for _, kernels in operations))
+    return _remembered(
+        "kernels",
+        state,
+        lambda: (
+            (f"{operation} {key}", kernel)
+            for operation, kernels in operations
+            for key, kernel in kernels.items()
+            if not isinstance(kernel, torch._C.DispatchKey)
+        ),
+    )
+
+
+def _passes() -> Iterator[PatternMatcherPass]:
+    for module in (joint_graph, post_grad, pre_grad):
+        for value in list(vars(module).values()):
+            for each in value if isinstance(value, list) else [value]:
+                if isinstance(each, PatternMatcherPass):
+                    yield each
+    for name in ("PRE_GRAD_PATTERNS", "POST_GRAD_PATTERNS"):
+        yield from getattr(split_cat, name, {}).values()
+
+
+def _foreign_patterns() -> list[tuple[str, Any]]:
+    """Functions of the user in the patterns of Inductor's passes over graphs."""
+    lists = [entries for one in _passes() for entries in list(one.patterns.values())]
+    return _remembered(
+        "patterns",
+        tuple(map(len, lists)),
+        lambda: (
+            (f"pattern {entry.pattern!r}", held)
+            for entries in lists
+            for entry in entries
+            for name in ("extra_check", "handler", "normalize_args")
+            if (held := getattr(entry, name, None)) is not None
+        ),
+    )
+
+
+_remembered_states: dict[str, tuple[Any, list[tuple[str, Any]]]] = {}
+
+
+def _remembered(
+    what: str, state: Any, functions: Callable[[], Iterable[tuple[str, Any]]]
+) -> list[tuple[str, Any]]:
+    """The functions that are not torch's; looked for when the state differs from the last one."""
+    if what not in _remembered_states or _remembered_states[what][0] != state:
+        found = [(label, each) for label, each in functions() if not _is_torchs_once(each)]
+        _remembered_states[what] = (state, found)
+    return _remembered_states[what][1]
+
+
+_checked: dict[int, tuple[Any, bool]] = {}
+"""By id of a function: the function, and whether it is torch's."""
+
+
+def _is_torchs_once(function: Any) -> bool:
+    if id(function) not in _checked:
+        _checked[id(function)] = (function, is_torchs(function))
+    return _checked[id(function)][1]
+
+
+def _choices() -> Any:
+    """The object of the user that makes Inductor's choices; None if torch's makes them."""
+    handler: Any = V.choices
+    return None if type(handler).__module__.partition(".")[0] == "torch" else handler
