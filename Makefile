@@ -62,7 +62,7 @@ test-images: $(VENV)/.installed $(VENV)/.packages  ## Run the image and the comp
 .test-images:
 	@if $(HAS_ENGINE); then $(MAKE) test-images; else echo 'NOT RUN: $(NO_ENGINE).'; fi
 
-# What needs no compiler.
+# Tests that need no compiler.
 LIGHT_TESTS ?= tests/unit tests/service tests/client/doctor tests/client/tuning \
     $(wildcard tests/client/*.py)
 PYTHONS ?= 3.12 3.13
@@ -75,8 +75,8 @@ test-pythons: $(VENV)/.installed $(VENV)/.packages  ## Run the tests without com
 	        --group test --editable '.[server,postgres,s3,signing,tracing]' && \
 	    $$other/bin/python -m pytest $(LIGHT_TESTS) || exit; done
 
-coverage: $(VENV)/.installed $(VENV)/.packages  ## Run the tests without compilers with coverage; fails below fail_under
-	$(BIN)/python -m pytest --cov $(LIGHT_TESTS)
+coverage: $(VENV)/.installed $(VENV)/.packages  ## Run the tests with coverage; fails below fail_under
+	$(PYTEST) --cov $(TESTS)
 
 FUZZ_SECONDS ?= 600
 FUZZ_TARGETS ?= paths headers bodies signatures conversations

@@ -16,6 +16,7 @@ import sys
 from collections import Counter
 from contextlib import ExitStack
 
+import httpx
 import hypothesis
 import pytest
 
@@ -42,6 +43,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Otherwise Hugging Face's Trainer and Accelerate take the XLA device of .venv. They ask once, when
 # they are imported, and pytorch_optimizer imports them.
 os.environ["USE_TORCH_XLA"] = "0"
+
+
+# httpx reads all certificate authorities for every client: 20 ms of CPU, thousands of times. The
+# product makes contexts of its own.
+_new_context = httpx._transports.default.create_ssl_context
+_shared_context = functools.cache(_new_context)
+
+
+def _context(verify=True, cert=None, trust_env=True):  # noqa: FBT002 - as httpx declares it
+    is_usual = (
+        verify is True and cert is None and not {"SSL_CERT_FILE", "SSL_CERT_DIR"} & set(os.environ)
+    )
+    return _shared_context() if is_usual else _new_context(verify, cert, trust_env)
+
+
+httpx._transports.default.create_ssl_context = _context
 
 
 def pytest_addoption(parser):
