@@ -237,9 +237,10 @@ def clipping_by_norm_and_by_value() -> None:
         (lambda p: clip_grad_value_(p, 0.3), lambda p: nn.utils.clip_grad_value_(p, 0.3)),
     )
     for ours, torchs in clips:
-        parameters, theirs, counter = new_parameters(XLA), new_parameters(), Counter()
-        optimizer = optimizers.AdamW(parameters, lr=0.1)
-        train(parameters, optimizer, new_scale(), steps=range(5), clip=ours, after=counter.next)
+        parameters, theirs = new_parameters(XLA), new_parameters()
+        optimizer, scale = optimizers.AdamW(parameters, lr=0.1), new_scale()
+        counter = Counter()
+        train(parameters, optimizer, scale, steps=range(5), clip=ours, after=counter.next)
         reference = torch.optim.AdamW(theirs, lr=0.1, foreach=False)
         train(theirs, reference, torchs_scaler(), steps=range(5), clip=torchs)
         counter.require_one_graph()
@@ -377,8 +378,8 @@ def the_scalers_of_torch_and_torch_xla() -> None:
 def other_types_are_kept() -> None:
     for name, make in BY_NAME.items():
         for dtype, atol, rtol in ((torch.bfloat16, 0.05, 0.02), (torch.float64, 1e-9, 0.0)):
-            parameters, counter = new_parameters(XLA, dtype=dtype), Counter()
-            optimizer = make(parameters, lr=0.1)
+            parameters = new_parameters(XLA, dtype=dtype)
+            optimizer, counter = make(parameters, lr=0.1), Counter()
             plain_steps(parameters, optimizer, range(3), dtype=dtype, after=counter.next)
             counter.require_one_graph()
             wide = torch.float64 if dtype == torch.float64 else torch.float32
