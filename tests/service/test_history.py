@@ -356,9 +356,9 @@ def test_who_may_not_read_a_namespace_sees_none_of_its_points(guarded, namespace
         answer = client.get("/v1/stats/history", params={"by": "namespace", **query})
         return {each["group"] for each in answer.json()["points"]}
 
-    admin = guarded.http(guarded.admin)
-    until(lambda: {team, hidden} <= seen(admin))
-    assert seen(admin, namespace=hidden) == {hidden}
+    writer = guarded.http(guarded.token(f"write:{team}", f"write:{hidden}"))
+    until(lambda: seen(writer) == {team, hidden})
+    assert seen(guarded.http(guarded.admin), namespace=hidden) == {hidden}
     assert seen(reader) == {team}
     assert seen(reader, namespace=hidden) == set()
     assert guarded.http().get("/v1/stats/history").status_code == 401
