@@ -1,4 +1,6 @@
-"""The services of compose.yaml by hand: their commands, environments and checks.
+"""The files of docker/ make the deployment that docker/README.md describes.
+
+Here the services of compose.yaml run by hand: their commands, environments and checks.
 
 `Deployment` says what is replaced because there is no container: addresses, ports and directories.
 Everything else is taken from the compose files and the Dockerfile as it stands there.

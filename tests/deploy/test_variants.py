@@ -16,22 +16,14 @@ from support.moto import Moto
 pytestmark = pytest.mark.extended
 
 
-def test_two_workers_are_one_setting(deploy):
-    deployment = deploy("compose.yaml", GRAPHSTASH_WORKERS="2").up()
+def test_example_variables_with_two_workers_are_a_working_deployment(deploy):
+    variables = {name: value for name, value in example_variables().items() if value}
+    deployment = deploy("compose.yaml", **variables | {"GRAPHSTASH_WORKERS": "2"}).up()
     key = deployment.new_key()
     deployment.put(key)
 
     assert deployment.get(key) == deployment.payload
     assert deployment.stop("server-1") == 0
-
-
-def test_the_example_variables_are_a_working_deployment(deploy):
-    variables = {name: value for name, value in example_variables().items() if value}
-    deployment = deploy("compose.yaml", **variables).up()
-    key = deployment.new_key()
-    deployment.put(key)
-
-    assert deployment.get(key) == deployment.payload
 
 
 @pytest.fixture
