@@ -10,8 +10,8 @@ with instrumented():
     from graphstash_schema.errors import STATUS
     from graphstash_schema.metadata import MAX_COMPILE_SECONDS
     from graphstash_schema.protocol import MAX_METADATA_BYTES
-    from graphstash_server.api.conditions import lists_etag, requested_range, requested_wait
     from graphstash_server.errors import ServerError
+    from graphstash_server.reading.conditions import lists_etag, requested_range, requested_wait
 
 _DIGEST = Digest.of(b"x")
 _RECORD = ArtifactMetadata(

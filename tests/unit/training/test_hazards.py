@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tests.unit.training import hazards
 
 from graphstash.training import FusionError
+from unit.training import hazards
 
 
 @pytest.mark.parametrize("when", ["backward", "forward"])

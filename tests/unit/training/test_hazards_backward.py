@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tests.unit.training.hazards import Loop, clip
 
 from graphstash.training import FusionError
 from graphstash.training.fusion import partial_step
+from unit.training.hazards import Loop, clip
 
 
 class ClippingAfterAQuietStep(Loop):

@@ -252,4 +252,4 @@ def _is_users(name: str, value: object) -> bool:
 
 
 def _update(name: str, value: object) -> None:
-    jax.config.update(name, value)  # type: ignore[no-untyped-call] # of a typed package
+    jax.config.update(name, value)

@@ -180,7 +180,7 @@ def random_state(device: torch.device | str) -> dict[str, Any]:
     """
     state = host_random_state()
     device = torch.device(device)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
     if device.type == "xla":
         import torch_xla.core.xla_model as xm

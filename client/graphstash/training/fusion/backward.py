@@ -187,7 +187,7 @@ class BackwardFusion(Fusion):
                 fusion._gradient_is_whole(parameter)
 
         for parameter in parameters:
-            handle = parameter.register_post_accumulate_grad_hook(gradient_is_whole)  # type: ignore[no-untyped-call] # torch
+            handle = parameter.register_post_accumulate_grad_hook(gradient_is_whole)
             self._gradient_hooks.append(handle)
             self.keep(handle)
 

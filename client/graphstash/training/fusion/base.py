@@ -40,7 +40,7 @@ _OPTIMIZERS: Final = "graphstash.training.optimizers."
 _ALLOWED: Final = frozenset(("__init__", "__module__", "__doc__", "__qualname__", "__repr__"))
 """What a subclass of an optimizer may have of its own."""
 
-_FUSED: MutableMapping[Tensor, "weakref.ref[Fusion]"] = WeakTensorKeyDictionary()  # type: ignore[no-untyped-call] # torch
+_FUSED: MutableMapping[Tensor, "weakref.ref[Fusion]"] = WeakTensorKeyDictionary()
 
 
 class ModuleHook:
@@ -198,9 +198,9 @@ class Fusion(ABC):
         self.keep(optimizer.register_load_state_dict_post_hook(lambda _: self._loaded()))
         for module in self.model.modules():
             save = ModuleHook(lambda _: self._before_save(), self._before_copy)
-            self.keep(module.register_state_dict_pre_hook(save))  # type: ignore[no-untyped-call] # torch
+            self.keep(module.register_state_dict_pre_hook(save))
             load = ModuleHook(lambda _: self._before_load())
-            self.keep(module.register_load_state_dict_pre_hook(load))  # type: ignore[no-untyped-call] # torch
+            self.keep(module.register_load_state_dict_pre_hook(load))
 
         fused = {each: self.names.get(each, "a parameter") for each in self.parameters}
         self.keep(Guards(self.model, optimizer, fused, self._order_hooks))

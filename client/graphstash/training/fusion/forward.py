@@ -164,7 +164,7 @@ class ForwardFusion(Fusion):
 
         for parameter in self.last_gradients:
             if parameter.requires_grad:
-                handles.append(parameter.register_post_accumulate_grad_hook(gradient_is_whole))  # type: ignore[no-untyped-call] # torch
+                handles.append(parameter.register_post_accumulate_grad_hook(gradient_is_whole))
                 self.keep(handles[-1])
 
     def after_step(self) -> None:
@@ -208,7 +208,7 @@ class ForwardFusion(Fusion):
 
     def _before_forward(self, module: nn.Module) -> None:
         if torch.compiler.is_compiling():  # since fuse() was called, as Trainer and Accelerate do
-            torch._dynamo.disable(_refuse_compiled)("the model")  # type: ignore[no-untyped-call] # torch
+            torch._dynamo.disable(_refuse_compiled)("the model")
         self._require_eager()
         is_outermost = not self._running
         if is_outermost:

@@ -92,7 +92,7 @@ def _armed(kind: type[Tensor], on_use: "weakref.WeakMethod[Callable[[Tensor], No
             del types
             kwargs = kwargs or {}
             if func in _HARMLESS:
-                with torch._C.DisableTorchFunctionSubclass():  # type: ignore[no-untyped-call] # torch
+                with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             for leaf in tree_leaves((args, kwargs)):
                 if type(leaf) is cls:

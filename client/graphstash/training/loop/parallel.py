@@ -180,7 +180,7 @@ def _on_side_stream(device: torch.device) -> Iterator[None]:
     on CUDA graphs).
     """
     current = torch.cuda.current_stream(device)
-    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    side = torch.cuda.Stream(device)
     side.wait_stream(current)
     with torch.cuda.stream(side):
         yield

@@ -230,7 +230,7 @@ class TrainingStep:
                     values = {name: value / len(batches) for name, value in values.items()}
                 loss, scale = values["loss"], self._options.loss_scale
                 scaled = loss if scale is None else scale.scale(loss)
-                scaled.backward()  # type: ignore[no-untyped-call]
+                scaled.backward()
             for name, value in values.items():
                 part = value.detach()
                 total[name] = part if name not in total else total[name] + part

@@ -162,8 +162,8 @@ def _recorded(device: torch.device) -> "torch.cuda.Event | None":
     """Happens when the device has made the snapshot."""
     if device.type != "cuda":
         return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
     return event
 
 
@@ -171,7 +171,7 @@ def _computed(compute: Compute, snapshot: Snapshot, made: "torch.cuda.Event | No
     with torch.no_grad():
         if made is None:
             return _finite(compute, snapshot)
-        stream = torch.cuda.Stream(snapshot.statistics.device)  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream(snapshot.statistics.device)
         with torch.cuda.stream(stream):
             stream.wait_event(made)
             roots = _finite(compute, snapshot)

@@ -141,7 +141,7 @@ class Cohort:
         device = self.device.type
         if device not in {"cpu", "cuda"} or torch.compiler.is_compiling() or formula_only.get():
             return False
-        return not (device == "cuda" and torch.cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
+        return not (device == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 def _are_laid_out_alike(tensors: Sequence[Tensor]) -> bool:

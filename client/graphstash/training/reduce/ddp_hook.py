@@ -255,7 +255,7 @@ class SparseState:
         """
         on_cuda = gradients.is_cuda
         done: Future[Tensor] = Future(devices=[gradients.device] if on_cuda else None)
-        ready = torch.cuda.current_stream(gradients.device).record_event() if on_cuda else None  # type: ignore[no-untyped-call] # torch
+        ready = torch.cuda.current_stream(gradients.device).record_event() if on_cuda else None
 
         def run() -> None:
             try:

@@ -91,7 +91,7 @@ class TorchStep(TracedStep[R]):
 
     def __init__(self, function: Callable[..., R], state: State) -> None:
         super().__init__(function, state)
-        self._backward: Any = torch.compiler.disable(torch.autograd.backward)  # type: ignore[no-untyped-call]
+        self._backward: Any = torch.compiler.disable(torch.autograd.backward)
         self.retrace()
 
     def retrace(self) -> None:
@@ -165,9 +165,9 @@ class CudaGraphStep(TracedStep[R]):
         self._restart()
         self._steps: dict[Hashable, int] = {}
         self._captures: dict[Hashable, _Capture] = {}
-        self._side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._side = torch.cuda.Stream(self._device)
         # One graph runs at a time, so all can have their memory in one place.
-        self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
         in_ddp = distributed.is_available() and distributed.is_initialized()
         self._warm_up_steps = _WARM_UP_OF_DDP if in_ddp else _WARM_UP
 
@@ -238,14 +238,14 @@ class _Capture:
         leaves, nesting = pytree.tree_flatten(tuple(batch))
         static = iter(self._inputs)
         leaves = [next(static) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._graph = torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
+        self._graph = torch.cuda.CUDAGraph()
         # Threads that upload batches use CUDA meanwhile; only this one's calls can spoil a capture.
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             self._result = function(*pytree.tree_unflatten(leaves, nesting))
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         torch._foreach_copy_(self._inputs, list(tensors))
-        self._graph.replay()  # type: ignore[no-untyped-call]
+        self._graph.replay()
         return pytree.tree_map_only(Tensor, torch.clone, self._result)
 
 
