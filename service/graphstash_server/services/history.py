@@ -1,4 +1,4 @@
-"""HistoryService: what the server did by hour and by day."""
+"""HistoryService: returns hits, misses and other counters by hour and by day."""
 
 import asyncio
 from collections.abc import Sequence
@@ -34,13 +34,13 @@ _LENGTH: Final = {Step.HOUR: timedelta(hours=1), Step.DAY: timedelta(days=1)}
 
 @dataclass(kw_only=True, eq=False)
 class HistoryService:
-    """Reads what `Accounting` writes. Safe for concurrent calls."""
+    """Read the history that `Accounting` writes. Safe for concurrent calls."""
 
     database: Database
     clock: Clock
 
     def __post_init__(self) -> None:
-        self._reading = asyncio.Semaphore(1)  # one at a time has its points in memory
+        self._reading = asyncio.Semaphore(1)  # only one call at a time holds points in memory
 
     async def read(
         self,
@@ -51,19 +51,20 @@ class HistoryService:
         by: Grouping = Grouping.NONE,
         namespaces: Sequence[str] | None = None,
     ) -> History:
-        """The points from the step in which `since` is to the last one that begins before `until`.
+        """Return the points from the step that contains `since` to the last step that begins before
+        `until`.
 
         Args:
-            since: aware; None for a day of hours, or 30 days, before `until`.
-            until: aware; None for now.
+            since: aware time. Default: a day (for hours) or 30 days (for days) before `until`.
+            until: aware time. Default: now.
             step: hours or days.
-            by: what points are told apart by. With more than `MAX_HISTORY_GROUPS` groups, the
-                smaller ones are summed as `OTHERS`.
-            namespaces: only what happened in these; None for all.
+            by: how to group points. Of more than `MAX_HISTORY_GROUPS` groups, the smaller ones are
+                summed as `OTHERS`.
+            namespaces: count only these namespaces. Default: all.
 
         Raises:
-            ServerError: 400 when that is nothing, longer than `HISTORY_KEPT`, or more than
-                `MAX_GROUPED_STEPS` where points are told apart.
+            ServerError: 400 if the period is empty, longer than `HISTORY_KEPT`, or longer than
+                `MAX_GROUPED_STEPS` with grouping.
         """
         until = (until or self.clock()).astimezone(UTC)
         since = (since or until - _USUAL[step]).astimezone(UTC)
@@ -78,7 +79,7 @@ class HistoryService:
         return History(step=step, by=by, points=tuple(points))
 
     async def drop_old(self) -> None:
-        """Deletes hours and days that are older than `HISTORY_KEPT`."""
+        """Delete points that are older than `HISTORY_KEPT`."""
         for step, kept in HISTORY_KEPT.items():
             async with self.database.writing() as connection:
                 await drop_history(connection, step, before=self.clock() - kept)

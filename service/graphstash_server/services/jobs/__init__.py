@@ -1,3 +1,3 @@
-"""What jobs use beside artifacts: leases, manifests, pins."""
+"""Services for jobs: leases, manifests, pins and reports of runs."""
 
 __all__: list[str] = []

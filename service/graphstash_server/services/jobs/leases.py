@@ -1,6 +1,7 @@
-"""LeaseService: one process of a team compiles a graph, the others wait for it.
+"""LeaseService: one process compiles a graph while the other processes wait for its artifact.
 
-Leases are advisory: an upload needs none, and an expired one only lets the next waiter compile.
+Leases are advisory. An upload does not need a lease, and an expired lease only lets the next waiter
+compile.
 """
 
 import asyncio
@@ -44,21 +45,24 @@ __all__ = ["Acquisition", "HeldLease", "LeaseService"]
 
 _LOOK_SECONDS = 0.4
 _LOOK_SECONDS_INFORMED = 5.0
-"""Mean time between two looks of a poller; the jitter is half of it, so that the servers of a fleet
-do not poll in step. Waiters are served within half a second of a commit, whether they poll or are
-notified."""
+"""Mean seconds between two queries of a poller, without and with notifications.
+
+Jitter varies each pause by up to half of the mean, so that the servers of a fleet do not poll in
+step. A waiter gets its reply within about half a second of a commit, by polling or by
+notification."""
 
 
 _MAX_HELD = 1024
-"""Leases of one caller: each is a graph that compiles now, and a token may be that of a team."""
+"""Leases that one caller may hold. Each is a graph being compiled now, and a whole team may share
+one token."""
 
 _MAX_ROWS = 8192
-"""Leases of one caller, or of one namespace, that are held or remembered: a row is 500 bytes, and
-counting them takes a millisecond."""
+"""Lease rows of one caller or one namespace, ended leases included. A row has 500 bytes, and
+counting this many takes a millisecond."""
 
 
 class Acquisition(NamedTuple):
-    """A request for a lease, how long it waits, and who makes it."""
+    """A request for a lease by `caller`, which waits for at most `wait_seconds`."""
 
     key: StoredKey
     request: LeaseRequest
@@ -67,7 +71,10 @@ class Acquisition(NamedTuple):
 
 
 class HeldLease(NamedTuple):
-    """One process compiles; `waiters` are the requests of this server process that wait for it."""
+    """A lease that is held now.
+
+    `waiters` counts the requests that wait for it in this server process only.
+    """
 
     key: StoredKey
     holder: str
@@ -77,7 +84,7 @@ class HeldLease(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class LeaseService:
-    """Grants, renews and releases leases."""
+    """Grant, renew and release leases."""
 
     database: Database
     artifacts: ArtifactService
@@ -87,13 +94,15 @@ class LeaseService:
     new_token: Callable[[], str] = lambda: secrets.token_hex(16)
 
     def __post_init__(self) -> None:
-        # A thousand callers may join at once: the upload that they wait for does not queue behind.
+        # Bound concurrent queries: otherwise a thousand waiters occupy every shared connection, and
+        # the upload that they wait for queues behind them.
         self._turns = asyncio.Semaphore(self.database.shared_connections)
 
     async def acquire(self, wanted: Acquisition, *, gone: "asyncio.Future[None]") -> LeaseReply:
-        """Takes the lease, or waits until it can be taken or the artifact is there.
+        """Take the lease, or wait until it is free or the artifact is stored.
 
-        `gone` is done when the caller hung up; a lease that it gets then is released again.
+        The caller of this method completes `gone` when the client hangs up. A lease granted after
+        that is released at once.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wanted.wait_seconds
@@ -123,10 +132,10 @@ class LeaseService:
                 gone.remove_done_callback(wake)
 
     async def renew(self, key: StoredKey, *, token: str, request: LeaseRequest) -> LeaseReply:
-        """Moves the end of a lease.
+        """Extend a held lease by the requested duration, counted from now.
 
         Raises:
-            ServerError: 410 when the token no longer holds the lease.
+            ServerError: 410 if the token no longer holds the lease.
         """
         now = self.clock()
         async with self.database.writing() as connection:
@@ -143,12 +152,13 @@ class LeaseService:
         return _granted(token=token, fencing=fencing, ttl_seconds=request.ttl_seconds)
 
     async def release(self, key: StoredKey, *, token: str) -> None:
-        """Ends a lease, and wakes one waiter; if there is an artifact, that one wakes the others.
+        """End a lease and wake one waiter. If that waiter finds the artifact, it wakes the other
+        waiters.
 
-        Ending it again, or after publishing ended it, changes nothing.
+        Releasing a lease again, or after an upload ended it, changes nothing.
 
         Raises:
-            ServerError: 410 when the token never held the lease, or lost it.
+            ServerError: 410 if the token never held the lease, or lost it.
         """
         now = self.clock()
         async with self.database.writing() as connection:
@@ -163,21 +173,23 @@ class LeaseService:
         self.wait_queue.wake(Notification.free(key))
 
     async def count_held(self) -> int:
-        """How many leases are held now, of all servers."""
+        """Return the number of leases held now, over all servers."""
         async with self.database.reading() as connection:
             return await count_held_leases(connection, now=self.clock())
 
     async def list_held(self, namespaces: Sequence[Namespace], *, limit: int) -> list[HeldLease]:
-        """Leases of some namespaces that are held now, the last ones to end first."""
+        """Return up to `limit` held leases of these namespaces, latest expiry first."""
         async with self.database.reading() as connection:
             rows = await list_held_leases(connection, namespaces, now=self.clock(), limit=limit)
         return [HeldLease(*row, self.wait_queue.count_of(row.key)) for row in rows]
 
     async def _try(self, wanted: Acquisition) -> tuple[LeaseReply, Digest | None]:
-        """Looks once; tries again when another process was faster between two statements.
+        """Attempt once to find the artifact or take the lease.
+
+        Start again if another process changes the lease between two statements.
 
         Returns:
-            What to answer, and the digest of the artifact if it is there.
+            The reply, and the digest of the artifact if it is stored.
         """
         while True:
             row = await self.artifacts.find(wanted.key)
@@ -193,10 +205,10 @@ class LeaseService:
                 return reply, None
 
     async def _take(self, wanted: Acquisition) -> LeaseReply | None:
-        """Takes a free lease; None when it is no longer free, or no longer needed.
+        """Take a free lease. Return None if it is no longer free, or if the artifact is stored.
 
-        The lease is taken before the artifact is looked for: an upload that commits meanwhile has
-        either ended before, and is seen, or ends this lease.
+        The lease is taken before the artifact is looked up, so no upload is missed. An upload
+        either committed earlier and is found, or commits later and ends this lease.
         """
         now = self.clock()
         token = self.new_token()
@@ -221,7 +233,7 @@ class LeaseService:
     async def _pause(
         self, key: StoredKey, ticket: Ticket, *, reply: LeaseReply, rest_seconds: float
     ) -> None:
-        """Sleeps until it is worth looking again."""
+        """Sleep until a wake-up, the deadline or, for the poller, the next query."""
         seconds = rest_seconds
         if self.wait_queue.is_poller(key, ticket):
             mean = _LOOK_SECONDS_INFORMED if self.wait_queue.are_informed else _LOOK_SECONDS
@@ -243,10 +255,10 @@ class LeaseService:
 
 
 async def _check_number(connection: AsyncConnection, wanted: Acquisition, now: datetime) -> None:
-    """Bounds what leases cost the database, and how many others one caller can make wait.
+    """Bound the database rows that leases occupy, and how many processes one caller can make wait.
 
     Raises:
-        ServerError: 409.
+        ServerError: 409 if the caller or the namespace has reached a limit.
     """
     caller, namespace = wanted.caller, wanted.key.namespace
     held = await count_held_leases(connection, now=now, caller=caller)

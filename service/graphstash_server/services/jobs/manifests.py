@@ -1,4 +1,4 @@
-"""ManifestService remembers the artifacts of a job; PinService keeps them from eviction."""
+"""ManifestService records the artifacts that a job used. PinService protects them from eviction."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -33,21 +33,21 @@ from graphstash_server.services.artifacts.room import Room, RoomKeeper
 __all__ = ["ManifestService", "PinService", "StoredEntry"]
 
 StoredEntry: TypeAlias = EntryRow
-"""What services return about an entry."""
+"""Manifest entry, as services return it."""
 
 _UNUSED = timedelta(days=90)
-"""An entry that no run used for this long belongs to a model that is gone."""
+"""Age at which an unused entry is deleted. By then its model is no longer run."""
 
 _MAX_ENTRIES = 16 * MAX_MANIFEST_ENTRIES
-"""Of one namespace: sixteen of the largest manifests, or hundreds of usual ones."""
+"""Entries of one namespace: sixteen of the largest manifests, or hundreds of usual ones."""
 
 
 @dataclass(kw_only=True, eq=False)
 class ManifestService:
-    """Safe for concurrent calls: a merge is one transaction.
+    """Read and update manifests. Safe for concurrent calls: a merge is one transaction.
 
-    Entries count against the limits, and their number is bounded in every namespace: beyond it,
-    those that were not used for the longest time go, of whatever manifest.
+    Entries count against the byte limits, and the number of entries per namespace is bounded.
+    Beyond that number, the least recently used entries of any manifest are deleted.
     """
 
     database: Database
@@ -55,7 +55,9 @@ class ManifestService:
     clock: Clock
 
     async def get(self, namespace: Namespace, name: ManifestName) -> list[EntryRow]:
-        """The entries of a manifest, most recently used first; none when there is no manifest."""
+        """Return the entries of a manifest, most recently used first. Empty if the manifest does
+        not exist.
+        """
         return await list_entries(self.database, namespace, name)
 
     async def merge(
@@ -67,14 +69,15 @@ class ManifestService:
         writer: str,
         actor: Actor,
     ) -> tuple[list[EntryRow], bool]:
-        """Adds what one run of a writer used; a key that is named twice counts once. Evictions that
-        it needs are logged in the name of the actor.
+        """Add the keys that one run of `writer` used. A repeated key counts once.
+
+        If the entries need room, artifacts are evicted and the audit log names `actor`.
 
         Returns:
-            The entries of the manifest, and whether it is a new one.
+            The entries of the manifest, and whether the manifest is new.
 
         Raises:
-            NoSpaceError: the namespace or the store has no room for so many more entries.
+            NoSpaceError: the namespace or the store has no room for the new entries.
         """
         wanted = list(dict.fromkeys(keys))
         known = {entry.name for entry in await list_entries(self.database, namespace, name)}
@@ -88,7 +91,7 @@ class ManifestService:
                 return await steps.run(run, is_last=True)
 
     async def drop_unused(self) -> None:
-        """Deletes what no run used for `_UNUSED`, of all namespaces."""
+        """Delete entries, in all namespaces, that no run used for `_UNUSED`."""
         before = self.clock() - _UNUSED
         async with self.database.reading() as connection:
             namespaces = await list_unused(connection, before=before)
@@ -126,16 +129,16 @@ async def _count(connection: Transaction, namespace: str, more: int) -> None:
 
 @dataclass(kw_only=True, eq=False)
 class PinService:
-    """Keeps artifacts of a job from eviction. Only `unpin` makes a pin shorter."""
+    """Protect the artifacts of a job from eviction. Only `unpin` shortens a pin."""
 
     database: Database
 
     async def pin(self, namespace: Namespace, job: ManifestName, *, until: datetime) -> int:
-        """Pins the artifacts that a job used; returns how many its manifest names."""
+        """Pin the artifacts in a job's manifest. Return the number of its entries."""
         return await self._change(namespace, job, partial(pin_artifacts, until=until))
 
     async def unpin(self, namespace: Namespace, job: ManifestName) -> int:
-        """Ends the pins of the artifacts that a job used; returns how many its manifest names."""
+        """Unpin the artifacts in a job's manifest. Return the number of its entries."""
         return await self._change(namespace, job, unpin_artifacts)
 
     async def _change(

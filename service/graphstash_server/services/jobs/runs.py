@@ -1,9 +1,12 @@
-"""RunService: what processes of jobs report at their end, and what is said of a whole run.
+"""RunService: stores the reports that processes send at their end, and sums them up per run.
 
-Whoever may read a namespace may report, so reports are bounded: in a namespace in which something
-was stored; each caller in all namespaces together; each namespace. Beyond a limit the oldest runs
-go. In a namespace it is those of the caller who has the most there: nobody pushes out the reports
-of somebody who has fewer. A run belongs to who reported it first.
+Any caller that may read a namespace may report to it, so reports are bounded. A namespace accepts
+reports only after something was stored in it. Each caller has a limit over all namespaces, and each
+namespace has a limit.
+
+Beyond a limit, the oldest runs are deleted. Within a namespace, they are taken from the caller with
+the most reports, so that no caller can displace the reports of a smaller caller. A run belongs to
+the caller that reported it first.
 """
 
 import asyncio
@@ -55,21 +58,22 @@ from graphstash_server.errors import ServerError
 __all__ = ["MAX_PROCESSES", "MAX_REPORTS", "MAX_REPORT_BYTES", "RunService"]
 
 MAX_PROCESSES: Final = 512
-"""Of one run."""
+"""Maximum number of processes that report one run."""
 
 MAX_REPORTS: Final = 16_384
 MAX_REPORT_BYTES: Final = 64 * 1024**2
-"""Of one namespace, and of one caller in all namespaces."""
+"""Limits of one namespace, and of one caller over all namespaces."""
 
 _LEFT: Final = 7 / 8
-"""Of a limit that was passed, so that not every report after it looks for old ones."""
+"""Share of an exceeded limit that remains after deletion, so that not every later report deletes
+again."""
 
 _ROW_BYTES: Final = 512
-"""Of a row and its indexes, beside what was reported."""
+"""Bytes of a row and its index entries, without the reported counts and misses."""
 
 _MAX_LISTED_BYTES: Final = 8 * 1024**2
 _MAX_LISTED_REPORTS: Final = 8192
-"""Of one list: runs of very many processes are listed in smaller numbers."""
+"""Limits of one list. It has fewer runs if their processes are very many."""
 
 _PRUNED_AT_ONCE: Final = 500
 
@@ -79,7 +83,7 @@ _MISSES: Final = TypeAdapter(tuple[RunMiss, ...])
 
 @dataclass(kw_only=True, eq=False)
 class RunService:
-    """Safe for concurrent calls."""
+    """Store, list and sum up reports. Safe for concurrent calls."""
 
     database: Database
     clock: Clock
@@ -87,7 +91,7 @@ class RunService:
     max_bytes: int = MAX_REPORT_BYTES
 
     def __post_init__(self) -> None:
-        self._summing = asyncio.Semaphore(1)  # the interpreter's lock lets one of them on anyway
+        self._summing = asyncio.Semaphore(1)  # the GIL would serialize the sums anyway
 
     async def put(
         self,
@@ -98,12 +102,12 @@ class RunService:
         *,
         writer: str,
     ) -> None:
-        """Stores what a process reports, in place of what it has reported before.
+        """Store the report of a process, in place of its previous report.
 
         Raises:
-            ServerError: 400 for a run that begins more than `MAX_RUN_AHEAD` from now; 404 where
-                nothing was ever stored; 409 for a run of somebody else; 413 for a run of too many
-                processes.
+            ServerError: 400 if the run begins more than `MAX_RUN_AHEAD` from now; 404 if nothing
+                was ever stored in the namespace; 409 if the run belongs to another caller; 413 if
+                the run has too many processes.
         """
         now = self.clock()
         if report.started_at - now > MAX_RUN_AHEAD:
@@ -166,14 +170,14 @@ class RunService:
     async def list_latest(
         self, namespace: Namespace, *, job: ManifestName | None = None, limit: int = 20
     ) -> RunList:
-        """The runs that reported last, of a job or of all.
+        """Return the runs that reported last.
 
         Args:
-            namespace: where.
-            job: only its runs; None for all.
-            limit: most runs, 1 to `MAX_LISTED_RUNS`.
+            namespace: namespace of the runs.
+            job: return only runs of this job. Default: runs of all jobs.
+            limit: maximum number of runs, 1 to `MAX_LISTED_RUNS`.
         """
-        async with self._summing:  # one at a time has its reports in memory
+        async with self._summing:  # only one call at a time holds reports in memory
             async with self.database.reading() as connection:
                 latest = await list_latest(
                     connection, namespace, job=job, limit=min(limit, MAX_LISTED_RUNS)
@@ -198,14 +202,14 @@ class RunService:
         return RunList(runs=runs)
 
     async def find(self, namespace: Namespace, run: RunName) -> Run | None:
-        """One run, with what it missed; None when there is none."""
+        """Return one run with its misses, or None if no process reported it."""
         async with self._summing:
             async with self.database.reading() as connection:
                 reports = await list_reports(connection, namespace, [run], with_misses=True)
             return await asyncio.to_thread(_sum, reports) if reports else None
 
     async def drop_old(self) -> None:
-        """Deletes reports that are older than `RUNS_KEPT`."""
+        """Delete reports that are older than `RUNS_KEPT`."""
         before = self.clock() - RUNS_KEPT
         dropped = _PRUNED_AT_ONCE
         while dropped == _PRUNED_AT_ONCE:
@@ -216,8 +220,10 @@ class RunService:
         return reports > self.max_reports or size_bytes > self.max_bytes
 
     def _surplus(self, held: Sequence[HeldRun]) -> list[HeldRun]:
-        """The runs that have to go, of those given with the oldest first: each time the oldest one
-        of whoever has the most.
+        """Choose the runs to delete from `held`, which has the oldest run first.
+
+        Take the oldest run of the caller with the largest share, until `_LEFT` of each limit
+        remains.
         """
         of_writer: defaultdict[str, deque[HeldRun]] = defaultdict(deque)
         share: defaultdict[str, float] = defaultdict(float)
@@ -248,8 +254,9 @@ class RunService:
 
 
 def _sum(reports: Sequence[ReportRow]) -> Run:
-    """What its processes reported, as one; may take a second for very many, so it runs in a
-    thread.
+    """Combine the reports of all processes into one run.
+
+    Run this in a thread: it may take a second for very many reports.
     """
     first = min(reports, key=lambda each: (each.started_at, each.process))
     return Run(
@@ -274,7 +281,9 @@ _MAX_SUM: Final = {
 
 
 def _sum_counts(reported: Iterable[dict[str, Any]]) -> tuple[RunCounts, ...]:
-    """Their sums; what a server of a later release stored may have kinds that are unknown here."""
+    """Sum the counts per kind and device type. Skip unknown kinds, which a server of a later
+    release may have stored.
+    """
     sums: dict[tuple[str, str], dict[str, float]] = {}
     for counts in reported:
         if counts["kind"] in KNOWN_KINDS:
