@@ -1,3 +1,3 @@
-"""The server, call by call: every wait bounded, every answer checked, one error tree."""
+"""HTTP client for the server: bounds every wait, checks every response, raises `CacheError`."""
 
 __all__: list[str] = []

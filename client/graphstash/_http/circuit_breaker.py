@@ -1,6 +1,6 @@
-"""Circuit breaker: after a few failures in a row, stop asking for a while.
+"""Circuit breaker: stop calling a server after several failures in a row.
 
-A job whose server is gone must not pay a time-out for every graph it compiles.
+Without it, a job whose server is down would wait for a timeout for every graph that it compiles.
 """
 
 import threading
@@ -11,13 +11,17 @@ __all__ = ["CircuitBreaker"]
 
 
 class CircuitBreaker:
-    """Closed: calls pass. Open: they are refused until the pause is over, then one may try.
+    """Tracks failures and refuses calls to a server that fails.
+
+    While closed, it allows every call. While open, it refuses calls until the pause ends, and then
+    allows one trial call.
 
     Args:
         threshold: failures in a row that open the circuit.
-        first_pause_seconds: length of the first pause; each further failure doubles it.
-        longest_pause_seconds: upper bound of a pause, also of one that a server asked for.
-        clock: seconds that never run backwards.
+        first_pause_seconds: length of the first pause. Each further failure doubles it.
+        longest_pause_seconds: upper bound of every pause, including pauses that the server
+            requests.
+        clock: monotonic clock, in seconds.
     """
 
     def __init__(
@@ -34,15 +38,15 @@ class CircuitBreaker:
         self._clock = clock
         self._lock = threading.Lock()  # guards the fields below
         self._failures = 0
-        self._open_until = 0.0  # after failures
-        self._asked_until = 0.0  # because the server asked for it; a success does not end it
-        self._trying_until = 0.0  # while one caller tries
+        self._open_until = 0.0  # set by failures
+        self._asked_until = 0.0  # set by the server's Retry-After; a success does not clear it
+        self._trying_until = 0.0  # set while one caller makes the trial call
 
     def allows(self) -> bool:
-        """Whether a call may be made now.
+        """Return whether the caller may make a call now.
 
-        The first caller after a pause may try; others are refused until it has succeeded or failed,
-        or nothing was heard of it for the longest pause.
+        After a pause, one caller may make a trial call. Other callers are refused until the trial
+        call succeeds, fails, or reports nothing for `longest_pause_seconds`.
         """
         with self._lock:
             now = self._clock()
@@ -53,24 +57,24 @@ class CircuitBreaker:
             return True
 
     def succeeded(self) -> None:
-        """An answer came: the circuit closes."""
+        """Record a usable response and close the circuit."""
         with self._lock:
             self._failures = 0
             self._open_until = self._trying_until = 0.0
 
     def failed(self) -> None:
-        """No usable answer came."""
+        """Record a failed call, and open the circuit at the threshold."""
         with self._lock:
             self._failures += 1
             self._trying_until = 0.0
             beyond = self._failures - self._threshold
             if beyond >= 0:
-                # The exponent is bounded so that years of failures cannot overflow a float.
+                # Bound the exponent: after very many failures, the power would overflow a float.
                 pause = self._first_pause_seconds * 2.0 ** min(beyond, 16)
                 self._open_until = self._clock() + min(pause, self._longest_pause_seconds)
 
     def pause(self, seconds: float) -> None:
-        """The server asked for a pause (`Retry-After`)."""
+        """Refuse calls for the seconds that the server requests with `Retry-After`."""
         with self._lock:
             self._trying_until = 0.0
             until = self._clock() + min(seconds, self._longest_pause_seconds)

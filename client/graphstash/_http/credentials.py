@@ -1,11 +1,12 @@
-"""Credentials: the bearer token for the server.
+"""Bearer token for the server, from the first source that is configured.
 
-    GRAPHSTASH_TOKEN         or
-    GRAPHSTASH_TOKEN_FILE    read again whenever the file changes: those of Kubernetes rotate; or
-    netrc                    the password that `$NETRC` or `~/.netrc` has for the server's host
+    GRAPHSTASH_TOKEN         the token
+    GRAPHSTASH_TOKEN_FILE    a file with the token, read again when it changes (Kubernetes rotates
+    it)
+    netrc                    the password for the server's host in `$NETRC` or `~/.netrc`
 
-A refused token is not sent again for a minute, unless another one has replaced it. Without a token
-there is no such pause: anonymous readers may be refused one call and get the next.
+After the server refuses a token, the client does not send it for one minute. A changed token is
+sent at once. Anonymous clients do not pause: the server may refuse one call and allow the next.
 """
 
 import logging
@@ -26,17 +27,17 @@ __all__ = ["Credentials"]
 _log = logging.getLogger("graphstash")
 
 _REFUSED_SECONDS: Final = 60.0
-"""How long a refused token is not sent."""
+"""Seconds during which a refused token is not sent."""
 
 _MAX_TOKEN_FILE_BYTES: Final = 16 * 1024
 
 
 class Credentials:
-    """Finds the token; safe for many threads.
+    """Finds the bearer token. Thread-safe.
 
     Args:
-        config: where the token is, and the server's URL.
-        clock: seconds that never run backwards.
+        config: token settings and the server's URL.
+        clock: monotonic clock, in seconds.
     """
 
     def __init__(self, config: ClientConfig, *, clock: Callable[[], float] = monotonic) -> None:
@@ -45,15 +46,16 @@ class Credentials:
         self._lock = threading.Lock()  # guards the fields below
         self._stamp: tuple[int, ...] = ()
         self._from_file = ""
-        self._from_netrc: str | None = None  # not looked for yet
+        self._from_netrc: str | None = None  # None until netrc has been read
         self._refused: tuple[str, float] | None = None
         self._is_warned = False
 
     def token(self) -> str:
-        """The bearer token; empty without one.
+        """Return the bearer token, or "" if none is configured.
 
         Raises:
-            CacheError: the token's file cannot be read, or the token was refused lately.
+            CacheError: the token file cannot be read, or the server refused this token within the
+                last minute.
         """
         with self._lock:
             token = self._find()
@@ -68,12 +70,12 @@ class Credentials:
 
     @property
     def is_anonymous(self) -> bool:
-        """Whether there is no token; known after the first call of `token`."""
+        """Whether the client sends no token. Valid after the first call of `token`."""
         config = self._config
         return config.token is None and config.token_file is None and not self._from_netrc
 
     def refused(self, token: str) -> str:
-        """Records that the server refused a token, and returns what to do about it."""
+        """Record that the server refused a token, and return advice for the user."""
         with self._lock:
             if token:
                 self._refused = (token, self._clock() + _REFUSED_SECONDS)
@@ -120,7 +122,7 @@ class Credentials:
         return self._from_file
 
     def _warn_where_others_read_along(self) -> None:
-        # Teams on private networks may do without TLS, so this is only a warning.
+        # Teams on private networks may run without TLS, so log a warning instead of failing.
         if self._config.url.startswith("http:") and not is_on_this_host(self._config.url):
             _log.warning(
                 "graphstash: the token is sent to %s unencrypted; use https://",
@@ -133,12 +135,12 @@ def _from_netrc(host: str) -> str:
     if path is None:
         return ""
     try:
-        # Only an entry of this host: netrc's `default` would be sent to any server.
+        # Use only the entry for this host: netrc's `default` entry would go to any server.
         entry = netrc.netrc(str(path)).hosts.get(host)
-    except OSError:  # most users have none
+    except OSError:  # most users have no netrc file
         return ""
     except (netrc.NetrcParseError, UnicodeDecodeError) as error:
-        # Its message may hold a part of a password.
+        # Do not log the error's message: it may contain part of a password.
         line = getattr(error, "lineno", None)
         _log.warning("graphstash: cannot parse %s (line %s); ignoring it", path, line)
         return ""

@@ -1,14 +1,15 @@
-"""HTTP connections that keep a deadline, even if a server sends one byte at a time.
+"""HTTP connections that keep a deadline for the whole call.
 
-httpx bounds the wait for each piece of data, not their sum: a server that sends one byte of a
-header every second would hold a job for ever. Here every wait is also bounded by the time that is
-left of the whole call. Uses httpcore's documented network-backend interface.
+httpx bounds the wait for each piece of data, not the sum of waits. A server that sends one header
+byte per second could block a job for ever. This transport also bounds every wait by the time that
+is left of the call. It implements httpcore's documented network-backend interface.
 
-A server may close a connection just as the next request goes out on it; a worker that ends does.
-Such a request is sent again, once, on a connection of its own, before anybody counts a failure.
+A server may close a kept-alive connection just as the next request is sent, for example when a
+worker exits. The transport then sends the request once more, on a new connection, before any caller
+counts a failure.
 """
 
-import encodings.idna  # noqa: F401 - connections need it, and would import it as others fork
+import encodings.idna  # noqa: F401 - connecting imports it, which could race with a fork
 import ipaddress
 import os
 import socket
@@ -22,10 +23,10 @@ from time import monotonic
 from typing import Any, Final, cast
 
 import httpcore
-from httpcore._backends.sync import SyncStream  # its backend leaks a socket that is refused
+from httpcore._backends.sync import SyncStream  # its backend leaks a refused socket
 
-# httpx brings its own command line along where click and rich are installed, as they are here: a
-# third of a second for every training process, for nothing. An absent module is left out.
+# If click and rich are installed, as they are here, httpx imports its own command line. That would
+# cost every training process a third of a second. httpx skips a module that is absent.
 _absent = sys.modules.setdefault("httpx._main", cast("Any", None)) is None
 import httpx  # noqa: E402 - see above
 
@@ -42,13 +43,17 @@ __all__ = ["Deadline", "DeadlineTransport", "ProcessClient"]
 _WRITE_BYTES: Final = 64 * 1024
 
 _READ_BYTES: Final = 128 * 1024
-"""What one read takes at most. httpcore asks for 64 KiB, and each piece of a body passes through
-four layers of Python; larger ones than this leave the processor's cache on the way."""
+"""Bytes that one read takes at most.
+
+httpcore asks for 64 KiB, and each piece of a body passes through four layers of Python. Larger
+pieces than this no longer fit into the processor's cache.
+"""
 
 
 class Deadline:
-    """A moment after which a call is given up; it can be shortened, but not extended. What the
-    caller itself pauses in between does not count.
+    """Time limit of one call. It can be shortened, but not extended.
+
+    Time that the caller spends in `paused` does not count.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -57,7 +62,7 @@ class Deadline:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """The time of the block does not count."""
+        """Exclude the time of the block."""
         began = monotonic()
         try:
             yield
@@ -65,27 +70,28 @@ class Deadline:
             self._started += monotonic() - began
 
     def shorten(self, seconds: float) -> None:
-        """Shortens the deadline to some seconds after the beginning of the call."""
+        """Shorten the limit to `seconds` after the start of the call."""
         self._seconds = min(self._seconds, seconds)
 
     @property
     def left_seconds(self) -> float:
-        """Seconds that are left; 0 or less after the deadline."""
+        """Seconds left; 0 or less after the deadline."""
         return self._started + self._seconds - monotonic()
 
     @property
     def seconds(self) -> float:
-        """The whole allowance."""
+        """Total seconds allowed for the call."""
         return self._seconds
 
 
 class DeadlineTransport(httpx.HTTPTransport):
-    """httpx's transport over sockets that keep the deadline of the calling thread.
+    """Extends httpx's transport with sockets that keep the calling thread's deadline.
 
     Args:
-        limits: of its connections.
-        context: how TLS is spoken; None where it is not.
-        socket_path: of a Unix socket, which only this user may be able to make; None for TCP.
+        limits: connection limits.
+        context: TLS context, or None for connections without TLS.
+        socket_path: path of a Unix socket, in a directory that only this user can write to. None
+            for TCP.
     """
 
     def __init__(
@@ -95,7 +101,7 @@ class DeadlineTransport(httpx.HTTPTransport):
         context: ssl.SSLContext | None,
         socket_path: str | None = None,
     ) -> None:
-        # The pools are replaced below. Should a later httpx keep its own, it checks TLS as well.
+        # The pools are replaced below. Pass `verify` in case a later httpx keeps its own pool.
         verify = context or False
         super().__init__(limits=limits, verify=verify, trust_env=False)
         self._current = _Current()
@@ -117,9 +123,9 @@ class DeadlineTransport(httpx.HTTPTransport):
         )
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        """Sends a request and reads the head of its answer."""
+        """Send a request and read the response's status and headers."""
         if not isinstance(request.stream, httpx.ByteStream):
-            # A body that is streamed cannot be sent twice: it never meets an old connection.
+            # A streamed body cannot be sent twice, so never send it on a kept-alive connection.
             return self._unkept.handle_request(request)
         self._current.is_fresh = self._current.is_answered = False
         try:
@@ -130,27 +136,27 @@ class DeadlineTransport(httpx.HTTPTransport):
         return self._unkept.handle_request(request)
 
     def close(self) -> None:
-        """Closes every connection."""
+        """Close all connections."""
         self._unkept.close()
         super().close()
 
     @contextmanager
     def within(self, deadline: Deadline) -> Iterator[None]:
-        """Bounds everything that this thread sends and receives in the block."""
+        """Apply a deadline to all that this thread sends and receives in the block."""
         before, self._current.deadline = self._current.deadline, deadline
         try:
             yield
         finally:
-            self._current.deadline = before  # of a call that a signal handler's interrupts
+            self._current.deadline = before  # of the call that a signal handler interrupted
 
 
 class ProcessClient:
-    """An httpx client over `DeadlineTransport`; safe for many threads, and for a forked child.
+    """An httpx client over `DeadlineTransport`. Thread-safe, and usable in a forked child.
 
     Args:
-        base_url: of all its requests; `unix:<path>` for a socket.
-        context: makes what TLS needs, when the first connection does; None for plain HTTP.
-        headers: of all its requests.
+        base_url: base URL of all requests, or `unix:<path>` for a Unix socket.
+        context: called at the first connection. Returns the TLS context, or None for plain HTTP.
+        headers: headers of all requests.
     """
 
     def __init__(
@@ -168,10 +174,10 @@ class ProcessClient:
         self._closed = False
 
     def connected(self) -> tuple[httpx.Client, DeadlineTransport]:
-        """The client of this process, and its transport.
+        """Return the client of this process and its transport.
 
         Raises:
-            TransportError: it was closed.
+            TransportError: the client is closed.
         """
         with unforked(), self._lock:
             if self._closed:
@@ -186,13 +192,13 @@ class ProcessClient:
                     base_url=self._url if path is None else "http://localhost",
                     headers=self._headers,
                     follow_redirects=False,
-                    trust_env=False,  # a proxy for the internet is not the way to the team's cache
+                    trust_env=False,  # proxies for the internet do not reach the team's cache
                 )
                 self._connection = (os.getpid(), client, transport)
             return self._connection[1:]
 
     def close(self) -> None:
-        """Closes the connections of this process; further requests fail."""
+        """Close the connections of this process. Further requests fail."""
         with self._lock:
             if self._connection is not None and self._connection[0] == os.getpid():
                 self._connection[1].close()
@@ -201,13 +207,13 @@ class ProcessClient:
 
 
 class _Current(threading.local):
-    """The call that this thread makes."""
+    """State of the call that this thread makes."""
 
     deadline: Deadline | None = None
     is_fresh = False
-    """A connection was opened for it."""
+    """Whether the call opened a new connection."""
     is_answered = False
-    """A byte of the answer came."""
+    """Whether a byte of the response has arrived."""
 
 
 class _Backend(httpcore.NetworkBackend):
@@ -251,7 +257,8 @@ class _Backend(httpcore.NetworkBackend):
                 connection.settimeout(bounded)
                 directory = open_own_directory(Path(path).parent)
                 try:
-                    # By the directory that was checked: nobody can put another one in its place.
+                    # Connect through the checked directory's descriptor, so that no other process
+                    # can swap it.
                     connection.connect(f"/proc/self/fd/{directory}/{Path(path).name}")
                 finally:
                     os.close(directory)
@@ -277,7 +284,7 @@ class _Stream(httpcore.NetworkStream):
         return data
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        # The time-out below counts anew for every piece that the kernel takes.
+        # The timeout below restarts for every piece that the kernel accepts.
         view = memoryview(buffer)
         for start in range(0, len(view), _WRITE_BYTES):
             piece = bytes(view[start : start + _WRITE_BYTES])
@@ -302,9 +309,10 @@ class _Stream(httpcore.NetworkStream):
 
 
 def _addresses(host: str, timeout: float | None) -> list[str]:
-    """The first address of each family that a name has: a server may listen on one of them only.
+    """Resolve a name to its first address in each address family.
 
-    It is resolved within the time; the resolver itself knows only its own time-outs.
+    A server may listen on only one family. The wait is bounded by `timeout`, because the system
+    resolver applies only its own timeouts.
     """
     found: dict[int, str] = {}
 
@@ -317,7 +325,7 @@ def _addresses(host: str, timeout: float | None) -> list[str]:
         return [str(ipaddress.ip_address(host))]
     except ValueError:
         resolver = threading.Thread(target=resolve, name="graphstash-resolve", daemon=True)
-    with suppress(RuntimeError):  # no thread can be started
+    with suppress(RuntimeError):  # the system cannot start a thread
         resolver.start()
         resolver.join(timeout)
     if not found:

@@ -1,4 +1,4 @@
-"""Download: an artifact's blob as a file that has the digest which the server announced."""
+"""Download an artifact's blob and check it against the digest that the server announces."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ __all__ = ["Downloaded", "download"]
 
 @dataclass(frozen=True, slots=True)
 class Downloaded:
-    """What came.
+    """Result of a download.
 
     Attributes:
-        digest: of the bytes that were received.
-        metadata: what its publisher said, if anything.
+        digest: digest of the received bytes.
+        metadata: metadata from the publisher, if present.
     """
 
     digest: Digest
@@ -36,19 +36,19 @@ def download(
     config: ClientConfig,
     between_chunks: Callable[[], None] = lambda: None,
 ) -> Downloaded | None:
-    """Writes a blob to `target`, which is at its beginning afterwards; None for a miss.
+    """Write a blob to `target` and rewind it. Return None for a miss.
 
     Args:
-        transport: to the server.
-        path: of the artifact there.
-        target: a file that gets the bytes; they are worth nothing unless this function returns.
-            Whoever reads them does so through this file: its name may lead to another one by then.
+        transport: connection to the server.
+        path: path of the artifact on the server.
+        target: file for the bytes, which are valid only if this function returns. Read them through
+            this file object: another process may have replaced the file of that name.
         config: limits of size and time.
-        between_chunks: called again and again while bytes are to come; what it raises ends the
-            download. What it takes does not count against the limits of time.
+        between_chunks: called repeatedly while bytes arrive. An exception from it ends the
+            download. Its run time does not count against the deadline.
 
     Raises:
-        CacheError: the server cannot say, or its bytes are not what it announced.
+        CacheError: the server does not answer, or the bytes do not match the announced digest.
     """
     deadline = Deadline(config.fetch_seconds)
     took_redirects = transport.takes_redirects
@@ -57,7 +57,7 @@ def download(
     except (TransportError, VerificationError):
         if transport.takes_redirects or not took_redirects:
             raise
-    # Where the server sent us, the blob could not be had: the server itself has it.
+    # The storage that the server redirected to failed. Fetch the blob from the server.
     return _download(transport, path, target, config, deadline, between_chunks=between_chunks)
 
 
@@ -72,7 +72,7 @@ def _download(
 ) -> Downloaded | None:
     with transport.download(path, deadline=deadline) as (answer, chunks):
         if answer.status == 404:
-            # Most answers are misses: only one that names the code is worth a parser.
+            # Most responses are misses. Parse the body only if it names the code.
             problem = (
                 problem_of(answer.body) if ErrorCode.UNKNOWN_PATH.encode() in answer.body else None
             )
@@ -91,7 +91,7 @@ def _download(
                 f"GRAPHSTASH_MAX_ARTIFACT allows {config.max_artifact}",
             )
         if metadata:
-            # A fetch that takes longer than the compilation is not worth waiting for.
+            # Waiting longer than the compilation took gains nothing.
             deadline.shorten(max(metadata.compile_seconds, config.first_byte_seconds))
         received = _receive(
             chunks, target, announced.size_bytes, deadline, between_chunks=between_chunks
@@ -115,7 +115,7 @@ def _receive(
     *,
     between_chunks: Callable[[], None],
 ) -> Digest:
-    """Writes what comes to `target`, no further than past the announced size; its digest."""
+    """Write chunks to `target` and return their digest. Stop after exceeding `size_bytes`."""
     hasher = DigestHasher()
     try:
         target.seek(0)

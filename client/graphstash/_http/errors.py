@@ -1,4 +1,4 @@
-"""Errors of the wire: what httpx raises, and what a refusal says, as the classes of `errors.py`."""
+"""Convert httpx exceptions and error responses to the exceptions of `errors.py`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,10 +31,10 @@ __all__ = [
 ]
 
 _SMALL_BODY_BYTES: Final = 4 * 1024**2
-"""Limit for an answer that is read into memory: a lookup of 1,000 keys takes about 1 MiB."""
+"""Limit for a response that is read into memory: a lookup of 1,000 keys takes about 1 MiB."""
 
 _MAX_SMALL_VALUES: Final = 100_000
-"""Limit for the values in such an answer: parsed, each takes a hundred times its bytes."""
+"""Limit for JSON values in such a response: a parsed value takes a hundred times its bytes."""
 
 MAX_PROBLEM_BYTES: Final = 64 * 1024
 
@@ -43,7 +43,7 @@ _CLASS_OF_CODE: Final[dict[ErrorCode, type[RefusedError]]] = {
     ErrorCode.LEASE_LOST: LeaseLostError,
 }
 
-# Python's own servers end a connection without a certificate of the client without an alert.
+# Python's TLS servers close the connection without an alert if the client sends no certificate.
 _NO_CERTIFICATE: Final = (
     " A server that requires a client certificate can also end a connection like this: see "
     "GRAPHSTASH_CLIENT_CERT and GRAPHSTASH_CLIENT_KEY"
@@ -52,7 +52,10 @@ _NO_CERTIFICATE: Final = (
 
 @contextmanager
 def named_failures(url: str) -> Iterator[None]:
-    """Turns httpx's exceptions into ours, most specific first (a test checks that none is left)."""
+    """Convert httpx's exceptions, most specific first.
+
+    A test checks that every httpx exception is converted.
+    """
     try:
         with _tls_first(url):
             yield
@@ -74,7 +77,7 @@ def named_failures(url: str) -> Iterator[None]:
 
 @contextmanager
 def _tls_first(url: str) -> Iterator[None]:
-    """With TLS 1.3, a server refuses a client certificate at the first read, not on connect."""
+    """Detect TLS failures, which TLS 1.3 may raise at the first read instead of on connect."""
     try:
         yield
     except httpx.NetworkError as error:
@@ -84,7 +87,7 @@ def _tls_first(url: str) -> Iterator[None]:
 
 
 def _reason_of(error: httpx.RemoteProtocolError) -> Reason:
-    # httpx has one class for three cases and tells them apart in the text only.
+    # httpx raises one class for three cases; only the message distinguishes them.
     text = str(error)
     if "peer closed connection without sending complete message body" in text:
         return Reason.TRUNCATED
@@ -92,10 +95,10 @@ def _reason_of(error: httpx.RemoteProtocolError) -> Reason:
 
 
 def refuse_errors(response: httpx.Response, *, url: str) -> None:
-    """Raises unless the caller can use the answer; the 404 of a GET is a miss, not an error.
+    """Raise if the response is an error. The 404 of a GET is a miss, not an error.
 
     Raises:
-        CacheError: the server refused, is busy or is not a graphstash server.
+        CacheError: the server refused the call, is busy, or is not a graphstash server.
     """
     status = response.status_code
     if response.headers.get(HEADER_PROTOCOL) != str(PROTOCOL_VERSION) and status < 500:
@@ -120,10 +123,10 @@ def refuse_errors(response: httpx.Response, *, url: str) -> None:
 
 
 def read_small(response: httpx.Response, *, most: int = _SMALL_BODY_BYTES) -> bytes:
-    """The body of an answer, which is at most so large and has at most so many values.
+    """Read a response's body into memory, within limits for bytes and JSON values.
 
     Raises:
-        TransportError: it is larger than any small answer.
+        TransportError: the body exceeds a limit.
     """
     body = bytearray()
     for chunk in response.iter_raw():
@@ -138,7 +141,7 @@ def read_small(response: httpx.Response, *, most: int = _SMALL_BODY_BYTES) -> by
 
 
 def problem_of(body: bytes) -> "Problem | None":
-    """The problem document in a body; None when it is something else."""
+    """Parse a problem document, or return None if the body is not one."""
     from pydantic import ValidationError
 
     from graphstash_schema import Problem
@@ -150,7 +153,7 @@ def problem_of(body: bytes) -> "Problem | None":
 
 
 def retry_after(response: httpx.Response) -> float:
-    """The pause in seconds that a server asks for."""
-    # The HTTP-date form of Retry-After is not worth a parser here: our server sends seconds.
+    """Return the seconds to wait from `Retry-After`. Default: 1."""
+    # Do not parse the HTTP-date form: our server sends seconds.
     value = response.headers.get("Retry-After", "")
     return float(value) if value.isascii() and value.isdigit() else 1.0

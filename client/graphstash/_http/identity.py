@@ -1,6 +1,6 @@
-"""JWTs of the identity provider of this job: CI systems and Kubernetes sign them for their jobs.
+"""Get this job's JWT from its identity provider, such as a CI system or Kubernetes.
 
-`graphstash login --oidc` exchanges one for a token of the server.
+`graphstash login --oidc` exchanges the JWT for a token of the server.
 """
 
 import json
@@ -21,10 +21,10 @@ _SECONDS: Final = 10.0
 
 
 def read_jwt(path: Path) -> str:
-    """The JWT in a file, such as a projected service-account token; `-` is standard input.
+    """Read a JWT from a file, such as a projected service-account token. `-` is standard input.
 
     Raises:
-        ConfigError: when it cannot be read, or holds something else.
+        ConfigError: the file cannot be read, or holds no JWT.
     """
     try:
         if str(path) == "-":
@@ -38,11 +38,11 @@ def read_jwt(path: Path) -> str:
 
 
 def jwt_from_github(audience: str) -> str:
-    """A new JWT for this job of GitHub Actions.
+    """Request a new JWT for this GitHub Actions job.
 
     Raises:
-        ConfigError: when this is no such job, or it may not have one.
-        CacheError: when GitHub does not answer.
+        ConfigError: this process is not such a job, or the job lacks the permission.
+        CacheError: GitHub does not answer.
     """
     request = github_token_request()
     if request is None:
@@ -55,7 +55,7 @@ def jwt_from_github(audience: str) -> str:
     place = f"{url.scheme}://{url.host}"
     with (
         named_failures(place),
-        # Unlike calls of the cache, this one goes through the proxy of the CI system.
+        # This call must use the CI system's proxy, unlike calls to the cache.
         httpx.Client(timeout=_SECONDS) as client,
         client.stream("GET", url, headers={"Authorization": f"Bearer {request[1]}"}) as response,
     ):

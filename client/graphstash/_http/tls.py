@@ -1,6 +1,6 @@
-"""TLS: which certificates of servers the client accepts, and the certificate that it presents.
+"""TLS: which server certificates the client accepts, and which certificate it presents.
 
-As with curl, `ca_file` replaces the system's CA bundle; without it, `SSL_CERT_FILE` and
+As with curl, `ca_file` replaces the system's CA bundle. Without `ca_file`, `SSL_CERT_FILE` and
 `SSL_CERT_DIR` can replace the bundle.
 """
 
@@ -22,15 +22,15 @@ _VERIFY_ADVICE = {
 
 
 def server_context(config: ClientConfig) -> ssl.SSLContext:
-    """The TLS context for the server, with the client certificate if there is one.
+    """Return the TLS context for the server, with the client certificate if one is configured.
 
     Raises:
-        ConfigError: a file cannot be used.
+        ConfigError: a certificate file cannot be used.
     """
     context = _trusting(config.ca_file, only=True)
     if config.client_cert is not None:
         try:
-            # Without a password, OpenSSL would ask for one on the job's terminal.
+            # Pass a password: without one, OpenSSL would prompt on the job's terminal.
             context.load_cert_chain(config.client_cert, config.client_key, password="")
         except (OSError, ValueError) as error:
             raise ConfigError(
@@ -42,9 +42,9 @@ def server_context(config: ClientConfig) -> ssl.SSLContext:
 
 
 def storage_context(config: ClientConfig) -> ssl.SSLContext:
-    """The TLS context for storage that a server redirects to, without a client certificate.
+    """Return the TLS context for storage that the server redirects to.
 
-    Trusts the system's CAs and `ca_file`.
+    It trusts the system's CAs and `ca_file`, and presents no client certificate.
 
     Raises:
         ConfigError: the file cannot be used.
@@ -53,12 +53,12 @@ def storage_context(config: ClientConfig) -> ssl.SSLContext:
 
 
 def tls_failure(error: BaseException) -> str | None:
-    """What failed in TLS, and how to fix it; None when something else failed."""
+    """Return what failed in TLS and how to fix it, or None for other failures."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ssl.SSLError):
         cause = cause.__cause__ or cause.__context__
     match cause:
-        case None | ssl.SSLEOFError():  # the connection broke, as it may without TLS
+        case None | ssl.SSLEOFError():  # the connection broke, which also happens without TLS
             return None
         case ssl.SSLCertVerificationError(verify_code=code, verify_message=message):
             advice = _VERIFY_ADVICE.get(

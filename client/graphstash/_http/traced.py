@@ -1,4 +1,4 @@
-"""TracedTransport: each call of the server is a span, which the server continues."""
+"""TracedTransport: record each call to the server as a span that the server continues."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,10 +17,10 @@ __all__ = ["TracedTransport"]
 
 
 class TracedTransport(Transport):
-    """Names of attributes are those of OpenTelemetry's conventions for HTTP clients.
+    """Records spans with the attribute names of OpenTelemetry's HTTP client conventions.
 
-    Their instrumentation of httpx records whole URLs, and the link to a blob in the storage is a
-    key to it; neither does its span last until the body is read.
+    OpenTelemetry's httpx instrumentation is unsuitable. It records whole URLs, and a storage URL
+    grants access to a blob. Its spans also end before the body is read.
     """
 
     def __init__(self, config: ClientConfig, *, tracer: Tracer) -> None:
@@ -31,7 +31,7 @@ class TracedTransport(Transport):
     def _stream(
         self, method: str, path: str, *, headers: Mapping[str, str], **options: Any
     ) -> Iterator[httpx.Response]:
-        if not self._tracer.is_inside:  # renewals of leases, and what a job says at its end
+        if not self._tracer.is_inside:  # skip lease renewals and reports at the job's end
             with super()._stream(method, path, headers=headers, **options) as response:
                 yield response
             return
@@ -51,7 +51,7 @@ class TracedTransport(Transport):
     def _followed(
         self, answer: Answer, deadline: Deadline
     ) -> Iterator[tuple[Answer, Iterator[bytes]]]:
-        """The storage is not told of the trace, and the trace not of the link."""
+        """Send no trace headers to the storage, and record no storage URL in the trace."""
         attributes = {"http.request.method": "GET", "graphstash.source": "storage"}
         with (
             self._tracer.span("GET", attributes, kind=SpanKind.CLIENT),

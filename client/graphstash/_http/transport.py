@@ -1,7 +1,7 @@
-"""Transport: makes one call, which ends with an answer or a `CacheError`.
+"""Transport: make one call that ends with a response or a `CacheError`.
 
-Time is bounded everywhere: for the connection, for every byte waited for, and for the whole call.
-Failures feed the circuit breaker; a pause that the server asks for is kept.
+Every connection attempt, every read and every whole call has a time limit. Failures feed the
+circuit breaker. The transport waits as long as the server requests with `Retry-After`.
 """
 
 import ssl
@@ -30,18 +30,18 @@ from graphstash_schema.protocol import (
 __all__ = ["Answer", "Transport"]
 
 _SLOWEST_UPLOAD_BYTES_PER_SECOND: Final = 256 * 1024
-"""Uploads run in the background; below this rate they are given up."""
+"""Minimum rate of an upload. Slower uploads, which run in the background, are abandoned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer below 400, or the 404 of a GET.
+    """A response with a status below 400, or the 404 of a GET.
 
     Attributes:
-        status: the HTTP status.
-        headers: by name, in any case.
+        status: HTTP status.
+        headers: headers, with case-insensitive names.
         body: empty for a streamed call.
-        is_redirected: whether the bytes come from another place than the server.
+        is_redirected: whether the bytes come from storage instead of the server.
     """
 
     status: int
@@ -51,20 +51,20 @@ class Answer:
 
 
 class Transport:
-    """Talks to one server; safe for many threads, and for a forked child.
+    """Sends requests to one server. Thread-safe, and usable in a forked child.
 
     Args:
         config: URL, credentials and time limits.
-        breaker: shared by all calls of this transport.
 
     Raises:
-        ConfigError: on construction, when a certificate's file cannot be used.
+        ConfigError: the constructor cannot use a certificate file.
 
     Attributes:
-        job: what the caller is a run of; sent along, so that the server counts by it.
-        is_copying: whether what is downloaded is only copied; told, so that it is no hit.
-        takes_redirects: whether downloads may come from where the server says. The first that
-            fails there ends this for the process, and says nothing against the server.
+        job: name of the job. Each request carries it, so that the server counts by job.
+        is_copying: whether downloads are copies, which the server does not count as hits.
+        takes_redirects: whether the server may redirect downloads to storage. After one failure at
+            the storage, this process stops following redirects. The failure does not open the
+            circuit breaker.
     """
 
     def __init__(self, config: ClientConfig) -> None:
@@ -73,7 +73,8 @@ class Transport:
         self.is_copying = False
         self._breaker = CircuitBreaker()
         self._credentials = Credentials(config)
-        # Loading the system's certificate authorities takes some 20 ms: it is delayed until needed.
+        # Load the system's certificate authorities only when needed, because that takes about 20
+        # ms.
         self._context = server_context(config) if config.ca_file or config.client_cert else None
         headers = {HEADER_PROTOCOL: str(PROTOCOL_VERSION), "User-Agent": "graphstash"}
         self._client = ProcessClient(config.url, context=self._tls, headers=headers)
@@ -82,7 +83,7 @@ class Transport:
 
     @property
     def is_anonymous(self) -> bool:
-        """Whether the server is shown no token; known after the first call."""
+        """Whether the client sends no token. Valid after the first call."""
         return self._credentials.is_anonymous
 
     def call(
@@ -94,20 +95,20 @@ class Transport:
         json: bytes | None = None,
         patience_seconds: float = 0.0,
     ) -> Answer:
-        """Makes a call whose answer is small.
+        """Make a call with a small response.
 
         Args:
             method: HTTP method.
-            path: begins with a slash.
-            headers: beside the protocol header.
-            json: body, already serialized.
-            patience_seconds: how much longer than usual the first byte may take (long poll).
+            path: path with a leading slash.
+            headers: headers in addition to the protocol header.
+            json: serialized body.
+            patience_seconds: extra seconds to wait for the first byte (long poll).
 
         Returns:
-            The answer; a GET's 404 is one too, because a miss is not an error.
+            The response, including the 404 of a GET, because a miss is not an error.
 
         Raises:
-            CacheError: of the class and reason that fit.
+            CacheError: the subclass and reason say what failed.
         """
         sent = dict(headers or {})
         if json is not None:
@@ -129,12 +130,13 @@ class Transport:
     def download(
         self, path: str, *, deadline: Deadline
     ) -> Iterator[tuple[Answer, Iterator[bytes]]]:
-        """Streams an answer's body; at the end its length has been checked.
+        """Stream a response's body. httpx checks its length at the end.
 
         Raises:
-            CacheError: of the class and reason that fit, also while the body is iterated.
+            CacheError: the subclass and reason say what failed. Iterating over the body also raises
+                it.
         """
-        headers = {"Accept-Encoding": "identity"}  # a proxy must not touch the bytes
+        headers = {"Accept-Encoding": "identity"}  # prevent a proxy from compressing the bytes
         if self.takes_redirects:
             headers[HEADER_ACCEPT_REDIRECT] = "1"
         if self.is_copying:
@@ -159,10 +161,10 @@ class Transport:
     def _followed(
         self, answer: Answer, deadline: Deadline
     ) -> Iterator[tuple[Answer, Iterator[bytes]]]:
-        """What the server announced, and the bytes from the storage that it redirects to.
+        """Yield the headers that the server announced, and the bytes from the storage.
 
-        The storage gets no token, no certificate and no header of ours but the one that keeps the
-        bytes as they are. The digest that the server announced proves what comes back.
+        The storage receives no token, no client certificate, and no header except `Accept-Encoding:
+        identity`. The digest that the server announced proves the bytes.
         """
         location = answer.headers.get("Location", "")
         place = _place_of(location)
@@ -171,7 +173,8 @@ class Transport:
             if url.scheme not in ("http", "https") or not url.host:
                 raise httpx.UnsupportedProtocol(f"a redirect to {place}")
             _, transport = self._storage.connected()
-            # Past the client: it would add headers, and log the URL, which is a key to the blob.
+            # Bypass the client: it would add headers and log the URL, which grants access to the
+            # blob.
             request = httpx.Request(
                 "GET",
                 url,
@@ -191,16 +194,16 @@ class Transport:
     def upload(
         self, path: str, *, headers: Mapping[str, str], chunks: Iterable[bytes], size_bytes: int
     ) -> Answer:
-        """Streams a body of known length out.
+        """Stream a request body of known length.
 
         Raises:
-            CacheError: of the class and reason that fit.
+            CacheError: the subclass and reason say what failed.
         """
         sent = dict(headers) | {
             "Content-Length": str(size_bytes),
             "Content-Type": "application/octet-stream",
         }
-        # The server answers after its fsync, and a disk under load may take seconds for that.
+        # The server answers after fsync, which can take seconds on a busy disk.
         patience = 10.0
         deadline = Deadline(patience + size_bytes / _SLOWEST_UPLOAD_BYTES_PER_SECOND)
         with self._stream(
@@ -283,18 +286,18 @@ class Transport:
 
 
 class _Bearer(httpx.Auth):
-    """Sends a token. As an object, the token appears in no log and in no traceback."""
+    """Sends a bearer token. Wrapping the token in an object keeps it out of logs and tracebacks."""
 
     def __init__(self, token: str) -> None:
         self._token = token
 
     def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
-        """Called by httpx, which hides this header whenever it prints a request."""
+        """Add the Authorization header, which httpx hides when it prints a request."""
         request.headers["Authorization"] = f"Bearer {self._token}"
         yield request
 
 
 def _place_of(location: str) -> str:
-    """The part of a link that may be logged: its path and query are a key to the blob."""
+    """Return the scheme and host of a link. Its path and query grant access to the blob."""
     scheme, separator, rest = location.partition("://")
     return f"{scheme[:8]}{separator}{rest.partition('/')[0][:255]}"
