@@ -1,3 +1,3 @@
-"""How an artifact is stored, served, withheld and evicted."""
+"""Store, serve, withhold and evict artifacts."""
 
 __all__: list[str] = []

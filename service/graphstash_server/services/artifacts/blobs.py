@@ -1,25 +1,26 @@
 """BlobCollector: deletes a blob exactly when no artifact needs it, under any concurrency.
 
-Two artifacts may share a blob, an upload may bring a blob while the last artifact that had it is
-deleted, and another server may do any of this at the same time. The rules:
+Two artifacts may share a blob. An upload may bring a blob while the last artifact with that blob is
+being deleted. Another server may do any of this at the same time. The rules are:
 
-- An artifact is removed in three phases: its row goes and its blob is marked (`deletions`), in one
-  transaction; the blob is deleted; the mark goes. A server may die between any two of them: the
-  mark stays, and any server continues.
-- A blob is deleted only by a server that has claimed it: in a transaction that had the blob's lock
-  for itself and saw that no row has the blob. The claim is a row too, so it stands when the lock is
-  lost with its connection, and it lasts longer than any request to the store.
-- A row is committed only in a transaction that shares the blob's lock, saw no claim, and saw the
-  blob (`services.artifacts.uploads`).
-- An upload takes the mark off its blob first, and waits for the end of a claim. A blob that this
-  process is uploading is never claimed by it: an upload may drive out an artifact that has it.
-- When a claim ends and nobody said that the blob is deleted, the request to the store may still be
-  under way, for however long. Then the name that the blob had in the store is never used again:
-  whoever brings the blob next, or deletes it at last, counts its generation up. A deletion names
-  the generation that was valid when it was claimed, so it never hits a newer one.
+- Removing an artifact has three phases. One transaction deletes its row and marks its blob (table
+  `deletions`). Then the blob is deleted. Then the mark is removed. If a server dies in between, the
+  mark stays and any server continues.
+- A server deletes a blob only after claiming it, in a transaction that holds the blob's lock
+  exclusively and finds no row with the blob. The claim is a row, so it survives a lost connection.
+  It lasts longer than any request to the store.
+- A row is committed only in a transaction that shares the blob's lock, finds no claim, and finds
+  the blob in the store (`services.artifacts.uploads`).
+- An upload first removes the mark of its blob, and waits for the end of a claim. A process never
+  claims a blob that it is uploading, even if room for the upload evicts an artifact with this blob.
+- If a claim ends without confirmation that the blob is deleted, the request to the store may still
+  be under way, for an unlimited time. The blob's name in the store is then never used again: the
+  next upload or final deletion of the blob increments its generation. A deletion names the
+  generation that was valid when the blob was claimed, so it never hits a newer one.
 
-So a committed row always has its blob. The one thing that can go wrong is that an upload finds the
-blob it stored deleted by another process; it is refused with 503 then: nothing was acknowledged.
+A committed row therefore always has its blob. The only possible failure is that another process
+deleted the blob that an upload stored. That upload is refused with 503, and nothing was
+acknowledged.
 """
 
 import asyncio
@@ -58,8 +59,8 @@ from graphstash_server.storage import BlobStore
 __all__ = ["BlobCollector"]
 
 _CLAIM = timedelta(seconds=90)
-"""Longer than a request to a store can take, all its attempts (40 s) and `_DELETE_SECONDS` before
-it included. When a server dies with a claim, its blob waits this long."""
+"""Duration of a claim. Longer than `_DELETE_SECONDS` and a request to the store with all its
+attempts (40 s). If a server dies with a claim, its blob waits this long."""
 
 _DELETE_SECONDS = 15.0
 
@@ -70,7 +71,7 @@ _SETTLE_TIMES = 50
 
 @dataclass(kw_only=True, eq=False)
 class BlobCollector:
-    """Deletes blobs that no artifact needs."""
+    """Delete blobs that no artifact needs."""
 
     database: Database
     blobs: BlobStore
@@ -81,7 +82,7 @@ class BlobCollector:
 
     @contextmanager
     def uploading(self, digest: Digest) -> Iterator[None]:
-        """Keeps a blob from being collected while it is uploaded."""
+        """Protect a blob from collection by this process while it is uploaded."""
         self._uploading[digest.sha256] += 1
         try:
             yield
@@ -91,14 +92,15 @@ class BlobCollector:
                 del self._uploading[digest.sha256]
 
     async def settle(self, digest: Digest) -> bool:
-        """Before an upload: takes the mark off a blob, so that what is about to be stored is not
-        deleted for an artifact that had it before. Waits for a deletion that is under way.
+        """Remove the mark of a blob before it is uploaded. Wait for a deletion that is under way.
+
+        If the mark stayed, a deletion on behalf of an earlier artifact would delete the new blob.
 
         Returns:
-            Whether there was a mark: when the upload fails, `collect` is due.
+            Whether the blob was marked. If so, call `collect` if the upload fails.
 
         Raises:
-            ServerError: 503, when that takes too long, for example because its server died.
+            ServerError: 503 if the wait is too long, for example because the deleting server died.
         """
         for _ in range(_SETTLE_TIMES):
             is_marked, generation = await find_state(self.database, digest)
@@ -119,8 +121,10 @@ class BlobCollector:
         )
 
     async def collect(self, digest: Digest, *, only_marked: bool = False) -> bool:
-        """Deletes a blob if no artifact has it, no upload of this process brings it, and no other
-        server has claimed it; with `only_marked`, if it is marked, too. Returns whether it did.
+        """Delete a blob if it is unused and unclaimed. Return whether it was deleted.
+
+        The blob stays if an artifact has it, an upload of this process brings it, or another server
+        has claimed it. With `only_marked`, it also stays if it has no mark.
         """
         async with self.database.writing() as connection:
             await lock_blob(connection, digest)
@@ -138,10 +142,10 @@ class BlobCollector:
         return True
 
     async def collect_marked(self) -> int:
-        """Deletes every marked blob that no other server has claimed; returns how many.
+        """Delete every marked blob that no other server has claimed. Return their number.
 
         Raises:
-            ServerError: 503; what is left stays marked.
+            ServerError: 503; the blobs that are left stay marked.
         """
         deleted = 0
         failure: ServerError | None = None
@@ -156,7 +160,7 @@ class BlobCollector:
                 try:
                     deleted += await self._collect_claimed(digest, held_until=until)
                 except ServerError as error:
-                    failure = error  # the others are deleted all the same
+                    failure = error  # continue with the other blobs
             if len(claimed) == _CLAIMED:
                 continue
             if failure is not None:
@@ -164,8 +168,9 @@ class BlobCollector:
             return deleted
 
     async def collect_abandoned(self) -> int:
-        """Deletes what is left when every claim has ended, and waits for that: up to ninety seconds
-        when a server died with a claim. Returns how many blobs.
+        """Wait until all claims end, and delete the blobs that are left. Return their number.
+
+        The wait takes up to ninety seconds if a server died with a claim.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + 2 * _CLAIM.total_seconds()
@@ -179,7 +184,10 @@ class BlobCollector:
         return deleted
 
     async def pending_bytes(self, *, patience_seconds: float = 0.0) -> int:
-        """Total size of the marked blobs; waits a little for other servers that delete them."""
+        """Return the total size of the marked blobs.
+
+        Wait up to `patience_seconds` for other servers to delete them.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + patience_seconds
         while True:
@@ -190,17 +198,19 @@ class BlobCollector:
             await asyncio.sleep(_SETTLE_SECONDS)
 
     async def _is_kept(self, connection: AsyncConnection, digest: Digest) -> bool:
-        """Whether a blob has to stay; the transaction has its lock."""
+        """Whether a blob has to stay. The transaction holds its lock."""
         if digest.sha256 in self._uploading:
-            return True  # the upload takes the mark off
+            return True  # the upload removes the mark
         if await is_blob_used(connection, digest):
             await drop_deletion(connection, digest)
             return True
         return False
 
     async def _collect_claimed(self, digest: Digest, *, held_until: datetime) -> bool:
-        """Deletes one blob of a page that was claimed together. Others of the page may have taken
-        long, so the claim is renewed first; it may have been lost.
+        """Delete one blob of a page that was claimed together.
+
+        Renew the claim first, because earlier blobs of the page may have taken long. Return False
+        if the claim was lost or the blob is needed.
         """
         async with self.database.writing() as connection:
             await lock_blob(connection, digest)
@@ -208,15 +218,15 @@ class BlobCollector:
             if not await renew_claim(connection, digest, held_until=held_until, until=until):
                 return False
             if await self._is_kept(connection, digest):
-                await release_deletion(connection, digest)  # nothing was sent under this claim
+                await release_deletion(connection, digest)  # no delete was sent to the store
                 return False
             generation = await self._generation(connection, digest)
         await self._delete(digest, generation=generation, held_until=until)
         return True
 
     async def learn(self, digest: Digest) -> bool:
-        """Learns under which name a blob is stored now; another server may have changed it. Returns
-        whether that is news.
+        """Read the current generation of a blob's name, which another server may have changed.
+        Return whether it was new to this process.
         """
         generation = await self._generation(self.database, digest)
         return self.blobs.use_generation(digest, generation)
@@ -225,11 +235,11 @@ class BlobCollector:
         return (await find_generations(source, [digest])).get(digest.sha256, 0)
 
     async def _delete(self, digest: Digest, *, generation: int, held_until: datetime) -> None:
-        """Deletes a blob that this server has just claimed, and takes the mark off.
+        """Delete a blob that this server has just claimed, and remove its mark.
 
-        When that fails the claim stays: the store may still delete the blob. The timeout makes sure
-        that a call that waits for a thread of the store ends before its claim; a server that was
-        frozen since has lost its claim.
+        If that fails, the claim stays, because the store may still delete the blob. The timeout
+        ends a call that waits for a thread of the store before its claim ends. A server that was
+        frozen in the meantime has lost its claim.
         """
         if self.clock() + timedelta(seconds=_DELETE_SECONDS) > held_until:
             raise ServerError(

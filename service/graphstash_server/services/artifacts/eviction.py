@@ -1,11 +1,13 @@
-"""Evictor: keeps the store and the namespaces within their budgets, least value first.
+"""Evictor: keeps the store and the namespaces within their budgets, least valuable artifacts first.
 
-For one limit, one eviction runs at a time, whatever the number of servers: each page is chosen,
-counted and removed in one transaction under one lock, so that two servers never evict for the same
-excess. A transaction removes artifacts of one namespace only: a server that is frozen in the middle
-of one keeps no other namespace waiting. Each removal is in the audit log with its reason, in the
-name of whoever needed the room. The blobs go afterwards (`BlobCollector.collect_marked`), on all
-servers side by side.
+For each limit, one eviction runs at a time, over all servers. One transaction under one lock
+chooses, counts and removes a page, so that two servers never evict for the same excess.
+
+A transaction removes artifacts of one namespace only. A server that freezes inside it keeps no
+other namespace waiting.
+
+The audit log has every removal with its reason and the caller that needed the room. The servers
+delete the blobs afterwards, in parallel (`BlobCollector.collect_marked`).
 """
 
 import asyncio
@@ -36,18 +38,18 @@ __all__ = ["OVER_SOFT_LIMIT", "Evictor"]
 _LOGGER = logging.getLogger(__name__)
 
 OVER_SOFT_LIMIT: Final = "over the soft limit"
-"""Why `Evictor.run` evicts, as operators read it."""
+"""Reason that `Evictor.run` gives in the audit log."""
 
 _PAGE = 200
-"""Artifacts of one transaction: a few milliseconds in which SQLite takes no other writer."""
+"""Artifacts of one transaction: a few milliseconds, in which SQLite admits no other writer."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Evictor:
-    """Evicts artifacts.
+    """Evict artifacts.
 
     Attributes:
-        is_needed: set when an upload passed a soft limit.
+        is_needed: set when an upload exceeds a soft limit.
     """
 
     database: Database
@@ -60,7 +62,7 @@ class Evictor:
         self.is_needed = asyncio.Event()
 
     async def run(self, *, actor: Actor) -> int:
-        """Evicts until no soft limit is exceeded; returns how many artifacts."""
+        """Evict until no soft limit is exceeded. Return the number of artifacts."""
         self.is_needed.clear()
         evicted = 0
         for namespace, goal_bytes in await self._passed():
@@ -72,7 +74,7 @@ class Evictor:
         return evicted
 
     async def plan(self) -> AsyncIterator[Candidate]:
-        """What `run` would evict now, the namespaces' before the store's."""
+        """Yield what `run` would evict now: first for the namespaces, then for the store."""
         freed_bytes = 0
         last: dict[str, Candidate] = {}
         for namespace, goal_bytes in await self._passed():
@@ -98,7 +100,7 @@ class Evictor:
                 after = page[-1]
 
     async def evict(self, chosen: Sequence[Candidate], *, actor: Actor, reason: str) -> int:
-        """Evicts artifacts that were chosen for another reason than space; returns how many."""
+        """Evict artifacts that were chosen for another reason than space. Return their number."""
         evicted = 0
         for page in _by_namespace(chosen):
             async with self.database.writing() as connection:
@@ -109,11 +111,13 @@ class Evictor:
         return evicted
 
     async def _passed(self) -> list[tuple[str | None, int]]:
-        """Namespaces, or None for the whole store, above their soft limit, and how far to go."""
+        """Return each namespace above its soft limit (None: the whole store) with its goal in
+        bytes.
+        """
         limits = await self.policies.limits()
         sizes: dict[str | None, int] = dict(map(tuple, await list_stored(self.database)))
         budgets = {name: self.budgets.of(name or "", limits) for name in sizes}
-        budgets[None] = self.budgets.store  # last: what the namespaces free counts for it
+        budgets[None] = self.budgets.store  # last, because evictions in namespaces shrink it
         sizes[None] = sum(sizes.values())
         return [
             (name, budget.goal_bytes or 0)
@@ -131,17 +135,16 @@ class Evictor:
         evicted_from: str | None = None,
         spares_looked_up: bool = True,
     ) -> int:
-        """Evicts, a page at a time, until a namespace, or the store, has no more than the goal;
-        returns how many.
+        """Evict, a page at a time, until `measured` has at most `goal_bytes`. Return how many.
 
         Args:
-            measured: the namespace that is to shrink; None for the store.
-            goal_bytes: where to stop.
-            actor: who needs the room, for the audit log.
-            reason: why there is none, for the audit log.
-            evicted_from: only of this namespace; by default of what is measured.
-            spares_looked_up: whether those that a look-up found lately stay; otherwise they are the
-                only ones that go.
+            measured: namespace to shrink. None for the store.
+            goal_bytes: size at which to stop.
+            actor: caller that needs the room, for the audit log.
+            reason: why room is needed, for the audit log.
+            evicted_from: evict only from this namespace. Default: `measured`.
+            spares_looked_up: whether artifacts that a look-up found lately stay. If False, evict
+                only these.
         """
         evicted = 0
         while True:
@@ -169,7 +172,7 @@ class Evictor:
                 return evicted
 
     def _forget(self, gone: Sequence[Candidate]) -> None:
-        """This process serves none of them any longer, though their blobs may still be there."""
+        """Stop serving evicted artifacts from memory, although their blobs may still exist."""
         for candidate in gone:
             self.artifacts.forget(candidate.key)
 
@@ -194,7 +197,7 @@ class Evictor:
 
 
 def _enough(page: Sequence[Candidate], excess_bytes: int) -> list[Candidate]:
-    """The first of them that have so many bytes together."""
+    """Return the first candidates that together free `excess_bytes`."""
     chosen = []
     for candidate in page:
         if excess_bytes <= 0:
@@ -205,7 +208,7 @@ def _enough(page: Sequence[Candidate], excess_bytes: int) -> list[Candidate]:
 
 
 def _by_namespace(chosen: Sequence[Candidate]) -> list[list[Candidate]]:
-    """The same, the namespace of the first one first."""
+    """Group candidates by namespace, in order of first appearance."""
     found: dict[str, list[Candidate]] = {}
     for candidate in chosen:
         found.setdefault(candidate.key.namespace, []).append(candidate)
@@ -213,7 +216,7 @@ def _by_namespace(chosen: Sequence[Candidate]) -> list[list[Candidate]]:
 
 
 def _is_planned(candidate: Candidate, last: Mapping[str, Candidate]) -> bool:
-    """Whether its namespace has to evict it already: all up to the last one there."""
+    """Whether the plan for its namespace has the candidate: it ranks up to the last one planned."""
     end = last.get(candidate.key.namespace)
     return end is not None and (candidate.eviction_rank, candidate.key.columns) <= (
         end.eviction_rank,

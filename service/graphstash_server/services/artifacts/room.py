@@ -1,13 +1,14 @@
-"""RoomKeeper: decides whether what is about to be stored fits, and makes room for it.
+"""RoomKeeper: decides whether new bytes fit within the limits, and evicts artifacts to make room.
 
-Nobody is driven out by an announcement. Before the first byte it is only checked that the whole
-would fit if everything went that may go, so what is refused there evicts nothing. Room is taken for
-bytes that have arrived: in the writer's own namespace first and, for the limit of the store or for
-a full disk, in the others after it. What a look-up found lately goes last in each of them; pinned
-and withheld artifacts stay.
+An announcement alone evicts nothing. Before the first byte, `check` refuses only what would not fit
+even after evicting everything evictable. Room is taken for bytes that have arrived.
 
-The uploads of other processes are seen when they are committed: a limit may be passed by those
-under way.
+Eviction starts in the writer's own namespace. For the limit of the store or for a full disk, it
+continues in the other namespaces. Within each, artifacts that a look-up found lately go last.
+Pinned and withheld artifacts stay.
+
+Uploads of other processes are counted when they are committed, so concurrent uploads may exceed a
+limit by their size.
 """
 
 import logging
@@ -35,7 +36,8 @@ __all__ = ["Room", "RoomKeeper"]
 _LOGGER = logging.getLogger(__name__)
 
 _ATTEMPTS = 4
-"""Tries to make room, while others come and go, and the database on the same disk grows."""
+"""Attempts to make room while other writers come and go, and the database grows on the same
+disk."""
 
 _PATIENCE_SECONDS = 1.0
 
@@ -44,15 +46,15 @@ _MAX_STEP_BYTES = 16 * CHUNK_BYTES
 
 @dataclass(slots=True)
 class Room:
-    """What one upload, or one manifest, needs and has taken so far.
+    """Room that one upload or one manifest needs, and has taken so far.
 
     Attributes:
-        namespace: where it is stored.
-        blob_bytes: of the blob, which arrive one after the other.
-        row_bytes: what its rows count.
-        actor: who stores it; what is evicted for it is logged in their name.
-        taken_bytes: of both.
-        step_bytes: what of that was taken last, and may not be on the disk yet.
+        namespace: namespace that stores it.
+        blob_bytes: bytes of the blob, which arrive one after the other.
+        row_bytes: bytes that its rows count against the limits.
+        actor: caller that stores it. The audit log names this caller for evictions.
+        taken_bytes: bytes taken so far, of blob and rows.
+        step_bytes: bytes taken last, which may not be on the disk yet.
     """
 
     namespace: Namespace
@@ -64,15 +66,15 @@ class Room:
 
     @property
     def size_bytes(self) -> int:
-        """What it counts against the limits."""
+        """Bytes that count against the limits."""
         return self.blob_bytes + self.row_bytes
 
 
 class _Excess(NamedTuple):
-    """A limit that is passed: of the namespace `where`, or None for the store and its disk.
+    """An exceeded limit, of the namespace `where` or, if None, of the store and its disk.
 
-    What is being deleted already is left out of `size_bytes`, which may be negative then. `reason`
-    is for the audit log.
+    `size_bytes` leaves out blobs that are being deleted, so it may be negative. `reason` is for the
+    audit log.
     """
 
     where: Namespace | None
@@ -83,7 +85,7 @@ class _Excess(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class RoomKeeper:
-    """Knows what the uploads of this process have taken."""
+    """Track the room that uploads of this process have taken, and make room."""
 
     database: Database
     blobs: BlobStore
@@ -98,10 +100,11 @@ class RoomKeeper:
         self._unwritten_bytes = 0
 
     async def check(self, room: Room) -> None:
-        """Refuses what could not be stored even if everything went that may go; evicts nothing.
+        """Raise if an upload would not fit even after evicting everything evictable. Evict nothing.
 
         Raises:
-            NoSpaceError: too much is pinned, withheld or being uploaded, or it is too large.
+            NoSpaceError: the upload is too large, or too much is pinned, withheld or being
+                uploaded.
         """
         for excess in await self._excesses(room, ahead_bytes=room.size_bytes - room.taken_bytes):
             async with self.database.reading() as connection:
@@ -112,7 +115,9 @@ class RoomKeeper:
 
     @contextmanager
     def opened(self, room: Room) -> Iterator[None]:
-        """Gives back what was taken, when it is stored and counted there, or when it failed."""
+        """Give back the taken room at the end: by then the database counts the artifact, or it
+        failed.
+        """
         try:
             yield
         finally:
@@ -122,13 +127,14 @@ class RoomKeeper:
             self._unwritten_bytes -= room.step_bytes
 
     async def passed(self, room: Room, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """Passes the bytes of a blob on once there is room for them.
+        """Pass on the bytes of a blob once they have room.
 
-        It is taken for a mebibyte at least, when that has arrived, and then for twice of what has:
-        a query for each chunk would cost more than its bytes.
+        Chunks are held back until more than a mebibyte lacks room. Room is then taken for all
+        arrived bytes and as many again, up to 16 MiB ahead. A query for every chunk would cost more
+        than its bytes.
 
         Raises:
-            NoSpaceError: see `check`; what may have been evicted stays so.
+            NoSpaceError: see `check`. Artifacts that were evicted before stay evicted.
         """
         waiting: list[bytes] = []
         arrived = passable = 0
@@ -149,7 +155,7 @@ class RoomKeeper:
             yield each
 
     async def take(self, room: Room, size_bytes: int) -> None:
-        """Takes so much altogether, and evicts what has to go for it.
+        """Raise the room taken to `size_bytes` in total, and evict what has to go for it.
 
         Raises:
             NoSpaceError: see `check`.
@@ -172,16 +178,17 @@ class RoomKeeper:
             raise excesses[0].refusal
 
     async def _excesses(self, room: Room, *, ahead_bytes: int = 0) -> list[_Excess]:
-        """The limits that would be passed by what is taken and so many bytes more. Sets `is_needed`
-        when what is taken passes a soft limit.
+        """Return the limits that the taken bytes and `ahead_bytes` more would exceed.
+
+        If the taken bytes exceed a soft limit, also set the evictor's `is_needed`.
         """
         where, store = room.namespace, self.budgets.store
         budget = self.budgets.of(where, await self.policies.limits())
         full = await self.blobs.full(self._unwritten_bytes + ahead_bytes)
         if budget.is_none and store.is_none and full is None:
             return []
-        # Before the database is asked: what is committed meanwhile is counted twice, and nothing is
-        # missed. Whoever takes more from here on sees that this was taken.
+        # Read these before the query: an upload that commits in between is counted twice, but never
+        # missed. A writer that takes room after this line sees the room taken here.
         taken, own_taken = self._taken.total(), self._taken[where]
         async with self.database.reading() as connection:
             stored = await stored_bytes(connection) + taken
@@ -203,15 +210,15 @@ class RoomKeeper:
         return found
 
     async def _make_room(self, room: Room, excess: _Excess) -> None:
-        """Evicts for one limit that is passed."""
+        """Evict until one limit is kept, or nothing more can be evicted."""
         async with self.database.reading() as connection:
             goal_bytes = max(await stored_bytes(connection, excess.where) - excess.size_bytes, 0)
         evicted = await self._evict(room, excess, goal_bytes)
         if excess.where is not None:
             return
         await self.collector.collect_marked()
-        # Blobs that other servers are deleting count until they are gone. If they stay, because
-        # such a server died, other artifacts are evicted.
+        # Blobs that other servers are deleting count until they are gone. If such a server died and
+        # its blobs stay, evict other artifacts.
         pending = await self.collector.pending_bytes(patience_seconds=_PATIENCE_SECONDS)
         if pending:
             evicted += await self._evict(room, excess, max(goal_bytes - pending, 0))

@@ -1,8 +1,8 @@
-"""UploadService: accepts an artifact; what it acknowledged survives a crash, byte for byte.
+"""UploadService: accepts artifacts. An acknowledged artifact survives a crash, byte for byte.
 
-`CommitBatcher` makes stored blobs visible as artifacts, many in one transaction: a commit waits for
-the disk, so uploads that end while one is under way share the next one. Alone, an upload waits for
-no other.
+`CommitBatcher` makes stored blobs visible as artifacts, many in one transaction. A commit waits for
+the disk, so uploads that end during a commit share the next one. A single upload waits for no other
+upload.
 """
 
 import asyncio
@@ -50,10 +50,11 @@ from graphstash_server.storage import BlobStore
 __all__ = ["Commit", "CommitBatcher", "Upload", "UploadService", "withheld"]
 
 _MOST = 64
-"""Uploads of one transaction: a few milliseconds of work beside one wait for the disk."""
+"""Maximum uploads of one transaction: a few milliseconds of work beside one wait for the disk."""
 
 _LOOK_SECONDS = 45.0
-"""Longer than the store takes to say that a blob is there, all its attempts (40 s) included."""
+"""Seconds that a transaction may idle while the store is asked for its blobs. Longer than the store
+takes to answer, with all its attempts (40 s)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +62,15 @@ class Upload:
     """What a publisher announces before the first byte.
 
     Attributes:
-        metadata_header: stored as it came, and returned with every hit.
-        compile_seconds: what a hit will save.
-        toolchain: what compiled it; empty when it is not known.
-        only_if_absent: refuse even the same bytes when the key has some (`If-None-Match: *`).
-        policy: of the namespace.
-        job: the one that it was compiled for; empty for none.
+        key: key of the artifact.
+        digest: SHA-256 and size of the blob.
+        metadata_header: metadata, stored verbatim and returned with every hit.
+        compile_seconds: seconds that a hit saves.
+        toolchain: compiler that made the artifact; empty if unknown.
+        only_if_absent: refuse even the same bytes if the key has an artifact (`If-None-Match: *`).
+        actor: caller that uploads.
+        policy: policy of the namespace.
+        job: job that compiled the artifact; empty for none.
     """
 
     key: StoredKey
@@ -81,7 +85,7 @@ class Upload:
 
     @property
     def replaces(self) -> bool:
-        """Whether it takes the place of an artifact with other bytes."""
+        """Whether this upload may replace an artifact with other bytes."""
         return self.policy.mode is WriteMode.OVERWRITE and not self.only_if_absent
 
 
@@ -89,8 +93,8 @@ class Commit(NamedTuple):
     """The result of an upload.
 
     Attributes:
-        stays: digest of the artifact that was faster and stays; None when this one was stored.
-        stored: this artifact; None when another one stays.
+        stays: digest of the earlier artifact that stays. None if this one was stored.
+        stored: this artifact. None if another one stays.
         replaced: the artifact that this one replaced.
     """
 
@@ -100,17 +104,17 @@ class Commit(NamedTuple):
 
 
 _Outcome: TypeAlias = Commit | Exception | None
-"""None: another artifact is in the way than was seen before its blob was locked; try again."""
+"""None: retry, because the artifact to replace changed before its blob was locked."""
 
 _Waiting: TypeAlias = "tuple[Upload, asyncio.Future[Commit]]"
 
 
 @dataclass(kw_only=True, eq=False)
 class CommitBatcher:
-    """Makes stored blobs visible as artifacts, many of one namespace in one transaction.
+    """Commit artifacts, many of one namespace in one transaction.
 
-    A transaction never joins namespaces: when it has to wait, for example for a server that was
-    frozen in the middle of its own, the others go on.
+    A transaction never spans namespaces. If it has to wait, for example for a server that froze
+    inside its own transaction, other namespaces continue.
     """
 
     database: Database
@@ -122,7 +126,7 @@ class CommitBatcher:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def commit(self, upload: Upload) -> Commit:
-        """Makes an artifact visible, counts it and ends its lease, all at once.
+        """Make an artifact visible, count it and end its lease, atomically.
 
         Raises:
             ServerError: 503, 507 or 409; nothing was stored.
@@ -139,7 +143,9 @@ class CommitBatcher:
         return await future
 
     async def _commit_waiting(self, namespace: str) -> None:
-        """Runs until no upload waits; an outermost frame, so every failure goes to its upload."""
+        """Commit batches until no upload waits. As the outermost frame of its task, it must hand
+        every failure to the upload that it belongs to.
+        """
         waiting = self._waiting[namespace]
         try:
             while waiting:
@@ -150,12 +156,12 @@ class CommitBatcher:
             del self._waiting[namespace]
 
     async def _answer(self, batch: "Sequence[_Waiting]") -> "list[_Waiting]":
-        """Returns those that have to be tried again."""
+        """Resolve the futures of a batch. Return the uploads to retry."""
         again = []
         outcomes = await self._outcomes([upload for upload, _ in batch])
         for (upload, future), outcome in zip(batch, outcomes, strict=True):
             if future.done():
-                continue  # its caller was cancelled
+                continue  # the caller was cancelled
             if outcome is None:
                 again.append((upload, future))
             elif isinstance(outcome, Exception):
@@ -165,12 +171,12 @@ class CommitBatcher:
         return again
 
     async def _outcomes(self, uploads: Sequence[Upload]) -> list[_Outcome]:
-        """When nobody knows why the database refused a transaction, one of its uploads may be the
-        reason; the others must not fail with it, so each gets a transaction of its own.
+        """Commit a batch. After an unexpected error, commit each upload alone, so that the upload
+        that causes the error does not fail the others.
         """
         try:
             return await self._commit_all(uploads)
-        except ServerError as error:  # of the database itself
+        except ServerError as error:  # the database itself failed, not one upload
             return [error] * len(uploads)
         except Exception as error:  # noqa: BLE001 - see `_commit_waiting`
             if len(uploads) == 1:
@@ -179,12 +185,14 @@ class CommitBatcher:
             return [(await self._outcomes([upload]))[0] for upload in uploads]
 
     async def _commit_all(self, uploads: Sequence[Upload]) -> list[_Outcome]:
-        """One transaction of one namespace; an error of a single upload is its own outcome.
+        """Commit uploads of one namespace in one transaction. One upload's error is its own
+        outcome.
 
-        It asks the store for the blobs when it has locked them. Where that takes no waiting the
-        transaction is one step, otherwise the question stands between two.
+        The transaction locks the blobs and then checks that the store has them. If the store
+        answers without waiting, the transaction is one step. Otherwise the check runs between two
+        steps.
         """
-        if self._are_there_now(uploads[:1]):  # or this kind of store has to be asked
+        if self._are_there_now(uploads[:1]):  # False for a store that cannot answer at once
             with suppress(_UnknownError):
                 async with self.database.writing_in_steps() as steps:
                     return await steps.run(partial(self._commit_now, uploads), is_last=True)
@@ -202,7 +210,7 @@ class CommitBatcher:
             )
 
     def _are_there_now(self, uploads: Sequence[Upload]) -> bool:
-        """Whether every blob is there; False also where that would have to be waited for."""
+        """Whether every blob is stored. False also if the answer takes waiting."""
         for upload in uploads:
             file = self.blobs.open_now(upload.digest)
             if file is None:
@@ -215,7 +223,7 @@ class CommitBatcher:
     async def _commit_now(
         self, uploads: Sequence[Upload], connection: Transaction
     ) -> list[_Outcome]:
-        """The whole transaction.
+        """Run the whole transaction in one step.
 
         Raises:
             _UnknownError: the store has to be waited for; nothing was changed.
@@ -227,7 +235,7 @@ class CommitBatcher:
         return await _store_all(connection, uploads, are_there, locked, now=self.clock())
 
     async def _lock_to_look(self, uploads: Sequence[Upload], connection: Transaction) -> "_Locked":
-        """The first of two steps; nothing is changed yet."""
+        """Run the first of two steps, which takes locks and changes nothing."""
         locked = await _lock(connection, uploads)
         for digest, generation in locked.generations.items():
             self.blobs.use_generation(Digest(digest, 0), generation)
@@ -241,22 +249,22 @@ class CommitBatcher:
         locked: "_Locked",
         connection: Transaction,
     ) -> list[_Outcome]:
-        """The second step."""
         await end_pause(connection)
         return await _store_all(connection, uploads, are_there, locked, now=self.clock())
 
 
 class _UnknownError(Exception):
-    """The store could not say at once whether it has a blob."""
+    """The store cannot answer at once whether it has a blob."""
 
 
 class _Locked(NamedTuple):
-    """What a transaction has locked, and what it saw of it then.
+    """Blobs that a transaction has locked, and their state at that time.
 
     Attributes:
-        blobs: those that are uploaded, and those that they will replace.
-        doomed: the SHA-256 of those that some server is deleting.
-        generations: of their names in the store, by SHA-256.
+        blobs: the uploaded blobs, and the blobs of artifacts to replace.
+        doomed: SHA-256 of uploaded blobs that a server is deleting or may still delete.
+        generations: generation of each uploaded blob's name in the store, by SHA-256; 0 is left
+            out.
     """
 
     blobs: Collection[Digest]
@@ -265,13 +273,14 @@ class _Locked(NamedTuple):
 
 
 async def _lock(connection: Transaction, uploads: Sequence[Upload]) -> _Locked:
-    """Changes nothing yet."""
+    """Lock the blobs of uploads. Change nothing."""
     digests = [upload.digest for upload in uploads]
-    # All locks at once: two transactions that take them in two steps could wait for each other.
+    # Take all locks at once: two transactions that take them in two steps could deadlock.
     blobs = {*digests, *await _in_the_way(connection, uploads)}
     await share_blobs(connection, list(blobs))
     doomed = await doomed_digests(connection, digests)
-    # After them: what ends such a deletion counts the generation up at the same time.
+    # Read generations after the deletions: ending a deletion increments the generation in the same
+    # transaction.
     generations = await find_generations(connection, digests)
     return _Locked(blobs, doomed, generations)
 
@@ -284,7 +293,7 @@ async def _store_all(
     *,
     now: datetime,
 ) -> list[_Outcome]:
-    """Stores the artifacts whose blobs are there and stay."""
+    """Store the artifacts whose blobs are in the store and not being deleted."""
     change = UsageChange()
     stored: list[tuple[Upload, Artifact | None]] = []
     outcomes: list[_Outcome] = []
@@ -308,7 +317,7 @@ async def _store_all(
 
 
 async def _in_the_way(connection: Transaction, uploads: Sequence[Upload]) -> list[Digest]:
-    """Blobs of artifacts that uploads will replace, as far as that can be seen yet."""
+    """Return the blobs of artifacts that uploads will replace, as seen before locking."""
     rows = [await find_stored(connection, upload.key) for upload in uploads if upload.replaces]
     return [row.digest for row in rows if row is not None]
 
@@ -316,9 +325,10 @@ async def _in_the_way(connection: Transaction, uploads: Sequence[Upload]) -> lis
 async def _store(
     connection: Transaction, upload: Upload, now: datetime, *, locked: Collection[Digest]
 ) -> _Outcome:
-    """Tries again when the artifact that was in the way is gone at the second look.
+    """Insert or replace one artifact.
 
-    The blob of a replaced artifact is marked for deletion, which needs its lock, as everywhere.
+    Retry if the existing artifact disappears before it is read. Replacing marks the old blob for
+    deletion, which requires the lock of that blob.
     """
     new = Artifact(
         key=upload.key,
@@ -369,7 +379,7 @@ def _record(upload: Upload, replaced: Artifact | None, now: datetime) -> AuditRe
 
 
 def withheld(upload: Upload, stays: Digest) -> ServerError:
-    """Refuses an upload to a key whose artifact is withheld."""
+    """Return the error for an upload to a key whose artifact is withheld."""
     return ServerError(
         ErrorCode.WITHHELD,
         f"{upload.key.key} is withheld: the artifact with the digest {stays} was reported as "
@@ -392,8 +402,10 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(kw_only=True, eq=False)
 class UploadService:
-    """Keeps the first upload of a key: compilers are not reproducible, and the processes of one job
-    must all load one executable. A namespace's policy may keep the last one instead, or refuse all.
+    """Accept uploads, and keep the first artifact of a key.
+
+    Compilers are not reproducible, and all processes of one job must load one executable. The
+    policy of a namespace may keep the last artifact instead, or refuse all uploads.
     """
 
     blobs: BlobStore
@@ -406,13 +418,14 @@ class UploadService:
     max_artifact_bytes: int
 
     async def publish(self, upload: Upload, chunks: AsyncIterator[bytes]) -> bool:
-        """Stores an artifact. Everything else is checked before `chunks` are read.
+        """Store an artifact. Check everything else before reading `chunks`.
 
         Returns:
-            False when the same bytes were under the key already; the chunks are not read then.
+            False if the key already had the same bytes. In that case the chunks may not have been
+            read.
 
         Raises:
-            ServerError: 400, 403, 409, 412, 413, 503 or 507; nothing is stored then.
+            ServerError: 400, 403, 409, 412, 413, 503 or 507; nothing is stored.
         """
         self.check(upload.key.namespace, upload.digest.size_bytes, policy=upload.policy)
         existing = await self.artifacts.find_stored(upload.key)
@@ -453,8 +466,8 @@ class UploadService:
         return self._refuse_other(upload, commit.stays)
 
     async def _drop_blob(self, digest: Digest) -> None:
-        """Removes a blob whose row was not stored, or belongs to another artifact now. When that
-        fails, the blob is marked, or the next start removes it.
+        """Delete a blob after an upload, unless an artifact uses it. If that fails, the blob stays
+        marked, or the next start of a server removes it.
         """
         try:
             await self.collector.collect(digest)
@@ -462,7 +475,7 @@ class UploadService:
             _LOGGER.warning("could not delete the unused blob %s, will retry: %s", digest, error)
 
     def check(self, namespace: Namespace, size_bytes: int, *, policy: NamespacePolicy) -> None:
-        """Applies the policy and the size limits, before any query.
+        """Apply the policy and the size limits, without a query.
 
         Raises:
             ServerError: 403 or 413.
@@ -486,7 +499,7 @@ class UploadService:
             )
 
     def _refuse_other(self, upload: Upload, stays: Digest) -> bool:
-        """Returns False when the same bytes are there; raises for others, or with If-None-Match."""
+        """Return False if the stored bytes are the same. Raise if not, or with If-None-Match."""
         if upload.only_if_absent:
             raise ServerError(
                 ErrorCode.PRECONDITION_FAILED,
