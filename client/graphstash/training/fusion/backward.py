@@ -1,9 +1,9 @@
-"""BackwardFusion: each unit of parameters is updated in backward, when its gradients are whole.
+"""BackwardFusion: update each unit of parameters in backward, once its gradients are complete.
 
-A gradient is whole when autograd has added to it what all uses of the parameter contribute, which
-it does once per backward. The parameter must not be read after that: what the first step's backward
-reads is watched. Where DDP has a parameter in a bucket, its update follows the sum of the bucket.
-Between its update and `step()`, each use of a parameter or of its gradient is refused.
+A gradient is complete when autograd has added the contributions of all uses of the parameter, once
+per backward. Backward must not read the parameter after that: the first step watches for such
+reads. A parameter in a DDP bucket is updated after the bucket's sum. Between a parameter's update
+and `step()`, every use of it or of its gradient raises FusionError.
 """
 
 import threading
@@ -32,7 +32,7 @@ from graphstash.training.sharding import is_sharded, local
 __all__ = ["BackwardFusion"]
 
 _FIRST_STEP: Final = -1
-"""Among the numbers of backwards: the first step, which updates parameters as one."""
+"""Stands for the first step among the graph task ids of backwards."""
 
 _USED: Final = (
     "is read or written between backward() and step() (a decay by hand, a norm that is logged, a "
@@ -51,18 +51,16 @@ class _Unit:
 
 @dataclass(slots=True)
 class _Watched:
-    """What happened until the first step."""
-
     came: set[Tensor] = field(default_factory=set)
     gradients: dict[Tensor, tuple[Tensor, int, Tensor]] = field(default_factory=dict)
-    """By parameter: its gradient after the last backward, the version of it, and its norm, because
-    the kernel that divides by a loss scale leaves the version as it is."""
+    """Each parameter's gradient after the last backward, the gradient's version, and its norm. The
+    norm detects the kernel that divides by a loss scale, which does not change the version."""
     twice: list[Tensor] = field(default_factory=list)
     read_late: dict[Tensor, None] = field(default_factory=dict)
     used: dict[Tensor, None] = field(default_factory=dict)
     """Parameters that were read or written between backward() and step()."""
     reduces: bool = False
-    """DDP has not reduced the gradients of this backward yet."""
+    """Whether DDP has still to reduce the gradients of this backward."""
 
     def note(self, parameter: Tensor) -> None:
         if (gradient := parameter.grad) is not None:
@@ -70,7 +68,7 @@ class _Watched:
 
 
 class BackwardFusion(Fusion):
-    """See `fuse`."""
+    """Fusion of updates with backward; see `fuse`."""
 
     when = "backward"
 
@@ -79,37 +77,35 @@ class BackwardFusion(Fusion):
         self._unit_of: dict[Tensor, _Unit] = {}
         self._updated: set[Tensor] = set()
         self._backwards: set[int] = set()
-        """Those that have updated parameters and are not over."""
+        """Graph task ids of the backwards that have updated parameters and have not finished."""
         self._options: Options | None = None
-        """With which parameters were updated since the last step."""
+        """The options that parameters were updated with since the last step."""
         self._watched: _Watched | None = _Watched()
         self._gradient_hooks: list[Any] = []
         self._tripwire = Tripwire(self._before_use)
         self._armed: list[Tensor] = []
-        """Parameters that nothing may use before the step."""
         self._stand_ins: dict[Tensor, StandIn] = {}
-        """By parameter: what is in the place of its gradient when that was freed."""
+        """By parameter: the stand-in that replaces its gradient once that is freed."""
         self._is_stepping = False
         self._reduced: set[Tensor] = set()
-        """Those that DDP has in its buckets."""
         self._came: set[Tensor] = set()
-        """Of these, those whose gradient has come since the last step."""
+        """Parameters in buckets whose gradient autograd has produced since the last step."""
         self._bucket_units: list[list[Tensor]] = []
         self._freed: dict[Tensor, None] = {}
-        """Those whose gradients were freed since the last step."""
+        """Parameters whose gradients were freed since the last step, in order."""
         self._turn = object()
-        """Another one for each step; an update of an earlier one comes too late."""
+        """Token that each step replaces; a bucket's update with an older token comes too late."""
         self._left: dict[Tensor, tuple[Tensor, int]] = {}
         """By parameter that is left to the step: its gradient after backward, and the version."""
         self._updating = threading.Lock()
-        """Buckets are updated by threads of their own."""
+        """Serializes updates: other threads update buckets."""
         elsewhere = "train without fusion"
         by_fsdp = any(isinstance(module, FSDPModule) for module in model.modules())
         self._remedy = elsewhere if by_fsdp else f'use when="forward", or {elsewhere}'
         super().__init__(model, optimizer)
 
     def flush(self) -> None:
-        """Refuses to go on with what a failed backward has updated in part."""
+        """Refuse to continue after a backward that failed when it had updated some parameters."""
         if self._backwards:
             raise FusionError(
                 f"a backward failed after {self._share_updated()} "
@@ -118,7 +114,7 @@ class BackwardFusion(Fusion):
             )
 
     def _before_close(self) -> None:
-        """The optimizer alone changes nothing in a backward that no step comes after."""
+        """Refuse to close between backward and step: without fusion, backward changes nothing."""
         try:
             self.flush()
             if self._updated:
@@ -132,7 +128,7 @@ class BackwardFusion(Fusion):
             self._remove_stand_ins()
 
     def _before_save(self) -> None:
-        """Between backward and step some parameters are updated and others not."""
+        """Refuse to save between backward and step, when only some parameters are updated."""
         self.flush()
         if self._updated:
             raise FusionError(
@@ -144,7 +140,7 @@ class BackwardFusion(Fusion):
         return f"{len(self._updated)} of {len(self.parameters)}"
 
     def _before_load(self) -> None:
-        """What is loaded replaces what was updated in part."""
+        """Forget a partial update, which the loaded values replace."""
         if self._backwards:
             self._end_step()
 
@@ -176,10 +172,11 @@ class BackwardFusion(Fusion):
         self._follow_gradients(trained)
 
     def _follow_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Those of these parameters alone, after all hooks that they have by now."""
+        """Register the hooks of these parameters only, after all hooks that they have now."""
         for handle in self._gradient_hooks:
             handle.remove()
-        # The garbage collector does not see the hooks of tensors; the optimizer's keep the fusion.
+        # The garbage collector cannot follow hooks of tensors, so a strong reference would keep the
+        # fusion alive forever. The optimizer's hooks keep it alive.
         this = weakref.ref(self)
 
         def gradient_is_whole(parameter: Tensor) -> None:
@@ -192,7 +189,7 @@ class BackwardFusion(Fusion):
             self.keep(handle)
 
     def before_step(self, options: dict[str, Any]) -> None:
-        """Leaves the gradients that no unit was updated with."""
+        """Check gradients and options; leave only unused gradients to the step."""
         self.flush()
         self.last_gradients.clear()
         if options.get("found_inf") is not None:
@@ -204,7 +201,7 @@ class BackwardFusion(Fusion):
         self._refuse_module_hooks()
         self._require_left_gradients()
         self._disarm()
-        self._remove_stand_ins()  # the step would use them
+        self._remove_stand_ins()  # the step would use the stand-ins
         self._is_stepping = True
         if self._watched is not None:
             self._end_watching(self._watched)
@@ -218,7 +215,7 @@ class BackwardFusion(Fusion):
             self.partial_step.state_has_changed()
 
     def _require_left_gradients(self) -> None:
-        """The step must find what backward has left."""
+        """Refuse gradients that were set, removed or changed since backward."""
         given: list[Tensor] = []
         removed: list[Tensor] = []
         for parameter in self._freed:
@@ -260,7 +257,7 @@ class BackwardFusion(Fusion):
                 )
 
     def after_step(self) -> None:
-        """Everything is updated; the next backward begins anew."""
+        """Put stand-ins in place of freed gradients, and prepare for the next backward."""
         self._is_stepping = False
         for parameter in self._freed:
             if parameter.grad is None:
@@ -281,7 +278,6 @@ class BackwardFusion(Fusion):
             unit.begin()
 
     def _gradient_is_whole(self, parameter: Tensor) -> None:
-        """The hook of each parameter, in backward."""
         if self._watched is not None:
             self._note(parameter, self._watched)
             return
@@ -304,7 +300,7 @@ class BackwardFusion(Fusion):
 
     def _refuse_second(self, parameter: Tensor) -> NoReturn:
         if self._backwards - {torch._C._current_graph_task_id()}:
-            self.flush()  # it comes again because a backward failed
+            self.flush()  # the gradient comes again because a backward failed
         raise FusionError(
             f"the gradient of {named([parameter], self.names)} came twice between two steps "
             "(accumulation, a second loss, a checkpoint with use_reentrant=True, no step()), "
@@ -321,7 +317,6 @@ class BackwardFusion(Fusion):
             self._arm(each)
 
     def _free(self, parameter: Tensor) -> None:
-        """Frees a gradient that has served."""
         parameter.grad = None
         self._freed[parameter] = None
         if not self._is_stepping:
@@ -341,14 +336,14 @@ class BackwardFusion(Fusion):
                 parameter.grad = None
 
     def refuse_stand_in(self, parameter: Tensor, operation: str) -> None:
-        """Raises FusionError: an operation uses a gradient that was freed."""
+        """Refuse an operation on a freed gradient, except a conversion after the step."""
         self._require_same_parameters()
         if parameter not in self._updated:
             if operation == "_to_copy":
                 return  # the model is converted after step()
             self.refuse_old_gradient(parameter)
         if torch._C._current_graph_task_id() != -1 and operation in {"add", "add_"}:
-            self._refuse_second(parameter)  # autograd adds to it
+            self._refuse_second(parameter)  # autograd accumulates into it
         raise FusionError(
             f"the gradient of {named([parameter], self.names)} is used between backward() and "
             f"step() (clipping, a norm that is logged; {operation}), when the parameter is updated "
@@ -356,7 +351,6 @@ class BackwardFusion(Fusion):
         )
 
     def _arm(self, parameter: Tensor) -> None:
-        """Refuses other uses of the parameter before the step."""
         if not self._is_stepping and self._tripwire.arm(parameter):
             self._armed.append(parameter)
 
@@ -366,7 +360,6 @@ class BackwardFusion(Fusion):
         self._armed.clear()
 
     def _before_use(self, parameter: Tensor) -> None:
-        """Torch is about to read or write a parameter between its update and the step."""
         if self._watched is not None:
             self._tripwire.disarm(parameter)
             self._watched.used[parameter] = None
@@ -387,10 +380,9 @@ class BackwardFusion(Fusion):
         return self._options
 
     def _end_backward(self, task: int) -> None:
-        """This backward has succeeded."""
         self._backwards.discard(task)
         for parameter in self._updated & self._reduced:
-            self._free(parameter)  # DDP has just put the mean there
+            self._free(parameter)  # DDP has just written the mean into .grad
 
     # The buckets of DDP.
 
@@ -412,7 +404,7 @@ class BackwardFusion(Fusion):
         return update
 
     def _update_bucket(self, gradients: Mapping[Tensor, Tensor | None], options: Options) -> None:
-        """Also of those without a gradient, which may share a count with the others."""
+        """Update a bucket; parameters without a gradient may share a step count with the others."""
         unit = self._bucket_unit(list(gradients))
         here = [each.grad for each in unit]
         try:
@@ -428,7 +420,7 @@ class BackwardFusion(Fusion):
                 self._arm(each)
 
     def _bucket_unit(self, parameters: list[Tensor]) -> list[Tensor]:
-        """The one of these parameters; DDP may fill its buckets anew."""
+        """Return the unit of exactly these parameters; add it if DDP has rebuilt its buckets."""
         for unit in self._bucket_units:
             if len(unit) == len(parameters) and all(map(is_, unit, parameters)):
                 return unit
@@ -496,7 +488,8 @@ class BackwardFusion(Fusion):
                 f"before; {self._remedy}"
             )
         self._watch.end()
-        # To sharded ones FSDP adds by itself.
+        # FSDP accumulates gradients of sharded parameters outside of autograd, so those that are
+        # left to the step get no hook.
         self._follow_gradients(
             each
             for each in self.parameters
@@ -513,19 +506,18 @@ class BackwardFusion(Fusion):
         self.remember_gradients()
 
     def _make_first_step(self) -> None:
-        """Frees each unit's gradients before the next one's state begins."""
+        """Update unit by unit: free a unit's gradients before the next unit's state is created."""
         options = options_of(self.optimizer)
         self._backwards.add(_FIRST_STEP)
         for unit in self._units:
-            if not any(map(is_sharded, unit.parameters)):  # to these FSDP adds by itself
+            if not any(map(is_sharded, unit.parameters)):  # FSDP accumulates these itself
                 self._update(unit, options)
         self._backwards.discard(_FIRST_STEP)
 
     def _before_forward(self, _: nn.Module) -> None:
-        """The hook of the modules that the user calls."""
         if torch.compiler.is_compiling() or not self._updated:
             return
-        if torch._C._current_graph_task_id() == -1:  # else a checkpoint computes it again
+        if torch._C._current_graph_task_id() == -1:  # otherwise a checkpoint recomputes
             self.flush()
             raise FusionError(
                 "the model is called between backward() and step() (accumulation, evaluation), "
@@ -534,7 +526,7 @@ class BackwardFusion(Fusion):
             )
 
     def note_read(self, parameters: Sequence[Tensor]) -> None:
-        """Backward reads what holds these parameters."""
+        """Record that backward reads memory of these parameters."""
         watched = self._watched
         if watched is not None:
             late = (each for each in parameters if each in watched.came)
@@ -542,14 +534,14 @@ class BackwardFusion(Fusion):
 
 
 class _Watch:
-    """Tells a fusion which parameters' memory backward reads, and when."""
+    """Reports to a fusion which parameters' memory backward reads, and when."""
 
     def __init__(self, fusion: BackwardFusion) -> None:
         self._fusion = fusion
         self._memory = Memory(fusion.parameters)
         self._open: list[Any] = []
         self.outermost = weakref.WeakSet([fusion.model])
-        """The modules that were called by no other module."""
+        """Modules that no other module called."""
         self._handles = []
         for module in fusion.model.modules():
             before = module.register_forward_pre_hook(ModuleHook(self._begin), prepend=True)
@@ -563,7 +555,7 @@ class _Watch:
             handle.remove()
 
     def _begin(self, module: nn.Module) -> None:
-        if torch._C._current_graph_task_id() != -1:  # a checkpoint computes it again
+        if torch._C._current_graph_task_id() != -1:  # a checkpoint recomputes
             self._fusion.note_read(list(module.parameters(recurse=False)))
             return
         context = None
@@ -607,7 +599,7 @@ def _refusal(
 
 
 def _at_the_end(function: Callable[[], None]) -> None:
-    """Calls it when this backward has succeeded, after what DDP and FSDP do then."""
+    """Call the function after this backward succeeds and after DDP's and FSDP's own callbacks."""
     engine = torch.autograd.Variable._execution_engine
     engine.queue_callback(lambda: engine.queue_callback(function))
 

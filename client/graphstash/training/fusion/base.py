@@ -1,7 +1,7 @@
-"""Fusion: what backward and forward fusion share.
+"""Fusion: the common part of backward and forward fusion.
 
-Neither replaces `optimizer.step`, which schedules, scalers and trainers know and wrap: they use the
-hooks that torch has. A hook before the step leaves to it only the gradients that it is to use.
+Schedules, scalers and trainers detect and wrap `optimizer.step`, so neither kind replaces it.
+Torch's hooks leave to the step only the gradients that it has to apply.
 """
 
 import weakref
@@ -26,8 +26,8 @@ from graphstash.training.sharding import is_sharded, local
 
 __all__ = ["Fusion", "ModuleHook", "require_unfused"]
 
-# Each treats every parameter by itself: its step for some of them is its step for all of them, one
-# after the other.
+# Each of these updates every parameter independently. Stepping subsets of the parameters one after
+# another gives the same result as one step of all.
 _OF_TORCH: Final = frozenset(
     (
         *(optim.ASGD, optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.AdamW),
@@ -38,17 +38,17 @@ _OF_TORCH: Final = frozenset(
 _OPTIMIZERS: Final = "graphstash.training.optimizers."
 
 _ALLOWED: Final = frozenset(("__init__", "__module__", "__doc__", "__qualname__", "__repr__"))
-"""What a subclass of an optimizer may have of its own."""
+"""Attributes that a subclass of an optimizer may define."""
 
 _FUSED: MutableMapping[Tensor, "weakref.ref[Fusion]"] = WeakTensorKeyDictionary()
 
 
 class ModuleHook:
-    """A hook of a module. What is copied or pickled with the module does nothing.
+    """A hook of a module, which becomes a hook without effect when the module is copied or pickled.
 
     Args:
         function: called with the module.
-        before_copy: called before; may raise.
+        before_copy: called before the hook is copied or pickled; may raise.
     """
 
     def __init__(self, function: Any, before_copy: Callable[[], None] | None = None) -> None:
@@ -56,7 +56,7 @@ class ModuleHook:
         self._before_copy = before_copy
 
     def __call__(self, module: nn.Module, *_: object) -> None:
-        """Called by torch with the module, and what the kind of hook gets beside it."""
+        """Call the function; torch passes the module and further arguments of this kind of hook."""
         self._function(module)
 
     def __reduce__(self) -> tuple[type["_NoHook"], tuple[()]]:
@@ -67,11 +67,11 @@ class ModuleHook:
 
 class _NoHook:
     def __call__(self, *_: object) -> None:
-        """The copy of a fused module is not fused."""
+        """Do nothing."""
 
 
 class Fusion(ABC):
-    """Updates of one optimizer, fused with one model; a context manager.
+    """The fusion of one optimizer's updates with one model; a context manager.
 
     Attributes:
         when: "backward" or "forward".
@@ -89,7 +89,7 @@ class Fusion(ABC):
         self.partial_step = PartialStep(optimizer)
         self._handles: list[Any] = []
         self.last_gradients: dict[Tensor, TensorWeakRef] = {}
-        """Of the first step, until the second one."""
+        """Gradients of the first step, kept until the second step."""
         self._is_closed = False
         _refuse_general(model, optimizer)
         _refuse_parameters(optimizer, self.names, self.parameters)
@@ -100,18 +100,18 @@ class Fusion(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Makes the updates that wait for the next forward, if there are any.
+        """Make the updates that wait for the next forward, if there are any.
 
         Raises:
             FusionError: a backward has failed after some parameters were updated.
         """
 
     def close(self) -> None:
-        """Makes the updates that wait, and ends the fusion; the optimizer works as before.
+        """Make the waiting updates and end the fusion; the optimizer then works as before `fuse`.
 
         Raises:
-            FusionError: a backward has updated parameters, and no step came after it. The fusion
-                has ended.
+            FusionError: a backward has updated parameters, and no step followed. The fusion has
+                ended.
         """
         if self._is_closed:
             return
@@ -128,42 +128,42 @@ class Fusion(ABC):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with suppress(FusionError) if kind is not None else nullcontext():  # the first one matters
+        with suppress(FusionError) if kind is not None else nullcontext():  # keep the first error
             self.close()
 
     @abstractmethod
     def _refuse(self) -> None:
-        """Raises FusionError where this kind of fusion is not exact."""
+        """Raise FusionError if this kind of fusion would not be exact."""
 
     @abstractmethod
     def _attach(self) -> None:
-        """Registers the hooks of this kind."""
+        """Register the hooks of this kind of fusion."""
 
     @abstractmethod
     def before_step(self, options: dict[str, Any]) -> None:
-        """Leaves to the step only what it is to do; `options` are its arguments by name."""
+        """Leave to the step only its own updates; `options` are the step's arguments by name."""
 
     @abstractmethod
     def after_step(self) -> None:
-        """The optimizer has done what was left to it."""
+        """Finish after the optimizer has made the remaining updates."""
 
     def keep(self, handle: Any) -> None:
-        """Removes a hook at the end."""
+        """Store the handle of a hook, which `close` removes."""
         self._handles.append(handle)
 
     def remember_gradients(self) -> None:
-        """Called in the first step; the second one must not use them, or what is added to them."""
+        """Remember the first step's gradients, which the second step must not use or add to."""
         for parameter in self.parameters:
             if parameter.grad is not None:
                 self.last_gradients[parameter] = TensorWeakRef(parameter.grad)
 
     def has_old_gradient(self, parameter: Tensor) -> bool:
-        """Whether the parameter still has that of the first step; asked once."""
+        """Return whether the parameter still has its first step's gradient, and forget that one."""
         last = self.last_gradients.pop(parameter, None)
         return last is not None and parameter.grad is not None and last() is parameter.grad
 
     def refuse_old_gradient(self, parameter: Tensor) -> NoReturn:
-        """Raises FusionError."""
+        """Raise FusionError: the parameter still has the gradient of the last step."""
         raise FusionError(
             f"the gradient of {named([parameter], self.names)} is still that of the last step, "
             "and fusion would free it; call zero_grad() in each step, without set_to_none=False"
@@ -178,12 +178,13 @@ class Fusion(ABC):
             names = ("closure", "found_inf", "grad_scale")
             given = dict(zip(names, args[1:], strict=False)) | kwargs
             if (closure := given.get("closure")) is not None:
-                # Lightning computes gradients in one. All that is fused calls it first, and once.
+                # Lightning computes gradients in the closure. Call it before the fusion acts, and
+                # only once.
                 with torch.set_grad_enabled(True):
                     loss = closure()
                 given["closure"] = lambda: loss
             options = given
-            if given.get("found_inf") is None:  # torch.amp.GradScaler says it by attributes
+            if given.get("found_inf") is None:  # torch.amp.GradScaler sets attributes
                 options = given | {name: getattr(optimizer, name, None) for name in names[1:]}
             self._require_same_parameters()
             self.before_step(options)
@@ -206,9 +207,9 @@ class Fusion(ABC):
         self.keep(Guards(self.model, optimizer, fused, self._order_hooks))
 
     def _order_hooks(self) -> None:
-        """Called before all hooks of the optimizer's step: those of the user come in between.
+        """Put the fusion's hooks next to the step, inside all hooks of the user.
 
-        A hook before the step may clip gradients, one after it may call zero_grad().
+        A user's hook before the step may clip gradients, and one after it may call zero_grad().
         """
         optimizer: Any = self.optimizer
         optimizer._optimizer_step_pre_hooks.move_to_end(self._before.id)
@@ -218,15 +219,14 @@ class Fusion(ABC):
         self.flush()
 
     def _before_save(self) -> None:
-        """What is saved is what the optimizer alone would have now."""
+        """Make waiting updates, so that the saved values equal those without fusion."""
         self.flush()
 
     def _before_copy(self) -> None:
-        """A copy or a pickle of the model has begun: it may have parameters already."""
+        """Run at the start of a copy or pickle, which may already contain parameters."""
         self._before_save()
 
     def _before_load(self) -> None:
-        """Old updates must not come on top of what is loaded."""
         self.flush()
 
     def _loaded(self) -> None:
@@ -244,7 +244,7 @@ class Fusion(ABC):
 
 
 def require_unfused(parameters: Iterable[Tensor]) -> None:
-    """Called before a whole step is made one graph.
+    """Refuse fused parameters before a whole step becomes one graph.
 
     Raises:
         FusionError: a parameter is fused.
@@ -287,7 +287,7 @@ def _refuse_general(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _overridden(kind: type[SyncFreeOptimizer]) -> list[str]:
-    """Methods of the optimizers of this package that a user's subclass replaces."""
+    """Return the methods of this package's optimizer that a user's subclass replaces."""
     base = next(each for each in kind.__mro__ if each.__module__.startswith(_OPTIMIZERS))
     above = kind.__mro__[: kind.__mro__.index(base)]
     names = sorted({name for each in above for name in vars(each) if name not in _ALLOWED})

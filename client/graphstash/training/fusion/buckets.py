@@ -1,10 +1,10 @@
-"""Buckets: updates in the futures of DistributedDataParallel's buckets.
+"""Buckets: update parameters in the futures of DistributedDataParallel's buckets.
 
-DDP sums gradients over all processes in buckets, each as soon as backward has filled it. What
-follows the sum of a bucket is the update of its parameters, on the thread that received the sum,
-while backward fills the next buckets.
+DDP sums each bucket of gradients over all processes as soon as backward has filled it. The thread
+that receives the sum updates the bucket's parameters while backward fills the next buckets.
 
-DDP keeps a hook for ever. One without a fusion does what DDP does without a hook, to the bit.
+DDP never releases a communication hook. After the fusion, the hook does the same as DDP without a
+hook, to the bit.
 """
 
 import weakref
@@ -28,14 +28,15 @@ class Buckets:
     """The buckets of one DDP.
 
     Args:
-        ddp: whose gradients are reduced.
-        updater: called with each full bucket, in backward; gives what is to be done with the means
-            of the gradients, by parameter (None: none of the processes has one), or None. Held
+        ddp: the module whose gradients are reduced.
+        updater: called with each full bucket, in backward. Returns None, or a function that takes
+            the mean gradient of each parameter (None: no process has one) and updates the
+            parameters. Held weakly.
+        is_used: returns whether backward in this process has given the parameter a gradient. Held
             weakly.
-        is_used: whether backward has given the parameter a gradient here.
 
     Raises:
-        FusionError: gradients are reduced in another way.
+        FusionError: DDP reduces gradients in another way.
     """
 
     def __init__(
@@ -51,19 +52,19 @@ class Buckets:
             state = _State(ddp)
             try:
                 ddp.register_comm_hook(state, _reduce)
-            except RuntimeError as error:  # one of torch's own, in C++
+            except RuntimeError as error:  # DDP has one of torch's C++ hooks
                 raise _other_hook() from error
         state.updater = weakref.WeakMethod(updater)
         state.is_used = weakref.WeakMethod(is_used)
         self._state = state
 
     def remove(self) -> None:
-        """Leaves it to DDP again."""
+        """Stop updating: the hook only reduces, as DDP does."""
         self._state.updater = _nobody
 
 
 def _nobody() -> None:
-    """Like a weak reference whose object is gone."""
+    """Stand for a weak reference whose object is gone."""
 
 
 class _State:
@@ -101,14 +102,14 @@ def _refuse(ddp: DistributedDataParallel) -> None:
 
 
 def _reduce(state: _State, bucket: GradBucket) -> Future[Tensor]:
-    ddp = cast("DistributedDataParallel", state.ddp())  # it calls this
+    ddp = cast("DistributedDataParallel", state.ddp())  # alive: it calls this hook
     sums = bucket.buffer()
     group = ddp.process_group
     updater = state.updater()
     if updater is not None and (sums.is_sparse or ddp._join_config.enable):
         what = "a sparse gradient" if sums.is_sparse else "join()"
         raise FusionError(f"{what} of DistributedDataParallel cannot be fused; {_REMEDY}")
-    sums.mul_(1.0 / group.size())  # DDP multiplies, too
+    sums.mul_(1.0 / group.size())  # DDP also multiplies
     work = distributed.all_reduce(sums, group=group, async_op=True)
     update = None if updater is None else updater(bucket)
     if update is None:
@@ -126,7 +127,7 @@ def _reduce(state: _State, bucket: GradBucket) -> Future[Tensor]:
 
     def apply(done: Future[list[Future[Any]]]) -> Tensor:
         for each in done.value():
-            each.value()  # raises what the reduction has raised
+            each.value()  # raises the reduction's error
         uses = [True] * len(gradients) if used is None else used.tolist()
         update([g if use else None for g, use in zip(gradients, uses, strict=True)])
         return sums

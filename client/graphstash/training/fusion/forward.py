@@ -1,10 +1,9 @@
-"""ForwardFusion: each parameter is updated when a module that reads it is about to run.
+"""ForwardFusion: update each parameter when a module that reads it is about to run.
 
-`step()` remembers the gradients and the options of that moment; the updates are made by the next
-forward, and whatever is left when that forward ends is made then. Which module reads a parameter
-first is seen in the first forward: it need not be the one that has it. Other code that uses a
-parameter or its gradient before that sets off a tripwire, which makes the update first. A parameter
-whose memory another tensor has is updated by `step()`.
+`step()` stores the gradients and its current options. The next forward makes the updates, at the
+latest when it ends. The first forward shows which module reads a parameter first; it may not be the
+parameter's owner. If other code uses a parameter or its gradient earlier, a tripwire makes the
+update first. `step()` itself updates a parameter that shares memory with another tensor.
 """
 
 import sys
@@ -33,42 +32,41 @@ __all__ = ["ForwardFusion"]
 
 
 class ForwardFusion(Fusion):
-    """See `fuse`."""
+    """Fusion of updates with the next forward; see `fuse`."""
 
     when = "forward"
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._running: list[nn.Module] = []
-        """Those of the model's modules whose forward runs, the innermost last."""
+        """Modules of the model whose forward is running, the innermost last."""
         self._readers: _Readers | None = None
         self._units: dict[nn.Module, list[list[Tensor]]] | None = None
-        """What to update before a module runs, in units; None until a forward was watched."""
+        """Units to update before a module runs; None until a forward was watched."""
         self._all_units: list[list[Tensor]] = []
         self._hooks: dict[nn.Module, list[Any]] = {}
         self._waiting: dict[Tensor, Tensor] = {}
-        """By parameter: the gradient of the last step."""
+        """By parameter: the gradient of the last step, not applied yet."""
         self._tripwire = Tripwire(self._before_use)
         self._armed: dict[Tensor, list[Tensor]] = {}
-        """The unit of each parameter that waits, and of its gradient."""
+        """By armed parameter or gradient: the unit to update before it is used."""
         self._versions: dict[Tensor, int] = {}
-        """Of each parameter that waits, and of its gradient."""
+        """By parameter that waits, and by its gradient: the tensor's version at `step()`."""
         self._state: WaitingState | None = None
-        """Stands for the optimizer's state while updates wait."""
+        """Replaces the optimizer's state while updates wait."""
         self._options: Options = ()
         self._found_inf: Tensor | None = None
         self._grad_scale: Tensor | None = None
         self._has_new_gradients = False
-        """A backward has given some since the first step."""
+        """Whether a backward has given gradients since the first step."""
         self._kept: dict[Tensor, TensorWeakRef] = {}
-        """By parameter: the first step's gradient, which a backward has added to. Accelerate may
-        call zero_grad() only after that."""
+        """First step's gradients, by parameter, that a backward has accumulated into. Accelerate
+        may call zero_grad() only after that."""
         self._is_first_step = True
         self._is_interrupted = False
-        """An update has failed in the middle."""
         super().__init__(model, optimizer)
 
     def flush(self) -> None:
-        """Makes the updates that wait for the next forward."""
+        """Make the updates that wait for the next forward."""
         self._update(self._all_units)
         if not self._is_interrupted:
             self._release_state()
@@ -82,7 +80,7 @@ class ForwardFusion(Fusion):
             )
 
     def _before_load(self) -> None:
-        """What is loaded replaces what was updated in part."""
+        """Forget an update that failed halfway, which the loaded values replace."""
         if self._is_interrupted:
             self._waiting.clear()
             self._disarm(list(self._armed))
@@ -116,20 +114,20 @@ class ForwardFusion(Fusion):
                 self.keep(handle)
 
     def before_step(self, options: dict[str, Any]) -> None:
-        """Takes the gradients, with the options of this moment."""
-        self.flush()  # of a step that no forward came after
+        """Take the gradients away from the step, and store the current options."""
+        self.flush()  # the updates of a step without a later forward
         if self._units is None or self._running:
             return
         for parameter, kept in self._kept.items():
             if parameter.grad is not None and parameter.grad is kept():
                 self.refuse_old_gradient(parameter)
         self._kept.clear()
-        if not self._has_new_gradients:  # of the second step, without a backward
+        if not self._has_new_gradients:  # a second step without a backward
             for parameter in list(self.last_gradients):
                 if self.has_old_gradient(parameter):
                     self.refuse_old_gradient(parameter)
         self.last_gradients.clear()
-        if self._is_first_step:  # by the optimizer alone: are its gradients kept?
+        if self._is_first_step:  # without fusion: does the loop keep the gradients?
             self._is_first_step = False
             self.remember_gradients()
             self._watch_new_gradients()
@@ -143,7 +141,7 @@ class ForwardFusion(Fusion):
     def _take_gradients(self) -> None:
         for unit in self._all_units:
             if any(map(_can_be_read_unseen, unit)):
-                continue  # the step updates it
+                continue  # the step updates the unit
             for parameter in unit:
                 if parameter.grad is not None:
                     self._waiting[parameter] = parameter.grad
@@ -168,7 +166,7 @@ class ForwardFusion(Fusion):
                 self.keep(handles[-1])
 
     def after_step(self) -> None:
-        """The step may have given what it has updated a common count."""
+        """Give gradients back to the loop; the step may have updated a common step count."""
         if any(each.grad is not None for unit in self._all_units for each in unit):
             self.partial_step.state_has_changed()
         for unit in self._all_units:
@@ -182,13 +180,13 @@ class ForwardFusion(Fusion):
             self.optimizer.state = self._state
 
     def _release_state(self) -> None:
-        """Gives the optimizer its state again, unless the loop has given it another one."""
+        """Give the optimizer its state back, unless the loop has replaced it."""
         if self._state is not None and self.optimizer.state is self._state:
             self.optimizer.state = self._state.state
         self._state = None
 
     def _arm(self, parameter: Tensor, gradient: Tensor, unit: list[Tensor]) -> None:
-        """Has the unit updated before anything else uses the parameter or its gradient."""
+        """Make any other use of the parameter or its gradient update the unit first."""
         for tensor in (parameter, gradient):
             self._versions[tensor] = tensor._version
             if self._tripwire.arm(tensor):
@@ -200,14 +198,13 @@ class ForwardFusion(Fusion):
             self._armed.pop(tensor, None)
 
     def _before_use(self, tensor: Tensor) -> None:
-        """Torch is about to read or write a parameter that waits, or its gradient."""
         self._require_eager()
         if (unit := self._armed.get(tensor)) is not None:
             self._update([unit])
         self._tripwire.disarm(tensor)
 
     def _before_forward(self, module: nn.Module) -> None:
-        if torch.compiler.is_compiling():  # since fuse() was called, as Trainer and Accelerate do
+        if torch.compiler.is_compiling():  # compiled after fuse(), as Trainer and Accelerate do
             torch._dynamo.disable(_refuse_compiled)("the model")
         self._require_eager()
         is_outermost = not self._running
@@ -221,8 +218,8 @@ class ForwardFusion(Fusion):
 
     def _begin_forward(self, module: nn.Module) -> None:
         if module is not self.model or not (module.training and torch.is_grad_enabled()):
-            # What is watched is the forward in training: another one may read a module's parameters
-            # without calling it.
+            # Only a forward in training is watched. Another forward may read a module's parameters
+            # without calling the module.
             self.flush()
         elif self._units is None and torch._C._current_graph_task_id() == -1:
             self._readers = _Readers(self.parameters, self._running)
@@ -230,7 +227,7 @@ class ForwardFusion(Fusion):
 
     def _after_forward(self, module: nn.Module) -> None:
         if not self._running or self._running[-1] is not module:
-            return  # it began before fuse() was called
+            return  # this forward began before fuse()
         self._running.pop()
         if self._running:
             return
@@ -238,11 +235,11 @@ class ForwardFusion(Fusion):
             readers, self._readers = self._readers, None
             readers.__exit__(None, None, None)  # type: ignore[no-untyped-call] # torch
             self._set_units(readers.of)
-        if not self._is_interrupted:  # else the update has raised, in this forward
+        if not self._is_interrupted:  # otherwise an update in this forward has raised
             self.flush()
 
     def _set_units(self, reader_of: dict[Tensor, nn.Module]) -> None:
-        """A parameter is updated before the first of: who has it, and who was seen to read it."""
+        """Assign each unit to the modules that own or were seen to read its parameters."""
         small = small_of(self.parameters)
         users: dict[Tensor, dict[nn.Module, None]] = {
             each: {} for each in self.parameters if each in self.names and each not in small
@@ -254,7 +251,7 @@ class ForwardFusion(Fusion):
         for read, reader in reader_of.items():
             if read in users:
                 users[read][reader] = None
-        in_order = [*(each for each in reader_of if each in users), *users]  # as forward reads them
+        in_order = [*(each for each in reader_of if each in users), *users]  # in forward's order
         self._all_units = in_units(list(dict.fromkeys(in_order)))
         self._units = {}
         for unit in self._all_units:
@@ -294,7 +291,7 @@ class ForwardFusion(Fusion):
                 self._update_unit(unit)
 
     def _update_unit(self, unit: list[Tensor]) -> None:
-        later = [each.grad for each in unit]  # of a backward that came after the step
+        later = [each.grad for each in unit]  # from a backward after the step
         self._is_interrupted = True
         gradients = [self._waiting.pop(each, None) for each in unit]
         self._disarm([*unit, *(each for each in gradients if each is not None)])
@@ -311,7 +308,7 @@ class ForwardFusion(Fusion):
             self._is_interrupted = False
         finally:
             self.optimizer.state = now
-            if now is not self._state:  # the loop has replaced it since the step
+            if now is not self._state:  # the loop has replaced it since step()
                 self.partial_step.state_has_changed()
             for each, gradient in zip(unit, later, strict=True):
                 each.grad = gradient
@@ -341,10 +338,10 @@ class ForwardFusion(Fusion):
 
 
 class _Readers(TorchDispatchMode):
-    """Sees which module reads a parameter first.
+    """Records which module reads a parameter first.
 
     Attributes:
-        of: by parameter: the innermost module of those that were running.
+        of: by parameter: the innermost module that was running.
     """
 
     def __init__(self, parameters: Iterable[Tensor], running: list[nn.Module]) -> None:
@@ -362,7 +359,7 @@ class _Readers(TorchDispatchMode):
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    frames = sys.modules.get("torch._dynamo.eval_frame")  # nothing is compiled before its import
+    frames = sys.modules.get("torch._dynamo.eval_frame")  # before its import nothing is compiled
     wrapper = () if frames is None else frames.OptimizedModule
     return isinstance(module, wrapper) or module._compiled_call_impl is not None
 
@@ -376,7 +373,6 @@ def _refuse_compiled(name: str) -> None:
 
 
 def _can_be_read_unseen(parameter: Tensor) -> bool:
-    """Whether the parameter has its memory in common with another tensor."""
     return not is_sharded(parameter) and is_held(parameter)
 
 

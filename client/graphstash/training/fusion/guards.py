@@ -1,7 +1,7 @@
-"""Guards: nobody else updates what is fused, or has the model read it elsewhere.
+"""Guards: refuse other updates of fused parameters, and other modules that use them.
 
-Both happen where no hook of the model or of its optimizer is called. Torch has hooks of all
-optimizers' steps and of all changes of modules; these keep nothing alive.
+No hook of the model or of its optimizer sees either, so this module uses torch's hooks for all
+optimizers and modules. They keep nothing alive.
 """
 
 import weakref
@@ -23,12 +23,12 @@ __all__ = ["Guards"]
 
 
 class Guards:
-    """Raise FusionError before the change is made.
+    """Raises FusionError before another optimizer or a changed module uses a fused parameter.
 
     Args:
-        model: whose modules were looked at.
-        optimizer: the only one that may update `names`.
-        names: of the fused parameters.
+        model: the model whose modules `fuse` has inspected.
+        optimizer: the only optimizer that may update the parameters in `names`.
+        names: names of the fused parameters.
         before_step: called before all other hooks of each of the optimizer's steps. Held weakly.
     """
 
@@ -54,7 +54,7 @@ class Guards:
             weakref.finalize(self, handle.remove)
 
     def remove(self) -> None:
-        """Ends them."""
+        """Remove torch's global hooks."""
         for handle in self._handles:
             handle.remove()
 

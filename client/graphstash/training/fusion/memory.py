@@ -1,4 +1,4 @@
-"""Memory: which parameters a tensor shares memory with."""
+"""Memory: find the parameters that a tensor shares memory with."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,17 +10,17 @@ __all__ = ["Memory"]
 
 
 class Memory:
-    """That of some parameters; of a DTensor, that of its shard."""
+    """The memory of some parameters; for a DTensor, the memory of its shard."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._places: dict[int, list[tuple[int, int, Tensor]]] = {}
-        """By storage: first address, the one after the last, whose they are."""
+        """By storage: first address, address after the last, parameter."""
         for parameter in parameters:
             storage, first, end = _place(local(parameter))
             self._places.setdefault(storage, []).append((first, end, parameter))
 
     def shared_with(self, tensor: Tensor) -> Sequence[Tensor]:
-        """The parameters that a strided tensor reads, or at least reads around."""
+        """Return the parameters whose address range overlaps that of a strided tensor."""
         storage, first, end = _place(tensor)
         return [
             parameter

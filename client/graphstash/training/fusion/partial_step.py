@@ -1,4 +1,4 @@
-"""PartialStep: an optimizer's step for some of its parameters, with options of another moment."""
+"""PartialStep: step an optimizer for some of its parameters, with options of an earlier moment."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,15 +14,15 @@ from graphstash.training.optimizers.prepared import PreparedUpdate, prepared
 __all__ = ["Options", "PartialStep", "bare", "in_units", "options_of", "small_of"]
 
 _UNIT_BYTES: Final = 1024**2
-"""Smaller parameters are updated together up to this size: each update costs the host some thirty
-microseconds, whatever its size."""
+"""Size in bytes up to which small parameters are updated together: each update costs the host about
+thirty microseconds."""
 
 Options = Sequence[Mapping[str, Any]]
-"""Of each group, what it has beside its parameters."""
+"""The options of each parameter group, without its parameters."""
 
 
 def options_of(optimizer: Optimizer) -> Options:
-    """What the groups have now. Tensors are copied: a schedule may change them in place."""
+    """Return the current options; tensors are copied, as schedules may change them in place."""
     return [
         {
             name: value.clone() if isinstance(value, Tensor) else value
@@ -34,9 +34,9 @@ def options_of(optimizer: Optimizer) -> Options:
 
 
 def small_of(parameters: Iterable[Tensor]) -> set[Tensor]:
-    """The smallest ones, of the size of a unit together: to fuse them costs more than it brings.
+    """Return the smallest parameters, one unit together: fusing them costs more than it saves.
 
-    Biases and norms are most of a model's parameters, and next to nothing of its memory.
+    Biases and norms are most of a model's parameters, and almost none of its memory.
     """
     small = set()
     size = 0
@@ -49,7 +49,7 @@ def small_of(parameters: Iterable[Tensor]) -> set[Tensor]:
 
 
 def in_units(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Groups neighbors; one that is larger than a unit stays alone."""
+    """Group neighboring parameters into units; a parameter larger than a unit stays alone."""
     units: list[list[Tensor]] = []
     size = _UNIT_BYTES
     for parameter in parameters:
@@ -68,8 +68,8 @@ def _bytes(parameter: Tensor) -> int:
 class PartialStep:
     """Updates units: sets of parameters that are always updated together.
 
-    The sync-free optimizers keep one step count for parameters that are updated together. Those of
-    different units get one each.
+    The sync-free optimizers share a step count among parameters updated together, so each unit gets
+    its own counts.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -84,17 +84,17 @@ class PartialStep:
         self._are_counts_apart = False
         self._units: list[Sequence[Tensor]] = []
         self._by_group: dict[int, dict[int, list[Tensor]]] = {}
-        """By the identity of a unit: its parameters by the number of their group."""
+        """By id of a unit: the unit's parameters by the number of their group."""
         self._prepared: dict[int, PreparedUpdate | None] = {}
 
     def set_units(self, units: Iterable[Sequence[Tensor]]) -> None:
-        """Says which parameters are updated together."""
+        """Set which parameters are updated together."""
         self._units = list(units)
         self._by_group = {id(unit): self._split(unit) for unit in self._units}
         self.state_has_changed()
 
     def state_has_changed(self) -> None:
-        """Somebody else has updated parameters or loaded their state."""
+        """Discard prepared updates: other code has updated parameters or loaded their state."""
         self._are_counts_apart = False
         self._prepared.clear()
 
@@ -106,13 +106,14 @@ class PartialStep:
         found_inf: Tensor | None = None,
         grad_scale: Tensor | None = None,
     ) -> None:
-        """Makes the step for those of a unit's parameters that have a gradient."""
+        """Step those parameters of a unit that have a gradient."""
         if found_inf is None and (again := self._prepared.get(id(unit))) is not None:
             with torch.no_grad():
                 if not torch.is_inference_mode_enabled() and again(options):
                     return
         by_group = self._by_group[id(unit)]
-        # A module that is called in a context of its caller's: the step is made outside of it.
+        # The caller's context must not affect the step: a module may run under autocast or
+        # inference mode.
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             if torch.is_inference_mode_enabled():
@@ -165,7 +166,7 @@ class PartialStep:
 
 @contextmanager
 def _scaled(optimizer: Optimizer, found_inf: Tensor, grad_scale: Tensor | None) -> Iterator[None]:
-    """Tells an optimizer of a loss scale as torch.amp.GradScaler does, and leaves no trace."""
+    """Pass a loss scale to an optimizer as torch.amp.GradScaler does, then restore attributes."""
     given = {"found_inf": found_inf, "grad_scale": grad_scale}
     before = {name: value for name, value in vars(optimizer).items() if name in given}
     vars(optimizer).update(given)
@@ -178,7 +179,7 @@ def _scaled(optimizer: Optimizer, found_inf: Tensor, grad_scale: Tensor | None) 
 
 
 def bare(step: Any) -> Any:
-    """A class's own `step`, without hooks and profiling, which belong to the whole step."""
+    """Return a class's own `step` without hooks and profiling, which belong to the whole step."""
     while getattr(step, "hooked", False):
         step = step.__wrapped__
     return step

@@ -1,8 +1,8 @@
-"""StandIn: the gradient of a parameter that backward has updated, without memory.
+"""StandIn: takes the place of a freed gradient, without memory.
 
-The optimizer alone leaves gradients in place until zero_grad(): a loop may clip them, log their
-norm, remove them before the step, or add to them in the next backward. A stand-in is in the place
-of a gradient that fusion has freed, and refuses each use of its values, also by torch's own code.
+Without fusion, gradients stay until zero_grad(): a loop may clip them, log their norm, remove them
+before the step, or add to them in the next backward. A stand-in refuses each use of the freed
+gradient's values, including uses by torch's own code.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_leaves
 __all__ = ["StandIn", "stand_in_for"]
 
 _CONVERT: Final = torch.ops.aten._to_copy.default
-"""What module.to() calls, for gradients as well as parameters."""
+"""The operation of module.to(), for gradients as well as parameters."""
 
 
 class StandIn(Tensor):
-    """A tensor without values; made by `stand_in_for`."""
+    """A tensor without values; `stand_in_for` creates it."""
 
     refuse: Callable[[str], None]
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # torch
@@ -28,7 +28,7 @@ class StandIn(Tensor):
     def __torch_dispatch__(  # type: ignore[override] # torch has no type for it
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Called by torch before each operation that has a stand-in among its arguments."""
+        """Run by torch before each operation with a stand-in among its arguments."""
         del types
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, StandIn)]
         for stand_in in given:

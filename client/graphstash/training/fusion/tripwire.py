@@ -1,9 +1,8 @@
-"""Tripwire: calls a function before torch uses the values of chosen tensors.
+"""Tripwire: call a function before torch uses the values of chosen tensors.
 
-An armed tensor has another class, whose `__torch_function__` torch calls before each of its
-operations on the tensor. Torch changes classes in the same way when it materializes a lazy module's
-parameters. Code that has the tensor's memory by another name, such as a view made before or an
-address, does not set it off: see `is_held`.
+An armed tensor gets a class whose `__torch_function__` torch calls before each operation on it.
+Torch changes classes likewise when it materializes a lazy module's parameters. Code that reaches
+the memory through an earlier view or an address does not trip; `is_held` finds such views.
 """
 
 import copy
@@ -36,11 +35,11 @@ _HARMLESS: Final = frozenset(
         *(torch.rand_like, torch.randn_like, Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones),
     )
 )
-"""What torch does with a tensor without reading or writing its values."""
+"""Operations of torch that neither read nor write a tensor's values."""
 
 
 class Tripwire:
-    """Arms tensors, and calls `on_use` before the values of an armed one are read or written.
+    """Calls `on_use` before torch reads or writes the values of an armed tensor.
 
     Args:
         on_use: called with the tensor; disarms it, or raises. Held weakly.
@@ -54,22 +53,21 @@ class Tripwire:
         self._bases = {armed: kind for kind, armed in self._armed.items()}
 
     def arm(self, tensor: Tensor) -> bool:
-        """Return whether the tensor is armed now: only torch's own two classes can be."""
+        """Arm a plain tensor or parameter, and return whether it is armed; subclasses are not."""
         if (armed := self._armed.get(type(tensor))) is not None:
             tensor.__class__ = armed
         return type(tensor) in self._bases
 
     def disarm(self, tensor: Tensor) -> None:
-        """Give the tensor its own class again."""
+        """Restore the tensor's own class."""
         if (kind := self._bases.get(type(tensor))) is not None:
             tensor.__class__ = kind
 
 
 def is_held(tensor: Tensor) -> bool:
-    """Return whether another tensor shares memory with this one.
+    """Return whether another tensor shares memory with this one, which must not be sharded.
 
-    A view, `detach()`, `.data`, and a graph that backward has not freed yet are such tensors. Only
-    for tensors that are not sharded.
+    Examples: a view, `detach()`, `.data`, and a graph that backward has not freed yet.
     """
     count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count > 1

@@ -1,4 +1,4 @@
-"""WaitingState: an optimizer's state while updates wait, which makes them before it is used."""
+"""WaitingState: replaces an optimizer's state while updates wait, and makes them before any use."""
 
 import weakref
 from collections import defaultdict
@@ -16,10 +16,10 @@ _METHODS: Final = (
 
 
 class WaitingState(defaultdict[Any, Any]):
-    """Stands for a state; each of its methods calls `make_updates`, and then that of the state.
+    """A mapping whose every method first makes the waiting updates, then calls the state's method.
 
     Args:
-        state: the optimizer's.
+        state: the optimizer's state.
         make_updates: makes the updates that wait. Held weakly.
     """
 
@@ -29,7 +29,7 @@ class WaitingState(defaultdict[Any, Any]):
         self.make_updates = weakref.WeakMethod(make_updates)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles are those of the state."""
+        """Copy or pickle the state itself."""
         return _delegate(self, "__reduce_ex__", protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
