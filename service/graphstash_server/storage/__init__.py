@@ -1,4 +1,4 @@
-"""Blob stores: where the bytes are. The database knows which artifact has which blob."""
+"""Blob stores, which hold the stored bytes. The database maps each artifact to its blob."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -33,13 +33,14 @@ _StoreT = TypeVar("_StoreT", bound=BlobStore)
 async def open_blob_store(
     settings: Settings, *, tracing: "Tracing | None" = None
 ) -> AsyncIterator[BlobStore]:
-    """Opens the store that the settings name, and closes it again.
+    """Open the store that the settings name, and close it on exit.
 
-    With `tracing` its calls are spans, those of a tier and of what is behind it.
+    With `tracing`, each call of the store becomes a span. A tier and the store behind it get
+    separate spans.
 
     Raises:
-        OSError: when the directory cannot be made or written.
-        StartError: when the bucket cannot be used.
+        OSError: the directory cannot be created or written.
+        StartError: the bucket cannot be used.
     """
     async with AsyncExitStack() as stack:
         if settings.blob_store == "disk":
@@ -74,7 +75,7 @@ def _traced(store: _StoreT, name: str, tracing: "Tracing | None") -> _StoreT:
 
 
 def _open_s3(settings: Settings) -> "S3BlobStore":
-    """boto3 is an extra, and takes a third of a second to import."""
+    """Import boto3 only for S3: it is an optional extra and takes a third of a second to import."""
     try:
         from graphstash_server.storage.s3 import S3BlobStore
     except ModuleNotFoundError as error:

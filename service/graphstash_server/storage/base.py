@@ -1,6 +1,5 @@
-"""BlobStore: what every store of bytes can do, and what it promises.
-
-`graphstash_server.testing.BlobStoreContract` is the test suite of these promises.
+"""BlobStore: the interface of every blob store, and the guarantees that callers rely on.
+`graphstash_server.testing.BlobStoreContract` tests these guarantees.
 """
 
 import logging
@@ -20,123 +19,126 @@ __all__ = ["CHUNK_BYTES", "BlobReader", "BlobStore", "ThrottledLog"]
 
 
 class BlobReader(Protocol):
-    """An open blob: its bytes stay readable until it is closed, even when it is deleted meanwhile.
+    """An open blob. Its bytes stay readable until `close`, even if the blob is deleted meanwhile.
 
     Attributes:
-        size_bytes: number of stored bytes, which the caller compares with the digest.
-        path: the local file that holds exactly these bytes, where there is one.
+        size_bytes: number of stored bytes. The caller compares it with the digest.
+        path: local file that holds exactly these bytes. None if there is no such file.
     """
 
     @property
     def size_bytes(self) -> int:
-        """See above."""
+        """Number of stored bytes."""
         ...
 
     @property
     def path(self) -> Path | None:
-        """See above."""
+        """Local file that holds exactly these bytes, or None."""
         ...
 
     def chunks(self, start: int, stop: int) -> AsyncIterator[bytes]:
-        """The bytes from `start` (inclusive) to `stop` (exclusive).
+        """Yield the bytes from `start` (inclusive) to `stop` (exclusive).
 
         Raises:
-            ShortBlobError: when the blob ends before `stop`.
+            ShortBlobError: the blob ends before `stop`.
         """
         ...
 
     async def close(self) -> None:
-        """Releases the blob; calling it again does nothing."""
+        """Release the blob. Further calls do nothing."""
         ...
 
 
 class BlobStore(Protocol):
-    """Keeps immutable blobs under their digests. Safe for concurrent calls.
+    """Store immutable blobs by digest. Safe for concurrent calls.
 
-    Every call raises `ServerError` with `unavailable` when the store does not answer; absent means
-    that the store answered and has no such blob. What is not abstract is for a store without local
-    files, URLs, or deletions that outlive their calls.
+    Every call raises `ServerError` with `unavailable` if the store does not respond. A blob counts
+    as absent only if the store responds that it has no such blob. The non-abstract methods have
+    defaults for stores without local files, without URLs, or whose deletions end with the call.
     """
 
     @abstractmethod
     async def put(self, digest: Digest, chunks: AsyncIterator[bytes]) -> None:
-        """Stores the bytes; after the return they survive a crash of the host.
+        """Store the bytes durably: once `put` returns, they survive a crash of the host.
 
-        Room is needed for the bytes that have arrived, and nothing is kept for those to come. The
-        chunks are always read and checked, so that no client can claim a blob that it does not
-        have. A failed put leaves nothing behind,
-        and half a blob is never visible. Putting a blob again repairs a damaged one.
+        The store checks free space for the bytes that have arrived, and reserves none for the rest.
+        It always reads and checks the chunks, so a client cannot claim a blob that it does not
+        have. A failed put leaves nothing behind, and a partial blob is never visible. Putting a
+        blob again repairs a damaged one.
 
         Raises:
-            NoSpaceError: when there is not enough space.
-            LengthMismatchError: when the chunks have another length than the digest says.
-            DigestMismatchError: when the chunks have another digest.
+            NoSpaceError: there is not enough space.
+            LengthMismatchError: the chunks have another length than the digest.
+            DigestMismatchError: the chunks have another hash than the digest.
         """
         ...
 
     @abstractmethod
     async def full(self, size_bytes: int) -> NoSpaceError | None:
-        """Why so many bytes more do not fit now, and how many are missing; None when they do, or
-        when deleting blobs would not help.
+        """Return the error that a put of `size_bytes` would raise now, with the number of missing
+        bytes. Return None if the bytes fit, or if deleting blobs would not help.
         """
         ...
 
     @abstractmethod
     async def open(self, digest: Digest) -> BlobReader | None:
-        """Opens a blob; None when it is absent."""
+        """Open a blob. Return None if it is absent."""
         ...
 
     def read_now(self, digest: Digest) -> bytearray | None:  # noqa: ARG002
-        """All bytes of a blob of at most `SMALL_BYTES`, where that takes no waiting and they have
-        the length that the digest says; None says nothing about the blob.
+        """Return a whole blob of at most `SMALL_BYTES` if it can be read without blocking and its
+        size matches the digest. None does not mean that the blob is absent.
         """
         return None
 
     def open_now(self, digest: Digest) -> FileReader | None:  # noqa: ARG002
-        """Opens a blob that is a local file, where that takes no waiting; None says nothing about
-        the blob.
+        """Open a blob that is a local file, if that does not block. None does not mean that the
+        blob is absent.
         """
         return None
 
     @abstractmethod
     async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:
-        """The size in bytes of what is stored, which may be damaged; None when it is absent. With
-        `is_newest` only under the newest name, see `use_generation`.
+        """Return the stored size in bytes, or None if the blob is absent. The bytes may be damaged.
+        With `is_newest`, check only the newest name of the blob (see `use_generation`).
         """
         ...
 
     @abstractmethod
     async def delete(self, digest: Digest, *, generation: int = 0) -> None:
-        """Deletes a blob under its names up to a generation; an absent one is not an error."""
+        """Delete a blob under all its names up to `generation`. An absent blob is not an error."""
         ...
 
     def use_generation(self, digest: Digest, generation: int) -> bool:  # noqa: ARG002
-        """Says what generation the name of a blob has: the older names may still be deleted by a
-        request that is under way, so the blob is put and looked for under this one. Returns whether
-        that is news. A store whose deletions end with their calls needs no other names.
+        """Set the generation of a blob's name, and return whether it changed.
+
+        A delete request in flight may still remove the older names. The store therefore puts and
+        looks up the blob under the new name. A store whose deletions end with the call needs only
+        one name.
         """
         return False
 
     @abstractmethod
     async def is_whole(self, digest: Digest) -> bool | None:
-        """Whether the durable bytes are those of the digest; None when there are none. Reads all of
-        them, see `storage.whole`; a cached copy is dropped.
+        """Return whether the durable bytes match the digest, or None if the blob is absent. The
+        store reads all bytes (see `storage.whole`) and drops a cached copy.
         """
         ...
 
     async def link(self, digest: Digest) -> str | None:  # noqa: ARG002
-        """A URL where a client that holds no credentials can fetch the blob for some minutes; None
-        when the store has none for it, or when the blob is too small to be worth a redirect. The
-        URL is no promise that the blob exists.
+        """Return a URL that serves the blob without credentials for some minutes.
+
+        Return None if the store offers no URL, or if the blob is too small to be worth a redirect.
+        The URL does not guarantee that the blob exists.
         """
         return None
 
     @abstractmethod
     def list(self, *, before: datetime | None = None) -> AsyncIterator[Digest]:
-        """All blobs in ascending order of their SHA-256.
+        """Yield all blobs in ascending order of their SHA-256.
 
         Args:
-            before: leave out what was stored at this time or later; an aware time.
+            before: aware time. Blobs stored at this time or later are left out.
         """
         ...
 
@@ -145,7 +147,7 @@ _QUIET_SECONDS = 10.0
 
 
 class ThrottledLog:
-    """Logs warnings, at most one in ten seconds; safe for many threads."""
+    """Log at most one warning every ten seconds. Safe for concurrent threads."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
@@ -154,7 +156,7 @@ class ThrottledLog:
         self._unsaid_count = 0
 
     def warning(self, line: str) -> None:
-        """Logs a line, or counts it for the next one."""
+        """Log a line, or suppress it and report the count with the next line."""
         with self._lock:
             now = monotonic()
             if now < self._quiet_until:

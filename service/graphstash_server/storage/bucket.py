@@ -1,7 +1,8 @@
-"""Bucket: one S3 bucket, its threads, and what its failures mean.
+"""Bucket: one S3 bucket, its thread pool, and the translation of its errors.
 
-Only two responses are trusted: the object, and "no such key" of a bucket that exists. Everything
-else is `unavailable`: a store that cannot be reached must never look like one that lost its blobs.
+The server trusts only two responses: the object, and "no such key" from a bucket that exists. Every
+other response becomes `unavailable`. A store that cannot be reached must never look like a store
+that lost its blobs.
 """
 
 import asyncio
@@ -34,13 +35,13 @@ _LOGGER = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FAILURES: Final = (ClientError, BotoCoreError, ResponseParserError, HTTPError, OSError)
-"""Everything that boto3 raises when a bucket fails."""
+"""Every exception that boto3 raises if a bucket fails."""
 
 _THREADS = 32
-"""Maximum of concurrent calls; they wait for the network and cost little."""
+"""Maximum number of concurrent calls. The threads wait for the network and cost little."""
 
 UPLOAD_REQUESTS = 8
-"""Maximum of parts that are sent at a time, by all uploads of large blobs together."""
+"""Maximum number of parts in flight, summed over all uploads of large blobs."""
 
 _CONNECT_SECONDS = 2.0
 _READ_SECONDS = 10.0
@@ -52,19 +53,19 @@ _REFUSED = frozenset({401, 403})
 
 
 class Bucket:
-    """Safe for many threads.
+    """One S3 bucket. Safe for concurrent threads.
 
     Attributes:
-        client: boto3's; its calls block and raise `FAILURES`.
-        name: of the bucket.
-        threads: where the calls run.
+        client: boto3 client. Its calls block and raise `FAILURES`.
+        name: name of the bucket.
+        threads: pool that runs the calls.
     """
 
     def __init__(self, settings: Settings) -> None:
-        """Makes sure that the bucket can be used. Blocks.
+        """Connect and check that the bucket can be used. Blocks.
 
         Raises:
-            StartError: when it cannot be reached, does not exist or refuses the credentials.
+            StartError: the bucket cannot be reached, does not exist or refuses the credentials.
         """
         self.name = settings.s3_bucket
         self._endpoint = settings.s3_endpoint_url or "AWS"
@@ -81,17 +82,17 @@ class Bucket:
         self.threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="s3")
 
     async def call(self, operation: str, function: Callable[[], T]) -> T:
-        """Runs a function in a thread.
+        """Run `function` in a thread.
 
         Raises:
-            ServerError: `unavailable`, when the bucket does not answer.
+            ServerError: `unavailable`, if the bucket does not respond.
         """
         with self.failures_named(operation):
             return await asyncio.get_running_loop().run_in_executor(self.threads, function)
 
     @contextmanager
     def failures_named(self, operation: str) -> Iterator[None]:
-        """Turns what boto3 raises into a `ServerError` with bucket, operation, cause and remedy."""
+        """Turn an error of boto3 into a `ServerError` with bucket, operation, cause and remedy."""
         try:
             yield
         except FAILURES as error:
@@ -105,18 +106,18 @@ class Bucket:
             raise ServerError(ErrorCode.UNAVAILABLE, detail) from error
 
     def unless_absent(self, function: Callable[[], T]) -> T | None:
-        """The result of a call; None when the bucket exists and the object does not. Blocks.
+        """Return the result of a call, or None if only the object is missing. Blocks.
 
         Raises:
-            ClientError: any other refusal; a missing bucket is one, whatever the call said.
+            ClientError: any other refusal, including a missing bucket.
         """
         result = self.unless_404(function)
         if result is None:
-            self.client.head_bucket(Bucket=self.name)  # a gateway may answer 404 to everything
+            self.client.head_bucket(Bucket=self.name)  # a gateway may respond 404 to every request
         return result
 
     def unless_404(self, function: Callable[[], T]) -> T | None:
-        """The result of a call; None when the response is 404, of whatever. Blocks.
+        """Return the result of a call, or None for any 404, even of a missing bucket. Blocks.
 
         Raises:
             ClientError: any other refusal.
@@ -129,15 +130,14 @@ class Bucket:
             return None
 
     def close(self) -> None:
-        """Waits for the threads; no call may follow. Blocks."""
+        """Wait for the threads. Make no further call. Blocks."""
         self._is_closing.set()
         self.threads.shutdown()
         self.client.close()
 
     def abort_abandoned(self, prefix: str, *, before: datetime) -> None:
-        """Aborts the multipart uploads that began earlier and never ended. Blocks.
-
-        It is the outermost frame of its thread: an error is logged, and the next start retries.
+        """Abort the unfinished multipart uploads that started before `before`. Blocks. This is the
+        outermost frame of its thread, so it logs an error. The next start retries.
         """
         try:
             pages = self.client.get_paginator("list_multipart_uploads").paginate(
@@ -151,7 +151,7 @@ class Bucket:
                         self.client.abort_multipart_upload(
                             Bucket=self.name, Key=upload["Key"], UploadId=upload["UploadId"]
                         )
-        except Exception as error:  # noqa: BLE001 - see above
+        except Exception as error:  # noqa: BLE001 - outermost frame of the thread
             _LOGGER.warning(
                 "could not abort abandoned uploads in %s; will retry at the next start: %s",
                 self.name,
@@ -160,9 +160,8 @@ class Bucket:
 
 
 def _connect(settings: Settings) -> "S3Client":
-    """A client with the credentials of the usual AWS chain.
-
-    Checksums are sent only where S3 requires one: not every implementation knows the others.
+    """Return a client that finds its credentials in the standard AWS chain. The client sends
+    checksums only if S3 requires one. Some S3 implementations reject the optional ones.
     """
     config = Config(
         signature_version="s3v4",
@@ -194,7 +193,6 @@ def _code(error: BaseException) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """One line."""
     return " ".join(str(error).split()) or type(error).__name__
 
 

@@ -1,7 +1,7 @@
-"""DiskBlobStore: blobs as files, `sha256/ab/<hex>`, in one directory of a local file system.
+"""DiskBlobStore: blobs as files `sha256/ab/<hex>` in one directory of a local file system.
 
-A path depends on the digest only. Reads and writes have separate threads: sixteen uploads that wait
-for the disk must not delay a hit.
+The path depends only on the digest. Reads and writes use separate thread pools, so that sixteen
+uploads waiting for the disk do not delay a hit.
 """
 
 import asyncio
@@ -38,17 +38,18 @@ T = TypeVar("T")
 
 _READ_THREADS = 8
 _WRITE_THREADS = 16
-"""Threads that wait for fsync cost nothing, and the disk joins the flushes of all of them."""
+"""Number of writer threads. A thread that waits for fsync costs nothing, and the disk merges the
+flushes of concurrent threads."""
 
 
 class DiskBlobStore(BlobStore):
-    """A `BlobStore` in a directory; several processes may share it."""
+    """A `BlobStore` in a directory. Several processes may share the directory."""
 
     def __init__(self, directory: Path, *, min_free_bytes: int = 0) -> None:
-        """Makes the directories and removes what crashed uploads left behind.
+        """Create the directories and remove the files of crashed uploads.
 
         Raises:
-            OSError: when the directory cannot be made or written.
+            OSError: the directory cannot be created or written.
         """
         self._blobs = directory / "sha256"
         self._directory = os.fsencode(self._blobs)
@@ -63,7 +64,7 @@ class DiskBlobStore(BlobStore):
         self._writers = ThreadPoolExecutor(_WRITE_THREADS, thread_name_prefix="blob-write")
 
     async def put(self, digest: Digest, chunks: AsyncIterator[bytes]) -> None:
-        """Stores the bytes, see `BlobStore.put`."""
+        """Store the bytes durably, see `BlobStore.put`."""
         upload = DiskUpload(digest, directory=self._temporary, space=self._space, syncs=self._syncs)
         try:
             rest = await feed(chunks, lambda taken: self._write(partial(upload.write, taken)))
@@ -73,8 +74,8 @@ class DiskBlobStore(BlobStore):
             raise
 
     async def full(self, size_bytes: int) -> NoSpaceError | None:
-        """Asks the file system, see `BlobStore.full`; not where it had plenty of room a moment ago,
-        for every write asks again.
+        """Check free disk space, see `BlobStore.full`. Skip the check if the disk had ample room a
+        moment ago. Every write checks again.
         """
         if self._space.is_ample(size_bytes):
             return None
@@ -85,57 +86,57 @@ class DiskBlobStore(BlobStore):
         return None
 
     async def open(self, digest: Digest) -> BlobReader | None:
-        """Opens a blob, see `BlobStore.open`; without a thread when its name is in memory."""
+        """Open a blob, see `BlobStore.open`. Uses no thread if the file name is in memory."""
         if (reader := self.open_now(digest)) is not None:
             return reader
         return await self._read(lambda: self._present(open_file(self._path(digest), self._readers)))
 
     def read_now(self, digest: Digest) -> bytearray | None:
-        """Reads a small file that is in memory, see `BlobStore.read_now`."""
+        """Read a small file from memory, see `BlobStore.read_now`."""
         return read_cached(self._name(digest), digest.size_bytes)
 
     def open_now(self, digest: Digest) -> FileReader | None:
-        """Opens a file whose name is in memory, see `BlobStore.open_now`."""
+        """Open a file whose name is in memory, see `BlobStore.open_now`."""
         name = self._name(digest)
         fd = open_cached(name)
         return None if fd is None else FileReader(fd, name, self._readers)
 
     async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:  # noqa: ARG002
-        """The size of the file, see `BlobStore.stat`; without a thread where `open` needs none."""
+        """Return the file size, see `BlobStore.stat`. Uses no thread if the name is in memory."""
         if (file := self.open_now(digest)) is not None:
             file.close_now()
             return file.size_bytes
         return await self._read(lambda: self._present(_size(self._path(digest))))
 
     async def delete(self, digest: Digest, *, generation: int = 0) -> None:  # noqa: ARG002
-        """Removes the file, see `BlobStore.delete`."""
+        """Remove the file, see `BlobStore.delete`."""
         await self._write(lambda: self._path(digest).unlink(missing_ok=True))
 
     async def is_whole(self, digest: Digest) -> bool | None:
-        """Reads the blob, see `BlobStore.is_whole`."""
+        """Read and compare all bytes of the blob, see `BlobStore.is_whole`."""
         return await read_whole(self, digest)
 
     async def list(self, *, before: datetime | None = None) -> AsyncIterator[Digest]:
-        """Lists one directory of 256 at a time, see `BlobStore.list`."""
+        """Yield the blobs of one shard directory (of 256) at a time, see `BlobStore.list`."""
         for shard in await self._read(lambda: _names(self._blobs)):
             for digest in await self._read(partial(_digests, self._blobs / shard, before)):
                 yield digest
 
     async def close(self) -> None:
-        """Waits for the threads; no call may follow."""
+        """Wait for the threads. Make no further call."""
         await asyncio.to_thread(self._writers.shutdown)
         await asyncio.to_thread(self._readers.shutdown)
 
     def _present(self, found: T | None) -> T | None:
-        """Returns what was found. None means absent only while the store is there: an unmounted
-        disk must not look like a store that lost every blob.
+        """Return `found`. Before returning None, check that the store directory still exists. An
+        unmounted disk must not look like a store that lost every blob.
         """
         if found is None:
             self._blobs.stat()
         return found
 
     def _name(self, digest: Digest) -> bytes:
-        """The path again, as a system call takes it: making a `Path` takes longer than a read."""
+        """Return the path as bytes. Building a `Path` takes longer than a read."""
         sha256 = digest.sha256
         return b"%b/%b/%b" % (self._directory, sha256[:2].encode(), sha256.encode())
 
@@ -153,7 +154,7 @@ class DiskBlobStore(BlobStore):
 
 @contextmanager
 def _failures_named() -> Iterator[None]:
-    """Logs an error of the operating system and turns it into a `ServerError`."""
+    """Log an operating system error and turn it into a `ServerError`."""
     try:
         yield
     except OSError as error:
@@ -176,7 +177,7 @@ def _names(directory: Path) -> list[str]:
 
 
 def _digests(shard: Path, before: datetime | None) -> list[Digest]:
-    """The blobs of one directory; other files in it are left alone."""
+    """Return the blobs of one shard directory. Other files in it are ignored."""
     limit = before.timestamp() if before is not None else float("inf")
     found = []
     for name in _names(shard):
@@ -191,15 +192,15 @@ def _digests(shard: Path, before: datetime | None) -> list[Digest]:
 
 
 class ServerLock:
-    """Tells whether other servers use the same data directory: each holds its lock, shared, while
-    it runs. The kernel releases the lock when the process dies.
+    """Detect whether other servers use the same data directory. Each running server holds a shared
+    lock on the file. The kernel releases the lock when the process dies.
     """
 
     def __init__(self, path: Path) -> None:
-        """Takes the lock; waits while another server is just starting. Blocks.
+        """Take the lock, or note that another server holds it. Does not block.
 
         Raises:
-            OSError: when the file cannot be made.
+            OSError: the file cannot be created.
         """
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -209,9 +210,9 @@ class ServerLock:
             self.was_alone = False
 
     def share(self) -> None:
-        """Lets other servers start, which wait until then. Blocks."""
+        """Downgrade to a shared lock, which lets other starting servers continue. Blocks."""
         fcntl.flock(self._fd, fcntl.LOCK_SH)
 
     def close(self) -> None:
-        """Releases the lock."""
+        """Release the lock."""
         os.close(self._fd)

@@ -1,10 +1,10 @@
-"""FileReader: a blob in a local file, read and sent without ever waiting for the disk.
+"""FileReader: read and send a blob from a local file without blocking the event loop on the disk.
 
-The event loop reads and sends by itself what is in memory, and saves the way to a thread and back,
-which costs more than reading a small file. What would wait for the disk is refused, and a thread
-does it. Linux tells both apart: openat2(2) with RESOLVE_CACHED, and preadv2(2) with RWF_NOWAIT.
-Where a kernel or a file system cannot (NFS, a kernel before 5.12, a sandbox that forbids the
-calls), threads do everything.
+If the bytes are in the page cache, the event loop reads and sends them itself. That saves a thread
+hop, which costs more than reading a small file. If a read would wait for the disk, the kernel
+refuses it and a thread does it. Linux offers two such calls: openat2(2) with RESOLVE_CACHED, and
+preadv2(2) with RWF_NOWAIT. If the kernel or file system does not support them (NFS, kernels before
+5.12, a sandbox that forbids the calls), threads do all the work.
 """
 
 import asyncio
@@ -21,24 +21,25 @@ from graphstash_server.errors import ShortBlobError
 __all__ = ["CHUNK_BYTES", "SMALL_BYTES", "FileReader", "open_cached", "open_file", "read_cached"]
 
 CHUNK_BYTES = 1024**2
-"""How many bytes are read or written at a time: a thread hop costs about as much as copying
-64 KiB, and at 1 MiB it no longer shows."""
+"""Number of bytes per read or write. A thread hop costs about as much as copying 64 KiB, so its
+cost is negligible at 1 MiB."""
 
 SMALL_BYTES: Final = 64 * 1024
-"""Up to here copying the bytes costs less than a thread, or than sending from the file."""
+"""Maximum blob size for which copying costs less than a thread hop or sending from the file."""
 
 _OPENAT2: Final = 437
-"""The same on every architecture (include/uapi/asm-generic/unistd.h)."""
+"""System call number of openat2, the same on every architecture
+(include/uapi/asm-generic/unistd.h)."""
 
 _AT_FDCWD: Final = -100
 _RESOLVE_CACHED: Final = 0x20
 _HOW: Final = struct.pack("QQQ", os.O_RDONLY | os.O_CLOEXEC, 0, _RESOLVE_CACHED)
 
 _PROBED_BYTES: Final = 256 * 1024
-"""Pages come by read-ahead and go by reclaim, both in long runs. A page that is missing all the
-same is read by the event loop: one wait for the disk, of a page."""
+"""Distance between two probed bytes. The kernel reads and reclaims pages in long runs, so a sample
+suffices. If a page between two samples is missing, the event loop waits once for the disk."""
 
-_syscall = ctypes.PyDLL(None).syscall  # keeps the GIL: it does not wait
+_syscall = ctypes.PyDLL(None).syscall  # keeps the GIL, because the call does not block
 _syscall.restype = ctypes.c_long
 _syscall.argtypes = (
     *(ctypes.c_long, ctypes.c_long, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t),
@@ -46,19 +47,19 @@ _syscall.argtypes = (
 
 
 def open_cached(path: bytes) -> int | None:
-    """Opens a file for reading; None when it cannot be opened, or when that is not known in
-    memory.
+    """Open a file for reading if its name is in memory. Return None if the file cannot be opened,
+    or if opening would wait for the disk.
     """
     fd: int = _syscall(_OPENAT2, _AT_FDCWD, path, _HOW, len(_HOW))
     return fd if fd >= 0 else None
 
 
 def read_cached(path: bytes, size_bytes: int) -> bytearray | None:
-    """A whole file; None unless it is in memory and has this size."""
+    """Return a whole file, or None unless it is in memory and has this size."""
     fd = open_cached(path)
     if fd is None:
         return None
-    found = bytearray(size_bytes + 1)  # which a file that is too long would fill
+    found = bytearray(size_bytes + 1)  # a file that is too long fills the extra byte
     try:
         if os.preadv(fd, [found], 0, os.RWF_NOWAIT) != size_bytes:
             return None
@@ -71,10 +72,10 @@ def read_cached(path: bytes, size_bytes: int) -> bytearray | None:
 
 
 class FileReader:
-    """A `BlobReader` of an open file. What may wait for the disk is done by the store's threads."""
+    """A `BlobReader` of an open file. Threads run every call that may wait for the disk."""
 
     def __init__(self, fd: int, name: bytes, threads: ThreadPoolExecutor) -> None:
-        """Takes over an open file; `name` is its path."""
+        """Take ownership of the file descriptor. `name` is the path of the file."""
         self._fd = fd
         self._name = name
         self._threads = threads
@@ -82,11 +83,11 @@ class FileReader:
 
     @property
     def path(self) -> Path:
-        """Where the file is, or was: made when it is asked for, which few hits do."""
+        """Path of the file, which may be gone. Built on demand, because few hits need it."""
         return Path(os.fsdecode(self._name))
 
     def read_now(self, start: int, stop: int) -> bytearray | None:
-        """A part of the file; None when not all of it is in memory, or the file is shorter."""
+        """Return a part of the file, or None unless all of it exists and is in memory."""
         found = bytearray(stop - start)
         try:
             count = os.preadv(self._fd, [found], start, os.RWF_NOWAIT)
@@ -95,7 +96,7 @@ class FileReader:
         return found if count == len(found) else None
 
     async def chunks(self, start: int, stop: int) -> AsyncIterator[bytes]:
-        """A part of the file, see `BlobReader.chunks`."""
+        """Yield a part of the file, see `BlobReader.chunks`."""
         loop = asyncio.get_running_loop()
         position = start
         while position < stop:
@@ -115,12 +116,12 @@ class FileReader:
         return None if found is None else bytes(found)
 
     async def send(self, socket_fd: int, start: int, stop: int) -> int:
-        """Sends a part of the file to a socket that does not block; returns how many bytes it took.
+        """Send a part of the file to a non-blocking socket. Return the number of bytes sent.
 
         Raises:
-            BlockingIOError: when the socket takes none now.
-            OSError: when the other side has hung up, or the disk fails.
-            ShortBlobError: when the file ends before `start`.
+            BlockingIOError: the socket accepts no bytes now.
+            OSError: the peer closed the connection, or the disk failed.
+            ShortBlobError: the file ends before `start`.
         """
         stop = min(stop, start + CHUNK_BYTES)
         if _is_cached(self._fd, start, stop):
@@ -132,8 +133,8 @@ class FileReader:
         return sent
 
     async def _send_from_disk(self, socket_fd: int, start: int, stop: int) -> int:
-        """The same in a thread. It has file descriptors of its own: those of the caller, when they
-        are closed meanwhile, might already be those of somebody else.
+        """Run sendfile in a thread, with duplicated file descriptors. The caller may close its
+        descriptors meanwhile, and the kernel may give their numbers to other files.
         """
         mine = [os.dup(socket_fd)]
         try:
@@ -146,18 +147,18 @@ class FileReader:
         return await asyncio.wrap_future(sending)
 
     async def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self.close_now()
 
     def close_now(self) -> None:
-        """The same, without an event loop."""
+        """Close the file without an event loop."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
 
 
 def open_file(path: Path, threads: ThreadPoolExecutor) -> FileReader | None:
-    """Opens a file; None when it is absent. Blocks."""
+    """Open a file, or return None if it is absent. Blocks."""
     try:
         fd = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -166,7 +167,7 @@ def open_file(path: Path, threads: ThreadPoolExecutor) -> FileReader | None:
 
 
 def _is_cached(fd: int, start: int, stop: int) -> bool:
-    """Whether these bytes are in memory, by a sample of one byte in 256 KiB."""
+    """Return whether these bytes are in memory, judged by one byte in 256 KiB."""
     byte = [bytearray(1)]
     try:
         for position in (*range(start, stop, _PROBED_BYTES), stop - 1):

@@ -1,8 +1,8 @@
-"""ReadThroughFill: one blob on its way from the back into the tier, and everybody who reads it.
+"""ReadThroughFill: copies a blob from the store behind the tier (the back) into the tier.
 
-The blob is requested from the back once. Readers follow the growing file; they get its last bytes
-only after all of it was compared with its digest, so a damaged blob never looks whole. A fill that
-has no reader left is cancelled.
+The fill requests the blob from the back once. Readers follow the growing file. They receive its
+last bytes only after the fill has verified the digest, so a damaged blob never looks whole. A fill
+without readers is cancelled.
 """
 
 import asyncio
@@ -28,12 +28,12 @@ __all__ = ["Place", "ReadThroughFill", "TailableFile", "TierError"]
 class TailableFile:
     """A temporary file that is read while it is written. Every method blocks.
 
-    It is locked (flock) while it is open, so `remove_abandoned` leaves it alone. Writing, keeping
-    and closing exclude each other: a cancelled call may still run in a thread.
+    The open file is locked (flock), so `remove_abandoned` skips it. A lock serializes writing,
+    keeping and closing, because a cancelled call may still run in a thread.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Prepares it; nothing is made before `open`."""
+        """Prepare the file. Only `open` creates it."""
         self._directory = directory
         self._path: Path | None = None
         self._fd = -1
@@ -43,8 +43,8 @@ class TailableFile:
         self._lock = threading.Lock()  # guards the descriptor and the name
 
     def open(self) -> None:
-        """Makes the file. When a starting server removes it before it is locked, its bytes stay
-        readable, and `keep` raises.
+        """Create and lock the file. A starting server may remove the file before it is locked. Its
+        bytes then stay readable, and `keep` raises.
         """
         with self._lock:
             if self._is_over:
@@ -54,7 +54,7 @@ class TailableFile:
             fcntl.flock(self._fd, fcntl.LOCK_EX)
 
     def write(self, chunk: bytes) -> None:
-        """Appends bytes."""
+        """Append bytes."""
         with self._lock:
             view = memoryview(chunk)
             while view and self._fd >= 0:
@@ -64,18 +64,18 @@ class TailableFile:
                 view = view[written:]
 
     def digest(self) -> Digest:
-        """Of everything that was written."""
+        """Return the digest of all bytes written so far."""
         return self._hasher.digest()
 
     def read(self, start: int, length: int) -> bytes:
-        """Bytes that were written before."""
+        """Return bytes that were written before."""
         return os.pread(self._fd, length, start)
 
     def keep(self, destination: Path) -> None:
-        """Gives the whole file its name.
+        """Rename the complete file to `destination`.
 
-        It is synced first: a hit is sent without a check, so a power cut must not leave the name of
-        a file whose bytes are missing. The name itself may be lost, which costs a fill.
+        It fsyncs the file first. A hit is sent unchecked, so a power cut must not leave a name
+        without its bytes. The name itself may be lost, which costs another fill.
         """
         with self._lock:
             if self._path is None:
@@ -86,7 +86,7 @@ class TailableFile:
             self._path = None
 
     def discard(self) -> None:
-        """Removes the name unless the file was kept; its bytes can be read until `close`."""
+        """Remove the name unless `keep` has run. The bytes stay readable until `close`."""
         with self._lock:
             self._is_over = True
             if self._path is not None:
@@ -94,7 +94,7 @@ class TailableFile:
                 self._path = None
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)
@@ -105,11 +105,11 @@ T = TypeVar("T")
 
 
 class TierError(Exception):
-    """The tier cannot hold the blob; the back has it all the same."""
+    """The tier cannot hold the blob. The back still can serve it."""
 
 
 class Place(NamedTuple):
-    """Where a fill puts its blob: first in the directory `temporary`, then at `destination`."""
+    """Where a fill writes its blob: first into the directory `temporary`, then to `destination`."""
 
     temporary: Path
     destination: Path
@@ -118,15 +118,15 @@ class Place(NamedTuple):
 
 
 class ReadThroughFill:
-    """Used from the event loop only.
+    """Copies one blob into the tier. Use it only from the event loop.
 
     Attributes:
-        digest: of the blob.
-        back: who has it.
-        is_wanted: whether the blob is kept at the end; a deletion meanwhile says no.
+        digest: digest of the blob.
+        back: store from which the blob is read.
+        is_wanted: whether the tier keeps the blob. A deletion during the fill clears it.
         is_given_up: whether the fill ends because it has no reader left.
-        is_damaged: whether the back's bytes were not those of the digest.
-        failure: why it did not come to its end, if it did not.
+        is_damaged: whether the bytes from the back did not match the digest.
+        failure: why the fill failed, or None.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class ReadThroughFill:
         place: Place,
         ended: "Callable[[ReadThroughFill], None]",
     ) -> None:
-        """Starts copying; `ended` is called when no further reader can follow."""
+        """Start copying. The fill calls `ended` once no further reader can follow it."""
         self.digest = digest
         self.back = back
         self.is_wanted = True
@@ -154,11 +154,11 @@ class ReadThroughFill:
         self._task = in_background(self._run())
 
     async def follow(self) -> BlobReader | None:
-        """A reader of the growing file; None when the back has no such blob.
+        """Return a reader of the growing file, or None if the back has no such blob.
 
         Raises:
-            TierError: when the tier cannot hold it.
-            ServerError: when the back does not answer.
+            TierError: the tier cannot hold the blob.
+            ServerError: the back does not respond.
         """
         self._follower_count += 1
         try:
@@ -172,7 +172,7 @@ class ReadThroughFill:
         return None
 
     def leave(self) -> None:
-        """Removes a follower; the last one ends the fill."""
+        """Remove a follower. If it was the last one, end the fill."""
         self._follower_count -= 1
         if self._follower_count:
             return
@@ -183,11 +183,11 @@ class ReadThroughFill:
             self._task.cancel()
 
     async def read(self, start: int, stop: int) -> bytes:
-        """Some bytes from `start` on, at most to `stop`; waits until there are any.
+        """Return bytes from `start` on, at most up to `stop`. Waits until some are available.
 
         Raises:
-            TierError: when the tier gave up; the back may have the rest.
-            ShortBlobError: when the back broke off, or its bytes are damaged.
+            TierError: the tier failed. The back may have the rest.
+            ShortBlobError: the back broke off, or its bytes are damaged.
         """
         async with self._changed:
             await self._changed.wait_for(
@@ -204,7 +204,7 @@ class ReadThroughFill:
         raise ShortBlobError(f"{self.digest} ends at {start}, not {stop}: {self.failure}")
 
     async def cancel(self) -> None:
-        """Ends the fill, even if it has followers."""
+        """End the fill, even if it has followers."""
         if not self._task.done():
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -219,13 +219,13 @@ class ReadThroughFill:
         return bool(self._is_found)
 
     async def _run(self) -> None:
-        """The outermost frame of its task: a failure goes to those who follow."""
+        """Copy the blob. An error ends the task and is raised by the followers."""
         try:
             await self._copy()
         except asyncio.CancelledError:
             self.failure = ShortBlobError(f"{self.digest} was given up")
             raise
-        except Exception as error:  # noqa: BLE001 - see above
+        except Exception as error:  # noqa: BLE001 - the followers raise it
             self.failure = error
         finally:
             self._ended(self)
@@ -263,7 +263,7 @@ class ReadThroughFill:
             await self._in_tier(partial(self._place.destination.unlink, missing_ok=True))
 
     async def _reserve(self, size_bytes: int) -> None:
-        """Reserves the space; when the fill is cancelled meanwhile, releases it again."""
+        """Reserve the space. If the fill is cancelled meanwhile, release the space again."""
         space = self._place.space
         taking = asyncio.ensure_future(self._in_tier(partial(space.reserve, size_bytes)))
 
@@ -307,7 +307,7 @@ class ReadThroughFill:
 
 
 class _Follower:
-    """A `BlobReader` of a growing file; continues in the back when the tier fails."""
+    """A `BlobReader` of a growing file. If the tier fails, it continues from the back."""
 
     path: Path | None = None
 

@@ -1,13 +1,13 @@
-"""S3BlobStore: blobs as objects, `<prefix>blobs/sha256/ab/<hex>`, in one bucket.
+"""S3BlobStore: blobs as objects `<prefix>blobs/sha256/ab/<hex>` in one bucket.
 
-A request to delete an object may arrive long after its sender has given up. A blob that such a
-request may still hit is stored under a new name, `<hex>.<generation>`. All names of a blob have the
-same bytes, so any of them may be read. Servers of the release before know the first name only, so
-it is written, too.
+A delete request may reach the bucket long after its sender has given up. The store therefore writes
+a blob that such a request may still hit under a new name, `<hex>.<generation>`. All names of a blob
+hold the same bytes, so any of them may be read. Servers of the previous release read only the first
+name, so the store also writes that one.
 
-boto3 blocks, so every call runs in a thread. An upload is spooled first and sent when all of it was
-checked: a stream from the network cannot be sent again when the bucket fails. A server that is
-killed half-way leaves parts of a multipart upload, which a later start aborts.
+boto3 blocks, so every call runs in a thread. The store spools an upload to disk, checks it and then
+sends it: a network stream cannot be sent again if the bucket fails. If a server is killed during an
+upload, a later start aborts the parts that it left.
 """
 
 import asyncio
@@ -49,8 +49,8 @@ ResponseT = TypeVar("ResponseT", bound=Mapping[str, Any])
 
 
 class ObjectReader:
-    """A `BlobReader`. The response that opened it is read once, from its beginning; any other part
-    takes a request of its own.
+    """A `BlobReader` of an object. It reads the response that opened it once, from the beginning.
+    Any other range costs a request.
     """
 
     path: Path | None = None
@@ -62,19 +62,19 @@ class ObjectReader:
         get: "Callable[..., GetObjectOutputTypeDef]",
         bucket: Bucket,
     ) -> None:
-        """Reads a small object at once. Blocks.
+        """Read a small object at once. Blocks.
 
-        `found` is the response to a GET of the whole object; `get` sends one with a `Range`.
+        `found` is the response to a GET of the whole object. `get` sends a GET with a `Range`.
 
         Raises:
-            FAILURES: when a small object breaks off.
-            ServerError: `unavailable`, when the response is not that of an S3 server.
+            FAILURES: the response for a small object broke off.
+            ServerError: `unavailable`, if the response is not from an S3 server.
         """
         self.size_bytes = size_of(found)
         self._body = found["Body"]
         self._position = 0
         self._is_closed = False
-        # Guards the body: what was cancelled may still read in a thread.
+        # Guards the body: a cancelled call may still read in a thread.
         self._lock = threading.Lock()
         self._get = get
         self._bucket = bucket
@@ -84,7 +84,7 @@ class ObjectReader:
             self._body.close()
 
     async def chunks(self, start: int, stop: int) -> AsyncIterator[bytes]:
-        """A part of the object, see `BlobReader.chunks`."""
+        """Yield a part of the object, see `BlobReader.chunks`."""
         if stop > self.size_bytes:
             raise ShortBlobError(f"the object ends at {self.size_bytes}, not {stop}")
         if self._small is not None:
@@ -97,12 +97,12 @@ class ObjectReader:
             yield chunk
 
     async def close(self) -> None:
-        """Closes the connection, even when the caller is cancelled."""
+        """Close the connection, even if the caller is cancelled."""
         with suppress(RuntimeError):  # the store was closed before
             await asyncio.shield(self._in_thread(self.close_now))
 
     def close_now(self) -> None:
-        """Closes the connection. Blocks while a thread reads from it."""
+        """Close the connection. Blocks while a thread reads from it."""
         with self._lock, suppress(*FAILURES, ValueError):
             self._is_closed = True
             self._body.close()
@@ -141,15 +141,15 @@ class ObjectReader:
 
 
 def size_of(found: Mapping[str, Any]) -> int:
-    """The size in a response; closes one that is refused.
+    """Return the object size in a response. If the response is refused, close it.
 
     Raises:
-        ServerError: `unavailable`, when the response is not that of an S3 server: the page of a
-            proxy must not look like a damaged blob.
+        ServerError: `unavailable`, if the response is not from an S3 server. A proxy's error page
+            must not look like a damaged blob.
     """
     if "ETag" not in found or "ContentLength" not in found:
         if "Body" in found:
-            found["Body"].close()  # its connection would stay open until it is found as garbage
+            found["Body"].close()  # otherwise the connection stays open until garbage collection
         raise ServerError(
             ErrorCode.UNAVAILABLE,
             "the response of the blob store has no ETag or no length, so this is not an S3 server: "
@@ -161,28 +161,28 @@ def size_of(found: Mapping[str, Any]) -> int:
 _WRITE_THREADS = 16
 
 MULTIPART_BYTES: Final = 16 * 1024**2
-"""Blobs of this size or more are sent in parts."""
+"""Size from which a blob is uploaded in parts."""
 
 PART_BYTES: Final = 8 * 1024**2
-"""Size of a part; S3 takes 10,000 of them, and the manager makes them larger when need be. At most
-`UPLOAD_REQUESTS` are in memory at a time, of all uploads together."""
+"""Size of a part. S3 accepts 10,000 parts, and the transfer manager enlarges them if needed. At
+most `UPLOAD_REQUESTS` parts are in memory, summed over all uploads."""
 
 LINK_SECONDS: Final = 900
-"""How long a link can be used."""
+"""Seconds for which a link is valid."""
 
 _ABANDONED_AGE = timedelta(days=1)
-"""No upload takes this long: the server of an older one is gone."""
+"""Age from which an unfinished upload counts as abandoned. No upload takes this long."""
 
 
 class S3BlobStore(BlobStore):
-    """A `BlobStore` in a bucket; any number of servers may share it."""
+    """A `BlobStore` in a bucket. Any number of servers may share the bucket."""
 
     def __init__(self, settings: Settings) -> None:
-        """Makes sure that the bucket can be used. Blocks.
+        """Check that the bucket can be used. Blocks.
 
         Raises:
-            OSError: when the spool's directory cannot be made.
-            StartError: when the bucket cannot be used.
+            OSError: the spool directory cannot be created.
+            StartError: the bucket cannot be used.
         """
         self._prefix = f"{settings.s3_prefix}blobs/sha256/"
         self._generations: dict[str, int] = {}
@@ -192,7 +192,7 @@ class S3BlobStore(BlobStore):
         self._space = SpaceGuard(self._spool_dir, min_free_bytes=settings.min_free_bytes)
         self._bucket = Bucket(settings)
         self._client = self._bucket.client
-        # Uploads have threads of their own: they must not hold up a hit.
+        # Uploads use their own threads, so that they do not delay a hit.
         self._writers = ThreadPoolExecutor(_WRITE_THREADS, thread_name_prefix="s3-write")
         self._transfers = TransferManager(
             self._client,
@@ -208,7 +208,7 @@ class S3BlobStore(BlobStore):
         )
 
     async def put(self, digest: Digest, chunks: AsyncIterator[bytes]) -> None:
-        """Stores the bytes, see `BlobStore.put`."""
+        """Store the bytes durably, see `BlobStore.put`."""
         spool = Spool(digest, directory=self._spool_dir, space=self._space)
         try:
             await self._write(spool.open)
@@ -219,12 +219,12 @@ class S3BlobStore(BlobStore):
             raise
         await self._send(_Sending(spool, blob), digest)
 
-    async def full(self, size_bytes: int) -> NoSpaceError | None:  # noqa: ARG002 - the protocol's
-        """None: a bucket has no limit, and deleting objects does not free the spool."""
+    async def full(self, size_bytes: int) -> NoSpaceError | None:  # noqa: ARG002 - required by the protocol
+        """Return None: a bucket has no limit, and deleting objects does not free the spool."""
         return None
 
     async def open(self, digest: Digest) -> BlobReader | None:
-        """Opens a blob, see `BlobStore.open`; a small one is read in the same thread hop."""
+        """Open a blob, see `BlobStore.open`. The same thread hop reads a small blob."""
         opening = self._bucket.threads.submit(self._open, digest)
         with self._bucket.failures_named("get a blob"):
             try:
@@ -234,7 +234,7 @@ class S3BlobStore(BlobStore):
                 raise
 
     async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:
-        """The size of the object, see `BlobStore.stat`."""
+        """Return the object size, see `BlobStore.stat`."""
         for key in self._keys(digest)[: 1 if is_newest else None]:
             stat = partial(self._stat, key, digest)
             size_bytes = await self._bucket.call("stat a blob", stat)
@@ -243,28 +243,28 @@ class S3BlobStore(BlobStore):
         return None
 
     async def delete(self, digest: Digest, *, generation: int = 0) -> None:
-        """Removes the objects, see `BlobStore.delete`."""
+        """Remove the objects, see `BlobStore.delete`."""
         remove = partial(self._client.delete_object, Bucket=self._bucket.name)
         for each in range(generation + 1):
             request = partial(remove, Key=self._key(digest, each))
             await self._bucket.call("delete a blob", partial(self._bucket.unless_absent, request))
 
     def use_generation(self, digest: Digest, generation: int) -> bool:
-        """Uses a new name from now on, see `BlobStore.use_generation`."""
+        """Switch to a new name, see `BlobStore.use_generation`."""
         if generation <= self._generations.get(digest.sha256, 0):
             return False
         self._generations[digest.sha256] = generation
         return True
 
     async def is_whole(self, digest: Digest) -> bool | None:
-        """Reads the blob, see `BlobStore.is_whole`."""
+        """Read and compare all bytes of the blob, see `BlobStore.is_whole`."""
         return await read_whole(self, digest)
 
     async def link(self, digest: Digest) -> str | None:
-        """A presigned URL of a blob that is large enough, see `BlobStore.link`."""
+        """Return a presigned URL if the blob is large enough, see `BlobStore.link`."""
         if self._redirect_bytes is None or digest.size_bytes < self._redirect_bytes:
             return None
-        # Signing is arithmetic, but the credentials may have to be renewed before.
+        # Signing does not block, but renewing the credentials beforehand may.
         return await self._bucket.call(
             "sign a link",
             partial(
@@ -276,13 +276,13 @@ class S3BlobStore(BlobStore):
         )
 
     async def list(self, *, before: datetime | None = None) -> AsyncIterator[Digest]:
-        """Lists a page of a thousand at a time, see `BlobStore.list`."""
+        """List a page of a thousand objects at a time, see `BlobStore.list`."""
         pages = iter(
             self._client.get_paginator("list_objects_v2").paginate(
                 Bucket=self._bucket.name, Prefix=self._prefix
             )
         )
-        last: Digest | None = None  # the names of a blob follow each other
+        last: Digest | None = None  # all names of a blob are adjacent in the listing
         while (
             page := await self._bucket.call("list blobs", lambda: next(pages, None))
         ) is not None:
@@ -294,7 +294,7 @@ class S3BlobStore(BlobStore):
             yield last
 
     async def close(self) -> None:
-        """Waits for the threads; no call may follow."""
+        """Wait for the threads. Make no further call."""
         await asyncio.to_thread(self._writers.shutdown)
         await asyncio.to_thread(self._transfers.shutdown)
         await asyncio.to_thread(self._bucket.close)
@@ -307,8 +307,8 @@ class S3BlobStore(BlobStore):
         return asyncio.get_running_loop().run_in_executor(self._writers, call)
 
     async def _send(self, sending: "_Sending", digest: Digest) -> None:
-        """Uploads the spooled blob; the thread closes the spool, and finishes even when its caller
-        was cancelled.
+        """Upload the spooled blob. The writer thread closes the spool, and finishes even if the
+        caller is cancelled.
         """
         with self._bucket.failures_named("put a blob"):
             sent = self._on_writer(partial(self._upload, sending, digest))
@@ -316,7 +316,7 @@ class S3BlobStore(BlobStore):
                 await asyncio.shield(sent)
             except asyncio.CancelledError:
                 sending.cancel()
-                # Nobody is left who could be told how it failed.
+                # The caller is gone. Retrieve the exception, which asyncio would log otherwise.
                 sent.add_done_callback(lambda done: done.cancelled() or done.exception())
                 raise
 
@@ -352,9 +352,10 @@ class S3BlobStore(BlobStore):
         return None
 
     def _stat(self, key: str, digest: Digest) -> int | None:
-        """The size of one object. The response to a HEAD has no body that says what is missing, so
-        a single 404 of a gateway or of the bucket would look like a lost blob: a GET has to say
-        that it is the object. Blocks.
+        """Return the size of one object, or None if the object is absent. Blocks.
+
+        A HEAD response has no body, so a 404 from a gateway or for a missing bucket looks like a
+        lost blob. After a 404, a GET must confirm that the object itself is missing.
         """
         head = partial(self._client.head_object, Bucket=self._bucket.name, Key=key)
         described = self._found(partial(self._bucket.unless_404, head), key, digest)
@@ -370,12 +371,13 @@ class S3BlobStore(BlobStore):
     def _found(
         self, ask: Callable[[], ResponseT | None], key: str, digest: Digest
     ) -> ResponseT | None:
-        """The response to a GET or HEAD of a blob; `ask` sends one. If it tells another size than
-        the digest, it is not believed before a second one, and a listing, whose sizes are not in
-        its headers: those may have been damaged on their way. Blocks.
+        """Return the response to a GET or HEAD of a blob, which `ask` sends. Blocks.
+
+        If the response reports another size than the digest, its headers may be damaged. The store
+        then asks again, and compares a listing, which carries the size in its body.
 
         Raises:
-            ServerError: 503, when the listing has the size of the digest.
+            ServerError: 503, if the listing reports the size of the digest.
         """
         found = ask()
         if found is None or size_of(found) == digest.size_bytes:
@@ -400,9 +402,7 @@ class S3BlobStore(BlobStore):
         return found
 
     def _keys(self, digest: Digest) -> tuple[str, ...]:
-        """The newest name of an object, and the first one, which servers of the release before
-        write and read.
-        """
+        """Return the newest name, and the first one, which the previous release uses."""
         generation = self._generations.get(digest.sha256, 0)
         return tuple(self._key(digest, each) for each in sorted({generation, 0}, reverse=True))
 
@@ -413,7 +413,7 @@ class S3BlobStore(BlobStore):
     def _digests(
         self, page: "ListObjectsV2OutputTypeDef", before: datetime | None
     ) -> Iterator[Digest]:
-        """The blobs of one page; other objects are left alone."""
+        """Yield the blobs of one page. Other objects are ignored."""
         for found in page.get("Contents", ()):
             with suppress(InvalidValueError, ValueError):
                 name, _, generation = found["Key"].rpartition("/")[2].partition(".")
@@ -424,14 +424,14 @@ class S3BlobStore(BlobStore):
 
 
 def _close_unread(opening: "Future[ObjectReader | None]") -> None:
-    """Closes the reader of a caller that was cancelled."""
+    """Close the reader if its caller was cancelled."""
     reader = None if opening.exception() else opening.result()
     if reader is not None:
         reader.close_now()
 
 
 class _Sending:
-    """A spooled blob on its way to the bucket; another thread may cancel it."""
+    """A spooled blob during its upload. Another thread may cancel it."""
 
     def __init__(self, spool: Spool, blob: BinaryIO) -> None:
         self.spool = spool
@@ -441,7 +441,7 @@ class _Sending:
         self._future: TransferFuture | None = None
 
     def follow(self, future: "TransferFuture") -> None:
-        """Waits for the end of an upload in parts; one that fails aborts itself."""
+        """Wait until an upload in parts ends. A failed upload aborts itself."""
         with self._lock:
             self._future = future
             if self.is_cancelled:
@@ -449,7 +449,7 @@ class _Sending:
         future.result()
 
     def cancel(self) -> None:
-        """Stops the upload where it can be stopped."""
+        """Stop an upload in parts, or a single PUT that has not started."""
         with self._lock:
             self.is_cancelled = True
             if self._future is not None:

@@ -1,11 +1,11 @@
-"""TieredBlobStore: this host's disk in front of a store that is further away.
+"""TieredBlobStore: a cache on the local disk in front of a slower store (the back).
 
-Only the back is durable: `put`, `stat` and `list` go there. The tier holds copies of blobs that
-were read; losing one costs another read. The processes of one host may share it. When the tier
-fails, blobs are read from the back.
+Only the back is durable, so `put`, `stat` and `list` use it. The tier holds copies of blobs that
+were read. Losing a copy costs another read from the back. Processes on the same host may share the
+tier directory. If the tier fails, the store reads blobs from the back.
 
-A deletion removes the copy in this directory only; copies on other hosts are never read again, and
-are evicted as the least recently used.
+A deletion removes the copy in this directory only. Copies on other hosts are never read again. Each
+host evicts them as least recently used.
 """
 
 import asyncio
@@ -33,22 +33,22 @@ from graphstash_server.storage.upload import SpaceGuard, remove_abandoned
 __all__ = ["TierBudget", "TieredBlobStore"]
 
 _AFTER = 0.9
-"""Share of the limit that stays: the next fill does not evict again."""
+"""Share of the limit to which an eviction shrinks the tier, so that the next fill does not
+evict."""
 
 _SCAN_SHARE = 16
-"""The directory is scanned each time that 1/16 of the limit was filled: other processes fill it,
-too."""
+"""Scan the directory after each fill of 1/16 of the limit, because other processes also fill it."""
 
 
 class TierBudget:
-    """Keeps a directory of blobs below a size; the least recently used ones go, and stay readable
-    where they are open.
+    """Keep a directory of blobs below a size limit, and evict the least recently used ones.
 
-    Blocks; safe for many threads, and for many processes that share the directory.
+    An evicted blob stays readable to readers that have it open. Blocks. Safe for concurrent
+    threads, and for processes that share the directory.
     """
 
     def __init__(self, directory: Path, *, limit_bytes: int) -> None:
-        """Keeps the files of `directory`/sha256 below a limit."""
+        """Limit the total size of the files under `directory`/sha256."""
         self._blobs = directory / "sha256"
         self._lock_path = directory / "evict.lock"
         self._limit_bytes = limit_bytes
@@ -57,7 +57,7 @@ class TierBudget:
         self._used_bytes: int | None = None
 
     def added(self, size_bytes: int) -> None:
-        """Counts a new blob, and evicts when it is time to."""
+        """Count a new blob, and evict blobs if the limit may be exceeded."""
         with self._lock:
             self._filled_bytes += size_bytes
             used = None if self._used_bytes is None else self._used_bytes + self._filled_bytes
@@ -75,7 +75,7 @@ class TierBudget:
                 os.close(fd)
 
     def _shrink(self) -> int:
-        """Removes the oldest files when there are too many; returns the bytes that are left."""
+        """Remove the oldest files if the limit is exceeded. Return the number of bytes left."""
         files = []
         for shard in os.scandir(self._blobs):
             with os.scandir(shard) as entries:
@@ -100,29 +100,29 @@ T = TypeVar("T")
 _THREADS = 16
 
 _TOUCH_SECONDS = 60.0
-"""Minimum time between two updates of a copy's time of use: hits are far more frequent."""
+"""Minimum seconds between two updates of a copy's last use. Hits are far more frequent."""
 
 _TOLD_SECONDS = 5.0
-"""How long a damaged blob stays absent: a service looks more than once before it drops the
-artifact."""
+"""Seconds for which a damaged blob is reported absent. The service looks more than once before it
+drops the artifact."""
 
 
 class TieredBlobStore(BlobStore):
-    """A `BlobStore` in front of another.
+    """A `BlobStore` that caches the blobs of another store on disk.
 
     Attributes:
-        bypassed_count: how often the tier failed and the back was read instead.
+        bypassed_count: how often the tier failed and the back was used instead.
     """
 
     def __init__(
         self, back: BlobStore, directory: Path, *, limit_bytes: int, min_free_bytes: int = 0
     ) -> None:
-        """Makes the directories and removes what crashed fills left behind. Blocks.
+        """Create the directories and remove the files of crashed fills. Blocks.
 
-        The caller closes `back`. A blob larger than `limit_bytes` is always read from there.
+        The caller closes `back`. A blob larger than `limit_bytes` is always read from `back`.
 
         Raises:
-            OSError: when the directory cannot be made or written.
+            OSError: the directory cannot be created or written.
         """
         self.bypassed_count = 0
         self._back = back
@@ -142,24 +142,25 @@ class TieredBlobStore(BlobStore):
         self._log = ThrottledLog(logging.getLogger(__name__))
 
     async def put(self, digest: Digest, chunks: AsyncIterator[bytes]) -> None:
-        """Stores the bytes in the back, see `BlobStore.put`; a copy is dropped, for a blob that is
-        put again may be damaged.
+        """Store the bytes in the back, see `BlobStore.put`, and drop the copy. A client may put a
+        blob again because the copy is damaged.
         """
         await self._back.put(digest, chunks)
         await self._drop(digest)
 
     async def full(self, size_bytes: int) -> NoSpaceError | None:
-        """What the back says, see `BlobStore.full`."""
+        """Ask the back, see `BlobStore.full`."""
         return await self._back.full(size_bytes)
 
     async def open(self, digest: Digest) -> BlobReader | None:
-        """Opens the copy, or makes one while it is read, see `BlobStore.open`.
+        """Open the copy, or create one while it is read, see `BlobStore.open`.
 
-        After a copy whose bytes were wrong, the back is asked whether it has others. A blob that is
-        damaged there is absent for a moment, so that its artifact is dropped.
+        If a fill received wrong bytes, the tier asks the back whether its blob is damaged. A blob
+        that is damaged in the back is reported absent for a moment, so that the service drops its
+        artifact.
 
         Raises:
-            ServerError: 503, also when it is not certain who damaged the bytes.
+            ServerError: 503, also if it is uncertain where the bytes were damaged.
         """
         if await self._is_damaged(digest):
             return None
@@ -174,37 +175,37 @@ class TieredBlobStore(BlobStore):
         return await self._back.open(digest)
 
     async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:
-        """What the back says, see `BlobStore.stat`."""
+        """Ask the back, see `BlobStore.stat`."""
         return await self._back.stat(digest, is_newest=is_newest)
 
     async def delete(self, digest: Digest, *, generation: int = 0) -> None:
-        """Removes the blob and its copy, see `BlobStore.delete`."""
+        """Remove the blob and its copy, see `BlobStore.delete`."""
         await self._back.delete(digest, generation=generation)
         await self._drop(digest)
 
     def use_generation(self, digest: Digest, generation: int) -> bool:
-        """Tells the back, see `BlobStore.use_generation`; a copy has the same bytes."""
+        """Pass the generation to the back, see `BlobStore.use_generation`."""
         return self._back.use_generation(digest, generation)
 
     async def is_whole(self, digest: Digest) -> bool | None:
-        """Reads the blob behind, see `BlobStore.is_whole`; the copy may be what is damaged."""
+        """Read the blob in the back, see `BlobStore.is_whole`. The copy may be the damaged one."""
         await self._drop(digest)
         return await self._back.is_whole(digest)
 
     async def link(self, digest: Digest) -> str | None:
-        """The back's URL, unless there is a copy here, see `BlobStore.link`."""
-        url = await self._back.link(digest)  # first: it mostly says no, without a thread
+        """Return the back's URL unless the tier has a copy, see `BlobStore.link`."""
+        url = await self._back.link(digest)  # first: mostly returns None, without a thread
         if url is None or await self._on_thread(partial(self._has_copy, digest)):
             return None
         return url
 
     async def list(self, *, before: datetime | None = None) -> AsyncIterator[Digest]:
-        """What the back lists, see `BlobStore.list`."""
+        """Yield the blobs of the back, see `BlobStore.list`."""
         async for digest in self._back.list(before=before):
             yield digest
 
     async def close(self) -> None:
-        """Gives up what is under way and waits for the threads; no call may follow."""
+        """Cancel running fills and checks, and wait for the threads. Make no further call."""
         for look in list(self._looks.values()):
             look.cancel()
         for fill in list(self._fills.values()):
@@ -229,14 +230,14 @@ class TieredBlobStore(BlobStore):
             self._threads.submit(self._count, fill.digest.size_bytes)
 
     def _count(self, size_bytes: int) -> None:
-        """Runs in a thread of the tier, so it handles its errors itself."""
+        """Count a filled blob. It runs in a thread of the tier, so it handles its errors."""
         try:
             self._budget.added(size_bytes)
         except OSError as error:
             self._complain(error)
 
     async def _is_damaged(self, digest: Digest) -> bool:
-        """Whether the back has other bytes; asks it once for all who wait, after a suspicion."""
+        """Return whether the back holds wrong bytes. Concurrent callers share one check."""
         sha256 = digest.sha256
         if sha256 in self._damaged:
             if time.monotonic() - self._damaged[sha256] <= _TOLD_SECONDS:

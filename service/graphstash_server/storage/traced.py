@@ -1,4 +1,4 @@
-"""trace_store: what a request waits for in a blob store."""
+"""trace_store: spans for the blob store calls that a request waits for."""
 
 from collections.abc import Awaitable, Callable
 from functools import wraps
@@ -18,12 +18,12 @@ _CALLS = ("put", "open", "stat", "delete", "is_whole", "link")
 
 
 def trace_store(store: BlobStore, name: str, tracing: Tracing) -> None:
-    """Makes those calls of a store spans that are waited for.
+    """Wrap the awaited calls of a store in spans.
 
     Args:
-        store: any; a tier and what it is in front of are two.
-        name: what the spans call it.
-        tracing: makes them.
+        store: any store. Trace a tier and its back separately.
+        name: name of the store in the spans.
+        tracing: creates the spans.
     """
     for call in _CALLS:
         setattr(store, call, _traced(getattr(store, call), call, name, tracing))

@@ -1,9 +1,9 @@
-"""How one upload comes in: room for it, the check of its digest, and the file where it waits.
+"""Receive one upload: check free space, write the bytes to a file, and verify their digest.
 
-The methods block and run in threads. A file in the blob store is made in an order that makes a
-crash harmless: temporary name, hash while writing, compare, fsync, rename, fsync the
-directory. Under its final name a blob is whole and durable, or not there. Files that get their
-names in one directory at the same time share its fsync (`DirectorySyncs`).
+The methods block and run in threads. A crash at any point is harmless, because the blob store
+writes a file in this order: temporary name, hash while writing, compare, fsync, rename, fsync the
+directory. A blob under its final name is therefore complete and durable. Files that are renamed
+into one directory at the same time share its fsync (`DirectorySyncs`).
 """
 
 import contextlib
@@ -39,12 +39,12 @@ __all__ = [
 ]
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Disk full, quota reached, and the process's limit on file sizes reached."""
+"""Disk full, quota reached, or file size limit of the process reached."""
 
 
 @contextmanager
 def no_space_refused() -> Iterator[None]:
-    """Turns the operating system's errors for a full disk into `NoSpaceError`."""
+    """Turn an operating system error for a full disk into `NoSpaceError`."""
     try:
         yield
     except OSError as error:
@@ -57,49 +57,49 @@ def no_space_refused() -> Iterator[None]:
 
 
 _AMPLE_BYTES: Final = 1024**3
-"""More than uploads write to a disk within `_AMPLE_SECONDS`."""
+"""More bytes than uploads write to a disk within `_AMPLE_SECONDS`."""
 
 _AMPLE_SECONDS: Final = 1.0
 
 
 class SpaceGuard:
-    """Keeps some of a disk free.
+    """Keeps at least `min_free_bytes` of a disk free.
 
-    Bytes that are on their way may be reserved. Uploads reserve none, for what is announced may
-    never come; nor are the reservations of other processes known. `min_free_bytes` is there for
-    them.
+    A caller may reserve space for bytes that it will write. Uploads reserve none, because the
+    announced bytes may never arrive. Other processes' reservations are unknown here.
+    `min_free_bytes` is the margin for both.
     """
 
     def __init__(self, directory: Path, *, min_free_bytes: int) -> None:
         self._directory = directory
         self._min_free_bytes = min_free_bytes
-        # Guards _reserved_bytes; held for arithmetic and one statvfs, never while writing.
+        # Guards _reserved_bytes. Held for arithmetic and one statvfs, never while writing.
         self._lock = threading.Lock()
         self._reserved_bytes = 0
-        self._seen = (0, 0.0)  # the room at the last look, and until when it counts
+        self._seen = (0, 0.0)  # free bytes at the last check, and until when they count
 
     def is_ample(self, size_bytes: int) -> bool:
-        """Whether there was room for these bytes and many more a moment ago; does not block."""
+        """Return whether `size_bytes` and 1 GiB more fitted a moment ago. Does not block."""
         room, until = self._seen
         return size_bytes + _AMPLE_BYTES <= room and monotonic() < until
 
     def check(self, size_bytes: int) -> None:
-        """Refuses bytes for which there is no room now.
+        """Refuse bytes that do not fit now.
 
         Raises:
-            NoSpaceError: when less than `min_free_bytes` would stay free.
+            NoSpaceError: less than `min_free_bytes` would stay free.
         """
         with self._lock:
             self._check(size_bytes)
 
     def reserve(self, size_bytes: int) -> None:
-        """Reserves bytes, until `release`; raises what `check` does."""
+        """Reserve bytes until `release`. Raises the errors of `check`."""
         with self._lock:
             self._check(size_bytes)
             self._reserved_bytes += size_bytes
 
     def release(self, size_bytes: int) -> None:
-        """Ends a reservation: the bytes were written, or will not come."""
+        """End a reservation after the bytes were written, or once they will not come."""
         with self._lock:
             self._reserved_bytes -= size_bytes
 
@@ -118,20 +118,21 @@ class SpaceGuard:
 
 
 class Incoming:
-    """The bytes of one upload, checked against the digest that was announced for them."""
+    """The bytes of one upload, checked against the announced digest."""
 
     def __init__(self, announced: Digest) -> None:
         self._announced = announced
         self._hasher = DigestHasher()
 
     def take(self, chunks: Iterable[bytes], *, write: Callable[[memoryview], int]) -> None:
-        """Hashes the next bytes and passes them to `write`, which returns how many it took.
+        """Hash the next bytes and pass them to `write`, which returns how many it accepted.
 
         Raises:
-            LengthMismatchError: when there are more than the digest says.
+            LengthMismatchError: there are more bytes than the digest says.
         """
-        # One after the other: to hash all of a mebibyte before all of it was written took a third
-        # more CPU time (docs/benchmarks.md), perhaps as it had left the processor's cache by then.
+        # Hash and write each chunk in turn. Hashing a whole mebibyte before writing it took a third
+        # more CPU time (docs/benchmarks.md), perhaps because the bytes had left the processor's
+        # cache.
         for chunk in chunks:
             self._hasher.update(chunk)
             if self._hasher.size_bytes > self._announced.size_bytes:
@@ -141,11 +142,11 @@ class Incoming:
                 view = view[write(view) :]
 
     def finish(self) -> None:
-        """Compares the digest of all bytes.
+        """Compare the digest of all bytes.
 
         Raises:
-            LengthMismatchError: when there are too few.
-            DigestMismatchError: when they are other bytes.
+            LengthMismatchError: there are fewer bytes than the digest says.
+            DigestMismatchError: the bytes have another hash.
         """
         if self._hasher.size_bytes != self._announced.size_bytes:
             raise self._wrong_length()
@@ -162,10 +163,10 @@ class Incoming:
 async def feed(
     chunks: AsyncIterator[bytes], write: Callable[[list[bytes]], Awaitable[None]]
 ) -> list[bytes]:
-    """Passes chunks to `write` in lists of about a mebibyte: each costs a thread hop.
+    """Pass chunks to `write` in lists of about a mebibyte, because each call costs a thread hop.
 
     Returns:
-        The rest, for the last step of the upload: a small blob needs no other one.
+        The remaining chunks, for the last step of the upload. A small blob needs only that step.
     """
     gathered: list[bytes] = []
     gathered_bytes = 0
@@ -181,26 +182,26 @@ async def feed(
 class DiskUpload:
     """Writes one temporary file and renames it.
 
-    The file is locked (flock) while it is written: `remove_abandoned`, in this process or in
-    another one, tells by the lock a live upload from one that a crash left behind.
+    The upload holds a lock (flock) on the file. `remove_abandoned`, in any process, skips locked
+    files and removes those that a crash left behind.
     """
 
     def __init__(
         self, digest: Digest, *, directory: Path, space: SpaceGuard, syncs: "DirectorySyncs"
     ) -> None:
-        """Makes no file yet: the first bytes do, in the thread that writes them."""
+        """Prepare the upload. The first write creates the file, in its thread."""
         self._directory = directory
         self._space = space
         self._syncs = syncs
         self._incoming = Incoming(digest)
-        # Guards the file: an upload that is cancelled is aborted while a thread may still write.
+        # Guards the file: a cancelled upload is aborted while a thread may still write.
         self._lock = threading.Lock()
         self._path = directory
         self._fd = -1
         self._is_aborted = False
 
     def write(self, chunks: Sequence[bytes]) -> None:
-        """Writes the next bytes; raises what `commit` does."""
+        """Write the next bytes. Raises the errors of `commit`."""
         self._space.check(sum(map(len, chunks)))
         with self._lock, no_space_refused():
             if self._fd < 0 and not self._is_aborted:
@@ -208,14 +209,14 @@ class DiskUpload:
             self._incoming.take(chunks, write=lambda view: os.write(self._fd, view))
 
     def commit(self, chunks: Sequence[bytes], *, destination: Path) -> None:
-        """Writes the last bytes, compares the digest and gives the file its name.
+        """Write the last bytes, compare the digest and rename the file to `destination`.
 
-        A file that is there is replaced: it can only hold the same bytes or damaged ones.
+        An existing file is replaced. It can only hold the same bytes or damaged ones.
 
         Raises:
-            LengthMismatchError: when there are too few or too many bytes.
-            DigestMismatchError: when they are other bytes.
-            NoSpaceError: when the disk is full.
+            LengthMismatchError: there are too few or too many bytes.
+            DigestMismatchError: the bytes have another hash.
+            NoSpaceError: the disk is full.
         """
         self.write(chunks)
         with self._lock, no_space_refused():
@@ -231,7 +232,7 @@ class DiskUpload:
             self._close()
 
     def abort(self) -> None:
-        """Removes the temporary file unless it already has its final name."""
+        """Remove the temporary file unless it already has its final name."""
         with self._lock:
             self._is_aborted = True
             if self._fd >= 0:
@@ -245,7 +246,7 @@ class DiskUpload:
 
 
 def sync_directory(directory: Path) -> None:
-    """Makes the names in a directory survive a crash of the host."""
+    """Make the names in a directory survive a crash of the host."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -254,24 +255,26 @@ def sync_directory(directory: Path) -> None:
 
 
 class DirectorySyncs:
-    """Fsyncs of directories, each for all threads that wait for it.
+    """Fsyncs directories, once for all threads that wait for the same directory.
 
-    While a directory is synced, those who give names to further files in it gather for the next
-    sync. One that has begun is not joined: it may have missed a name. Who is alone waits for
-    nobody.
+    While a directory is being synced, further threads that rename files into it wait for the next
+    sync. They cannot join the running sync, which may miss their names. A lone thread syncs at
+    once.
     """
 
     def __init__(self) -> None:
-        self._durable: set[Path] = set()  # directories whose own entries are; it only grows
-        self._lock = threading.Lock()  # guards _gathering; held for a moment
+        self._durable: set[Path] = set()  # directories whose own names are durable, only grows
+        self._lock = threading.Lock()  # guards _gathering, held for a moment
         self._gathering: dict[Path, Future[None]] = {}
-        # One sync of a directory at a time; its thread takes `_lock` under it.
+        # One sync of a directory at a time. The syncing thread takes `_lock` while it holds a turn.
         self._turns: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
 
     def sync_with_entry(self, directory: Path) -> None:
-        """As `sync`; the directory's own name is durable, too. Somebody else, perhaps another
-        process, may have made it and died before its parent was synced: so the first upload into it
-        that this process acknowledges syncs that one as well.
+        """Make the names in a directory durable, and the directory's own name in its parent.
+
+        Another thread or process may have created the directory and died before it synced the
+        parent. So the first upload into the directory that this process acknowledges also syncs the
+        parent.
         """
         if directory not in self._durable:
             self.sync(directory.parent)
@@ -279,10 +282,10 @@ class DirectorySyncs:
         self.sync(directory)
 
     def sync(self, directory: Path) -> None:
-        """Returns when every name that was given in a directory before this call is durable.
+        """Return once every name that was created in a directory before this call is durable.
 
         Raises:
-            OSError: when the disk fails; to everybody who waits for the same sync.
+            OSError: the disk failed. Every thread that waits for the same sync gets the error.
         """
         with self._lock:
             gathered = self._gathering.get(directory)
@@ -304,7 +307,7 @@ class DirectorySyncs:
 
 
 def remove_abandoned(directory: Path) -> int:
-    """Removes the temporary files that no process has locked; returns how many."""
+    """Remove the temporary files that no process has locked. Return their number."""
     removed = 0
     for path in directory.iterdir():
         with contextlib.suppress(FileNotFoundError, BlockingIOError):
@@ -319,7 +322,7 @@ def remove_abandoned(directory: Path) -> int:
 
 
 def _locked_temporary(directory: Path) -> tuple[Path, int]:
-    """Creates and locks a file; starts over when it was removed in between as abandoned."""
+    """Create and lock a file. Start over if `remove_abandoned` removed it before the lock."""
     while True:
         path = directory / secrets.token_hex(16)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -330,34 +333,34 @@ def _locked_temporary(directory: Path) -> tuple[Path, int]:
 
 
 class Spool:
-    """Keeps one upload between the network, whose stream comes only once, and a store to which it
-    may have to be sent twice.
+    """A buffer for one upload between the network and a blob store.
 
-    A small blob is kept in memory, a larger one in a file without a name, which the kernel removes
-    when the process ends, so a crash leaves nothing behind.
+    The network stream comes only once, but the upload may have to be sent twice. A small blob stays
+    in memory. A larger one goes to a file without a name. The kernel removes that file when the
+    process ends, so a crash leaves nothing behind.
     """
 
     def __init__(self, digest: Digest, *, directory: Path, space: SpaceGuard) -> None:
-        """Makes no file yet: `open` does, and `close` must follow."""
+        """Prepare the spool. `open` creates the file, and the caller must call `close`."""
         self._digest = digest
         self._directory = directory
         self._space = space
         self._incoming = Incoming(digest)
-        # Guards the file: an upload that is cancelled is closed while a thread may still write.
+        # Guards the file: a cancelled upload is closed while a thread may still write.
         self._lock = threading.Lock()
         self._is_closed = False
         self._file: BinaryIO = io.BytesIO()
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether the blob is small."""
+        """Whether the blob is small enough to stay in memory."""
         return self._digest.size_bytes <= CHUNK_BYTES
 
     def open(self) -> None:
-        """Makes the file.
+        """Create the file for a large blob.
 
         Raises:
-            NoSpaceError: when there is no room for the whole blob.
+            NoSpaceError: there is no room for the whole blob.
         """
         with self._lock, no_space_refused():
             if not self.is_in_memory and not self._is_closed:
@@ -367,22 +370,22 @@ class Spool:
                 )
 
     def write(self, chunks: Sequence[bytes]) -> None:
-        """Writes the next bytes; raises what `finish` does."""
+        """Write the next bytes. Raises the errors of `finish`."""
         if not self.is_in_memory:
             self._space.check(sum(map(len, chunks)))
         with self._lock, no_space_refused():
             self._incoming.take(chunks, write=self._file.write)
 
     def finish(self, chunks: Sequence[bytes]) -> BinaryIO:
-        """Writes the last bytes and compares the digest.
+        """Write the last bytes and compare the digest.
 
         Returns:
-            The blob, to be read from its beginning until `close`.
+            The blob, positioned at its beginning and readable until `close`.
 
         Raises:
-            LengthMismatchError: when there are too few or too many bytes.
-            DigestMismatchError: when they are other bytes.
-            NoSpaceError: when the disk is full.
+            LengthMismatchError: there are too few or too many bytes.
+            DigestMismatchError: the bytes have another hash.
+            NoSpaceError: the disk is full.
         """
         self.write(chunks)
         self._incoming.finish()
@@ -390,7 +393,7 @@ class Spool:
         return self._file
 
     def close(self) -> None:
-        """Releases the bytes; calling it again does nothing."""
+        """Release the bytes. Further calls do nothing."""
         with self._lock:
             self._is_closed = True
             self._file.close()

@@ -1,8 +1,7 @@
-"""Whether a blob is whole: the question before an artifact is dropped because its bytes are wrong.
+"""Verify a stored blob before its artifact is dropped for wrong bytes.
 
-Bytes are also damaged on their way from a store, and then they are others at the next read. So a
-blob is read again before it is called damaged: several reads in a row have to give the same wrong
-bytes.
+Bytes can also be damaged on their way from a store, and then the next read differs. A blob counts
+as damaged only if several reads in a row return the same wrong bytes.
 """
 
 import asyncio
@@ -17,12 +16,13 @@ _READS = 3
 
 
 async def read_whole(store: BlobStore, digest: Digest) -> bool | None:
-    """Whether the bytes in a store without a cache are those of a digest; None when there are none.
-    Reads all of them, once if they are.
+    """Return whether the bytes in an uncached store match a digest, or None if there are none.
+
+    One read suffices if the bytes match.
 
     Raises:
-        ServerError: 503, when the store does not answer, a read breaks off, or the reads differ:
-            the blob may be whole.
+        ServerError: 503, if the store does not respond, a read breaks off, or the reads differ. The
+            blob may be intact.
     """
     wrong: set[Digest] = set()
     for _ in range(_READS):
@@ -41,7 +41,6 @@ async def read_whole(store: BlobStore, digest: Digest) -> bool | None:
 
 
 async def _digest_of(store: BlobStore, digest: Digest) -> Digest | None:
-    """Of what is stored under the digest; None when there is nothing."""
     reader = await store.open(digest)
     if reader is None:
         return None
