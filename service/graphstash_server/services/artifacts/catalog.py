@@ -1,7 +1,7 @@
 """CatalogService: finds and describes artifacts for people.
 
-Every answer is bounded, and what GET would not serve (a withheld artifact) is not in it. The caller
-says which namespaces may be read.
+Every answer is bounded and leaves out withheld artifacts, which GET would not serve. The caller of
+this service chooses the namespaces that may be read.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from graphstash_server.keys import StoredKey
 __all__ = ["MAX_SEARCHED", "ArtifactDetails", "CatalogService", "User"]
 
 MAX_SEARCHED: Final = 500
-"""Latest artifacts in which text is searched: their metadata is read one by one."""
+"""Number of latest artifacts searched for text. Their metadata is read one by one."""
 
 _MAX_FOUND: Final = 50
 _MAX_USERS: Final = 20
@@ -38,19 +38,19 @@ User = UserRow
 
 @dataclass(frozen=True, slots=True)
 class ArtifactDetails:
-    """One artifact with the jobs that used it."""
+    """An artifact and the jobs that used it."""
 
     entry: DescribedArtifact
     users: Sequence[User]
 
     def differences(self, other: "ArtifactDetails") -> tuple[Difference, ...]:
-        """The parts in which another artifact differs."""
+        """Return the parts in which another artifact differs."""
         return compare(self.entry.parts, other.entry.parts)
 
 
 @dataclass(kw_only=True, eq=False)
 class CatalogService:
-    """Safe for concurrent calls."""
+    """List, search and describe artifacts. Safe for concurrent calls."""
 
     database: Database
 
@@ -60,18 +60,20 @@ class CatalogService:
     async def latest(
         self, namespaces: Sequence[Namespace], *, limit: int
     ) -> list[DescribedArtifact]:
-        """The artifacts that were stored last."""
+        """Return up to `limit` artifacts, the last stored first."""
         async with self.database.reading() as connection:
             return await list_latest(connection, namespaces, limit=limit)
 
     async def search(self, namespaces: Sequence[Namespace], text: str) -> list[DescribedArtifact]:
-        """Artifacts whose label is a text or whose fingerprint begins with it, however old; and
-        among the latest `MAX_SEARCHED`, those with the text in label, producer or toolchain.
+        """Return artifacts that match a text.
+
+        Artifacts of any age match by their whole label or the beginning of their fingerprint. The
+        latest `MAX_SEARCHED` also match by text within label, producer or toolchain.
         """
         wanted = text.strip()
         if not wanted:
             return []
-        async with self._reading:  # one at a time has its metadata in memory
+        async with self._reading:  # only one call at a time holds metadata in memory
             async with self.database.reading() as connection:
                 rows = await list_labelled(connection, namespaces, wanted, limit=_MAX_FOUND)
                 if _PREFIX.fullmatch(wanted.lower()):
@@ -82,7 +84,7 @@ class CatalogService:
             return await asyncio.to_thread(_matching, rows, recent, wanted.casefold())
 
     async def find(self, key: StoredKey) -> ArtifactDetails | None:
-        """One artifact; None when it is absent or withheld."""
+        """Return one artifact, or None if it is absent or withheld."""
         async with self.database.reading() as connection:
             found = await find_described(connection, key)
             users = await list_users(connection, key, limit=_MAX_USERS) if found else []

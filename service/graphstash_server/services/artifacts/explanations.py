@@ -1,7 +1,8 @@
-"""ExplanationService: what artifacts were made of, and which are near to one that is missed.
+"""ExplanationService: stores what artifacts were made of, and finds those nearest to a missed one.
 
-Near is, in this order: the same key in another namespace; the same program in another environment;
-a program that its user calls by the same name. Among those, fewer differences are nearer.
+From nearest to farthest: the same key in another namespace; the same program in another
+environment; a program with the same label. Within each, artifacts with fewer differences are
+nearer.
 """
 
 import asyncio
@@ -39,7 +40,7 @@ from graphstash_server.keys import StoredKey
 __all__ = ["MAX_NAMESPACES", "ExplanationService"]
 
 MAX_NAMESPACES: Final = 16
-"""Of one explanation: each costs three short index scans."""
+"""Maximum namespaces of one explanation. Each costs three short index scans."""
 
 _CANDIDATES: Final = 16
 _COMPARED: Final = 16
@@ -51,7 +52,7 @@ _UNUSED: Final = timedelta(days=1)
 
 @dataclass(kw_only=True, eq=False)
 class ExplanationService:
-    """Keeps descriptions, and compares them."""
+    """Store and compare descriptions of artifacts."""
 
     database: Database
     clock: Clock
@@ -60,8 +61,9 @@ class ExplanationService:
         self._comparing = asyncio.Semaphore(1)
 
     async def describe(self, namespace: Namespace, given: Sequence[Description]) -> int:
-        """Stores descriptions of artifacts that are there and that nobody has described; returns
-        how many those were. What was said first stays.
+        """Store descriptions of stored artifacts that have none. Return their number.
+
+        The first description of an artifact stays.
         """
         new = [
             NewDescription(
@@ -75,20 +77,20 @@ class ExplanationService:
     async def explain(
         self, namespace: Namespace, wanted: Description, *, readable: Sequence[Namespace]
     ) -> ExplainResponse:
-        """The nearest artifacts.
+        """Return the artifacts nearest to a missed one.
 
         Args:
-            namespace: where it is missed.
-            wanted: what is missed.
-            readable: where to look, `MAX_NAMESPACES` at most.
+            namespace: namespace of the missed artifact.
+            wanted: description of the missed artifact.
+            readable: namespaces to search, at most `MAX_NAMESPACES`.
         """
-        async with self._comparing:  # one at a time has its descriptions in memory
+        async with self._comparing:  # only one call at a time holds descriptions in memory
             async with self.database.reading() as connection:
                 rows: dict[StoredKey, DescribedRow] = {}
                 for where in readable:
                     for row in await self._candidates(connection, where, wanted):
                         rows.setdefault(row.key, row)
-                # It may have been stored since, by the one who asks.
+                # The caller may have stored the missed artifact in the meantime.
                 rows.pop(StoredKey.of(namespace, wanted.key), None)
                 undescribed = 0
                 if not rows:
@@ -99,7 +101,7 @@ class ExplanationService:
         return ExplainResponse(relatives=relatives, undescribed=undescribed)
 
     async def drop_unused(self) -> None:
-        """Deletes environments whose artifacts are gone."""
+        """Delete environments that no artifact has used for a day."""
         async with self.database.writing() as connection:
             await drop_unused_environments(connection, before=self.clock() - _UNUSED)
 
@@ -124,7 +126,7 @@ class ExplanationService:
 
 
 def _nearest(rows: Sequence[DescribedRow], wanted: Description) -> tuple[Relative, ...]:
-    """Compares them; takes some milliseconds for many large ones, so it runs in a thread."""
+    """Rank candidates. Run this in a thread: many large ones take some milliseconds."""
     relatives = heapq.nsmallest(_COMPARED, (_relative(row, wanted) for row in rows), key=_distance)
     relatives.sort(key=lambda each: (_distance(each)[:3], _unlikeness(each)))  # a stable sort
     return tuple(relatives[:_RELATIVES])
@@ -140,7 +142,9 @@ def _distance(relative: Relative) -> tuple[bool, bool, int, float]:
 
 
 def _unlikeness(relative: Relative) -> float:
-    """How much the values differ: among many shapes, one in another type is the nearest."""
+    """Return how much the values differ. Among candidates of many shapes, a candidate that differs
+    only in its type ranks nearest.
+    """
     return sum(
         1 - SequenceMatcher(None, each.here or "", each.there or "").quick_ratio()
         for each in relative.differences
@@ -153,7 +157,7 @@ def _relative(row: DescribedRow, wanted: Description) -> Relative:
     if row.metadata_header:
         try:
             producer = ArtifactMetadata.from_header(row.metadata_header).producer
-        except InvalidValueError:  # stored by a release with other rules
+        except InvalidValueError:  # a release with other rules stored it
             producer = ""
     return Relative(
         key=row.key.key,

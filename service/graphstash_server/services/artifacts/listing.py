@@ -1,4 +1,4 @@
-"""ListingService: pages of the artifacts of a namespace."""
+"""ListingService: lists the artifacts of a namespace, page by page."""
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,20 +21,20 @@ from graphstash_server.errors import ServerError
 __all__ = ["ListingService"]
 
 _SCANNED: Final = 5000
-"""Artifacts that one call looks through: some milliseconds of the database."""
+"""Maximum artifacts that one call reads: a few milliseconds of the database."""
 
 
 @dataclass(kw_only=True, eq=False)
 class ListingService:
-    """Safe for concurrent calls."""
+    """List artifacts. Safe for concurrent calls."""
 
     database: Database
 
     async def list_artifacts(self, namespace: Namespace, query: ArtifactQuery) -> ArtifactList:
-        """A page of what may be served.
+        """Return a page of artifacts that GET would serve.
 
         Raises:
-            ServerError: 400, when `after` is no `next` of a page in this order.
+            ServerError: 400 if `after` is not the `next` of a page in this order.
         """
         is_newest_first = query.order is ListOrder.NEWEST
         wanted = Wanted(

@@ -1,21 +1,23 @@
 """QuarantineService: withholds artifacts that were reported as wrong until they are reviewed.
 
 A withheld artifact is absent for every reader: no GET, lookup or lease finds it. Its key accepts no
-other artifact; its blob stays as evidence, counts as stored and is not evicted. An administrator
-releases it, or deletes it like any other.
+other artifact. Its blob stays as evidence, counts as stored and is not evicted. An administrator
+releases it, or deletes it like any other artifact.
 
-A report alone proves nothing, or a single writer could disable the cache for all others. It
-withholds an artifact when one of these holds:
+A report alone proves nothing; otherwise a single writer could disable the cache for everyone else.
+A report withholds an artifact if one of these holds:
 
-    the server finds by itself that the blob is no envelope, or the envelope of another key
-    two parties who may write reported the same blob (see `Principal.party`)
-    an administrator of the namespace reported it, who may delete it as well
+- The server itself finds that the blob is not an envelope, or is the envelope of another key.
+- Two parties with write access reported the same blob (see `Principal.party`).
+- The reporter is an administrator of the namespace, who may delete the artifact anyway.
 
-A blob that does not have its digest any more is dropped instead: see `ArtifactService.verify`. The
-report of a caller who may only read is counted and changes nothing, and so does the report that a
-signature is missing or its key unknown: that depends on the keys that the reporter trusts. Another
-server may serve the artifact for two more seconds (`RecentRows`), and an earlier link to S3 stays
-valid for the rest of its 15 minutes.
+If a blob no longer matches its digest, its artifact is dropped instead (see
+`ArtifactService.verify`). A report from a caller with read access only is counted and changes
+nothing. The same holds for a report that a signature is missing or its key unknown, because that
+depends on the keys that the reporter trusts.
+
+Another server may serve the artifact for two more seconds (`RecentRows`). An earlier link to S3
+stays valid for the rest of its 15 minutes.
 """
 
 import logging
@@ -65,14 +67,14 @@ __all__ = ["QuarantineService"]
 _LOGGER = logging.getLogger(__name__)
 
 _MOST: Final = 1000
-"""Artifacts of one list."""
+"""Maximum artifacts of one list."""
 
 _NOTHING: Final = ReportResponse(found=False, withheld=False)
 
 
 @dataclass(kw_only=True, eq=False)
 class QuarantineService:
-    """Withholds, releases and lists artifacts."""
+    """Withhold, release and list artifacts."""
 
     database: Database
     artifacts: ArtifactService
@@ -90,15 +92,15 @@ class QuarantineService:
         may_withhold: bool,
         may_decide: bool = False,
     ) -> ReportResponse:
-        """Handles a report of the blob that is stored under a key.
+        """Handle a report about the blob that is stored under a key.
 
         Args:
-            key: of the artifact.
-            report: what was found.
-            actor: who reports.
-            party: who that is where callers are counted, see `Principal.party`.
-            may_withhold: whether the caller may write.
-            may_decide: whether the caller may delete, so that nobody else has to agree.
+            key: key of the artifact.
+            report: digest of the blob, and the reason.
+            actor: caller that reports.
+            party: identity under which reports are counted, see `Principal.party`.
+            may_withhold: whether the caller has write access.
+            may_decide: whether the caller may delete, so that no second report is needed.
         """
         stored = await find_stored(self.database, key)
         if stored is None or str(stored.digest) != report.digest:
@@ -119,7 +121,7 @@ class QuarantineService:
         self.accounting.count_reported()
         if is_withheld:
             self.artifacts.forget(key)
-        # Neither a caller who may only read nor one who repeats a report may fill the log.
+        # Callers with read access only, and repeated reports, must not fill the log.
         _LOGGER.log(
             logging.WARNING if is_new else logging.DEBUG,
             "%s in %s was reported as %s by %s: %s",
@@ -132,8 +134,9 @@ class QuarantineService:
         return ReportResponse(found=True, withheld=is_withheld)
 
     async def _is_foreign(self, stored: Artifact) -> bool:
-        """Whether the blob is no envelope, or the envelope of another key. Two reads have to say
-        so, because bytes are also damaged on their way from the store.
+        """Whether the blob is not an envelope, or is the envelope of another key.
+
+        Two reads must agree, because bytes may also be damaged on their way from the store.
         """
         for _ in range(2):
             start = await self.artifacts.read_start(stored, most_bytes=MAX_ENVELOPE_HEAD_BYTES)
@@ -151,12 +154,13 @@ class QuarantineService:
         party: str,
         is_agreed: bool,
     ) -> tuple[Artifact | None, bool]:
-        """Withholds an artifact if that is agreed, or if another writer reported the same blob;
-        else it stores the report, so that the next one agrees.
+        """Withhold an artifact if `is_agreed` or if another party reported the same blob.
+
+        Otherwise store the report, so that the next party's report withholds it.
 
         Returns:
-            The artifact as it is then, None when it was replaced or deleted; and whether the report
-            was new.
+            The artifact afterwards (None if it was replaced or deleted), and whether the report was
+            new.
         """
         key, now = stored.key, self.clock()
         async with self.database.writing() as connection:
@@ -175,7 +179,7 @@ class QuarantineService:
             if not is_agreed and earlier is None:
                 return last, True
             if not await withhold_artifact(connection, key, stored.digest, now=now):
-                return None, False  # it was replaced or deleted between two statements
+                return None, False  # the artifact was replaced or deleted between two statements
             also = f", as {earlier} had reported" if not is_agreed else ""
             detail = f"{reason} {stored.digest}{also}"
             record = AuditRecord.of_artifact(now, actor, AuditAction.WITHHOLD, key, detail)
@@ -183,7 +187,7 @@ class QuarantineService:
             return await find_stored(connection, key), True
 
     async def release(self, key: StoredKey, *, actor: Actor) -> bool:
-        """Serves an artifact again and wakes its waiters; False when it was not withheld."""
+        """Serve an artifact again and wake its waiters. Return False if it was not withheld."""
         async with self.database.writing() as connection:
             digest = await release_artifact(connection, key)
             if digest is None:
@@ -197,14 +201,16 @@ class QuarantineService:
         return True
 
     async def delete(self, key: StoredKey, *, actor: Actor) -> bool:
-        """Deletes a withheld artifact; False when it is not withheld."""
+        """Delete a withheld artifact. Return False if it is not withheld."""
         stored = await find_stored(self.database, key)
         if stored is None or stored.withheld_at is None:
             return False
         return await self.artifacts.delete(key, actor=actor)
 
     async def list_withheld(self, namespace: Namespace | None = None) -> WithheldList:
-        """Withheld artifacts, newest report first, of one namespace or of all; at most 1,000."""
+        """Return the withheld artifacts, newest report first, of one namespace or all; at most
+        1,000.
+        """
         async with self.database.reading() as connection:
             rows = await list_reports(connection, namespace=namespace, limit=_MOST)
         return WithheldList(artifacts=tuple(_withheld(row) for row in rows))
@@ -224,7 +230,7 @@ def _withheld(row: ReportRow) -> Withheld:
 
 
 def _producer(metadata_header: str) -> str:
-    """The producer in the metadata; empty when it cannot be read."""
+    """Return the producer in the metadata, or an empty text if it cannot be read."""
     try:
         return ArtifactMetadata.from_header(metadata_header).producer if metadata_header else ""
     except InvalidValueError:
