@@ -1,3 +1,3 @@
-"""Whose artifacts this job uses, and how it signs its own."""
+"""Sign the artifacts that this job publishes, and check the artifacts that it uses."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""What tells that a file of keys or a token has changed."""
+"""Detect that a file of keys or a token file has changed."""
 
 import os
 from pathlib import Path
@@ -7,9 +7,9 @@ __all__ = ["file_stamp"]
 
 
 def file_stamp(path: Path) -> tuple[int, ...]:
-    """What changes when a file is replaced or written; empty if it cannot be read."""
+    """Return values that change when a file is replaced or written, or () if it is unreadable."""
     try:
-        status = os.stat(path)  # noqa: PTH116 - on the way of every hit
+        status = os.stat(path)  # noqa: PTH116 - called on every hit, where Path.stat is too slow
     except OSError:
         return ()
     return status.st_mtime_ns, status.st_ino, status.st_size

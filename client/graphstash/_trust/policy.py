@@ -1,9 +1,9 @@
-"""Signatures: signs the artifacts that this job publishes, and checks those that it uses.
+"""Sign published artifacts and check the signatures of downloaded artifacts.
 
-A signature is over a statement that is built here, from what was asked for and from the bytes that
-came (`graphstash_schema.signature`): moved to another key or another namespace, cut or packed to
-unfold to another size, an artifact does not fit it. It is checked before a decompressor sees a
-byte.
+The signed statement combines what the job requested with the bytes that it received (see
+`graphstash_schema.signature`). A signature therefore fails if an artifact is moved to another key
+or namespace, truncated, or repacked to decompress to another size. The check runs before the
+decompressor reads any byte.
 """
 
 import base64
@@ -25,37 +25,37 @@ __all__ = ["Signatures"]
 
 
 class Signatures:
-    """Signs and checks by the settings of one job; safe for many threads.
+    """Signs and checks artifacts by the settings of one job. Thread-safe.
 
     Args:
         config: policy and keys.
-        secret: returns the secret that marks this user's own artifacts, or None.
+        secret: returns the secret that authenticates this user's own artifacts, or None.
 
     Attributes:
-        policy: which artifacts may be used.
+        policy: which artifacts the job may use.
 
     Raises:
-        ConfigError: on construction, when a file cannot be used or `cryptography` is missing. Then
-            nothing may be fetched: to go on unchecked is not what was asked for.
+        ConfigError: the constructor cannot use a file, or `cryptography` is missing. The caller
+            must then fetch nothing, because the user requested checks.
     """
 
     def __init__(self, config: ClientConfig, *, secret: Callable[[], bytes | None]) -> None:
         self.policy = config.signature_policy
         self._secret = secret
         self._signer = SigningKey.load(config.signing_key) if config.signing_key else None
-        self._trusted: "TrustStore | None" = None  # noqa: UP037 - imported below, or never
+        self._trusted: "TrustStore | None" = None  # noqa: UP037 - imported only if keys are trusted
         if self.policy is not SignaturePolicy.OFF:
             check_available()
             if config.trusted_keys is None:
                 raise ConfigError(
                     f"GRAPHSTASH_SIGNATURES={self.policy} needs GRAPHSTASH_TRUSTED_KEYS"
                 )
-            from graphstash._trust.trusted_keys import TrustStore  # only where keys are trusted
+            from graphstash._trust.trusted_keys import TrustStore  # few jobs need it
 
             self._trusted = TrustStore(config.trusted_keys)
 
     def prove(self, subject: SignedSubject) -> Provenance:
-        """The provenance of an artifact that this job has compiled."""
+        """Return the provenance of an artifact that this job has compiled."""
         signature = code = None
         if self._signer is not None:
             value = self._signer.sign(subject.statement(self._signer.key_id))
@@ -68,14 +68,14 @@ class Signatures:
         return Provenance(signature=signature, code=code)
 
     def check(self, subject: SignedSubject, proof: Provenance) -> bool:
-        """Checks whether an artifact may be used.
+        """Check whether the job may use an artifact.
 
         Returns:
-            True if it is signed by a trusted key or is this user's own; False if it is unsigned and
-            the policy allows that.
+            True if a trusted key signed the artifact or this user compiled it. False if the
+            artifact is unsigned and the policy allows that.
 
         Raises:
-            VerificationError: it may not.
+            VerificationError: the job may not use the artifact.
             LocalTierError: the trusted keys cannot be read now.
         """
         if self._trusted is None:

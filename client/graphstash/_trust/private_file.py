@@ -1,4 +1,4 @@
-"""Files that hold a secret: read only if nobody else may use them."""
+"""Read secret files only if no other user can access them."""
 
 import os
 from pathlib import Path
@@ -12,10 +12,14 @@ _MAX_BYTES: Final = 64 * 1024
 
 
 def read_private(path: Path, what: str) -> bytes:
-    """What a file has, up to 64 KiB; `what` it is to users.
+    """Read up to 64 KiB of a secret file.
+
+    Args:
+        path: path of the file.
+        what: name of the secret in error messages.
 
     Raises:
-        ConfigError: others may read it, too; or it cannot be read.
+        ConfigError: the file cannot be read, or other users can access it.
     """
     try:
         with path.open("rb") as file:
@@ -24,7 +28,7 @@ def read_private(path: Path, what: str) -> bytes:
     except OSError as error:
         raise ConfigError(f"{what} {path}: {error.strerror}") from None
     mode = status.st_mode & 0o777
-    # Root's file that one group reads is how a cluster hands a secret to a container's user.
+    # Allow a group to read root's file: clusters pass secrets to a container's user this way.
     if mode & (0o037 if status.st_uid == 0 else 0o077):
         raise ConfigError(
             f"{what} {path}: others may use it, too (mode {mode:o}): chmod 600 {path}"

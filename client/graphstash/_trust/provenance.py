@@ -1,13 +1,13 @@
-"""Proof: what lies behind an envelope on this host's disk and says why it may be used.
+"""Provenance: a trailer behind an envelope on disk that proves that the job may use it.
 
-    the envelope, as it came
+    envelope   the bytes as received
     JSON       `Provenance`: the publisher's signature, or a code that only this user can make
     4 bytes    length of the JSON, big-endian, at most 4 KiB
     8 bytes    magic "GSPROOF" 0x0a
 
-In one file, so that both appear, are used and go together. What this host has compiled without a
-signing key is told by an HMAC over the same statement that would have been signed; its secret stays
-on this host (`LocalTier.secret`).
+Both parts share one file, so that they appear and disappear together. An artifact compiled on this
+host without a signing key carries an HMAC of the same statement that a key would sign. The HMAC's
+secret never leaves this host (`LocalTier.secret`).
 """
 
 import hashlib
@@ -50,7 +50,7 @@ _NO_KEY: Final = SigningKeyId("0" * 32)
 
 @dataclass(frozen=True, slots=True)
 class SignedSubject:
-    """What is signed: these bytes, under this key, in this namespace."""
+    """What a signature covers: these bytes, under this key, in this namespace."""
 
     namespace: Namespace
     key: ArtifactKey
@@ -58,7 +58,7 @@ class SignedSubject:
     raw_size_bytes: int
 
     def statement(self, key_id: SigningKeyId) -> bytes:
-        """The bytes that a key signs."""
+        """Return the bytes that the signing key signs."""
         return statement_of(
             namespace=self.namespace,
             key=self.key,
@@ -68,19 +68,19 @@ class SignedSubject:
         )
 
     def code(self, secret: bytes) -> str:
-        """What only a user who knows the secret can say of it, 64 hex digits."""
+        """Return the HMAC of the statement as 64 hex digits. Only this user has the secret."""
         return hmac.new(secret, self.statement(_NO_KEY), hashlib.sha256).hexdigest()
 
 
 class Provenance(BaseModel):
-    """Why an envelope may be used, and what it saves; empty when nobody said so.
+    """Proof that the job may use an envelope, and the compile time that a hit saves.
 
     Attributes:
-        signature: its publisher's.
-        code: this user's, of what this host has compiled.
-        compile_seconds: what its compilation took, as its publisher said.
-        sha256: of the envelope, as it came or was made.
-        stored_at: when it was last known to be what its server has, in seconds since 1970.
+        signature: the publisher's signature.
+        code: this user's HMAC, for artifacts that this host has compiled.
+        compile_seconds: compile time that the publisher reported.
+        sha256: digest of the envelope as received or created.
+        stored_at: when the envelope was last known to match the server, in seconds since 1970.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -93,29 +93,29 @@ class Provenance(BaseModel):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to keep."""
+        """Whether all fields have their defaults, so that nothing needs to be stored."""
         return self == Provenance()
 
 
 class BoundedReader:
-    """The first bytes of a file, as if it ended there."""
+    """Reads only the leading bytes of a file, as if the file ended there."""
 
     def __init__(self, file: IO[bytes], size_bytes: int) -> None:
         self._file = file
         self._left = size_bytes
 
     def read(self, size: int = -1) -> bytes:
-        """At most `size` bytes; fewer only at the end."""
+        """Read up to `size` bytes. Only the last read returns fewer bytes."""
         data = self._file.read(self._left if size < 0 else min(size, self._left))
         self._left -= len(data)
         return data
 
 
 def append_provenance(envelope: IO[bytes], proof: Provenance) -> None:
-    """Writes a proof behind an envelope, and everything to the disk's cache.
+    """Append the provenance to an envelope and flush the file's buffer to the kernel.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: writing fails.
     """
     if not proof.is_empty:
         text = proof.model_dump_json(exclude_defaults=True).encode()
@@ -125,12 +125,12 @@ def append_provenance(envelope: IO[bytes], proof: Provenance) -> None:
 
 
 def read_provenance(file: IO[bytes]) -> tuple[Provenance, int]:
-    """The proof behind an envelope, an empty one when there is none, and the envelope's size.
+    """Return the provenance behind an envelope, and the envelope's size.
 
-    The file is at its beginning afterwards.
+    The provenance is empty if there is none or if it is malformed. The file is rewound.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     end = file.seek(0, os.SEEK_END)
     lead = 4 + len(_MAGIC)
@@ -152,11 +152,11 @@ def read_provenance(file: IO[bytes]) -> tuple[Provenance, int]:
 
 
 def open_ours(path: Path) -> IO[bytes]:
-    """Opens a file that nobody else can change while it is checked; never waits.
+    """Open a file that no other user can change during the check. Never block.
 
     Raises:
-        OSError: it is absent, a symbolic link, a pipe or a device, not this user's or root's, or
-            others may write to it.
+        OSError: the file is absent, a symbolic link, a pipe or a device, owned by another user than
+            this one or root, or writable by others.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     file = os.fdopen(os.open(path, flags), "rb")
@@ -169,10 +169,10 @@ def open_ours(path: Path) -> IO[bytes]:
 
 
 def digest_of(file: IO[bytes], size_bytes: int) -> Digest:
-    """The digest of a file's first bytes; the file is at its beginning afterwards.
+    """Return the digest of a file's leading bytes, and rewind the file.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     hasher = DigestHasher()
     part = BoundedReader(file, size_bytes)

@@ -1,6 +1,6 @@
-"""Signing keys: Ed25519 (RFC 8032) by `cryptography`, which is loaded when a key is used.
+"""Ed25519 signing keys (RFC 8032), implemented by `cryptography`, which is imported on first use.
 
-A private key lies in a file of its own, PEM (PKCS #8), that only its owner may read.
+Each private key has its own PEM file (PKCS #8), which only its owner may read.
 """
 
 import base64
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 __all__ = ["SigningKey", "check_available", "is_safe", "is_signed_by"]
 
 _P: Final = 2**255 - 19
-"""The field of edwards25519 (RFC 8032, section 5.1)."""
+"""Prime of the field of edwards25519 (RFC 8032, section 5.1)."""
 _D: Final = -121665 * pow(121666, -1, _P) % _P
-"""Its curve is -x^2 + y^2 = 1 + d x^2 y^2."""
+"""Constant d of the curve -x^2 + y^2 = 1 + d x^2 y^2."""
 
 
 class SigningKey:
-    """A private key.
+    """An Ed25519 private key.
 
     Attributes:
         public: the raw public key, 32 bytes.
@@ -36,24 +36,24 @@ class SigningKey:
 
     @property
     def key_id(self) -> SigningKeyId:
-        """What signatures call it."""
+        """Identifier of the key in signatures."""
         return key_id_of(self.public)
 
     @property
     def public_text(self) -> str:
-        """The public key as `graphstash keys trust` takes it."""
+        """Public key in the format that `graphstash keys trust` accepts."""
         return base64.urlsafe_b64encode(self.public).rstrip(b"=").decode()
 
     def sign(self, statement: bytes) -> bytes:
-        """64 bytes that prove that whoever has this key said so."""
+        """Return the 64-byte signature of a statement."""
         return self._private.sign(statement)
 
     @classmethod
     def generate(cls, path: Path) -> Self:
-        """Makes a key and writes it to a new file.
+        """Create a key and write it to a new file.
 
         Raises:
-            ConfigError: the file is there already, or the disk refuses.
+            ConfigError: the file exists, or writing fails.
         """
         check_available()
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -80,10 +80,10 @@ class SigningKey:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Reads a key from its file.
+        """Read a key from its file.
 
         Raises:
-            ConfigError: others may read it, too; or it is not such a key.
+            ConfigError: other users can access the file, or it holds no unencrypted Ed25519 key.
         """
         check_available()
         from cryptography.exceptions import UnsupportedAlgorithm
@@ -93,7 +93,7 @@ class SigningKey:
         pem = read_private(path, "signing key")
         try:
             private = load_pem_private_key(pem, password=None)
-        except (ValueError, TypeError, UnsupportedAlgorithm):  # an encrypted one is a TypeError
+        except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: the key is encrypted
             private = None
         if not isinstance(private, Ed25519PrivateKey):
             raise ConfigError(
@@ -104,40 +104,40 @@ class SigningKey:
 
 
 def is_signed_by(public: bytes, signature: bytes, statement: bytes) -> bool:
-    """Whether the owner of a public key has signed the statement."""
+    """Return whether the signature of the statement verifies with a public key."""
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
     try:
         Ed25519PublicKey.from_public_bytes(public).verify(signature, statement)
-    except (InvalidSignature, ValueError):  # no point of the curve is a ValueError
+    except (InvalidSignature, ValueError):  # ValueError: the public key is not a point of the curve
         return False
     return True
 
 
 def is_safe(public: bytes) -> bool:
-    """Whether a public key is a point of the curve and not one of the eight of small order.
+    """Return whether a public key is a point of the curve that does not have small order.
 
-    A signature of zeros verifies for those, whatever was signed.
+    For the eight points of small order, a signature of zeros verifies for any statement.
     """
     y = (int.from_bytes(public, "little") & (2**255 - 1)) % _P
-    for doubling in range(3):  # eight times a point of small order is the neutral element, y = 1
+    for doubling in range(3):  # 8 times a point of small order is the neutral element, y = 1
         y_squared = y * y % _P
         x_squared = (y_squared - 1) * pow(_D * y_squared + 1, -1, _P) % _P
         if doubling == 0 and pow(x_squared, (_P - 1) // 2, _P) == _P - 1:
-            return False  # no square, so no point of the curve
+            return False  # x^2 is not a square, so this is not a point of the curve
         y = (y_squared + x_squared) * pow(1 - _D * x_squared * y_squared, -1, _P) % _P
     return y != 1
 
 
 def check_available() -> None:
-    """Makes sure that signatures can be made and checked here.
+    """Check that `cryptography` is installed.
 
     Raises:
         ConfigError: `cryptography` is not installed.
     """
     try:
-        import cryptography.hazmat.primitives.asymmetric.ed25519  # noqa: F401 - whether it is there
+        import cryptography.hazmat.primitives.asymmetric.ed25519  # noqa: F401 - availability test
     except ImportError as error:
         raise ConfigError(
             f"signatures need the package cryptography ({error}): "

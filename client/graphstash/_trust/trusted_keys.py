@@ -1,14 +1,14 @@
-"""Trusted keys: the keys whose signatures are accepted, in which namespaces and until when.
+"""Trusted keys: which signing keys the job accepts, in which namespaces, and until when.
 
-A JSON file, written by `graphstash keys` or by hand, and read again when it changes:
+`graphstash keys` or a person writes this JSON file. The client reads it again when it changes:
 
     {"version": 1,
      "keys": [{"public": "<base64url of 32 bytes>", "name": "ci 2026",
                "namespaces": ["trusted", "ci-*"], "not_after": null}],
      "revoked": [{"key_id": "<32 hex digits>", "reason": "stolen", "at": "2026-05-01T00:00Z"}]}
 
-Rotation: trust the new key beside the old, sign with the new one, then revoke the old one. What a
-revoked key has signed is no longer used, whenever it was signed.
+To rotate keys, trust the new key in addition to the old key, sign with the new key, then revoke the
+old key. Revoking a key rejects all its signatures, including earlier ones.
 """
 
 import base64
@@ -35,7 +35,7 @@ from graphstash_schema import Namespace, NamespacePattern, SigningKeyId, key_id_
 __all__ = ["MAX_KEYS", "RevokedKey", "TrustStore", "TrustedKey", "TrustedKeys"]
 
 MAX_KEYS: Final = 1000
-"""Limit of trusted, and of revoked keys."""
+"""Maximum number of trusted keys, and of revoked keys."""
 
 _MAX_FILE_BYTES: Final = 1024**2
 
@@ -70,16 +70,16 @@ class TrustedKey(_Record):
 
     @property
     def raw(self) -> bytes:
-        """The 32 bytes."""
+        """Raw public key, 32 bytes."""
         return base64.urlsafe_b64decode(self.public + "=")
 
     @property
     def key_id(self) -> SigningKeyId:
-        """The id of the key in signatures."""
+        """Identifier of the key in signatures."""
         return key_id_of(self.raw)
 
     def counts(self, namespace: Namespace, *, at: datetime) -> bool:
-        """Whether its signatures are accepted in a namespace."""
+        """Return whether the key is accepted in a namespace at a point in time."""
         is_current = self.not_after is None or at <= self.not_after
         return is_current and any(pattern.matches(namespace) for pattern in self.namespaces)
 
@@ -93,7 +93,7 @@ class RevokedKey(_Record):
 
 
 class TrustedKeys(_Record):
-    """The content of the file."""
+    """Content of the file of trusted keys."""
 
     version: Literal[1] = 1
     keys: tuple[TrustedKey, ...] = Field(default=(), max_length=MAX_KEYS)
@@ -101,10 +101,10 @@ class TrustedKeys(_Record):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Reads a file.
+        """Read and parse the file.
 
         Raises:
-            ConfigError: it cannot be read or parsed; names the field.
+            ConfigError: the file cannot be read or parsed. The message names the field.
         """
         try:
             with path.open("rb") as file:
@@ -123,17 +123,17 @@ class TrustedKeys(_Record):
             ) from None
 
     def write(self, path: Path) -> None:
-        """Replaces a file atomically.
+        """Replace the file atomically.
 
         Raises:
-            ConfigError: the disk refuses.
+            ConfigError: writing fails.
         """
         text = self.model_dump_json(indent=2) + "\n"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
                 file.write(text)
-            # It holds no secret, and every job of the host may read it.
+            # The file holds no secret, and every job on this host may read it.
             Path(file.name).chmod(0o644)
             Path(file.name).replace(path)
         except OSError as error:
@@ -141,13 +141,13 @@ class TrustedKeys(_Record):
 
 
 class TrustStore:
-    """The file as it is now; safe for many threads.
+    """Current content of the file of trusted keys. Thread-safe.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Raises:
-        ConfigError: on construction, when it cannot be used.
+        ConfigError: the constructor cannot use the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -157,10 +157,10 @@ class TrustStore:
         self._keys = TrustedKeys.read(path)
 
     def now(self) -> TrustedKeys:
-        """What it holds.
+        """Return the content of the file, and read it again if it has changed.
 
         Raises:
-            LocalTierError: it has changed and cannot be used: nothing is trusted meanwhile.
+            LocalTierError: the changed file cannot be used. The job then trusts no key.
         """
         with self._lock:
             stamp = file_stamp(self._path)
@@ -173,18 +173,18 @@ class TrustStore:
             return self._keys
 
     def revoked(self, key_id: SigningKeyId) -> RevokedKey | None:
-        """Whether a key was revoked, and why.
+        """Return the revocation of a key, or None if the key is not revoked.
 
         Raises:
-            LocalTierError: see `now`.
+            LocalTierError: as for `now`.
         """
         return next((each for each in self.now().revoked if each.key_id == key_id), None)
 
     def public_key(self, key_id: SigningKeyId, namespace: Namespace) -> bytes | None:
-        """The key, when its signatures count in the namespace.
+        """Return a trusted key's raw bytes, or None if it is not accepted in the namespace.
 
         Raises:
-            LocalTierError: see `now`.
+            LocalTierError: as for `now`.
         """
         at = datetime.now(UTC)
         for key in self.now().keys:
