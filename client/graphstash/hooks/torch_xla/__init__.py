@@ -1,17 +1,19 @@
-"""The torch_xla hook: fills torch_xla's persistent cache right before a compile, empties it after.
+"""The torch_xla hook: puts artifacts into torch_xla's persistent cache right before a compile.
 
-torch_xla <= 2.7 keeps compiled graphs in a directory, one file per graph. This process gets a
-private one (two processes in one directory read each other's half-written files), and either
+torch_xla <= 2.7 stores compiled graphs in a directory, one file per graph. The hook gives each
+process a private directory, because two processes would read each other's half-written files. It
+serves the directory in one of two modes:
 
-    exact   catches torch_xla's look-up of the file itself: whatever way a step ran (lazy `sync`,
-            `torch_xla.compile`, `torch.compile(backend="openxla")`, `.item()`), exactly the
-            artifact that would be compiled is fetched first; x86-64 Linux
-    hint    predicts the files from the pending graph before a step; works everywhere, costs a few
-            steps until the loop has settled
+    exact   intercepts torch_xla's look-up of a file and fetches exactly the artifact that torch_xla
+            would compile. Covers lazy `sync`, `torch_xla.compile`,
+            `torch.compile(backend="openxla")` and `.item()`. Requires x86-64 Linux.
+    hint    predicts the files from the pending graph before a step. Works on every platform, but
+            delays the first few steps of a loop.
 
-torch_xla 2.8 and 2.9 write such files but cannot load them; there the pjrt hook serves plug-ins.
+torch_xla 2.8 and 2.9 write such files but cannot load them. For these versions, the pjrt hook
+serves devices that are PJRT plug-ins.
 
-Nothing runs in a step whose graph torch_xla has in memory.
+If torch_xla has the graph of a step in memory, neither mode looks anything up.
 """
 
 import atexit
@@ -41,20 +43,20 @@ __all__ = ["TorchXlaHook", "install"]
 _log = logging.getLogger("graphstash")
 
 _CANNOT_LOAD: Final = ("2.8", "2.9")
-"""Their runtime answers UNIMPLEMENTED when an executable is loaded (pytorch/xla#9094)."""
+"""Versions whose runtime returns UNIMPLEMENTED for loading an executable (pytorch/xla#9094)."""
 
 _BUILT_IN: Final = "CPU"
-"""The device whose runtime is inside torch_xla; all others are plug-ins: the pjrt hook's."""
+"""Device whose runtime is part of torch_xla. Other devices are plug-ins, see the pjrt hook."""
 
 _PATH_VARIABLE: Final = "XLA_PERSISTENT_CACHE_PATH"
 _READ_ONLY_VARIABLE: Final = "XLA_PERSISTENT_CACHE_READ_ONLY"
 
 
 def install(cache: CompileCache) -> "TorchXlaHook | None":
-    """Puts the cache into torch_xla; must come before the first computation.
+    """Install the cache in torch_xla. Call it before the first operation on a device.
 
     Returns:
-        The hook, or None when it was not installed; a warning says why.
+        The hook. None if torch_xla cannot use the cache; a warning gives the reason.
     """
     version = str(torch_xla.__version__)
     if version.startswith(_CANNOT_LOAD):
@@ -87,7 +89,7 @@ def install(cache: CompileCache) -> "TorchXlaHook | None":
 
 
 def _has_pending_operations() -> bool:
-    """Whether a graph is under way in any thread; its operations were not observed."""
+    """Return whether torch_xla has recorded operations, in any thread, before the observers ran."""
     extension = torch_xla._XLAC
     return extension._xla_runtime_is_initialized() and any(
         extension._check_device_tensor_need_materialization("")  # on any device
@@ -95,7 +97,7 @@ def _has_pending_operations() -> bool:
 
 
 def _tell_what_is_shared(version: str, *, by_plugin: bool) -> None:
-    """Warns where torch_xla's own cache cannot load and no other hook stands in for it."""
+    """Warn if torch_xla cannot load from its own cache and the pjrt hook does not replace it."""
     device = str(xr.device_type())
     if device == _BUILT_IN:
         _log.warning(
@@ -115,32 +117,37 @@ def _tell_what_is_shared(version: str, *, by_plugin: bool) -> None:
 
 
 class TorchXlaHook:
-    """Owns the private cache directory and the mode that serves it."""
+    """The installed hook: owns the private cache directory and the mode that serves it."""
 
     def __init__(self, cache: CompileCache) -> None:
         self._make_directory()
-        # torch_xla keeps the name for the rest of the process, and a forked child inherits it. As a
-        # descriptor it can be made to mean the child's own directory there.
+        # torch_xla keeps the path until the process ends, and a forked child inherits it. Name the
+        # directory by a descriptor, which the child can redirect to its own directory.
         self._descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
         self._known_as = Path(f"/proc/self/fd/{self._descriptor}")
         _claim(self._known_as)
         self._patches = Patches()
         self._patches.replace(xr, "initialize_cache", _already_initialized)
         self._fingerprints = Fingerprints()
-        for name in ("putenv", "unsetenv"):  # `os.environ` calls them
+        for name in ("putenv", "unsetenv"):  # `os.environ` calls these functions
             self._patches.wrap(os, name, self._observe_before)
         self._mode = self._open(cache)
 
     def close(self) -> None:
-        """Publishes what is finished and takes the hook out.
+        """Publish the finished graphs and remove the hook.
 
-        torch_xla keeps the private directory until the process ends: it cannot be given another.
+        torch_xla uses the private directory until the process ends, because its cache cannot change
+        directories.
         """
         self._mode.close()
         self._patches.undo()
 
     def after_fork(self, cache: CompileCache) -> bool:
-        """Continues in a child that can still start the runtime; others compile by themselves."""
+        """Continue in a forked child.
+
+        Returns:
+            False if the parent had started the runtime: then the child compiles without the cache.
+        """
         if torch_xla._XLAC._xla_runtime_is_initialized():
             return False
         self._make_directory()
@@ -151,7 +158,7 @@ class TorchXlaHook:
         return True
 
     def _observe_before(self, change: Callable[..., None]) -> Callable[..., None]:
-        """Notes the environment as it is before a change: torch_xla may have read it by then."""
+        """Record the environment before each change: torch_xla may have read the old state."""
 
         def changing(*args: Any) -> None:
             try:
@@ -180,7 +187,7 @@ class TorchXlaHook:
     def _make_directory(self) -> None:
         self._owner = os.getpid()
         self._directory = Path(tempfile.mkdtemp(prefix="graphstash-torch_xla-"))
-        # Whatever ends the process with an exit leaves no files; a kill leaves them to the system.
+        # A normal exit removes the files. After a kill, they stay in the temporary directory.
         atexit.register(self._remove_directory)
 
     def _remove_directory(self) -> None:
@@ -189,10 +196,11 @@ class TorchXlaHook:
 
 
 def _claim(directory: Path) -> None:
-    """Makes `directory` the persistent cache of this process, and of this process alone.
+    """Make `directory` the persistent cache of this process only.
 
-    torch_xla takes the directory from the environment when its cache is made. That is brought
-    about here, and the environment is put back, so that no child process shares the directory.
+    torch_xla reads the directory from the environment when it creates its cache. This function
+    triggers the creation and then restores the environment, so that no child process inherits the
+    directory.
     """
     before = {name: os.environ.get(name) for name in (_PATH_VARIABLE, _READ_ONLY_VARIABLE)}
     if before[_PATH_VARIABLE]:
@@ -211,6 +219,6 @@ def _claim(directory: Path) -> None:
 
 
 def _already_initialized(path: str, readonly: bool = False) -> None:  # noqa: FBT001, FBT002
-    """Replaces `xr.initialize_cache`, which would fail the job with an assertion."""
+    """Replace `xr.initialize_cache`, whose assertion would fail in a job that calls it again."""
     del readonly
     _log.warning("graphstash: initialize_cache(%r) is not needed and has no effect", path)

@@ -1,9 +1,11 @@
-"""The Python half of the gate: two threads which answer the stub over a socket pair.
+"""The Python half of the gate: two threads that answer the stub over a socket pair.
 
-A request is one datagram, the sequence number and the path. A reply is the sequence number and one
-byte: `w` (still at work, wait on) or `d` (done, look again). The caller gives up after a while
-without any reply. Replies need a running interpreter, so where Python threads cannot run because
-the lock's owner waits for the very mutex the caller holds, no reply comes and nothing is stuck.
+A request is one datagram with the sequence number and the path. A reply is the sequence number and
+one byte: `w` (still working, keep waiting) or `d` (done, look again).
+
+The caller gives up after a timeout without a reply, which prevents a deadlock: the thread with the
+interpreter lock may wait for the mutex that the caller holds. Then no Python thread can run, no
+reply arrives, and the caller continues.
 """
 
 import logging
@@ -23,35 +25,35 @@ _log = logging.getLogger("graphstash")
 
 _SEQUENCE: Final = struct.Struct("=I")
 _REPLY: Final = struct.Struct("=Ic")
-# How long `stop` waits for a thread or a caller; both leave at once unless an answer is running.
+# Seconds that `stop` waits for a thread or a caller. Both stop at once unless an answer is running.
 _LEAVE_SECONDS: Final = 1.0
 
 
 class Answering:
     """Calls `answer(path)` for every request of the stub that owns `block`.
 
-    Requests are answered in order, one at a time, also those the caller has given up meanwhile.
-    `stop` ends both threads; they are daemons, so a process that ends without it is not held up.
+    A thread answers requests in order, one at a time, even if the caller has given up. `stop` ends
+    both threads. They are daemons, so they do not delay the exit of the process.
 
     Attributes:
-        answer: What to call; may be replaced while no request is open.
+        answer: Function to call. The owner may replace it while no request is open.
     """
 
     def __init__(
         self, block: Block, answer: Callable[[str], None], *, heartbeat_seconds: float
     ) -> None:
-        """Starts the threads and enables the stub.
+        """Start the threads and enable the stub.
 
         Raises:
-            OSError: no socket to be had.
-            RuntimeError: no thread to be had.
+            OSError: The process can open no further sockets.
+            RuntimeError: The process can start no further threads.
         """
         self.answer = answer
         self._block = block
         self._heartbeat_seconds = heartbeat_seconds
         self._owner = os.getpid()
-        self._working: int | None = None  # sequence number; written by the answering thread alone
-        self._work = threading.Event()  # set while there is work, and for ever once all has ended
+        self._working: int | None = None  # sequence number; only the answering thread writes it
+        self._work = threading.Event()  # set during an answer, and for good once `_run` has ended
         self._ended = threading.Event()
         self._near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._far_fd = far.detach()
@@ -66,18 +68,18 @@ class Answering:
             _shut_down(self._near)
             os.close(self._far_fd)
             raise
-        block.busy = 0  # a forked child may have inherited the 1 of a thread it does not have
+        block.busy = 0  # in a forked child, the 1 may belong to a thread of the parent
         block.socket = self._far_fd
         block.owner = self._owner
         block.enabled = 1
 
     def stop(self) -> None:
-        """Lets a waiting caller go and ends the threads; an answer under way is left to finish."""
+        """Release a waiting caller and end the threads. A running answer finishes."""
         self._block.enabled = 0
         if self._owner != os.getpid():
             self._abandon()
             return
-        # Closing alone would not end the pair while a forked child has copies of both ends.
+        # A forked child may hold copies of both ends; then `close` alone keeps the pair connected.
         _shut_down(self._near)
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -85,20 +87,21 @@ class Answering:
         deadline = time.monotonic() + _LEAVE_SECONDS
         while self._block.busy and time.monotonic() < deadline:
             time.sleep(0.001)
-        # A number that a caller still uses must not come to mean another file: rather leave it.
+        # Leak the descriptor if a caller still uses its number: the kernel could reuse the number
+        # for another file.
         if not self._block.busy:
             os.close(self._far_fd)
 
     def _abandon(self) -> None:
-        # In a forked child: the threads are the parent's, and so is the connection. Only our
-        # copies of its ends go.
+        # In a forked child, the threads and the connection belong to the parent. Close only the
+        # child's copies of the two ends; a shutdown would break the parent's connection.
         self._near.close()
         os.close(self._far_fd)
 
     def _run(self) -> None:
-        """The answering thread; ended by `stop`, which shuts the connection down."""
+        """Answer requests until `stop` shuts the connection down."""
         try:
-            # Requests that are still in the queue when `stop` is called are dropped.
+            # `stop` drops the requests that are still queued.
             while (request := self._near.recv(_SEQUENCE.size + PATH_LIMIT)) and self._block.enabled:
                 (sequence,) = _SEQUENCE.unpack_from(request)
                 self._working = sequence
@@ -120,7 +123,7 @@ class Answering:
             self._near.close()
 
     def _beat(self) -> None:
-        """The heartbeat thread; ends after the answering thread."""
+        """Reply "keep waiting" during an answer, until the answering thread has ended."""
         while not self._ended.is_set():
             self._work.wait()
             self._ended.wait(self._heartbeat_seconds)
@@ -129,7 +132,7 @@ class Answering:
                 self._reply(sequence, b"w")
 
     def _reply(self, sequence: int, verdict: bytes) -> None:
-        # Nobody reads while no caller waits: replies would only fill the socket.
+        # If no caller waits, replies would fill the socket, because only callers read it.
         if not self._block.busy or self._ended.is_set():
             return
         try:

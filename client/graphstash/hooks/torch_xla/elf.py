@@ -1,9 +1,11 @@
-"""Where a loaded library keeps the pointer to a function it imports, and how it is replaced.
+"""Find and replace the pointers through which a loaded library calls functions.
 
-Everything is read from memory, as the dynamic loader itself does: `dlinfo` gives the load address
-and the dynamic section, which names the symbol table, its strings and the relocations of the
-procedure linkage table. Layouts: "System V ABI, AMD64 supplement", chapters 4 and 5; the GNU hash
-table: https://sourceware.org/legacy-ml/binutils/2006-10/msg00377.html.
+The module reads the library's ELF tables from memory, as the dynamic loader does. `dlinfo` returns
+the load address and the dynamic section. The dynamic section locates the symbol table, its strings
+and the relocations of the procedure linkage table (PLT).
+
+Layouts: "System V ABI, AMD64 supplement", chapters 4 and 5. GNU hash table:
+https://sourceware.org/legacy-ml/binutils/2006-10/msg00377.html.
 """
 
 import ctypes
@@ -28,7 +30,7 @@ __all__ = [
     "require_x86_64_linux",
 ]
 
-# x86-64, the only machine the gate runs on, has no other base page size.
+# The gate runs only on x86-64, where the base page size is always 4096 bytes.
 PAGE: Final = 4096
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 
@@ -50,30 +52,30 @@ _R_X86_64_JUMP_SLOT: Final = 7
 
 
 class GateUnavailable(RuntimeError):  # noqa: N818 - it names a state, as `queue.Empty` does
-    """The gate cannot be opened in this process; the message says why."""
+    """Calls of a library cannot be intercepted in this process; the message gives the reason."""
 
 
 class _LinkMap(ctypes.Structure):
-    """The public part of glibc's `struct link_map` that is needed here."""
+    """The first fields of glibc's `struct link_map`."""
 
     _fields_ = (("base", ctypes.c_uint64), ("name", ctypes.c_char_p), ("dynamic", ctypes.c_uint64))
 
 
 def require_x86_64_linux() -> None:
-    """Checks that machine code for 64-bit x86 Linux can run here.
+    """Check that this process can run machine code for 64-bit x86 Linux.
 
     Raises:
-        GateUnavailable: it cannot.
+        GateUnavailable: The process runs on another platform, or is a 32-bit process.
     """
     if sys.platform != "linux" or platform.machine() != "x86_64" or sys.maxsize <= 2**32:
         raise GateUnavailable("it needs machine code for 64-bit x86 Linux")
 
 
 def find_slot(library: Path, symbol: str) -> int:
-    """Returns the address of the pointer through which `library` calls the imported `symbol`.
+    """Return the address of the jump slot through which `library` calls the imported `symbol`.
 
     Raises:
-        GateUnavailable: the library is not loaded, or does not import the symbol that way.
+        GateUnavailable: The library is not loaded, or has no jump slot for the symbol.
     """
     link_map = _link_map(library)
     dynamic = _dynamic_section(link_map)
@@ -83,7 +85,8 @@ def find_slot(library: Path, symbol: str) -> int:
     except KeyError as error:
         raise GateUnavailable(f"{library.name} has no dynamic tag {error}") from error
     if index is not None:
-        # A byte search, since torch_xla has 235 000 of them; a hit may also lie across two fields.
+        # torch_xla has 235 000 relocations, so search their bytes instead of unpacking each one.
+        # Skip matches that straddle two fields.
         table = ctypes.string_at(relocations, size)
         wanted = struct.pack("<Q", index << 32 | _R_X86_64_JUMP_SLOT)
         found = table.find(wanted)
@@ -96,10 +99,10 @@ def find_slot(library: Path, symbol: str) -> int:
 
 
 def find_own_slots(library: Path, symbol: str) -> list[int]:
-    """Returns the addresses of the pointers through which `library` calls its function `symbol`.
+    """Return the addresses of the jump slots through which `library` calls its own `symbol`.
 
     Raises:
-        GateUnavailable: the library is not loaded, has no such function, or calls it directly.
+        GateUnavailable: The library is not loaded, has no such function, or calls it directly.
     """
     link_map = _link_map(library)
     try:
@@ -108,7 +111,8 @@ def find_own_slots(library: Path, symbol: str) -> list[int]:
         raise GateUnavailable(f"{library.name} has no {symbol}: a build we do not know") from error
     wanted = struct.pack("<Q", ctypes.cast(function, ctypes.c_void_p).value or 0)
     dynamic = _dynamic_section(link_map)
-    # The slots lie side by side, in the order of their relocations: 235 000 of torch_xla.
+    # The slots are contiguous and ordered like their relocations, so the first and last relocation
+    # bound them. torch_xla has 235 000 slots; unpacking each relocation would be slow.
     count = dynamic.get(_DT_PLTRELSZ, 0) // _RELOCATION.size
     if not count:
         raise GateUnavailable(f"{library.name} has no jump slots: a build we do not know")
@@ -134,10 +138,12 @@ def find_own_slots(library: Path, symbol: str) -> list[int]:
 
 
 def libc_function(symbol: str, version: str) -> int:
-    """Returns the address of glibc's function; `version` also reaches what new links may not use.
+    """Return the address of a glibc function.
+
+    The `version` also selects old symbols that glibc hides from newly linked code.
 
     Raises:
-        GateUnavailable: the C library is not glibc or has no such function.
+        GateUnavailable: The C library is not glibc, or has no such function.
     """
     try:
         libc = ctypes.CDLL("libc.so.6", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
@@ -153,10 +159,10 @@ def libc_function(symbol: str, version: str) -> int:
 
 
 def map_pages(count: int) -> int:
-    """Returns the address of fresh zeroed pages (read, write) which are never unmapped.
+    """Return the address of `count` new zeroed, writable pages, which are never unmapped.
 
     Raises:
-        GateUnavailable: the kernel gives no memory.
+        GateUnavailable: The kernel refuses the mapping.
     """
     call = ctypes.CDLL(None, use_errno=True).mmap
     call.restype = ctypes.c_void_p
@@ -169,10 +175,10 @@ def map_pages(count: int) -> int:
 
 
 def protect(address: int, protection: int) -> None:
-    """Sets the protection of the page that holds `address`.
+    """Set the protection of the page that contains `address`.
 
     Raises:
-        GateUnavailable: the kernel refuses, as hardened ones do for memory that becomes executable.
+        GateUnavailable: The kernel refuses. Hardened kernels refuse to make a page executable.
     """
     call = ctypes.CDLL(None, use_errno=True).mprotect
     call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -181,15 +187,17 @@ def protect(address: int, protection: int) -> None:
 
 
 def read_pointer(address: int) -> int:
-    """Returns the eight bytes at `address`."""
+    """Return the eight bytes at `address` as an unsigned integer."""
     return ctypes.c_uint64.from_address(address).value
 
 
 def replace_pointer(address: int, value: int) -> None:
-    """Stores `value` at the aligned `address` in one move; the page's protection stays as it was.
+    """Store `value` at the aligned `address` with a single write.
+
+    A read-only page is writable during the write and read-only again afterwards.
 
     Raises:
-        GateUnavailable: the page is not mapped, or the kernel refuses to make it writable.
+        GateUnavailable: The page is not mapped, or the kernel refuses to make it writable.
     """
     before = _protection(address)
     if not before & mmap.PROT_WRITE:
@@ -222,16 +230,16 @@ def _dynamic_section(link_map: _LinkMap) -> dict[int, int]:
         tag, value = (ctypes.c_uint64 * 2).from_address(position)
         if tag == _DT_NULL:
             return entries
-        # glibc adds the load address in place, except where the section is read-only.
+        # glibc adds the load address to these entries in place, unless the section is read-only.
         below = tag in addresses and value < link_map.base
         entries[tag] = value + link_map.base if below else value
         position += 16
 
 
 def _import_index(dynamic: dict[int, int], symbol: bytes) -> int | None:
-    # Imported symbols come before those in the GNU hash table, whose second word is the index of
-    # the first of its own: some hundred names to look at instead of several hundred thousand.
-    # The second word of the older table is the number of all symbols.
+    # Imported symbols precede the symbols in the GNU hash table. The table's second word is the
+    # index of its first symbol, so the loop compares hundreds of names, not hundreds of thousands.
+    # In the older hash table, the second word is the number of all symbols.
     table = dynamic.get(_DT_GNU_HASH) or dynamic[_DT_HASH]
     count = ctypes.c_uint32.from_address(table + 4).value
     symbols, strings = dynamic[_DT_SYMTAB], dynamic[_DT_STRTAB]

@@ -1,10 +1,14 @@
-"""Exact mode: torch_xla's own look-up of a graph is where the artifact is fetched.
+"""Exact mode: fetch the artifact of a graph when torch_xla looks the graph up.
 
-The gate announces every file that torch_xla misses in this process's private directory, whichever
-way the step ran. Announced for the first time, a name is a graph about to be compiled: its
-artifact is put there, or the compilation begins. Announced again while it is being compiled, it has
-been compiled and is about to be written; when the file is closed it is published. A graph that
-torch_xla has in memory is not looked up at all: a warm training loop never comes here.
+The gate reports every file that torch_xla does not find in the private directory, for lazy and
+compiled steps alike:
+
+1. At the first report of a name, torch_xla is about to compile the graph. The hook fetches its
+   artifact into the directory, or records that a compilation begins.
+2. At the second report, torch_xla has compiled the graph and is about to write the file. When
+   torch_xla closes the file, the hook publishes it.
+
+torch_xla does not look up a graph that it has in memory, so a warm training loop causes no reports.
 """
 
 import threading
@@ -22,13 +26,18 @@ from graphstash.hooks.torch_xla.written import WrittenFiles, publish_file
 __all__ = ["ExactMode"]
 
 _MAX_REJECTIONS = 2
-"""After so many artifacts that the runtime could not load, and none that it could, fetching is a
-waste of time: this runtime does not load executables back."""
+"""Stop fetching after this many artifacts that the runtime could not load, unless it has loaded
+one. Such a runtime cannot load executables, so each download is wasted."""
 
 
 @dataclass(slots=True)
 class _Running:
-    """A graph between its look-up and its finished file."""
+    """A graph between the first report of its name and its finished file.
+
+    Attributes:
+        announced: Monotonic time of the last report.
+        seconds: Time between the last two reports, which is the compile time.
+    """
 
     compilation: InFlightCompile
     announced: float
@@ -39,15 +48,15 @@ class ExactMode:
     """Serves the look-ups of one private cache directory.
 
     Args:
-        cache: finds artifacts and publishes them.
-        directory: torch_xla's persistent cache, used by this process alone.
-        fingerprints: of this process.
-        known_as: the name of the directory that torch_xla uses.
-        library: the loaded `_XLAC` extension.
+        cache: Cache to fetch artifacts from and to publish to.
+        directory: torch_xla's persistent cache, private to this process.
+        fingerprints: Fingerprints of this process.
+        known_as: Path by which torch_xla opens the directory.
+        library: Path of the loaded `_XLAC` extension.
 
     Raises:
-        GateUnavailable: look-ups cannot be intercepted on this host.
-        OSError: the directory cannot be watched.
+        GateUnavailable: The gate cannot intercept look-ups in this process.
+        OSError: The kernel cannot watch the directory.
     """
 
     def __init__(
@@ -62,7 +71,7 @@ class ExactMode:
         self._cache = cache
         self._directory = directory
         self._fingerprints = fingerprints
-        self._lock = threading.Lock()  # guards the fields below, between the two threads
+        self._lock = threading.Lock()  # guards the fields below: the two callbacks run in threads
         self._running: dict[str, _Running] = {}
         self._delivered: set[str] = set()
         self._loaded = 0
@@ -77,7 +86,7 @@ class ExactMode:
             raise
 
     def close(self) -> None:
-        """Publishes what is finished and leaves torch_xla as it was."""
+        """Publish the finished graphs, close the gate and abandon unfinished compilations."""
         self._gate.close()
         self._written.close()
         self._count_give_ups()
@@ -87,7 +96,7 @@ class ExactMode:
             each.compilation.abandon()
 
     def after_fork(self, cache: CompileCache, directory: Path) -> None:
-        """Goes on in a forked child, with threads, a cache and a directory of its own."""
+        """Continue in a forked child, with the child's cache, directory and new threads."""
         self._cache = cache
         self._directory = directory
         self._lock = threading.Lock()
@@ -95,26 +104,27 @@ class ExactMode:
         self._delivered.clear()
         self._give_ups = 0
         self._gate.reopen_in_child()
-        # The old watch is the parent's, on a descriptor that both hold: it is left alone.
+        # Parent and child share the descriptor of the old watch. Leave that watch to the parent.
         self._written = WrittenFiles(self._directory, self._publish)
 
     def _answer(self, path: str) -> None:
-        """Runs while torch_xla holds the mutex of its cache; see `StatGate`."""
+        """Handle a report of the gate, while torch_xla holds the mutex of its cache."""
         name = Path(path).name
         now = monotonic()
         with self._lock:
             running = self._running.get(name)
             if running is not None:
-                # Compiled, or compiled again after an error: the last stretch is what it took.
+                # torch_xla has compiled the graph, or compiles it again after an error. Either way,
+                # the time since the last report is the best measure of the compile time.
                 running.seconds, running.announced = now - running.announced, now
                 running.compilation.is_compiling = False
                 return
             rejected = self._settle_deliveries(name)
             failed = [each for each in self._running.values() if each.compilation.is_compiling]
         for each in failed:
-            # The compiler started another graph without having finished this one: the job caught
-            # an error. (With several compiling threads it may only be slow; then another host may
-            # compile it as well.)
+            # torch_xla starts another graph before it has finished this one, so the job probably
+            # caught a compile error. If another thread still compiles this graph, abandoning it
+            # only allows another host to compile it too.
             each.compilation.abandon()
         request = self._fingerprints.request(name)
         if why := self._fingerprints.unshared():
@@ -134,17 +144,19 @@ class ExactMode:
                 self._running[name] = _Running(compilation, monotonic())
 
     def _settle_deliveries(self, name: str) -> bool:
-        """Looks back at what was delivered: a new look-up means that it has been read by now.
+        """Update the counts of loaded and rejected artifacts.
+
+        A new look-up shows that torch_xla has read the artifacts delivered so far.
 
         Returns:
-            True when `name` itself was delivered: torch_xla misses it again because it could not
-            load it, and removed it.
+            True if `name` was among them. Then torch_xla could not load the artifact and has
+            removed it, which is why it looks the name up again.
         """
         rejected = name in self._delivered
         self._rejected += rejected
         self._loaded += len(self._delivered) - rejected
         for delivered in self._delivered:
-            # torch_xla keeps the loaded program in memory and asks again if it drops it.
+            # torch_xla has the program in memory. If it drops the program, it looks it up again.
             with suppress(OSError):
                 (self._directory / delivered).unlink()
         self._delivered.clear()
@@ -155,7 +167,7 @@ class ExactMode:
             running = self._running.pop(name, None)
         self._count_give_ups()
         if running is None:
-            return  # rejected, or fetching was given up: nothing to publish
+            return  # torch_xla rejected the artifact, or fetching has stopped: nothing to publish
         publish_file(
             self._directory / name,
             running.compilation,

@@ -1,14 +1,16 @@
-"""What torch_xla's own key leaves out: the parts of an executable's fingerprint.
+"""The parts of an executable's fingerprint, including what torch_xla's own key omits.
 
 torch_xla names a graph by a 128-bit hash of its nodes, its git revisions, the `--xla*` tokens of
-two environment variables and the serialized topology. Other things make another program under the
-same name (measured on 2.7): the matmul precision, `XLA_STABLEHLO_COMPILE`, the parameter-wrapping
-threshold, a flag file, the libtpu version, another build of the library, and attributes of some
-operations (`omitted`). They are parts here, and so is whatever decides which CPU can run the
-machine code, because the loader checks nothing.
+two environment variables and the serialized topology. Measurements on 2.7 show that other inputs
+change the program but not the name: the matmul precision, `XLA_STABLEHLO_COMPILE`, the
+parameter-wrapping threshold, a flag file, the libtpu version, another build of the library, and
+attributes of some operations (see `omitted`).
 
-Nothing here computes on a device or creates a tensor: it runs while a training thread is in the
-middle of a step.
+The fingerprint contains all of these. It also contains the CPU features that the machine code
+needs, because torch_xla loads machine code without checking the CPU.
+
+A training thread is in the middle of a step when this code runs. Therefore the code neither
+computes on a device nor creates a tensor.
 """
 
 import ctypes
@@ -46,16 +48,16 @@ _PRECISION: Final = "_ZN9torch_xla10XlaHelpers19s_mat_mul_precisionE"
 
 
 class Fingerprints:
-    """Turns torch_xla's name of a graph into the key of its artifact.
+    """Maps torch_xla's name of a graph to the key of its artifact.
 
-    The parts that hold for the whole process are read once, on first use. All states of the
-    environment count: torch_xla reads some variables when its runtime starts, and others
-    (`XLA_RNG_BIT_GENERATOR`) when it lowers the first graph that needs them. It lowers a graph
-    right after looking it up.
+    The parts that are constant for the process are read once, at first use. The environment counts
+    with all its states: torch_xla reads some variables when its runtime starts. It reads others,
+    such as `XLA_RNG_BIT_GENERATOR`, when it lowers the first graph that needs them, which is right
+    after the look-up of that graph.
 
     Raises:
-        GateUnavailable: operations cannot be observed in this build, or on this host.
-        ValueError: this build does not let the matmul precision be read.
+        GateUnavailable: Operations cannot be observed in this build or on this host.
+        ValueError: This build does not export the matmul precision.
     """
 
     def __init__(self) -> None:
@@ -64,16 +66,16 @@ class Fingerprints:
         self._device_type: DeviceType | None = None
         self._environment = EnvironmentStates()
         self.observe_environment()
-        # 2.7 has a setter and no getter in Python; the variable itself is exported.
+        # torch_xla 2.7 has a setter but no getter in Python. The library exports the variable.
         self._precision = ctypes.c_int.in_dll(ctypes.CDLL(torch_xla._XLAC.__file__), _PRECISION)
 
     def observe_environment(self) -> None:
-        """Note the environment's state, before it changes and at look-ups."""
+        """Record the state of the environment. Call it before each change and at look-ups."""
         has_started = torch_xla._XLAC._xla_runtime_is_initialized()
         self._environment.observe(has_started=has_started)
 
     def request(self, name: str) -> CompileRequest:
-        """What is looked up for the graph that torch_xla calls `name`."""
+        """Return the request for the graph that torch_xla calls `name`."""
         if self._device_type is None:
             self._device_type = _device_type()
         return CompileRequest.of(
@@ -85,7 +87,7 @@ class Fingerprints:
         )
 
     def unshared(self) -> str:
-        """Why graphs of this process are not shared; empty when they are."""
+        """Return why the hook must not share graphs of this process, or an empty string."""
         mixed = [name for name, value in self._omitted.values().items() if not value]
         if not mixed:
             return ""
@@ -95,7 +97,7 @@ class Fingerprints:
         )
 
     def parts(self, name: str) -> dict[str, str]:
-        """Everything that the key of `name` is made of."""
+        """Return the parts of the key of the graph `name`."""
         if self._process_parts is None:
             self._process_parts = _process_parts()
         self.observe_environment()
@@ -109,9 +111,10 @@ class Fingerprints:
 
 
 def _compiling_line() -> str:
-    """The user's line that makes torch_xla compile: where the main thread is.
+    """Return the line of user code that the main thread executes, which likely compiles.
 
-    In exact mode another thread asks, while the one that compiles waits inside torch_xla.
+    In exact mode, another thread calls this function while the compiling thread waits inside
+    torch_xla.
     """
     return user_line(sys._current_frames().get(threading.main_thread().ident or 0))
 
@@ -138,7 +141,7 @@ def _process_parts() -> dict[str, str]:
 
 
 def _library_hash() -> str:
-    """The hash of the binary as the wheel records it: reading 400 MB again is not needed."""
+    """Return the hash that the wheel records for the extension, to avoid reading its 400 MB."""
     return " ".join(
         str(file.hash.value)
         for file in metadata.files("torch_xla") or ()
@@ -147,7 +150,7 @@ def _library_hash() -> str:
 
 
 def _libtpu_hash() -> str:
-    """Size, beginning and end of the libtpu that is loaded, wherever it lies."""
+    """Return a sample (size, beginning and end) of the libtpu that this process has loaded."""
     for line in Path("/proc/self/maps").read_text("utf-8").splitlines():
         if line.endswith("libtpu.so"):
             return sample_of(Path(line.split(maxsplit=5)[5]))

@@ -1,14 +1,15 @@
-"""A gate in torch_xla's way to its cache directory: each look-up of a missing file is announced.
+"""A gate between torch_xla and its cache directory, which reports each look-up of a missing file.
 
 torch_xla's persistent cache calls `stat` for an executable's file once before it compiles and once
-after. `StatGate` takes the place of that call in one library, for the files below one directory:
-it calls `answer(path)` in a thread of ours, and the file may be there when `answer` returns.
+after. `StatGate` replaces that call in one library, for the files below one directory. If the file
+is missing, the gate calls `answer(path)` in its own thread and then repeats the look-up. `answer`
+may create the file.
 
     torch_xla --jump slot--> stub (native, `stub`) --socket--> threads (`answering`) --> answer
                                |  real __xstat before and after
 
-How the pointer is found and replaced: `elf`. Everything that can be wrong is
-checked before the slot is changed; a gate that does not open leaves the process as it was.
+`elf` finds and replaces the pointer. The gate tests itself before it changes the slot. If `open`
+raises, torch_xla still calls `stat` directly.
 """
 
 import ctypes
@@ -32,26 +33,26 @@ from graphstash.hooks.torch_xla.stub import PATH_LIMIT, Stub
 
 __all__ = ["GateUnavailable", "StatGate"]
 
-# What `stat` is in a library built against glibc older than 2.33, as torch_xla's wheels are:
+# torch_xla's wheels are built against a glibc older than 2.33, where `stat` calls
 # `int __xstat(int version, const char *path, struct stat *buffer)`.
 _SYMBOL: Final = "__xstat"
 _SYMBOL_VERSION: Final = "GLIBC_2.2.5"
 _STAT_VERSION: Final = 1  # _STAT_VER_LINUX of <bits/stat.h> on x86-64
 _STAT_BYTES: Final = 144  # sizeof(struct stat) there
 
-# Several replies per patience, so that one late thread switch does not end the wait.
+# Send several heartbeats per timeout, so that one late thread switch does not end the wait.
 _HEARTBEATS_PER_LIVENESS: Final = 5
 
 
 class StatGate:
-    """Asks `answer` whenever a library misses a file whose path begins with `prefix`.
+    """Calls `answer` whenever a library looks up a missing file whose path begins with `prefix`.
 
-    The missing thread holds torch_xla's cache mutex while `answer` runs. So `answer` needs a
-    deadline of its own, and must not wait for a thread that may be inside torch_xla. If Python
-    cannot run for `liveness_seconds`, the caller continues without an answer (`give_ups`).
+    The calling thread holds torch_xla's cache mutex while `answer` runs. Therefore `answer` needs a
+    deadline, and must not wait for a thread that may be inside torch_xla. If Python threads cannot
+    run for `liveness_seconds`, the caller continues without an answer (`give_ups`).
 
-    Not for use by several threads at once. Opening and closing are the owner's; `answer` runs in
-    the gate's own thread, one call at a time, and what it raises is logged and goes no further.
+    The gate runs `answer` in its own thread, one call at a time, and logs its exceptions. The other
+    methods are not thread-safe.
     """
 
     def __init__(
@@ -62,17 +63,19 @@ class StatGate:
         *,
         liveness_seconds: float = 3.0,
     ) -> None:
-        """Prepares; nothing is changed before `open`.
+        """Check the arguments. `open` installs the gate.
 
         Args:
-            library: The loaded shared object whose calls are caught.
-            prefix: What the paths begin with, normally a private directory and its slash. `open`
-                makes and removes one file there.
-            answer: Called with the path of the missing file; may create it, may take minutes.
-            liveness_seconds: How long a caller waits without a sign of life from Python.
+            library: Path of the loaded shared object whose calls the gate intercepts.
+            prefix: Beginning of the paths, normally a private directory and a slash. `open` creates
+                and removes one file there.
+            answer: Called with the path of the missing file. It may create the file and may take
+                minutes.
+            liveness_seconds: Seconds that a caller waits for each reply from Python. Default: 3.
 
         Raises:
-            ValueError: the prefix is empty or longer than a path can be, or the time not positive.
+            ValueError: The prefix is empty, contains a NUL or is too long for a path, or
+                `liveness_seconds` is not positive.
         """
         self._library = library
         self._prefix = os.fsencode(prefix)
@@ -88,19 +91,19 @@ class StatGate:
 
     @property
     def requests(self) -> int:
-        """How many times the library missed a file and asked, in this process."""
+        """Number of requests that the library has sent in this process, one per missing file."""
         return 0 if self._stub is None else int(self._stub.block.sequence)
 
     @property
     def give_ups(self) -> int:
-        """How many of its callers went on without an answer, in this process."""
+        """Number of callers in this process that continued without an answer."""
         return 0 if self._stub is None else int(self._stub.block.give_ups)
 
     def open(self) -> None:
-        """Puts the gate in place; does nothing if it is open.
+        """Install the gate, unless it is open.
 
         Raises:
-            GateUnavailable: it cannot work here; the message says why.
+            GateUnavailable: The gate cannot work in this process. The message gives the reason.
         """
         if self._answering is not None:
             return
@@ -120,26 +123,28 @@ class StatGate:
         self._stub, self._answering, self._slot = stub, answering, slot
 
     def close(self) -> None:
-        """Restores the slot and ends the threads; does nothing if the gate is not open.
+        """Restore the slot and end the threads, unless the gate is closed.
 
-        A caller that is waiting continues without an answer. The counters keep their values.
+        A waiting caller continues without an answer. The counters keep their values.
         """
         if self._stub is None or self._answering is None:
             return
-        # Whoever came after us points to the stub, which from now on only passes calls on.
+        # If another tool has replaced the slot since `open`, leave its pointer. That tool may still
+        # call the stub, which then only calls the real function.
         if read_pointer(self._slot) == self._stub.address:
             replace_pointer(self._slot, self._stub.block.real)
         self._answering.stop()
         self._answering = None
 
     def reopen_in_child(self) -> None:
-        """Gives a forked child, where the stub only passes calls on, threads of its own.
+        """Start answering threads in a forked child and reset its counters.
 
-        To be called in the child, which inherits the changed slot; the counters begin again.
-        Does nothing if the gate was not open.
+        The child inherits the changed slot, but its stub only calls the real function until this
+        method runs. If the gate is not open, the method does nothing.
 
         Raises:
-            GateUnavailable: there is no socket or thread; the stub keeps passing calls on.
+            GateUnavailable: The child can open no socket or start no thread. Its stub keeps calling
+                only the real function.
         """
         if self._stub is None or self._answering is None:
             return
@@ -156,7 +161,7 @@ class StatGate:
 
 
 def _self_test(stub: Stub, answering: Answering) -> None:
-    # A foreign call through ctypes leaves the interpreter to the threads, as torch_xla's do.
+    # ctypes releases the interpreter lock during the call, so that the answering thread can run.
     call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p)(
         stub.address
     )

@@ -1,14 +1,17 @@
-"""Hint mode: where torch_xla's look-ups cannot be caught, its files are predicted.
+"""Hint mode: predict torch_xla's files on hosts where its look-ups cannot be intercepted.
 
-A dynamo graph announces itself: `_get_graph_hash` before `_xla_warm_up_cache` is the file's name.
-A lazy step does not: its name mixes in buffer donors that no binding shows. There the StableHLO
-of everything pending is hashed into a hint, and a small artifact under the hint says which files
-the earlier run compiled. A wrong hint costs bandwidth, never correctness, because torch_xla still
-looks the name up itself. The lease on the hint keeps a herd from compiling the same step.
+For a dynamo graph, `_get_graph_hash` returns the file's name before `_xla_warm_up_cache` compiles
+the graph. The name of a lazy step depends on buffer donors, which no Python binding exposes.
+Therefore the hook hashes the StableHLO of all pending operations. This hash is the hint. A small
+artifact under the hint lists the files that an earlier run compiled at this step.
 
-Lowering the pending graph costs 0.1 to 0.8 s, so it is done only until the loop has settled: after
-a few steps without a new graph, a step costs one `stat` of the directory, about 2 microseconds.
-(torch_xla's counters would tell as well, but extracting a dynamo graph clears them.)
+A wrong hint costs bandwidth but never correctness, because torch_xla still looks up the exact name.
+The lease on the hint prevents many jobs from compiling the same step at once.
+
+Lowering the pending graph takes 0.1 to 0.8 s, so the hook predicts only until the loop has settled.
+After a few steps without a new graph, it only compares the directory's `stat` at each step, which
+takes about 2 microseconds. torch_xla's counters cannot replace this check, because extracting a
+dynamo graph clears them.
 """
 
 import hashlib
@@ -38,15 +41,15 @@ _LAZY_SEAMS: Final = ("_xla_sync_multi", "_xla_step_marker")
 _DYNAMO_SEAM: Final = "_xla_warm_up_cache"
 
 _MAX_NAMES: Final = 1000
-"""Graphs of one hint: each is a look-up, and a step has a few."""
+"""Maximum number of graphs in a hint. A step has a few, and each graph costs a look-up."""
 
 _SETTLED_STEPS: Final = 3
-"""So many steps without a new graph end the predictions, until a new graph appears."""
+"""Number of steps without a new graph that stop the predictions, until a new graph appears."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """What is known of a call before it is made."""
+    """State that a wrapper carries from before a compiling call to after it."""
 
     compilation: InFlightCompile | None
     name: str = ""
@@ -54,13 +57,13 @@ class _Pending:
 
 
 class HintMode:
-    """Wraps the three calls that compile; serves one private cache directory."""
+    """Wraps the three functions that compile, and serves one private cache directory."""
 
     def __init__(self, cache: CompileCache, directory: Path, fingerprints: Fingerprints) -> None:
         self._directory = directory
         self._fingerprints = fingerprints
-        self._known: set[str] = set()  # graphs that were fetched or compiled
-        self._asked: set[str] = set()  # hints that were looked up
+        self._known: set[str] = set()  # graphs that this process has fetched or compiled
+        self._asked: set[str] = set()  # hints that this process has looked up
         self._quiet_steps = 0
         self._patches = Patches()
         self._use(cache)
@@ -69,18 +72,18 @@ class HintMode:
         self._wrap(_DYNAMO_SEAM, self._before_dynamo, self._after_dynamo)
 
     def close(self) -> None:
-        """Puts the original calls back."""
+        """Restore the original functions and abandon the unfinished hints."""
         self._patches.undo()
-        self._hints.abandon_unfinished()  # the session has yet to wait for uploads
+        self._hints.abandon_unfinished()  # does not drain uploads; the session does so later
 
     def after_fork(self, cache: CompileCache, directory: Path) -> None:
-        """Continues in a forked child with a cache and a directory of its own."""
+        """Continue in a forked child, with the child's cache and directory."""
         self._directory = directory
         self._use(cache)
 
     def _use(self, cache: CompileCache) -> None:
         self._cache = cache
-        # Finding a hint is neither a hit nor a miss: those are counted per compiled graph.
+        # Hits and misses count compiled graphs, so the look-up of a hint counts as neither.
         self._hints = CompileCache(
             cache.stash, counters=_FallbacksOnly(cache.counters), publisher=cache.publisher
         )
@@ -105,7 +108,7 @@ class HintMode:
         self._patches.replace(torch_xla._XLAC, name, seam)
 
     def _guarded(self, work: Callable[..., _Pending | None], *args: Any) -> _Pending | None:
-        """The hook's outermost frame: none of our exceptions reaches a training step."""
+        """Run `work` and count its exceptions as fallbacks; none may reach a training step."""
         try:
             return work(*args)
         except Exception as error:  # noqa: BLE001 - see above
@@ -113,10 +116,10 @@ class HintMode:
             return None
 
     def _before_dynamo(self, args: tuple[Any, ...]) -> _Pending | None:
-        """The name is known exactly before the compile."""
+        """Fetch the graph or begin its compilation; its exact name is available beforehand."""
         try:
             raw = torch_xla._XLAC._get_graph_hash(list(args[0]))
-        except RuntimeError:  # not all inputs are on the device: torch_xla will say so itself
+        except RuntimeError:  # some inputs are not on the device; torch_xla raises its own error
             return None
         name = str(int.from_bytes(raw, "little"))
         if name in self._known:
@@ -153,12 +156,17 @@ class HintMode:
             pending.compilation.abandon()
 
     def _fetch_hinted(self) -> InFlightCompile | None:
-        """Fetches what the hint names, or begins to find out what it should name."""
+        """Fetch the files that the hint lists, or begin a compilation of the hint itself.
+
+        Returns:
+            The compilation of the hint, to be published with the names of the new files. None if
+            the hint exists or this process has looked it up before.
+        """
         pending = torch_xla._XLAC._get_stablehlo([], "", [], True)
         text = pending if isinstance(pending, bytes) else str(pending).encode()
         hint = "hint-" + hashlib.sha256(text).hexdigest()
         if hint in self._asked:
-            return None  # a step like one before: in memory, or its own upload is under way
+            return None  # a repeated step: its graphs are in memory, or their upload is running
         self._asked.add(hint)
         with tempfile.TemporaryDirectory(
             prefix="graphstash-", ignore_cleanup_errors=True
@@ -177,7 +185,7 @@ class HintMode:
         return None
 
     def _shared(self, name: str) -> CompileRequest | None:
-        """The request for a graph; None, and counted, if graphs of this process are not shared."""
+        """Return the request for a graph, or count a refusal and return None if it is unshared."""
         request = self._fingerprints.request(name)
         if why := self._fingerprints.unshared():
             self._cache.refuse(request, why)
@@ -185,7 +193,7 @@ class HintMode:
         return request
 
     def _changed_at(self) -> int:
-        """Moves when a file was made or removed in the directory."""
+        """Return the directory's mtime in ns, which changes when a file is created or removed."""
         return self._directory.stat().st_mtime_ns
 
     def _new_names(self) -> list[str]:
@@ -199,7 +207,7 @@ class HintMode:
         with tempfile.NamedTemporaryFile(prefix="graphstash-", delete=False) as file:
             path = Path(file.name)
             file.write(json.dumps(names).encode())
-        # Uploads keep their order: a job that finds the hint finds what it names.
+        # The publisher keeps the order of uploads, so a job that finds the hint finds its files.
         hint.publish(
             path,
             compile_seconds=0.0,
@@ -208,7 +216,7 @@ class HintMode:
 
 
 class _FallbacksOnly(Counters):
-    """Passes fallbacks on; nobody looks at what else it counts."""
+    """Forwards fallbacks to the main counters, and discards all other counts."""
 
     def __init__(self, main: Counters) -> None:
         super().__init__()

@@ -1,24 +1,21 @@
-"""Native observers of calls: what values the arguments of a function had in this process.
+"""Native observers, which record the argument values of a function in this process.
 
-A library calls its own functions through pointers too, so that they can be replaced. An observer
-takes the place of one, notes arguments, and jumps to the function: it needs no interpreter, no
-lock and no stack, so exceptions pass and nothing can wait for it. For each argument it does
-
-    ones  |= value          # atomically
-    zeros |= ~value
-
-When all calls had one value, `zeros` is the complement of `ones`; otherwise the two overlap. An
-argument can also be added up instead. In C:
+A library calls even its own exported functions through pointers. An observer replaces these
+pointers with its own machine code. The code records the arguments and jumps to the function. It
+uses no interpreter, lock or stack, so it never blocks and C++ exceptions pass through. In C:
 
     void observer(...) {
-        ones |= argument; zeros |= ~argument;   // for each argument that is compared
-        sum += argument;                        // for each one that is added up
+        ones |= argument; zeros |= ~argument;   // for each compared argument, atomically
+        sum += argument;                        // for each added argument, atomically
         called = 1;
         goto *real;
     }
 
-The code uses only registers that no caller keeps values in. The code page is never writable while
-it can run.
+If all calls passed the same value, `zeros` is the complement of `ones`. If two calls differed, the
+two words overlap.
+
+The code uses only registers in which callers keep no values. Its page is never writable while it
+can run.
 """
 
 import ctypes
@@ -43,8 +40,8 @@ __all__ = ["ADDED", "COMPARED", "FINISH", "Argument", "Observation", "Observer"]
 
 _WORD: Final = 8
 
-# Machine code and the assembly it comes from (GNU as, Intel syntax), after which four bytes follow:
-# the distance of a variable from the end of the instruction.
+# Machine code and its assembly (GNU as, Intel syntax). `_append` completes each instruction that
+# names a {variable}: it adds four bytes, the variable's distance from the end of the instruction.
 COMPARED: Final = (
     ("f0 48 09 05", "lock or [rip + {ones}], rax"),
     ("48 f7 d0", "not rax"),
@@ -61,13 +58,13 @@ FINISH: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One argument of a function, or a part of it.
+    """An argument of a function, or a part of an argument.
 
     Attributes:
-        name: for people.
-        code: machine code that loads it into `rax`, and may use no other register.
-        assembly: what `code` comes from, in instructions that are separated by semicolons.
-        is_added: whether its values are added up instead of compared.
+        name: Name for readers of the code.
+        code: Machine code that loads the argument into `rax` and changes no other register.
+        assembly: Assembly source of `code`; semicolons separate the instructions.
+        is_added: Whether the observer adds the values instead of comparing them.
     """
 
     name: str
@@ -78,11 +75,11 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What an observer has noted.
+    """The record of an observer.
 
     Attributes:
-        called: whether the function was called.
-        values: of each argument, as an unsigned number; None if calls differ in it.
+        called: Whether the function was called.
+        values: The value of each argument as an unsigned number, or None if calls differed in it.
     """
 
     called: bool
@@ -90,15 +87,16 @@ class Observation:
 
 
 class Observer:
-    """Observes one function of one library, until the process ends.
+    """Observes one function of one library until the process ends.
 
     Args:
-        library: the loaded library.
-        symbol: the function, which the library exports and calls through a pointer.
-        arguments: that are noted.
+        library: Path of the loaded library.
+        symbol: A function that the library exports and calls through a pointer.
+        arguments: Arguments to record.
 
     Raises:
-        GateUnavailable: the function or its pointer is not there, or the kernel refuses.
+        GateUnavailable: The library has no such function or pointer, the platform is not 64-bit
+            x86 Linux, or the kernel refuses the memory.
     """
 
     def __init__(self, library: Path, symbol: str, arguments: Sequence[Argument]) -> None:
@@ -117,7 +115,7 @@ class Observer:
             replace_pointer(slot, code)
 
     def observation(self) -> Observation:
-        """Return what was noted so far."""
+        """Return the values recorded so far."""
         values = []
         for position, argument in enumerate(self._arguments):
             ones, zeros = (self._variable(position, part) for part in (0, 1))

@@ -1,16 +1,20 @@
-"""Attributes that torch_xla leaves out of the name of a graph.
+"""Operations with attributes that torch_xla omits from the name of a graph.
 
-torch_xla names a graph by the hashes of its operations. Those below hash their operands, but not
-an attribute that the graph is lowered with: `celu` with alpha 1 and with alpha 2 have one name. In
-one process torch_xla itself runs the first graph for both; a shared cache would also give a job
-with one value the graph of a job with the other. Therefore each such operation is observed where
-torch_xla makes its nodes (`observer`), whichever way a step runs. If an attribute had one value in
-this process, every graph was made with it, and the value is in the key. If it had several, a name
-no longer says which one a graph holds, and further graphs are not shared.
+torch_xla names a graph by the hashes of its operations. The operations below hash their operands,
+but not an attribute that their lowering uses. For example, `celu` with alpha 1 and `celu` with
+alpha 2 give a graph the same name.
 
-The list was read in the sources of 2.7: every `XlaNode`, and every `GenericOp` whose lowering
-captures something, was compared with what it hashes. A test compares names with lowered programs
-of torch's operations.
+Within one process, torch_xla runs the first such graph in place of both. A shared cache would also
+give a job with one value the graph of a job with another value. Therefore `observer` records the
+attribute wherever torch_xla creates a node of the operation, in lazy and compiled steps alike:
+
+- If the attribute had one value in this process, all graphs contain that value. It joins the key.
+- If it had several values, a name does not determine the value in its graph. From then on, the hook
+  does not share the graphs of this process.
+
+The list comes from the sources of torch_xla 2.7. We compared the hash of every `XlaNode`, and of
+every `GenericOp` whose lowering captures a value, with the inputs of its lowering. A test compares
+the names and the lowered programs of torch's operations.
 """
 
 import struct
@@ -35,15 +39,16 @@ _STRING: Final = "RKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE"
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """An operation of torch_xla whose hash lacks something.
+    """An operation of torch_xla whose hash omits an attribute.
 
     Attributes:
-        name: in torch.
-        symbols: functions of the extension that make its nodes.
-        arguments: what they are observed for; the same for each.
-        describe: words for the values of the arguments, in order; None if no key can cover them.
-        usual: the words for values that almost all programs use. They stand for no call as well: a
-            process that made no such node compiled none.
+        name: The operation's name in torch, followed by the omitted attributes.
+        symbols: Functions of the extension that create the operation's nodes.
+        arguments: Arguments to observe in each of these functions.
+        describe: Returns a text for the values of the arguments, in order. Returns None if no key
+            can cover them.
+        usual: The text for the values that almost all programs use. A process that never calls the
+            operation has the same key as a process that uses these values.
     """
 
     name: str
@@ -54,7 +59,7 @@ class Operation:
 
 
 def _scalar(name: str, tag: str, value: str, register: str) -> tuple[Argument, Argument]:
-    """A `c10::Scalar` that is passed by reference: the number of its type, and its value."""
+    """Observe the type number and the value of a `c10::Scalar` that is passed by reference."""
     return (
         Argument(f"{name}'s type", tag, f"mov eax, [{register}]"),
         Argument(name, value, f"mov rax, [{register} + 16]"),
@@ -68,7 +73,7 @@ def _scalars(values: Sequence[int]) -> str | None:
             words.append(repr(_float(value)))
         elif tag in (1, 4):  # integers and booleans
             words.append(str(_signed(value)))
-        else:  # complex and symbolic numbers, which have more than one word
+        else:  # complex and symbolic numbers occupy more than one word
             return None
     return " ".join(words)
 
@@ -100,11 +105,11 @@ def _divisor(values: Sequence[int]) -> str:
 
 
 def _never(_values: Sequence[int]) -> None:
-    """For operations that lack more than numbers."""
+    """Describe an operation whose omitted attributes are not numbers, so no key can cover it."""
 
 
 _SECOND: Final = Argument("second integer", "48 89 d0", "mov rax, rdx")
-"""Where the first argument is an object, the result's address comes before it."""
+"""The second integer argument. It is in `rdx`, because `rdi` holds the address of the result."""
 
 OPERATIONS: Final = (
     Operation(
@@ -146,7 +151,7 @@ OPERATIONS: Final = (
     Operation(
         "avg_pool (divisor_override)",
         (f"_ZN9torch_xla9AvgPoolNdC1E{_VALUE}lSt6vectorIlSaIlEES8_S8_bbSt8optionalIiE",),
-        (  # the integer is not initialized if there is none
+        (  # the mask hides the uninitialized integer of an empty optional
             Argument("is given", "0f b6 44 24 1c", "movzx eax, byte ptr [rsp + 28]"),
             Argument(
                 "divisor_override",
@@ -243,7 +248,7 @@ OPERATIONS: Final = (
     ),
     Operation(
         "cat (dtype of empty tensors)",
-        (  # what it is given, and what of it becomes an operand
+        (  # the tensors that `cat` receives, and the tensors that become operands
             (
                 "_ZN9torch_xla14tensor_methods3catEN4absl12lts_202308024SpanIKN3c1013intrusive_ptrINS_"
                 "9XLATensorENS4_6detail34intrusive_target_default_null_typeIS6_EEEEEElNS4_10ScalarTypeE"
@@ -258,13 +263,13 @@ OPERATIONS: Final = (
 
 
 class OmittedAttributes:
-    """What graphs of this process were lowered with, beyond their names.
+    """Values of the omitted attributes in the graphs of this process.
 
     Args:
-        library: torch_xla's extension.
+        library: Path of torch_xla's extension.
 
     Raises:
-        GateUnavailable: an operation cannot be observed in this build, or on this host.
+        GateUnavailable: An operation cannot be observed in this build or on this host.
     """
 
     def __init__(self, library: Path) -> None:
@@ -274,7 +279,10 @@ class OmittedAttributes:
         ]
 
     def values(self) -> dict[str, str]:
-        """Return the unusual values by operation; empty if no key can cover them."""
+        """Return the unusual values by operation name.
+
+        The value is empty if no key can cover it, for example because calls differed in it.
+        """
         found = {}
         for operation, observers in self._observers:
             seen = [observer.observation() for observer in observers]
@@ -289,12 +297,12 @@ class OmittedAttributes:
 
 @cache
 def omitted_attributes() -> OmittedAttributes:
-    """Observe torch_xla from now on, until the process ends.
+    """Observe torch_xla from the first call until the process ends.
 
-    Observers stay when a hook is removed: another hook of this process needs to know what happened
-    in between.
+    The observers remain when a hook is removed. A hook that is installed later needs the values of
+    the meantime.
 
     Raises:
-        GateUnavailable: an operation cannot be observed in this build, or on this host.
+        GateUnavailable: An operation cannot be observed in this build or on this host.
     """
     return OmittedAttributes(Path(torch_xla._XLAC.__file__))

@@ -1,7 +1,7 @@
-"""Tells when torch_xla has finished a file in its cache directory, and publishes it.
+"""Detect when torch_xla has finished a file in its cache directory, and publish the file.
 
-torch_xla creates the file empty, serializes for hundreds of milliseconds, writes and closes. The
-kernel's close-after-write event is the one sure sign that the file is whole.
+torch_xla creates an empty file, serializes for hundreds of milliseconds, writes the file and closes
+it. Only the kernel's close-after-write event proves that torch_xla has finished.
 """
 
 import logging
@@ -20,11 +20,14 @@ __all__ = ["WrittenFiles", "publish_file"]
 _log = logging.getLogger("graphstash")
 
 _FULL_BYTES: Final = 1024**2
-"""With less than this left, a disk counts as full."""
+"""Free bytes below which a disk counts as full."""
 
 
 def publish_file(path: Path, compilation: InFlightCompile, *, compile_seconds: float) -> None:
-    """Hands a finished file over to its compilation; the file is removed when it was uploaded."""
+    """Publish a finished file as the result of `compilation`; the end of the upload removes it.
+
+    If the file is empty or its disk is full, abandon the compilation instead.
+    """
     if not _is_whole(path):
         compilation.abandon()
         return
@@ -36,9 +39,9 @@ def publish_file(path: Path, compilation: InFlightCompile, *, compile_seconds: f
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a file that torch_xla has closed can be trusted to be all of it.
+    """Return whether a closed file is likely complete.
 
-    torch_xla does not look whether its write succeeded: on a full disk the file is cut.
+    torch_xla does not check whether its write succeeded. On a full disk, the file is truncated.
     """
     try:
         disk = os.statvfs(path)
@@ -48,12 +51,13 @@ def _is_whole(path: Path) -> bool:
 
 
 class WrittenFiles:
-    """Calls `written(name)` for every file that was written and closed in a directory.
+    """Calls `written(name)` when a process has written and closed a file in a directory.
 
-    Files that arrive by rename are not reported. The thread is a daemon; `close` ends it.
+    It does not report files that a process renames into the directory. `written` runs in a daemon
+    thread, which `close` ends.
 
     Raises:
-        OSError: the kernel grants no watch.
+        OSError: The kernel refuses the watch.
     """
 
     def __init__(self, directory: Path, written: Callable[[str], None]) -> None:
@@ -64,10 +68,10 @@ class WrittenFiles:
         self._thread.start()
 
     def close(self, *, timeout_seconds: float = 5.0) -> None:
-        """Reports what is finished so far, then ends."""
+        """Report the files finished by now, then wait at most the timeout for the thread to end."""
         try:
             self._inotify.rm_watch(self._watch)  # wakes the thread with its last event
-        except OSError:  # the directory is gone, and the watch with it
+        except OSError:  # removing the directory has removed the watch
             return
         self._thread.join(timeout_seconds)
         self._inotify.close()
