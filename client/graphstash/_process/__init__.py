@@ -1,3 +1,3 @@
-"""One training process, from install to exit."""
+"""The cache's lifetime in one training process, from install to exit."""
 
 __all__: list[str] = []

@@ -1,16 +1,16 @@
-"""Names for jobs that were given none: two runs of one command get the same.
+"""Derive a job name from the command, so that two runs of one command share a manifest.
 
-A manifest is found by its name alone, so the name has to survive what differs between runs and
-leave artifacts as they are: seeds, ports, directories of results, names of experiments. What
-decides about artifacts (a model, a batch size) should be in it. Nobody can tell one from the other
-for every script, so a job has two names:
+A manifest is found by its name alone. The name should ignore values that differ between runs but do
+not affect artifacts: seeds, ports, output directories, experiment names. It should contain values
+that affect artifacts, such as the model and the batch size. No rule separates the two for every
+script, so a job has two names:
 
-    exact    program, script, arguments without what usually differs, versions of the compilers
+    exact    program, script, arguments without the usual varying values, compiler versions
     coarse   program, script, versions
 
-The next run takes the manifest of the exact name, or of the coarse one where there is none. Either
-may name artifacts that this run does not need: that costs what `GRAPHSTASH_PREFETCH_LIMIT` allows,
-in the background.
+The next run uses the manifest of the exact name, or else the manifest of the coarse name. Either
+manifest may list artifacts that this run does not need. Downloading them in the background costs at
+most `GRAPHSTASH_PREFETCH_LIMIT`.
 """
 
 import hashlib
@@ -40,26 +40,26 @@ _VARYING: Final = frozenset(
         *("passwd", "password", "secret", "token"),
     }
 )
-"""Words in the names of options whose values differ between runs that compile the same."""
+"""Words in the names of options whose values vary without changing what is compiled."""
 
 _KEPT: Final = frozenset({"arch", "architecture", "config", "dataset", "model"})
-"""Words that say the contrary, such as in `--model_name_or_path`."""
+"""Words that override `_VARYING`, for example in `--model_name_or_path`."""
 
 _VARYING_VALUE: Final = re.compile(
-    r"[0-9a-fA-F]{8}-?[0-9a-fA-F]{4}[0-9a-fA-F-]*"  # UUIDs, hashes
+    r"[0-9a-fA-F]{8}-?[0-9a-fA-F]{4}[0-9a-fA-F-]*"  # UUIDs and hashes
     r"|[0-9]{4}-?[0-9]{2}-?[0-9]{2}.*"  # dates
-    r"|[0-9]{6,}"  # numbers of jobs, times
-    r"|[a-z0-9+]+://.*|[^/]*:[0-9]+"  # URLs, ports of hosts
+    r"|[0-9]{6,}"  # job numbers and timestamps
+    r"|[a-z0-9+]+://.*|[^/]*:[0-9]+"  # URLs, and hosts with ports
 )
 
 _MAX_VALUE: Final = 256
-"""Characters; what is longer is data, and no choice."""
+"""Maximum characters of a value. Longer values are data, not choices."""
 
 _OPTION: Final = re.compile(r"([+-]{0,2}[A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
 
 
 def names_of(command: Sequence[str]) -> tuple[ManifestName, ManifestName]:
-    """The exact and the coarse name of the job that a command is."""
+    """Return the exact and the coarse name of the job that a command runs."""
     coarse = [platform.machine(), *(f"{each} {version_of(each)}" for each in _COMPILERS)]
     arguments, is_value_of_varying = [], False
     for before, word in zip(("", *command), command, strict=False):
@@ -73,7 +73,7 @@ def names_of(command: Sequence[str]) -> tuple[ManifestName, ManifestName]:
         elif word.startswith("-") and not re.fullmatch(r"-[0-9.]+(e-?[0-9]+)?", word):
             arguments.append(word)
             is_value_of_varying = _is_varying(word)
-        elif before:  # not the program that runs the script
+        elif before:  # skip the program that runs the script
             arguments += _values(word, is_varying=is_value_of_varying)
             is_value_of_varying = False
     return _name([*coarse, "--", *arguments]), _name(coarse)
@@ -89,15 +89,15 @@ def _is_script(word: str) -> bool:
 
 
 def _place(path: str) -> str:
-    """A script and the directory that it is in, wherever that lies; numbers in it do not count."""
+    """Return a script's file name and parent directory name, with the directory's digits masked."""
     script = Path(path)
-    with suppress(OSError):  # there may be no working directory
+    with suppress(OSError):  # the working directory may not exist
         script = script.absolute()
     return f"{_without_numbers(script.parent.name)}/{script.name}"
 
 
 def _values(value: str, *, is_varying: bool) -> Iterator[str]:
-    """A value as far as it is the same in every run; of a path, what it leads to."""
+    """Yield a value unless it varies between runs. Reduce a path to its last component."""
     if is_varying or len(value) > _MAX_VALUE or _VARYING_VALUE.fullmatch(value):
         return
     yield _without_numbers(Path(value).name) if value.startswith(("/", "./", "../", "~")) else value

@@ -1,4 +1,4 @@
-"""What a job says about its settings when it starts: each line once, not in every process."""
+"""Warnings about a job's settings, logged once per job instead of once per process."""
 
 import difflib
 import logging
@@ -15,18 +15,21 @@ __all__ = ["autoload_notice", "notices", "tell_once", "unknown_hooks", "unknown_
 _log = logging.getLogger("graphstash")
 
 _TOLD: Final = "_GRAPHSTASH_TOLD"
-"""Variable that holds the lines that a process has told, for those that it starts; no setting."""
+"""Internal variable that passes the lines already logged to child processes."""
 
 _ALIKE: Final = 0.85
-"""Similarity from which a variable is taken for a misspelled setting. The settings of the server
-share the prefix: the most similar pair of the two has 0.8."""
+"""Minimum similarity for a variable to count as a misspelled setting.
+
+Server settings share the prefix. The most similar pair of a server setting and a job setting has a
+similarity of 0.8.
+"""
 
 
 _VALUE_CHARACTERS: Final = 40
 
 
 def tell_once(lines: Iterable[str]) -> None:
-    """Logs the lines that neither this process nor one above it has logged."""
+    """Log the lines that neither this process nor an ancestor has logged."""
     told = os.environ.get(_TOLD, "").split("\n")
     for line in lines:
         if line not in told:
@@ -36,9 +39,9 @@ def tell_once(lines: Iterable[str]) -> None:
 
 
 def notices(config: ClientConfig, environ: Mapping[str, str]) -> Iterator[str]:
-    """What whoever starts a job should know."""
+    """Yield warnings about the settings of a job."""
     if not config.url:
-        if "url" not in config.given:  # who sets `none` knows
+        if "url" not in config.given:  # a user who sets `none` does not need the notice
             yield (
                 "no server: set GRAPHSTASH_URL to that of your team, or run `graphstash serve` on "
                 "this host. Until then nothing is shared, and artifacts stay on this host's disk "
@@ -61,7 +64,7 @@ def notices(config: ClientConfig, environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def autoload_notice(value: str) -> str:
-    """What is wrong with a value of the variable that makes compilers load the cache."""
+    """Return the warning about an invalid value of the autoload variable."""
     told = printable(value, most=_VALUE_CHARACTERS)
     return (
         f"{AUTOLOAD}={told} does nothing: set {AUTOLOAD}=1 to start the cache in every process "
@@ -70,7 +73,7 @@ def autoload_notice(value: str) -> str:
 
 
 def unknown_hooks(config: ClientConfig) -> tuple[str, str] | None:
-    """What is wrong with the list of hooks, and the way out; None when all of them exist."""
+    """Return a warning about unknown hooks and the remedy, or None if all hooks exist."""
     if not (unknown := sorted(set(config.hooks) - set(HOOKS))):
         return None
     near = difflib.get_close_matches(unknown[0], HOOKS, n=1)
@@ -81,9 +84,9 @@ def unknown_hooks(config: ClientConfig) -> tuple[str, str] | None:
 
 
 def unknown_variables(environ: Mapping[str, str]) -> dict[str, str | None]:
-    """Variables with the prefix that are no settings of a job, and the setting that each resembles.
+    """Return unknown variables with our prefix, each with the most similar setting of a job.
 
-    One that resembles none may be a setting of the server.
+    The value is None for a variable without a similar setting, which may be a server setting.
     """
     known = {*(ENVIRONMENT_PREFIX + name.upper() for name in ClientConfig.rules()), AUTOLOAD}
     bare = {name.removeprefix(ENVIRONMENT_PREFIX): name for name in known}

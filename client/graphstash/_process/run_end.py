@@ -1,9 +1,10 @@
-"""How a run ends before its time: one process decides, and `graphstash run` ends the others.
+"""End a run early: one process decides, and `graphstash run` ends the others.
 
-`graphstash run` usually becomes the command that it starts. Where a job may be ended, it stays and
-waits for the command: a status that a process deep in the job leaves in a file is the one that it
-exits with, whatever torchrun or a shell in between makes of it. Should it be killed, so is the
-command, as where it is the command. Only light modules are imported.
+`graphstash run` usually replaces itself with the command (exec). If a setting may end the job, it
+stays as the parent and waits for the command. A process deep in the job writes an exit status to a
+file, and `graphstash run` exits with that status, even if torchrun or a shell in between returns
+another. If `graphstash run` is killed, the command is killed too. This module imports only light
+modules.
 """
 
 import ctypes
@@ -23,36 +24,39 @@ from graphstash._process.run_name import RUN_VARIABLE
 __all__ = ["is_first", "leave", "may_end", "supervise", "wait_for_end"]
 
 _FILE_VARIABLE: Final = "_GRAPHSTASH_END"
-"""Names the file that gets the status, in the environment of all processes of a run."""
+"""Variable that gives all processes of a run the path of the status file."""
 
 _SWITCHES: Final = ("GRAPHSTASH_FAIL_ON_MISS", "GRAPHSTASH_MAX_COMPILE_SECONDS")
 _OFF: Final = ("", "0", "0.0", "false", "no", "off", "f", "n")
 
 _POLL_SECONDS: Final = 0.2
 _GRACE_SECONDS: Final = 5.0
-"""What processes get to end by themselves."""
+"""Seconds that processes get to end after SIGTERM."""
 
 _PATIENCE_SECONDS: Final = 120.0
-"""What the process that ends a run may take to publish and to say why."""
+"""Seconds that the ending process may take to publish and to log the reason."""
 
 _PASSED_ON: Final = frozenset(
     {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
 )
 
 _PR_SET_PDEATHSIG: Final = 1
-"""Of prctl(2): the signal that a process gets when its parent ends."""
+"""Option of prctl(2): the signal that a process gets when its parent ends."""
 
 _SI_KERNEL: Final = 0x80
-"""Of a signal that a terminal sends: the command has got it, too."""
+"""`si_code` of a signal from a terminal, which the command has received directly."""
 
 
 def may_end(environ: Mapping[str, str]) -> bool:
-    """Whether one of the settings that end a job is in use."""
+    """Return whether a setting that can end the job is in use."""
     return any(environ.get(name, "").strip().lower() not in _OFF for name in _SWITCHES)
 
 
 def is_first(status: int) -> bool:
-    """Whether no other process of this run ends it already; the others wait for their end."""
+    """Return whether this process is the first to end the run.
+
+    All other processes must wait until the first one has ended the run.
+    """
     path = os.environ.get(_FILE_VARIABLE)
     if path:
         try:
@@ -60,13 +64,13 @@ def is_first(status: int) -> bool:
                 file.write(str(status))
         except FileExistsError:
             return False
-        except OSError:  # another host's, or gone: this process ends alone
+        except OSError:  # another host's file, or already removed: end only this process
             return True
     return True
 
 
 def leave(status: int) -> NoReturn:
-    """Ends this process from any of its threads, and the run if this was the first."""
+    """Exit this process from any thread, and end the run if `is_first` chose this process."""
     with suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -77,18 +81,18 @@ def leave(status: int) -> NoReturn:
 
 
 def wait_for_end(status: int) -> NoReturn:
-    """Waits until the process that was first has ended the run."""
+    """Wait until the first process has ended the run, then exit."""
     time.sleep(_PATIENCE_SECONDS)
     os._exit(status)
 
 
 def supervise(program: str, command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    """Runs a command and exits as it does, or with the status that one of its processes left.
+    """Run a command, and exit with its status or with the status in the run's status file.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: the command cannot be started.
     """
-    # Signals wait until they are asked for; the command gets the mask that there was.
+    # Block signals until `_wait` collects them. The command gets the original mask.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, signal.SIGCHLD})
     with tempfile.TemporaryDirectory(prefix="graphstash-run-") as folder:
         end = Path(folder) / "status"
@@ -98,7 +102,7 @@ def supervise(program: str, command: Sequence[str], environment: Mapping[str, st
         if end.exists():
             _end_all(environ[RUN_VARIABLE])
             status = int(end.read_text("ascii")) << 8
-    if os.WIFSIGNALED(status):  # as if this had been the command
+    if os.WIFSIGNALED(status):  # die from the same signal as the command
         number = os.WTERMSIG(status)
         with suppress(OSError):
             signal.signal(number, signal.SIG_DFL)
@@ -114,12 +118,13 @@ def _start(
     *,
     signal_mask: Iterable[int],
 ) -> "subprocess.Popen[bytes]":
-    """Starts a command that does not outlive this process.
+    """Start a command that cannot outlive this process.
 
-    Keep the result until the command was waited for: it takes an ended child's status with it.
+    Keep the returned object until `_wait` returns: destroying it earlier could reap the child's
+    status.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: the command cannot be started.
     """
     this, prctl = os.getpid(), getattr(ctypes.CDLL(None), "prctl", None)
 
@@ -127,22 +132,22 @@ def _start(
         signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
         if prctl is not None:  # Linux
             prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != this:  # killed before that
+            if os.getppid() != this:  # this process died before prctl took effect
                 os._exit(128 + signal.SIGKILL)
 
     return subprocess.Popen(
         command,
         executable=program,
         env=environ,
-        close_fds=False,  # what it inherits is its own
+        close_fds=False,  # the command inherits our descriptors, as with exec
         preexec_fn=bind,  # noqa: PLW1509 - there are no other threads
     )
 
 
 def _wait(child: int, end: Path) -> int:
-    """Until the command has ended, or somebody has ended the run; the status as `waitpid` has it.
+    """Wait until the command exits or the status file appears, and return the wait status.
 
-    The file is looked at now and then: a process that ends the run may be anybody's child.
+    Poll for the file, because the process that writes it may not be our child.
     """
     while True:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -155,7 +160,7 @@ def _wait(child: int, end: Path) -> int:
 
 
 def _end_all(run: str) -> None:
-    """Ends every process of the run on this host, wherever launchers have put it."""
+    """End every process of the run on this host, including processes in other sessions."""
     for number, patience in ((signal.SIGTERM, _GRACE_SECONDS), (signal.SIGKILL, 1.0)):
         until = time.monotonic() + patience
         sent: set[int] = set()
@@ -170,7 +175,7 @@ def _end_all(run: str) -> None:
 
 
 def _processes_of(run: str) -> Iterator[int]:
-    """Those of this user that have the run in their environment and still run."""
+    """Yield the ids of this user's live processes whose environment names the run."""
     mark = f"{RUN_VARIABLE}={run}".encode()
     for entry in Path("/proc").iterdir():
         with suppress(OSError, ValueError):

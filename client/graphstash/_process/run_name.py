@@ -1,4 +1,4 @@
-"""How the processes of one `graphstash run` know each other; imports nothing heavy."""
+"""Identify the processes of one `graphstash run`. Imports only light modules."""
 
 import os
 import re
@@ -18,39 +18,39 @@ __all__ = [
 ]
 
 RUN_VARIABLE: Final = "_GRAPHSTASH_RUN"
-"""Names the run in the environment of all its processes."""
+"""Variable with the run's name, set in all its processes."""
 
 COMMAND_VARIABLE: Final = "_GRAPHSTASH_COMMAND"
-"""Holds what `graphstash run` was given to run, in the environment of all its processes."""
+"""Variable with the command that `graphstash run` was given, set in all its processes."""
 
 _MAX_COMMAND_BYTES: Final = 32 * 1024
-"""A variable of the environment takes four times that; longer commands are cut."""
+"""Maximum length of a stored command. The variable takes up to four times as many bytes."""
 
 _RUN: Final = re.compile(r"[0-9]{20}-[0-9]{1,20}")
 
 
 def this_run() -> str:
-    """The run that this process is part of: that of `graphstash run`, or one of its own."""
+    """Return the name of the `graphstash run` that started this process, or a new name."""
     given = os.environ.get(RUN_VARIABLE, "")
     return given if is_run(given) else new_run()
 
 
 def joined(command: Sequence[str]) -> str:
-    """A command as one variable, from which `command_of_run` gets its words back."""
+    """Encode a command for one variable, from which `command_of_run` decodes it."""
     return "\x1f".join(word.replace("\x1f", " ") for word in command)[:_MAX_COMMAND_BYTES]
 
 
 def command_of_run() -> list[str]:
-    """The command that began the run; what this process was started with where that is unknown."""
+    """Return the command that started the run, or else this process's command line."""
     given = os.environ.get(COMMAND_VARIABLE)
     return given.split("\x1f") if given else [sys.executable, *sys.argv]
 
 
 def is_run(name: str) -> bool:
-    """Whether `new_run` may have made this name."""
+    """Return whether a name has the format of `new_run`."""
     return _RUN.fullmatch(name) is not None
 
 
 def new_run() -> str:
-    """A name for a run that begins now; later ones sort behind earlier ones."""
+    """Return a name for a run that starts now. Names sort by start time."""
     return f"{time.time_ns():020d}-{os.getpid()}"

@@ -1,8 +1,8 @@
-"""Records of runs: what a run missed, kept on this host so that it can be explained later.
+"""Records of the misses of a run, kept on this host for `graphstash explain`.
 
-A run is all processes that one `graphstash run` started, or one process that installed the cache by
-itself. Each process leaves a file of its own in the directory of its run, in the local tier. Only
-this user can use these directories, or they are not used.
+A run is either all processes that one `graphstash run` started, or a single process that installed
+the cache. Each process writes one file to its run's directory in the local tier. The directories
+must be accessible to this user only; otherwise they are not used.
 """
 
 import json
@@ -31,15 +31,15 @@ _MAX_BYTES: Final = 32 * 1024**2
 
 @dataclass(frozen=True)
 class ProcessRecord:
-    """What one process of a run left.
+    """Record of one process of a run.
 
     Attributes:
-        argv: its command line.
-        url: of its server.
-        namespace: that it wrote to.
-        started_at: seconds since 1970.
-        stats: what the cache counted, as `Stats` names it.
-        misses: what it compiled: description, reason or None, seconds.
+        argv: command line.
+        url: server URL.
+        namespace: namespace that the process wrote to.
+        started_at: start time in seconds since 1970.
+        stats: the counters, by their names in `Stats`.
+        misses: compiled artifacts: description, reason or None, compile seconds.
     """
 
     argv: Sequence[str]
@@ -53,11 +53,12 @@ class ProcessRecord:
 def save(
     config: ClientConfig, stats: Stats, misses: Sequence[Miss], *, run: str, started_at: float
 ) -> None:
-    """Leaves the record of this process of a run; the oldest runs beyond twenty are removed,
-    except those of which a process still lives.
+    """Write the record of this process, and keep only the twenty latest runs.
+
+    An older run stays while one of its processes is alive.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the record cannot be written.
     """
     record = {
         "argv": sys.argv,
@@ -87,10 +88,10 @@ def save(
 
 
 def read_last_run(cache_dir: Path) -> list[ProcessRecord] | None:
-    """What the processes of the run left that began last; None when there is none.
+    """Return the records of the latest run, or None if there is no run.
 
     Raises:
-        OSError: others than this user may write there.
+        OSError: other users may write to the directory.
     """
     try:
         descriptor = open_own_directory(cache_dir / _FOLDER)
@@ -105,7 +106,7 @@ def read_last_run(cache_dir: Path) -> list[ProcessRecord] | None:
 
 @contextmanager
 def _opened(descriptor: int) -> Iterator[Path]:
-    """The directory that a descriptor stands for, wherever it is moved; closed at the end."""
+    """Yield a path to an open directory that stays valid if the directory is moved."""
     try:
         yield Path(f"/proc/self/fd/{descriptor}")
     finally:
@@ -113,12 +114,12 @@ def _opened(descriptor: int) -> Iterator[Path]:
 
 
 def _names(runs: Path) -> list[str]:
-    """The runs, the oldest first; whatever else lies there is not ours."""
+    """Return the runs, oldest first. Skip other entries."""
     return sorted(each.name for each in runs.iterdir() if is_run(each.name))
 
 
 def _read(run: Path) -> Iterator[ProcessRecord]:
-    """What the processes of a run left; a damaged record is left out."""
+    """Yield the records of a run. Skip damaged records."""
     for path in sorted(run.glob("*.json")):
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             if path.stat().st_size > _MAX_BYTES:

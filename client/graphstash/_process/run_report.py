@@ -1,4 +1,4 @@
-"""What one process of a run tells the server when it ends: counts, and what it compiled."""
+"""Report of one process to the server at its end: counts and compiled artifacts."""
 
 import os
 import re
@@ -36,12 +36,12 @@ _HOST_CHARACTERS: Final = 40
 def report_of(
     cache: CompileCache, *, job: ManifestName | None, causes: Sequence[Cause] = ()
 ) -> RunReport:
-    """The report of this process as of now.
+    """Return the report of this process so far.
 
     Args:
-        cache: what counted.
-        job: what this is a run of, if that has a name.
-        causes: why it compiled, where somebody has asked for that.
+        cache: cache with the counters.
+        job: name of the job, if known.
+        causes: explanations of the misses, if requested.
     """
     started = _started_at()
     report = RunReport(
@@ -58,16 +58,16 @@ def report_of(
 
 
 def fitting(report: RunReport) -> RunReport:
-    """The report with as many misses as a server takes in one."""
+    """Return the report with as many misses as fit into the server's size limit."""
     while report.misses and len(report.model_dump_json().encode()) > MAX_RUN_BYTES:
         report = report.model_copy(update={"misses": report.misses[: len(report.misses) // 2]})
     return report
 
 
 def name_of_process() -> RunName:
-    """Names this process within its run, which may have processes on several hosts."""
+    """Return a name of this process that is unique in its run, also across hosts."""
     host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:_HOST_CHARACTERS]
-    # A fork and whatever has the same number in another container began at another time.
+    # The start time distinguishes a fork, and a process with the same pid in another container.
     return RunName(f"p{os.getpid()}-{int(_started_at() * 100) % 10**8}-{host}")
 
 
@@ -87,7 +87,7 @@ def _counts(cache: CompileCache) -> Iterator[RunCounts]:
 
 
 def _misses(cache: CompileCache, causes: Sequence[Cause]) -> Iterator[RunMiss]:
-    """Those that took longest."""
+    """Yield the misses that took longest to compile."""
     cause_of = {str(key): cause.text for cause in causes for key in cause.keys}
     longest = sorted(cache.log.misses, key=lambda each: -each.compile_seconds)[:MAX_RUN_MISSES]
     for miss in longest:
@@ -104,9 +104,9 @@ def _misses(cache: CompileCache, causes: Sequence[Cause]) -> Iterator[RunMiss]:
 
 
 def _started_at() -> float:
-    """When this process began, in seconds since 1970; a fork begins when it is made."""
+    """Return the start of this process in seconds since 1970. A fork counts from its creation."""
     with suppress(OSError, ValueError, IndexError):
-        # Field 22 of proc(5), in clock ticks since the host started; field 2 may hold spaces.
+        # Field 22 of proc(5) holds clock ticks since boot. Skip field 2, which may contain spaces.
         fields = Path("/proc/self/stat").read_text("ascii", "replace").rpartition(")")[2].split()
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
         return time.time() - max(0.0, age)

@@ -1,9 +1,9 @@
-"""Session: everything the cache has running in one training process, from install to exit.
+"""Session: the state of the cache in one training process, from install to exit.
 
-The cache itself, and the packages that it needs, come with the first compiler: a process that
-compiles nothing, as most of a job's are, starts without them.
+The session imports the cache and its packages with the first compiler. Most processes of a job
+compile nothing and start without them.
 
-There is one session per process, because there is one compiler per process to put it into: this
+There is one session per process, because hooks patch the process's only copy of each compiler. This
 module's `_current` is the package's only mutable global.
 """
 
@@ -55,23 +55,23 @@ __all__ = [
 _log = logging.getLogger("graphstash")
 
 _MANIFEST_SECONDS = 5.0
-"""Longest prefetch that may still run when the job ends."""
+"""Seconds that a running prefetch may delay the end of the job."""
 
 _TRACES_SECONDS = 2.0
-"""How long the end of a job may wait for a collector."""
+"""Seconds that the trace collector may delay the end of the job."""
 
 _FILES: Final = ("ca_file", "client_cert", "signing_key", "trusted_keys")
-"""Settings that name a file which may be refused."""
+"""Settings that name a file, which may be unusable."""
 
 
 class Session:
     """Owns the stash, the publisher and the installed hooks of this process.
 
     Attributes:
-        run: the run that this process is part of.
+        run: name of the run that this process belongs to.
 
     Raises:
-        ConfigError: on construction, when a file that a setting names cannot be used.
+        ConfigError: the constructor cannot use a file that a setting names.
     """
 
     def __init__(self, config: ClientConfig, *, run: str = "") -> None:
@@ -84,7 +84,7 @@ class Session:
         self._making = threading.Lock()  # guards the field below
         self._cache: CompileCache | None = None
         self._tracer: Tracer | None = None
-        self._ending = threading.RLock()  # a signal handler may close what its thread is ending
+        self._ending = threading.RLock()  # a signal handler may close while its thread holds it
         self._is_prefetching = False
         self._prefetched_for: ManifestName | None = None
         self._publisher = BoundedExecutor(
@@ -93,11 +93,11 @@ class Session:
         self._prefetcher = BoundedExecutor("graphstash-prefetch", workers=1, capacity=1)
         self._hooks: dict[str, hooks.Hook | None] = {}
         if any(getattr(config, name) for name in _FILES):
-            self.cache  # noqa: B018 - the process is told now, not at its first compilation
+            self.cache  # noqa: B018 - report a file error now, not at the first compilation
 
     @property
     def cache(self) -> "CompileCache":
-        """What hooks use, and programs that compile something of their own."""
+        """The cache, for hooks and for programs that compile their own artifacts."""
         with unforked(), self._making:
             if self._cache is None:
                 self._cache = self._open_cache()
@@ -127,9 +127,7 @@ class Session:
 
     @property
     def job(self) -> ManifestName:
-        """What this process is a run of: the name that it was given, or one that follows from its
-        command.
-        """
+        """Name of the job: the configured name, or a name derived from the command."""
         return self.config.job or self._own_names[0]
 
     @cached_property
@@ -140,13 +138,13 @@ class Session:
 
     @property
     def _manifests(self) -> tuple[ManifestName, ...]:
-        """The manifests that tell what this run may need: the first that there is counts."""
+        """Names of the manifests to use. The first that exists lists the artifacts to prefetch."""
         if self.config.job is not None:
             return (self.config.job,)
         return self._own_names if self.config.prefetch_limit else ()
 
     def _limit(self, stash: "Stash") -> "CompileLimit":
-        from graphstash._compile.compile_limit import CompileLimit  # few jobs have one
+        from graphstash._compile.compile_limit import CompileLimit  # few jobs have a limit
 
         folder = stash.local.run_folder(self.run)
         return CompileLimit(self.config, self._end_job, shared=folder / "compile-seconds")
@@ -157,64 +155,65 @@ class Session:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it has ended; the compilers of this process continue without it."""
+        """Whether the session has ended. Compilers then continue without the cache."""
         return self._closed
 
     @property
     def hooks_in_place(self) -> Mapping[str, bool]:
-        """For every hook whose compiler was imported, whether it could be installed."""
+        """Map each hook whose compiler is imported to whether it is installed."""
         return {name: hook is not None for name, hook in self._hooks.items()}
 
     def stats(self) -> Stats:
-        """What the cache did so far."""
+        """Return the counters of this process so far."""
         return self._counters.snapshot()
 
     def add_hook(self, name: str) -> None:
-        """Installs a hook once; a hook that cannot be installed is logged and left out."""
+        """Install a hook once. If that fails, log a warning and continue without the hook."""
         if name in self._hooks or self._closed:
             return
         self._hooks[name] = None
         try:
             self._hooks[name] = hooks.install(name, self.cache)
-        except Exception as error:  # noqa: BLE001 - a hook's outermost frame: training goes on
+        except Exception as error:  # noqa: BLE001 - outermost frame of a hook; training must go on
             _log.warning("graphstash: cannot install the %s hook: %s", name, error)
             _log.debug("hook installation failed", exc_info=True)
-        # Exit handlers run last in, first out: uploads come before what compilers and hooks undo.
+        # Exit handlers run in reverse order. Upload before compilers and hooks tear down.
         atexit.unregister(self.close)
         atexit.register(self.close)
 
     def record_without_cache(self, error: OSError) -> None:
-        """Counts that the cache could not be made; the first time is logged."""
+        """Count that the cache could not be opened. Log only the first time."""
         if self._counters.fallback(Reason.LOCAL_IO):
             _log.warning("graphstash: %s; the job goes on without the cache", error)
 
     def begin_for_hook(self, name: str) -> None:
-        """Makes the cache while a hook's compiler is imported, which takes long: what is prefetched
-        comes meanwhile.
+        """Open the cache while a hook's compiler is being imported.
+
+        The import takes long, so that the prefetch runs in the meantime.
         """
         if name in self.config.hooks and not self._closed:
-            self.cache  # noqa: B018 - making it starts the prefetch
+            self.cache  # noqa: B018 - opening starts the prefetch
 
     def end_in_child(self) -> None:
-        """Stops publishing in a forked child that has no session: its threads stayed behind."""
+        """Stop publishing in a forked child without a session, which has no publisher thread."""
         publisher = BoundedExecutor("graphstash-publish", workers=1, capacity=1)
         publisher.close()
         if self._cache is not None:
-            self._cache.publisher = publisher  # what is compiled gives its lease back at once
+            self._cache.publisher = publisher  # a closed publisher releases each lease at once
 
     def take_over(self, parent: "Session") -> None:
-        """Takes over a parent's hooks in its forked child."""
-        for name, hook in parent._hooks.items():  # noqa: SLF001 - the same class
+        """Take over the parent's hooks in a forked child."""
+        for name, hook in parent._hooks.items():  # noqa: SLF001 - same class
             self._hooks[name] = None
             with suppress(Exception):
                 if hook is not None and hook.after_fork(self.cache):
                     self._hooks[name] = hook
 
     def close(self) -> None:
-        """Removes the hooks, waits for uploads within the limit, and prints the summary."""
-        if self._pid != os.getpid():  # a forked child does not own the session
+        """Remove the hooks, wait for uploads within the time limit, and print the summary."""
+        if self._pid != os.getpid():  # a forked child does not own the parent's session
             return
-        with self._ending:  # a thread that ends the job ends this process, which must wait for it
+        with self._ending:  # wait for a thread that is ending the job, and with it this process
             if self._closed:
                 return
             self._closed = True
@@ -229,14 +228,14 @@ class Session:
                 self._cache.stash.close()
 
     def _end_job(self, why: str, *, status: int) -> None:
-        """Ends this process, and the others of its run: see `CompileLimit`.
+        """End this process and the other processes of its run: see `CompileLimit`.
 
-        Compilers call in threads of their own and swallow what is raised there, so nothing is. The
-        hooks stay: the one that called is inside its compiler.
+        An exception would not work: compilers call hooks in their own threads and swallow
+        exceptions. The hooks stay installed, because the calling hook is inside its compiler.
         """
         from graphstash._process import run_end
 
-        with self._ending:  # other threads that would compile wait here for the end
+        with self._ending:  # other threads that want to compile block here
             if not run_end.is_first(status):
                 run_end.wait_for_end(status)
             try:
@@ -249,7 +248,7 @@ class Session:
                 run_end.leave(status)
 
     def _finish(self, until: float, *, explain: bool = False) -> None:
-        """Waits for uploads, tells what has happened, and lets go of what others wait for."""
+        """Wait for uploads, report the run, and release leases that other jobs wait for."""
         if not self._publisher.drain(self.config.drain_seconds):
             _log.warning(
                 "graphstash: uploads did not finish within %g s (GRAPHSTASH_DRAIN_SECONDS)",
@@ -271,7 +270,7 @@ class Session:
             self._report(causes)
 
     def _end_traces(self, until: float) -> None:
-        """Sends the last spans while the job may still wait for its uploads, and not for long."""
+        """Send the last spans within the drain time, and for at most `_TRACES_SECONDS`."""
         if self._tracer is None or self._cache is None:
             return
         left = max(0.0, until - time.monotonic())
@@ -280,9 +279,9 @@ class Session:
             self._cache.record_fallback(CacheError(Reason.TRACING, lost))
 
     def name_job(self, job: str) -> None:
-        """Remembers this job's artifacts under a name from now on, and starts the prefetch.
+        """Use this name for the job's manifest and start the prefetch.
 
-        Changes nothing if the job has a name already.
+        If the job already has a name, do nothing.
 
         Raises:
             InvalidValueError: the name is malformed.
@@ -294,7 +293,7 @@ class Session:
             self.start_prefetch()
 
     def start_prefetch(self) -> None:
-        """Starts to download what earlier runs of this job used; once for a name."""
+        """Start to download artifacts that earlier runs used, once per job name."""
         if not self.config.url or not self.config.prefetch_limit:
             return
         if self._prefetched_for != self.config.job or not self._is_prefetching:
@@ -302,10 +301,10 @@ class Session:
             self._prefetcher.submit(self._prefetch)
 
     def _prefetch(self) -> None:
-        """Downloads what the first manifest that there is names. One process of a run does it."""
+        """Download the artifacts that the first existing manifest lists, in one process per run."""
         stash = self._stash
         names = self._manifests
-        if stash.local.is_private:  # it ends with this process: each would download for itself
+        if stash.local.is_private:  # it ends with this process, so each would download
             return
         if not stash.claim_prefetch(names[0]):
             return
@@ -321,7 +320,7 @@ class Session:
 
         prefetch = Prefetch(
             stash,
-            # Half of the tier: more would evict what it has just brought.
+            # Use half of the tier: a larger prefetch would evict its own downloads.
             limit_bytes=min(self.config.prefetch_limit, self.config.local_limit // 2),
             is_stopped=is_stopped,
             done=self._count_prefetched,
@@ -332,22 +331,23 @@ class Session:
             manifest = next((each for each in found if each is not None), None)
             if manifest is not None:
                 prefetch.fetch_best(entry.key for entry in manifest.entries)
-        except (CacheError, OSError, RuntimeError) as error:  # no thread can be started at the end
+        except (CacheError, OSError, RuntimeError) as error:  # at exit, no thread can be started
             is_cut_short = self._closed
             _log.debug("nothing is prefetched: %s", error)
         finally:
-            if is_cut_short:  # a short process before the one that trains
+            if is_cut_short:  # let the training process after this short process prefetch
                 stash.release_prefetch(names[0])
             prefetch.close()
 
     def _count_prefetched(self, _: "ArtifactKey", outcome: "Outcome") -> None:
-        # What does not verify is left to the job, which counts it if it wants it.
+        # Count only bytes that arrived. An artifact that fails verification counts when the job
+        # uses it.
         size_bytes = getattr(outcome, "size_bytes", 0)
         if size_bytes:
             self._counters.add(prefetched_bytes=size_bytes)
 
     def _remember(self) -> None:
-        """Adds what this process used to the manifests of its job."""
+        """Add the artifacts that this process used to the job's manifests."""
         cache = self._cache
         if cache is None or not cache.used or cache.stash.server.is_read_only:
             return
@@ -356,7 +356,7 @@ class Session:
                 cache.stash.server.update_manifest(name, cache.used)
 
     def _explain(self, *, asked: bool) -> Sequence["Cause"]:
-        """Says why this process compiled, where that is asked for; gives what it found."""
+        """Print why this process compiled, if requested, and return the causes."""
         misses = () if self._cache is None else self._cache.log.misses
         if self._cache is None or not asked or not misses:
             return ()
@@ -372,14 +372,15 @@ class Session:
             lines = text_of(causes)
             if (more := self.stats().misses - len(misses)) > 0:
                 lines.append(f"{plural(more, 'miss')}: small programs, which are not compared")
-        except Exception as error:  # noqa: BLE001 - whatever a server answers: the job has ended well
+        except Exception as error:  # noqa: BLE001 - an explanation must not fail the job
             lines = [f"the misses cannot be explained: {error}"]
         _say("\n".join(f"graphstash: {line}" for line in lines))
         return causes
 
     def _report(self, causes: Sequence["Cause"]) -> None:
-        """Tells the server what this process counted; a server that takes no reports is left alone,
-        and whatever else goes wrong costs the job nothing but one call's time.
+        """Send this process's counts to the server.
+
+        A server without this call is left alone. A failure costs at most the time of one call.
         """
         cache, stats = self._cache, self.stats()
         if cache is None or not cache.stash.server.is_known or not self.config.report_runs:
@@ -392,11 +393,11 @@ class Session:
             report = run_report.report_of(cache, job=self.job, causes=causes)
             process = run_report.name_of_process()
             cache.stash.server.report_run(run_report.RunName(self.run), process, report)
-        except Exception as error:  # noqa: BLE001 - the job has ended well, and ends so
+        except Exception as error:  # noqa: BLE001 - the job has ended; reporting must not fail it
             _log.debug("the run is not reported: %s", error)
 
     def _record(self, stats: Stats) -> None:
-        """Leaves what `graphstash explain` reads."""
+        """Write the record that `graphstash explain` reads."""
         misses = () if self._cache is None else self._cache.log.misses
         if stats.hits or misses:
             from graphstash._process import run_record
@@ -415,11 +416,11 @@ class Session:
             _say(f"graphstash: {stats.summary()}")
         if self.config.stats_file is not None:
             record = {"pid": os.getpid(), "argv": sys.argv, **asdict(stats)}
-            # One write of one line: several processes may append to the same file.
+            # Append the line with a single write, because several processes may share the file.
             line = (json.dumps(record) + "\n").encode()
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
             try:
-                # A pipe that nobody reads would keep the job from its end.
+                # Open without blocking: a pipe without a reader would hang the job's end.
                 descriptor = os.open(self.config.stats_file, flags | os.O_NONBLOCK, 0o666)
                 try:
                     os.write(descriptor, line)
@@ -430,28 +431,28 @@ class Session:
 
 
 def _say(text: str) -> None:
-    """Tells the user, where there is still anybody who listens."""
-    with suppress(OSError, ValueError, AttributeError):  # full, closed, or none
+    """Print to stderr, if it is still writable."""
+    with suppress(OSError, ValueError, AttributeError):  # full, closed, or absent
         print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
-_lock = threading.RLock()  # guards `_current`; re-entrant because a hook's import may install
+_lock = threading.RLock()  # guards `_current`; reentrant because a hook's import may install
 _current: Session | None = None
 
 
 def install(**settings: Any) -> Session | None:
-    """Starts the cache in this process and puts a hook into every compiler that it knows.
+    """Start the cache in this process and hook every supported compiler.
 
-    Compilers that are not imported yet get their hook on import. A second call changes nothing, and
-    says so where it wants other settings; where it asks for more checks of signatures than the
-    first one, the cache ends instead.
+    Each compiler gets its hook when it is imported. A second call changes nothing and warns if it
+    requests other settings. If it requests stricter signature checks than the first call, the cache
+    stops instead.
 
     Args:
-        settings: fields of `ClientConfig`; they win over `GRAPHSTASH_*` variables.
+        settings: fields of `ClientConfig`. They override `GRAPHSTASH_*` variables.
 
     Returns:
-        The session, or None when a setting cannot be used or the cache is switched off; the job
-        then runs without the cache, and a warning says why.
+        The session, or None if a setting is unusable or the cache is switched off. The job then
+        runs without the cache, and a warning says why.
     """
     session = _session(settings)
     if session is not None:
@@ -461,21 +462,21 @@ def install(**settings: Any) -> Session | None:
 
 
 def add_hook(name: str) -> None:
-    """Starts the cache if need be and installs one hook; called when a compiler was imported."""
+    """Start the cache if necessary and install one hook, after its compiler was imported."""
     session = _session({})
     if session is not None and name in session.config.hooks:
         session.add_hook(name)
 
 
 def begin_for_hook(name: str) -> None:
-    """Starts the cache if need be; called when the import of a hook's compiler begins."""
+    """Start the cache if necessary, when the import of a hook's compiler begins."""
     session = _session({})
     if session is not None:
         session.begin_for_hook(name)
 
 
 def uninstall() -> None:
-    """Removes all hooks and ends the session, as at the end of the process."""
+    """Remove all hooks and end the session, as at process exit."""
     global _current  # noqa: PLW0603 - see the module's docstring
     with _lock:
         if _current is not None:
@@ -485,21 +486,22 @@ def uninstall() -> None:
 
 
 def stats() -> Stats:
-    """What the cache did for this process so far; all zeros when it is not installed."""
+    """Return the counters of this process so far: all zeros if the cache is not installed."""
     with _lock:
         return _current.stats() if _current is not None else Stats()
 
 
 def open_cache() -> "CompileCache | None":
-    """The cache of this process, which is started if need be; None where it is off, has ended, or
-    cannot be started now.
+    """Return the cache of this process, and start it if necessary.
+
+    Returns None if the cache is switched off, has ended, or cannot be opened now.
     """
     session = _session({})
     if session is None:
         return None
     try:
         return session.cache
-    except OSError as error:  # no directory takes a file, or no descriptor is left
+    except OSError as error:  # no directory is writable, or no file descriptor is left
         session.record_without_cache(error)
         return None
 
@@ -512,9 +514,10 @@ def get_or_compile(
     toolchain: str = "",
     label: str = "",
 ) -> bytes:
-    """Returns an artifact that any job has compiled, or compiles it now.
+    """Return an artifact that any job has compiled, or compile it now.
 
-    Starts the cache in this process if need be. Args as in `CompileCache.get_or_compile`.
+    Starts the cache in this process if necessary. See `CompileCache.get_or_compile` for the
+    arguments.
     """
     cache = open_cache()
     if cache is None:
@@ -529,10 +532,10 @@ def _own_provider() -> "tuple[TracerProvider, Close]":
 
 
 def _after_fork() -> None:
-    """A child owns neither its parent's threads nor its sockets: it gets a session of its own."""
+    """Give a forked child its own session: it has no threads, and shares its parent's sockets."""
     global _current, _lock  # noqa: PLW0603 - see the module's docstring
     parent = _current
-    _lock = threading.RLock()  # another thread of the parent may have held it
+    _lock = threading.RLock()  # another thread of the parent may have held the old lock
     if parent is None or parent.is_closed:
         return
     try:
@@ -543,8 +546,8 @@ def _after_fork() -> None:
         return
     _current.take_over(parent)
     atexit.register(_current.close)
-    # Children of `multiprocessing` leave without exit handlers, but with handlers of its own, which
-    # it forgets once more after the fork, before it calls what is registered here.
+    # Children of `multiprocessing` skip exit handlers and run only its finalizers. It clears the
+    # finalizers after a fork, before it calls this function. So register the finalizer there.
     if (util := sys.modules.get("multiprocessing.util")) is not None:
         util.register_after_fork(_current, _close_with_multiprocessing)
 
@@ -580,7 +583,7 @@ def _session(settings: dict[str, Any]) -> Session | None:
 
 
 def _keeps_to(session: Session, settings: dict[str, Any]) -> bool:
-    """Whether a running session may continue although `install` was called with these settings."""
+    """Return whether a running session may continue after `install` with these settings."""
     try:
         wanted = ClientConfig.load(**settings)
     except ConfigError as error:

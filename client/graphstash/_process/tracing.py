@@ -1,8 +1,9 @@
-"""Sends the spans of this process with OTLP over HTTP, for a program without a tracer provider.
+"""Export this process's spans with OTLP over HTTP, if the program has no tracer provider.
 
-OpenTelemetry's own variables configure it (`OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_TRACES_SAMPLER`,
-...). The provider is not registered, so that the program may still set its own. A thread sends the
-spans in batches, and drops them when a collector is slower than the job.
+OpenTelemetry's own variables configure the export (`OTEL_EXPORTER_OTLP_ENDPOINT`,
+`OTEL_TRACES_SAMPLER`, ...). The provider is not registered globally, so that the program can still
+set its own. A thread sends spans in batches. It drops spans if the collector is slower than the
+job.
 """
 
 import logging
@@ -20,7 +21,7 @@ __all__ = ["exporting_provider"]
 
 
 class _Exporter(OTLPSpanExporter):
-    """Counts the spans that nobody took."""
+    """Counts the spans that the collector did not accept."""
 
     lost_count = 0
 
@@ -32,15 +33,15 @@ class _Exporter(OTLPSpanExporter):
 
 
 def exporting_provider() -> tuple[TracerProvider, Close]:
-    """A provider whose spans are exported until it is closed."""
+    """Return a provider that exports spans, and the function that closes it."""
     resource = Resource.create({"service.name": "graphstash-job"})
     resource = resource.merge(OTELResourceDetector().detect())  # OTEL_SERVICE_NAME wins
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     exporter = _Exporter()
     provider.add_span_processor(BatchSpanProcessor(exporter))
-    # A collector that cannot be reached is counted, and not what a job's output is for.
+    # An unreachable collector is counted. Keep its errors out of the job's output.
     logging.getLogger(OTLPSpanExporter.__module__).setLevel(logging.CRITICAL)
-    # The SDK's own limit for its end is 30 s.
+    # Close in a thread with our own limit: the SDK's limit for shutdown is 30 s.
     closer = BoundedExecutor("graphstash-traces", workers=1, capacity=1)
     closer.start()
 

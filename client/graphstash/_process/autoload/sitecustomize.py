@@ -1,8 +1,8 @@
-"""Runs at the start of every Python process under `graphstash run`, before the user's code.
+"""Register the cache in every Python process under `graphstash run`, before user code runs.
 
-`graphstash run` puts this folder at the front of PYTHONPATH; children inherit it. Standard library
-only, no work beyond registering for the import of a compiler, and no exception: a Python that has
-no graphstash, or another version, just starts.
+`graphstash run` prepends this folder to PYTHONPATH, which child processes inherit. This module uses
+only the standard library, only registers an import hook, and never raises. A Python without
+graphstash, or with another version, starts normally.
 """
 
 import os
@@ -12,7 +12,7 @@ _here = os.path.dirname(os.path.abspath(__file__))
 
 
 def _chain() -> None:
-    """Runs the sitecustomize that this one hides, if there is any."""
+    """Run the sitecustomize module that this one hides, if there is one."""
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _here]
     sys.modules.pop("sitecustomize", None)
     try:
@@ -26,7 +26,7 @@ def _chain() -> None:
 def _register() -> None:
     try:
         from graphstash._entry_points import load
-    except Exception:  # noqa: BLE001 - another environment's Python, perhaps of another age
+    except Exception:  # noqa: BLE001 - another environment's Python, possibly a much older version
         return
     load()
 
