@@ -1,4 +1,4 @@
-"""A graphstash server for your own tests: in memory, on loopback, with failures on demand.
+"""In-memory graphstash server for tests, on loopback, with injectable failures.
 
     from graphstash.testing import FakeServer
 
@@ -16,7 +16,7 @@ As a pytest fixture:
         with FakeServer() as server:
             yield server
 
-It speaks real HTTP, so the code under test may be a subprocess, and nothing has to be patched. It
+The server uses real HTTP, so that the code under test may run in a subprocess without patches. It
 needs none of graphstash's extras.
 """
 

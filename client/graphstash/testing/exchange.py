@@ -1,4 +1,4 @@
-"""A request whose path is known, and what it is answered with."""
+"""A routed request and its response."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ Where: TypeAlias = tuple[Namespace, ArtifactKey]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request whose path is known; what its path and body do not name is empty."""
+    """A request whose path matched a route. Parts that its path and body do not name are empty."""
 
     operation: ServerCall
     where: Where
@@ -38,7 +38,7 @@ class Request:
     is_gone: Callable[[], bool]
 
     def parse(self, model: type[_Model]) -> _Model:
-        """The body; refused where it is not one of the model."""
+        """Parse the body as a model, or raise `RefusalError`."""
         try:
             return model.model_validate_json(self.body or b"{}")
         except ValidationError as error:
@@ -50,7 +50,7 @@ class Request:
             raise RefusalError(ErrorCode.INVALID_REQUEST, f"{where}: {first['msg']}") from None
 
     def keys(self, model: type[LookupRequest | ManifestUpdate], limit: int) -> list[ArtifactKey]:
-        """The keys in the body, each once; refused where there are more than `limit`."""
+        """Return the distinct keys in the body; raise `RefusalError` for more than `limit`."""
         if (count := self.body.count(b"{") - 1) > limit:
             raise RefusalError(ErrorCode.TOO_MANY_KEYS, f"{count} keys: at most {limit}")
         return list(dict.fromkeys(self.parse(model).keys))
@@ -58,7 +58,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A status, a body or the model that it is made of, and headers."""
+    """A response: status, headers, and a body as bytes or as a model to serialize."""
 
     status: int
     body: bytes | BaseModel | None = None
@@ -66,7 +66,7 @@ class Answer:
 
 
 class RefusalError(Exception):
-    """The server does not do what it was asked for."""
+    """The server refuses a request."""
 
     def __init__(self, code: ErrorCode, detail: str, **digests: Digest) -> None:
         super().__init__(detail)
@@ -75,7 +75,7 @@ class RefusalError(Exception):
 
 
 def problem_answer(error: RefusalError | InvalidValueError) -> Answer:
-    """The problem document of a refusal."""
+    """Return the problem document for a refusal."""
     problem = Problem.of(error.code, str(error), request_id="fake")
     if isinstance(error, RefusalError):
         problem = problem.model_copy(update=error.digests)

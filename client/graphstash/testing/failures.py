@@ -1,4 +1,4 @@
-"""Calls of the protocol, and how they can be made to fail."""
+"""Protocol calls, and failures that a test can inject into them."""
 
 import threading
 from collections.abc import Mapping
@@ -14,37 +14,36 @@ ServerCall: TypeAlias = Literal[
     "get_manifest", "put_manifest", "put_run", "get_run", "list_runs",
     "stats", "access", "health", "ready",
 ]  # fmt: skip
-"""A call of the protocol: on an artifact, on the lease to compile one, on a manifest, on what a run
-reports, or on the server itself."""
+"""A protocol call on an artifact, its compile lease, a manifest, a run report, or the server."""
 
 Fault: TypeAlias = Literal[
     "reset", "hang", "truncate", "flip", "wrong_artifact", "stranger",
 ]  # fmt: skip
 """A failure other than an error status:
 
-* `reset`: the connection is reset instead of an answer. The client repeats a call once when a
-  connection that it had kept open breaks, so it may not notice `times=1`.
-* `hang`: no answer until the client hangs up or the failure is removed.
-* `truncate`: the connection ends in the middle of the body.
-* `flip`: one bit in the middle of the body is flipped.
-* `wrong_artifact`: a `get` is answered with another artifact of the namespace.
-* `stranger`: another web server answers: 200 and an HTML page to everything.
+* `reset`: the server resets the connection without a response. If a kept-alive connection breaks,
+  the client repeats the call once. It may therefore not notice `times=1`.
+* `hang`: the server does not respond until the client disconnects or the failure is removed.
+* `truncate`: the server closes the connection in the middle of the body.
+* `flip`: the server flips one bit in the middle of the body.
+* `wrong_artifact`: the server answers a `get` with another artifact of the namespace.
+* `stranger`: the server answers every call with 200 and an HTML page, as another web server would.
 """
 
 
 @dataclass(eq=False, kw_only=True)
 class Failure:
-    """A failure that `FakeServer.fail_on` has set up; as a context manager it ends with its block.
+    """A failure that `FakeServer.fail_on` has set up. As a context manager, it ends with its block.
 
     Attributes:
-        operations: the calls that fail; empty means every call.
-        fault: how they fail; None means that they are answered with `status`.
-        status: the HTTP status of the answer; 429 and 503 ask for a pause of one second.
-        times: how many calls fail before the server recovers; None for no limit.
-        namespace: only calls in this namespace fail; None for any.
-        kind: only calls on an artifact of this kind fail; None for any.
-        key: only calls on this artifact fail; None for any.
-        count: number of calls that have failed because of it.
+        operations: calls that fail. Empty means every call.
+        fault: kind of failure. None means an error response with `status`.
+        status: HTTP status of the response. 429 and 503 request a pause of one second.
+        times: number of calls that fail before the server recovers. None means no limit.
+        namespace: only calls in this namespace fail. None means any.
+        kind: only calls on an artifact of this kind fail. None means any.
+        key: only calls on this artifact fail. None means any.
+        count: number of calls that this failure has hit.
     """
 
     operations: frozenset[ServerCall]
@@ -65,10 +64,10 @@ class Failure:
         self.remove()
 
     def wait(self, *, count: int = 1, timeout_seconds: float = 30.0) -> None:
-        """Blocks until `count` calls have failed, so that a test need not sleep.
+        """Block until `count` calls have failed, so that a test does not have to sleep.
 
         Raises:
-            TimeoutError: fewer calls came within `timeout_seconds`.
+            TimeoutError: fewer calls failed within `timeout_seconds`.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self.count >= count, timeout_seconds):
@@ -77,15 +76,15 @@ class Failure:
                 )
 
     def remove(self) -> None:
-        """Ends the failure; calls that hang because of it are answered now."""
+        """End the failure. The server now answers calls that hang because of it."""
         self._removed.set()
 
     def is_removed(self, *, within_seconds: float = 0.0) -> bool:
-        """Whether it has ended, or ends within some seconds."""
+        """Return whether the failure has ended, or ends within `within_seconds`."""
         return self._removed.wait(within_seconds)
 
     def applies_to(self, call: "Call") -> bool:
-        """Whether the call fails because of it; the server asks once per call, which is counted."""
+        """Return whether the failure hits this call, and count the hit. Ask only once per call."""
         with self._changed:
             applies = (
                 not self._removed.is_set()
@@ -105,11 +104,11 @@ class Call:
     """One request that the server received.
 
     Attributes:
-        operation: the call of the protocol.
-        namespace: the namespace of the call; None for a call on the server itself.
-        key: the artifact, for a call on a single one.
-        headers: of the request, names in lower case.
-        failure: the failure that `fail_on` had set up for it; None when it was answered properly.
+        operation: the protocol call.
+        namespace: namespace of the call. None for a call on the server itself.
+        key: key of the artifact, for a call on a single artifact.
+        headers: request headers, with lower-case names.
+        failure: the failure that hit the call. None if the server answered normally.
     """
 
     operation: ServerCall

@@ -1,4 +1,4 @@
-"""HTTP: connections, paths, and answers that arrive, or fail as they were told to."""
+"""HTTP server: accept connections, route paths, and send or inject failures into responses."""
 
 import os
 import re
@@ -40,14 +40,14 @@ __all__ = ["CLOSE_SECONDS", "HttpServer"]
 
 _MAX_JSON_BYTES: Final = 2 * 1024**2
 CLOSE_SECONDS: Final = 10.0
-"""How long each thread gets to end."""
+"""Seconds that `close` waits for each thread."""
 
 _CODES: Final = {
     **{status: code for code, status in reversed(STATUS.items())},
     400: ErrorCode.INVALID_REQUEST,
     404: ErrorCode.NOT_FOUND,
 }
-"""The error code of a status that is given to `fail_on`."""
+"""Error code for each status that `fail_on` accepts."""
 
 _KEY: Final = "(?P<kind>[^/]+)/(?P<device_type>[^/]+)/(?P<fingerprint>[^/]+)"
 _IN_NAMESPACE: Final = f"{API_PREFIX}/(?P<namespace>[^/]+)"
@@ -75,7 +75,7 @@ _STRANGER: Final = (
 
 
 class HttpServer(ThreadingHTTPServer):
-    """Keeps its threads, so that `close` can wait for them."""
+    """HTTP server that tracks its threads, so that `close` can wait for them."""
 
     request_queue_size = 128
 
@@ -89,7 +89,7 @@ class HttpServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serves a connection in a thread of its own."""
+        """Serve a connection in its own thread."""
         thread = threading.Thread(
             target=self.process_request_thread, args=(request, client_address), daemon=True
         )
@@ -98,12 +98,14 @@ class HttpServer(ThreadingHTTPServer):
         thread.start()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Prints nothing: clients hang up in tests, and the log of calls tells the rest."""
+        """Print nothing: test clients disconnect on purpose, and `FakeServer.calls` lists the
+        calls.
+        """
 
     def close(self) -> None:
-        """Ends the listener and every connection, and waits for their threads."""
+        """Close the listener and every connection, and wait for their threads."""
         with suppress(OSError):
-            # A process that was forked meanwhile holds the listener as well.
+            # A forked process may also hold the listener, so closing alone does not end it.
             self.socket.shutdown(socket.SHUT_RDWR)
         self.server_close()
         for connection, thread in self._serving:
@@ -113,14 +115,14 @@ class HttpServer(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One connection: reads requests, and answers them or lets them fail."""
+    """Serves one connection: answers requests or injects failures."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     server: HttpServer
 
     def log_message(self, *_: Any) -> None:
-        """Prints nothing: a test reads `FakeServer.calls`."""
+        """Print nothing: tests read `FakeServer.calls`."""
 
     def do_GET(self) -> None:
         fault: Fault | None = None
@@ -144,10 +146,10 @@ class _Handler(BaseHTTPRequestHandler):
             answer = problem_answer(refusal)
         self._send(answer, fault=fault)
 
-    do_HEAD = do_PUT = do_POST = do_DELETE = do_PATCH = do_GET  # noqa: N815 - as the library calls them
+    do_HEAD = do_PUT = do_POST = do_DELETE = do_PATCH = do_GET  # noqa: N815 - http.server's names
 
     def _read(self) -> Request:
-        """The request, body included, so that the connection can serve the next one."""
+        """Read the request with its body, so that the connection can serve the next request."""
         headers = {name.lower(): value for name, value in self.headers.items()}
         body = self._read_body(headers)
         target = urlsplit(self.path)
@@ -158,7 +160,7 @@ class _Handler(BaseHTTPRequestHandler):
         namespace = Namespace(words["namespace"]) if "namespace" in words else ""
         request = Request(
             operation,
-            (namespace, key),  # type: ignore[arg-type] # both, where the call is on an artifact
+            (namespace, key),  # type: ignore[arg-type] # - both are set for artifact calls
             words,
             target.query,
             headers,
@@ -188,7 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
         raise refusal
 
     def _check(self, request: Request) -> None:
-        """Refuses another protocol version, and clients without the token."""
+        """Refuse an unsupported protocol version, and a client without the token."""
         version = request.headers.get(HEADER_PROTOCOL.lower(), str(PROTOCOL_VERSION))
         if version != str(PROTOCOL_VERSION):
             raise RefusalError(
@@ -202,7 +204,7 @@ class _Handler(BaseHTTPRequestHandler):
             )
 
     def _ends_without_answer(self, failure: Failure) -> bool:
-        """Lets a call hang, or ends its connection; whether it needs no answer any more."""
+        """Inject `hang`, `reset` or `stranger`. Return whether the call needs no response."""
         if failure.fault == "hang":
             while not failure.is_removed(within_seconds=POLL_SECONDS):
                 if self._has_ended():
@@ -211,7 +213,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             linger = struct.pack("ii", 1, 0)
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-            os.close(self.connection.detach())  # `close` would wait for the files made of it
+            os.close(self.connection.detach())  # `close` would wait for the socket's file objects
         elif failure.fault == "stranger":
             self.close_connection = True
             self.wfile.write(_STRANGER)
@@ -265,7 +267,7 @@ def _route(method: str, path: str) -> tuple[ServerCall, dict[str, str]]:
 
 
 def _failed(failure: Failure) -> Answer:
-    """An error status: a problem document, or nothing where only a proxy would answer so."""
+    """Return an error response. Statuses that only a proxy sends have no problem document."""
     code = _CODES.get(failure.status)
     answer = Answer(failure.status)
     if code is not None:

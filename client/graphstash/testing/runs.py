@@ -1,4 +1,4 @@
-"""A run is the sum of what its processes reported."""
+"""Merge the reports of a run's processes."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ __all__ = ["sum_of"]
 
 
 def sum_of(run: RunName, reports: Mapping[RunName, RunReport]) -> Run:
-    """What the processes of a run reported, as one."""
+    """Merge the reports of a run's processes into one `Run`."""
     _, first = min(reports.items(), key=lambda each: (each[1].started_at, each[0]))
     every = tuple(reports.values())
     sums: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)

@@ -1,4 +1,4 @@
-"""The server as a test sees it."""
+"""FakeServer: the interface that tests use."""
 
 import threading
 from collections import deque
@@ -21,20 +21,22 @@ _MAX_CALLS: Final = 100_000
 
 
 class FakeServer:
-    """An in-memory graphstash server for tests, on a free loopback port.
+    """An in-memory graphstash server for tests, on a free loopback port. Thread-safe.
 
-    Use it as a context manager, or call `start` and `close`. It keeps the rules of a real server
-    with default settings: the first artifact of a key stays, leases are exclusive and expire,
-    reported artifacts are withheld, manifests merge, runs are the sums of their processes. Nothing
-    is evicted, byte ranges are ignored, misses are not explained, and there are no history and no
-    namespace policies. Everything is lost with the object. Safe for many threads.
+    Use it as a context manager, or call `start` and `close`. Its state is lost when the object is
+    deleted.
+
+    It follows a real server with default settings: the first artifact of a key stays, leases are
+    exclusive and expire, reported artifacts are withheld, manifests merge, and a run is the sum of
+    its processes. It never evicts, ignores byte ranges, does not explain misses, and has neither
+    history nor namespace policies.
 
     Args:
-        token: the bearer token that clients must present; None requires none.
-        max_bytes: limit for all artifacts together; further uploads are refused with 507.
+        token: bearer token that clients must present. None requires no token.
+        max_bytes: limit for all artifacts together. Beyond it, the server refuses uploads with 507.
 
     Attributes:
-        url: the `GRAPHSTASH_URL` of the code under test.
+        url: `GRAPHSTASH_URL` for the code under test.
     """
 
     def __init__(self, *, token: str | None = None, max_bytes: int = 256 * 1024**2) -> None:
@@ -53,7 +55,7 @@ class FakeServer:
         self.close()
 
     def start(self) -> Self:
-        """Starts serving in the background; entering the context manager does this, too."""
+        """Start serving in the background. Entering the context manager does the same."""
         if self._thread is None:
             serve = self._http.serve_forever
             self._thread = threading.Thread(target=serve, args=(POLL_SECONDS,), daemon=True)
@@ -61,9 +63,9 @@ class FakeServer:
         return self
 
     def close(self) -> None:
-        """Ends every connection and thread; further calls cannot connect.
+        """Close every connection and end every thread. Further calls cannot connect.
 
-        Recorded calls and stored artifacts can still be read. Closing it again does nothing.
+        Recorded calls and stored artifacts stay readable. Closing twice does nothing.
         """
         self._store.close()
         if self._thread is not None:
@@ -73,11 +75,11 @@ class FakeServer:
         self._http.close()
 
     def config(self, *, cache_dir: Path, **settings: Any) -> "ClientConfig":
-        """Settings for a client of this server; the environment is not read.
+        """Return client settings for this server. The environment is not read.
 
         Args:
-            cache_dir: the client's local tier. Give each simulated host its own directory: what is
-                on disk already is not fetched from the server.
+            cache_dir: the client's local tier. Give each simulated host its own directory: a client
+                does not fetch artifacts that are on disk already.
             settings: further fields of `ClientConfig`.
         """
         from graphstash import ClientConfig
@@ -86,7 +88,7 @@ class FakeServer:
         return ClientConfig.load({}, **(ours | settings))
 
     def environment(self, *, cache_dir: Path) -> dict[str, str]:
-        """Environment variables that make a subprocess use this server, see `config`."""
+        """Return environment variables that make a subprocess use this server, as in `config`."""
         variables = {"GRAPHSTASH_URL": self.url, "GRAPHSTASH_CACHE_DIR": str(cache_dir)}
         return variables | ({"GRAPHSTASH_TOKEN": self._token} if self._token else {})
 
@@ -100,10 +102,10 @@ class FakeServer:
         kind: str | None = None,
         key: ArtifactKey | None = None,
     ) -> Failure:
-        """Makes calls fail from now on.
+        """Make matching calls fail from now on.
 
-        If several failures match a call, the one that was set up first is used until its `times`
-        are over. A call that fails with a status or a `reset` changes nothing on the server.
+        If several failures match a call, the earliest applies until it has failed `times` calls. A
+        call that fails with a status or a `reset` changes nothing on the server.
 
             server.fail_on("get", times=2)                      two downloads get a 500
             server.fail_on(status=503)                          the server is overloaded
@@ -113,17 +115,17 @@ class FakeServer:
                 failure.wait()                                  an upload hangs now
 
         Args:
-            operations: which calls; none means all of them.
-            fault: how they fail; None answers with an error status.
-            status: the HTTP status, 400 to 599, when there is no `fault`; 429 and 503 come with
+            operations: calls that fail. None given means every call.
+            fault: kind of failure. None means an error response with `status`.
+            status: HTTP status from 400 to 599, used without `fault`. 429 and 503 carry
                 `Retry-After: 1`.
-            times: how many calls fail; None means all until the failure is removed.
-            namespace: only calls in this namespace.
-            kind: only calls on one artifact of this kind.
-            key: only calls on the artifact with this key.
+            times: number of calls that fail. None means all until the failure is removed.
+            namespace: only calls in this namespace fail.
+            kind: only calls on one artifact of this kind fail.
+            key: only calls on the artifact with this key fail.
 
         Returns:
-            A handle that counts the calls, waits for them and ends the failure.
+            The failure, which counts its calls and can be waited for and removed.
 
         Raises:
             ValueError: unknown operation or fault, or a status or number of times out of range.
@@ -149,13 +151,13 @@ class FakeServer:
         return failure
 
     def recover(self) -> None:
-        """Ends all failures; hanging calls are answered now."""
+        """End all failures. The server now answers hanging calls."""
         while self._failures:
             self._failures.popleft().remove()
 
     @property
     def calls(self) -> tuple[Call, ...]:
-        """Every call since the start, oldest first; only the last 100,000 are kept."""
+        """The last 100,000 calls, oldest first."""
         return tuple(self._calls)
 
     def count(
@@ -165,7 +167,7 @@ class FakeServer:
         namespace: str | None = None,
         key: ArtifactKey | None = None,
     ) -> int:
-        """Number of calls so far, failed ones included; each argument restricts which count."""
+        """Return the number of calls so far, including failed calls, that match the arguments."""
         return sum(
             operation in (None, call.operation)
             and namespace in (None, call.namespace)
@@ -175,22 +177,21 @@ class FakeServer:
 
     @property
     def artifacts(self) -> tuple[StoredArtifact, ...]:
-        """Every stored artifact, oldest first, withheld ones included."""
+        """Every stored artifact, oldest first, including withheld artifacts."""
         return self._store.listed()
 
     @property
     def reports(self) -> tuple[RunReport, ...]:
-        """What the processes of jobs reported when they ended, the latest last."""
+        """The reports that processes sent when they ended, oldest first."""
         return self._store.reported()
 
     def clear(self) -> None:
-        """Removes all artifacts, leases, manifests, reports, calls and failures; keeps serving."""
+        """Remove all artifacts, leases, manifests, reports, calls and failures. Keep serving."""
         self.recover()
         self._store.clear()
         self._calls.clear()
 
     def _record(self, call: Call) -> Failure | None:
-        """Records a call and returns the failure that applies to it."""
         failures = tuple(self._failures)
         failure = next((each for each in failures if each.applies_to(call)), None)
         self._calls.append(replace(call, failure=failure))
