@@ -1,3 +1,3 @@
-"""`train`: the loop, one step of it, and the events that it reports."""
+"""The training loop `train`, its single step, and the events that it reports."""
 
 __all__: list[str] = []

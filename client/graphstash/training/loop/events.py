@@ -1,4 +1,4 @@
-"""What happens during training, as the caller, callbacks and the progress bar see it."""
+"""Training events, as reported to the caller, to callbacks and to the progress bar."""
 
 import math
 import sys
@@ -25,90 +25,90 @@ __all__ = [
 
 
 class DivergedError(GraphstashError, ArithmeticError):
-    """The loss or the gradients have not been finite for a while; training has no effect."""
+    """The loss or the gradients have not been finite for several steps; training has no effect."""
 
 
-class StopTraining(Exception):  # noqa: N818 - a request, as StopIteration
-    """A callback raises it to end the training after this step, with a checkpoint."""
+class StopTraining(Exception):  # noqa: N818 - a request, like StopIteration
+    """Raised by a callback to end the training after this step, with a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """What is known at a logging boundary about the steps since the last one."""
+    """The numbers of the steps since the last logging boundary."""
 
     step: int
-    """The last of them, from 1."""
+    """The last of these steps, counted from 1."""
     losses: tuple[float, ...]
-    """Of each of them; with several processes, of this one's share of the batch."""
+    """The loss of each step; in a job of several processes, of this process's share of the
+    batch."""
     learning_rates: tuple[float, ...]
-    """Of the optimizer's groups, in the last step."""
+    """The learning rate of each optimizer group in the last step."""
     steps_per_second: float
     loss_scale: float | None = None
-    """After the last step; None where the loss is not scaled."""
+    """The loss scale after the last step; None if the loss is not scaled."""
     skipped: int = 0
-    """How many of them were skipped because a gradient was infinite or NaN."""
+    """Number of these steps that were skipped because a gradient was infinite or NaN."""
     gradient_norm: float | None = None
-    """Before clipping, in the last step; None where the norm is not clipped."""
+    """Norm before clipping in the last step; None if the norm is not clipped."""
     metrics: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """What the loss function gave beside the loss, in each of them, by name."""
+    """By name, the metrics that the loss function gave in each step."""
     reduced: Mapping[str, float] = field(default_factory=dict)
-    """What was sent of the gradients since this run began, as `SparseState.scalars` says; empty
-    without `reduce`."""
+    """Values of `SparseState.scalars` since this run began; empty without `reduce`."""
 
     @property
     def loss(self) -> float:
-        """The mean of `losses`."""
+        """Mean of `losses`."""
         return sum(self.losses) / len(self.losses)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """How a call of `train` ended."""
+    """The outcome of a call of `train`."""
 
     step: int
-    """The last step that was made, in this run or in one that it resumed."""
+    """The last completed step, made by this run or by the run that it resumed."""
     losses: tuple[float, ...]
-    """Of every step of this run."""
+    """The loss of each step of this run."""
     seconds: float
     stopped_by: Literal["steps", "callback"]
     resumed_from: int = 0
-    """The step of the checkpoint that this run resumed; 0: it started from the beginning."""
+    """The step of the checkpoint that this run resumed; 0 if the run started from the beginning."""
 
 
 class Callback:
-    """Override what you want to see; called in the training thread of every process.
+    """Base class of callbacks: `train` calls each method in the training thread of every process.
 
-    Everything given is on the host already. An exception ends the training; `StopTraining` does so
-    in order, with a checkpoint. Of a job with one process, another exception leaves a checkpoint,
-    too, where the position in the data is known: at a boundary, or without batches loaded ahead.
+    All values are on the host. `StopTraining` ends the training with a checkpoint; any other
+    exception ends it at once. In a job of one process, another exception also leaves a checkpoint
+    if the position in the data is known: at a boundary, or if no batches are loaded ahead.
     """
 
     def on_start(self, step: int, steps: int) -> None:
-        """Training begins after step `step` of `steps`."""
+        """Run before the first step after step `step` of `steps`."""
 
     def on_step(self, step: int) -> None:
-        """A step was queued; the device may not have made it. The place to average parameters.
+        """Run when a step was queued, and may still run; the place to average parameters.
 
-        Whatever reads the device here waits for it, at every step.
+        A callback that reads the device here waits for it at every step.
         """
 
     def on_log(self, entry: LogEntry) -> None:
-        """A logging boundary."""
+        """Run at each logging boundary."""
 
     def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """`evaluate` has returned its metrics."""
+        """Run when `evaluate` has returned its metrics."""
 
     def on_checkpoint(self, step: int, directory: Path) -> None:
-        """A checkpoint was taken; it may not be on the disk yet."""
+        """Run when a checkpoint was taken, which may not be on disk yet."""
 
     def on_end(self, result: TrainingResult) -> None:
-        """Training has ended without an error."""
+        """Run when training has ended without an error."""
 
 
 class Progress(Callback):
-    """Shows what each logging boundary has brought, on standard error.
+    """Shows the numbers of each logging boundary on standard error.
 
-    It moves at boundaries only: between them the host does not know how far the device is.
+    Nothing moves between boundaries: the host does not read how far the device is.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class Progress(Callback):
         self._steps = 0
 
     def on_start(self, step: int, steps: int) -> None:
-        """Begins the bar."""
+        """Start the bar."""
         self._steps = steps
         if step:
             self._print(f"resumed after step {step}")
@@ -130,13 +130,13 @@ class Progress(Callback):
                 TextColumn("{task.description}"),
                 TimeRemainingColumn(),
                 console=self._console,
-                auto_refresh=False,  # a refreshing thread would take turns with the training
+                auto_refresh=False,  # a refresh thread would interrupt training
             )
             self._bar.start()
             self._task = self._bar.add_task("", total=steps, completed=step)
 
     def on_log(self, entry: LogEntry) -> None:
-        """Advances the bar, or prints a line."""
+        """Advance the bar, or print a line if there is no terminal."""
         text = f"loss {entry.loss:.4f}  lr {entry.learning_rates[0]:.3g}"
         for name, values in entry.metrics.items():
             text += f"  {name} {sum(values) / len(values):.4f}"
@@ -156,17 +156,17 @@ class Progress(Callback):
             )
 
     def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Prints the metrics."""
+        """Print the metrics."""
         values = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         self._print(f"step {step}: evaluation  {values}")
 
     def on_end(self, result: TrainingResult) -> None:
-        """Ends the bar."""
+        """Print the duration and end the bar."""
         self._print(f"{len(result.losses)} steps in {result.seconds:.1f} s")
         self.close()
 
     def close(self) -> None:
-        """Leaves the terminal as it was; may be called again."""
+        """Restore the terminal; may be called again."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -176,19 +176,19 @@ class Progress(Callback):
 
 
 _PATIENCE = 3
-"""So many steps in a row with a bad loss are no accident. Without a loss scale one is enough: its
-gradients have already been applied."""
+"""With a loss scale, training is lost after this many bad losses in a row. Without a scale one is
+enough, as its gradients have been applied."""
 
 _MIN_SCALE = 2.0**-10
-"""Below this a scale is not what makes gradients overflow."""
+"""Below this value, the loss scale is not the reason why gradients overflow."""
 
 
 class Divergence:
-    """Looks at the rows of a `DeviceLog` at each boundary, and raises where training is lost.
+    """Checks the rows of a `DeviceLog` at each boundary, and raises if training is lost.
 
-    With a dynamic loss scale single bad steps are normal: they are skipped and the scale shrinks. A
-    loss that stays infinite or NaN is not, and neither are gradients that stay so at any scale;
-    such a run would continue forever and train nothing.
+    With a dynamic loss scale, single bad steps are normal: they are skipped, and the scale shrinks.
+    If the loss stays infinite or NaN, or the gradients do at any scale, the run would continue
+    forever and train nothing.
     """
 
     def __init__(self) -> None:
@@ -196,7 +196,7 @@ class Divergence:
         self._skipping_since: int | None = None
 
     def look(self, first_step: int, rows: Sequence[Mapping[str, float]]) -> None:
-        """Takes in the rows of steps `first_step`, `first_step + 1`, ...
+        """Check the rows of steps `first_step`, `first_step + 1`, ...
 
         Raises:
             DivergedError: training is lost; the message names step, loss and scale.

@@ -1,4 +1,4 @@
-"""Parallel: one training made by several processes, each with its share of every batch.
+"""Parallel: one training by several processes, each with its share of every batch.
 
     parallel = Parallel.current(device)
     model = parallel.wrap(model)
@@ -7,16 +7,16 @@
             loss_of(model, batch).backward()
     parallel.reduce_gradients(model.parameters())
 
-From here on every process has the mean of all gradients, the same bits, and so the same found_inf:
-a gradient that is infinite or NaN in one process is so in the mean. Every process leaves out the
-same steps and has the same loss scale, without a word about it.
+Then every process has the same bits of the mean gradients, which are infinite or NaN if they are in
+any process. So all processes compute the same found_inf, skip the same steps and have the same loss
+scale without further communication.
 
     Parallel            one process
     DistributedTorch    torch.distributed (torchrun): DDP reduces while backward runs
     DistributedXla      torch_xla (torch_xla.launch, xmp.spawn): one operation in the step's graph
 
-torch_xla cannot reduce on its CPU device, version 2.7 at least: each of several virtual devices
-(CPU_NUM_DEVICES) runs its graph by itself and waits for the others for ever. It can on TPU.
+torch_xla, at least up to 2.7, cannot reduce on its CPU device: each virtual device
+(CPU_NUM_DEVICES) runs its own graph and waits forever for the others. On TPU it can.
 """
 
 import io
@@ -37,7 +37,7 @@ __all__ = ["DistributedTorch", "DistributedXla", "Parallel"]
 
 
 class Parallel:
-    """How the processes of a job work together; this one is for a job of one process.
+    """How the processes of a job train together; this class serves a job of one process.
 
     Attributes:
         rank: number of this process, from 0.
@@ -49,7 +49,7 @@ class Parallel:
 
     @staticmethod
     def current(device: torch.device) -> "Parallel":
-        """The processes of the job that this process was started in, by the model's device.
+        """Return the implementation for this process's job and the model's device.
 
         Raises:
             ConfigError: several processes were started without a process group.
@@ -83,7 +83,7 @@ class Parallel:
     def wrap(
         self, model: nn.Module, *, reduce: SparseState | None = None, is_captured: bool = False
     ) -> nn.Module:
-        """The model to compute losses with. All processes then have the first one's parameters.
+        """Return the model to compute losses with; all processes get the first one's parameters.
 
         Args:
             model: computes losses.
@@ -91,7 +91,7 @@ class Parallel:
             is_captured: whether CUDA graphs capture the step.
 
         Raises:
-            ConfigError: `reduce` is given, and nothing here reduces in DDP.
+            ConfigError: `reduce` is given, but gradients are not reduced in DDP.
         """
         del is_captured
         if reduce is not None:
@@ -102,22 +102,22 @@ class Parallel:
         return model
 
     def reducing(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of a micro-batch; `last` before the gradients are used."""
+        """Wrap forward and backward of a micro-batch; `last` before the gradients are used."""
         del model, last
         return nullcontext()
 
     def reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Makes every gradient the mean over all processes, if backward has not; reads nothing."""
+        """Average every gradient over all processes, unless backward has; reads no values."""
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all processes, by rank. Waits for them, and may use the device."""
+        """Return every process's value, by rank. Waits for all processes; may use the device."""
         return [value]
 
     def require_same(self, name: str, value: Any) -> None:
-        """Waits for all processes, and makes sure that they agree.
+        """Check that all processes have the same value; waits for them.
 
         Raises:
-            ConfigError: in every process, if a value is not the same in all.
+            ConfigError: in every process, if the values differ.
         """
         values = self.gather(value)
         if any(other != values[0] for other in values):
@@ -128,7 +128,7 @@ class Parallel:
 
 
 class DistributedTorch(Parallel):
-    """Processes of torch.distributed, whose process group the script has initialized."""
+    """Processes of torch.distributed; the script has initialized the process group."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -138,7 +138,7 @@ class DistributedTorch(Parallel):
     def wrap(
         self, model: nn.Module, *, reduce: SparseState | None = None, is_captured: bool = False
     ) -> nn.Module:
-        """The model in DDP, unless it is already, or FSDP2 or tensor parallelism has sharded it."""
+        """Return the model in DDP, unless it is in DDP, FSDP2 or tensor parallelism already."""
         if any(map(is_flattened, model.parameters())):
             raise ConfigError(
                 "FullyShardedDataParallel has sharded the model, and its flat shards cannot be "
@@ -156,7 +156,7 @@ class DistributedTorch(Parallel):
         return model
 
     def reducing(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-        """DDP and FSDP2 reduce in the last backward of a step."""
+        """Let DDP and FSDP2 reduce only in the last backward of a step."""
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(last)
         if last or not isinstance(model, DistributedDataParallel):
@@ -165,7 +165,7 @@ class DistributedTorch(Parallel):
         return unreduced
 
     def gather(self, value: Any) -> list[Any]:
-        """By torch.distributed."""
+        """Gather with torch.distributed."""
         payloads: list[Any] = [None] * self.world
         distributed.all_gather_object(payloads, _packed(value))
         return [_unpacked(payload) for payload in payloads]
@@ -173,11 +173,11 @@ class DistributedTorch(Parallel):
 
 @contextmanager
 def _on_side_stream(device: torch.device) -> Iterator[None]:
-    """Make DDP here if its backward is captured.
+    """Create DDP in this context if CUDA graphs capture its backward.
 
-    DDP keeps the streams on which its nodes of the graph were made, and CUDA refuses to capture
-    work that waits for the default stream ("Usage with DistributedDataParallel" in torch's notes
-    on CUDA graphs).
+    DDP keeps the streams on which its nodes of the autograd graph were created, and CUDA refuses to
+    capture work that waits for the default stream ("Usage with DistributedDataParallel" in torch's
+    notes on CUDA graphs).
     """
     current = torch.cuda.current_stream(device)
     side = torch.cuda.Stream(device)
@@ -204,7 +204,7 @@ def _register(model: DistributedDataParallel, reduce: SparseState) -> None:
 
 
 class DistributedXla(Parallel):
-    """Processes, or threads, of torch_xla with a device each."""
+    """Processes, or threads, of torch_xla with one device each."""
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank = rank
@@ -213,7 +213,7 @@ class DistributedXla(Parallel):
     def wrap(
         self, model: nn.Module, *, reduce: SparseState | None = None, is_captured: bool = False
     ) -> nn.Module:
-        """The model itself, with the first process's parameters."""
+        """Return the model itself, with the first process's parameters."""
         import torch_xla.core.xla_model as xm
 
         super().wrap(model, reduce=reduce, is_captured=is_captured)
@@ -221,7 +221,7 @@ class DistributedXla(Parallel):
         return model
 
     def reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Records one operation for all gradients."""
+        """Record one operation for all gradients."""
         import torch_xla.core.xla_model as xm
 
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -229,7 +229,7 @@ class DistributedXla(Parallel):
             xm.all_reduce(xm.REDUCE_SUM, gradients, scale=1 / self.world)
 
     def gather(self, value: Any) -> list[Any]:
-        """By torch_xla's rendezvous, which runs graphs of its own."""
+        """Gather with torch_xla's rendezvous, which runs its own graphs."""
         import torch_xla.core.xla_model as xm
 
         return [_unpacked(payload) for payload in xm.rendezvous("graphstash", _packed(value))]
@@ -237,12 +237,12 @@ class DistributedXla(Parallel):
 
 def _packed(value: Any) -> bytes:
     buffer = io.BytesIO()
-    torch.save(value, buffer)  # plain pickle loses tensors of unsigned integers
+    torch.save(value, buffer)  # plain pickle cannot restore tensors of unsigned integers
     return buffer.getvalue()
 
 
 def _unpacked(payload: bytes) -> Any:
-    # Of our own processes.
+    # The payload comes from a process of the same job, so unpickling it is safe.
     return torch.load(io.BytesIO(payload), weights_only=False)
 
 

@@ -1,4 +1,4 @@
-"""Callbacks that draw what the cache did beside a run's other curves; they import no tracker.
+"""Callbacks that log the cache's figures beside a run's other curves; they import no tracker.
 
     from torch.utils.tensorboard import SummaryWriter
     from graphstash import training
@@ -20,39 +20,40 @@ _STEP = "graphstash/step"
 
 
 class _Writer(Protocol):
-    """What the writers of torch, TensorBoard and tensorboardX have in common."""
+    """The method that writers of torch, TensorBoard and tensorboardX share."""
 
     def add_scalar(self, tag: str, value: Any, step: Any, /) -> Any:
-        """Adds a point to a curve."""
+        """Add a point to a curve."""
 
 
 class _Run(Protocol):
     """A run of Weights & Biases."""
 
     def define_metric(self, name: str, *, step_metric: str) -> Any:
-        """Says which value is the horizontal axis of a curve."""
+        """Set which value is the horizontal axis of a curve."""
 
     def log(self, data: dict[str, Any], /) -> Any:
-        """Adds points to curves."""
+        """Add points to curves."""
 
 
 class TensorBoardCallback(Callback):
-    """Writes hits, misses and what they saved at each logging boundary and at the end.
+    """Writes cache hits, misses and savings at each logging boundary and at the end.
 
     Args:
-        writer: a `SummaryWriter` of torch or tensorboardX, or a `tensorboard.summary.Writer`; stays
-            open. Of a job with several processes each writes its own: give one to the first only.
+        writer: a `SummaryWriter` of torch or tensorboardX, or a `tensorboard.summary.Writer`; it is
+            not closed. Each process writes its own figures, so give a writer to the first process
+            only.
     """
 
     def __init__(self, writer: _Writer) -> None:
         self._writer = writer
 
     def on_log(self, entry: LogEntry) -> None:
-        """Writes the figures as of now."""
+        """Write the current figures."""
         self._write(entry.step, entry.reduced)
 
     def on_end(self, result: TrainingResult) -> None:
-        """Writes the figures of the whole run."""
+        """Write the figures of the whole run."""
         self._write(result.step)
 
     def _write(self, step: int, reduced: Mapping[str, float] | None = None) -> None:
@@ -61,13 +62,12 @@ class TensorBoardCallback(Callback):
 
 
 class WandbCallback(Callback):
-    """Logs hits, misses and what they saved at each logging boundary and at the end.
+    """Logs cache hits, misses and savings at each logging boundary and at the end.
 
-    The curves have an axis of their own, `graphstash/step`: the run's other values may be logged at
-    any step.
+    The curves have their own axis, `graphstash/step`, so the run may log other values at any step.
 
     Args:
-        run: what `wandb.init` returned; stays open.
+        run: the result of `wandb.init`; it is not finished.
     """
 
     def __init__(self, run: _Run) -> None:
@@ -75,11 +75,11 @@ class WandbCallback(Callback):
         run.define_metric("graphstash/*", step_metric=_STEP)
 
     def on_log(self, entry: LogEntry) -> None:
-        """Logs the figures as of now."""
+        """Log the current figures."""
         self._log(entry.step, entry.reduced)
 
     def on_end(self, result: TrainingResult) -> None:
-        """Logs the figures of the whole run."""
+        """Log the figures of the whole run."""
         self._log(result.step)
 
     def _log(self, step: int, reduced: Mapping[str, float] | None = None) -> None:
@@ -87,6 +87,5 @@ class WandbCallback(Callback):
 
 
 def _scalars(reduced: Mapping[str, float] | None) -> dict[str, float]:
-    """What the cache did, and what was sent of the gradients."""
     sent = {f"graphstash/reduce/{name}": value for name, value in (reduced or {}).items()}
     return {**stats().scalars(), **sent}

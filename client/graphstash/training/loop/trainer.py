@@ -1,13 +1,13 @@
 """train: a training loop that keeps the device busy and can be stopped at any time.
 
-Between logging boundaries the host only queues work: batches are loaded and uploaded ahead, each
-step is recorded, or run from its graph, and nothing is read. At a boundary the numbers of all steps
-since the last one come in one read. There `train` detects divergence, updates the progress bar and
-takes checkpoints, which a thread writes while training continues.
+Between logging boundaries the host only queues work: threads load and upload batches ahead, each
+step is recorded or run from its graph, and nothing is read. At a boundary, one read brings the
+numbers of all steps since the last one. `train` then detects divergence, updates the progress bar
+and takes checkpoints, which a thread writes while training continues.
 
-A checkpoint has everything that decides what comes next: model, optimizer, schedule, loss scale,
-the position in the data, and the random generators. A job that was killed and started again with
-the same command makes the same steps.
+A checkpoint contains everything that determines the next steps: model, optimizer, schedule, loss
+scale, position in the data, and random generators. A job that was killed and restarted with the
+same command makes the same steps.
 """
 
 import inspect
@@ -57,8 +57,6 @@ _log = logging.getLogger("graphstash")
 
 
 class _Run:
-    """One call of `train`."""
-
     def __init__(self, options: Options, parallel: Parallel, callbacks: Sequence[Callback]) -> None:
         self.options = options
         self.parallel = parallel
@@ -68,37 +66,33 @@ class _Run:
         self.position = DataPosition(options.data)
         self.checkpoints: Checkpoints | None = None
         self.done = 0
-        """Steps that are made."""
         self.logged = 0
-        """Steps whose numbers the host has."""
+        """Number of steps whose numbers the host has read."""
         self.saved = 0
-        """The step of the newest checkpoint."""
         self.fusion: Fusion | None = None
         self.steps_are_seen = any(type(c).on_step is not Callback.on_step for c in callbacks)
         self.in_step = False
-        """What was trained may be changed in part."""
+        """Whether the trained state may be only partly updated."""
         self.stop_requested = False
-        """A callback has raised `StopTraining`."""
         self.losses: list[float] = []
         self.divergence = Divergence()
         self.positions: dict[int, dict[str, Any]] = {}
-        """The position in the data when the batch of a boundary's step had been loaded."""
+        """By step of a boundary: the position in the data once its batch was loaded."""
         self.interval_began = 0.0
         self.loaded = 0
-        """Steps of which at least one batch was loaded."""
+        """Number of steps of which at least one batch was loaded."""
         self.drawing = threading.Lock()
-        """Held by each thread that draws from the host's random generators beside the training."""
+        """Held by a thread that draws from the host's random generators beside the training."""
         elements = (options.model, options.optimizer, options.loss_scale)
         self.elements: list[StateElement] = [part for part in elements if part is not None]
         switches = (getattr(options.optimizer, name, None) for name in ("train", "eval"))
         self.averaging: Any = options.optimizer if all(map(callable, switches)) else None
-        """The optimizer, if it has other parameters for evaluations than for training."""
+        """The optimizer, if it evaluates other parameters than it trains."""
 
     def resume(self) -> None:
-        """Resumes from the newest checkpoint, if there is one."""
         found = self.checkpoints.load() if self.checkpoints is not None else None
         if found is None:
-            to_host(self._state())  # refuses now what a checkpoint cannot hold
+            to_host(self._state())  # raises now for state that a checkpoint cannot hold
             return
         state = found.state
         self._require_same_arguments(found)
@@ -117,7 +111,7 @@ class _Run:
         self.done = self.logged = self.saved = found.step
 
     def _load_position(self, found: Checkpoint) -> None:
-        """Continues with this process's data, of as many processes as there were, or of others."""
+        """Restore data position and generators; the number of processes may have changed."""
         data, random = found.state["data"], found.state["random"]
         rank, processes = self.parallel.rank, len(data)
         if processes != self.parallel.world and not isinstance(self.options.data, Batches):
@@ -128,13 +122,12 @@ class _Run:
             )
         self.position.load_state_dict(
             data[rank % processes]
-        )  # that of `Batches` is the same in all
+        )  # `Batches` has the same position in all processes
         set_random_state(random[rank % processes], self.device)
         if rank >= processes:
             torch.manual_seed(torch.initial_seed() + rank)
 
     def _load_weights(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
-        """Loads whole tensors, into shards where the model is sharded."""
         here = self.options.model.state_dict()
         for name, value in model.items():
             if isinstance(value, Tensor):
@@ -149,7 +142,7 @@ class _Run:
         self.options.optimizer.load_state_dict(optimizer)
 
     def _arguments(self) -> dict[str, Any]:
-        """Those that a run which resumes this one must have, too."""
+        """Return the arguments that a run resuming this one must repeat."""
         options = self.options
         return {
             "optimizer": type(options.optimizer).__name__,
@@ -162,7 +155,7 @@ class _Run:
     def _require_same_arguments(self, found: Checkpoint) -> None:
         state, here = found.state, self._arguments()
         there = state.get("arguments")
-        if there is None:  # an earlier version made it
+        if there is None:  # written by an earlier version
             there = here | {"stateful": []}
             for name in ("schedule", "loss_scale"):
                 there[name] = state[name] and (here[name] or "one")
@@ -175,7 +168,7 @@ class _Run:
                 )
 
     def _warn_of_changes(self, found: Checkpoint) -> None:
-        """What may differ in a run that resumes, but hardly does on purpose."""
+        """Warn of arguments that may change on resume, but rarely change on purpose."""
         options, state = self.options, found.state
         restored = (
             (_rates(state["optimizer"]), _rates(options.optimizer.state_dict())),
@@ -198,12 +191,11 @@ class _Run:
                 )
 
     def loop(self) -> TrainingResult:
-        """Makes the steps that are missing."""
         began = self.interval_began = time.perf_counter()
         resumed_from = self.done
         stopped_by: Literal["steps", "callback"] = "steps"
         if self.averaging is not None:
-            self.averaging.train()  # it may have been given, or saved, as evaluations see it
+            self.averaging.train()  # the caller or a checkpoint may have left it in eval()
         with self._fused(), _Signals(interrupt=self.checkpoints is not None) as signals:
             self._tell(lambda callback: callback.on_start(self.done, self.options.steps))
             with self._loader() as loader:
@@ -228,7 +220,6 @@ class _Run:
 
     @contextmanager
     def _fused(self) -> Iterator[None]:
-        """Fuses the updates, if that was asked for; in the end all of them are made."""
         if self.options.fuse is None:
             yield
             return
@@ -239,7 +230,7 @@ class _Run:
         try:
             yield
         except BaseException:
-            with suppress(FusionError):  # the first exception matters
+            with suppress(FusionError):  # keep the first exception
                 self.fusion.close()
             raise
         self.fusion.close()
@@ -249,7 +240,7 @@ class _Run:
     ) -> None:
         while self.done < self.options.steps and not self.stop_requested:
             if signals.received and self.parallel.world == 1:
-                loader.stop_loading()  # trains on what is loaded: data can stop only there
+                loader.stop_loading()  # train on loaded batches: loading can stop only there
             batches = next(loader, None)
             if batches is None:
                 return
@@ -264,7 +255,7 @@ class _Run:
             self._tell(lambda callback: callback.on_step(self.done))
             if self._is_boundary(self.done):
                 self._boundary()
-                if self.parallel.world > 1:  # processes stop after the same step
+                if self.parallel.world > 1:  # all processes stop after the same step
                     asked = self.parallel.gather((self.stop_requested, signals.received))
                     self.stop_requested = any(stop for stop, _ in asked)
                     signals.received = max(number for _, number in asked)
@@ -272,16 +263,16 @@ class _Run:
                         return
 
     def _save_after(self, error: BaseException) -> None:
-        """Keeps what was trained before an exception, where a run that resumes can go on there."""
+        """Save a checkpoint after an exception, if a later run can resume from this step."""
         if (
             self.checkpoints is None
             or self.done <= self.saved
             or self.in_step
-            or self.parallel.world > 1  # the others may wait for something else
+            or self.parallel.world > 1  # the other processes may wait in another collective
             or isinstance(error, DivergedError)
         ):
             return
-        with self.drawing:  # a thread that loads does not change the position now
+        with self.drawing:  # the loading thread must not move the position now
             if self.done not in self.positions and self.loaded != self.done:
                 return
             try:
@@ -291,7 +282,6 @@ class _Run:
                 error.add_note(f"a checkpoint of step {self.done} could not be written: {failure}")
 
     def _finish(self) -> None:
-        """Nothing that was trained is lost."""
         if self.done > self.logged:
             self._read_log()
         if self.checkpoints is not None:
@@ -322,13 +312,14 @@ class _Run:
         if ahead is None:
             ahead = 0 if self.device.type == "cpu" else 2
         if ahead == 0:
-            # A step may draw from the same generators: the position is known when it is made.
+            # A step may draw from the generators that data draws from, so take the position at the
+            # step.
             return InlineLoader(self._grouped(remember=False), upload=upload)
         steps = self._grouped(remember=self.checkpoints is not None)
         return DeviceLoader(steps, ahead=ahead, upload=upload)
 
     def _grouped(self, *, remember: bool) -> Iterator[tuple[Any, ...]]:
-        """The batches of one step after the other; remembers the position at each boundary."""
+        """Yield the batches of each step; remember the position at each boundary."""
         try:
             while True:
                 with self.drawing:
@@ -342,7 +333,6 @@ class _Run:
             self.position.close()
 
     def _position(self) -> dict[str, Any]:
-        """What the next batch depends on."""
         return {"data": deepcopy(self.position.state_dict()), "random": host_random_state()}
 
     def _is_boundary(self, step: int) -> bool:
@@ -360,7 +350,7 @@ class _Run:
 
     def _make_waiting_updates(self) -> None:
         if self.fusion is not None:
-            self.in_step = True  # after an error some are made
+            self.in_step = True  # an error may leave some updates made
             self.fusion.flush()
             self.in_step = False
 
@@ -373,7 +363,6 @@ class _Run:
         self.interval_began = time.perf_counter()
 
     def _read_log(self) -> None:
-        """Reads the log of the steps since the last boundary, and tells the callbacks."""
         self._make_waiting_updates()
         rows = self.step.log.read(self.done - self.logged)
         seconds = time.perf_counter() - self.interval_began
@@ -400,8 +389,8 @@ class _Run:
         if evaluate is None:
             return
         modes = [(module, module.training) for module in self.options.model.modules()]
-        # What an evaluation draws is not part of the training, nor may it come between two draws
-        # of the thread that loads.
+        # Random numbers that an evaluation draws must not change the training, and must not come
+        # between two draws of the loading thread.
         with self.drawing, self._averaged():
             generators = host_random_state()
             self.options.model.eval()
@@ -416,10 +405,8 @@ class _Run:
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
-        """The averages of an optimizer such as Schedule-Free's are in the model meanwhile.
-
-        Nothing is saved until what is trained is back.
-        """
+        """Put averages of optimizers such as Schedule-Free into the model, and block
+        checkpoints."""
         if self.averaging is None:
             yield
             return
@@ -444,8 +431,8 @@ class _Run:
         self._tell(lambda callback: callback.on_checkpoint(self.done, directory))
 
     def _state(self) -> dict[str, Any]:
-        """Everything that decides what comes after this step."""
-        # Without threads that load ahead, data and generators are where the step has left them.
+        """Return everything that determines the following steps."""
+        # Without loading ahead, data and generators are at the position of this step.
         place = self.positions.get(self.done) or self._position()
         return {
             "arguments": self._arguments(),
@@ -456,13 +443,12 @@ class _Run:
             "loss_scale": _state_of(self.options.loss_scale),
             "stateful": {name: _state_of(part) for name, part in self.options.stateful.items()},
             "reduce": _state_of(self.options.reduce),
-            # Of every process.
+            # One entry per process.
             "random": self.parallel.gather(random_state(self.device) | place["random"]),
             "data": self.parallel.gather(place["data"]),
         }
 
     def _tell(self, event: Callable[[Callback], None]) -> None:
-        """Tells every callback, also where one of them asks to stop."""
         for callback in self.callbacks:
             try:
                 event(callback)
@@ -474,7 +460,7 @@ _Loader = DeviceLoader[tuple[Any, ...]] | InlineLoader[tuple[Any, ...]]
 
 
 def _rates(optimizer: Mapping[str, Any]) -> dict[str, object]:
-    """The numbers of each group, with its learning rate before its schedule."""
+    """Return the options of each group, with the learning rate before its schedule."""
     found: dict[str, object] = {}
     for number, group in enumerate(optimizer["param_groups"]):
         moved = {"betas", "momentum"} if "max_momentum" in group else set()
@@ -489,7 +475,7 @@ def _rates(optimizer: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _constants(schedule: Mapping[str, Any] | None) -> dict[str, object]:
-    """What stays the same while a schedule, or a schedule in it, advances."""
+    """Return the values that stay constant while a schedule, or a nested schedule, advances."""
     found: dict[str, object] = {}
     for name, value in (schedule or {}).items():
         if name == "_schedulers":
@@ -508,12 +494,12 @@ def _constants(schedule: Mapping[str, Any] | None) -> dict[str, object]:
 
 
 def _sizes(options: Options) -> dict[str, int]:
-    """How much is trained; what the data does not tell is left out."""
+    """Return steps, batch size and data size, as far as the data reports them."""
     data: Any = options.data
     sizes = {"steps": options.steps}
     if isinstance(batch_size := getattr(data, "batch_size", None), int):
         sizes["batch_size"] = batch_size
-    elif isinstance(data, Sized):  # a list of batches, or a loader with a sampler of batches
+    elif isinstance(data, Sized):  # a list of batches, or a loader with a batch sampler
         with suppress(TypeError):
             sizes["batches"] = len(data)
     if isinstance(dataset := getattr(data, "dataset", None), Sized):
@@ -527,13 +513,13 @@ def _state_of(part: Stateful | None) -> dict[str, Any] | None:
 
 
 class _Signals:
-    """SIGTERM, and SIGINT where wanted, as a request to end the process after this step.
+    """Handles SIGTERM, and optionally SIGINT, by ending the process after this step.
 
-    A second Ctrl-C interrupts at once. Nothing changes where no handler can be installed, that is
-    outside the main thread, and where somebody else handles SIGINT.
+    A second Ctrl-C interrupts at once. Installs no handler outside the main thread, or for SIGINT
+    where other code handles it.
 
     Attributes:
-        received: the number of the signal that came; 0 while none has.
+        received: number of the received signal; 0 before.
     """
 
     def __init__(self, *, interrupt: bool) -> None:
@@ -553,7 +539,6 @@ class _Signals:
             signal.signal(number, handler)
 
     def end_process(self) -> None:
-        """Raises what ends the process, if it was asked to end."""
         if self.received == signal.SIGINT:
             raise KeyboardInterrupt
         if self.received:
@@ -570,7 +555,7 @@ _R = TypeVar("_R")
 
 
 def _taking(make: Callable[_P, Options]) -> Callable[[Callable[[Options], _R]], Callable[_P, _R]]:
-    """Gives a function of options their signature, so that their names are listed once."""
+    """Give a function of options the signature of `make`, so that names are listed once."""
 
     def decorate(function: Callable[[Options], _R]) -> Callable[_P, _R]:
         @wraps(function)
@@ -586,55 +571,54 @@ def _taking(make: Callable[_P, Options]) -> Callable[[Callable[[Options], _R]], 
 
 
 @_taking(Options)
-def train(options: Options) -> TrainingResult:  # noqa: D417 - its fields, as callers give them
-    """Trains a model for `steps` steps, or resumes a run that has made some of them.
+def train(options: Options) -> TrainingResult:  # noqa: D417 - documents the fields of Options
+    """Train a model for `steps` steps, or resume a run that has made some of them.
 
     Args:
-        model: on its device. In a job of several processes every process has the same one.
-        optimizer: of the model's parameters. Those of this package never read the device; with
-            others it depends on them, and they cannot be used with a loss scale.
-        data: batches: a DataLoader, `Batches`, or anything else that can be iterated over once per
-            epoch; it is iterated over until the steps are made.
-        steps: how many in all, including those of the run that is resumed.
-        loss: `loss(model, batch)` gives the mean loss of a batch, or a mapping or an object with it
-            as `loss`; by default the model does, `model(*batch)` or `model(**batch)`.
+        model: on its device. All processes of a job start with the same model.
+        optimizer: an optimizer of the model's parameters. Optimizers of this package never read the
+            device. Others may, and cannot be used with a loss scale.
+        data: batches: a DataLoader, `Batches`, or any iterable that gives one epoch per iteration;
+            iterated until all steps are made.
+        steps: total number of steps, including those of the resumed run.
+        loss: `loss(model, batch)` returns the mean loss of a batch, or a mapping or object with it
+            as `loss`. Default: the model computes it, `model(*batch)` or `model(**batch)`.
         precision: "bf16" and "fp16" compute in torch.autocast; "fp16" with a dynamic loss scale.
-        loss_scale: used instead of `LossScale()`; with other precisions too, to skip steps with
-            non-finite gradients.
-        clip_norm: limit of the gradients' global norm.
-        clip_value: limit of every element of the gradients.
+        loss_scale: replaces `LossScale()`; in other precisions it also skips steps with non-finite
+            gradients.
+        clip_norm: limit of the global norm of the gradients.
+        clip_value: limit of each element of the gradients.
         accumulate: micro-batches of `data` that make up the batch of one step; all in one graph.
         schedule: stepped after every step.
         traced: run the whole step as one graph; see `traced_step` for its requirements.
         fuse: make the updates inside backward or right before the next forward; see `fuse`.
-            Callbacks, evaluations and checkpoints see all updates: a callback with `on_step` makes
-            "forward" update at once. A run may be resumed with another value.
-        reduce: how the processes of torch.distributed add up gradients that are mostly zero; see
+            Callbacks, evaluations and checkpoints see all updates, so a callback with `on_step`
+            makes "forward" update at once. A resumed run may use another value.
+        reduce: how processes of torch.distributed sum gradients that are mostly zero; see
             `graphstash.training.reduce`.
-        ahead: batches that are loaded and uploaded beforehand by threads. None: 2, but 0 where the
-            model draws its random numbers from the generator that the data draws from, that is on
-            a CPU without torch_xla.
+        ahead: batches that threads load and upload in advance. Default: 2, or 0 on a CPU without
+            torch_xla, where model and data draw from the same random generator.
         log_every: steps between two logging boundaries.
-        metrics: names of further numbers in what `loss` gives, which are logged with it.
-        evaluate: `evaluate(model)` gives metrics, in `eval()` mode and without gradients. It sees
-            the averages of an optimizer that has `eval()` and `train()`.
-        evaluate_every: steps between two evaluations; there is one after the last step.
-        checkpoints: directory of the checkpoints. If there are any, training resumes from the
-            newest. SIGTERM and Ctrl-C write one more after the step and end the process with status
-            143 and KeyboardInterrupt; a second Ctrl-C interrupts at once.
-        checkpoint_every: steps between two of them; there is one after the last step.
+        metrics: names of further numbers in the result of `loss`, logged with it.
+        evaluate: `evaluate(model)` returns metrics; called in `eval()` mode without gradients. It
+            sees the averages of an optimizer that has `eval()` and `train()`.
+        evaluate_every: steps between two evaluations; one always follows the last step.
+        checkpoints: directory of the checkpoints. Training resumes from the newest one, if any.
+            SIGTERM and Ctrl-C write another after the step and end the process with status 143 and
+            KeyboardInterrupt; a second Ctrl-C interrupts at once.
+        checkpoint_every: steps between two checkpoints; one always follows the last step.
         keep: number of checkpoints to keep.
-        stateful: by name, what else belongs into checkpoints, such as averaged parameters.
+        stateful: by name, further objects to save in checkpoints, such as averaged parameters.
         callbacks: see `Callback`.
-        progress: show it on standard error.
-        job: name of the job, whose artifacts of earlier runs are downloaded in advance if there is
-            a graphstash server; the same as `graphstash run --job`.
+        progress: show progress on standard error.
+        job: name of the job, as in `graphstash run --job`. If there is a graphstash server,
+            artifacts of the job's earlier runs are downloaded in advance.
 
     Returns:
-        Where and how training ended.
+        The last step, and how training ended.
 
     Raises:
-        ConfigError: an argument is out of its range, or two do not go together.
+        ConfigError: an argument is out of its range, or two arguments conflict.
         DivergedError: the loss or the gradients stay infinite or NaN.
     """
     if options.job is not None:

@@ -1,4 +1,4 @@
-"""TrainingStep: forward, backward and update, none of which reads the device."""
+"""TrainingStep: forward, backward and update, without reading the device."""
 
 import inspect
 import math
@@ -27,8 +27,8 @@ __all__ = ["Options", "TrainingStep"]
 Precision = Literal["fp32", "bf16", "fp16"]
 
 LossFunction = Callable[[nn.Module, Any], Any]
-"""`loss(model, batch)` gives the mean loss of a batch, a scalar; or a mapping, or another object,
-with such a `loss` and whatever else `metrics` names."""
+"""`loss(model, batch)` returns the mean loss of a batch, a scalar; or a mapping or object with that
+`loss` and the numbers that `metrics` names."""
 
 _DTYPES: Final[Mapping[str, torch.dtype | None]] = {
     "fp32": None,
@@ -38,7 +38,7 @@ _DTYPES: Final[Mapping[str, torch.dtype | None]] = {
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """What a model gives that computes its loss itself: `model(*batch)`, or `model(**batch)`."""
+    """Call a model that computes its own loss: `model(*batch)` or `model(**batch)`."""
     if isinstance(batch, Mapping):
         return model(**batch)
     if isinstance(batch, tuple | list):
@@ -47,23 +47,23 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 class Stateful(Protocol):
-    """Something with a state that belongs into checkpoints, such as averaged parameters."""
+    """An object whose state belongs in checkpoints, such as averaged parameters."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Tensors, numbers and strings, in lists, tuples and dictionaries."""
+        """Return tensors, numbers and strings, in lists, tuples and dictionaries."""
         ...
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Restores what `state_dict` gave."""
+        """Restore a result of `state_dict`."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """The arguments of `train`, which describes them.
+    """The arguments of `train`, which documents them.
 
     Raises:
-        ConfigError: an argument is out of its range, or two do not go together.
+        ConfigError: an argument is out of its range, or two arguments conflict.
     """
 
     model: nn.Module
@@ -170,17 +170,17 @@ class Options:
 
     @property
     def device(self) -> torch.device:
-        """The device of the model."""
+        """Device of the model."""
         return next(self.model.parameters()).device
 
 
 class TrainingStep:
-    """A function of one step's micro-batches that trains and writes a row of the log.
+    """Trains on one step's micro-batches, and writes a row of the log.
 
-    The gradients are gone afterwards: on torch_xla they would otherwise be results of the graph.
+    Frees the gradients, which would otherwise be results of the graph on torch_xla.
 
     Attributes:
-        model: whose forward it calls; in DDP where several processes train.
+        model: the model whose forward is called; in DDP if several processes train.
     """
 
     def __init__(self, options: Options, parallel: Parallel) -> None:
@@ -198,7 +198,7 @@ class TrainingStep:
         self.log = DeviceLog(columns, min(options.log_every, options.steps), self._device)
 
     def __call__(self, *batches: Any) -> None:
-        """One step over micro-batches that make up its batch."""
+        """Make one step over the micro-batches of its batch."""
         options, scale = self._options, self._options.loss_scale
         row = self._accumulate(batches)
         self._parallel.reduce_gradients(self._parameters)
@@ -219,7 +219,6 @@ class TrainingStep:
         self.log.append(row)
 
     def _accumulate(self, batches: tuple[Any, ...]) -> dict[str, Tensor]:
-        """Sums the gradients of the batches; the means of their losses and metrics."""
         total: dict[str, Tensor] = {}
         for number, batch in enumerate(batches, 1):
             last = number == len(batches)
@@ -239,7 +238,6 @@ class TrainingStep:
         return total
 
     def _values_of(self, result: Any) -> dict[str, Tensor]:
-        """The loss and the metrics that a loss function has given."""
         names = ("loss", *self._options.metrics)
         if isinstance(result, Mapping):
             values: dict[str, Any] = {name: result.get(name) for name in names}
@@ -266,10 +264,10 @@ class TrainingStep:
 
 
 class DeviceLog:
-    """The numbers of the last steps, kept in a table [rows, columns] of float32 on the device.
+    """The numbers of the last steps, in a table [rows, columns] of float32 on the device.
 
-    Each step writes a row, and the first row follows the last. At a logging boundary the host reads
-    the table once, and learns about every step since the last boundary: at most `rows`.
+    Each step writes a row; after the last row, the first is overwritten. At a logging boundary, one
+    read of the table gives the host every step since the last boundary, at most `rows`.
     """
 
     def __init__(self, columns: Sequence[str], rows: int, device: torch.device) -> None:
@@ -282,24 +280,24 @@ class DeviceLog:
 
     @torch.no_grad()
     def append(self, values: Mapping[str, Tensor]) -> None:
-        """Writes a row, one element per column; part of the step, reads nothing."""
+        """Write a row, one element per column, as part of the step; does not read the device."""
         row = [values[column].detach() for column in self.columns]
         changed = _append([self._table, self._next, self._numbers, *row], self._table.shape)
         assign([self._table, self._next], changed)
 
     def read(self, count: int) -> list[dict[str, float]]:
-        """Reads the device: the rows of the `count` steps appended since the last call."""
+        """Read the device; return the rows of the `count` steps appended since the last call."""
         rows = self._table.cpu().tolist()
         numbers = range(self._read_count, self._read_count + count)
         self._read_count += count
         return [dict(zip(self.columns, rows[n % len(rows)], strict=True)) for n in numbers]
 
     def device_tensors(self) -> Iterator[Tensor]:
-        """What a step reads and changes."""
+        """Yield the tensors that a step reads and changes."""
         yield from (self._table, self._next, self._numbers)
 
     def refresh(self) -> None:
-        """Nothing here is decided by the host."""
+        """Do nothing: no value here depends on the host."""
 
 
 def _with_row(inputs: list[Tensor], key: object) -> list[Tensor]:
