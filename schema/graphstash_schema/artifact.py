@@ -41,6 +41,11 @@ class LookupResponse(WireModel):
 
     found: Items[ArtifactInfo]
     missing: Items[ArtifactKey]
+    withdrawn: Items[ArtifactInfo] = Field(
+        default=(),
+        description="those of `missing` that are withheld: no copy with this digest may be used. "
+        "Earlier servers do not say",
+    )
 
 
 class VerifyResponse(WireModel):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from graphstash_schema import ArtifactMetadata, Digest, InvalidValueError
 from graphstash_server.keys import StoredKey
 
-__all__ = ["Artifact", "DescribedArtifact"]
+__all__ = ["Artifact", "DescribedArtifact", "FoundArtifact"]
 
 
 class Artifact(NamedTuple):
@@ -52,6 +52,17 @@ class Artifact(NamedTuple):
             )
         except InvalidValueError:
             return None
+
+
+class FoundArtifact(NamedTuple):
+    """An artifact in the answer to a look-up.
+
+    The words are as they are stored: a `Digest` would check each of a thousand again.
+    """
+
+    sha256: str
+    size_bytes: int
+    compile_seconds: float
 
 
 @dataclass(frozen=True)

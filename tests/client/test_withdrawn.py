@@ -98,6 +98,25 @@ def test_a_withdrawn_artifact_is_not_served_to_the_next_job(next_job, brought, w
     assert not job.is_on_this_host(key())
 
 
+@pytest.mark.parametrize("is_read_only", [True, False])
+def test_bytes_that_a_host_compiled_itself_are_withheld_with_equal_bytes_of_the_server(
+    next_job, monkeypatch, is_read_only
+):
+    job = next_job(url="none")
+    job.put(key(1), b"wrong", METADATA)
+    job.put(key(2), b"right", METADATA)
+    publisher = next_job("publisher")
+    for number in (1, 2):
+        publisher.put(key(number), b"wrong", METADATA)
+        withhold(publisher, number)
+    turn(monkeypatch)
+
+    for later in (next_job(run="one run", read_only=is_read_only), next_job(run="one run")):
+        assert later.get(key(1)) is None
+        assert not later.is_on_this_host(key(1))
+        assert later.get(key(2)) == b"right"  # nothing is known against these bytes
+
+
 def test_a_replaced_artifact_is_fetched_again(next_job):
     publisher = next_job("publisher")
     publisher.put(key(), b"wrong", METADATA)

@@ -60,7 +60,8 @@ class Store(ServiceClient):
 
     async def look_up(self, *numbers, caller=""):
         keys = [key_of(number) for number in numbers]
-        return len(await self.context.artifacts.lookup(TEAM, keys, caller=caller))
+        found = await self.context.artifacts.lookup(TEAM, keys, caller=caller)
+        return len(found.artifacts)
 
     async def evict(self):
         return await self.context.evictor.run(actor=Actor.server())

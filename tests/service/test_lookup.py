@@ -39,6 +39,22 @@ def test_each_key_is_found_or_missing_once_in_the_order_of_the_question(api):
     ]
 
 
+def test_a_withheld_artifact_is_missing_and_named_as_withdrawn(api):
+    for number in (1, 2):
+        api.put(BLOB, number)
+    digest = str(Digest.of(BLOB))
+    report = {"key": api.key(1), "digest": digest, "reason": "bad_signature"}
+    assert api.call("report", report).json()["withheld"]
+
+    reply = LookupResponse.model_validate_json(lookup(api, [api.key(1), api.key(2)]).content)
+
+    assert [str(found.key.fingerprint) for found in reply.found] == [api.fingerprint(2)]
+    assert [str(key.fingerprint) for key in reply.missing] == [api.fingerprint(1)]
+    assert [(str(each.key.fingerprint), each.digest) for each in reply.withdrawn] == [
+        (api.fingerprint(1), digest)
+    ]
+
+
 def test_kind_device_type_and_namespace_belong_to_the_key(api, connect):
     api.put(BLOB, 1)
     keys = [api.key(1) | {"kind": "pjrt"}, api.key(1) | {"device_type": "cuda-sm_90"}]

@@ -105,7 +105,7 @@ async def test_what_is_asked_often_goes_by_an_index(filled):
             await context.artifacts.find(key(8))
             asked = [key(number) for number in range(0, COUNT, 20)]
             found = await context.artifacts.lookup(Namespace("bench"), asked, caller="")
-            assert len(found) == len(asked)
+            assert len(found.artifacts) == len(asked)
             context.accounting.count_hit(key(7), saved_seconds=1)
             await context.accounting.flush()
             await context.uploads.publish(upload_of(key(COUNT), b"new"), as_chunks(b"new"))
@@ -161,8 +161,8 @@ async def test_what_pages_list_goes_by_an_index_and_is_bounded(filled):
             for statement, parameters in statements
         }
         assert len(latest) == 10
-        assert latest == sorted(latest, key=lambda entry: entry.created_at, reverse=True)
-        assert key(7) in [entry.key for entry in found]
+        assert latest == sorted(latest, key=lambda entry: entry.artifact.created_at, reverse=True)
+        assert key(7) in [entry.artifact.key for entry in found]
         assert 0 < len(texts) <= 50
         assert details is not None
         assert len(plans) > 6

@@ -26,7 +26,6 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import Enum, auto
-from operator import itemgetter
 from pathlib import Path
 from time import monotonic, time
 from typing import Final
@@ -35,7 +34,7 @@ from graphstash._artifacts.local_tier import OWN, LocalTier
 from graphstash._http.client import ServerClient
 from graphstash._trust.provenance import Provenance
 from graphstash.errors import CacheError, RefusedError
-from graphstash_schema import ArtifactKey, InvalidValueError, Namespace
+from graphstash_schema import ArtifactInfo, ArtifactKey, InvalidValueError, Namespace
 from graphstash_schema.protocol import MAX_LOOKUP_KEYS
 
 __all__ = ["RECHECK_SECONDS", "Standing", "Verdict"]
@@ -55,6 +54,8 @@ _MAX_BYTES: Final = 4 * 1024**2
 """Of what the processes of a run tell each other at a time."""
 
 _ABSENT: Final = "-"
+_WITHDRAWN: Final = "!"
+"""Begins the SHA-256 of an artifact that the server withholds."""
 
 _ORIGIN: Final = "_origin"
 """The file that says which server answered at a URL; no namespace has such a name."""
@@ -95,6 +96,7 @@ class Standing:
         # A signal handler may compile in the same thread.
         self._asking = threading.RLock()
         self._stored: dict[tuple[Namespace, ArtifactKey], tuple[str | None, float]] = {}
+        self._withdrawn: dict[tuple[Namespace, ArtifactKey], str] = {}
         self._failed: dict[Namespace, tuple[CacheError, float]] = {}
         self._touched: dict[Namespace, float] = {}
         self._is_told = False
@@ -147,7 +149,8 @@ class Standing:
             if is_own:
                 self._tier.hand_over(namespace, key, from_origin=origin, to_origin=self.origin)
             return Verdict.USE
-        is_ours_alone = is_own and not is_offered and stored is None
+        is_withdrawn = self._withdrawn.get((namespace, key)) == proof.sha256
+        is_ours_alone = is_own and not is_offered and stored is None and not is_withdrawn
         return Verdict.USE if is_ours_alone else Verdict.DELETE
 
     def stored(self, namespace: Namespace, key: ArtifactKey) -> str | None:
@@ -167,6 +170,7 @@ class Standing:
     def note(self, namespace: Namespace, key: ArtifactKey, sha256: str, *, asked_at: float) -> None:
         """The server has just given this, or confirmed that it stored it."""
         self._stored[namespace, key] = sha256, asked_at
+        self._withdrawn.pop((namespace, key), None)
         self._share([_line(asked_at, namespace, key, sha256)])
         self._reached(namespace)
 
@@ -219,11 +223,24 @@ class Standing:
             raise
         self._failed.pop(namespace, None)
         self._reached(namespace)
-        found = {each.key: each.digest.partition(":")[2] for each in reply.found}
-        answers = {each: found.get(each) for each in batch}
-        for each, sha256 in answers.items():
-            self._stored[namespace, each] = sha256, asked_at
-        self._share([_line(asked_at, namespace, *each) for each in answers.items()])
+        words = dict.fromkeys(batch, _ABSENT)
+        words |= {each.key: _sha256_of(each) for each in reply.found}
+        words |= {each.key: f"{_WITHDRAWN}{_sha256_of(each)}" for each in reply.withdrawn}
+        for each, word in words.items():
+            self._learn(namespace, each, word, asked_at)
+        self._share([_line(asked_at, namespace, *each) for each in words.items()])
+
+    def _learn(self, namespace: Namespace, key: ArtifactKey, word: str, at: float) -> None:
+        """Keep the newest answer about a key."""
+        where = namespace, key
+        if where in self._stored and self._stored[where][1] > at:
+            return
+        is_stored = word != _ABSENT and not word.startswith(_WITHDRAWN)
+        self._stored[where] = word if is_stored else None, at
+        if word.startswith(_WITHDRAWN):
+            self._withdrawn[where] = word.removeprefix(_WITHDRAWN)
+        else:
+            self._withdrawn.pop(where, None)
 
     def _batch(self, namespace: Namespace, key: ArtifactKey) -> list[ArtifactKey]:
         """The key, and those that were used last of the same kind and device type."""
@@ -270,10 +287,10 @@ class Standing:
             whole = added[: added.rfind(b"\n") + 1]
             self._read_bytes = start + len(whole)  # two threads may have read the same
             for line in whole.decode("ascii").splitlines():
-                at, namespace, key, sha256 = line.split(" ")
-                where = Namespace(namespace), ArtifactKey.parse(*key.split("/"))
-                told = None if sha256 == _ABSENT else sha256, float(at)
-                self._stored[where] = max(self._stored.get(where, told), told, key=itemgetter(1))
+                at, namespace, key, word = line.split(" ")
+                self._learn(
+                    Namespace(namespace), ArtifactKey.parse(*key.split("/")), word, float(at)
+                )
 
 
 def _is_recent(at: float) -> bool:
@@ -281,8 +298,12 @@ def _is_recent(at: float) -> bool:
     return 0 <= time() - at < RECHECK_SECONDS
 
 
-def _line(at: float, namespace: Namespace, key: ArtifactKey, sha256: str | None) -> str:
-    return f"{at:.3f} {namespace} {key} {sha256 or _ABSENT}\n"
+def _sha256_of(found: ArtifactInfo) -> str:
+    return found.digest.partition(":")[2]
+
+
+def _line(at: float, namespace: Namespace, key: ArtifactKey, word: str) -> str:
+    return f"{at:.3f} {namespace} {key} {word}\n"
 
 
 def _read_origin(path: Path) -> str | None:

@@ -1,8 +1,8 @@
-"""ServerClient: the calls of one server.
+"""ServerClient: one method for each call of the server's API.
 
-It stores and interprets nothing: blobs are files that are checked against the digest that the
-server announced. `_artifacts` knows what is inside them. Records of the wire are named by `schema`,
-which imports each when it is used: most jobs need few of them.
+The client treats blobs as opaque: it checks a blob against the digest that the server announces.
+`_artifacts` parses the blob's content. `schema` imports each wire model when it is first used,
+because most jobs need only a few.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ __all__ = ["ServerClient"]
 _CHUNK_BYTES: Final = 1024**2
 
 _VERIFY_SECONDS: Final = 5.0
-"""A server reads some gigabytes in that time; if it needs longer, the next client retries."""
+"""Time in which a server reads several gigabytes. Otherwise, the next client tries again."""
 
 _EXCHANGE_SECONDS: Final = 10.0
-"""The server may have to fetch the identity provider's keys, which takes up to 5 seconds."""
+"""Covers a server that first fetches the identity provider's keys, which takes up to 5 seconds."""
 
 _Model = TypeVar("_Model", bound="BaseModel")
 
 
 class ServerClient:
-    """Calls one server; safe for many threads.
+    """Calls one server. Thread-safe.
 
-    Methods without a `namespace` argument use the one that the job writes to.
+    Methods without a `namespace` argument use the namespace that the job writes to.
 
     Args:
-        config: URL, namespaces, limits.
-        tracer: makes each call a span.
+        config: URL, namespaces and limits.
+        tracer: records each call as a span. Default: no spans.
 
     Raises:
-        ConfigError: on construction, when a file that it names cannot be used.
+        ConfigError: the constructor cannot use a file that `config` names.
     """
 
     def __init__(self, config: ClientConfig, *, tracer: Tracer | None = None) -> None:
@@ -76,26 +76,30 @@ class ServerClient:
 
     @property
     def is_known(self) -> bool:
-        """Whether there is a server; without one, every call raises `CacheError`."""
+        """Whether a server is configured. Without a server, every call raises `CacheError`."""
         return bool(self.config.url)
 
     def name_job(self, job: schema.ManifestName) -> None:
-        """Says from now on which job the calls belong to."""
+        """Send this job name with all further calls."""
         self._transport.job = job
 
     def copy_only(self) -> None:
-        """Says from now on that downloads are copies, which count neither as hits nor as misses;
-        servers of earlier releases count them all the same.
+        """Mark further downloads as copies, which the server excludes from the hit rate.
+
+        Servers of earlier releases ignore the mark and count hits and misses.
         """
         self._transport.is_copying = True
 
     @property
     def is_read_only(self) -> bool:
-        """Whether this job publishes nothing: by its settings, without a server, or refused."""
+        """Whether this job publishes nothing.
+
+        True if `read_only` is set, no server is configured, or the server has refused a write.
+        """
         return self.config.read_only or not self._may_write or not self.is_known
 
     def close(self) -> None:
-        """Closes the connections."""
+        """Close the connections."""
         self._transport.close()
 
     def download(
@@ -106,15 +110,15 @@ class ServerClient:
         namespace: schema.Namespace | None = None,
         between_chunks: Callable[[], None] = lambda: None,
     ) -> Downloaded | None:
-        """Writes an artifact's blob to the file `target` and checks its digest.
+        """Write an artifact's blob to `target` and check its digest.
 
-        What is given as `between_chunks` is called while bytes come.
+        The client calls `between_chunks` repeatedly while it receives bytes.
 
         Returns:
-            What came, None for a miss.
+            The digest and metadata of the blob, or None for a miss.
 
         Raises:
-            CacheError: the server does not answer, or its bytes are not what it announced.
+            CacheError: the server does not answer, or the bytes do not match the announced digest.
         """
         path = key.artifact_path(namespace or self.config.namespace)
         return download(
@@ -128,11 +132,11 @@ class ServerClient:
         digest: schema.Digest,
         metadata: schema.ArtifactMetadata,
     ) -> None:
-        """Publishes a blob: the bytes at the beginning of a file that have the digest.
+        """Publish the leading bytes of `blob` that `digest` covers.
 
         Raises:
-            ConflictError: other bytes are stored under the key and stay.
-            CacheError: the server does not accept it.
+            ConflictError: the server keeps different bytes under this key.
+            CacheError: the server does not accept the blob.
         """
         with self._writing():
             answer = self._transport.upload(
@@ -152,7 +156,7 @@ class ServerClient:
         *,
         namespace: schema.Namespace | None = None,
     ) -> schema.LookupResponse:
-        """Asks which of many artifacts the server has; more than 1,000 take several calls.
+        """Ask the server which of these artifacts it has, in batches of 1,000 keys.
 
         Raises:
             CacheError: the server does not answer.
@@ -160,19 +164,23 @@ class ServerClient:
         wanted = tuple(keys)
         found: list[schema.ArtifactInfo] = []
         missing: list[schema.ArtifactKey] = []
+        withdrawn: list[schema.ArtifactInfo] = []
         for start in range(0, len(wanted), MAX_LOOKUP_KEYS):
             request = schema.LookupRequest(keys=wanted[start : start + MAX_LOOKUP_KEYS])
             answer = self._post("lookup", request, namespace=namespace)
             reply = _parsed(schema.LookupResponse, answer)
             found += reply.found
             missing += reply.missing
-        return schema.LookupResponse(found=tuple(found), missing=tuple(missing))
+            withdrawn += reply.withdrawn
+        return schema.LookupResponse(
+            found=tuple(found), missing=tuple(missing), withdrawn=tuple(withdrawn)
+        )
 
     def list_artifacts(self, query: ArtifactQuery) -> ArtifactList:
-        """A page of the namespace's artifacts.
+        """Return one page of the namespace's artifacts.
 
         Raises:
-            CacheError: the server does not answer, or is older than this call.
+            CacheError: the server does not answer, or is too old for this call.
         """
         from graphstash_schema.listing import ArtifactList
 
@@ -180,21 +188,21 @@ class ServerClient:
         return self._read(f"{API_PREFIX}/{self.config.namespace}/artifacts", wanted, ArtifactList)
 
     def every_artifact(self, query: ArtifactQuery) -> Iterator[ListedArtifact]:
-        """The artifacts of a page and of all that follow, in constant memory.
+        """Iterate over the artifacts of this page and all following pages, in constant memory.
 
         Raises:
-            CacheError: as `list_artifacts`.
+            CacheError: as for `list_artifacts`.
         """
         following: str | None = query.after
         while following is not None:
             page = self.list_artifacts(query.model_copy(update={"after": following}))
             yield from page.artifacts
-            if page.next == following:  # a server that sends us round in a circle
+            if page.next == following:  # the server repeats a page, which would loop for ever
                 return
             following = page.next
 
     def verify(self, key: schema.ArtifactKey) -> schema.VerifyResponse:
-        """Asks the server to read an artifact's blob again, and to drop it if it is damaged.
+        """Ask the server to read an artifact's blob again, and to delete it if it is damaged.
 
         Raises:
             CacheError: the server does not answer.
@@ -203,11 +211,12 @@ class ServerClient:
         return _parsed(schema.VerifyResponse, answer)
 
     def describe(self, descriptions: Sequence[Description]) -> None:
-        """Says what artifacts were made of, so that misses can be explained; as many as one call
-        takes (`MAX_DESCRIPTIONS`).
+        """Upload what artifacts were compiled from, so that the server can explain misses.
+
+        One call takes at most `MAX_DESCRIPTIONS` descriptions.
 
         Raises:
-            CacheError: the server does not accept it.
+            CacheError: the server does not accept the descriptions.
         """
         from graphstash_schema.explanation import DescribeRequest
 
@@ -215,7 +224,7 @@ class ServerClient:
         self._post("describe", request)
 
     def explain(self, wanted: Description) -> ExplainResponse:
-        """The nearest artifacts to one that is missed.
+        """Return the stored artifacts that are nearest to a missing artifact.
 
         Raises:
             CacheError: the server does not answer.
@@ -233,10 +242,10 @@ class ServerClient:
         reason: schema.ReportReason,
         namespace: schema.Namespace | None = None,
     ) -> schema.ReportResponse:
-        """Reports an artifact as wrong, so that an administrator reviews it.
+        """Report an artifact as wrong, so that an administrator reviews it.
 
         Raises:
-            CacheError: the server does not accept it.
+            CacheError: the server does not accept the report.
         """
         request = schema.ReportRequest(key=key, digest=str(digest), reason=reason)
         answer = self._post("report", request, namespace=namespace)
@@ -250,7 +259,6 @@ class ServerClient:
         namespace: schema.Namespace | None = None,
         patience_seconds: float = 0.0,
     ) -> Answer:
-        """Asks something of the artifacts of a namespace."""
         return self._transport.call(
             "POST",
             f"{API_PREFIX}/{namespace or self.config.namespace}/artifacts:{action}",
@@ -259,7 +267,9 @@ class ServerClient:
         )
 
     def acquire(self, key: schema.ArtifactKey, *, wait_seconds: float = 0.0) -> schema.LeaseReply:
-        """Acquires the right to compile; waits on the server while another job holds it.
+        """Acquire the lease to compile an artifact.
+
+        If another job holds the lease, the server delays its response for up to `wait_seconds`.
 
         Raises:
             CacheError: the server does not answer.
@@ -276,10 +286,10 @@ class ServerClient:
         return _parsed(schema.LeaseReply, answer)
 
     def renew(self, key: schema.ArtifactKey, token: str) -> None:
-        """Keeps a lease alive.
+        """Renew a lease.
 
         Raises:
-            LeaseLostError: it expired.
+            LeaseLostError: the lease has expired.
             CacheError: the server does not answer.
         """
         request = schema.LeaseRequest(holder=holder_name(), ttl_seconds=self.config.lease_seconds)
@@ -291,10 +301,10 @@ class ServerClient:
         )
 
     def release(self, key: schema.ArtifactKey, token: str, outcome: schema.LeaseOutcome) -> None:
-        """Ends a lease; waiters fetch the artifact, or the next of them compiles.
+        """Release a lease. Waiters fetch the artifact, or the next waiter gets the lease.
 
         Raises:
-            LeaseLostError: it had expired.
+            LeaseLostError: the lease had expired.
             CacheError: the server does not answer.
         """
         self._transport.call(
@@ -304,7 +314,7 @@ class ServerClient:
         )
 
     def manifest(self, name: schema.ManifestName) -> schema.Manifest | None:
-        """The artifacts that earlier runs of a job used; None when there were none.
+        """Return the artifacts that earlier runs of a job used, or None without earlier runs.
 
         Raises:
             CacheError: the server does not answer.
@@ -315,10 +325,10 @@ class ServerClient:
     def update_manifest(
         self, name: schema.ManifestName, keys: Iterable[schema.ArtifactKey]
     ) -> None:
-        """Adds what this run used.
+        """Add the artifacts that this run used to a job's manifest.
 
         Raises:
-            CacheError: the server does not accept it.
+            CacheError: the server does not accept the update.
         """
         newest = tuple(keys)[-MAX_MANIFEST_ENTRIES:]
         body = schema.ManifestUpdate(keys=newest).model_dump_json().encode()
@@ -326,10 +336,10 @@ class ServerClient:
             self._transport.call("PUT", self._manifest_path(name), json=body)
 
     def report_run(self, run: RunName, process: RunName, report: RunReport) -> None:
-        """Says what one process of a run did; a report that is sent again replaces itself.
+        """Store the report of one process of a run. A repeated report replaces the earlier one.
 
         Raises:
-            CacheError: the server does not accept it; earlier ones have no such call.
+            CacheError: the server does not accept the report, or is too old for this call.
         """
         self._transport.call(
             "PUT",
@@ -338,7 +348,7 @@ class ServerClient:
         )
 
     def server_stats(self) -> schema.ServerStats:
-        """The server's statistics.
+        """Return the server's statistics.
 
         Raises:
             CacheError: the server does not answer.
@@ -346,10 +356,10 @@ class ServerClient:
         return _parsed(schema.ServerStats, self._transport.call("GET", f"{API_PREFIX}/stats"))
 
     def runs(self, job: schema.ManifestName | None = None, *, limit: int = 20) -> RunList:
-        """The runs of a namespace, or of one job in it, that reported last, without their misses.
+        """Return the latest runs of the namespace, or of one job, without their misses.
 
         Raises:
-            CacheError: the server does not answer, or is older than this call.
+            CacheError: the server does not answer, or is too old for this call.
         """
         from graphstash_schema.run import RunList
 
@@ -357,27 +367,29 @@ class ServerClient:
         return self._read(f"{API_PREFIX}/{self.config.namespace}/runs", wanted, RunList)
 
     def run(self, name: RunName) -> Run:
-        """One run, with what it missed.
+        """Return one run with its misses.
 
         Raises:
-            CacheError: there is none, or the server does not answer.
+            CacheError: the run does not exist, or the server does not answer.
         """
         from graphstash_schema.run import Run
 
         return self._read(f"{API_PREFIX}/{self.config.namespace}/runs/{name}", {}, Run)
 
     def history(self, **wanted: str) -> History:
-        """What the server did, by hour or by day; `wanted` is the query of `GET /v1/stats/history`.
+        """Return the server's history by hour or by day.
+
+        `wanted` holds the query parameters of `GET /v1/stats/history`.
 
         Raises:
-            CacheError: the server does not answer, or is older than this call.
+            CacheError: the server does not answer, or is too old for this call.
         """
         from graphstash_schema.history import History
 
         return self._read(f"{API_PREFIX}/stats/history", wanted, History)
 
     def _read(self, path: str, query: Mapping[str, object], model: type[_Model]) -> _Model:
-        """Reads something of which a 404 is no miss."""
+        """Call a GET path whose 404 is an error, unlike the 404 of an artifact."""
         from urllib.parse import urlencode
 
         answer = self._transport.call("GET", f"{path}?{urlencode(query)}" if query else path)
@@ -386,10 +398,10 @@ class ServerClient:
         return _parsed(model, answer)
 
     def exchange(self, request: schema.TokenExchange) -> schema.TokenIssued:
-        """Exchanges the JWT that the configuration has as its token for a token of the server.
+        """Exchange the JWT in `config.token` for a token of the server.
 
         Raises:
-            CacheError: the server does not accept it.
+            CacheError: the server does not accept the JWT.
         """
         answer = self._transport.call(
             "POST",
@@ -401,14 +413,14 @@ class ServerClient:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """After a write without the right to, this job only reads."""
+        """Make the job read-only if the server refuses a write for lack of permission."""
         try:
             yield
         except (ConflictError, LeaseLostError):
             raise
         except RefusedError as error:
-            # A namespace that a token cannot even read answers 404. Without a token, 401 says the
-            # same, and reading may still work.
+            # The server answers 404 for a namespace that the token cannot even read. Without a
+            # token, 401 also means that writing is not allowed; reading may still work.
             is_right_missing = error.status in (403, 404)
             if not is_right_missing and not (error.status == 401 and self._transport.is_anonymous):
                 raise
@@ -430,13 +442,13 @@ def _transport(config: ClientConfig, tracer: Tracer | None) -> Transport:
 
 def _read_chunks(file: IO[bytes], size_bytes: int) -> Iterator[bytes]:
     file.seek(0)
-    envelope = BoundedReader(file, size_bytes)  # its provenance follows it in the file
+    envelope = BoundedReader(file, size_bytes)  # provenance follows the envelope in the file
     while chunk := envelope.read(_CHUNK_BYTES):
         yield chunk
 
 
 def _refused(answer: Answer, config: ClientConfig) -> RefusedError:
-    """What the 404 of a GET that is no miss says."""
+    """Return the error for a 404 that is not a miss."""
     problem = problem_of(answer.body)
     if problem is not None and problem.code is schema.ErrorCode.UNKNOWN_PATH:
         told = f"{config.url} is older than this command"

@@ -1,4 +1,4 @@
-"""What the server keeps, in memory, and its rules: one method for each call."""
+"""In-memory state and rules of the server, with one method for each call."""
 
 import re
 import secrets
@@ -57,7 +57,7 @@ __all__ = ["POLL_SECONDS", "Store", "StoredArtifact"]
 _ARTIFACT_OVERHEAD_BYTES: Final = 1024
 
 POLL_SECONDS: Final = 0.05
-"""How often a call that waits checks whether its client has hung up."""
+"""Seconds between checks of whether a waiting client has disconnected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +65,12 @@ class StoredArtifact:
     """One artifact on the server.
 
     Attributes:
-        namespace: where it is stored.
-        key: under which it is stored.
-        blob: the bytes that the client uploaded: its compressed envelope. `Stash.get` returns the
-            payload inside.
-        metadata: from its publisher; None without any.
-        is_withheld: whether a client reported it as wrong, so that it is not served.
-        hits: how often it was downloaded.
+        namespace: namespace of the artifact.
+        key: key of the artifact.
+        blob: uploaded bytes: the compressed envelope. `Stash.get` returns the payload inside.
+        metadata: metadata from the publisher, if any.
+        is_withheld: whether a client reported the artifact as wrong, so that it is not served.
+        hits: number of downloads.
     """
 
     namespace: str
@@ -111,7 +110,7 @@ class _Health(BaseModel):
 
 
 class Store:
-    """Artifacts, leases, manifests and reports, with one method per call; one lock guards all."""
+    """Artifacts, leases, manifests and reports, guarded by one lock."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -122,7 +121,7 @@ class Store:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Remove all state."""
         with self._changed:
             self._artifacts: dict[Where, StoredArtifact] = {}
             self._leases: dict[Where, _Lease] = {}
@@ -133,29 +132,29 @@ class Store:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Lets nobody wait any more."""
+        """Wake up all waiting calls, and let no further call wait."""
         with self._changed:
             self.is_closed = True
             self._changed.notify_all()
 
     def listed(self) -> tuple[StoredArtifact, ...]:
-        """Every artifact, oldest first."""
+        """Return every artifact, oldest first."""
         with self._changed:
             return tuple(self._artifacts.values())
 
     def reported(self) -> tuple[RunReport, ...]:
-        """What processes reported, the latest last."""
+        """Return the reports of processes, oldest first."""
         with self._changed:
             return tuple(report for reports in self._runs.values() for report in reports.values())
 
     def answer(self, request: Request) -> Answer:
-        """Does what the request asks for."""
+        """Execute a request and return its response."""
         with self._changed:
             handler: Callable[[Request], Answer] = getattr(self, f"_{request.operation}")
             return handler(request)
 
     def instead_of(self, where: Where) -> Where:
-        """Another artifact of the namespace."""
+        """Return the key of another artifact in the namespace."""
         for namespace, key in tuple(self._artifacts):
             if namespace == where[0] and key != where[1]:
                 return namespace, key
@@ -173,7 +172,7 @@ class Store:
 
     def _stats(self, _: Request) -> Answer:
         for namespace, _key in self._artifacts:
-            self._usage[namespace].update(())  # listed although nobody has used it
+            self._usage[namespace].update(())  # list the namespace even if it has no use yet
         stats = ServerStats(
             version=_version(),
             uptime_seconds=monotonic() - self._started,
@@ -252,7 +251,7 @@ class Store:
         return Answer(200 if stored else 201, None, headers)
 
     def _refuse_other(self, stored: StoredArtifact, digest: Digest, request: Request) -> None:
-        """Refuses an upload unless the very same bytes are stored already."""
+        """Refuse an upload unless the same bytes are stored already."""
         kept = Digest.of(stored.blob)
         refuse = {
             ErrorCode.WITHHELD: stored.is_withheld,
@@ -272,19 +271,20 @@ class Store:
 
     def _lookup(self, request: Request) -> Answer:
         keys = request.keys(LookupRequest, MAX_LOOKUP_KEYS)
-        artifacts = {key: self._find((request.where[0], key)) for key in keys}
-        found = tuple(
-            ArtifactInfo(
-                key=key,
-                digest=str(Digest.of(artifact.blob)),
-                size_bytes=len(artifact.blob),
-                compile_seconds=artifact.metadata.compile_seconds if artifact.metadata else 0.0,
-            )
-            for key, artifact in artifacts.items()
-            if artifact
+        stored = {
+            key: artifact
+            for key in keys
+            if (artifact := self._artifacts.get((request.where[0], key))) is not None
+        }
+        served = {key for key, artifact in stored.items() if not artifact.is_withheld}
+        return Answer(
+            200,
+            LookupResponse(
+                found=tuple(_info(key, stored[key]) for key in stored if key in served),
+                missing=tuple(key for key in keys if key not in served),
+                withdrawn=tuple(_info(key, stored[key]) for key in stored if key not in served),
+            ),
         )
-        missing = tuple(key for key, artifact in artifacts.items() if not artifact)
-        return Answer(200, LookupResponse(found=found, missing=missing))
 
     def _verify(self, request: Request) -> Answer:
         is_found = self._find(request.where) is not None
@@ -313,7 +313,7 @@ class Store:
                 return Answer(200, ready, headers)
             lease = self._leases.get(request.where)
             if lease is None or not lease.is_held:
-                if request.is_gone():  # it waited, and would keep others from the lease now
+                if request.is_gone():  # a client that is gone would keep others from the lease
                     return Answer(204)
                 return Answer(201, self._grant(request.where, wanted), headers)
             left = deadline - monotonic()
@@ -353,7 +353,7 @@ class Store:
         return Answer(204)
 
     def _lease_of(self, request: Request) -> _Lease:
-        """The lease that the request's token holds, or has ended already."""
+        """Return the lease that the request's token holds or has ended."""
         token = request.headers.get(HEADER_LEASE.lower())
         if token is None:
             raise RefusalError(ErrorCode.INVALID_REQUEST, f"{HEADER_LEASE} is missing")
@@ -379,7 +379,7 @@ class Store:
         entries = self._manifests.setdefault(where, {})
         now = datetime.now(UTC)
         for key in keys:
-            before = entries.pop(key, None)  # the latest used goes to the end
+            before = entries.pop(key, None)  # move to the end as the latest used
             runs = before.runs + 1 if before else 1
             entries[key] = ManifestEntry(key=key, used_at=now, runs=runs)
         while len(entries) > MAX_MANIFEST_ENTRIES:
@@ -398,7 +398,7 @@ class Store:
             raise RefusalError(
                 ErrorCode.NOT_FOUND, f"nothing was ever stored in the namespace {namespace}"
             )
-        reports = self._runs.pop((namespace, run), {})  # the latest goes to the end
+        reports = self._runs.pop((namespace, run), {})  # move to the end as the latest
         self._runs[namespace, run] = {**reports, process: report}
         return Answer(204)
 
@@ -426,8 +426,17 @@ class Store:
         return _with_nulls(RunList(runs=tuple(runs[: int(limit)])))
 
 
+def _info(key: ArtifactKey, artifact: StoredArtifact) -> ArtifactInfo:
+    return ArtifactInfo(
+        key=key,
+        digest=str(Digest.of(artifact.blob)),
+        size_bytes=len(artifact.blob),
+        compile_seconds=artifact.metadata.compile_seconds if artifact.metadata else 0.0,
+    )
+
+
 def _announced(request: Request) -> Digest:
-    """The digest of an upload, which its bytes have."""
+    """Return the announced digest of an upload, after checking the body against it."""
     text = request.headers.get("repr-digest")
     if text is None:
         raise RefusalError(ErrorCode.DIGEST_REQUIRED, "Repr-Digest is missing (RFC 9530)")
@@ -453,7 +462,7 @@ def _not_found(request: Request) -> RefusalError:
 
 
 def _with_nulls(model: BaseModel) -> Answer:
-    """An answer that names fields without a value, too."""
+    """Return a response that includes fields without a value."""
     headers = {"Content-Type": "application/json"}
     return Answer(200, model.model_dump_json().encode(), headers)
 

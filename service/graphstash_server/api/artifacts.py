@@ -35,6 +35,7 @@ from graphstash_server.api.calls import (
     json_answer,
     key_of,
 )
+from graphstash_server.artifact import FoundArtifact
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
 from graphstash_server.reading.conditions import job_named
@@ -199,18 +200,22 @@ async def lookup_artifacts(call: NamespaceCall) -> Response:
     asked = dict.fromkeys(wanted)
     caller = call.principal.party
     found = await call.context.artifacts.lookup(where, list(asked), caller=caller)
-    there, missing = [], []
-    for key in asked:
-        each = found.get(key)
-        if each is None:
-            missing.append(key.json)
-        else:
-            there.append(
-                f'{{"key":{key.json},"digest":"sha256:{each.sha256}",'
-                f'"size_bytes":{each.size_bytes},"compile_seconds":{each.compile_seconds}}}'
-            )
-    reply = f'{{"found":[{",".join(there)}],"missing":[{",".join(missing)}]}}'  # LookupResponse
+    there = [_info(key, found.artifacts[key]) for key in asked if key in found.artifacts]
+    missing = [key.json for key in asked if key not in found.artifacts]
+    withdrawn = [_info(key, each) for key, each in found.withheld.items()]
+    # A LookupResponse: a model for each key would cost ten times as much.
+    reply = (
+        f'{{"found":[{",".join(there)}],"missing":[{",".join(missing)}],'
+        f'"withdrawn":[{",".join(withdrawn)}]}}'
+    )
     return Response(reply, media_type="application/json")
+
+
+def _info(key: StoredKey, found: FoundArtifact) -> str:
+    return (
+        f'{{"key":{key.json},"digest":"sha256:{found.sha256}",'
+        f'"size_bytes":{found.size_bytes},"compile_seconds":{found.compile_seconds}}}'
+    )
 
 
 @router.call(

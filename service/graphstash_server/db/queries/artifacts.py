@@ -8,7 +8,7 @@ from sqlalchemy import ColumnElement, and_, bindparam, case, delete, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Digest, Namespace
-from graphstash_server.artifact import Artifact
+from graphstash_server.artifact import Artifact, FoundArtifact
 from graphstash_server.db.engine import Database
 from graphstash_server.db.prepared import Connection, Prepared, Source, is_one_of
 from graphstash_server.db.queries.costs import METADATA_BYTES
@@ -33,7 +33,6 @@ from graphstash_server.eviction_order import aged, density
 from graphstash_server.keys import StoredKey
 
 __all__ = [
-    "FoundArtifact",
     "FoundArtifacts",
     "delete_artifact",
     "find_artifact",
@@ -72,10 +71,10 @@ _FIND_MANY = Prepared(
         artifacts.c.size_bytes,
         artifacts.c.compile_seconds,
         case((artifacts.c.looked_up_until >= bindparam("until"), 1), else_=0),
+        case((artifacts.c.withheld_at.is_(None), 0), else_=1),
     ).where(
         artifacts.c.namespace == bindparam("of_namespace"),
         is_one_of(artifacts.c.fingerprint, "fingerprints", dialect),
-        artifacts.c.withheld_at.is_(None),
     )
 )
 
@@ -112,21 +111,18 @@ _REPLACE = Prepared(
 )
 
 
-class FoundArtifact(NamedTuple):
-    """What a look-up tells of an artifact; words as they are stored, since a `Digest` would check
-    each again.
-    """
-
-    sha256: str
-    size_bytes: int
-    compile_seconds: float
-
-
 class FoundArtifacts(NamedTuple):
-    """What a look-up tells, and those of them that no earlier one protects for long enough."""
+    """What a look-up finds.
+
+    Attributes:
+        artifacts: artifacts that may be served.
+        unprotected: those that no earlier look-up protects for long enough.
+        withheld: artifacts that may not be served.
+    """
 
     artifacts: dict[StoredKey, FoundArtifact]
     unprotected: list[StoredKey]
+    withheld: dict[StoredKey, FoundArtifact]
 
 
 async def find_artifact(source: Source, key: StoredKey) -> Artifact | None:
@@ -164,13 +160,14 @@ async def find_artifacts(
             "until": until,
         },
     )
-    found = FoundArtifacts({}, [])
-    for kind, device_type, fingerprint, sha256, size_bytes, seconds, is_protected in rows:
+    found = FoundArtifacts({}, [], {})
+    for kind, device_type, fingerprint, *stored, is_protected, is_withheld in rows:
         key = wanted.get((kind, device_type, fingerprint))
         if key is None:
             continue
-        found.artifacts[key] = FoundArtifact(sha256, size_bytes, seconds)
-        if not is_protected:
+        group = found.withheld if is_withheld else found.artifacts
+        group[key] = FoundArtifact(*stored)
+        if not (is_protected or is_withheld):
             found.unprotected.append(key)
     return found
 

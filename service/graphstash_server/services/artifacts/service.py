@@ -15,7 +15,7 @@ from graphstash_server.artifact import Artifact
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.artifacts import (
-    FoundArtifact,
+    FoundArtifacts,
     delete_artifact,
     find_artifact,
     find_artifact_now,
@@ -240,7 +240,7 @@ class ArtifactService:
 
     async def lookup(
         self, namespace: Namespace, keys: Sequence[StoredKey], *, caller: str
-    ) -> dict[StoredKey, FoundArtifact]:
+    ) -> FoundArtifacts:
         """Those of many artifacts that exist; most of them are protected from eviction for
         `LOOKUP_PIN_SECONDS` at least.
 
@@ -254,7 +254,7 @@ class ArtifactService:
         if loose := loose[: self._allowance(namespace, caller, len(loose))]:
             async with self.database.writing() as connection:
                 await note_look_up(connection, loose, until=promised + _PIN)
-        return found.artifacts
+        return found
 
     def _allowance(self, namespace: Namespace, caller: str, wanted: int) -> int:
         """How many artifacts a caller's look-up may protect now."""
