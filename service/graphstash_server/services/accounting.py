@@ -1,7 +1,7 @@
-"""Accounting: counts in memory what is served, and writes the counts to the database periodically.
+"""Accounting: counts served requests in memory, and writes the counts to the database periodically.
 
-A hit writes nothing to the database. Counts that were not written yet are lost with the process;
-only statistics and the order of eviction depend on them.
+A hit writes nothing to the database. Counts that are not yet written are lost with the process.
+Only statistics and the order of eviction depend on them.
 """
 
 import asyncio
@@ -31,12 +31,12 @@ _LOGGER = logging.getLogger(__name__)
 
 
 MAX_GROUPS: Final = 128
-"""Of one namespace that an hour, or a day, of the history tells apart. Callers name jobs, and the
-device types of misses: what is beyond counts for its kind only."""
+"""Groups that an hour or a day of the history keeps apart, per namespace. Callers choose job names,
+and device types in misses, so further groups count only for their kind."""
 
 _MAX_IN_MEMORY: Final = 16_384
-"""Groups that are counted between two flushes, and those that wait in vain for one, by hour and
-namespace."""
+"""Groups counted since the last flush. Also groups per hour and namespace that wait to be
+written."""
 
 _Group: TypeAlias = tuple[str, str, str, str]
 """Namespace, kind, device type and job."""
@@ -44,7 +44,7 @@ _Group: TypeAlias = tuple[str, str, str, str]
 
 @dataclass(slots=True)
 class _Usage:
-    """What is added to the counters of one group."""
+    """Counts to add to the counters of one group."""
 
     hits: int = 0
     misses: int = 0
@@ -54,7 +54,7 @@ class _Usage:
     saved_seconds: float = 0.0
 
     def add(self, other: "_Usage") -> None:
-        """Adds in place: a hit makes no new object."""
+        """Add in place, so that a hit creates no object."""
         self.hits += other.hits
         self.misses += other.misses
         self.served_bytes += other.served_bytes
@@ -64,7 +64,7 @@ class _Usage:
 
     @property
     def change(self) -> UsageChange:
-        """Of the namespace; an upload is counted there in its own transaction."""
+        """Counts for the namespace. Uploads are absent: their own transaction counts them there."""
         return UsageChange(
             hits=self.hits,
             misses=self.misses,
@@ -75,7 +75,6 @@ class _Usage:
 
     @property
     def step(self) -> HistoryChange:
-        """Of the history."""
         return HistoryChange(
             hits=self.hits,
             misses=self.misses,
@@ -86,10 +85,9 @@ class _Usage:
 
 
 class _Groups(dict[_Group, _Usage]):
-    """The counters of each group; when there are too many, new ones share those of their kind."""
+    """Counters by group. Beyond the limit, a new group shares the counters of its kind."""
 
     def __missing__(self, group: _Group) -> _Usage:
-        """The counters of a group that is new."""
         shared = (*group[:2], "", "")
         if len(self) >= _MAX_IN_MEMORY and group != shared:
             return self[shared]
@@ -97,24 +95,23 @@ class _Groups(dict[_Group, _Usage]):
         return usage
 
     def merge(self, other: "_Groups") -> None:
-        """Adds all of them."""
         for group, usage in other.items():
             self[group].add(usage)
 
 
 _Hours: TypeAlias = defaultdict[datetime, _Groups]
-"""What was counted in one namespace, by the hour of the flush that found it."""
+"""Counts of one namespace, by the hour of the flush that collected them."""
 
 
 @dataclass(slots=True)
 class _Use:
-    """How often an artifact was served, and when it was last requested."""
+    """Number of hits of an artifact, and the time of its last request."""
 
     hits: int
     at: datetime
 
     def add(self, hits: int, at: datetime) -> None:
-        """Adds in place; a use that is merged back may be the older one."""
+        """Add in place. A use that is merged back may be older."""
         self.hits += hits
         self.at = max(self.at, at)
 
@@ -125,13 +122,13 @@ def _no_hours() -> _Hours:
 
 @dataclass(slots=True)
 class _Counts:
-    """What changed since the last flush; merged back when the flush fails.
+    """Changes since the last flush. They are merged back if a flush fails.
 
     Attributes:
-        new: counted since then.
-        usage: of each namespace, what a flush has found.
-        uses: of each namespace, the artifacts that were requested.
-        token_uses: when each token was used last.
+        new: counts since the last flush.
+        usage: counts of earlier flushes that are not yet written, by namespace.
+        uses: requested artifacts, by namespace.
+        token_uses: time of the last use of each token.
     """
 
     new: _Groups = field(default_factory=_Groups)
@@ -140,7 +137,7 @@ class _Counts:
     token_uses: dict[str, datetime] = field(default_factory=dict)
 
     def of(self, key: StoredKey, job: str) -> _Usage:
-        """The counters that a request counts in."""
+        """Return the counters that a request counts in."""
         return self.new[key.namespace, key.kind._value_, key.device_type, job]
 
     def use(self, key: StoredKey, hits: int, at: datetime) -> None:
@@ -152,18 +149,18 @@ class _Counts:
             before.add(hits, at)
 
     def date(self, hour: datetime) -> None:
-        """Says when it was that all that is new was counted."""
+        """Assign all new counts to an hour."""
         for group, usage in self.new.items():
             self.usage[group[0]][hour][group].add(usage)
         self.new.clear()
 
     @property
     def namespaces(self) -> set[str]:
-        """Where something changed."""
+        """Namespaces with changes."""
         return self.usage.keys() | self.uses.keys()
 
     def merge(self, other: "_Counts") -> None:
-        """Adds what could not be written."""
+        """Add back the counts that could not be written."""
         for namespace, hours in other.usage.items():
             for hour, groups in hours.items():
                 self.usage[namespace][hour].merge(groups)
@@ -175,15 +172,16 @@ class _Counts:
 
 @dataclass(kw_only=True, eq=False)
 class Accounting:
-    """The caller of `run` cancels it and calls `flush` at the end.
+    """Count requests, and write the counts. The caller of `run` cancels it and calls `flush` at the
+    end.
 
     Attributes:
-        counters: what this host counts for Prometheus.
+        counters: counters of this host for Prometheus.
         healed: rows that this process dropped because their blob was lost or damaged.
-        reported: reports of wrong artifacts that this process got, of artifacts that were there.
-        refused: how many requests this process refused, by code.
-        when_written: called with the keys whose hits are in the database now.
-        reads: how many GETs and HEADs of artifacts it got, by the way they took, see `fast`.
+        reported: reports of wrong artifacts that this process received, for stored artifacts.
+        refused: requests that this process refused, by error code.
+        when_written: called with the keys whose hits were written to the database.
+        reads: GETs and HEADs of artifacts, by the code path that answered (see `fast`).
     """
 
     database: Database
@@ -202,7 +200,7 @@ class Accounting:
     def count_hit(
         self, key: StoredKey, *, saved_seconds: float, job: str = "", sent_bytes: int = 0
     ) -> None:
-        """An artifact is served from its first byte, for a job."""
+        """Count an artifact that is served from its first byte, for a job."""
         usage = self._counts.of(key, job)
         usage.hits += 1
         usage.saved_seconds += saved_seconds
@@ -218,14 +216,14 @@ class Accounting:
         job: str = "",
         sent_bytes: int = 0,
     ) -> None:
-        """An artifact is answered.
+        """Count an answer with an artifact, or a part of it.
 
         Args:
-            key: its key.
-            served: which bytes are, from the first to the end (exclusive); None for none of them.
-            saved_seconds: what compiling it took.
-            job: the one that asked; empty for none.
-            sent_bytes: how many of them are known to go out; `count_served` counts others.
+            key: key of the artifact.
+            served: first and last byte (exclusive) that are served. None if no bytes are.
+            saved_seconds: seconds that compiling it took.
+            job: job that asked; empty for none.
+            sent_bytes: bytes that are known to be sent. `count_served` counts further ones.
         """
         if served is not None and served[0] == 0:
             self.count_hit(key, saved_seconds=saved_seconds, job=job, sent_bytes=sent_bytes)
@@ -235,48 +233,48 @@ class Accounting:
         self.count_use(key)
 
     def count_use(self, key: StoredKey) -> None:
-        """An artifact was requested without its bytes, or only a later part of them."""
+        """Count a request for metadata or a later part of an artifact, which is not a hit."""
         self._counts.use(key, 0, self.clock())
 
     def count_served(self, key: StoredKey, *, sent_bytes: int, job: str = "") -> None:
-        """Bytes went out."""
+        """Count bytes that were sent."""
         self._counts.of(key, job).served_bytes += sent_bytes
 
     def count_miss(self, key: StoredKey, *, job: str = "") -> None:
-        """An artifact was requested and absent."""
+        """Count a request for an absent artifact."""
         self._counts.of(key, job).misses += 1
 
     def count_put(self, key: StoredKey, *, job: str = "") -> None:
-        """An artifact was stored."""
+        """Count a stored artifact."""
         self._counts.of(key, job).puts += 1
 
     def count_conflict(self, key: StoredKey) -> None:
-        """Other bytes were uploaded for a key that has an artifact."""
+        """Count an upload of other bytes for a key that has an artifact."""
         self._counts.of(key, "").conflicts += 1
 
     def count_token_use(self, token_id: str) -> None:
-        """A caller presented a valid token."""
+        """Record that a caller presented a valid token."""
         self._counts.token_uses[token_id] = self.clock()
 
     def count_healed(self) -> None:
-        """A row was dropped because its blob was lost or damaged."""
+        """Count a row that was dropped because its blob was lost or damaged."""
         self.healed += 1
         self.counters.count_healed()
 
     def count_reported(self) -> None:
-        """A client reported an artifact as wrong."""
+        """Count a client's report of a wrong artifact."""
         self.reported += 1
 
     def count_refusal(self, code: ErrorCode) -> None:
-        """A request was refused."""
+        """Count a refused request."""
         self.refused[code] += 1
         self.counters.count_refusal(code)
 
     async def flush(self) -> None:
-        """Writes the counts to the database; when that fails they are kept for the next time.
+        """Write the counts to the database. Keep the counts that fail for the next flush.
 
         Raises:
-            ServerError: when the database does not take them.
+            ServerError: the database did not accept some of them.
         """
         async with self._flushing:
             counts, self._counts = self._counts, _Counts()
@@ -288,7 +286,7 @@ class Accounting:
                     try:
                         await self._write(namespace, counts)
                     except ServerError as error:
-                        failure = error  # the others are written all the same
+                        failure = error  # continue with the other namespaces
                 if counts.token_uses:
                     async with self.database.writing() as connection:
                         await touch_tokens(connection, counts.token_uses)
@@ -299,8 +297,8 @@ class Accounting:
                 raise failure
 
     async def _drop_unknown(self, counts: _Counts) -> None:
-        """Forgets misses in namespaces that nothing was ever stored in: a client can ask for any
-        number of them.
+        """Drop misses in namespaces that never stored anything: a client can name any number of
+        them.
         """
         if not counts.usage:
             return
@@ -309,15 +307,15 @@ class Accounting:
             del counts.usage[namespace]
 
     async def _write(self, namespace: str, counts: _Counts) -> None:
-        """One transaction of one namespace, so that others do not wait for what this one waits for;
-        what it has written is taken out.
+        """Write one namespace in its own transaction, and remove it from `counts`. Other namespaces
+        do not wait for the locks of this one.
         """
         uses = sorted(counts.uses.get(namespace, {}).items(), key=lambda use: use[0].columns)
 
         hours = counts.usage.get(namespace, _no_hours())
 
         async def write(connection: Transaction) -> None:
-            if uses:  # artifacts, then usage, then history: the lock order of every transaction
+            if uses:  # all transactions lock artifacts, then usage, then history
                 used = [(key, use.hits, use.at) for key, use in uses]
                 await touch_artifacts(connection, used)
             if hours:
@@ -339,11 +337,12 @@ class Accounting:
         counts.usage.pop(namespace, None)
 
     async def run(self, *, every_seconds: float) -> None:
-        """Flushes until it is cancelled."""
+        """Flush until cancelled."""
         while True:
             await asyncio.sleep(every_seconds)
             try:
-                # A flush that is cut off may have written what it would keep for the next one.
+                # A cancelled flush may already have written counts that it would keep and write
+                # again.
                 await asyncio.shield(self.flush())
             except ServerError as error:
                 _LOGGER.warning("could not write the usage counters, will retry: %s", error)

@@ -1,4 +1,4 @@
-"""Buckets: how much of something each of many may have, in this process."""
+"""Token buckets of this process: they limit how much each of many names may take."""
 
 import time
 from collections import OrderedDict
@@ -7,21 +7,23 @@ from collections.abc import Callable
 __all__ = ["Buckets"]
 
 _MAX_BUCKETS = 4096
-"""The least recently used bucket goes, which forgets at most what it had given out."""
+"""Maximum number of buckets. Dropping the least recently used one forgets at most what it gave
+out."""
 
 
 class Buckets:
-    """A bucket per name holds at most so much, and fills at a rate."""
+    """One bucket per name. Its capacity and fill rate come with each call."""
 
     def __init__(self, *, seconds: Callable[[], float] = time.monotonic) -> None:
         self._seconds = seconds
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def take(self, name: str, wanted: int, *, most: float, per_second: float) -> tuple[int, float]:
-        """Takes whole units out of a bucket, as far as there are some.
+        """Take up to `wanted` whole units from a bucket that holds `most` and fills at
+        `per_second`.
 
         Returns:
-            How many, and how much is left.
+            How many units were taken, and how much is left.
         """
         now = self._seconds()
         rest, since = self._buckets.get(name, (most, now))

@@ -1,7 +1,7 @@
-"""ExpositionService: what `GET /metrics` says, in the text format of Prometheus.
+"""ExpositionService: the contents of `GET /metrics`, in the text format of Prometheus.
 
-What this host has counted comes from memory that its workers share (`counters`). What is in the
-database is the same wherever it is asked: of several servers on one database, one answer counts.
+Counters of this host come from memory that its workers share (`counters`). Values of the database
+are the same on every server, so scrape them from one server only.
 """
 
 import asyncio
@@ -30,17 +30,17 @@ from graphstash_server.services.jobs.leases import LeaseService
 __all__ = ["MAX_LABELLED", "OTHER", "ExpositionService"]
 
 MAX_LABELLED = 50
-"""Namespaces with series of their own: those with the most hits and misses."""
+"""Maximum namespaces with series of their own: those with the most hits and misses."""
 
 OTHER = "(other)"
-"""The label of all others; no namespace has that name."""
+"""Label that sums the other namespaces; no namespace has that name."""
 
 _STORED = ("size_bytes", "metadata_bytes", "manifest_bytes")
 
 
 @dataclass(kw_only=True, eq=False)
 class ExpositionService:
-    """Safe for concurrent calls."""
+    """Collect and format metrics. Safe for concurrent calls."""
 
     database: Database
     counters: Counters
@@ -48,7 +48,9 @@ class ExpositionService:
     store_limit_bytes: int | None
 
     async def read(self) -> bytes:
-        """All series. Without those of the database, while it does not answer."""
+        """Return all series. If the database does not answer, leave out the series that it
+        provides.
+        """
         host = list(_of_host(self.counters.host.sums(), self.database.is_postgresql))
         limit = self.store_limit_bytes
         if limit is not None:
@@ -70,7 +72,7 @@ class ExpositionService:
                 ]
             )
 
-        return await asyncio.to_thread(text)  # ten thousand namespaces take some time
+        return await asyncio.to_thread(text)  # slow with ten thousand namespaces
 
 
 _DATABASE_UP = "Whether the database answered this scrape."
@@ -108,7 +110,7 @@ def _of_host(counted: Counted, is_postgresql: bool) -> Iterable[Metric]:  # noqa
 
 
 def _histogram(counted: Counted) -> Metric:
-    """Cumulative, as the format has it."""
+    """Return the histogram of request times. The format requires cumulative buckets."""
     buckets = []
     total = 0
     for end, count in zip((*map(str, BUCKETS), "+Inf"), counted.seconds, strict=True):
@@ -183,13 +185,12 @@ def _gauge(name: str, text: str, value: float) -> Metric:
 
 
 class _Collected(Collector):
-    """What was collected already."""
+    """Collector for metrics that were already collected."""
 
     def __init__(self, metrics: list[Metric]) -> None:
         self._metrics = metrics
 
     def collect(self) -> Iterable[Metric]:
-        """All of it."""
         return self._metrics
 
 

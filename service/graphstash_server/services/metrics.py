@@ -1,4 +1,4 @@
-"""What a server reports about itself: whether it is ready, and the counters of `GET /v1/stats`."""
+"""The server's reports about itself: readiness, and the counters of `GET /v1/stats`."""
 
 import asyncio
 import logging
@@ -30,26 +30,27 @@ _LOGGER = logging.getLogger(__name__)
 
 _DATABASE_SECONDS = 2.0
 _STORE_SECONDS = 5.0
-"""A probe that takes longer has failed: requests would wait as long."""
+"""Seconds after which a probe has failed, because requests would wait as long."""
 
 _FRESH_SECONDS = 1.0
-"""A tenth of the time between two health checks of `docker/compose.yaml`."""
+"""Seconds for which a good result is reused: a tenth of the interval of health checks in
+`docker/compose.yaml`."""
 
 _AT_ONCE = 200
-"""Namespaces of one turn of the event loop: a millisecond or two."""
+"""Namespaces handled in one turn of the event loop: a millisecond or two."""
 
 _OK = "ok"
 _READ_ONLY = "read only: no space left"
 
 
 class Readiness(NamedTuple):
-    """The state of each part: `ok`, or what is wrong with it.
+    """The state of each part: `ok`, or a description of the problem.
 
     Attributes:
-        database: whether it answers.
-        blob_store: whether it takes and gives back a blob.
-        locks: what waits in the database, for this server and all others; that leaves a server
-            ready, because what does not wait goes on.
+        database: whether the database answers.
+        blob_store: whether the store writes and returns a blob.
+        locks: transactions of any server that wait in the database. They leave the server ready,
+            because other requests continue.
     """
 
     database: str
@@ -58,13 +59,15 @@ class Readiness(NamedTuple):
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests can be served; a full store still serves hits."""
+        """Whether the server can serve requests. A full store still serves hits."""
         return self.database == _OK and self.blob_store in (_OK, _READ_ONLY)
 
 
 @dataclass(kw_only=True, eq=False)
 class HealthService:
-    """Safe for concurrent calls; `last` is what the last finished check found."""
+    """Probe the database and the store. Safe for concurrent calls. `last` is the last finished
+    check.
+    """
 
     database: Database
     blobs: BlobStore
@@ -77,8 +80,9 @@ class HealthService:
         self.last: Readiness | None = None
 
     async def check(self) -> Readiness:
-        """What all parts answer, or answered less than a second ago. Anybody may ask, and each
-        probe writes to the store, so whoever asks during a probe shares it.
+        """Return the state of all parts, or a good state that is less than a second old. Callers
+        share a probe that is under way, because everyone may ask and each probe writes to the
+        store.
         """
         age_seconds = asyncio.get_running_loop().time() - self._ready_at
         if self._checking is None or (self._checking.done() and age_seconds >= _FRESH_SECONDS):
@@ -86,7 +90,6 @@ class HealthService:
         return await asyncio.shield(self._checking)
 
     async def _check(self) -> Readiness:
-        """Asks all parts at the same time."""
         readiness = Readiness(
             *await asyncio.gather(
                 self._verdict("database", self._ask_database, _DATABASE_SECONDS),
@@ -102,8 +105,9 @@ class HealthService:
     async def _verdict(
         self, what: str, probe: Callable[[], Coroutine[Any, Any, str]], seconds: float
     ) -> str:
-        """What a probe found. One that takes too long is left alone, for a disk that hangs does not
-        let it end; it cleans up when it does, and until then no other one is begun.
+        """Return the result of a probe. A probe that takes too long is not cancelled, because a
+        hanging disk would not let it end. It cleans up later, and blocks the next probe of its part
+        until then.
         """
         if what not in self._probing:
             probing = self._probing[what] = in_background(_found_by(what, probe()))
@@ -115,7 +119,7 @@ class HealthService:
 
     async def _ask_database(self) -> str:
         async with self.database.reading() as connection:
-            await stored_bytes(connection)  # unlike SELECT 1, it needs the file and the tables
+            await stored_bytes(connection)  # unlike SELECT 1, this needs the file and the tables
         return _OK
 
     async def _ask_for_waiting(self) -> str:
@@ -134,7 +138,7 @@ class HealthService:
         )
 
     async def _use_store(self) -> str:
-        """Writes, reads and deletes a blob of its own."""
+        """Write, read and delete a probe blob."""
         probe = self.new_probe()
         digest = Digest.of(probe)
         try:
@@ -159,7 +163,7 @@ async def _one(chunk: bytes) -> AsyncIterator[bytes]:
 
 
 async def _found_by(what: str, probe: Awaitable[str]) -> str:
-    """What a probe found; an outermost frame, so that one part never hides the other."""
+    """Return the result of a probe. Catch every error, so that one part never hides another."""
     try:
         return await probe
     except ServerError as error:
@@ -171,7 +175,7 @@ async def _found_by(what: str, probe: Awaitable[str]) -> str:
 
 @dataclass(kw_only=True, eq=False)
 class StatisticsService:
-    """Safe for concurrent calls."""
+    """Collect the counters of `GET /v1/stats`. Safe for concurrent calls."""
 
     database: Database
     accounting: Accounting
@@ -185,8 +189,8 @@ class StatisticsService:
     async def read(
         self, *, may_read: Callable[[Namespace], Awaitable[bool]] | None = None
     ) -> ServerStats:
-        """The counters of the database and of this process, of every namespace or of those that
-        somebody may read.
+        """Return the counters of this process and, from the database, of all namespaces that
+        `may_read` admits. Default: all.
         """
         rows = await list_usage(self.database)
         async with self.database.reading() as connection:
@@ -194,7 +198,7 @@ class StatisticsService:
         namespaces = []
         for number, (name, *counters) in enumerate(rows):
             if number % _AT_ONCE == _AT_ONCE - 1:
-                await asyncio.sleep(0)  # there may be ten thousand: others have their turn
+                await asyncio.sleep(0)  # of ten thousand namespaces, let other tasks run
             if may_read is None or await may_read(Namespace(name)):
                 counted = dict(zip(UsageChange._fields, counters, strict=True))
                 namespaces.append(
@@ -217,8 +221,8 @@ class StoreSpace(NamedTuple):
     """How much the store may take.
 
     Attributes:
-        budget: of everything in it.
-        free_bytes: what uploads may still take of its disk; None in a bucket, and when the disk
+        budget: limits of all that is stored.
+        free_bytes: bytes of its disk that uploads may still take. None for a bucket, or if the disk
             does not answer.
     """
 
@@ -228,7 +232,7 @@ class StoreSpace(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class SpaceService:
-    """What limits the store and its namespaces; safe for concurrent calls."""
+    """Limits of the store and its namespaces. Safe for concurrent calls."""
 
     budgets: Budgets
     policies: PolicyService
@@ -236,14 +240,14 @@ class SpaceService:
     min_free_bytes: int
 
     async def of_store(self) -> StoreSpace:
-        """The limits of the whole store."""
+        """Return the limits and free space of the whole store."""
         free_bytes = None
         if self.disk is not None:
             free_bytes = await asyncio.to_thread(self._free_bytes, self.disk)
         return StoreSpace(self.budgets.store, free_bytes)
 
     async def of_namespaces(self, namespaces: Sequence[str]) -> list[Budget]:
-        """The limits of each of some namespaces, which may be none."""
+        """Return the budget of each namespace; it may have no limit."""
         limits = await self.policies.limits()
         return [self.budgets.of(namespace, limits) for namespace in namespaces]
 

@@ -40,8 +40,8 @@ _ROOM_SHARE = 0.95
 
 
 class Budget(NamedTuple):
-    """A hard limit, which no upload passes, and a soft one, above which eviction begins; None is no
-    limit.
+    """Byte limits; None is no limit. No upload exceeds the hard one. Eviction begins above the soft
+    one.
     """
 
     hard_bytes: int | None
@@ -49,29 +49,30 @@ class Budget(NamedTuple):
 
     @classmethod
     def of(cls, hard_bytes: int | None, soft_bytes: int | None = None) -> "Budget":
-        """By default the soft limit is nine tenths of the hard one."""
+        """Return a budget. Default soft limit: nine tenths of the hard limit."""
         if soft_bytes is None and hard_bytes is not None:
             soft_bytes = int(hard_bytes * _SOFT_SHARE)
         return cls(hard_bytes, soft_bytes)
 
     @property
     def is_none(self) -> bool:
-        """Whether there is no limit at all."""
+        """Whether there is no limit."""
         return self.hard_bytes is None and self.soft_bytes is None
 
     @property
     def goal_bytes(self) -> int | None:
-        """Where eviction ends: a little below where it begins, so that not every upload evicts."""
+        """Size at which eviction ends: below the soft limit, so that not every upload evicts."""
         return None if self.soft_bytes is None else int(self.soft_bytes * _ROOM_SHARE)
 
     def is_passed_softly(self, used_bytes: int) -> bool:
-        """Whether it is time to evict."""
+        """Whether the soft limit is exceeded, so that eviction is due."""
         return self.soft_bytes is not None and used_bytes > self.soft_bytes
 
 
 class Budgets:
-    """Of a store and its namespaces: `namespace_bytes` is the hard limit of every namespace, and
-    `exceptions` has hard limits by pattern (`ci-*`), of which the first match counts.
+    """Budgets of a store and its namespaces. `namespace_bytes` is the hard limit of every
+    namespace. `exceptions` has hard limits by pattern (`ci-*`), and the first matching pattern
+    counts.
     """
 
     def __init__(
@@ -88,7 +89,9 @@ class Budgets:
         ]
 
     def of(self, namespace: str, limits: Mapping[str, int]) -> Budget:
-        """Of one namespace; a limit in its policy, as in `limits`, has precedence."""
+        """Return the budget of a namespace. A limit in its policy, given in `limits`, has
+        precedence.
+        """
         if namespace in limits:
             return Budget.of(limits[namespace])
         for pattern, budget in self._exceptions:
@@ -98,21 +101,21 @@ class Budgets:
 
 
 class Rates:
-    """How many requests a second a namespace may make of this process.
+    """Request rate limits of namespaces, for this process.
 
-    A bucket per namespace holds the requests of one second, at least one, and fills at the rate of
-    the namespace's policy. A request takes one out; the refusal at an empty bucket says when the
-    next one is in it.
+    Each namespace has a bucket for the requests of one second (at least one request), which fills
+    at the rate in its policy. Each request takes one out. If the bucket is empty, the request is
+    refused with the time until the next one fits.
     """
 
     def __init__(self, *, seconds: Callable[[], float] = time.monotonic) -> None:
         self._buckets = Buckets(seconds=seconds)
 
     def take(self, namespace: Namespace, *, per_second: float) -> None:
-        """Counts one request.
+        """Count one request.
 
         Raises:
-            ServerError: 429; `retry_after_seconds` says when a request would be accepted.
+            ServerError: 429; `retry_after_seconds` is the time until a request is accepted.
         """
         most = max(per_second, 1.0)
         taken, rest = self._buckets.take(namespace, 1, most=most, per_second=per_second)
@@ -131,16 +134,17 @@ class Rates:
 _LOGGER = logging.getLogger(__name__)
 
 _FRESH_SECONDS = 2.0
-"""How old the policies in memory may be; also the time between two tries of a failing database."""
+"""Maximum age of the policies in memory, and the time between two attempts to read a failing
+database."""
 
 _KEPT_SECONDS = 60.0
-"""How long they hold while the database does not answer."""
+"""How long the policies stay in force while the database does not answer."""
 
 _DEFAULT: Final = NamespacePolicy()
 
 
 def check_writable(namespace: Namespace, policy: NamespacePolicy) -> None:
-    """Refuses a write into a read-only namespace.
+    """Refuse a write to a read-only namespace.
 
     Raises:
         ServerError: 403.
@@ -155,15 +159,15 @@ def check_writable(namespace: Namespace, policy: NamespacePolicy) -> None:
 
 @dataclass(kw_only=True, eq=False)
 class PolicyService:
-    """The policy of each namespace, known to every request without a query.
+    """The policy of each namespace, which requests look up without a query.
 
-    The whole table is read at most every two seconds and kept in memory: it has a row only for each
-    namespace with a policy. So a change applies on this server at once and on every other one
-    within two seconds. Rows are compared with those of the last time, and a policy is made of one
-    when it is first asked for: ten thousand of them cost the event loop a millisecond or two.
+    The whole table is read at most every two seconds and kept in memory. It has a row only for each
+    namespace with a policy. A change applies on this server at once, and on other servers within
+    two seconds. Rows are compared with the last read, and a policy object is built on first use:
+    ten thousand rows cost the event loop a millisecond or two.
 
-    While the database does not answer, the last policies stay in force, for a minute at most. A
-    server that never read the table, or not for so long, refuses requests: it must not apply the
+    While the database does not answer, the last policies stay in force for up to a minute. A server
+    that never read the table, or not for that long, refuses requests, because it must not apply the
     defaults to a namespace with a policy.
     """
 
@@ -185,13 +189,13 @@ class PolicyService:
         self._reading = asyncio.Lock()
 
     async def of(self, namespace: Namespace) -> NamespacePolicy:
-        """The rules of a namespace: its own, or the default ones."""
+        """Return the policy of a namespace, or the default policy if it has none."""
         if not self._is_younger(self._tried_at, _FRESH_SECONDS):
             await self._refresh()
         return self._in_memory(namespace)
 
     def now_of(self, namespace: Namespace) -> NamespacePolicy | None:
-        """The same, where the table need not be read; None otherwise."""
+        """Return the policy if that takes no query; otherwise None."""
         if not self._is_younger(self._tried_at, _FRESH_SECONDS):
             return None
         return self._in_memory(namespace)
@@ -207,19 +211,19 @@ class PolicyService:
         return self._known[namespace]
 
     async def is_anything_public(self) -> bool:
-        """Whether everybody may read in some namespace."""
+        """Whether anonymous callers may read some namespace."""
         if not self._is_younger(self._tried_at, _FRESH_SECONDS):
             await self._refresh()
         return self._is_anything_public
 
     async def limits(self) -> Mapping[str, int]:
-        """Limits in bytes of the namespaces whose policy has one."""
+        """Return the byte limits of the namespaces whose policy has one."""
         if not self._is_younger(self._tried_at, _FRESH_SECONDS):
             await self._refresh()
         return self._limits
 
     def admit(self, namespace: Namespace, policy: NamespacePolicy) -> None:
-        """Counts a request against the rate of its namespace, in this process.
+        """Count a request against the rate of its namespace, in this process.
 
         Raises:
             ServerError: 429, with the seconds after which a request is accepted.
@@ -228,24 +232,24 @@ class PolicyService:
             self._rates.take(namespace, per_second=policy.requests_per_second)
 
     async def namespaces(self) -> Sequence[str]:
-        """Where anything was ever stored."""
+        """Return the namespaces in which anything was ever stored."""
         async with self.database.reading() as connection:
             return await list_namespaces(connection)
 
     async def list_all(self) -> list[NamespaceInfo]:
-        """Every namespace that has a policy of its own, by name, as it is now."""
+        """Return every namespace with its own policy, by name, as stored now."""
         async with self.database.reading() as connection:
             return await list_policies(connection)
 
     async def find(self, namespace: Namespace) -> NamespaceInfo | None:
-        """One namespace, as it is now; None when it has no policy of its own."""
+        """Return a namespace with its policy as stored now, or None if it has no policy."""
         async with self.database.reading() as connection:
             return await find_policy(connection, namespace)
 
     async def put(
         self, namespace: Namespace, policy: NamespacePolicy, actor: Actor
     ) -> NamespaceInfo:
-        """Sets the policy of a namespace, in place of the one that it had."""
+        """Set the policy of a namespace, replacing the earlier one."""
         now = self.clock()
         async with self.database.writing() as connection:
             await put_policy(connection, namespace, policy, now=now)
@@ -258,7 +262,9 @@ class PolicyService:
         return NamespaceInfo(namespace=namespace, policy=policy, updated_at=now)
 
     async def remove(self, namespace: Namespace, actor: Actor) -> bool:
-        """Removes the policy of a namespace, so that the defaults apply; False when it had none."""
+        """Remove the policy of a namespace, so that the defaults apply. Return False if it had
+        none.
+        """
         async with self.database.writing() as connection:
             is_gone = await delete_policy(connection, namespace)
             if is_gone:
@@ -270,16 +276,16 @@ class PolicyService:
         return is_gone
 
     async def _forget(self) -> None:
-        """Makes the next request read again; a read that is under way may have been too early."""
+        """Make the next request read again, after a read under way, which may miss the change."""
         async with self._reading:
             self._tried_at = None
 
     async def _refresh(self) -> None:
-        """Reads the table once for all callers that wait: a failure is one of all, or each would
-        wait for a try of its own, one after the other.
+        """Read the table once for all waiting callers. They share a failure: otherwise each would
+        wait for its own attempt, one after another.
 
         Raises:
-            ServerError: 503, when that fails and what was read last is too old.
+            ServerError: 503 if the read fails and the last successful read is too old.
         """
         tries = self._tries
         async with self._reading:

@@ -1,9 +1,9 @@
-"""WaitQueue: the requests of this process that wait until a key's artifact or lease is theirs.
+"""WaitQueue: requests of this process that wait for a key's artifact or lease.
 
-They are woken by what this process commits and, over the database's notifications, by what others
-commit. A wake-up is only a hint. So the first waiter of a key is its poller: it queries the
-database from time to time, because notifications can be missed and a lease can expire. The others
-sleep until they are woken.
+Commits of this process wake the requests. Commits of other processes do so through notifications of
+the database. A wake-up is only a hint: notifications may be lost, and a lease may expire. The first
+waiter of a key is therefore its poller, which queries the database from time to time. The other
+waiters sleep until they are woken.
 """
 
 import asyncio
@@ -23,30 +23,30 @@ __all__ = ["Notification", "Ticket", "WaitQueue"]
 
 
 class Notification(NamedTuple):
-    """News about a key: the digest of its artifact, or None when the lease is free."""
+    """News about a key: the digest of its artifact, or None if its lease is free."""
 
     key: StoredKey
     digest: Digest | None
 
     @classmethod
     def ready(cls, key: StoredKey, digest: Digest) -> Self:
-        """The artifact is there."""
+        """Return the news that the artifact is stored."""
         return cls(key, digest)
 
     @classmethod
     def free(cls, key: StoredKey) -> Self:
-        """The lease is free."""
+        """Return the news that the lease is free."""
         return cls(key, None)
 
     @property
     def payload(self) -> str:
-        """As it travels between processes."""
+        """Text form that is sent to other processes."""
         digest = f"{self.digest.sha256} {self.digest.size_bytes}" if self.digest else "-"
         return f"{' '.join(self.key.columns)} {digest}"
 
     @classmethod
     def parse(cls, payload: str) -> Self | None:
-        """None for a payload that only a later release knows."""
+        """Read a payload. Return None for a form that only later releases know."""
         words = payload.split(" ")
         try:
             namespace, fingerprint, kind, device_type = words[:4]
@@ -62,8 +62,8 @@ class Notification(NamedTuple):
 
 
 class Ticket(asyncio.Event):
-    """One waiter's place in the queue; set when the waiter should look again. `digest` is that of
-    the artifact, when a notification told it.
+    """A waiter's place in the queue, set when the waiter should look again. `digest` is that of the
+    artifact, if a notification contained it.
     """
 
     digest: Digest | None = None
@@ -71,11 +71,11 @@ class Ticket(asyncio.Event):
 
 @dataclass(kw_only=True, eq=False)
 class WaitQueue:
-    """A waiter that leaves passes on the wake-up that it got to the next one.
+    """Queue the waiters of each key. A waiter that leaves passes its wake-up to the next waiter.
 
     Attributes:
         are_informed: whether notifications of other processes arrive, so that polling can be rare.
-        is_closed: whether the server is stopping, so that no request should wait any longer.
+        is_closed: whether the server is stopping, so that requests must not wait any longer.
     """
 
     counters: Counters
@@ -88,16 +88,16 @@ class WaitQueue:
 
     @property
     def count(self) -> int:
-        """How many requests wait now."""
+        """Number of requests that wait now."""
         return sum(len(tickets) for tickets in self._waiting.values())
 
     def count_of(self, key: StoredKey) -> int:
-        """How many of them wait for one key."""
+        """Return the number of requests that wait for one key."""
         return len(self._waiting.get(key, ()))
 
     @contextmanager
     def joined(self, key: StoredKey) -> Iterator[Ticket]:
-        """Queues for a key. Join before the first look, so that no change is missed in between."""
+        """Queue for a key. Join before the first look, so that no change is missed between them."""
         ticket = Ticket()
         self._waiting.setdefault(key, []).append(ticket)
         self.counters.add_waiters(1)
@@ -115,11 +115,11 @@ class WaitQueue:
                 self._wake_next(key)
 
     def is_poller(self, key: StoredKey, ticket: Ticket) -> bool:
-        """Whether this waiter polls the database for all others of its key."""
+        """Whether this waiter polls the database for all waiters of its key."""
         return self._waiting[key][0] is ticket
 
     def wake(self, news: Notification) -> None:
-        """Wakes all waiters when the artifact is there, one when the lease is free."""
+        """Wake all waiters if the artifact is stored, or one waiter if the lease is free."""
         if news.digest is None:
             self._wake_next(news.key)
             return
@@ -128,12 +128,12 @@ class WaitQueue:
             ticket.set()
 
     def look_again(self) -> None:
-        """Wakes every poller: a notification may have been missed."""
+        """Wake every poller, because a notification may have been lost."""
         for line in self._waiting.values():
             line[0].set()
 
     def close(self) -> None:
-        """Wakes all waiters because the server is stopping; they answer at once."""
+        """Wake all waiters because the server is stopping. They reply at once."""
         self.is_closed = True
         for line in self._waiting.values():
             for ticket in line:
