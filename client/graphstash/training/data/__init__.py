@@ -1,3 +1,3 @@
-"""Batches, the position of a run in them, and loading them ahead."""
+"""Batches, a run's position in its data, and loading ahead."""
 
 __all__: list[str] = []

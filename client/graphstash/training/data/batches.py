@@ -1,4 +1,4 @@
-"""Batches: endless shuffled batches that can continue from any position at once."""
+"""Batches: endless shuffled batches that resume from any position at once."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -24,26 +24,26 @@ class Dataset(Protocol[_Sample_co]):
 
 
 class Batches:
-    """An endless iterator over batches, in another order each epoch.
+    """An endless iterator over batches, in a different order each epoch.
 
-    The order is a function of seed and epoch alone, so that resuming from a state dictionary costs
-    nothing and the global random generators stay as they are.
+    Only seed and epoch determine the order: resuming from a state dictionary costs nothing, and the
+    global random generators do not change.
 
         Batches((images, labels), 32)          # gives (images[32, ...], labels[32, ...])
         Batches(dataset, 32)                   # collates 32 samples, as a DataLoader does
 
-    In a job of several processes each takes its part of every batch: `world` processes with batches
-    of `batch_size` make the same steps as one with batches of `world * batch_size`.
+    Each process of a job takes its part of every batch: `world` processes with batches of
+    `batch_size` make the same steps as one with batches of `world * batch_size`.
 
     Args:
         data: a tensor; a tuple of tensors with equal first dimensions; or a map-style dataset.
         batch_size: samples in a batch of this process, 1 or more.
-        seed: of the order.
-        shuffle: False: the order of the dataset, in every epoch.
-        drop_last: leave out the samples at an epoch's end that do not make a batch. False: they
-            make a smaller one, filled up with samples from the epoch's beginning where there would
-            not be equally many for every process.
-        collate: makes a batch of a list of samples; by default torch's `default_collate`.
+        seed: seed of the order.
+        shuffle: False keeps the order of the dataset in every epoch.
+        drop_last: drop samples at the end of an epoch that do not fill a batch. False: they make a
+            smaller batch, with samples from the epoch's start until all processes have equally
+            many.
+        collate: makes a batch of a list of samples. Default: torch's `default_collate`.
         rank: number of this process, from 0.
         world: number of processes.
 
@@ -84,20 +84,20 @@ class Batches:
             )
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        """Return the number of batches in an epoch."""
         size = self._batch_size * self.world
         return self._samples // size if self._drop_last else -(-self._samples // size)
 
     @property
     def epoch(self) -> int:
-        """That of the batch that was given last, from 0."""
+        """Epoch of the last returned batch, from 0."""
         return self._epoch
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
-        """The next batch. If it cannot be loaded, the position stays as it was."""
+        """Return the next batch. If loading it fails, the position does not change."""
         epoch, number = self._epoch, self._batch
         if number == len(self):
             epoch, number = epoch + 1, 0
@@ -106,11 +106,11 @@ class Batches:
         return batch
 
     def state_dict(self) -> dict[str, int | bool]:
-        """What has been given: `batch` batches of epoch `epoch`."""
+        """Return the position: `batch` batches of epoch `epoch` were returned."""
         return {"epoch": self._epoch, "batch": self._batch, "seed": self._seed} | self._shape()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores the position of a state dictionary, with its seed.
+        """Restore a position and its seed.
 
         Raises:
             ConfigError: the batches would differ from those of the state dictionary.
@@ -136,7 +136,6 @@ class Batches:
         }
 
     def _indices(self, epoch: int, number: int) -> Tensor:
-        """Which samples this process's part of a batch has."""
         order = self._order_of(epoch)
         size = self._batch_size * self.world
         of_all = order[number * size : (number + 1) * size]
@@ -148,7 +147,8 @@ class Batches:
         if self._order is None or self._order[:2] != (self._seed, epoch):
             order = torch.arange(self._samples)
             if self._shuffle:
-                # The generator takes 32 bits: neighbours among seeds and epochs must not meet.
+                # The generator uses 32 bits. Hash, so that nearby seeds and epochs do not give
+                # equal orders.
                 digest = hashlib.sha256(f"{self._seed}/{epoch}".encode()).digest()
                 generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
                 order = torch.randperm(self._samples, generator=generator)
@@ -159,7 +159,7 @@ class Batches:
 def _source(
     data: Any, collate: Callable[[list[Any]], Any] | None
 ) -> tuple[Callable[[Tensor], Any], int]:
-    """How to take samples by their numbers, and how many there are."""
+    """Return a function that takes samples by index, and the number of samples."""
     if isinstance(data, Tensor):
         return data.__getitem__, len(data)
     if isinstance(data, tuple) and data and all(isinstance(part, Tensor) for part in data):

@@ -1,11 +1,11 @@
-"""DeviceLoader: loads and uploads batches while training runs on those before.
+"""DeviceLoader: load and upload batches while training runs on earlier ones.
 
     with DeviceLoader(data, upload=lambda batch: to_device(batch, device)) as loader:
         for batch in loader:
             ...
 
-Batch i+2 is loaded and batch i+1 is uploaded while step i runs. One thread pulls from the source,
-so that the order, and the effect of the source on random generators, is as in a plain loop.
+While step i runs, batch i+1 is uploaded and batch i+2 is loaded. A single thread pulls from the
+source, so the order of batches and the draws from random generators match a plain loop.
 """
 
 import copy
@@ -28,7 +28,7 @@ _Batch = TypeVar("_Batch")
 
 @dataclasses.dataclass(frozen=True)
 class _End:
-    """Takes the place of a batch: there is none, or it could not be loaded."""
+    """Replaces a batch at the end of the source, or after a failure."""
 
     error: BaseException | None = None
 
@@ -36,16 +36,15 @@ class _End:
 class DeviceLoader(Generic[_Batch]):
     """Iterates over batches once, ahead of the consumer.
 
-    An exception of the source, of `upload` or of `on_loaded` is raised in place of its batch, after
-    all batches before it. Nothing is loaded before the first batch is asked for.
+    An exception of the source, `upload` or `on_loaded` is raised in place of its batch, after all
+    earlier batches. Loading starts at the first request for a batch.
 
     Args:
-        batches: the source; what it yields must stay as it is, so it may not reuse its buffers.
-        ahead: how many batches may be loaded beyond the one that the consumer has, 1 or more.
-        upload: called with each batch, in order, on a second thread; `to_device`, mostly.
-        on_loaded: called in the loading thread with the number of each batch (1, 2, ...) after it
-            was pulled and before the next: then the state of data and random generators is that
-            of a plain loop.
+        batches: the source. Its batches must stay valid, so it may not reuse buffers.
+        ahead: number of batches to load beyond the consumer's current one, 1 or more.
+        upload: called with each batch, in order, on a second thread; usually `to_device`.
+        on_loaded: called on the loading thread with the number of each batch (1, 2, ...) before the
+            next batch is pulled. Data and random generators then have the state of a plain loop.
     """
 
     def __init__(
@@ -66,19 +65,19 @@ class DeviceLoader(Generic[_Batch]):
         self._loaded_count = 0
         self._stopping = False
         self._queue: deque[DeviceFuture[_Batch | _End]] = deque()
-        self._loader = DeviceExecutor("batch-load", depth=ahead + 1)  # one for the end of `close`
+        self._loader = DeviceExecutor("batch-load", depth=ahead + 1)  # one extra for `close`
         self._uploader = DeviceExecutor("batch-upload", depth=ahead)
 
     @property
     def loaded_count(self) -> int:
-        """How many batches were pulled from the source; final once the iteration has ended."""
+        """Number of batches pulled from the source; final once the iteration has ended."""
         return self._loaded_count
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> _Batch:
-        with suppress(ExecutorClosed):  # closed: only what is left comes, and that is nothing
+        with suppress(ExecutorClosed):  # if closed, the queue is empty
             while len(self._queue) < self._ahead:
                 self._load()
         if not self._queue:
@@ -93,17 +92,17 @@ class DeviceLoader(Generic[_Batch]):
         return batch
 
     def stop_loading(self) -> None:
-        """Loads nothing after the batch in hand; the iteration ends after those that are loaded.
+        """Stop after the batch being loaded; the iteration ends after the loaded batches.
 
-        Sets a flag only, so a signal handler may call it.
+        Only sets a flag, so a signal handler may call it.
         """
         self._stopping = True
 
     def close(self) -> None:
-        """Stops after the batch in hand, closes the source and ends the threads."""
+        """Stop after the batch being loaded, close the source and end the threads."""
         self._stopping = True
         with suppress(ExecutorClosed):  # it is closed already
-            self._loader.submit(self._pull)  # closes the source, in the thread that has used it
+            self._loader.submit(self._pull)  # closes the source in the thread that used it
         self._loader.close()
         self._uploader.close(cancel=True)
         self._queue.clear()
@@ -121,7 +120,7 @@ class DeviceLoader(Generic[_Batch]):
         self._queue.append(batch)
 
     def _pull(self) -> _Batch | _End:
-        """The next batch; after the last one closes the source, as often as it is called."""
+        """Return the next batch; after the last, close the source and return an `_End`."""
         end = _End()
         try:
             if not self._stopping:
@@ -155,7 +154,7 @@ class DeviceLoader(Generic[_Batch]):
 
 
 class InlineLoader(Generic[_Batch]):
-    """A `DeviceLoader` without threads: each batch is loaded when it is asked for."""
+    """A `DeviceLoader` without threads: loads each batch when it is requested."""
 
     def __init__(
         self, batches: Iterable[_Batch], *, upload: Callable[[_Batch], _Batch] | None = None
@@ -174,11 +173,11 @@ class InlineLoader(Generic[_Batch]):
         return batch if self._upload is None else self._upload(batch)
 
     def stop_loading(self) -> None:
-        """Ends the iteration."""
+        """End the iteration."""
         self._stopping = True
 
     def close(self) -> None:
-        """Closes the source."""
+        """Close the source."""
         self._stopping = True
         if callable(close := getattr(self._source, "close", None)):
             close()
@@ -191,11 +190,11 @@ class InlineLoader(Generic[_Batch]):
 
 
 def to_device(batch: _Batch, device: "torch.device | str") -> _Batch:
-    """A copy of the batch whose tensors are on `device`; all else is as it was.
+    """Return a copy of the batch with its tensors on `device`; other values do not change.
 
-    Looks into tuples (named ones too), lists, mappings and dataclasses. On torch_xla the tensors
-    of a batch travel in one call. On CUDA they go through pinned memory, without waiting, on the
-    current stream: what is queued there later sees them.
+    Traverses tuples (named ones included), lists, mappings and dataclasses. On torch_xla, one call
+    transfers all tensors of a batch. On CUDA, tensors go through pinned memory without waiting;
+    later work on the current stream sees them.
     """
     import torch
 
@@ -223,7 +222,7 @@ def _move(tensors: "list[torch.Tensor]", device: "torch.device") -> "list[torch.
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:
-    """A copy of nested containers with `function` applied to everything that is not a container."""
+    """Copy nested containers, with `function` applied to each other value."""
     if isinstance(value, tuple | list):
         parts = [_map(function, part) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)

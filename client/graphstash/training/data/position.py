@@ -1,17 +1,16 @@
-"""DataPosition: where a training run stands in its data, and in its random numbers.
+"""DataPosition: a training run's position in its data and random numbers.
 
-Data that can report its position does: `Batches`, torchdata's StatefulDataLoader, anything with
-`state_dict` and `load_state_dict`. For a DataLoader, and anything else that can be iterated over
-once per epoch, the state of the random generators at the beginning of the epoch is kept; resuming
-means starting that epoch again and dropping the batches that were used. They are loaded for that,
-so `Batches` suits long epochs better.
+Data with `state_dict` and `load_state_dict` reports its own position: `Batches`, torchdata's
+StatefulDataLoader and others. For a DataLoader, or any other iterable of one epoch, the position is
+the state of the random generators at the start of the epoch. Resuming starts that epoch again, and
+loads and drops the used batches. `Batches` suits long epochs better.
 
-Generators that a dataset keeps to itself cannot be restored, nor can what persistent workers draw
-after their first epoch.
+Private generators of a dataset cannot be restored, nor can draws of persistent workers after their
+first epoch.
 
-Nothing here reads a device: the generators of CUDA and torch_xla have their state on the host. The
-torch_xla generator starts again with every step, from a seed of its own; its state is complete if
-nothing was drawn since the last `torch_xla.sync()`.
+This module never reads a device: CUDA and torch_xla generators have their state on the host. The
+torch_xla generator restarts each step with a new seed, so its state is complete if nothing was
+drawn since the last `torch_xla.sync()`.
 """
 
 import random
@@ -33,13 +32,13 @@ _REMEDY: Final = (
 
 
 class DataPosition:
-    """An endless iterator over data, epoch after epoch, that knows where it is.
+    """An endless iterator over epochs of data that records its position.
 
-    Samplers that have `set_epoch` are told each epoch's number, from 0.
+    `set_epoch` of samplers is called with each epoch's number, from 0.
 
     Args:
-        data: gives an epoch's batches each time it is iterated over. An iterator serves too, as
-            long as it lasts, but has no position that could be saved.
+        data: gives an epoch's batches each time it is iterated. An iterator works until it ends,
+            but its position cannot be saved.
     """
 
     def __init__(self, data: Iterable[Any]) -> None:
@@ -54,7 +53,7 @@ class DataPosition:
         return self
 
     def __next__(self) -> Any:
-        """The next batch.
+        """Return the next batch.
 
         Raises:
             ConfigError: an epoch has no batch.
@@ -74,18 +73,18 @@ class DataPosition:
                 return batch
 
     def close(self) -> None:
-        """Closes the epoch's iterator with its worker processes and files."""
+        """Close the epoch's iterator, with its worker processes and files."""
         batches, self._batches = self._batches, None
         if batches is not self._data and (close := getattr(batches, "close", None)) is not None:
             close()
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been given: `batch` batches of epoch `epoch`.
+        """Return the position: `batch` batches of epoch `epoch` were returned.
 
-        Call it in the thread that pulls, between two batches.
+        Call it in the thread that iterates, between two batches.
 
         Raises:
-            ConfigError: the data can be iterated over only once.
+            ConfigError: the data can be iterated only once.
         """
         place = {"epoch": self._epoch, "batch": self._batch}
         if self._own is not None:
@@ -99,9 +98,9 @@ class DataPosition:
         return place | {"start": self._start if self._batch else None}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores the position of a state dictionary; call it before the first batch is requested.
+        """Restore a position; call it before requesting the first batch.
 
-        Changes the state of the global random generators: set it afterwards.
+        Changes the state of the global random generators, so set that afterwards.
 
         Raises:
             ConfigError: the state belongs to other data.
@@ -115,7 +114,7 @@ class DataPosition:
         if self._own is not None:
             self._own.load_state_dict(state_dict["data"])
             if self._batch:
-                self._batches = self._begin(None)  # what this draws was drawn before
+                self._batches = self._begin(None)  # these draws happened before the checkpoint
         elif self._batch:
             self._batches = self._begin(state_dict["start"])
             for number in range(self._batch):
@@ -127,12 +126,12 @@ class DataPosition:
                     )
 
     def _begin(self, start: dict[str, Any] | None) -> Iterator[Any]:
-        """Begins an epoch, with the random generators as they are or as they were."""
+        """Begin an epoch, after restoring the random generators if `start` is given."""
         parts = _parts(self._data)
         generators = _generators(parts)
         if start is not None:
             if self._epoch and getattr(self._data, "persistent_workers", False):
-                iter(self._data)  # starting the workers draws a number, and they were there already
+                iter(self._data)  # starting workers draws a number; back then they ran already
             set_random_state(start["host"])
             for generator, state in zip(generators, start["own"], strict=True):
                 generator.set_state(state)
@@ -159,7 +158,7 @@ def _has_state(data: object) -> bool:
 
 
 def _parts(data: object) -> list[object]:
-    """The data, and the objects of a DataLoader that decide about its order; each once."""
+    """Return the data and the objects of a DataLoader that determine its order, each once."""
     batch_sampler = getattr(data, "batch_sampler", None)
     parts = [data, getattr(data, "dataset", None), getattr(data, "sampler", None)]
     parts += [batch_sampler, getattr(batch_sampler, "sampler", None)]
@@ -167,16 +166,15 @@ def _parts(data: object) -> list[object]:
 
 
 def _generators(parts: list[object]) -> list[torch.Generator]:
-    """The random generators of their own, each once."""
     found = (getattr(part, "generator", None) for part in parts)
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
 
 def random_state(device: torch.device | str) -> dict[str, Any]:
-    """The state of all generators that training may draw from, of plain types.
+    """Return the state of all generators that training may draw from, as plain types.
 
-    Those of the host, those of all CUDA devices that this process sees, if it uses any of them,
-    and on torch_xla that of `device`. Call it where a step has ended.
+    Covers the host, on torch_xla `device`, and all visible CUDA devices if the process uses any.
+    Call it at the end of a step.
     """
     state = host_random_state()
     device = torch.device(device)
@@ -190,7 +188,7 @@ def random_state(device: torch.device | str) -> dict[str, Any]:
 
 
 def host_random_state() -> dict[str, Any]:
-    """The state of the generators that data is drawn with: Python's, torch's, and NumPy's."""
+    """Return the state of the generators of Python, torch and NumPy, which data draws from."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": (version, torch.tensor(words), gauss),
@@ -206,9 +204,9 @@ def host_random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device | str = "cpu") -> None:
-    """Restores a state of `random_state` or `host_random_state`.
+    """Restore a result of `random_state` or `host_random_state`.
 
-    The torch_xla generator is that of `device`, which may have another number than it had.
+    The torch_xla state goes to `device`, which may have a different number than before.
     """
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
