@@ -405,8 +405,7 @@ class _Run:
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
-        """Put averages of optimizers such as Schedule-Free into the model, and block
-        checkpoints."""
+        """Put an optimizer's averages (Schedule-Free's) into the model, and block checkpoints."""
         if self.averaging is None:
             yield
             return
