@@ -14,24 +14,24 @@ from graphstash_server.db.queries.audit import prune_audit, read_audit
 __all__ = ["MAX_AUDIT_ENTRIES", "AuditService"]
 
 MAX_AUDIT_ENTRIES: Final = 1000
-"""Most entries of a page."""
+"""Maximum entries of a page."""
 
 _PRUNED_AT_ONCE = 1000
-"""A transaction over a year's log would stop every writer of an SQLite database."""
+"""Entries deleted in one transaction. A year's log at once would block every writer of SQLite."""
 
 
 @dataclass(kw_only=True, eq=False)
 class AuditService:
-    """Safe for concurrent calls."""
+    """Read and prune the audit log. Safe for concurrent calls."""
 
     database: Database
 
     async def read(
         self, *, limit: int, before: int | None = None, namespace: Namespace | None = None
     ) -> AuditLog:
-        """A page of the log, newest first, of one namespace or of all.
+        """Return a page of the log, newest first, of one namespace or of all.
 
-        `limit` is from 1 to `MAX_AUDIT_ENTRIES`; `before` is `next_before` of the previous page.
+        `limit` is from 1 to `MAX_AUDIT_ENTRIES`. `before` is `next_before` of the previous page.
         """
         async with self.database.reading() as connection:
             entries = await read_audit(
@@ -41,7 +41,7 @@ class AuditService:
         return AuditLog(entries=page, next_before=page[-1].id if len(entries) > limit else None)
 
     async def prune(self, *, older_than: datetime) -> int:
-        """Deletes the entries that were written before a time; returns how many."""
+        """Delete the entries written before a time. Return their number."""
         pruned = 0
         while True:
             async with self.database.writing() as connection:

@@ -1,10 +1,9 @@
 """AccessService: authenticates a caller by the Authorization header.
 
-No token is kept: tokens are known by their id, which is not a secret, and JWTs by their SHA-256.
-What is known about one is used for two seconds (`MAX_DECISION_AGE`), so a hit does not query its
-token, and every server refuses a revoked token within two seconds (on PostgreSQL at once, by
-notification). A JWT cannot be revoked, only the token that it was exchanged for. Whether either has
-expired is checked on every use.
+The service stores no token: it identifies a token by its id, which is not secret, and a JWT by its
+SHA-256. It reuses a decision for two seconds (`MAX_DECISION_AGE`), so a hit needs no query. Every
+server refuses a revoked token within two seconds, and at once with notifications of PostgreSQL. A
+JWT cannot be revoked, only the token that it was exchanged for. Expiry is checked on every use.
 """
 
 import asyncio
@@ -31,18 +30,18 @@ from graphstash_server.services.identity.tokens import sha256_of_secret
 __all__ = ["MAX_DECISION_AGE", "AccessService", "KnownToken", "KnownTokens"]
 
 MAX_DECISION_AGE: Final = timedelta(seconds=2)
-"""How long what is known about a caller is used."""
+"""Maximum age of a decision about a caller."""
 
 _MAX_KNOWN = 10_000
 _MAX_UNKNOWN = 10_000
 """Ids of 16 characters: about 2 MB."""
 
 _AT_ONCE = 500
-"""What one statement reads."""
+"""Maximum tokens that one statement reads."""
 
 
 class KnownToken(NamedTuple):
-    """A token that is not revoked: whose it is, and the SHA-256 of its secret in hex."""
+    """A token that is not revoked: its owner, and the SHA-256 of its secret in hex."""
 
     principal: Principal
     secret_sha256: str
@@ -50,22 +49,22 @@ class KnownToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What the database said at a time."""
+    """Result of a query for a token."""
 
     read_at: datetime
     token: KnownToken | None
 
     def is_fresh(self, now: datetime) -> bool:
-        """Whether it still counts; not when the clock was turned back."""
+        """Whether the result is still usable. It is not if the clock was turned back."""
         return timedelta(0) <= now - self.read_at < MAX_DECISION_AGE
 
 
 @dataclass(kw_only=True, eq=False)
 class KnownTokens:
-    """What the database says about tokens, remembered for two seconds.
+    """Tokens as stored in the database, cached for two seconds.
 
-    Unknown ids are remembered, too, apart from the others, and all look-ups of a process share one
-    statement at a time: guessing tokens costs the database next to nothing and evicts no known one.
+    Unknown ids are cached separately, and all look-ups of a process share one statement at a time.
+    Guessing tokens therefore costs the database almost nothing and evicts no known token.
     """
 
     database: Database
@@ -75,11 +74,11 @@ class KnownTokens:
         self._known: OrderedDict[str, _Seen] = OrderedDict()
         self._unknown: OrderedDict[str, _Seen] = OrderedDict()
         self._wanted: dict[str, asyncio.Future[KnownToken | None]] = {}
-        self._reading: set[str] = set()  # what is queried now, without what was forgotten since
+        self._reading: set[str] = set()  # queried now, without ids that were forgotten meanwhile
         self._reader: asyncio.Task[None] | None = None
 
     async def find(self, token_id: str) -> KnownToken | None:
-        """A token as it was at most two seconds ago; None when there is none, or it was revoked."""
+        """Return a token as of at most two seconds ago, or None if it is unknown or revoked."""
         seen = self._seen(token_id)
         if seen is not None:
             return seen.token
@@ -91,25 +90,24 @@ class KnownTokens:
         return await asyncio.shield(found)
 
     def find_now(self, token_id: str) -> KnownToken | None:
-        """The same, where the database need not be asked; None otherwise, too."""
+        """Return the token if that takes no query. None otherwise, or if `find` returns None."""
         seen = self._seen(token_id)
         return seen.token if seen is not None else None
 
     def _seen(self, token_id: str) -> _Seen | None:
-        """What the database said, while it counts."""
         seen = self._known.get(token_id) or self._unknown.get(token_id)
         return seen if seen is not None and seen.is_fresh(self.clock()) else None
 
     def forget(self, token_id: str) -> None:
-        """Makes the next use of a token query the database. A query that is under way may have been
-        too early: its waiters wait for another one.
+        """Make the next use of a token query the database. A query under way may miss the change,
+        so its waiters wait for another query.
         """
         self._reading.discard(token_id)
         self._known.pop(token_id, None)
         self._unknown.pop(token_id, None)
 
     async def _read(self) -> None:
-        """Reads what is wanted, until nothing is."""
+        """Query tokens in batches until none is wanted."""
         try:
             while self._wanted:
                 batch = dict(islice(self._wanted.items(), _AT_ONCE))
@@ -117,7 +115,7 @@ class KnownTokens:
                 self._reading = set(batch)
                 try:
                     rows = await find_tokens(self.database, list(batch))
-                except Exception as error:  # noqa: BLE001 - it belongs to those who wait
+                except Exception as error:  # noqa: BLE001 - raised to the waiters
                     self._settle(batch, error)
                 else:
                     batch = {name: found for name, found in batch.items() if name in self._reading}
@@ -140,7 +138,7 @@ class KnownTokens:
             del self._wanted[token_id]
             if isinstance(answer, Exception):
                 found.set_exception(answer)
-                found.exception()  # its waiters may be gone
+                found.exception()  # mark as retrieved, in case all waiters are gone
             else:
                 found.set_result(answer[token_id])
 
@@ -169,11 +167,11 @@ def _known(row: TokenRow | None) -> KnownToken | None:
 
 
 _MAX_VERIFIED = 1024
-"""JWTs that are remembered; a CI job has one."""
+"""Maximum cached JWTs. A CI job has one."""
 
 
 class _Verified(NamedTuple):
-    """A JWT that was found good at a time."""
+    """A JWT that was verified at a time."""
 
     at: datetime
     principal: Principal
@@ -181,8 +179,10 @@ class _Verified(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class AccessService:
-    """Authenticates callers; `is_open` is set on a server without authentication, `oidc` is None
-    when the server accepts no JWTs.
+    """Authenticate callers.
+
+    `is_open` is set on a server without authentication. `oidc` is None if the server accepts no
+    JWTs.
     """
 
     is_open: bool
@@ -195,10 +195,10 @@ class AccessService:
         self._verified: OrderedDict[bytes, _Verified] = OrderedDict()
 
     async def principal_of(self, authorization: str | None) -> Principal:
-        """The caller, from the Authorization header, or None when there is none.
+        """Return the caller named by the Authorization header; None is an absent header.
 
         Raises:
-            ServerError: 401, the same for every token that is not valid now.
+            ServerError: 401, with the same message for every token that is not valid now.
         """
         if self.is_open:
             return OPEN_ACCESS
@@ -217,8 +217,8 @@ class AccessService:
         return principal
 
     def principal_now(self, authorization: str | None) -> Principal | None:
-        """The same, where neither the database nor a provider need be asked; None otherwise, and
-        for whoever is refused.
+        """Return the caller if that takes no query of the database or a provider. None otherwise,
+        and if the caller is refused.
         """
         if self.is_open:
             return OPEN_ACCESS
@@ -237,15 +237,15 @@ class AccessService:
         return None if principal is None or self._is_expired(principal) else principal
 
     async def principal_of_token(self, token_id: str) -> Principal | None:
-        """Whose token has an id, for a session that began with its secret; None when the token is
-        revoked or expired.
+        """Return the owner of a token, for a session that began with its secret. None if the token
+        is revoked or expired.
         """
         token = await self.tokens.find(token_id)
         principal = self._use(token, token_id) if token is not None else None
         return None if principal is None or self._is_expired(principal) else principal
 
     def forget_token(self, token_id: str) -> None:
-        """A token was revoked: its next use queries the database."""
+        """Make the next use of a revoked token query the database."""
         self.tokens.forget(token_id)
 
     def _is_expired(self, principal: Principal) -> bool:
@@ -261,7 +261,7 @@ class AccessService:
         return self._accept(await self.tokens.find(token_id), token_id, secret)
 
     def _accept(self, token: KnownToken | None, token_id: str, secret: str) -> Principal | None:
-        """Whose token it is, if the secret is right; counts its use."""
+        """Return the owner of a token if the secret is right, and count the use."""
         if token is None:
             return None
         if not hmac.compare_digest(sha256_of_secret(secret), token.secret_sha256):
@@ -269,10 +269,10 @@ class AccessService:
         return self._use(token, token_id)
 
     def _use(self, token: KnownToken, token_id: str) -> Principal | None:
-        """Whose token it is, if its issuer counts; counts its use."""
+        """Return the owner of a token if its issuer is trusted, and count the use."""
         issuer = token.principal.issuer
         if issuer is not None and (self.oidc is None or not self.oidc.trusts(issuer)):
-            return None  # it was exchanged for a JWT of a provider that counts no more
+            return None  # exchanged for a JWT of a provider that is no longer trusted
         if not self._is_expired(token.principal):
             self.accounting.count_token_use(token_id)
         return token.principal
@@ -292,7 +292,7 @@ class AccessService:
         return principal
 
     def _verified_now(self, name: bytes) -> Principal | None:
-        """Whose JWT was found good a moment ago."""
+        """Return the caller of a recently verified JWT."""
         verified = self._verified.get(name)
         if verified is None or not timedelta(0) <= self.clock() - verified.at < MAX_DECISION_AGE:
             return None

@@ -1,13 +1,13 @@
-"""OidcVerifier: callers that an identity provider vouches for, such as the jobs of a CI system.
+"""OidcVerifier: authenticates callers of an identity provider, such as the jobs of a CI system.
 
 A job presents a JWT that its provider signed for this server. The provider's public keys
-(`IssuerKeys`) verify it, and rules over the claims say what the job may do. The key decides about
-the algorithm, never the token. What a JWT says about its issuer only chooses which provider's keys,
-audience and rules count; a key of one provider never verifies a JWT of another.
+(`IssuerKeys`) verify the JWT, and rules over its claims grant rights. The key determines the
+algorithm, never the token. The issuer in a JWT only selects the keys, audience and rules of that
+provider. A key of one provider never verifies a JWT of another.
 
-Keys are fetched again after five minutes, and for an unknown key id: providers rotate keys. They
-are fetched at most every fifteen seconds, so that tokens with made-up key ids do not turn into
-requests to the provider. While the provider does not answer, its known keys stay valid for an hour.
+Keys are fetched again after five minutes, and for an unknown key id, because providers rotate keys.
+Fetches are at least fifteen seconds apart, so that tokens with invented key ids do not flood the
+provider. While the provider does not answer, its known keys stay valid for an hour.
 """
 
 import asyncio
@@ -40,13 +40,13 @@ _LOGGER = logging.getLogger(__name__)
 ALGORITHMS: Final = frozenset(
     ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
 )
-"""Signatures that only the owner of a private key can make. Never `none`, never HS256, whose secret
-would be our copy of a public key."""
+"""Signatures that only the owner of a private key can make. Never `none`, and never HS256: its
+secret would be our copy of a public key."""
 
 _FRESH_SECONDS = 300.0
 _KEPT_SECONDS = 3600.0
 _PAUSE_SECONDS = 15.0
-"""Between two tries, successful or not."""
+"""Seconds between two fetches, whether they succeed or fail."""
 
 _FETCH_SECONDS = 5.0
 _MAX_BYTES = 1024**2
@@ -54,7 +54,7 @@ _MAX_KEYS = 100
 
 
 class IssuerKeys:
-    """The public keys of an identity provider, fetched when they are needed."""
+    """The public keys of an identity provider, fetched on demand."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class IssuerKeys:
         ca_file: Path | None = None,
         seconds: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Fetches nothing yet. By default the issuer's discovery document has the `jwks_url`."""
+        """Fetch nothing yet. By default, `jwks_url` comes from the issuer's discovery document."""
         self._issuer = issuer
         self._jwks_url = jwks_url
         self._ca_file = ca_file
@@ -76,10 +76,10 @@ class IssuerKeys:
         self._fetching = asyncio.Lock()
 
     async def find(self, key_id: str | None) -> PyJWK | None:
-        """A key by its id; None when the provider has none of that id.
+        """Return a key by its id, or None if the provider has no such key.
 
         Raises:
-            ServerError: 503 when the provider does not answer and the key is not known.
+            ServerError: 503 if the provider does not answer and the key is unknown.
         """
         is_being_tried = self._has_failed and self._fetching.locked()
         if not self._is_settled(key_id) and not (is_being_tried and self._is_known(key_id)):
@@ -128,7 +128,7 @@ class IssuerKeys:
             jwks_url = self._jwks_url or await self._discover(http)
             listed = (await _json(http, jwks_url)).get("keys")
         if not isinstance(listed, list):
-            raise ValueError(f"{jwks_url} has no list of keys")  # noqa: TRY004 - of the provider
+            raise ValueError(f"{jwks_url} has no list of keys")  # noqa: TRY004 - provider's data
         keys: dict[str | None, PyJWK] = {}
         for described in listed[:_MAX_KEYS]:
             key = _usable(described)
@@ -143,7 +143,7 @@ class IssuerKeys:
             raise ValueError(f"{url} is about {document.get('issuer')!r}, not {self._issuer}")
         jwks_url = document.get("jwks_uri")
         if not isinstance(jwks_url, str):
-            raise ValueError(f"{url} names no jwks_uri")  # noqa: TRY004 - of the provider
+            raise ValueError(f"{url} names no jwks_uri")  # noqa: TRY004 - provider's data
         return jwks_url
 
 
@@ -152,16 +152,16 @@ def _tls(ca_file: Path | None) -> ssl.SSLContext | bool:
         return True
     try:
         return ssl.create_default_context(cafile=ca_file)
-    except OSError as error:  # an SSLError is one, and neither names the file
+    except OSError as error:  # includes SSLError; neither names the file
         raise ValueError(f"the CAs in {ca_file} cannot be used: {error}") from None
 
 
 async def _json(http: httpx.AsyncClient, url: str) -> dict[str, Any]:
-    """A JSON object of bounded size.
+    """Fetch a JSON object of bounded size.
 
     Raises:
-        httpx.HTTPError: when it cannot be fetched.
-        ValueError: when it is not a JSON object, too long, or would come unencrypted.
+        httpx.HTTPError: the fetch fails.
+        ValueError: the URL is not encrypted, or the response is too long or not a JSON object.
     """
     if not _is_private(url):
         raise ValueError(f"{url}: keys are fetched by https only")
@@ -177,12 +177,12 @@ async def _json(http: httpx.AsyncClient, url: str) -> dict[str, Any]:
     except RecursionError:
         raise ValueError(f"{url} is nested too deep") from None
     if not isinstance(document, dict):
-        raise ValueError(f"{url} is not a JSON object")  # noqa: TRY004 - of the provider
+        raise ValueError(f"{url} is not a JSON object")  # noqa: TRY004 - provider's data
     return document
 
 
 def _is_private(url: str) -> bool:
-    """Whether the response cannot be changed on the way: https, or this host."""
+    """Whether the response cannot be changed in transit: https, or this host."""
     parts = urlsplit(url)
     if parts.scheme == "https":
         return True
@@ -194,10 +194,10 @@ def _is_private(url: str) -> bool:
 
 
 def _usable(described: Any) -> PyJWK | None:
-    """A key with an accepted algorithm; None for other ones."""
+    """Return a key with an accepted algorithm, or None."""
     if not isinstance(described, dict) or described.get("use", "sig") != "sig":
         return None
-    if "d" in described:  # a private key that the whole world has
+    if "d" in described:  # a private key, which its publication made worthless
         return None
     key_id = described.get("kid")
     if key_id is not None and not isinstance(key_id, str):
@@ -210,10 +210,10 @@ def _usable(described: Any) -> PyJWK | None:
 
 
 _LEEWAY: Final = timedelta(seconds=30)
-"""How much the provider's clock may differ from ours."""
+"""How much the clock of the provider may differ from ours."""
 
 _MAX_CHARACTERS = 16 * 1024
-"""Longest JWT that is read; those of CI systems have about 2,000."""
+"""Maximum length of a JWT. JWTs of CI systems have about 2,000 characters."""
 
 _REQUIRED: Final = ["iss", "aud", "sub", "iat", "exp"]
 
@@ -222,16 +222,16 @@ _BAD: Final = (
     *(jwt.PyJWTError, LookupError, ValueError, TypeError),
     *(OverflowError, OSError, RecursionError),
 )
-"""What a malformed token raises; thousands of brackets are a RecursionError."""
+"""Errors that a malformed token causes. Thousands of brackets cause a RecursionError."""
 
 
 class OidcVerifier:
-    """Verifies JWTs of some issuers; the grants of all matching rules of an issuer add up."""
+    """Verify JWTs of trusted issuers. The grants of all matching rules of an issuer add up."""
 
     def __init__(
         self, issuers: Iterable[TrustedIssuer], *, seconds: Callable[[], float] = time.monotonic
     ) -> None:
-        """Fetches nothing yet."""
+        """Fetch nothing yet."""
         self._issuers = {each.issuer: each for each in issuers}
         self._keys = {
             each.issuer: IssuerKeys(
@@ -241,14 +241,14 @@ class OidcVerifier:
         }
 
     def trusts(self, issuer: str) -> bool:
-        """Whether the JWTs of an issuer count."""
+        """Whether this server accepts JWTs of an issuer."""
         return issuer in self._issuers
 
     async def verify(self, token: str) -> Principal | None:
-        """The caller that a JWT names; None when this server does not accept it now.
+        """Return the caller that a JWT names, or None if this server does not accept it now.
 
         Raises:
-            ServerError: 503 when the provider does not answer and the key is not known.
+            ServerError: 503 if the provider does not answer and the key is unknown.
         """
         if len(token) > _MAX_CHARACTERS or not token.isascii():
             return None
@@ -274,7 +274,8 @@ class OidcVerifier:
             _LOGGER.debug("refused a JWT: %s", type(error).__name__)
             return None
         grants = _grants(issuer, claims)
-        if not grants:  # the provider signs for others, too, and anyone can ask it for our audience
+        # The provider signs for other users as well, and any of them can request our audience.
+        if not grants:
             _LOGGER.debug("no rule matches a token of %s", issuer.issuer)
             return None
         return Principal.of(

@@ -1,4 +1,4 @@
-"""Principal: a caller, and what the grants let them do."""
+"""Principal: a caller and the rights in its grants."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,9 +21,12 @@ __all__ = ["ANONYMOUS", "OPEN_ACCESS", "OWNER", "Principal"]
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """A caller. The name is for the audit log: printable, at most `MAX_ACTOR_CHARACTERS`. `issuer`
-    is the identity provider that vouches for them; None for those that an administrator made.
-    `subject` is for whom it did, by the name of a caller with the JWT; empty without an exchange.
+    """A caller.
+
+    Attributes:
+        name: name in the audit log: printable, at most `MAX_ACTOR_CHARACTERS`.
+        issuer: identity provider that vouches for the caller. None if an administrator does.
+        subject: caller with the JWT that this token was exchanged for. Empty without an exchange.
     """
 
     kind: AccessKind
@@ -44,21 +47,21 @@ class Principal:
         issuer: str | None = None,
         subject: str = "",
     ) -> Self:
-        """A caller whose name comes from outside: it is made fit for logs and terminals."""
+        """Return a caller with a name from outside, made safe for logs and terminals."""
         printable = "".join(each if each.isprintable() else "?" for each in name)
         short = printable[:MAX_ACTOR_CHARACTERS]
         return cls(kind, short, tuple(grants), expires_at, issuer, subject)
 
     @property
     def party(self) -> str:
-        """Who counts as one where callers are counted. A subject gets many tokens for its
-        JWTs, so all of them are one; each token that an administrator made is one.
+        """Identity under which callers are counted. A subject may exchange its JWTs for many
+        tokens, which all count as one party. Each token of an administrator is a party.
         """
         return self.subject or self.name
 
     @property
     def access(self) -> Access:
-        """What the server tells the caller about themselves."""
+        """What the server tells the caller about its own rights."""
         return Access(
             kind=self.kind,
             name=self.name,
@@ -69,27 +72,27 @@ class Principal:
 
     @property
     def is_administrator(self) -> bool:
-        """Whether they administer the server: `admin` on the pattern `*`."""
+        """Whether the caller administers the server: `admin` on the pattern `*`."""
         return any(grant.is_server_administration for grant in self.grants)
 
     @property
     def may_see_totals(self) -> bool:
-        """Whether they may read every namespace: a grant on the pattern `*`."""
+        """Whether the caller may read every namespace: a grant on the pattern `*`."""
         return any(grant.namespaces == "*" for grant in self.grants)
 
     def allows(self, scope: Scope, namespace: Namespace) -> bool:
-        """Whether a grant lets them do what `scope` allows in a namespace."""
+        """Whether a grant allows `scope` in a namespace."""
         return any(grant.allows(scope, namespace) for grant in self.grants)
 
     def may_read(self, namespace: Namespace, policy: NamespacePolicy) -> bool:
-        """Whether they may read there; a policy can allow that to everybody."""
+        """Whether the caller may read a namespace. Its policy may allow anonymous reads."""
         return policy.anonymous_read or self.allows(Scope.READ, namespace)
 
     def may(self, scope: Scope, namespace: Namespace, policy: NamespacePolicy) -> bool:
-        """Whether they may do what `scope` allows there.
+        """Whether the caller has `scope` in a namespace, given its policy.
 
-        In a trusted namespace, all but reading takes a grant that names it, or the server's
-        administrator: a token for many namespaces was not made for this one.
+        In a trusted namespace, all but reading requires a grant that names the namespace, or the
+        administrator of the server. A token for many namespaces was not made for this one.
         """
         if scope is Scope.READ:
             return self.may_read(namespace, policy)
@@ -108,7 +111,7 @@ OPEN_ACCESS: Final = Principal(
 """Every caller of a server without authentication."""
 
 OWNER: Final = Principal(AccessKind.OWNER, "owner", OPEN_ACCESS.grants)
-"""The user who runs the server, by the socket that nobody else can reach."""
+"""The user who runs the server. Only this user can reach the server's own socket."""
 
 ANONYMOUS: Final = Principal(AccessKind.ANONYMOUS, "anonymous", ())
 """A caller without a token, on a server with authentication."""

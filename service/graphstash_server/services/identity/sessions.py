@@ -1,8 +1,8 @@
-"""SessionService: signs a browser in with a token, so that it need not keep the token itself.
+"""SessionService: signs a browser in with a token, so that the browser need not keep the token.
 
-A session is 256 random bits in a cookie, whose SHA-256 is in the database: every worker and server
-knows it, and neither side holds the token. It has the rights that the token has now, so it is void
-as soon as the token is revoked or expires, and after `SESSION_LIFETIME` in any case.
+A session is 256 random bits in a cookie. The database has their SHA-256, so every worker and server
+recognizes the session, and neither side stores the token. A session has the current rights of its
+token: it ends when the token is revoked or expires, and after `SESSION_LIFETIME` at the latest.
 """
 
 import hashlib
@@ -29,16 +29,16 @@ from graphstash_server.services.identity.principals import OPEN_ACCESS, Principa
 __all__ = ["MAX_SESSIONS_OF_TOKEN", "SESSION_LIFETIME", "Session", "SessionService"]
 
 SESSION_LIFETIME: Final = timedelta(hours=1)
-"""A browser that somebody left open is signed out after that."""
+"""Time after which a browser is signed out, in case its user left it open."""
 
 MAX_SESSIONS_OF_TOKEN: Final = 32
-"""Browsers that one token signs in at a time; a further one signs out the oldest."""
+"""Maximum browsers that one token signs in. A further sign-in signs out the oldest."""
 
 _ID: Final = re.compile(r"[A-Za-z0-9_-]{43}")
 
 
 class Session(NamedTuple):
-    """A browser that is signed in now; `id` is the secret in its cookie."""
+    """A browser that is signed in now. `id` is the secret in its cookie."""
 
     id: str
     expires_at: datetime
@@ -47,17 +47,18 @@ class Session(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class SessionService:
-    """Safe for concurrent calls."""
+    """Sign browsers in and out. Safe for concurrent calls."""
 
     database: Database
     access: AccessService
     clock: Clock
 
     async def begin(self, token: str) -> Session:
-        """Signs in with a token of `graphstash token create` or of an exchange.
+        """Sign in with a token of `graphstash token create` or of an exchange.
 
         Raises:
-            ServerError: 401 for a token that is not valid now, 503.
+            ServerError: 401 if the token is not valid now; 403 if the server has no authentication;
+                503.
         """
         form = TOKEN_FORM.fullmatch(token)
         if form is None:
@@ -67,7 +68,8 @@ class SessionService:
                 "an administrator creates one with `graphstash token create`",
             )
         principal = await self.access.principal_of(f"Bearer {token}")
-        if principal is OPEN_ACCESS:  # which nobody had to prove; another server would believe it
+        # Nothing proved this token, but a server with authentication would accept the session.
+        if principal is OPEN_ACCESS:
             raise ServerError(
                 ErrorCode.FORBIDDEN,
                 "this server has no authentication: nobody needs to sign in",
@@ -84,7 +86,7 @@ class SessionService:
         return session
 
     async def find(self, session_id: str) -> Session | None:
-        """The session of a cookie; None when it has ended or its token is void, or never was.
+        """Return the session of a cookie, or None if it is unknown, ended, or its token is void.
 
         Raises:
             ServerError: 503.
@@ -99,12 +101,12 @@ class SessionService:
         return None if principal is None else Session(session_id, row.expires_at, principal)
 
     async def end(self, session_id: str) -> None:
-        """Signs out."""
-        if await self.find(session_id) is not None:  # who writes, waits in line with uploads
+        """Sign out."""
+        if await self.find(session_id) is not None:  # a write queues with uploads, so avoid it
             async with self.database.writing() as connection:
                 await delete_session(connection, _sha256(session_id))
 
 
 def _sha256(session_id: str) -> str:
-    """What is stored of an id: it is random, so that a plain hash does not reveal it."""
+    """Return the stored form of an id. Ids are random, so a plain hash does not reveal them."""
     return hashlib.sha256(session_id.encode()).hexdigest()

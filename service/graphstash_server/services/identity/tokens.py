@@ -1,7 +1,7 @@
 """TokenService: creates, exchanges, lists and revokes tokens.
 
-Of a token, its id and the SHA-256 of its secret are stored. The secret has 256 random bits, so a
-plain hash does not reveal it, however fast hashing is.
+The database stores the id of a token and the SHA-256 of its secret. The secret has 256 random bits,
+so even a fast plain hash does not reveal it.
 """
 
 import hashlib
@@ -53,17 +53,17 @@ __all__ = [
 ]
 
 MAX_LIVE_TOKENS: Final = 10_000
-"""Maximum of tokens that are neither revoked nor expired: they are listed in one response."""
+"""Maximum tokens that are neither revoked nor expired. One response lists them all."""
 
 MAX_EXCHANGED_TOKENS: Final = 5_000
-"""How many of them may be in exchange for JWTs: jobs leave room for administrators."""
+"""Maximum of these tokens that were exchanged for JWTs. The rest is left for administrators."""
 
 MAX_EXCHANGED_OF_ONE: Final = 1_000
-"""How many of these one subject may have: all hosts of a large job may be one subject."""
+"""Maximum exchanged tokens of one subject, which may be all hosts of a large job."""
 
 _EXCHANGED_COUNTS_FOR = timedelta(hours=1)
-"""How long a token that a JWT was exchanged for counts at least, and is listed after its end: short
-lives are no way to fill the table and the audit log."""
+"""Time for which an exchanged token counts at least, and is listed after its end. Otherwise short
+lifetimes could fill the table and the audit log."""
 
 _ID_ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"
 _ID_CHARACTERS = 16
@@ -71,7 +71,7 @@ _ID = re.compile(rf"[{_ID_ALPHABET}]{{{_ID_CHARACTERS}}}")
 _SECRET_BYTES = 32
 
 _LATEST = datetime(9999, 1, 1, tzinfo=UTC)
-"""A later time does not exist in some time zones."""
+"""Latest expiry. In some time zones, a later time cannot be represented."""
 
 _REVOKED = "revoked"
 """First word of the notification of a revocation; the id follows."""
@@ -79,19 +79,19 @@ _REVOKED = "revoked"
 
 @dataclass(kw_only=True, eq=False)
 class TokenService:
-    """Safe for concurrent calls; every change is in the audit log, in the same transaction."""
+    """Manage tokens. Safe for concurrent calls. Each change is audited in its own transaction."""
 
     database: Database
     clock: Clock
 
     async def create(self, request: TokenRequest, *, actor: Actor) -> TokenIssued:
-        """Creates a token.
+        """Create a token.
 
         Returns:
-            The only response that ever has the secret.
+            The only response that ever contains the secret.
 
         Raises:
-            ServerError: 400 when it would be expired, 409 when there are too many, 503.
+            ServerError: 400 if the token would be expired, 409 if there are too many, 503.
         """
         now = self.clock()
         info = TokenInfo(
@@ -112,11 +112,11 @@ class TokenService:
         max_lifetime_seconds: int,
         actor: Actor,
     ) -> TokenIssued:
-        """Creates a token with the rights of a caller's JWT, or fewer of them, that outlives it.
+        """Create a token that outlives a caller's JWT, with the same rights or fewer.
 
         Raises:
-            ServerError: 403 when the caller has no JWT or not these rights, 400 for too long a
-                life, 409 when there are too many, 503.
+            ServerError: 403 if the caller has no JWT or lacks these rights, 400 if the lifetime is
+                too long, 409 if there are too many tokens, 503.
         """
         if caller.kind is not AccessKind.OIDC or caller.issuer is None:
             raise ServerError(
@@ -150,7 +150,7 @@ class TokenService:
         secret = secrets.token_urlsafe(_SECRET_BYTES)
         now = info.created_at
         async with self.database.writing() as connection:
-            await lock_name(connection, "tokens")  # so that two cannot both be the last one
+            await lock_name(connection, "tokens")  # two calls must not both take the last place
             if info.issuer is not None:
                 await _check_room(connection, (info.issuer, info.created_by), now=now)
             if await count_live_tokens(connection, now=now) >= MAX_LIVE_TOKENS:
@@ -169,14 +169,14 @@ class TokenService:
         return TokenIssued(token=f"gst_{info.id}_{secret}", info=info)
 
     async def list_all(self) -> TokenList:
-        """All tokens, newest first, revoked and expired ones included."""
+        """Return all tokens, newest first, including revoked and expired ones."""
         async with self.database.reading() as connection:
             return TokenList(tokens=tuple(await list_tokens(connection)))
 
     async def revoke(self, token_id: str, *, actor: Actor) -> TokenInfo | None:
-        """Revokes a token for good; None when there is none. A second time changes nothing."""
+        """Revoke a token for good. Return None if there is none. Revoking again changes nothing."""
         if _ID.fullmatch(token_id) is None:
-            return None  # PostgreSQL does not even compare with a NUL
+            return None  # PostgreSQL refuses text with a NUL character
         now = self.clock()
         async with self.database.writing() as connection:
             if await revoke_token(connection, token_id, now=now):
@@ -188,8 +188,8 @@ class TokenService:
         return row.info if row is not None else None
 
     async def forget_ended(self, *, before: datetime) -> int:
-        """Deletes tokens that were revoked or expired before a time; returns how many. Those that
-        JWTs were exchanged for go an hour after their end.
+        """Delete tokens that were revoked or expired before a time. Return their number. Exchanged
+        tokens are deleted an hour after their end.
         """
         soon = max(before, self.clock() - _EXCHANGED_COUNTS_FOR)
         async with self.database.writing() as connection:
@@ -197,12 +197,12 @@ class TokenService:
 
 
 def sha256_of_secret(secret: str) -> str:
-    """What is stored of a secret, in hex."""
+    """Return the stored form of a secret, in hex."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
 def revoked_in(payload: str) -> str | None:
-    """The id of a revoked token, from a notification; None for other notifications."""
+    """Return the id of the revoked token in a notification. None for other notifications."""
     word, _, token_id = payload.partition(" ")
     return token_id if word == _REVOKED else None
 
