@@ -1,15 +1,17 @@
-"""Sparse gradients: send only the blocks of a gradient that are not zero.
+"""Sparse gradients: send only the blocks of a gradient that are not all zero.
 
-    state = reduce.SparseState(process_group=None)
+    state = reduce.SparseState()
     ddp.register_comm_hook(state, reduce.sparse_hook)
     ...
     print(state.statistics())
 
-Gradients of embeddings, mixtures of experts and pruned layers are mostly zero. A ring sends every
-zero; here the ranks first agree on the blocks that are not zero anywhere, a bit for each, and then
-add up these alone. The sums are those of a dense all-reduce, with the same bits on all ranks, the
-sign of zeros excepted. This is OmniReduce (Fei et al., SIGCOMM 2021) on the collectives of
-torch.distributed; `AggregatedAllReduce` is its form with aggregators, over UDP.
+Gradients of embeddings, mixtures of experts and pruned layers are mostly zero, and a ring sends
+every zero. Here the ranks first exchange one bit per block to find the union: the blocks that are
+nonzero on at least one rank. Then they sum only these blocks. The result equals a dense
+all-reduce, except for the sign of zeros, and has the same bits on all ranks.
+
+The algorithm is OmniReduce (Fei et al., SIGCOMM 2021) on the collectives of torch.distributed.
+`AggregatedAllReduce` implements its variant with aggregators, over UDP.
 """
 
 from typing import TYPE_CHECKING

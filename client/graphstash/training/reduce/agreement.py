@@ -1,4 +1,4 @@
-"""What all ranks have to do alike, and what is told on each of them when they do not."""
+"""Checks that all ranks do the same, with errors that every rank gets."""
 
 import torch
 from torch import Tensor, distributed
@@ -9,10 +9,11 @@ __all__ = ["require_floats", "require_same"]
 
 
 def require_same(group: distributed.ProcessGroup, mine: str, *, wrong: str, way_out: str) -> None:
-    """Waits for the same call of all ranks, and compares what they say.
+    """Compare a text of this rank with those of all ranks; a collective call.
 
     Raises:
-        ConfigError: on every rank, when they differ; names what was said, and a rank of each.
+        ConfigError: on every rank if the texts differ; lists each text with the first rank
+            that has it.
     """
     said: list[str] = [""] * distributed.get_world_size(group)
     distributed.all_gather_object(said, mine, group=group)
@@ -22,10 +23,10 @@ def require_same(group: distributed.ProcessGroup, mine: str, *, wrong: str, way_
 
 
 def require_floats(values: Tensor, wire_dtype: torch.dtype | None) -> None:
-    """Makes sure that no imaginary part and no fraction is lost on the way.
+    """Reject a conversion that would drop imaginary parts or fractions.
 
     Raises:
-        ConfigError: a type that is no floating-point type is sent as another, or the reverse.
+        ConfigError: the types differ, and at least one is not a floating-point type.
     """
     if wire_dtype is None or wire_dtype == values.dtype:
         return

@@ -1,12 +1,13 @@
-"""The block-sparse all-reduce: a bitmap first, then the union's blocks, slot by slot.
+"""The block-sparse all-reduce: first a bitmap, then the blocks of the union, slot by slot.
 
-    mark     -- MAX over the ranks -->  whether all add up the same    (16 bytes)
-    bitmap   -- OR over the ranks -->   union                          (one bit for each block)
+    mark     -- MAX over the ranks -->  whether all ranks sum the same  (16 bytes)
+    bitmap   -- OR over the ranks -->   union                           (one bit for each block)
     blocks of the union, packed  -- SUM over the ranks -->  written back in place
 
-Blocks that are zero everywhere are never sent, and are zero already. Slots of some mebibytes are
-packed, sent and unpacked at the same time. A slot has the same blocks on every rank, so the
-process group adds its elements in the same order every time, and gives every rank the same bits.
+Blocks outside the union are never sent: they are zero on all ranks, and so are their sums. A slot
+is a group of blocks of up to 4 MiB. Packing, sending and unpacking of slots overlap. A slot has
+the same blocks on every rank. The process group therefore adds its elements in the same order
+every time, and gives every rank the same bits.
 """
 
 import hashlib
@@ -23,26 +24,27 @@ from graphstash.training.reduce.blocks import BlockView, bits_of, from_bits, wri
 __all__ = ["BLOCK_ELEMENTS", "BlockSparseAllReduce", "Sent"]
 
 BLOCK_ELEMENTS: Final = 256
-"""The paper's: 1 KiB of fp32."""
+"""Elements of a block by default, as in the paper: 1 KiB of fp32."""
 
 _SLOT_BYTES: Final = 4 * 1024**2
 _SLOTS: Final = 2
-"""On their way at the same time."""
+"""Slots in flight at the same time."""
 
 
 class Sent(NamedTuple):
-    """What one all-reduce gave to the process group, and how long it took.
+    """What one all-reduce sent, and how long it took.
 
     Attributes:
-        blocks: of the tensor.
-        own_blocks: that were not zero on this rank.
-        union_blocks: that were not zero on at least one rank.
-        bitmap_bytes: handed to the all-reduces of the mark and of the bitmap.
-        block_bytes: handed to that of the blocks.
-        dense_bytes: of the whole tensor.
-        pack_seconds: looking for blocks that are not zero, and packing.
-        send_seconds: waiting for the process group.
-        unpack_seconds: writing back.
+        blocks: Blocks of the tensor; 0 if it was sent whole without a look at its blocks.
+        own_blocks: Blocks that were nonzero on this rank.
+        union_blocks: Blocks that were nonzero on at least one rank.
+        bitmap_bytes: Bytes sent to agree on the union: mark and bitmap, or through aggregators
+            everything but the blocks.
+        block_bytes: Bytes of the blocks that were sent.
+        dense_bytes: Bytes of the whole tensor.
+        pack_seconds: Time to find the nonzero blocks and pack them.
+        send_seconds: Time spent waiting for the process group or the aggregators.
+        unpack_seconds: Time to write the sums back.
     """
 
     blocks: int
@@ -57,33 +59,39 @@ class Sent(NamedTuple):
 
     @classmethod
     def whole(cls, flat: Tensor, sent_bytes: int) -> Self:
-        """Of a tensor that was sent without a look at its blocks."""
+        """Return the record of a tensor that was sent without a look at its blocks."""
         return cls(0, 0, 0, 0, sent_bytes, flat.nbytes)
 
     @property
     def density(self) -> float:
-        """The share of blocks that were not zero on this rank, 0 to 1."""
+        """Share of blocks that were nonzero on this rank, 0 to 1."""
         return self.own_blocks / self.blocks if self.blocks else 0.0
 
     @property
     def union_density(self) -> float:
-        """The share of blocks that were not zero on at least one rank, 0 to 1."""
+        """Share of blocks that were nonzero on at least one rank, 0 to 1."""
         return self.union_blocks / self.blocks if self.blocks else 0.0
 
 
 class BlockSparseAllReduce:
-    """Sums tensors over the ranks of a process group. Every rank calls it as often, in the same
-    order, from one thread at a time; what else the ranks send needs a process group of its own.
+    """Sums tensors over the ranks of a process group.
+
+    Every rank makes the same calls in the same order, from one thread at a time. Other
+    collectives of the ranks need another process group.
     """
 
     def __init__(
         self, group: distributed.ProcessGroup | None = None, *, block_size: int = BLOCK_ELEMENTS
     ) -> None:
-        """Takes a process group, None for the default one, and the elements of a block: the
-        smaller, the fewer zeros are sent, and the longer packing takes.
+        """Take a process group and a block size.
+
+        Args:
+            group: Process group of the ranks. Default: the default group.
+            block_size: Elements of a block, 1 or more. Smaller blocks send fewer zeros and take
+                longer to pack.
 
         Raises:
-            ValueError: when a block has no element.
+            ValueError: `block_size` is below 1.
         """
         if block_size < 1:
             raise ValueError(f"a block of {block_size} elements: take 1 or more, 256 is usual")
@@ -91,7 +99,7 @@ class BlockSparseAllReduce:
         self.block_size = block_size
 
     def union_of(self, nonzero: Tensor) -> tuple[Tensor, int]:
-        """Where a boolean is set on at least one rank, and how many bytes were handed over."""
+        """Return where a boolean is set on at least one rank, and how many bytes were sent."""
         if not nonzero.is_cuda:
             bits = bits_of(nonzero)
             distributed.all_reduce(bits, distributed.ReduceOp.BOR, group=self.group)
@@ -108,20 +116,20 @@ class BlockSparseAllReduce:
         wire_dtype: torch.dtype | None = None,
         dense_above: float = 1.0,
     ) -> Sent:
-        """Sums in place, over all ranks.
+        """Sum a tensor over all ranks, in place.
 
         Args:
-            flat: one dimension, of any number type; alike on all ranks. A strided tensor is
-                summed by a copy.
-            scale: factor of every element before it is sent.
-            wire_dtype: what elements are sent as; None for their own type.
-            dense_above: with a higher share of blocks in the union, the tensor is sent whole.
+            flat: A tensor of one dimension and any number type, with the same shape and type on all
+                ranks. A strided tensor is summed through a copy.
+            scale: Factor by which every element is multiplied before it is sent.
+            wire_dtype: Type in which elements are sent. Default: their own type.
+            dense_above: Share of blocks in the union above which the tensor is sent whole.
 
         Raises:
-            ValueError: the tensor has more or less than one dimension, is sparse, or has several
+            ValueError: the tensor does not have exactly one dimension, is sparse, or has several
                 elements at one address.
-            ConfigError: the ranks have different tensors or arguments, and every rank is told; or
-                a type that is no floating-point type is sent as another.
+            ConfigError: the ranks have different tensors or arguments (raised on every rank), or
+                one of the tensor's type and `wire_dtype` is not a floating-point type.
             RuntimeError: a rank is gone.
         """
         with written_back(flat) as contiguous:
@@ -164,7 +172,7 @@ class BlockSparseAllReduce:
         )
 
     def sum_whole_(self, flat: Tensor, *, wire_dtype: torch.dtype | None = None) -> int:
-        """Sums in place, zeros and all, and returns how many bytes were handed over."""
+        """Sum a tensor in place, including its zeros, and return how many bytes were sent."""
         with written_back(flat) as contiguous:
             wire = contiguous if wire_dtype is None else contiguous.to(wire_dtype)
             distributed.all_reduce(wire, group=self.group)
@@ -180,7 +188,7 @@ class BlockSparseAllReduce:
         scale: float,
         wire_dtype: torch.dtype | None,
     ) -> tuple[int, float, float, float]:
-        """Sums the chosen blocks, slot by slot: bytes, and seconds to pack, send and unpack."""
+        """Return bytes sent, and seconds to pack, send and unpack."""
         pack = send = unpack = 0.0
         sent_bytes = 0
         under_way: deque[tuple[Tensor, Tensor, Any]] = deque()
@@ -208,17 +216,16 @@ class BlockSparseAllReduce:
 
 
 def _scaled(values: Tensor, scale: float, dtype: torch.dtype | None) -> Tensor:
-    """The values as they are sent; themselves, changed, where their type stays."""
     if scale != 1.0:
         values.mul_(scale)
     return values if dtype is None else values.to(dtype)
 
 
 class _Mark:
-    """Whether all ranks are about to do the same: found out while this rank looks at its blocks.
+    """Checks that all ranks sum the same, while this rank looks for its nonzero blocks.
 
-    Eight bytes of a hash and, of each, what it lacks to 255: of the largest ones of all ranks, two
-    that belong together have another sum where two ranks differ.
+    All ranks max-reduce 8 bytes of a hash, each byte b together with 255 - b. If every pair still
+    sums to 255, all ranks hold the same hash.
     """
 
     def __init__(self, text: str, device: torch.device, group: Any) -> None:
@@ -232,7 +239,7 @@ class _Mark:
         )
 
     def require_same(self) -> None:
-        """Raises ConfigError, on every rank, if they are not."""
+        """Raise ConfigError on every rank if the ranks sum different tensors."""
         self._work.wait()
         digest, rest = self._marks.int().view(2, 8)
         if bool((digest + rest != 255).any()):

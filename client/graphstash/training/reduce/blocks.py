@@ -1,6 +1,6 @@
-"""Blocks of a flat tensor: which are not zero, and moving some of them together and back.
+"""Views of a flat tensor as blocks: find the nonzero blocks, pack them and write them back.
 
-The last block is shorter where the length is no multiple of the block size.
+The last block is shorter if the length is not a multiple of the block size.
 """
 
 from collections.abc import Iterator
@@ -13,16 +13,16 @@ from torch import Tensor
 __all__ = ["BlockView", "bits_of", "from_bits", "written_back"]
 
 _CACHED: Final = 512 * 1024
-"""Elements whose absolute values a CPU still has at hand when it looks for the largest."""
+"""Elements per chunk on a CPU, so that the maximum reads their absolute values from its cache."""
 
 
 @contextmanager
 def written_back(flat: Tensor) -> Iterator[Tensor]:
-    """Yield a contiguous tensor with the same values, and copy back what is written to it.
+    """Yield a contiguous tensor with the same values, and copy back what the caller writes to it.
 
-    That is the tensor itself if it is contiguous and its memory has its values as they are.
-    Collectives and numpy read memory: a strided tensor has other elements in between, and a view
-    of `conj()` has values that differ from its memory.
+    Yields the tensor itself if it is contiguous and its memory holds its values. Collectives and
+    numpy read memory: a strided tensor has other elements in between, and the memory of a `conj()`
+    view differs from its values.
 
     Raises:
         ValueError: the tensor does not have exactly one dimension, is sparse, or has several
@@ -51,7 +51,7 @@ class BlockView:
     """A flat, contiguous tensor as blocks of `size` elements.
 
     Attributes:
-        count: how many blocks, the last and shorter one included.
+        count: Number of blocks, including a shorter last one.
 
     Raises:
         ValueError: the tensor does not have exactly one dimension, or is not contiguous.
@@ -68,7 +68,7 @@ class BlockView:
                 f"a tensor of stride {flat.stride(0)}: give a contiguous one, such as a copy by "
                 ".contiguous()"
             )
-        flat = flat.detach()  # or a parameter could not be written to
+        flat = flat.detach()  # torch forbids writing to a parameter in place
         whole = flat.numel() // size
         self.count = -(-flat.numel() // size)
         self._size = size
@@ -76,22 +76,22 @@ class BlockView:
         self._tail = flat[whole * size :]
 
     def nonzero(self) -> Tensor:
-        """A boolean for each block: whether an element is not zero. NaN is not zero."""
+        """Return for each block whether it has a nonzero element. NaN counts as nonzero."""
         found = torch.empty(self.count, dtype=torch.bool, device=self._tail.device)
         whole = len(self._whole)
         at_once = max(1, whole if self._tail.is_cuda else _CACHED // self._size)
         pieces = torch.split(self._whole, at_once), torch.split(found[:whole], at_once)
         for blocks, out in zip(*pieces, strict=True):
-            if blocks.is_floating_point():  # half the time, and NaN is the largest
+            if blocks.is_floating_point():  # takes half the time; amax returns NaN if there is one
                 torch.ne(blocks.abs().amax(dim=1), 0, out=out)
-            else:  # the smallest integer has no absolute value
+            else:  # abs() of the smallest integer overflows
                 torch.any(blocks.ne(0), dim=1, out=out)
         if whole < self.count:
             found[whole] = self._tail.ne(0).any()
         return found
 
     def norms(self) -> Tensor:
-        """The Euclidean norm of each block, in fp32 or more."""
+        """Return the Euclidean norm of each block, in fp32 or a wider type."""
         wide = torch.promote_types(self._tail.dtype, torch.float32)
         found = torch.empty(self.count, dtype=wide, device=self._tail.device)
         whole = len(self._whole)
@@ -101,17 +101,17 @@ class BlockView:
         return found
 
     def zero_(self, flags: Tensor) -> None:
-        """Makes blocks zero, in place, where a boolean for each is set."""
+        """Zero the blocks whose flag is set, in place."""
         whole = len(self._whole)
         self._whole.masked_fill_(flags[:whole].unsqueeze(1), 0)
         if whole < self.count:
             self._tail.masked_fill_(flags[whole], 0)
 
     def pack(self, chosen: Tensor) -> Tensor:
-        """The elements of some blocks, one after the other, in new memory.
+        """Copy the chosen blocks one after the other into a new tensor.
 
         Args:
-            chosen: numbers of blocks, ascending, int64.
+            chosen: Numbers of the blocks, ascending, int64.
         """
         ends_short = self._ends_short(chosen)
         full = chosen[:-1] if ends_short else chosen
@@ -122,7 +122,7 @@ class BlockView:
         return packed
 
     def unpack(self, chosen: Tensor, packed: Tensor) -> None:
-        """The opposite of `pack`, in place."""
+        """Write packed blocks back in place; the inverse of `pack`."""
         ends_short = self._ends_short(chosen)
         full = chosen[:-1] if ends_short else chosen
         elements = len(full) * self._size
@@ -135,14 +135,14 @@ class BlockView:
 
 
 def bits_of(flags: Tensor) -> Tensor:
-    """Booleans as bits of uint8, eight in each; the last is filled up with zeros."""
+    """Pack booleans into uint8, eight per byte. Zeros fill the last byte."""
     padded = flags.new_zeros(-(-len(flags) // 8) * 8)
     padded[: len(flags)] = flags
     return (padded.view(-1, 8) * _weights(flags)).sum(dim=1, dtype=torch.uint8)
 
 
 def from_bits(bits: Tensor, count: int) -> Tensor:
-    """The opposite of `bits_of`, for as many booleans as there were."""
+    """Unpack `count` booleans; the inverse of `bits_of`."""
     return (bits.unsqueeze(1) & _weights(bits)).ne(0).flatten()[:count]
 
 

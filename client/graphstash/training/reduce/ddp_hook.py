@@ -1,9 +1,9 @@
-"""The hook of DistributedDataParallel that sends sparse buckets sparsely.
+"""A communication hook for DistributedDataParallel that sends sparse buckets sparsely.
 
-DDP hands over each bucket when its gradients are there, and goes on with backward. One thread takes
-the buckets in that order, which is the same on all ranks: were each bucket's next collective begun
-when its last one ends, two ranks could begin those of two buckets in different orders, and add up
-one with the other.
+DDP passes each bucket to the hook when its gradients are complete, and continues with backward.
+One thread processes the buckets in that order, which is the same on all ranks. Chaining the
+collectives of each bucket by callbacks would not preserve the order. Two ranks could then begin
+the collectives of two buckets in different orders, and add one bucket to the other.
 """
 
 import time
@@ -28,7 +28,7 @@ from graphstash.training.reduce.group_timeout import timeout_of
 from graphstash.training.reduce.statistics import BucketStatistics
 from graphstash.training.reduce.thresholding import Thresholding
 
-if TYPE_CHECKING:  # it needs numpy, which torch does not
+if TYPE_CHECKING:  # the module needs numpy, which torch does not require
     from graphstash.training.reduce.aggregators.all_reduce import AggregatedAllReduce
 
 __all__ = ["SparseState", "sparse_hook"]
@@ -37,17 +37,21 @@ Hook: TypeAlias = Callable[[Any, GradBucket], Future[Tensor]]
 
 _DENSE_ABOVE: Final = 0.7
 _SPARSE_BELOW: Final = 0.5
-"""Where packing and the bitmap pay on 1 Gbit/s; the faster the link, the lower."""
+"""Shares of nonzero blocks below which packing and the bitmap pay on 1 Gbit/s. Faster links
+need lower values.
+"""
 
 _UNLIMITED: Final = 2**31
-"""Backward waits for its buckets, so no more of them wait than the model has."""
+"""Queue capacity. Backward waits for its buckets, so the queue never exceeds a model's buckets."""
 
 
 def sparse_hook(state: "SparseState", bucket: GradBucket, *_: Tensor) -> Future[Tensor]:
-    """For `DistributedDataParallel.register_comm_hook`: the mean over the ranks, as DDP's own.
+    """Return a future with a bucket's mean over the ranks, as DDP's own reduction does.
+
+    Pass it to `DistributedDataParallel.register_comm_hook`.
 
     Raises:
-        ConfigError: FSDP or compiled autograd calls it, or two models share the state.
+        ConfigError: the caller is FSDP or compiled autograd, or two models share the state.
     """
     if not isinstance(bucket, GradBucket):
         raise ConfigError(
@@ -58,12 +62,13 @@ def sparse_hook(state: "SparseState", bucket: GradBucket, *_: Tensor) -> Future[
 
 
 class SparseState:
-    """What the hook knows of a model's buckets. Every rank makes one, with the same arguments.
+    """The hook's state for one model. Every rank creates one, with the same arguments.
 
-    Works with `no_sync`, unused parameters, `join` (whose `divide_by_initial_world_size=False` does
-    nothing with any hook), and embeddings with `sparse=True`: of these torch sends rows, in their
-    own type, by the group (gloo), and all of them. For fp16 or bf16 on the wire, give `wire_dtype`,
-    or wrap the hook in torch's `fp16_compress_wrapper`.
+    Supports `no_sync`, unused parameters, and `join`, whose
+    `divide_by_initial_world_size=False` has no effect with any hook. Also supports embeddings
+    with `sparse=True`: torch sends all rows of their gradients through the group (gloo), in the
+    gradients' own type. To send fp16 or bf16, set `wire_dtype` or wrap the hook in torch's
+    `fp16_compress_wrapper`.
     """
 
     def __init__(
@@ -78,34 +83,35 @@ class SparseState:
         dense: Callable[[distributed.ProcessGroup], tuple[object, Hook]] | None = None,
         thresholding: Thresholding | None = None,
     ) -> None:
-        """Takes or makes a process group.
+        """Create the state, and a process group unless one is given; a collective call.
 
         Args:
-            group: of DDP's ranks, and not DDP's own: nobody else may send in it. None makes a group
-                of all ranks, with the job's timeout, so all ranks have to make their state
-                together, as with `torch.distributed.new_group`.
-            through: what adds up over the same ranks; None for the group. Who made it closes it,
-                after this.
-            block_size: elements of a block, where `through` is None, which has its own.
-            wire_dtype: what elements are sent as; None for their own type.
-            dense_above: share of blocks that are not zero above which a bucket is sent whole,
-            sparse_below: and below which it is sent by blocks again. None for 0.7 and 0.5; through
-                aggregators for 1 and 1, which is never.
-            dense: `dense(group)` gives state and hook for buckets that are sent whole, such as
-                `PowerSGDState(group)` and `powerSGD_hook`; it sends in this group alone.
-            thresholding: holds small blocks back; None sends everything, exactly.
+            group: Process group of DDP's ranks, used by nothing else, so not DDP's own. Default: a
+                new group of all ranks with the job's timeout. As with
+                `torch.distributed.new_group`, all ranks then create their state together.
+            through: All-reduce through aggregators, over the same ranks. The caller closes it after
+                this state. Default: the collectives of the group.
+            block_size: Elements of a block. Has no effect with `through`, which has its own.
+            wire_dtype: Type in which elements are sent. Default: their own type.
+            dense_above: Share of nonzero blocks above which a bucket is sent whole. Default: 0.7;
+                with `through` 1, which means never.
+            sparse_below: Share below which a bucket is again sent by blocks. Default: 0.5; with
+                `through` 1.
+            dense: `dense(group)` returns state and hook for buckets that are sent whole, such as
+                `PowerSGDState(group)` and `powerSGD_hook`. The hook may send only in this group.
+            thresholding: Holds small blocks back. Default: all blocks are sent, exactly.
 
         Raises:
-            ValueError: when a size or share is out of its range.
-            ConfigError: `through` has other ranks; or the ranks have different arguments, and every
-                rank is told.
+            ValueError: a size or share is out of its range.
+            ConfigError: `through` has other ranks, or the ranks have different arguments. In the
+                second case every rank raises it.
         """
         if dense_above is None:
             dense_above = _DENSE_ABOVE if through is None else 1.0
         if sparse_below is None:
             sparse_below = min(dense_above, _SPARSE_BELOW if through is None else 1.0)
         self._new_gate = partial(DensityGate, dense_above=dense_above, sparse_below=sparse_below)
-        self._new_gate()  # checks them
+        self._new_gate()  # validates both shares
         self._owns_group = group is None
         self._group = _group_of_all() if group is None else group
         self.ranks = distributed.get_process_group_ranks(self._group)
@@ -132,12 +138,12 @@ class SparseState:
         self._gates: dict[tuple[int, int], DensityGate] = {}
         self._statistics: dict[tuple[int, int], BucketStatistics] = {}
         self._waiting: set[tuple[int, int]] = set()
-        # A daemon: a rank that fails ends, also where it waits for ranks that are not coming.
+        # Its thread is a daemon, so a failed rank can exit while the thread waits for dead ranks.
         self._thread = BoundedExecutor("graphstash-reduce", workers=1, capacity=_UNLIMITED)
         finalize(self, self._thread.close)
 
     def close(self) -> None:
-        """Ends the thread and the group; call it on every rank, after the training."""
+        """Stop the thread and destroy the group. Call it on every rank, after the training."""
         self._thread.close()
         if self._owns_group:
             distributed.destroy_process_group(self._group)
@@ -149,7 +155,7 @@ class SparseState:
         self.close()
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
-        """Begins the mean of a bucket over the ranks.
+        """Start averaging a bucket over the ranks, and return a future with the mean.
 
         Raises:
             ConfigError: two models share this state.
@@ -171,7 +177,7 @@ class SparseState:
         gate = self._gates.setdefault(key, self._new_gate())
         if not gate.skips():
             return self._later(key, gradients, lambda: self._mean_of_blocks(bucket, key, gate))
-        if self._dense is not None:  # to its end, in this thread: see above
+        if self._dense is not None:  # the thread waits for it, to keep the order of collectives
             state, hook = self._dense
             self._count(key, Sent.whole(gradients, gradients.nbytes))
             return self._later(key, gradients, lambda: hook(state, bucket).wait())
@@ -179,11 +185,11 @@ class SparseState:
 
     @property
     def holds_back(self) -> bool:
-        """Whether small blocks wait for later steps."""
+        """Whether small blocks are held back for later steps."""
         return self._thresholding is not None
 
     def statistics(self) -> dict[str, Mapping[str, float]]:
-        """For each bucket, as `<number>/<elements>`, what was sent since the beginning; see
+        """Return what each bucket has sent so far, by `<number>/<elements>`; see
         `BucketStatistics.report`.
         """
         return {
@@ -192,22 +198,20 @@ class SparseState:
         }
 
     def scalars(self) -> dict[str, float]:
-        """What was sent since the beginning, of all buckets, for curves; see
-        `BucketStatistics.report`.
-        """
+        """Return what all buckets have sent so far, for plots; see `BucketStatistics.report`."""
         total = BucketStatistics()
         for each in self._statistics.values():
             total.add_all(each)
         return total.report()
 
     def state_dict(self) -> dict[str, Any]:
-        """For checkpoints: what thresholding holds back. Every rank has to call it."""
+        """Return the held-back values, for a checkpoint. Every rank has to call it."""
         if self._thresholding is None:
             return {}
         return self._thresholding.state_dict(self._group)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a checkpoint, of any number of ranks."""
+        """Continue from a checkpoint, which any number of ranks may have written."""
         if self._thresholding is not None and state:
             self._thresholding.load_state_dict(state)
 
@@ -215,7 +219,8 @@ class SparseState:
         self, bucket: GradBucket, key: tuple[int, int], gate: DensityGate
     ) -> Tensor:
         if self._dense is not None and hasattr(self._dense[0], "maybe_increase_iter"):
-            self._dense[0].maybe_increase_iter(bucket)  # PowerSGD counts steps by buckets
+            # PowerSGD counts steps in its hook, which is not called for this bucket.
+            self._dense[0].maybe_increase_iter(bucket)
         gradients: Tensor = bucket.buffer()
         sent = self._sums.sum_(
             gradients,
@@ -233,7 +238,6 @@ class SparseState:
         return gradients
 
     def _mean_of_rows(self, gradients: Tensor, key: tuple[int, int]) -> Tensor:
-        """Of an embedding with `sparse=True`: rows are its blocks, and torch sends only these."""
         mean = (gradients / self._world).coalesce()
         own, indices, values = mean._nnz(), mean.indices().nbytes, mean.values().nbytes
         dense_bytes = mean.numel() * mean.itemsize
@@ -250,8 +254,8 @@ class SparseState:
     def _later(
         self, key: tuple[int, int], gradients: Tensor, work: Callable[[], Tensor]
     ) -> Future[Tensor]:
-        """Does it in the thread. On CUDA its stream goes on where backward's is now, and backward's
-        waits for it.
+        """Run `work` in the thread. On CUDA, the thread's stream first waits for the work that
+        backward has queued so far, and backward's stream waits for the result.
         """
         on_cuda = gradients.is_cuda
         done: Future[Tensor] = Future(devices=[gradients.device] if on_cuda else None)
@@ -263,7 +267,7 @@ class SparseState:
                     if ready is not None:
                         torch.cuda.current_stream().wait_event(ready)
                     mean = work()
-                    self._waiting.discard(key)  # before backward goes on, and a next one begins
+                    self._waiting.discard(key)  # first: backward may submit this bucket again
                     done.set_result(mean)
             except Exception as error:  # noqa: BLE001 - DDP raises it where backward waits
                 self._waiting.discard(key)
@@ -272,15 +276,15 @@ class SparseState:
         self._waiting.add(key)
         if not self._thread.submit(run):
             raise RuntimeError("this SparseState is closed, or no thread can be started")
-        with suppress(RuntimeError):  # not in backward, but for a rank that has joined
-            # Before DDP's own, which would say that it is "unable to cast" the error.
+        with suppress(RuntimeError):  # raised outside backward, for a rank that has joined
+            # Wait before DDP's own callback, which replaces the error by "unable to cast".
             Variable._execution_engine.queue_callback(done.wait)  # type: ignore[arg-type]
         return done
 
 
 def _group_of_all() -> distributed.ProcessGroup:
-    """One more group of all ranks, in which nobody else sends. It has the job's timeout: of itself
-    it would wait torch's half hour for ranks that are not coming.
+    """Create a group of all ranks with the job's timeout. Without a timeout, the group would wait
+    torch's default of 30 minutes for dead ranks.
     """
     made = distributed.new_group(timeout=timeout_of(distributed.group.WORLD))
     assert isinstance(made, distributed.ProcessGroup)  # noqa: S101 - this rank is in it

@@ -1,23 +1,28 @@
-"""When a tensor is sent whole: decided by what all ranks know, so all decide alike."""
+"""Decides when a tensor is sent whole.
+
+The gate uses only values that all ranks share, so all ranks decide alike.
+"""
 
 __all__ = ["DensityGate"]
 
 
 class DensityGate:
-    """Switches between sparse and dense with hysteresis. While dense, it looks again only after 1,
-    2, 4, ... up to `longest` times, so that a tensor that is always dense costs next to nothing.
+    """Switches between sparse and dense sending, with hysteresis.
 
-    Feed it the density of the union, which every rank has.
+    Call `skips` before each send, and `saw` after a look at the blocks. While dense, the gate
+    skips 1, 2, 4, ... and at most `longest` sends between two looks. A tensor that stays dense
+    therefore costs almost nothing. The gate needs the density of the union, which is the same on
+    every rank.
 
     Attributes:
-        is_dense: what the last look decided.
+        is_dense: Result of the last look.
     """
 
     def __init__(self, *, dense_above: float, sparse_below: float, longest: int = 64) -> None:
-        """Takes shares of the blocks.
+        """Take the limits as shares of the blocks.
 
         Raises:
-            ValueError: when they are not 0 <= sparse_below <= dense_above <= 1.
+            ValueError: not 0 <= sparse_below <= dense_above <= 1.
         """
         if not 0 <= sparse_below <= dense_above <= 1:
             raise ValueError(
@@ -33,18 +38,18 @@ class DensityGate:
 
     @property
     def limit(self) -> float:
-        """Above this density of the union, the look that comes finds the tensor dense."""
+        """Density of the union above which the next look makes the tensor dense."""
         return self._sparse_below if self.is_dense else self._dense_above
 
     def skips(self) -> bool:
-        """Whether this time the tensor is sent whole without a look. Call once each time."""
+        """Whether to send the tensor whole without a look this time. Call it once for each send."""
         if self.is_dense and self._left > 0:
             self._left -= 1
             return True
         return False
 
     def saw(self, union_density: float) -> None:
-        """Takes what a look found."""
+        """Record the density that a look has found."""
         was_dense, self.is_dense = self.is_dense, union_density > self.limit
         if self.is_dense:
             self._pause = min(self._pause * 2, self._longest) if was_dense else 1

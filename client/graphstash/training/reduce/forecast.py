@@ -1,7 +1,7 @@
-"""Whether sparse reduction would pay, from a few batches and the speed of the link.
+"""Estimates whether sparse reduction pays, from a few batches and the speed of the link.
 
-The model is that of the paper's section on performance: a ring sends 2(N-1)/N of a gradient, and
-this package the same share of the union's blocks and of a bit for each block.
+The model follows the paper's section on performance. A ring sends 2(N-1)/N of a gradient. This
+package sends the same share of the union's blocks, and of one bit for each block.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,14 +16,14 @@ __all__ = ["Forecast", "report"]
 
 
 class Forecast(NamedTuple):
-    """What is expected of each step.
+    """Estimated traffic of one training step.
 
     Attributes:
-        density: share of the gradients' blocks that are not zero in one batch, 0 to 1.
-        union_density: the same of `workers` batches at once.
-        dense_seconds: for the ring to send all of the gradients.
-        sparse_seconds: to send the bitmaps and the union's blocks.
-        densities: share of each parameter's blocks that are not zero in one batch, by its name.
+        density: Share of the gradients' blocks that are nonzero in one batch, 0 to 1.
+        union_density: Share of blocks that are nonzero in at least one of `workers` batches.
+        dense_seconds: Time for a ring to send all gradients.
+        sparse_seconds: Time to send the bitmaps and the blocks of the union.
+        densities: `density` of each parameter, by name.
     """
 
     density: float
@@ -34,11 +34,11 @@ class Forecast(NamedTuple):
 
     @property
     def times_faster(self) -> float:
-        """How many times sooner the gradients are there; what computing costs is not in it."""
+        """Ratio of `dense_seconds` to `sparse_seconds`; does not include the cost of computing."""
         return self.dense_seconds / self.sparse_seconds
 
     def __str__(self) -> str:
-        """For people, in a line."""
+        """Return a summary in one line."""
         verdict = "would pay" if self.times_faster > 1.1 else "would not pay"
         return (
             f"sparse reduction {verdict}: {self.density:.1%} of the blocks are not zero in one "
@@ -56,21 +56,23 @@ def report(
     link_gbits: float = 1.0,
     block_size: int = BLOCK_ELEMENTS,
 ) -> Forecast:
-    """Computes the gradients of a few batches, and says what sending them would take.
+    """Compute the gradients of a few batches, and estimate how long sending them takes.
 
-    Gradients that the model has are lost; its parameters stay as they are, and buffers such as
-    those of batch normalization see the batches.
+    Clears the model's gradients and leaves its parameters unchanged. Buffers, such as those of
+    batch normalization, are updated by the batches.
 
     Args:
-        model: as `train` takes it, on its device.
-        data: batches, of which the first `workers` are used as one step of that many workers.
-        loss: `loss(model, batch)`; by default `model(*batch)`.
-        workers: that reduce, 2 or more.
-        link_gbits: what each of them sends and receives at the same time, Gbit/s, above 0.
-        block_size: elements of a block.
+        model: The model, on the device where it trains.
+        data: Batches. The first `workers` of them stand for one step of as many workers.
+        loss: `loss(model, batch)`. Default: `model(*batch)`.
+        workers: Number of ranks that reduce, 2 or more.
+        link_gbits: Rate at which each rank can send and receive at the same time, Gbit/s,
+            above 0.
+        block_size: Elements of a block.
 
     Raises:
-        ValueError: there are fewer batches than workers, one worker, or no link.
+        ValueError: there are fewer batches than workers, fewer than 2 workers, or
+            `link_gbits` is not above 0.
     """
     if workers < 2:
         raise ValueError(f"workers={workers}: one alone sends nothing; take 2 or more")

@@ -1,4 +1,4 @@
-"""How long a process group waits for ranks that are not coming."""
+"""The timeout of a process group: how long it waits for missing ranks."""
 
 from datetime import timedelta
 
@@ -9,7 +9,7 @@ __all__ = ["timeout_of"]
 
 
 def timeout_of(group: distributed.ProcessGroup | None) -> timedelta | None:
-    """What the group was given; None where this version of torch does not tell."""
+    """Return the group's timeout, or None if this version of torch does not expose it."""
     try:
         kind = torch.device("cuda" if "nccl" in distributed.get_backend(group) else "cpu")
         timeout = group._get_backend(kind).options._timeout  # type: ignore[union-attr]

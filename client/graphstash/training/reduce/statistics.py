@@ -1,4 +1,4 @@
-"""What was sent of a bucket, added up."""
+"""Running totals of the traffic of one bucket."""
 
 from collections import defaultdict
 from typing import Final
@@ -12,13 +12,13 @@ _SECONDS: Final = ("pack_seconds", "send_seconds", "unpack_seconds")
 
 
 class BucketStatistics:
-    """The sums of many `Sent`."""
+    """The totals of many `Sent`."""
 
     def __init__(self) -> None:
         self._sums: defaultdict[str, float] = defaultdict(int)
 
     def add(self, sent: Sent) -> None:
-        """Takes one more; one without blocks was sent whole without a look."""
+        """Add one `Sent`. If it has 0 blocks, the bucket was sent without a look at its blocks."""
         self._sums["looks" if sent.blocks else "whole"] += 1
         self._sums["sent_bytes"] += sent.bitmap_bytes + sent.block_bytes
         self._sums["dense_bytes"] += sent.dense_bytes
@@ -26,15 +26,16 @@ class BucketStatistics:
             self._sums[name] += getattr(sent, name)
 
     def add_all(self, other: "BucketStatistics") -> None:
-        """Takes what another one took."""
+        """Add the totals of another bucket."""
         for name, value in other._sums.items():
             self._sums[name] += value
 
     def report(self) -> dict[str, float]:
-        """Times it was sent with a look at its blocks (`looks`) and without (`whole`); mean
-        `density` on this rank and of the union (`union_density`), 0 to 1; `sent_bytes` that were
-        handed over, all of a bucket that went to `dense=`, and `saved_bytes` that dense gradients
-        have beyond these; `pack_seconds`, `send_seconds` and `unpack_seconds`.
+        """Return how often the bucket was sent with a look at its blocks (`looks`) and `whole`,
+        without. `density` and `union_density` are the means of these looks, 0 to 1. `sent_bytes`
+        counts what was sent, and all of a bucket that went to `dense=`. `saved_bytes` is the size
+        of the dense gradients less `sent_bytes`. `pack_seconds`, `send_seconds` and
+        `unpack_seconds` are totals.
         """
         sums = self._sums
         return {

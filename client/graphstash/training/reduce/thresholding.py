@@ -1,11 +1,13 @@
-"""Dynamic communication thresholding: small blocks wait until they have grown.
+"""Dynamic communication thresholding: hold small blocks back until they have grown.
 
 After Gupta et al., "Training Recommender Models at Scale: Communication-Efficient Model and Data
-Parallelism" (KDD 2021, arXiv 2010.08899), which drops elements; here it is blocks, for blocks are
-what is sent. What is not sent is kept and added to the next gradient (error feedback), so nothing
-is lost but in steps that the optimizer skips; it comes late, though: training is no longer what it
-would be without. A gradient that is zero releases nothing: its parameter may not have been used,
-and then DDP throws the sum away.
+Parallelism" (KDD 2021, arXiv 2010.08899). The paper drops single elements; this module holds back
+blocks, the unit that is sent. It adds held-back values to the next gradient (error feedback). They
+are only lost in steps that the optimizer skips. Since they arrive late, training gives other
+results than without thresholding.
+
+A gradient that is all zero releases nothing. Its parameter may not have been used, and then DDP
+throws the sum away.
 """
 
 from collections.abc import Mapping
@@ -22,7 +24,7 @@ __all__ = ["Thresholding"]
 class Thresholding:
     """Holds back the blocks of each gradient whose norm is below the gradient's threshold.
 
-    Not for gradients that are multiplied with a changing loss scale: what waits has the old one.
+    Do not use it with a changing loss scale: held-back values keep the scale of their step.
     """
 
     def __init__(
@@ -33,18 +35,19 @@ class Thresholding:
         refresh_every: int = 100,
         largest_error: float = 0.5,
     ) -> None:
-        """Takes what is held back.
+        """Choose how much is held back.
 
         Args:
-            model: whose gradients these are; a checkpoint knows them by their parameters' names.
-            keep: share of a gradient's blocks, of those that are not zero, that the threshold lets
-                pass when it is refreshed.
-            refresh_every: steps after which a gradient gets a new threshold.
-            largest_error: what waits has at most this share of the gradient's norm, 0 to 1;
-                where more would wait, all of the gradient is sent.
+            model: The model that the gradients belong to. Checkpoints identify gradients by
+                parameter name.
+            keep: Share of a gradient's nonzero blocks that pass a new threshold, above 0 and up
+                to 1.
+            refresh_every: Steps between two computations of a gradient's threshold, 1 or more.
+            largest_error: Upper bound for the norm of the held-back blocks, as a share of the
+                gradient's norm, 0 to 1. If the bound is exceeded, the whole gradient is sent.
 
         Raises:
-            ValueError: when one is out of its range.
+            ValueError: an argument is out of its range.
         """
         if not 0 < keep <= 1:
             raise ValueError(f"keep={keep}: take a share of the blocks above 0 and up to 1")
@@ -61,18 +64,18 @@ class Thresholding:
         self._held: dict[str, Tensor] = {}
 
     def __str__(self) -> str:
-        """What all ranks have to agree on."""
+        """Describe the settings that all ranks have to agree on."""
         return f"keep {self._keep:g} every {self._refresh_every}, {self._largest_error:g} at most"
 
     def hold_back_(self, parameter: Tensor, gradient: Tensor, *, block_size: int) -> None:
-        """Adds what waited to a gradient, and leaves zeros in it for what waits now; reads nothing.
+        """Add the values held back so far to a gradient, then zero the blocks to hold back now.
 
-        A block with NaN or infinity never waits.
+        Never reads a value back to the host. Blocks with NaN or infinity are always sent.
 
         Args:
-            parameter: of the model.
-            gradient: flat and contiguous, of a floating-point type; changed in place.
-            block_size: elements of a block.
+            parameter: A parameter of the model.
+            gradient: Its gradient: flat, contiguous, of a floating-point type; changed in place.
+            block_size: Elements of a block.
         """
         key = self._name_of(parameter)
         if not len(gradient):
@@ -83,7 +86,7 @@ class Thresholding:
         held = self._held[key]
         blocks = BlockView(gradient, block_size)
         is_used = blocks.nonzero().any()
-        gradient.addcmul_(held, is_used.to(held.dtype))  # what waits is finite
+        gradient.addcmul_(held, is_used.to(held.dtype))  # held is finite, so 0 * held is 0
         norms = blocks.norms()
         finite = norms.masked_fill(~norms.isfinite(), 0)
         step = self._steps.get(key, 0)
@@ -100,7 +103,7 @@ class Thresholding:
         blocks.zero_(waits)
 
     def waiting(self, parameter: Tensor) -> Tensor:
-        """What is held back of a parameter's gradient, flat."""
+        """Return the held-back values of a parameter's gradient as a flat tensor."""
         held = self._held.get(self._name_of(parameter))
         return parameter.new_zeros(parameter.numel()) if held is None else held
 
@@ -114,8 +117,10 @@ class Thresholding:
         return name
 
     def state_dict(self, group: distributed.ProcessGroup) -> dict[str, Any]:
-        """What waits and what is known, for a checkpoint. Of what waits it is the mean over the
-        ranks, so that every rank calls this, and any number of ranks can go on with it.
+        """Return the held-back values, thresholds and step counts, for a checkpoint.
+
+        A collective call: held-back values are averaged over the ranks. Any number of ranks can
+        therefore load the result.
         """
         world = distributed.get_world_size(group)
         held = {key: value / world for key, value in sorted(self._held.items())}
@@ -124,10 +129,10 @@ class Thresholding:
         return {"held": held, "thresholds": dict(self._thresholds), "steps": dict(self._steps)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a checkpoint.
+        """Continue from a checkpoint.
 
         Raises:
-            ValueError: it is another model's.
+            ValueError: the checkpoint is of another model.
         """
         parameters = {name: each for each, name in self._names.items()}
         for name, value in state["held"].items():

@@ -3,13 +3,13 @@
     sums = reduce.AggregatedAllReduce()  # one aggregator beside each rank
     state = reduce.SparseState(through=sums)
 
-    all_reduce.py    AggregatedAllReduce: a tensor in, its sums out
-    session.py       what the ranks agree on, by torch's process group, and how they begin
+    all_reduce.py    AggregatedAllReduce: replaces a tensor by its sums
+    session.py       the start of a session: the ranks agree on it through torch's process group
     client.py        a rank's sockets
     server.py        an aggregator's process; __main__.py and colocated.py start it
-    worker.py        the protocol of a rank, and
-    aggregator.py    of an aggregator: datagrams in, datagrams out
-    datagrams.py     what is in them, and their seal
+    worker.py        a rank's side of the protocol, without I/O
+    aggregator.py    an aggregator's side of the protocol, without I/O
+    datagrams.py     the format of datagrams, and their seal
 
-A process of an aggregator imports numpy, and not torch.
+An aggregator process imports numpy but not torch.
 """

@@ -1,4 +1,4 @@
-"""Starts an aggregator: `python -m graphstash.training.reduce.aggregators --help`."""
+"""Start an aggregator: `python -m graphstash.training.reduce.aggregators --help`."""
 
 import argparse
 import json
@@ -16,13 +16,13 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Serves until SIGTERM or Ctrl-C, or until its rank ends."""
+    """Serve until SIGTERM or Ctrl-C, or, for a rank's own aggregator, until the rank exits."""
     options = _options()
     if options.owner is None:
         secret, owner, end = read_secret(options.secret_file), None, _told_by_signals()
     else:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # for the rank, which may have a last step to do
+            signal.signal(number, signal.SIG_IGN)  # the rank may still have to finish its last step
         told = json.loads(sys.stdin.readline())
         secret, owner = bytes.fromhex(told["secret"]), Owner(options.owner, told["process"])
         end = sys.stdin.fileno()
@@ -55,12 +55,12 @@ def _options() -> argparse.Namespace:
             "it"
         ),
     )
-    who.add_argument("--owner", type=int, help=argparse.SUPPRESS)  # the rank that starts it
+    who.add_argument("--owner", type=int, help=argparse.SUPPRESS)  # set by ColocatedAggregator
     return parser.parse_args()
 
 
 def _told_by_signals() -> int:
-    """A descriptor that can be read after SIGTERM or Ctrl-C."""
+    """Return a descriptor that becomes readable after SIGTERM or Ctrl-C."""
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
     for number in (signal.SIGTERM, signal.SIGINT):

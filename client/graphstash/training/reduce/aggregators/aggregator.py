@@ -1,18 +1,18 @@
 """The aggregator's side of the protocol: datagrams in, datagrams out.
 
-It does no input or output and reads no clock, so that a test can lose, double, delay and reorder
-what it says and hears.
+It does no I/O and reads no clock. A test can therefore drop, duplicate, delay and reorder its
+datagrams.
 
-A slot of the pool serves one stream of blocks at a time, in rounds. In each, every rank says which
-of its blocks come next, how many fit, and the number of its next one after these. All blocks below
-the smallest of these numbers are complete: no rank has another one there. They are added up in the
-order of the ranks, whatever the order of arrival, and sent to all with the number from which to go
-on. A block above it waits.
+A slot of the pool serves one stream of blocks at a time, in rounds. In a round, every rank sends
+its next blocks, as many as fit, and the number of its first block after them. The blocks below
+the smallest of these numbers are complete: no rank sends another block there. The aggregator adds
+them in the order of the ranks, independent of the order of arrival. It sends all ranks the sums
+and the number at which the next round begins. Blocks from that number on stay in the slot.
 
-The sums of a round are kept until the next one is complete: no rank takes part in that before it
-has them. So every rank needs at most the last sums again, as with the two versions of a slot in
-OmniReduce and SwitchML. There, a bit tells the two apart, and a datagram that is two rounds late
-counts for the new one; here, it is a number of 64 bits.
+The aggregator keeps the sums of a round until the next round is complete. A rank joins the next
+round only after it has the sums, so a rank never needs older sums than the last. OmniReduce and
+SwitchML keep two versions of a slot for the same reason. They tell the versions apart by one bit,
+and accept a datagram that is two rounds late as a new one. Here the round is a number of 64 bits.
 """
 
 from collections.abc import Hashable
@@ -35,31 +35,26 @@ from graphstash.training.reduce.aggregators.elements import ELEMENTS
 __all__ = ["DIFFERENT", "MAX_SLOTS", "Aggregator", "Reply", "ranks_text"]
 
 MAX_SLOTS: Final = 64
-"""Of one aggregator and session; bounds what its workers can make it keep."""
+"""Slots per aggregator and session; bounds the memory that workers can make an aggregator use."""
 
 _MAX_TEXT_BYTES: Final = 1000
 
 
 class Reply(NamedTuple):
-    """A datagram, and the address that it goes to."""
+    """A datagram and its destination address."""
 
     address: Any
     datagram: bytearray
 
 
 class Aggregator:
-    """One aggregator in one session.
+    """Aggregator number `number` in one session with `world` workers.
 
-    Args:
-        seal: of the session.
-        number: of this aggregator, from 0.
-        world: how many workers there are.
-        now: seconds of any clock that only goes on.
-        lost_after_seconds: how long a worker may be silent.
-        room_bytes: how much may wait to be received, which workers are told.
+    A worker counts as dead after `lost_after_seconds` of silence. Times are in seconds of any
+    monotonic clock. WELCOME tells workers `room_bytes`, the size of the receive buffer.
 
     Attributes:
-        failure: why the session is over; None while it goes on.
+        failure: Why the session has failed, or None.
     """
 
     def __init__(
@@ -90,17 +85,11 @@ class Aggregator:
         return len(self._left) == self._world
 
     def has_left(self, rank: int) -> bool:
-        """Whether a worker has."""
+        """Whether the worker with this rank has left."""
         return rank in self._left
 
     def receive(self, message: Message, source: Hashable, now: float) -> list[Reply]:
-        """What to answer to a message of the session.
-
-        Args:
-            message: whose seal was right.
-            source: the address that it came from.
-            now: seconds.
-        """
+        """Process a message with a valid seal from an address, and return the replies."""
         header = message.header
         if header.aggregator != self._number or header.rank >= self._world:
             return []
@@ -117,7 +106,7 @@ class Aggregator:
         return []
 
     def tick(self, now: float) -> list[Reply]:
-        """Call it about every second: finds out who is silent."""
+        """Fail the session if a worker is silent for too long. Call it about every second."""
         silent = [
             rank
             for rank in range(self._world)
@@ -127,12 +116,12 @@ class Aggregator:
             return self.fail(
                 f"nothing was heard of {ranks_text(silent)} for {self._lost_after:g} seconds"
             )
-        for rank in silent:  # of a session that is over nobody expects a farewell
+        for rank in silent:  # after a failure, do not wait for the LEAVE of a dead worker
             self._left.add(rank)
         return []
 
     def fail(self, why: str) -> list[Reply]:
-        """Ends the session, and tells all workers."""
+        """End the session, and return the replies that tell all workers."""
         if self.failure is None:
             self.failure = why
         return [
@@ -144,13 +133,13 @@ class Aggregator:
 
     def _open(self, header: Header, source: Hashable, body_bytes: int, now: float) -> list[Reply]:
         self._addresses[header.rank] = source
-        if not self._alive[header.rank]:  # or somebody may repeat it
+        if not self._alive[header.rank]:  # a replayed OPEN must not keep a dead worker alive
             self._heard[header.rank] = now
         welcome = header._replace(kind=Kind.WELCOME, filled=0, elements=self._room_bytes)
         return [Reply(source, self._seal.close(welcome, bytes(body_bytes)))]
 
     def _alive_again(self, header: Header, source: Hashable, now: float) -> list[Reply]:
-        if header.round > self._alive[header.rank]:  # not one that somebody repeats
+        if header.round > self._alive[header.rank]:  # otherwise a replay
             self._alive[header.rank] = header.round
             self._heard[header.rank] = now
         return self._failed_to(source)
@@ -180,14 +169,14 @@ class Aggregator:
         if problem is not None:
             return self.fail(problem)
         slot.take(message)
-        self._heard[header.rank] = now  # ALIVE may be lost where much is sent
+        self._heard[header.rank] = now  # under load, ALIVE may be lost
         if slot.arrived.bit_count() < self._world:
             return []
         result = slot.complete(self._seal, self._number)
         return [Reply(address, result) for address in self._addresses.values()]
 
     def _problem_of(self, message: Message, slot: "_Slot") -> str | None:
-        """Why a contribution ends the session; None when it does not."""
+        """Return why a contribution ends the session, or None if it is valid."""
         header = message.header
         if header.round > slot.round:
             return (
@@ -223,10 +212,10 @@ class _Slot:
     """One slot of the pool.
 
     Attributes:
-        round: that is being collected, from 0, over all tensors.
-        arrived: a bit for each rank of whom this round is there.
-        tensor: a header of this round's tensor; None before the first.
-        result: the datagram with the sums of the round before; None before there is one.
+        round: Round in progress, counted from 0 over all tensors.
+        arrived: Bit mask of the ranks whose DATA for this round has arrived.
+        tensor: A header of the current tensor; None between tensors.
+        result: Datagram with the sums of the previous round; None before the first.
     """
 
     def __init__(self, world: int) -> None:
@@ -239,8 +228,9 @@ class _Slot:
         self._waiting: list[list[tuple[Numbers, Values]]] = [[] for _ in range(world)]
 
     def goes_on_with(self, message: Message) -> bool:
-        """Whether a rank's blocks and its next one are the tensor's, ascending, from where the
-        round begins: each begins behind the one before, and a rank has one datagram waiting.
+        """Check a rank's DATA against the tensor and the round. Its block numbers have to ascend,
+        from the beginning of the round or later, and stay below the rank's next block. A rank must
+        not send blocks while earlier blocks of it wait.
         """
         header = message.header
         blocks = -(-header.elements // header.block_size)
@@ -257,7 +247,6 @@ class _Slot:
         )
 
     def take(self, message: Message) -> None:
-        """Notes what a rank has sent."""
         header = message.header
         self.tensor = header if self.tensor is None else self.tensor
         self.arrived |= 1 << header.rank
@@ -266,8 +255,7 @@ class _Slot:
             self._waiting[header.rank].append(message.blocks())
 
     def complete(self, seal: Seal, aggregator: int) -> bytearray:
-        """Adds up what is complete, and begins the next round."""
-        assert self.tensor is not None  # noqa: S101 - a round ends with what somebody has sent
+        assert self.tensor is not None  # noqa: S101 - `take` has set it
         numbers, until = self._complete_numbers(self.tensor.capacity)
         header = self.tensor._replace(
             kind=Kind.RESULT,
@@ -287,7 +275,7 @@ class _Slot:
         return self.result
 
     def _complete_numbers(self, capacity: int) -> tuple[Numbers, int]:
-        """The numbers of blocks that are complete, as many as fit, and the one to go on from."""
+        """Return the complete blocks, as many as fit, and the block at which to continue."""
         until = min(self._next)
         parts = [numbers for waiting in self._waiting for numbers, _ in waiting]
         if not parts:
@@ -299,17 +287,17 @@ class _Slot:
         return numbers[:complete], until
 
     def _add(self, numbers: Numbers, sums: Values) -> None:
-        """Rank by rank, so that the bits do not depend on who came first."""
+        """Add rank by rank, so that the bits do not depend on the order of arrival."""
         assert self.tensor is not None  # noqa: S101 - as above
         element = ELEMENTS[self.tensor.element]
         is_sum = self.tensor.operation == Operation.SUM
         combine = np.add if is_sum else np.maximum
         wide = sums if element.is_added_as_sent else element.widen(sums)
-        with np.errstate(all="ignore"):  # infinities add up to NaN, and integers wrap around
+        with np.errstate(all="ignore"):  # inf - inf is NaN, and integers wrap around
             for waiting in self._waiting:
                 for own, values in waiting:
                     there = int(np.searchsorted(own, numbers[-1], side="right"))
-                    if there == len(numbers):  # the same, for both are ascending and one's are all
+                    if there == len(numbers):  # ascending and as many, so the same numbers
                         combine(wide, element.widen(values[:there]), out=wide)
                     elif there:
                         places = np.searchsorted(numbers, own[:there])
@@ -318,7 +306,6 @@ class _Slot:
             sums[:] = element.narrow(wide)
 
     def _drop(self, until: int) -> None:
-        """Forgets the blocks below a number."""
         for rank, waiting in enumerate(self._waiting):
             rest = []
             for numbers, values in waiting:
@@ -329,11 +316,11 @@ class _Slot:
 
 
 DIFFERENT: Final = "the ranks want to add up different tensors: "
-"""How a failure begins that a user's own code is the reason of."""
+"""Prefix of a failure whose cause is the user's code; workers raise ConfigError for it."""
 
 
 def ranks_text(ranks: list[int]) -> str:
-    """For people: `rank 3`, `ranks 1 and 3`, and no more than five of them."""
+    """Return `rank 3` or `ranks 1 and 3` for messages; names at most five ranks."""
     named = [str(rank) for rank in ranks[:5]] + ([f"{len(ranks) - 5} others"] if ranks[5:] else [])
     if len(named) == 1:
         return f"rank {named[0]}"

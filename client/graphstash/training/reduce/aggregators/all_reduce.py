@@ -1,11 +1,12 @@
-"""The all-reduce through aggregators: each rank sends its own blocks that are not zero, once.
+"""The all-reduce through aggregators: each rank sends its own nonzero blocks, once.
 
-    ranks  --  their blocks that are not zero  -->  aggregators, one for every n-th block
+    ranks  --  their nonzero blocks  -->  aggregators, one for every n-th block
     ranks  <--  the sums of the union's blocks  --  aggregators
 
-A ring sends each element 2(N-1)/N times, zero or not. Here a rank sends its own blocks, and
-receives the union's. This is OmniReduce with its aggregators (Fei et al., SIGCOMM 2021); a tensor
-without zeros is streamed as by SwitchML (Sapio et al., NSDI 2021).
+A ring sends each element 2(N-1)/N times, zero or not. Here a rank sends its own nonzero blocks,
+and receives those of the union: the blocks that are nonzero on any rank. This is OmniReduce with
+its aggregators (Fei et al., SIGCOMM 2021). A tensor without zeros is streamed as in SwitchML
+(Sapio et al., NSDI 2021).
 """
 
 import time
@@ -45,15 +46,16 @@ _INT32: Final = code_of("int32") or 0
 _UINT8: Final = code_of("uint8") or 0
 
 _YEAR: Final = 31_536_000
-"""Seconds."""
+"""Seconds of a year."""
 
 
 class AggregatedAllReduce:
-    """Sums tensors over ranks, through aggregators. Every rank calls it as often, in the same
-    order, from one thread at a time, and closes it.
+    """Sums tensors over ranks, through aggregators.
 
-    The bits are the same on all ranks and in every run: an aggregator adds in the order of the
-    ranks, fp16 and bf16 in fp32, rounded once; other types in themselves.
+    Every rank makes the same calls in the same order, from one thread at a time, and calls
+    `close` at the end. The result has the same bits on all ranks and in every run. An aggregator
+    adds in the order of the ranks. It adds fp16 and bf16 in fp32 and rounds once; it adds other
+    types in their own type.
     """
 
     def __init__(
@@ -70,32 +72,33 @@ class AggregatedAllReduce:
         lost_after_seconds: float = 30.0,
         timeout_seconds: float | None = None,
     ) -> None:
-        """Begins on all ranks together, with the same arguments but for `listen`.
+        """Begin a session; a collective call, with the same arguments on all ranks except `listen`.
 
         Args:
-            group: of the ranks, for the beginning alone; None for the default one.
-            block_size: elements of a block: the smaller, the fewer zeros are sent.
-            aggregators: `HOST:PORT` of each that runs already, see
-                `python -m graphstash.training.reduce.aggregators --help`. None starts one process
-                beside each rank, which ends with it.
-            secret_file: what those that run already were given.
-            listen: the IP address by which other ranks know this host; None for the one on the way
-                to torch's store.
-            quantize: adds up fp32 as int32 with an exponent for each block, see `quantization`.
-            payload_bytes: of a UDP datagram, up to 65,507; None for the largest of 61,440, 8,952
-                and 1,452 that passes between all of them.
-            slots: datagrams under way between a rank and an aggregator, up to 64; None for as many
-                as the aggregator's buffer holds of all ranks, and no more than 16.
-            lost_after_seconds: after which a silent process is taken for dead, and all ranks end
-                with an error; 0.001 to a year.
-            timeout_seconds: how long to wait for ranks that live, and are late; None for the
-                timeout of the group.
+            group: Process group of the ranks, used only to begin. Default: the default group.
+            block_size: Elements of a block, 1 or more. Smaller blocks send fewer zeros.
+            aggregators: `HOST:PORT` of each running aggregator, see
+                `python -m graphstash.training.reduce.aggregators --help`. Default: start one
+                process beside each rank, which ends with the rank.
+            secret_file: File with the secret of the running aggregators.
+            listen: IP address by which other ranks reach this host. Default: the address of the
+                interface that routes to torch's store.
+            quantize: Whether to add fp32 as int32 with an exponent per block, see `quantization`.
+            payload_bytes: Payload of a UDP datagram, up to 65,507. Default: the largest of 61,440,
+                8,952 and 1,452 that passes between all ranks and aggregators.
+            slots: Datagrams in flight between a rank and an aggregator, 1 to 64. Default: as many
+                as the smallest receive buffer holds for all ranks, at most 16.
+            lost_after_seconds: Seconds of silence after which a process counts as dead, and all
+                ranks get an error; 0.001 to a year.
+            timeout_seconds: Seconds to wait for ranks that are alive but late. Default: the timeout
+                of the group.
 
         Raises:
-            ValueError: a number is out of its range.
-            TypeError: `aggregators` is one address, and no list.
-            ConfigError: ranks have different arguments, or an address cannot be used; on each rank.
-            AggregationError: an aggregator does not start or answer; on each rank.
+            ValueError: an argument is out of its range, or contradicts another.
+            TypeError: `aggregators` is a string instead of a list.
+            ConfigError: the ranks have different arguments, or an address cannot be used; on every
+                rank.
+            AggregationError: an aggregator does not start or answer; on every rank.
         """
         if block_size < 1:
             raise ValueError(f"a block of {block_size} elements: take 1 or more, 256 is usual")
@@ -142,8 +145,8 @@ class AggregatedAllReduce:
         finalize(self, self._session.close)
 
     def close(self) -> None:
-        """Ends the session, and the process beside this rank. The last sums are lost for no rank:
-        an aggregator stays until every rank has closed, two seconds at most.
+        """End the session, and the aggregator beside this rank. No rank misses its last sums: an
+        aggregator stays until every rank has closed, for at most two seconds.
         """
         self._session.close()
 
@@ -155,7 +158,7 @@ class AggregatedAllReduce:
 
     @property
     def counters(self) -> Counters:
-        """What this rank has sent and received since the beginning."""
+        """Datagrams that this rank has sent and received since the beginning."""
         return self._session.counters
 
     def sum_(
@@ -166,20 +169,21 @@ class AggregatedAllReduce:
         wire_dtype: torch.dtype | None = None,
         dense_above: float = 1.0,
     ) -> Sent:
-        """Sums in place, over all ranks.
+        """Sum a tensor over all ranks, in place.
 
         Args:
-            flat: one dimension; integers of 8 to 64 bits, fp16, bf16, fp32 or fp64; alike on all
-                ranks. A strided tensor is summed by a copy.
-            scale: factor of every element before it is sent.
-            wire_dtype: what elements are sent as; None for their own type.
-            dense_above: without effect, for an index costs four bytes of a block.
+            flat: A tensor of one dimension: integers of 8 to 64 bits, fp16, bf16, fp32 or fp64,
+                with the same shape and type on all ranks. A strided tensor is summed through a
+                copy.
+            scale: Factor by which every element is multiplied before it is sent.
+            wire_dtype: Type in which elements are sent. Default: their own type.
+            dense_above: No effect: sending a block by its number costs only four bytes.
 
         Raises:
-            ValueError: the tensor has more or less than one dimension, is sparse, or has several
+            ValueError: the tensor does not have exactly one dimension, is sparse, or has several
                 elements at one address.
-            ConfigError: the ranks have different tensors, which is the end of the session, or a
-                block is too large for a datagram, or of another type.
+            ConfigError: the ranks have different tensors, which ends the session; or a block does
+                not fit into a datagram; or the type is not supported.
             AggregationError: a rank or an aggregator is gone; the session is over.
         """
         del dense_above
@@ -190,7 +194,7 @@ class AggregatedAllReduce:
             return self._sum(contiguous, nonzero, scale, element, began)
 
     def sum_whole_(self, flat: Tensor, *, wire_dtype: torch.dtype | None = None) -> int:
-        """Sums in place, zeros and all, and returns how many bytes this rank has sent."""
+        """Sum a tensor in place, including its zeros, and return how many bytes were sent."""
         began = time.perf_counter()
         element = self._element_of(flat, wire_dtype)
         with written_back(flat) as contiguous:
@@ -236,7 +240,7 @@ class AggregatedAllReduce:
         )
 
     def _sum_quantized(self, values: Values, nonzero: npt.NDArray[np.bool_]) -> int:
-        """Exponents first, then integers; how many blocks the union has."""
+        """Agree on exponents, sum the integers, and return how many blocks the union has."""
         rows = np.zeros((len(nonzero), self.block_size), np.float32)
         rows.reshape(-1)[: len(values)] = values
         codes = exponents(rows)
@@ -252,7 +256,7 @@ class AggregatedAllReduce:
         return total.union_blocks
 
     def _element_of(self, flat: Tensor, wire_dtype: torch.dtype | None) -> int:
-        """The code of the type that a tensor is sent as; ConfigError where it cannot be sent."""
+        """Return the code of the type to send, or raise ConfigError if it cannot be sent."""
         require_floats(flat, wire_dtype)
         dtype = wire_dtype or flat.dtype
         element = code_of(str(dtype).removeprefix("torch."))
@@ -284,12 +288,11 @@ def _or_default(group: distributed.ProcessGroup | None) -> distributed.ProcessGr
 
 
 def _seconds(group: distributed.ProcessGroup) -> float:
-    """The group's timeout; torch's own where it does not tell."""
+    """Return the group's timeout, or torch's default if the group does not expose it."""
     return (timeout_of(group) or distributed.default_pg_timeout).total_seconds()
 
 
 def _as_numpy(flat: Tensor) -> Values:
-    """The same memory; bf16 as bits."""
     if flat.dtype == torch.bfloat16:
         return flat.view(torch.int16).numpy().view(np.uint16)
     return flat.numpy()

@@ -1,6 +1,7 @@
-"""A clock that stands still with its process, such as in a job that is suspended and goes on.
+"""A clock that excludes the time during which its process was suspended.
 
-What others have said meanwhile has not arrived yet. By any other clock they would be silent.
+Heartbeats sent during a suspension have not been read yet when the process resumes. With another
+clock, the process would take their senders for dead.
 """
 
 import time
@@ -10,11 +11,11 @@ from typing import Final
 __all__ = ["AwakeClock"]
 
 _LONGEST_SECONDS: Final = 2.0
-"""Between two looks at it; twice as long as anyone waits who is awake."""
+"""Maximum advance per call; twice the longest wait of a running process."""
 
 
 class AwakeClock:
-    """Seconds that go on, of which a longer time between two calls counts as two."""
+    """Monotonic clock that advances at most two seconds per call, to exclude suspension."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -22,7 +23,7 @@ class AwakeClock:
         self._missed = 0.0
 
     def __call__(self) -> float:
-        """The time now."""
+        """Return the time now, in seconds."""
         now = self._clock()
         self._missed += max(0.0, now - self._last - _LONGEST_SECONDS)
         self._last = now

@@ -1,7 +1,7 @@
-"""A flat tensor as rows, one for each block, dealt out to streams.
+"""A flat tensor as rows, one per block, dealt out to streams.
 
-Of `streams` streams, number i has the blocks i, i + streams, i + 2 * streams, ...: where the blocks
-that are not zero lie close together, all streams have their share of them.
+With n streams, stream i has the blocks i, i + n, i + 2n, and so on. Nonzero blocks that lie close
+together are therefore shared by all streams.
 """
 
 import numpy as np
@@ -13,17 +13,14 @@ __all__ = ["BlockRows"]
 
 
 class BlockRows:
-    """Reads and writes blocks in place. The last one is filled up with zeros while it is sent.
-
-    Args:
-        flat: one dimension, contiguous, of a type of the wire; is written to.
-        block_size: elements of a block.
+    """Reads and writes the blocks of a contiguous array of one dimension and a wire type, in place.
+    A shorter last block is padded with zeros when it is read.
 
     Attributes:
-        count: of blocks, the last and shorter one included.
-        elements: of the tensor.
-        block_size: elements of a block.
-        itemsize: bytes of an element.
+        count: Number of blocks, including a shorter last one.
+        elements: Elements of the tensor.
+        block_size: Elements of a block.
+        itemsize: Bytes of an element.
     """
 
     def __init__(self, flat: Values, block_size: int) -> None:
@@ -36,12 +33,7 @@ class BlockRows:
         self._tail = flat[whole * block_size :]
 
     def deal(self, nonzero: npt.NDArray[np.bool_], streams: int) -> list[Numbers]:
-        """The numbers of the blocks that are not zero, by stream, each ascending.
-
-        Args:
-            nonzero: a boolean for each block.
-            streams: how many, 1 or more.
-        """
+        """Return the numbers of the nonzero blocks for each stream, ascending."""
         table = np.zeros(-(-self.count // streams) * streams, np.bool_)
         table[: self.count] = nonzero
         stream, row = np.nonzero(table.reshape(-1, streams).T)
@@ -49,20 +41,19 @@ class BlockRows:
         return np.split(numbers, np.searchsorted(stream, np.arange(1, streams)))
 
     def read(self, numbers: Numbers, into: Values) -> None:
-        """Copies blocks, ascending, to zeros [len(numbers), block_size]."""
+        """Copy blocks, ascending, to a zero array [len(numbers), block_size]."""
         whole = self._whole_of(numbers)
         np.take(self._rows, numbers[:whole], axis=0, out=into[:whole], mode="clip")
         if whole < len(numbers):
             into[whole, : len(self._tail)] = self._tail
 
     def write(self, numbers: Numbers, values: Values) -> None:
-        """The opposite of `read`."""
+        """Copy values back to the blocks; the inverse of `read`."""
         whole = self._whole_of(numbers)
         self._rows[numbers[:whole]] = values[:whole]
         if whole < len(numbers):
             self._tail[:] = values[whole, : len(self._tail)]
 
     def _whole_of(self, numbers: Numbers) -> int:
-        """How many of the blocks are not the shorter one."""
         ends_short = len(numbers) > 0 and int(numbers[-1]) == len(self._rows)
         return len(numbers) - ends_short

@@ -1,7 +1,7 @@
-"""One rank's sockets in a session: carries what a `Worker` says and hears.
+"""One rank's sockets in a session: the I/O for a `Worker`.
 
-A thread says every few seconds that this rank lives, so that a rank that computes for long is not
-taken for one that is gone.
+A thread sends a heartbeat five times per `lost_after_seconds`. Without it, aggregators would take
+a rank with a long computation for dead.
 """
 
 import selectors
@@ -40,18 +40,19 @@ _MAX_WHY_BYTES: Final = 1000
 
 @dataclass
 class Counters:
-    """What a rank has sent and received since the beginning, in UDP datagrams of this protocol.
+    """UDP datagrams of this protocol that a rank has sent and received since the beginning.
 
-    Bytes have the headers of this protocol; IP and UDP add 28 to a datagram (IPv6: 48).
+    Bytes include the headers of this protocol. IP and UDP add 28 bytes per datagram (IPv6: 48).
 
     Attributes:
-        sent_bytes: of datagrams of tensors, each counted once.
-        sent_datagrams: their number.
-        received_bytes: of sums that were needed.
-        received_datagrams: their number.
-        resent_bytes: of datagrams that nobody had answered in time.
-        resent_datagrams: their number.
-        ignored_datagrams: that came twice, late, or from somebody without the key.
+        sent_bytes: Bytes of datagrams with tensors, each counted once.
+        sent_datagrams: Number of these datagrams.
+        received_bytes: Bytes of datagrams with new sums.
+        received_datagrams: Number of these datagrams.
+        resent_bytes: Bytes of datagrams that were resent because no answer had arrived in time.
+        resent_datagrams: Number of resends.
+        ignored_datagrams: Number of datagrams without new sums: duplicates, late ones, WAITING,
+            and datagrams without a valid seal.
     """
 
     sent_bytes: int = 0
@@ -65,11 +66,8 @@ class Counters:
 
 @dataclass
 class Way:
-    """How one rank reaches the aggregators.
-
-    Attributes:
-        payload_bytes: of the datagrams that pass, ascending.
-        room_bytes: of what may wait to be received, at the least of all ends.
+    """How one rank reaches the aggregators: sizes of datagrams that reach all aggregators and come
+    back, ascending, and the smallest receive buffer of this rank and the aggregators, in bytes.
     """
 
     payload_bytes: list[int]
@@ -77,18 +75,12 @@ class Way:
 
 
 class Client:
-    """The sockets of one rank.
+    """The sockets of one rank. `addresses` and `seals` are ordered by aggregator number.
 
-    Args:
-        addresses: of the aggregators, in the order of their numbers, alike on all ranks.
-        seals: of the session, one for each.
-        rank: of this process.
-        world: how many ranks there are.
-        lost_after_seconds: how long one may be silent.
-        counters: are counted up.
+    A process counts as dead after `lost_after_seconds` of silence.
 
     Raises:
-        ConfigError: there is no way to an address.
+        ConfigError: an address is invalid or not routable.
     """
 
     def __init__(
@@ -123,14 +115,12 @@ class Client:
             raise
 
     def open(self, sizes: Sequence[int]) -> Way:
-        """Begins the session with every aggregator, and finds out which datagrams pass.
+        """Begin the session with every aggregator, and find out which datagram sizes pass.
 
-        Args:
-            sizes: bytes of datagrams to try. A second after one has passed everywhere, those that
-                have are enough.
+        Tries all `sizes`, in bytes, and stops a second after the first size has passed everywhere.
 
         Raises:
-            AggregationError: one does not answer.
+            AggregationError: an aggregator does not answer, or refuses the session.
         """
         passed: list[set[int]] = [set() for _ in self._addresses]
         rooms = [sockets.room_of(each) for each in self._sockets]
@@ -175,15 +165,9 @@ class Client:
         operation: Operation,
         look: Callable[[], None],
     ) -> Totals:
-        """Adds up a tensor, in place.
+        """Reduce a tensor over all ranks, in place; see `Worker.begin`.
 
-        Args:
-            worker: of its session.
-            blocks: of the tensor.
-            nonzero: a boolean for each block: whether it is sent.
-            element: code of their type.
-            operation: what becomes of them.
-            look: is called now and then, and raises when it is no use to wait.
+        Calls `look` about every half second; it raises if waiting has become useless.
 
         Raises:
             AggregationError: the session is over.
@@ -211,7 +195,7 @@ class Client:
         return worker.totals()
 
     def leave(self, why: str = "") -> None:
-        """Tells the aggregators that this rank is done, or why it gives up, and closes."""
+        """Tell the aggregators that this rank is done, or why it gives up, and disconnect."""
         self._closing.set()
         until = time.monotonic() + _LEAVE_SECONDS
         missing = set(range(len(self._sockets)))
@@ -226,7 +210,7 @@ class Client:
         self._close_sockets()
 
     def _let_go(self, until: float, missing: int) -> set[int]:
-        """The aggregators that know that this rank has left, or are not there any more."""
+        """Return the aggregators that have confirmed LEAVE or are gone."""
         gone: set[int] = set()
         while len(gone) < missing and (now := time.monotonic()) < until:
             for key, _ in self._selector.select(until - now):
@@ -239,7 +223,7 @@ class Client:
         return gone
 
     def _received(self, seconds: float) -> Iterator[tuple[int, bytes]]:
-        """What has come from which aggregator; waits so long for the first."""
+        """Yield aggregator numbers and datagrams. Waits up to `seconds` for the first."""
         for key, _ in self._selector.select(max(0.0, seconds)):
             for datagram, _ in sockets.received(self._sockets[key.data]):
                 yield key.data, datagram

@@ -1,7 +1,7 @@
-"""The aggregator process of one rank: started with it, and ended with it.
+"""The aggregator process of one rank, which starts and ends with the rank.
 
-It ends when its standard input does. Children that the rank forks may keep that open after the
-rank was killed, so it looks for its parent every second as well.
+The process exits when its standard input closes. If the rank is killed, its forked children may
+keep that pipe open. Therefore the process also checks every second whether its parent is alive.
 """
 
 import contextlib
@@ -24,24 +24,20 @@ _END_SECONDS: Final = 5.0
 
 
 class ColocatedAggregator:
-    """Starts one.
-
-    Args:
-        host: the address of this host that it listens on.
-        rank: that starts it.
+    """Starts an aggregator process that listens on `host`, an address of this host.
 
     Attributes:
-        address: where it listens.
-        secret: that it knows.
+        address: Address on which the aggregator listens.
+        secret: Secret of the aggregator, which seals are made from.
 
     Raises:
-        AggregationError: it does not start; says why.
+        AggregationError: the process does not start; includes its reason.
     """
 
     def __init__(self, host: str, *, rank: int) -> None:
         self.secret = secrets.token_bytes(32)
         listen = f"[{host}]:0" if ":" in host else f"{host}:0"
-        # Of the job's working directory nothing is imported, whatever its files are called.
+        # -P: a file in the job's working directory must not shadow a module.
         command = [sys.executable, "-P", "-m", _MODULE, "--listen", listen, "--owner", str(rank)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
@@ -55,14 +51,14 @@ class ColocatedAggregator:
             raise
 
     def has_ended(self) -> bool:
-        """Whether it is gone, though nobody has closed it."""
+        """Whether the process has exited."""
         return self._process.poll() is not None
 
     def close(self) -> None:
-        """Ends it. It stays some seconds for ranks that have not got the last answers."""
+        """End the process. It stays up to 2 seconds for ranks that miss the last sums."""
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.write(b"end")  # a fork may keep the pipe open
+                self._process.stdin.write(b"end")  # closing may not do: a fork may hold the pipe
             self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
@@ -83,7 +79,7 @@ class ColocatedAggregator:
                 said = self._process.stdout.readline()
                 try:
                     answer = json.loads(said or b"{}")
-                except ValueError:  # what the environment makes Python print as it starts
+                except ValueError:  # the environment may make Python print something at startup
                     answer["error"] = f"its first line is {said[:200]!r}"
         match answer:
             case {"address": [str(host), int(port)]}:

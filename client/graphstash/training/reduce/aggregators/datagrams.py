@@ -1,24 +1,23 @@
-"""What workers and aggregators say to each other: one message in one datagram, sealed.
+"""The messages between workers and aggregators: one message per datagram, sealed.
 
     header, 56 bytes   fixed fields, little-endian: `Header`
     values             `filled` blocks, or the text of FAILED and LEAVE, or the ranks of WAITING
     numbers            `filled` numbers of blocks, uint32, ascending
-    seal, 16 bytes     HMAC-SHA256 of all that is before it, the first 16 bytes
+    seal, 16 bytes     the first 16 bytes of HMAC-SHA256 over everything before it
 
-    OPEN     worker      begins a session; as long as the datagrams to come will be
-    WELCOME  aggregator  answers OPEN, as long as it
-    DATA     worker      blocks of a round, and the number of the next one that is not zero
-    RESULT   aggregator  the sums of a round, and the number from which the next round goes on
-    WAITING  aggregator  answers what came twice: it is there, and these ranks are missing
-    ASK      worker      DATA again, without blocks, after WAITING
-    ALIVE    worker      nothing else to say; `round` counts them
-    LEAVE    worker      ends its part of the session, and says why if it failed
+    OPEN     worker      begins a session; padded to a datagram size that the worker tries
+    WELCOME  aggregator  answers OPEN, with the same size
+    DATA     worker      blocks of a round, and the number of the worker's next nonzero block
+    RESULT   aggregator  the sums of a round, and the number at which the next round begins
+    WAITING  aggregator  answers a repeated DATA: it has arrived, and these ranks are missing
+    ASK      worker      repeats DATA without its blocks, after WAITING
+    ALIVE    worker      heartbeat; `round` counts them
+    LEAVE    worker      ends the worker's part in the session; has a text if the worker failed
     LEFT     aggregator  answers LEAVE
-    FAILED   aggregator  the session is over, and why
+    FAILED   aggregator  the session is over; the text says why
 
-A datagram of another job, session or aggregator, one that is cut off, and one that somebody else
-has made, differ in the seal or in a field that the seal covers, and are thrown away. One that comes
-twice has the number of an old round.
+Receivers drop datagrams of another job, session or aggregator, truncated datagrams, and forgeries:
+the seal, or a field under the seal, does not match. A duplicate has the number of an old round.
 """
 
 import hmac
@@ -51,23 +50,23 @@ Numbers: TypeAlias = npt.NDArray[np.uint32]
 Values: TypeAlias = npt.NDArray[Any]
 
 END: Final = 2**32 - 1
-"""The number of no block: there is no next one."""
+"""Stands for "no next block" where a block number is expected."""
 
 LONGEST: Final = 65_507
-"""Bytes that UDP over IPv4 carries at most."""
+"""Maximum payload of a UDP datagram over IPv4, bytes."""
 
 _MAGIC: Final = b"GSA1"
 _FIELDS: Final = struct.Struct("<4sBBBxQHHHHIHHQQII")
 _SEAL_BYTES: Final = 16
 
 OVERHEAD_BYTES: Final = _FIELDS.size + _SEAL_BYTES
-"""Of a datagram beside its blocks and their numbers: header and seal."""
+"""Bytes of header and seal in each datagram."""
 
 _NUMBER_BYTES: Final = 4
 
 
 class Kind(IntEnum):
-    """What a message says; see the module."""
+    """The kind of a message; see the module."""
 
     OPEN = 1
     WELCOME = 2
@@ -82,33 +81,34 @@ class Kind(IntEnum):
 
 
 class Operation(IntEnum):
-    """What an aggregator makes of the ranks' elements."""
+    """How an aggregator combines the elements of the ranks."""
 
     SUM = 1
     MAX = 2
 
 
 class Header(NamedTuple):
-    """The fields of every message; those that a kind does not need are 0.
+    """The fields of every message. Fields that a kind does not use are 0, and `next` is END.
 
     Attributes:
-        kind: what it says. OPEN has how many workers there are in `filled`, and in `round` how many
-            milliseconds one may be silent; WELCOME has in `elements` how many bytes may wait for
-            the aggregator.
-        element: code of the blocks' type in `ELEMENTS`.
+        kind: Kind of the message. OPEN stores the number of workers in `filled`, and
+            `lost_after_seconds` in `round` as milliseconds. WELCOME stores the aggregator's
+            receive buffer in `elements`, in bytes.
+        element: Code of the blocks' type in `ELEMENTS`.
         operation: SUM or MAX.
-        session: a random number.
-        rank: of the worker that sends or is answered.
-        aggregator: number of the aggregator that sends or is meant.
-        slot: of the aggregator's pool.
-        streams: into which the tensor's blocks are dealt out.
-        tensor: how many tensors came before it in the session, modulo 2**32.
-        capacity: blocks that fit into a datagram.
-        filled: with how many blocks this one is.
-        round: how many rounds the slot had before this one.
-        elements: of the tensor.
-        block_size: elements of a block.
-        next: in DATA the worker's next block, in RESULT the smallest of all ranks' next; or END.
+        session: A random number.
+        rank: Rank of the worker that sends or is answered.
+        aggregator: Number of the aggregator that sends or is addressed.
+        slot: Number of the slot in the aggregator's pool.
+        streams: Number of streams of the tensor's blocks.
+        tensor: Number of earlier tensors in the session, modulo 2**32.
+        capacity: Number of blocks that fit into a datagram.
+        filled: Number of blocks in this datagram.
+        round: Number of earlier rounds of the slot.
+        elements: Elements of the tensor.
+        block_size: Elements of a block.
+        next: In DATA the worker's next block, in RESULT the smallest next block of all ranks; or
+            END.
     """
 
     kind: int
@@ -129,7 +129,7 @@ class Header(NamedTuple):
 
     @property
     def tensor_fields(self) -> tuple[int, ...]:
-        """What is the same in all datagrams of a tensor, on all ranks."""
+        """The fields that are equal in all datagrams of a tensor, on all ranks."""
         return (
             *(self.tensor, self.elements, self.element, self.block_size),
             *(self.operation, self.capacity, self.streams),
@@ -137,33 +137,28 @@ class Header(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A datagram that somebody with the key has sealed.
-
-    Attributes:
-        header: its fields.
-        body: what is between header and seal.
-    """
+    """A datagram with a valid seal; `body` is what lies between header and seal."""
 
     header: Header
     body: memoryview
 
     @property
     def text(self) -> str:
-        """Of FAILED and LEAVE."""
+        """Text of FAILED and LEAVE."""
         return bytes(self.body).decode("utf-8", "replace")
 
     @property
     def ranks(self) -> list[int]:
-        """Of WAITING."""
+        """Missing ranks of WAITING."""
         return [int(rank) for rank in np.frombuffer(self.body, "<u2")]
 
     @property
     def has_blocks(self) -> bool:
-        """Whether the body is as long as the header says, of DATA and RESULT."""
+        """Whether the body of DATA or RESULT has the length that the header requires."""
         return len(self.body) == self._value_bytes + self.header.filled * _NUMBER_BYTES
 
     def blocks(self) -> tuple[Numbers, Values]:
-        """Numbers and elements [filled, block_size] of a message that has blocks."""
+        """Return numbers and elements [filled, block_size] of a message with blocks."""
         header = self.header
         values = np.frombuffer(self.body[: self._value_bytes], ELEMENTS[header.element].wire)
         numbers = np.frombuffer(self.body[self._value_bytes :], "<u4")
@@ -176,11 +171,8 @@ class Message(NamedTuple):
 
 
 class Seal:
-    """Makes and opens the datagrams of one session.
-
-    Args:
-        key: of 32 bytes or more that only the session's processes know.
-        session: its number, 0 to 2**64 - 1.
+    """Seals and opens the datagrams of one session, 0 to 2**64 - 1. `key` is a secret of the
+    session's processes, 32 bytes or more.
     """
 
     def __init__(self, key: bytes, session: int) -> None:
@@ -188,7 +180,7 @@ class Seal:
         self.session = session
 
     def close(self, header: Header, body: bytes | bytearray | memoryview = b"") -> bytearray:
-        """The datagram of a message."""
+        """Return the sealed datagram of a message."""
         datagram = self._blank(header, len(body))
         datagram[_FIELDS.size : -_SEAL_BYTES] = body
         return self._sealed(datagram)
@@ -196,12 +188,10 @@ class Seal:
     def close_blocks(
         self, header: Header, numbers: Numbers, fill: Callable[[Values], object]
     ) -> bytearray:
-        """The datagram of a message with blocks.
+        """Return the sealed datagram of a message with blocks, whose numbers are ascending.
 
-        Args:
-            header: of which `filled` is the length of `numbers`.
-            numbers: of the blocks, ascending.
-            fill: is called with zeros [filled, block_size] of the wire's type to write to.
+        Calls `fill` with a zero array [filled, block_size] of the wire type, to write the blocks
+        to.
         """
         element = ELEMENTS[header.element]
         value_bytes = header.filled * header.block_size * element.wire.itemsize
@@ -215,7 +205,7 @@ class Seal:
         return self._sealed(datagram)
 
     def open(self, datagram: bytes | bytearray) -> Message | None:
-        """What a datagram says; None when it is not of its session, or its seal is not right."""
+        """Return the message. Return None for another session or an invalid seal."""
         if session_of(datagram) != self.session:
             return None
         view = memoryview(datagram)
@@ -237,12 +227,14 @@ class Seal:
 
 
 def session_of(datagram: bytes | bytearray) -> int | None:
-    """The session that a datagram says it is of; None when it is no datagram of this protocol."""
+    """Return the session in a datagram's header, before its seal is checked. Return None if the
+    datagram is not of this protocol.
+    """
     if len(datagram) < OVERHEAD_BYTES or datagram[:4] != _MAGIC:
         return None
     return int.from_bytes(datagram[8:16], "little")
 
 
 def blocks_per_datagram(payload_bytes: int, block_bytes: int) -> int:
-    """How many blocks of that many bytes go into a datagram, with their numbers; 0 for none."""
+    """Return how many blocks with their numbers fit into a datagram; 0 if a block is too large."""
     return max(0, payload_bytes - OVERHEAD_BYTES) // (block_bytes + _NUMBER_BYTES)

@@ -1,7 +1,7 @@
-"""Types of elements: as they are sent, and as they are added up.
+"""The types of elements: in datagrams, and while they are added.
 
-fp16 and bf16 are added in fp32 and rounded once; every other type in itself, integers with the
-wrap-around of two's complement.
+fp16 and bf16 are added in fp32, and the sum is rounded once. All other types are added in their
+own type. Integers wrap around (two's complement).
 """
 
 from collections.abc import Callable
@@ -19,10 +19,10 @@ class Element(NamedTuple):
     """A type of elements.
 
     Attributes:
-        name: torch's, without `torch.`.
-        wire: numpy's type of what is sent; bf16, which numpy has not, are bits.
-        widen: from what is sent to what is added up.
-        narrow: and back.
+        name: Name in torch, without `torch.`.
+        wire: numpy type in datagrams. bf16 is sent as uint16 bits, because numpy has no bf16.
+        widen: Converts from the wire type to the type for adding.
+        narrow: Converts back to the wire type.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Element(NamedTuple):
 
     @property
     def is_added_as_sent(self) -> bool:
-        """Whether the sums are of the type that is sent."""
+        """Whether elements are added in the wire type."""
         return self.widen is _same
 
 
@@ -45,7 +45,7 @@ def _half_to_single(values: _Array) -> _Array:
 
 
 def _single_to_half(values: _Array) -> _Array:
-    with np.errstate(all="ignore"):  # too large a sum is infinite, as in torch
+    with np.errstate(all="ignore"):  # sums that are too large become inf, as in torch
         return values.astype(np.float16)
 
 
@@ -54,7 +54,7 @@ def _brain_to_single(bits: _Array) -> _Array:
 
 
 def _single_to_brain(values: _Array) -> _Array:
-    """To the nearest, and of two to the even one; a NaN stays one."""
+    """Round to nearest, ties to even. NaN stays NaN."""
     bits = values.view(np.uint32)
     rounded = bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))
     return (np.where(np.isnan(values), bits | 0x400000, rounded) >> 16).astype(np.uint16)
@@ -75,11 +75,11 @@ ELEMENTS: Final = {
     8: _plain("int64"),
     9: _plain("uint8"),
 }
-"""By their code in a header."""
+"""Types by their code in a header."""
 
 _CODES: Final = {element.name: code for code, element in ELEMENTS.items()}
 
 
 def code_of(name: str) -> int | None:
-    """The code of a type by its name in torch, `float32`; None for one that is not added up."""
+    """Return the code of a torch type, such as `float32`, or None if aggregators cannot add it."""
     return _CODES.get(name)

@@ -1,4 +1,4 @@
-"""AggregationError: sums through aggregators that came to an end. See `graphstash.errors`."""
+"""AggregationError: a session with aggregators that failed. See `graphstash.errors`."""
 
 from graphstash.errors import GraphstashError
 
@@ -6,7 +6,8 @@ __all__ = ["AggregationError"]
 
 
 class AggregationError(GraphstashError, RuntimeError):
-    """A worker or an aggregator is gone, late or at odds with the others; says which.
+    """A worker or an aggregator is dead, late or inconsistent with the others; names it.
 
-    Every rank is told. The tensor is partly added up, and the session is over: make another one.
+    Every rank gets the error. The tensor holds sums only in part, and the session is over: create
+    another `AggregatedAllReduce`.
     """

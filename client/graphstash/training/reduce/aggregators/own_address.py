@@ -1,4 +1,4 @@
-"""The address by which the other ranks know this host."""
+"""Finds the address by which the other ranks reach this host."""
 
 import socket
 from typing import Any
@@ -8,12 +8,14 @@ from torch import distributed
 __all__ = ["own_host"]
 
 _ANY_PORT = 9
-"""Nothing is sent there: connecting a UDP socket only asks which way the datagrams would go."""
+"""Any port will do: connecting a UDP socket sends nothing and only selects a route."""
 
 
 def own_host() -> str:
-    """Where this host is on the way to the one with torch's store, which every rank has reached;
-    without such a host, what its own name means; at the worst `127.0.0.1`.
+    """Return the address of the interface that routes to the host of torch's store.
+
+    Every rank has reached that host. If the store has no host, use the address of this host's own
+    name. As a last resort, return `127.0.0.1`.
     """
     store = _store_host()
     for name in (store, socket.gethostname()) if store else (socket.gethostname(),):
@@ -30,7 +32,7 @@ def own_host() -> str:
 
 
 def _store_host() -> str | None:
-    """None for a store in files or in memory."""
+    """Return the store's host, or None for a store in files or in memory."""
     store: Any = distributed.distributed_c10d._get_default_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store

@@ -1,4 +1,4 @@
-"""The secret that workers and aggregators share, from a file."""
+"""Reads the secret that workers and aggregators share from a file."""
 
 from pathlib import Path
 from typing import Final
@@ -12,10 +12,10 @@ _MIN_BYTES: Final = 32
 
 
 def read_secret(path: Path) -> bytes:
-    """What a file has, without white space at its ends.
+    """Return the content of a file without white space at its ends.
 
     Raises:
-        ConfigError: others may read it, too; it cannot be read; or it is too short.
+        ConfigError: other users may read the file, it cannot be read, or it is too short.
     """
     secret = read_private(path, "the aggregators' secret").strip()
     if len(secret) < _MIN_BYTES:

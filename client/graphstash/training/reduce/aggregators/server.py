@@ -1,7 +1,7 @@
 """The process of an aggregator: one socket, and an `Aggregator` for each session.
 
-It waits in one place, for datagrams and for its end. A rank's own one ends with its rank; one
-that serves many jobs ends with a signal.
+One loop waits for datagrams and for the order to stop. A rank's own aggregator stops with its
+rank. An aggregator that serves many jobs stops on a signal.
 """
 
 import os
@@ -20,20 +20,15 @@ __all__ = ["Owner", "Server"]
 
 _MAX_SESSIONS: Final = 64
 _REMEMBERED: Final = 4096
-"""Sessions that are over, and are not begun again."""
+"""Ended sessions to remember, so that a replayed OPEN does not begin one of them again."""
 _TICK_SECONDS: Final = 1.0
 _LINGER_SECONDS: Final = 2.0
-"""For ranks that have not got the last answer."""
+"""Seconds to stay for ranks that miss the last sums."""
 
 
 @dataclass
 class Owner:
-    """The rank whose aggregator this is.
-
-    Attributes:
-        rank: its number.
-        process: its process.
-    """
+    """The rank that started this aggregator: its number and its process id."""
 
     rank: int
     process: int
@@ -47,13 +42,13 @@ class _Session:
 
 
 class Server:
-    """Serves until it is told to end.
+    """Serves sessions on a bound, non-blocking socket until it is told to stop.
 
     Args:
-        at: a socket that is bound and does not block.
-        secret: that seals are made of, 32 bytes or more.
-        end: a descriptor, of which anything that can be read means to end; so does its own end.
-        owner: with whom it ends; None for one that serves all who know the secret.
+        at: The socket.
+        secret: Key material for seals, 32 bytes or more.
+        end: Descriptor that signals the stop when it becomes readable or reaches its end.
+        owner: Rank to stop with. None: serves all jobs that have the secret.
     """
 
     def __init__(
@@ -71,7 +66,7 @@ class Server:
         self._stopped_since: float | None = None
 
     def run(self) -> None:
-        """Returns at its end."""
+        """Serve, and return when the server has stopped."""
         next_tick = self._clock() + _TICK_SECONDS
         while not self._has_ended(now := self._clock()):
             is_busy = bool(self._sessions) or self._owner is not None
@@ -126,7 +121,9 @@ class Server:
             self._stop()
 
     def _stop(self) -> None:
-        """Told to end, or the owner has: says so to whom it concerns."""
+        """Begin to stop, once, and fail the sessions that are affected. An aggregator with an owner
+        fails only the sessions that its owner has not left.
+        """
         if self._stopped_since is not None:
             return
         self._stopped_since = self._clock()
@@ -150,10 +147,10 @@ class Server:
 
 
 def _unknown(seal: Seal, header: Header, source: sockets.Name, *, is_over: bool) -> list[Reply]:
-    """For whom has the key, and a session that this process has not begun, or that is over."""
+    """Answer a sender with the key about a session that has ended or has not begun here."""
     if header.kind == Kind.LEAVE:
         kind, text = Kind.LEFT, ""
-    elif is_over:  # and somebody repeats what was recorded of it
+    elif is_over:  # perhaps a replay of recorded datagrams
         kind = Kind.FAILED
         text = f"aggregator {header.aggregator} has ended that aggregation session"
     elif header.kind == Kind.OPEN:

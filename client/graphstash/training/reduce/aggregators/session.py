@@ -1,6 +1,6 @@
-"""A session: the ranks of a process group, their aggregators, and what they have agreed on.
+"""A session: the ranks of a process group, their aggregators, and the agreement on settings.
 
-The process group is used for this alone. Sums do not go through it.
+The ranks use the process group only to agree. The sums go through the aggregators.
 """
 
 import hashlib
@@ -33,25 +33,17 @@ from graphstash.training.reduce.agreement import require_same
 __all__ = ["Session", "Settings"]
 
 _PAYLOADS: Final = (1_452, 8_952, 61_440)
-"""What passes where a link carries frames of 1,500 or 9,000 bytes (less IPv6 and UDP), and what one
-datagram holds when it may be cut into fragments."""
+"""Datagram sizes to try: the payloads of frames of 1,500 and 9,000 bytes (less IPv6 and UDP
+headers), and the largest datagram to use where IP may fragment it.
+"""
 
 _MOST_SLOTS: Final = 16
-"""Unless told otherwise; more only make queues longer."""
+"""Default upper limit; more slots only lengthen queues."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What all ranks have to agree on.
-
-    Attributes:
-        block_size: elements.
-        aggregators: addresses of dedicated ones; None where each rank has one.
-        quantize: whether fp32 is added up as int32.
-        payload_bytes: of a datagram; None for the largest that passes.
-        slots: of each aggregator; None for as many as its buffer holds.
-        lost_after_seconds: how long a process may be silent.
-    """
+    """The settings that all ranks have to agree on; see `AggregatedAllReduce`."""
 
     block_size: int
     aggregators: tuple[str, ...] | None
@@ -63,8 +55,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class _Offer:
-    """What one rank brings to the others. Of a secret that other jobs have as well, it is a hash:
-    the process group may send it in the clear.
+    """What one rank sends to the others at the start. The process group may transmit it in the
+    clear. The secret of dedicated aggregators, which other jobs share, is therefore sent as a hash.
     """
 
     session: int
@@ -75,18 +67,11 @@ class _Offer:
 
 
 class Session:
-    """Begins on all ranks together.
-
-    Args:
-        group: of the ranks.
-        settings: alike on all ranks.
-        secret_file: for dedicated aggregators.
-        listen: the address of this rank's own aggregator; None to find it out.
-        timeout_seconds: how long a rank that lives may be late.
+    """A session that begins on all ranks together; see `AggregatedAllReduce` for the arguments.
 
     Attributes:
-        payload_bytes: of the longest datagram.
-        counters: what this rank has sent and received.
+        payload_bytes: Size of the longest datagram.
+        counters: Datagrams that this rank has sent and received.
 
     Raises:
         ConfigError: the ranks do not agree, or an address cannot be used.
@@ -147,10 +132,10 @@ class Session:
         element: int,
         operation: Operation = Operation.SUM,
     ) -> Totals:
-        """Adds up a tensor in place; see `Client.reduce`.
+        """Reduce a tensor over all ranks, in place; see `Client.reduce`.
 
         Raises:
-            AggregationError: the session is over, or another process's.
+            AggregationError: the session is over, or belongs to the process that forked this one.
             RuntimeError: another thread is in the middle of a sum.
         """
         if self._process != os.getpid():
@@ -192,14 +177,16 @@ class Session:
             raise
 
     def _why(self, error: BaseException) -> str:
-        """For all ranks; what is not of this package tells nobody whose it is."""
+        """Return the reason to send to all ranks. The text of an error from outside this package
+        does not name the rank, so it is added.
+        """
         if isinstance(error, GraphstashError):
             return str(error)
         return f"rank {self._rank} has given up: {type(error).__name__} {error}".rstrip()
 
     def close(self, why: str = "") -> None:
-        """Ends this rank's part; the others go on until they need it."""
-        if self._process != os.getpid():  # a fork has the same sockets, and is another process
+        """End this rank's part. The other ranks fail only if they still need this one."""
+        if self._process != os.getpid():  # a fork shares the sockets, but must not end the session
             return
         if self._client is not None:
             self._client.leave(why)
@@ -222,7 +209,7 @@ class Session:
     def _aggregators(
         self, settings: Settings, rank: int, secret_file: Path | None, listen: str | None
     ) -> tuple[list[sockets.Address], bytes]:
-        """Where they are, and the secret to offer; this rank's own one is started."""
+        """Return the aggregators' addresses and the secret to offer. Starts this rank's own."""
         if settings.aggregators is None:
             self._own = ColocatedAggregator(_host(listen) or own_host(), rank=rank)
             return [self._own.address], self._own.secret
@@ -242,7 +229,7 @@ class Session:
         rank: int,
         world: int,
     ) -> Way | str:
-        """How this rank reaches the aggregators, or what keeps it from them."""
+        """Return how this rank reaches the aggregators, or a text that says why it does not."""
         sizes = _PAYLOADS if settings.payload_bytes is None else (settings.payload_bytes,)
         try:
             self._client = Client(
@@ -267,7 +254,6 @@ class Session:
 
 
 def _host(listen: str | None) -> str | None:
-    """An address by which other ranks can reach this host, as it was given."""
     if listen is None:
         return None
     try:
@@ -288,7 +274,7 @@ def _gathered(group: distributed.ProcessGroup, mine: Any) -> list[Any]:
 
 
 def _require_agreement(offers: Sequence[_Offer], settings: Settings) -> None:
-    """Raises the same on every rank."""
+    """Raise the same error on every rank if the offers do not fit together."""
     problems = [offer.problem for offer in offers if offer.problem]
     if problems:
         raise ConfigError(f"the sums cannot begin: {'; '.join(problems)}")
@@ -308,14 +294,14 @@ def _require_agreement(offers: Sequence[_Offer], settings: Settings) -> None:
 
 
 def _agreed(found: Sequence[Way | str], settings: Settings, world: int) -> tuple[int, int]:
-    """Bytes of a datagram and slots of an aggregator, the same on all ranks: as much as can wait in
-    the smallest buffer when all ranks send at once, or much of it would be lost.
+    """Return datagram bytes and slots per aggregator, the same on all ranks. The smallest receive
+    buffer has to hold the datagrams of all ranks at once; otherwise many would be lost.
     """
     problems = [each for each in found if isinstance(each, str)]
     if problems:
         raise AggregationError(problems[0])
     ways = [each for each in found if isinstance(each, Way)]
-    room = min(way.room_bytes for way in ways) // 2  # Linux counts more than what is sent
+    room = min(way.room_bytes for way in ways) // 2  # Linux also counts its own overhead
     common = sorted(set.intersection(*(set(way.payload_bytes) for way in ways)))
     if not common:
         raise AggregationError("no size of datagrams passes between all ranks and aggregators")

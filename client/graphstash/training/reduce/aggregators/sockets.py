@@ -1,4 +1,4 @@
-"""UDP sockets: large buffers, addresses of both families, and no waiting."""
+"""Non-blocking UDP sockets with large buffers, for IPv4 and IPv6."""
 
 import errno
 import select
@@ -24,25 +24,29 @@ __all__ = [
 Address: TypeAlias = tuple[str, int]
 
 Name: TypeAlias = tuple[Any, ...]
-"""An address as sockets have it; with IPv6 it has four parts."""
+"""An address in the form of Python's sockets; has four parts for IPv6."""
 
 _BUFFER_BYTES: Final = 4 * 1024**2
-"""Of each direction. Linux gives `net.core.rmem_max` at most, 208 KiB unless somebody raised it."""
+"""Bytes of each send and receive buffer. Linux grants at most `net.core.rmem_max` and `wmem_max`,
+208 KiB unless an administrator has raised them.
+"""
 
 _MAX_DATAGRAM: Final = 65_535
 
 _MOST_AT_ONCE: Final = 64
-"""Datagrams that are read before anything else is looked at."""
+"""Datagrams to read from a socket before its caller turns to other work."""
 
 _PATIENCE_MILLISECONDS: Final = 100
-"""With a full buffer; then the datagram is lost, and sent again later."""
+"""Milliseconds to wait for room in a full send buffer. After that, the datagram counts as lost,
+and is resent later.
+"""
 
 
 def parsed(text: str) -> Address:
-    """The host and port of `HOST:PORT` or `[IPV6]:PORT`.
+    """Return the host and port of `HOST:PORT` or `[IPV6]:PORT`.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is not such an address.
     """
     host, colon, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
@@ -55,53 +59,53 @@ def parsed(text: str) -> Address:
 
 
 def bound(address: Address) -> socket.socket:
-    """A socket at an address of this host; port 0 is a free one.
+    """Return a socket bound to an address of this host. Port 0 selects a free port.
 
     Raises:
-        ConfigError: there is no such address here, or it is taken.
+        ConfigError: this host does not have the address, or the port is taken.
     """
     return _opened(address, socket.socket.bind, "cannot be listened on")
 
 
 def connected(address: Address) -> socket.socket:
-    """A socket that exchanges datagrams with this address alone.
+    """Return a socket that exchanges datagrams only with this address.
 
     Raises:
-        ConfigError: no network leads there.
+        ConfigError: the address cannot be resolved, or no route leads to it.
     """
     return _opened(address, socket.socket.connect, "cannot be reached")
 
 
 def address_of(name: Name) -> Address:
-    """The host and port of what a socket says."""
+    """Return the host and port of a socket's address."""
     return str(name[0]), int(name[1])
 
 
 def room_of(at: socket.socket) -> int:
-    """How many bytes of datagrams may wait. Linux counts what it adds to each as well, and reports
-    twice what was asked for.
+    """Return how many bytes of datagrams the receive buffer holds. Linux reports twice the size
+    that was set, and also counts its overhead for each datagram.
     """
     return at.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) // 2
 
 
 def received(at: socket.socket) -> Iterator[tuple[bytes, Name]]:
-    """The datagrams that are there, a number of them at most, and where they come from."""
+    """Yield waiting datagrams and their sources, up to `_MOST_AT_ONCE`."""
     for _ in range(_MOST_AT_ONCE):
         try:
             yield at.recvfrom(_MAX_DATAGRAM)
         except BlockingIOError:
             return
-        except OSError:  # what the network says of an earlier one, such as ECONNREFUSED
+        except OSError:  # an error of an earlier send, such as ECONNREFUSED
             continue
 
 
 def is_refused(at: socket.socket) -> bool:
-    """Whether the other host has said that nobody listens there (ICMP), since this was asked."""
+    """Whether the other host has reported (ICMP) that no process listens, since the last call."""
     return at.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNREFUSED
 
 
 def send(at: socket.socket, datagram: bytearray, to: Name | None = None) -> bool:
-    """Whether a datagram is on its way; if not, it is lost as others are."""
+    """Send a datagram, and return whether the socket took it. Otherwise it counts as lost."""
     for _ in range(2):
         try:
             if to is None:
@@ -112,7 +116,7 @@ def send(at: socket.socket, datagram: bytearray, to: Name | None = None) -> bool
             poll = select.poll()
             poll.register(at, select.POLLOUT)
             poll.poll(_PATIENCE_MILLISECONDS)
-        except OSError:  # a network that is down for a while, or an error as above
+        except OSError:  # the network is down, or the error is of an earlier send
             continue
         else:
             return True
@@ -125,7 +129,7 @@ def _opened(
     try:
         (family, kind, protocol, _, name), *_ = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)
         at = socket.socket(family, kind, protocol)
-    except (OSError, UnicodeError) as error:  # a host of more than 63 letters without a dot
+    except (OSError, UnicodeError) as error:  # UnicodeError: a label of over 63 letters
         raise ConfigError(f"{address[0]}:{address[1]} {problem}: {error}") from error
     try:
         for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):

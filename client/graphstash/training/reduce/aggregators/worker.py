@@ -1,14 +1,14 @@
 """The worker's side of the protocol: datagrams in, datagrams out.
 
-It does no input or output and reads no clock, as `aggregator`. A tensor's blocks are dealt out to
-streams, and each stream has a slot of an aggregator until its last sums are there:
+Like `aggregator`, it does no I/O and reads no clock. The worker deals the blocks of a tensor out
+to streams. Each stream uses one slot of an aggregator until its last sums have arrived:
 
-    sends    the first of its blocks that are not zero, as many as fit, and the number of the next
-    hears    sums, which it writes back, and the number from which all ranks go on
-    sends    its next blocks if that is the number of its next, or no blocks, with the same number
-    ...      until no rank has a next block
+    sends     its first nonzero blocks, as many as fit, and the number of the block after them
+    receives  sums, which it writes back, and the number at which all ranks continue
+    sends     its next blocks if they begin at that number; otherwise no blocks and the same number
+    ...       until no rank has a next block
 
-A datagram that nobody answers is sent again, after longer and longer times.
+The worker resends a datagram that is not answered, at growing intervals.
 """
 
 from collections.abc import Sequence
@@ -37,17 +37,17 @@ __all__ = ["Outgoing", "Totals", "Worker"]
 _FIRST_WAIT: Final = 0.1
 _SHORTEST_WAIT: Final = 0.05
 _LONGEST_WAIT: Final = 1.0
-"""Seconds until a datagram is sent again; and at least five times before anyone is given up."""
+"""Seconds until a datagram is resent: the first, the shortest and the longest wait. The longest
+is also at most a fifth of `lost_after_seconds`: five resends before a process counts as dead.
+"""
 
 _DATAGRAMS_PER_STREAM: Final = 2
-"""Of a dense tensor, at least: more streams would send a small tensor in more datagrams."""
+"""Minimum for a dense tensor. More streams would split a small tensor into more datagrams."""
 
 
 class Outgoing(NamedTuple):
-    """A datagram, and the number of the aggregator that it goes to.
-
-    Attributes:
-        is_again: whether it, or what it asks about, was sent before.
+    """A datagram for the aggregator with this number. `is_again` marks a resend, or an ASK about a
+    datagram that was sent before.
     """
 
     aggregator: int
@@ -56,27 +56,18 @@ class Outgoing(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """What one tensor took.
-
-    Attributes:
-        union_blocks: whose sums have come.
-        rounds: of all streams.
-    """
+    """Blocks whose sums have arrived, and rounds of all streams, for one tensor."""
 
     union_blocks: int
     rounds: int
 
 
 class Worker:
-    """One rank in one session, one tensor after the other.
+    """One rank in one session. Reduces one tensor at a time.
 
-    Args:
-        seals: of the session, one for each aggregator.
-        rank: of this worker.
-        slots: of each, used at the same time.
-        payload_bytes: of the longest datagram.
-        lost_after_seconds: how long an aggregator may be silent while it is asked.
-        timeout_seconds: how long ranks that live may be late.
+    `slots` is how many slots of each aggregator to use at the same time. An aggregator counts as
+    dead after `lost_after_seconds` without an answer. Ranks that are alive may be late by
+    `timeout_seconds`.
     """
 
     def __init__(
@@ -105,7 +96,7 @@ class Worker:
 
     @property
     def is_done(self) -> bool:
-        """Whether all sums of the tensor are there."""
+        """Whether all sums of the tensor have arrived."""
         return not self._streams
 
     def begin(
@@ -117,16 +108,13 @@ class Worker:
         operation: Operation,
         now: float,
     ) -> list[Outgoing]:
-        """What to send first of a tensor, alike on all ranks but for its values.
+        """Start a tensor, and return the first datagrams to send.
 
-        Args:
-            blocks: of the tensor; sums are written to them.
-            nonzero: a boolean for each block: whether it is sent.
-            element: code of the type in `ELEMENTS`.
-            operation: what becomes of the ranks' elements.
-            now: seconds of any clock that only goes on.
+        All ranks pass the same arguments, apart from the values in `blocks`, which receive the
+        sums, and `nonzero`, the blocks to send. `element` is the code of their type in `ELEMENTS`.
+        `now` is in seconds of any monotonic clock.
         """
-        assert self.is_done  # noqa: S101 - the caller waits for the end of one tensor
+        assert self.is_done  # noqa: S101 - the caller finishes a tensor before the next
         block_bytes = blocks.block_size * blocks.itemsize
         header = Header(
             Kind.DATA,
@@ -147,12 +135,8 @@ class Worker:
         return [self._send(stream, now) for stream in self._streams.values()]
 
     def receive(self, aggregator: int, message: Message, now: float) -> list[Outgoing] | None:
-        """What to send after a message; None after one that says nothing new.
-
-        Args:
-            aggregator: number of the one that it came from.
-            message: whose seal was right.
-            now: seconds.
+        """Process a message with a valid seal, and return the datagrams to send. Return None if the
+        message contains no news.
 
         Raises:
             AggregationError: the session is over.
@@ -178,10 +162,10 @@ class Worker:
         return None
 
     def tick(self, now: float) -> list[Outgoing]:
-        """What to send again. Call it when `due` has come.
+        """Return the datagrams to resend. Call it at the time that `due` returns.
 
         Raises:
-            AggregationError: an aggregator is silent, or ranks are too late.
+            AggregationError: an aggregator does not answer, or ranks are too late.
         """
         if self.is_done:
             return []
@@ -209,16 +193,16 @@ class Worker:
         return again
 
     def due(self) -> float:
-        """When to call `tick`, seconds of the clock; only while sums are missing."""
+        """Return when to call `tick`, in seconds of the clock. Sums must still be missing."""
         return min(stream.due for stream in self._streams.values())
 
     def totals(self) -> Totals:
-        """Of the tensor that came last."""
+        """Return the counts for the last tensor."""
         return Totals(self._union_blocks, self._finished_rounds)
 
     def _deal(self, nonzero: npt.NDArray[np.bool_]) -> "dict[tuple[int, int], _Stream]":
-        """Gives every stream a slot. The first one moves on to the next aggregator with each
-        tensor, or one aggregator would have all the small ones.
+        """Assign a slot to every stream. The first stream moves on to the next aggregator with each
+        tensor. Otherwise one aggregator would get all small tensors.
         """
         datagrams = -(-self._blocks.count // self._header.capacity)
         count = max(1, min(self._aggregators * self._slots, -(-datagrams // _DATAGRAMS_PER_STREAM)))
@@ -233,7 +217,6 @@ class Worker:
         return streams
 
     def _take(self, stream: "_Stream", message: Message, now: float) -> list[Outgoing] | None:
-        """Writes the sums of a round back, and goes on."""
         if message.header.tensor_fields != stream.header.tensor_fields or not message.has_blocks:
             return None
         numbers, sums = message.blocks()
@@ -241,7 +224,7 @@ class Worker:
         self._union_blocks += len(numbers)
         self._finished_rounds += 1
         self._heard[stream.aggregator] = now
-        if not stream.is_repeated:  # or nobody knows which of the two was answered (Karn)
+        if not stream.is_repeated:  # after a resend, the round trip is ambiguous (Karn)
             self._patience.saw(now - stream.sent)
         stream.round += 1
         self._rounds[stream.aggregator, stream.header.slot] = stream.round
@@ -251,12 +234,8 @@ class Worker:
         return [self._send(stream, now, until=message.header.next)]
 
     def _send(self, stream: "_Stream", now: float, *, until: int | None = None) -> Outgoing:
-        """The datagram of a stream's round.
-
-        Args:
-            stream: at its round.
-            now: seconds.
-            until: from where all ranks go on; None at the beginning.
+        """Return the datagram of a stream's round. `until` is the block at which all ranks
+        continue, None in the first round.
         """
         begins = until is None or until == stream.next
         numbers = stream.advance() if begins else stream.nothing
@@ -271,18 +250,16 @@ class Worker:
 
 
 class _Stream:
-    """One stream of a tensor's blocks, on its way.
+    """One stream of a tensor's blocks.
 
     Attributes:
-        header: of the round's datagram.
-        round: of the slot.
-        next: number of the first block that is not sent yet; END after the last.
-        datagram: to send again if nobody answers.
-        due: when to do so.
-        wait: seconds after which it was due.
-        sent: when it was sent first.
-        is_repeated: whether it was sent again.
-        missing: ranks that the aggregator waits for, as it has said.
+        round: Round of the slot.
+        next: Number of the first block that is not sent yet; END after the last.
+        datagram: Bytes to resend if no answer arrives.
+        due: Time of the next resend, which is `wait` seconds after the previous send.
+        sent: Time of the first send in this round.
+        is_repeated: Whether this round's datagram was resent.
+        missing: Ranks that the aggregator still waits for, by its last WAITING.
     """
 
     def __init__(self, header: Header, numbers: Numbers, round_: int) -> None:
@@ -298,7 +275,6 @@ class _Stream:
 
     @property
     def nothing(self) -> Numbers:
-        """No blocks."""
         return self._numbers[:0]
 
     @property
@@ -306,18 +282,12 @@ class _Stream:
         return int(self._numbers[self._done]) if self._done < len(self._numbers) else END
 
     def advance(self) -> Numbers:
-        """The blocks that come next, as many as fit into a datagram."""
         first, self._done = self._done, self._done + self.header.capacity
         return self._numbers[first : self._done]
 
 
 class _Patience:
-    """How long to wait for an answer: four deviations more than is usual (RFC 6298).
-
-    Attributes:
-        longest: that it may be, seconds.
-        seconds: of the next wait.
-    """
+    """Seconds before a resend: the mean round trip plus four deviations (RFC 6298)."""
 
     def __init__(self, longest: float) -> None:
         self.longest = longest
@@ -326,13 +296,12 @@ class _Patience:
         self._deviation = 0.0
 
     def had_to(self, wait: float) -> None:
-        """Takes what a datagram waits that was sent again. On a link that is slower than the first
-        wait, all of them are sent again, and there is nothing else to learn from.
+        """Raise the next wait to that of a resent datagram. On a link slower than the first wait,
+        every datagram is resent, and no round trip can be measured.
         """
         self.seconds = max(self.seconds, wait)
 
     def saw(self, seconds: float) -> None:
-        """Takes how long an answer took."""
         if self._usual is None:
             self._usual, self._deviation = seconds, seconds / 2
         else:
