@@ -1,3 +1,3 @@
-"""What a server does by itself, and the checks that an administrator starts."""
+"""Periodic maintenance of a server, and the checks that an administrator starts."""
 
 __all__: list[str] = []

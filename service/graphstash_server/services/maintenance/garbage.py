@@ -1,4 +1,4 @@
-"""Garbage collection on demand: one run of everything that maintenance does, or a plan of it."""
+"""Garbage collection on demand: all that maintenance does, once, or a plan of it."""
 
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ __all__ = ["Chosen", "GarbageTotals", "GarbageWanted", "collect_garbage"]
 
 
 class GarbageWanted(NamedTuple):
-    """What to collect beside that which is over a limit or outlived its retention."""
+    """What to collect in addition to artifacts over a limit or past their retention."""
 
     is_dry_run: bool
     unused_for: timedelta | None
@@ -24,7 +24,7 @@ class GarbageWanted(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """An artifact to evict, and why."""
+    """An artifact to evict, and the reason."""
 
     reason: str
     candidate: Candidate
@@ -32,7 +32,7 @@ class Chosen(NamedTuple):
 
 @dataclass(slots=True)
 class GarbageTotals:
-    """What was removed, or would be."""
+    """Numbers of removed objects; for a dry run, of objects that would be removed."""
 
     evicted: int = 0
     chosen_bytes: int = 0
@@ -49,7 +49,7 @@ async def collect_garbage(
     maintenance: Maintenance,
     found: Callable[[Chosen | Orphan | Lost], None],
 ) -> GarbageTotals:
-    """Collects, and tells `found` of each piece: there may be a million.
+    """Collect garbage, and call `found` for each object, of which there may be a million.
 
     Raises:
         ServerError: 503.
@@ -85,8 +85,8 @@ async def collect_garbage(
 async def _chosen(
     wanted: GarbageWanted, maintenance: Maintenance
 ) -> AsyncIterator[tuple[str, list[Candidate]]]:
-    """What goes even if there is room, by option and by the retention of the settings; of a dry run
-    also what would be evicted for lack of room.
+    """Yield artifacts that are evicted even if there is room, by options and by the retention of
+    the settings. For a dry run, also yield artifacts over the soft limits.
     """
     retention = maintenance.retention
     if wanted.unused_for is not None:

@@ -1,9 +1,9 @@
-"""Reconciler: makes rows and blobs agree again, and checks everything on demand.
+"""Reconciler: makes rows and blobs consistent again, and checks everything on demand.
 
-A crash between the rename and the commit leaves a blob without a row; files that are lost from
-outside leave rows without a blob. Both are harmless to readers, and are removed here. Rows and
-blobs are compared in the order of their digests, a page at a time, while the server serves; each is
-checked once more before it is removed.
+A crash between the rename and the commit leaves a blob without a row. Files that are lost from
+outside leave rows without a blob. Neither harms readers, and both are removed here. The comparison
+goes page by page, in the order of digests, while the server serves. Each finding is checked again
+before it is removed.
 """
 
 import logging
@@ -32,7 +32,7 @@ _LOGGER = logging.getLogger(__name__)
 _PAGE = 500
 
 _LEASES_KEPT = timedelta(days=1)
-"""How long an ended lease's fencing number is remembered exactly."""
+"""How long the server keeps an ended lease, and so its exact fencing number."""
 
 
 class Orphan(NamedTuple):
@@ -48,13 +48,13 @@ class Lost(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """Something that a check found wrong.
+    """A problem that a check found.
 
     Attributes:
         problem: `orphan` (a blob that no artifact has), `lost` (an artifact without its blob),
             `damaged` (an artifact whose blob has other bytes) or `miscounted` (a namespace).
-        name: of the blob, the artifact or the namespace.
-        size_bytes: of the blob; 0 for a namespace.
+        name: name of the blob, the artifact or the namespace.
+        size_bytes: size of the blob; 0 for a namespace.
     """
 
     problem: str
@@ -64,7 +64,7 @@ class Finding(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class Reconciler:
-    """Safe while servers run; cancelling it loses nothing."""
+    """Compare rows with blobs. Safe while servers run. Cancelling it loses nothing."""
 
     database: Database
     blobs: BlobStore
@@ -73,11 +73,11 @@ class Reconciler:
     clock: Clock
 
     async def check_store_not_empty(self) -> None:
-        """Before a server starts: an empty store is not that of a database with artifacts. If it
-        were served, healing would drop all of them.
+        """Refuse to start a server that has artifacts in its database but an empty store. Healing
+        would otherwise drop all of them.
 
         Raises:
-            StartError: then.
+            StartError: the store is empty and the database is not.
         """
         async with self.database.reading() as connection:
             stored = await stored_bytes(connection)
@@ -92,8 +92,9 @@ class Reconciler:
         )
 
     async def compare(self, *, blobs_before: datetime) -> AsyncIterator[Orphan | Lost]:
-        """Finds rows and blobs that do not agree, and changes nothing. Blobs that are younger than
-        `blobs_before` are left alone: another process may be uploading them.
+        """Find rows and blobs that disagree. Change nothing.
+
+        Skip blobs younger than `blobs_before`, because another process may be uploading them.
         """
         after = ""
         async for page in self._pages(blobs_before):
@@ -111,8 +112,8 @@ class Reconciler:
             after = page[-1].sha256 if page else ""
 
     async def reconcile(self, *, blobs_before: datetime) -> None:
-        """Removes what `compare` finds, and corrects the counters: a server of the release before
-        does not count what it does not know.
+        """Remove the findings of `compare`, and correct the counters. A server of the previous
+        release does not count what it does not know.
         """
         removed: Counter[type] = Counter()
         async for found in self.compare(blobs_before=blobs_before):
@@ -126,7 +127,7 @@ class Reconciler:
         await self.recount(is_repair=True)
 
     async def remove(self, found: Orphan | Lost) -> bool:
-        """Removes what `compare` found; False for a blob that somebody was quicker to use."""
+        """Remove a finding. Return False for a blob that came into use in the meantime."""
         if isinstance(found, Orphan):
             return await self.collector.collect(found.digest)
         await self.artifacts.heal(found.artifact)
@@ -140,14 +141,14 @@ class Reconciler:
         is_repair: bool,
         checked: Callable[[int], None],
     ) -> AsyncIterator[Finding]:
-        """Checks every artifact and every blob.
+        """Check every artifact and every blob.
 
         Args:
-            blobs_before: ignore younger blobs without an artifact: they may be uploads.
+            blobs_before: ignore younger blobs without an artifact, which may be uploads.
             is_deep: read every blob and compare its digest.
-            is_repair: drop what is lost or damaged (the next job publishes it again), delete
+            is_repair: drop lost and damaged artifacts (the next job publishes them again), delete
                 orphans and recount.
-            checked: told the size of every blob that was read.
+            checked: called with the size of each blob that was read.
         """
         async for found in self.compare(blobs_before=blobs_before):
             if is_repair and not await self.remove(found):
@@ -165,8 +166,10 @@ class Reconciler:
             yield Finding("miscounted", namespace, 0)
 
     async def recount(self, *, is_repair: bool) -> Sequence[str]:
-        """Namespaces whose counters differ from what they have; each is corrected by itself."""
-        async with self.database.reading() as connection:  # it reads every row
+        """Return the namespaces with wrong counters, and repair each of them in its own
+        transaction.
+        """
+        async with self.database.reading() as connection:  # a long read of every row, not a write
             wrong = await recount_usage(connection)
         if is_repair:
             for namespace in wrong:
@@ -175,12 +178,14 @@ class Reconciler:
         return wrong
 
     async def drop_old_leases(self) -> None:
-        """Deletes leases that ended long ago."""
+        """Delete leases that ended more than `_LEASES_KEPT` ago."""
         async with self.database.writing() as connection:
             await drop_ended_leases(connection, before=self.clock() - _LEASES_KEPT)
 
     async def _lost(self, digest: Digest) -> list[Artifact]:
-        """The artifacts of a blob that is not merely younger than the list."""
+        """Return the artifacts of a blob that is still absent; it may have been stored after the
+        list was read.
+        """
         if await self.blobs.stat(digest) == digest.size_bytes:
             return []
         async with self.database.reading() as connection:
@@ -196,7 +201,7 @@ class Reconciler:
             checked(digest.size_bytes)
 
     async def _pages(self, before: datetime) -> AsyncIterator[list[Digest]]:
-        """Blobs by `_PAGE`; the last page is shorter, and empty if need be."""
+        """Yield blobs by `_PAGE`. The last page is shorter, and may be empty."""
         page: list[Digest] = []
         async for digest in self.blobs.list(before=before):
             page.append(digest)

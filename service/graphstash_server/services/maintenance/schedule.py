@@ -1,7 +1,7 @@
-"""Maintenance: what a server does periodically, beside serving.
+"""Maintenance: periodic work of a server, beside serving.
 
-Every server does it, and no two do the same work: evictions queue for one lock, marked blobs are
-claimed, and a chore is done by the server that claims it when it is due.
+Every server does it, and no two servers do the same work. Evictions queue for one lock, servers
+claim marked blobs, and one server claims each chore when it is due.
 """
 
 import asyncio
@@ -41,8 +41,8 @@ _LOGGER = logging.getLogger(__name__)
 _PAGE = 200
 
 _ORPHAN_AGE = timedelta(hours=1)
-"""An older blob without a row belongs to no upload of another server: the commit follows the rename
-much sooner."""
+"""Minimum age of an orphan to delete. The commit follows the rename much sooner, so no upload of
+another server still needs the blob."""
 
 _HOURLY = timedelta(hours=1)
 _DAILY = timedelta(days=1)
@@ -50,8 +50,8 @@ _DAILY = timedelta(days=1)
 
 @dataclass(kw_only=True, eq=False)
 class RetentionService:
-    """Chooses artifacts by age or toolchain, not for space; the caller evicts them. Pinned ones are
-    never chosen.
+    """Choose artifacts to evict by age or toolchain, not for space. Pinned artifacts are never
+    chosen. The caller evicts them.
     """
 
     database: Database
@@ -60,14 +60,16 @@ class RetentionService:
     async def unused(
         self, longer_than: timedelta, *, namespace: str | None = None
     ) -> AsyncIterator[list[Candidate]]:
-        """Artifacts that were not used for longer than a time, longest unused first, by page."""
+        """Yield pages of artifacts unused for longer than a time, longest unused first."""
         find = partial(list_unused, before=self.clock() - longer_than, namespace=namespace)
         async for page in self._pages(find):
             yield page
 
     async def outdated(self, keep: int) -> AsyncIterator[list[Candidate]]:
-        """Artifacts of all but the most recently used toolchains of their namespace and kind; those
-        without a known toolchain stay.
+        """Yield pages of artifacts of old toolchains.
+
+        The `keep` most recently used toolchains of each namespace and kind stay, and artifacts
+        without a known toolchain.
         """
         async with self.database.reading() as connection:
             toolchains = await list_toolchains(connection)
@@ -80,7 +82,7 @@ class RetentionService:
     async def of_toolchains(
         self, pattern: str, *, namespace: str | None = None
     ) -> AsyncIterator[list[Candidate]]:
-        """Artifacts of the toolchains that match a pattern (`*torch 2.6*`)."""
+        """Yield pages of artifacts whose toolchain matches a pattern (`*torch 2.6*`)."""
         async with self.database.reading() as connection:
             toolchains = await list_toolchains(connection)
         for toolchain in toolchains:
@@ -105,7 +107,7 @@ class RetentionService:
 
 @dataclass(kw_only=True, eq=False)
 class Maintenance:
-    """Runs in the background; cancelling it loses nothing."""
+    """Run in the background. Cancelling it loses nothing."""
 
     database: Database
     collector: BlobCollector
@@ -124,11 +126,11 @@ class Maintenance:
     audit_kept_for: timedelta
 
     async def run(self, *, every_seconds: float, started_at: datetime, was_alone: bool) -> None:
-        """Runs until it is cancelled; a failed round is retried by the next one. A round starts
-        early when an upload passed a soft limit.
+        """Run until cancelled. The next round retries a failed one. It starts early if an upload
+        exceeds a soft limit.
 
-        With `was_alone`, no other server used the data directory at `started_at`: an older blob
-        without an artifact was left by a crash.
+        With `was_alone`, no other server used the data directory at `started_at`. An older blob
+        without an artifact was then left by a crash.
         """
         if was_alone:
             await self._try("cleaning up", self.reconciler.reconcile(blobs_before=started_at))
@@ -142,7 +144,7 @@ class Maintenance:
                 continue
 
     async def run_once(self) -> None:
-        """One round."""
+        """Run one round."""
         await self.evictor.run(actor=Actor.server())
         await self.collector.collect_marked()
         if await self._is_due("drop old leases", _HOURLY):
@@ -164,7 +166,7 @@ class Maintenance:
             await self.reconciler.reconcile(blobs_before=self.clock() - _ORPHAN_AGE)
 
     async def retain(self) -> int:
-        """Evicts what retention chooses; returns how many artifacts."""
+        """Evict the artifacts that retention chooses. Return their number."""
         evicted = 0
         async for page in self.outlived():
             evicted += await self.evictor.evict(page, actor=Actor.server(), reason="retention")
@@ -174,7 +176,7 @@ class Maintenance:
         return evicted
 
     async def outlived(self) -> AsyncIterator[list[Candidate]]:
-        """What retention chooses, by page."""
+        """Yield pages of the artifacts that retention chooses."""
         if self.unused_longer_than is not None:
             async for page in self.retention.unused(self.unused_longer_than):
                 yield page
@@ -187,7 +189,7 @@ class Maintenance:
             return await claim_chore(connection, chore, now=self.clock(), every=every)
 
     async def _try(self, what: str, work: Awaitable[object]) -> None:
-        """The outermost frame: a server whose maintenance fails can still serve."""
+        """Await work and log its failure: a server whose maintenance fails can still serve."""
         try:
             await work
         except ServerError as error:
