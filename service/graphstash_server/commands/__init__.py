@@ -1,8 +1,8 @@
-"""Commands that administer a server: each reads the same settings as `graphstash serve` and works
-on the same database and store, also while servers run.
+"""Commands that administer a server.
 
-Everything heavy is imported when a command runs: the client's command line loads these modules only
-to list them.
+Each command reads the same settings as `graphstash serve` and works on the same database and store,
+also while servers run. Heavy imports happen only when a command runs, because the client's command
+line loads these modules to list them.
 """
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""`graphstash audit`: who wrote, deleted or evicted artifacts, and who changed permissions."""
+"""`graphstash audit`: shows who changed or evicted artifacts, and who changed permissions."""
 
 from typing import TYPE_CHECKING, Annotated
 

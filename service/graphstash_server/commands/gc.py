@@ -1,4 +1,4 @@
-"""`graphstash gc`: collects garbage now, or says what would go."""
+"""`graphstash gc`: collects garbage now, or lists what it would remove."""
 
 import json
 from typing import TYPE_CHECKING, Annotated

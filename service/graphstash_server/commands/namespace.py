@@ -141,7 +141,7 @@ def remove(name: _Name, *, as_json: Json = False) -> None:
 
 
 def _bytes(text: str | None) -> int | str | None:
-    """A size in bytes; `none` and nothing stay what they are."""
+    """Return a size in bytes. Return `none` and None unchanged."""
     if text is None or text == _NONE:
         return text
     try:

@@ -1,4 +1,4 @@
-"""`graphstash pin` and `unpin`: keep a job's artifacts from eviction."""
+"""`graphstash pin` and `graphstash unpin`: protect a job's artifacts from eviction."""
 
 import json
 from datetime import UTC, datetime

@@ -1,4 +1,4 @@
-"""What the commands share: how they start, print and fail, and options that several have."""
+"""Shared parts of the commands: start, output, errors and common options."""
 
 import asyncio
 import sys
@@ -49,9 +49,9 @@ _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks
 
 
 def run_with_services(work: "Callable[[ProcessContext], Awaitable[None]]") -> None:
-    """Opens database and store as the environment says, and does the work.
+    """Open the database and the store that the environment names, and run `work`.
 
-    An error is one line on stderr; the exit code is 2 for a bad setting and 1 for anything else.
+    An error is one line on stderr. The exit code is 2 for a bad setting and 1 for other errors.
     """
     settings = load()
     from graphstash_server.clock import system_clock
@@ -68,7 +68,7 @@ def run_with_services(work: "Callable[[ProcessContext], Awaitable[None]]") -> No
 
     async def main() -> None:
         await prepare_database(settings, is_migrating=False)
-        # Without the disk tier, which is for what jobs need and not for a single check.
+        # Skip the disk tier: it caches what jobs need, and one command must not fill it.
         durable = settings.model_copy(update={"tier_limit_bytes": 0})
         async with open_services(durable, blob_store=None, clock=system_clock) as context:
             await work(context)
@@ -82,9 +82,9 @@ def run_with_services(work: "Callable[[ProcessContext], Awaitable[None]]") -> No
 
 
 def load() -> "Settings":
-    """Reads the server's settings from the environment; exits when they cannot be used."""
+    """Read the server's settings from the environment. Exit if they cannot be used."""
     try:
-        from graphstash_server import context  # noqa: F401 - everything that a server needs
+        from graphstash_server import context  # noqa: F401 - imports all packages of a server
         from graphstash_server.errors import StartError
         from graphstash_server.settings import load_settings
     except ModuleNotFoundError as error:
@@ -100,7 +100,7 @@ def load() -> "Settings":
 
 
 def parse_age(text: str) -> timedelta:
-    """Reads `90d`, `12h`, `30m`, `45s` or `2w`; exits for anything else."""
+    """Parse an age such as `90d`, `12h`, `30m`, `45s` or `2w`. Exit for any other text."""
     number, unit = text[:-1], text[-1:]
     if unit not in _UNITS or not number.replace(".", "", 1).isdigit():
         fail(f"{text!r} is not an age: use a number with s, m, h, d or w, e.g. 90d", status=2)
@@ -108,7 +108,7 @@ def parse_age(text: str) -> timedelta:
 
 
 def parse(kind: type[W], text: str) -> W:
-    """Checks a word of the command line; exits when it is malformed."""
+    """Check a word of the command line. Exit if it is malformed."""
     try:
         return kind(text)
     except InvalidValueError as error:
@@ -116,7 +116,7 @@ def parse(kind: type[W], text: str) -> W:
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints texts in columns. A row is one line, so that `grep` finds whole words in it."""
+    """Print columns of text. Each row is one line, so that `grep` finds whole words."""
     table = [headings, *([printable(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table:
@@ -125,12 +125,12 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def plural(count: int, noun: str) -> str:
-    """A count with its noun: `1 artifact`, `2 artifacts`."""
+    """Return a count with its noun: `1 artifact`, `2 artifacts`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def size_of(size_bytes: float) -> str:
-    """A size in the largest fitting unit, for people."""
+    """Return a size in the largest unit that fits, for people."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size_bytes < 1024:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
@@ -139,6 +139,6 @@ def size_of(size_bytes: float) -> str:
 
 
 def fail(message: str, *, status: int = 1) -> NoReturn:
-    """Prints the reason, and exits."""
+    """Print the reason to stderr, and exit."""
     print(error_line(message), file=sys.stderr)  # noqa: T201
     raise SystemExit(status)

@@ -1,4 +1,4 @@
-"""`graphstash token create|list|revoke`: who may use a server that requires tokens."""
+"""`graphstash token create|list|revoke`: manages tokens for a server that requires them."""
 
 from collections.abc import Sequence
 from datetime import UTC, date, datetime, time
@@ -107,7 +107,7 @@ def revoke(
 
 
 def _id_of(text: str) -> str:
-    """The id in a token that was given whole, so that the secret is not printed."""
+    """Return the id of a token. If the whole token is given, its secret is not printed."""
     prefix, _, rest = text.partition("_")
     return rest.partition("_")[0] if prefix == "gst" else text
 
@@ -121,7 +121,7 @@ def _request(grants: Sequence[str], description: str, expires: str | None) -> To
         )
     except InvalidValueError as error:
         fail(str(error), status=2)
-    except ValueError as error:  # pydantic's
+    except ValueError as error:  # a ValidationError of pydantic
         fail(f"--description={description!r}, {len(grants)} grants: {error}", status=2)
 
 
