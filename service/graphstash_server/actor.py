@@ -1,4 +1,4 @@
-"""Actor: who makes a change, as the audit log names them."""
+"""Actor: who makes a change, as recorded in the audit log."""
 
 import getpass
 from dataclasses import dataclass
@@ -7,20 +7,20 @@ from typing import Final, Self
 __all__ = ["MAX_ACTOR_CHARACTERS", "Actor"]
 
 MAX_ACTOR_CHARACTERS: Final = 128
-"""Longest name of an actor; a longer one is cut where it is made."""
+"""Maximum length of an actor's name. Longer names are truncated on construction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """Who changes something.
+    """The author of a change.
 
     Attributes:
         name: a caller's `Access.name`, `local:<user>` for a command on the server's host, or
-            `server` for what a server does by itself.
-        request_id: of the request that does it, as in its answer: the caller may have chosen it;
-            None for a command and for the server.
-        server_request_id: of the same request, by the server alone.
-        address: where the request came from.
+            `server` for the server's periodic work.
+        request_id: ID of the request as in its response, possibly chosen by the caller. None for a
+            command and for the server.
+        server_request_id: ID that the server itself gave the request.
+        address: address from which the request came.
     """
 
     name: str
@@ -30,14 +30,14 @@ class Actor:
 
     @classmethod
     def server(cls) -> Self:
-        """A server that does its periodic work."""
+        """Return the actor for the server's periodic work."""
         return cls("server")
 
     @classmethod
     def local(cls) -> Self:
-        """The user who runs a command on the server's host."""
+        """Return the actor for the user who runs a command on the server's host."""
         try:
             user = getpass.getuser()
-        except (KeyError, OSError):  # a container's user id that has no name
+        except (KeyError, OSError):  # a container's user ID without a name
             user = "unknown"
         return cls(f"local:{user}"[:MAX_ACTOR_CHARACTERS])

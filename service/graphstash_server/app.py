@@ -1,4 +1,4 @@
-"""create_app: combines the calls, the frame and the process's context."""
+"""create_app: combine the API calls, the request frame and the process context."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -44,17 +44,17 @@ __all__ = ["ServerApp", "create_app"]
 
 
 class ServerApp(FastAPI):
-    """The ASGI application of one server; its methods work from the start of the lifespan on.
+    """The ASGI application of one server. Its methods work once the lifespan has started.
 
     Attributes:
-        context: what the process has opened.
+        context: services and resources that the process has opened.
     """
 
     context: ProcessContext
 
     def __init__(self, **options: Any) -> None:
         super().__init__(
-            docs_url=None,  # it and redoc load scripts from other hosts; see pages.reference
+            docs_url=None,  # /docs and /redoc load scripts from other hosts; see pages.reference
             redoc_url=None,
             openapi_url=None,  # see `document`
             redirect_slashes=False,
@@ -63,8 +63,8 @@ class ServerApp(FastAPI):
         self._documenting = asyncio.Lock()
 
     async def document(self) -> dict[str, Any]:
-        """The OpenAPI document. It is made when it is first asked for, which takes a fifth of a
-        second, so in a thread, and once for all who ask meanwhile.
+        """Return the OpenAPI document. The first call builds it in a thread, because that takes a
+        fifth of a second. Concurrent calls wait for the same build.
         """
         async with self._documenting:
             if self.openapi_schema is None:
@@ -72,17 +72,17 @@ class ServerApp(FastAPI):
         return self.openapi()
 
     def openapi(self) -> dict[str, Any]:
-        """The same, made where it is called."""
+        """Return the OpenAPI document, and build it in the calling thread if needed."""
         if self.openapi_schema is None:
             self.openapi_schema = _openapi(self)
         return self.openapi_schema
 
     def count_refusal(self, code: ErrorCode) -> None:
-        """Counts a refusal of a request that never reached the application."""
+        """Count the refusal of a request that never reached the application."""
         self.context.accounting.count_refusal(code)
 
     def stop_waiting(self) -> None:
-        """Answers every request that waits for a lease: the server is about to stop."""
+        """Answer every request that waits for a lease, because the server is about to stop."""
         self.context.wait_queue.close()
 
 
@@ -94,10 +94,10 @@ def create_app(
     clock: Clock = system_clock,
     tracing: "Tracing | None" = None,
 ) -> ServerApp:
-    """The ASGI application of one server.
+    """Build the ASGI application of one server.
 
-    A given `blob_store` replaces the one of the settings, and the caller closes it. `counters` are
-    those of a worker among others. With `tracing` requests are spans.
+    A given `blob_store` replaces the store of the settings, and the caller closes it. `counters`
+    belong to this worker. `tracing` creates a span per request.
     """
     counters = counters or Counters.alone()
 
@@ -113,7 +113,8 @@ def create_app(
         title="graphstash",
         version=__version__,
         lifespan=lifespan,
-        # Its own spans would have the query, in which callers put secrets; see `tracing`.
+        # FastAPI's own spans would record the query, where callers put secrets by mistake. See
+        # `tracing`.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.add_route("/openapi.json", _get_openapi, include_in_schema=False)
@@ -140,7 +141,7 @@ async def _get_openapi(request: Request) -> Response:
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """Adds the models that handlers read or write themselves."""
+    """Add the models that handlers read or write outside FastAPI."""
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     schemas = document["components"]["schemas"]
     for model in (Problem, ArtifactKey, ManifestEntry, Description, ArtifactQuery):

@@ -1,7 +1,7 @@
 """Artifact: a stored artifact, declared once for queries, services, calls and pages.
 
-To add a column, add it to the table, write a revision, and add a field here: the statements select
-the fields, and templates reach them by name.
+To add a column, add it to the table, write a revision, and add a field here. The statements select
+the fields, and templates access them by name.
 """
 
 from collections.abc import Mapping
@@ -55,9 +55,8 @@ class Artifact(NamedTuple):
 
 
 class FoundArtifact(NamedTuple):
-    """An artifact in the answer to a look-up.
-
-    The words are as they are stored: a `Digest` would check each of a thousand again.
+    """An artifact in the answer to a look-up. The words are as they are stored: a `Digest` would
+    check each of a thousand again.
     """
 
     sha256: str

@@ -1,5 +1,5 @@
-"""TrustedIssuer: an identity provider whose JWTs count, and ClaimRule: which claims of them give
-which grants.
+"""TrustedIssuer: an identity provider whose JWTs the server accepts. ClaimRule: claims and
+grants.
 """
 
 import re
@@ -18,7 +18,8 @@ from graphstash_schema.names import star_matcher
 __all__ = ["ClaimRule", "IssuerUrl", "KeysUrl", "TrustedIssuer"]
 
 Patterns = TypeAliasType("Patterns", "dict[str, str | Patterns]")
-"""Claim -> pattern of its value; of a claim that is an object, the patterns of its members."""
+"""Maps a claim to a pattern for its value. For a claim that is an object, to patterns of its
+members."""
 
 
 IssuerUrl = Annotated[
@@ -35,13 +36,14 @@ def _grant(value: Any) -> Any:
 
 
 class ClaimRule(RequestModel):
-    """Gives grants to every token that has all of some claims.
+    """Gives grants to every token whose claims match.
 
     Attributes:
-        claims: claim -> what its value must be; an object for a claim that is one. `*` stands for
-            any characters of an ordinary name (see `_is_ordinary`). One value of a list is enough.
-            Not empty: a public provider signs tokens for anyone.
-        grants: as `<scope>:<pattern>`.
+        claims: maps a claim to the pattern of its value, or to an object if the claim is one. `*`
+            matches any characters of an ordinary name (see `_is_ordinary`). For a list, one
+            matching element is enough. Not empty, because a public provider signs tokens for
+            anyone.
+        grants: grants as `<scope>:<pattern>`.
     """
 
     claims: Patterns = Field(min_length=1)
@@ -56,21 +58,21 @@ class ClaimRule(RequestModel):
         return self
 
     def fits(self, claims: Mapping[str, Any]) -> bool:
-        """Whether verified claims are what the rule asks for."""
+        """Return whether verified claims match the rule."""
         return _fit(self.claims, claims)
 
 
 class TrustedIssuer(RequestModel):
-    """An identity provider whose tokens (JWT) are accepted.
+    """An identity provider whose tokens (JWT) the server accepts.
 
     Attributes:
-        name: for the audit log, `oidc/<name>:<sub>`; one issuer of a server needs none.
-        issuer: as in the claim `iss`.
-        audience: what the claim `aud` must be or contain.
-        jwks_url: of the public keys; None for what the discovery document says.
-        ca_file: PEM file with the CAs of the provider, such as a Kubernetes cluster; None for the
-            public ones.
-        rules: which claims give which grants; those of all that match are combined.
+        name: name in the audit log, `oidc/<name>:<sub>`. Optional for one issuer of a server.
+        issuer: value of the claim `iss`.
+        audience: value that the claim `aud` must equal or contain.
+        jwks_url: URL of the public keys. None: take it from the discovery document.
+        ca_file: PEM file with the CAs of the provider, such as a Kubernetes cluster. None: the
+            public CAs.
+        rules: which claims give which grants. The grants of all matching rules are combined.
     """
 
     name: str = Field("", pattern=r"^([a-z0-9][a-z0-9-]{0,31})?$")
@@ -110,9 +112,10 @@ _UNUSUAL: Final = re.compile(r"\.\.|(?:^|/)\.(?:/|$)|[\\%]")
 
 
 def _is_ordinary(text: str) -> bool:
-    """Whether a star may stand for parts of a text: not when somebody else who reads the same text
-    as a path could mean another place, such as that of `team/x/../../other`, with whatever
-    characters it is written. A provider's own names never look like that.
+    """Return whether a star may match a part of this text.
+
+    The text must not look like a path that another program could resolve to another place, such as
+    `team/x/../../other`, in any encoding. A provider's own names never do.
     """
     return (
         _UNUSUAL.search(text) is None
@@ -122,7 +125,7 @@ def _is_ordinary(text: str) -> bool:
 
 
 def _texts(value: Any) -> list[str]:
-    """The values of a claim as texts; an absent claim and an object have none."""
+    """Return the values of a claim as texts. An absent claim and an object have none."""
     if isinstance(value, list):
         return [text for each in value if not isinstance(each, list) for text in _texts(each)]
     if isinstance(value, bool):

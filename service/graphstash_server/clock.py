@@ -1,4 +1,4 @@
-"""Clock: the source of time, an argument so that tests can control it; and what blurs it."""
+"""Clock: the source of time, passed as an argument so that tests can control it."""
 
 import random
 from collections.abc import Callable
@@ -8,11 +8,11 @@ from typing import TypeAlias
 __all__ = ["Clock", "jitter", "system_clock"]
 
 Clock: TypeAlias = Callable[[], datetime]
-"""Returns the present as an aware UTC time."""
+"""Returns the current time as an aware UTC time."""
 
 
 def system_clock() -> datetime:
-    """The time of this host."""
+    """Return the time of this host."""
     return datetime.now(UTC)
 
 
@@ -20,8 +20,7 @@ _random = random.SystemRandom()
 
 
 def jitter() -> float:
-    """A number in [0, 1), so that servers do not act in step.
-
-    Not of the global generator: a server may run in the process of a test that has seeded it.
+    """Return a random number in [0, 1), which keeps servers from acting in step. The global
+    generator is not used, because a test may have seeded it in the same process.
     """
     return _random.random()

@@ -1,16 +1,17 @@
-"""connections: limits for a TCP connection until a request has arrived completely.
+"""connections: limit a TCP connection until a request has arrived completely.
 
-uvicorn and httptools limit neither the size of a head nor the time that it takes, neither pipelined
-requests nor connections: they read a header of three megabytes, or one byte per minute, without
-end. `api.frame` checks complete requests.
+uvicorn and httptools limit neither the size nor the duration of a head, and neither pipelined
+requests nor connections. They would read a header of three megabytes, or one byte per minute,
+without end. `api.frame` checks complete requests.
 
-Where all connections are taken, an address with fewer of them takes one of the address that has
-most: one that waits for a request, else one that waits for its caller in the middle of a body or of
-an answer. So no single address can keep the others out by being slow. Behind a proxy all have its
-address, and the proxy has to share.
+If all connections are taken, a new connection may evict one of the address that has the most. The
+server evicts a connection that waits for a request first. Otherwise it evicts one that waits for
+its caller in the middle of a body or a response. So no single address can exclude the others by
+being slow. Behind a proxy, all callers share its address, and the proxy has to distribute the
+connections.
 
-A refusal is a problem document, and the connection ends after it. While another answer is being
-sent, nothing may be written into the middle of it; then that answer is the last one.
+A refusal is a problem document, after which the connection ends. If a response is in progress, the
+server finishes it and then closes the connection.
 """
 
 import asyncio
@@ -36,33 +37,34 @@ from graphstash_server.settings import ListenSettings
 __all__ = ["MAX_HEAD_BYTES", "MAX_PIPELINED", "Connection", "connections", "owner_connections"]
 
 MAX_HEAD_BYTES: Final = 64 * 1024
-"""Limit for an incomplete request line with headers; counted from the second read on, of which each
-returns at most 256 KiB."""
+"""Maximum bytes of an incomplete request line with headers. Counted from the second read on. Each
+read returns at most 256 KiB."""
 
 MAX_PIPELINED: Final = 32
-"""Requests of one connection that wait for earlier answers. graphstash's client never sends a
-request before it has the answer to the one before."""
+"""Maximum number of requests of one connection that wait for earlier responses. graphstash's client
+never sends a request before it has the previous response."""
 
 _STALLED_SECONDS: Final = 60.0
-"""How long an answer may wait for a caller that reads none of it."""
+"""Seconds that a response may wait for a caller that reads none of it."""
 
 _DRAINED_BYTES_PER_SECOND: Final = 8 * 1024
-"""Slowest rest of a body that was already answered: reading it keeps the connection usable."""
+"""Minimum rate for the rest of a body that was already answered. Reading the rest keeps the
+connection usable."""
 
 _LINGER_SECONDS: Final = 1.0
-"""Time for a caller to read the refusal. If the connection were closed at once, with bytes of the
-request unread, the kernel would reset it and the answer would be lost."""
+"""Seconds for a caller to read the refusal. If the server closed the connection at once with
+request bytes unread, the kernel would reset it and the refusal would be lost."""
 
 _MAX_LINGERING: Final = 64
-"""Connections beyond the limit that still get an answer; others are cut."""
+"""Number of connections beyond the limit that still get a refusal. The server cuts further ones."""
 
 _MAX_REFUSED_BYTES: Final = 8 * 1024**2
-"""Limit for the bytes after a refusal, or in chunks, which are refused: they are read, so that the
-caller gets to its answer, and dropped."""
+"""Maximum number of bytes after a refusal, or in a chunked body, which is refused. The server reads
+and discards them, so that the caller gets to its response."""
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's connection, with limits; `connections` makes the class that uvicorn is given."""
+    """uvicorn's connection, with limits. `connections` builds the subclass for uvicorn."""
 
     limits: ClassVar[ListenSettings]
     count_refusal: "ClassVar[staticmethod[[ErrorCode], None]]"
@@ -70,17 +72,17 @@ class Connection(HttpToolsProtocol):
     is_owners: ClassVar[bool] = False
 
     _address = ""
-    _is_deaf = False  # whatever still comes is dropped
+    _is_deaf = False  # further input is discarded
     _is_in_head = False
     _is_in_body = False
     _head_bytes = 0
-    _drained_bytes = 0  # of a body that was answered already, since the timer was set
+    _drained_bytes = 0  # of an already answered body, since the timer was set
     _dropped_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Refuses the connection when there are too many, and none makes room for it."""
+        """Refuse the connection if there are too many and none can be evicted."""
         super().connection_made(transport)
         self._address = _group_of(self.client[0] if self.client else "")
         self.by_address[self._address][self] = None
@@ -100,13 +102,13 @@ class Connection(HttpToolsProtocol):
             self.cut()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancels the timers."""
+        """Cancel the timers."""
         self._stop_listening()
         self.resume_writing()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Feeds the parser, and limits what it buffers."""
+        """Feed the parser, and limit how much it buffers."""
         if self._is_deaf:
             self._drop(len(data))
             return
@@ -115,7 +117,7 @@ class Connection(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except HttpParserUpgrade:
-            self._end_after_answer()  # what follows is in a protocol that is not supported
+            self._end_after_answer()  # the rest is in an unsupported protocol
             return
         except HttpParserError:
             self._refuse(
@@ -138,13 +140,13 @@ class Connection(HttpToolsProtocol):
         self._watch(len(data))
 
     def on_message_begin(self) -> None:
-        """A head begins."""
+        """Handle the start of a head."""
         self._is_in_head = True
         super().on_message_begin()
         self.scope["state"]["is_owner"] = self.is_owners
 
     def on_headers_complete(self) -> None:
-        """A head has arrived; the frame checks its content."""
+        """Handle a complete head. The frame checks its content."""
         if len(self.pipeline) >= MAX_PIPELINED:
             raise _TooManyError
         self._head_is_complete()
@@ -152,7 +154,7 @@ class Connection(HttpToolsProtocol):
         refusal = _unreadable(self.url, self.parser.get_http_version())
         if refusal is not None:
             self.scope["state"]["refusal"] = refusal
-            self.url = b"/-"  # what uvicorn can read; no call looks at it
+            self.url = b"/-"  # a path that uvicorn can parse; no call reads it
         super().on_headers_complete()
         if refusal is not None:
             self.cycle.keep_alive = False
@@ -162,26 +164,26 @@ class Connection(HttpToolsProtocol):
         self._unset_head_timer()
 
     def on_body(self, body: bytes) -> None:
-        """A piece of a body. The first that waits is passed on as it is: uvicorn would copy it into
-        a `bytearray` and out again, and an upload is copied often enough.
+        """Handle a piece of a body. The first pending piece is passed on unchanged. uvicorn would
+        copy it into a `bytearray` and out again.
         """
         if not self.cycle.body:
-            self.cycle.body = b""  # type: ignore[assignment] # it only adds to it and reads it
+            self.cycle.body = b""  # type: ignore[assignment] # uvicorn only appends to it and reads it
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """A request has arrived."""
+        """Handle the end of a request."""
         self._is_in_body = False
         super().on_message_complete()
 
     def pause_writing(self) -> None:
-        """The caller reads more slowly than the server sends, which is fine for a while."""
+        """Start a timer: a caller may only read slowly for a while."""
         super().pause_writing()
         if self._write_timer is None:
             self._write_timer = self.loop.call_later(_STALLED_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """The caller reads again."""
+        """Stop the timer, because the caller reads again."""
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
@@ -189,18 +191,18 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_answering(self) -> bool:
-        """Whether a request has arrived, at least its head, and is not answered yet."""
+        """Whether the head of a request has arrived and its response is not complete."""
         newest: RequestResponseCycle | None = self.cycle
         return newest is not None and not newest.response_complete
 
     @property
     def is_up_to_caller(self) -> bool:
-        """Whether the rest of a body has to be sent, or that of an answer to be read."""
+        """Whether the caller still has to send a body or to read a response."""
         return self._is_in_body or self._write_timer is not None
 
     def _take_place(self) -> bool:
-        """Cuts the oldest connection that waits for its caller, of the address that has most of
-        them; False when none has more than this one's. Those without a request go first.
+        """Evict the oldest connection waiting for its caller, of the address with most. Connections
+        without a request go first. Return False if no address has more connections than this one's.
         """
         own_count = len(self.by_address[self._address])
         for others in sorted(self.by_address.values(), key=len, reverse=True):
@@ -215,12 +217,12 @@ class Connection(HttpToolsProtocol):
         return False
 
     def cut(self) -> None:
-        """Ends the connection at once."""
+        """End the connection at once."""
         self._stop_listening()
         self.transport.abort()
 
     def _stop_listening(self) -> None:
-        """Drops whatever still comes; the connection counts for its address no longer."""
+        """Discard further input, and stop counting the connection for its address."""
         self._is_deaf = True
         self._unset_head_timer()
         mates = self.by_address[self._address]
@@ -229,13 +231,13 @@ class Connection(HttpToolsProtocol):
             del self.by_address[self._address]
 
     def _drop(self, size_bytes: int) -> None:
-        """Counts unwanted bytes: reading them without limit would only help an attacker."""
+        """Count unwanted bytes. Abort at the limit, which stops an attacker."""
         self._dropped_bytes += size_bytes
         if self._dropped_bytes > _MAX_REFUSED_BYTES:
             self.transport.abort()
 
     def _watch(self, size_bytes: int) -> None:
-        """Sets the timer unless a request is being answered; a whole request costs none."""
+        """Set the timer unless a request is being answered. A complete request needs no timer."""
         if self._is_in_body:
             self._drained_bytes += size_bytes
         is_idle = not self.is_answering and self.timeout_keep_alive_task is None
@@ -267,7 +269,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def _end_after_answer(self) -> None:
-        """Makes the newest request of this connection the last one."""
+        """Make the newest request of this connection the last one."""
         self._stop_listening()
         if self.is_answering:
             self.cycle.keep_alive = False
@@ -275,7 +277,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, error: ServerError) -> None:
-        """Sends the refusal unless another answer is being sent, then ends the connection."""
+        """Send the refusal unless a response is in progress, then end the connection."""
         if self.is_answering:
             self._end_after_answer()
             return
@@ -288,7 +290,7 @@ class Connection(HttpToolsProtocol):
 
 
 class _TooManyError(Exception):
-    """Stops the parser: too many requests wait."""
+    """Stops the parser, because too many requests wait."""
 
 
 def connections(
@@ -298,13 +300,13 @@ def connections(
     kind: type[Connection] = Connection,
     **members: object,
 ) -> type[Connection]:
-    """The class of the connections of one server, as uvicorn expects it.
+    """Return the connection class of one server, as uvicorn expects it.
 
     Args:
-        limits: the settings that hold the limits.
-        count_refusal: called for every request that is refused before the application gets it.
-        kind: what the class is derived from.
-        members: other attributes of the class.
+        limits: settings with the limits.
+        count_refusal: called for every request refused before it reaches the application.
+        kind: base class.
+        members: further class attributes.
     """
     members |= {
         "limits": limits,
@@ -315,8 +317,8 @@ def connections(
 
 
 def _group_of(host: str) -> str:
-    """Whose connections are counted together: an IPv4 address, or the network of an IPv6 address,
-    of which a host has as many as it likes.
+    """Return the group whose connections are counted together. That is an IPv4 address or the /64
+    network of an IPv6 address, because a host may use any address of its network.
     """
     if ":" not in host:
         return host
@@ -326,7 +328,7 @@ def _group_of(host: str) -> str:
 
 
 def owner_connections(kind: type[Connection]) -> type[Connection]:
-    """The same class for connections that only the owner of the server can make."""
+    """Derive the class for connections that only the owner of the server can open."""
     return type("OwnerConnection", (kind,), {"is_owners": True})
 
 
@@ -335,7 +337,7 @@ def _is_chunked(headers: list[tuple[bytes, bytes]]) -> bool:
 
 
 def _unreadable(target: bytes, version: str) -> ServerError | None:
-    """Why a request line is not answered; None for `/...` in HTTP/1.0 or 1.1."""
+    """Return why a request line is refused, or None for `/...` in HTTP/1.0 or 1.1."""
     if version not in {"1.0", "1.1"}:
         return ServerError(
             ErrorCode.INVALID_REQUEST, f"HTTP/{version} is not supported; use HTTP/1.1"
@@ -349,7 +351,7 @@ def _unreadable(target: bytes, version: str) -> ServerError | None:
 
 
 def _answer(error: ServerError) -> bytes:
-    """A whole HTTP answer with a problem document, for a request that was never parsed."""
+    """Return a complete HTTP response with a problem document, for an unparsed request."""
     request_id = token_hex(8)
     problem = Problem.of(error.code, error.detail, request_id=request_id, limit=error.limit)
     body = problem.model_dump_json(exclude_none=True).encode()

@@ -1,4 +1,4 @@
-"""ProcessContext: everything that lives as long as the process, built once and in one place."""
+"""ProcessContext: everything that lives as long as the process, built in one place."""
 
 import asyncio
 import contextlib
@@ -52,11 +52,11 @@ __all__ = ["ProcessContext", "open_context", "open_services", "prepare_database"
 _LOGGER = logging.getLogger(__name__)
 
 _WAKE_SPREAD_SECONDS = 0.05
-"""All servers of a fleet are notified at the same moment; this spreads their queries."""
+"""Maximum random delay of the queries after a notification, which reaches all servers at once."""
 
 
 class ProcessContext:
-    """What the HTTP calls and the commands use. Opened and closed by `open_services`."""
+    """The services that HTTP calls and commands use. `open_services` opens and closes it."""
 
     def __init__(
         self,
@@ -197,13 +197,13 @@ async def open_context(
     clock: Clock,
     tracing: "Tracing | None" = None,
 ) -> AsyncIterator[ProcessContext]:
-    """Opens everything that a server needs, including its background tasks.
+    """Open everything that a server needs, including its background tasks.
 
-    A given `blob_store` replaces the one of the settings, and the caller closes it.
+    A given `blob_store` replaces the store of the settings, and the caller closes it.
 
     Raises:
-        OSError: when the data directory cannot be made or written.
-        StartError: when the database or the blob store cannot be used.
+        OSError: the data directory cannot be created or written.
+        StartError: the database or the blob store cannot be used.
     """
     async with AsyncExitStack() as stack:
         lock = await asyncio.to_thread(_lock_data_dir, settings.data_dir)
@@ -221,7 +221,7 @@ async def open_context(
             raise StartError(error.detail) from error
         await asyncio.to_thread(lock.share)
         stack.push_async_callback(_flush_last, context.accounting)
-        # A bucket may be used by servers of other data directories.
+        # Servers with other data directories may use the same bucket.
         was_alone = lock.was_alone and settings.blob_store == "disk"
         tasks = (
             asyncio.create_task(context.accounting.run(every_seconds=settings.flush_seconds)),
@@ -248,11 +248,11 @@ async def open_services(
     clock: Clock,
     tracing: "Tracing | None" = None,
 ) -> AsyncIterator[ProcessContext]:
-    """Opens database and blob store, and closes them in reverse; does nothing by itself.
+    """Open the database and the blob store, and close them in reverse. Starts no background task.
 
     Raises:
-        OSError: when the data directory cannot be made or written.
-        StartError: when the blob store cannot be used.
+        OSError: the data directory cannot be created or written.
+        StartError: the blob store cannot be used.
     """
     async with AsyncExitStack() as stack:
         database = _open_database(settings, tracing)
@@ -272,12 +272,12 @@ async def open_services(
 
 
 async def prepare_database(settings: Settings, *, is_migrating: bool) -> None:
-    """Makes sure that the database is at this release's revision or at a later one.
+    """Ensure that the database is at this release's revision or a later one.
 
-    Revisions only add, so servers of the previous release keep working while a fleet is upgraded.
+    Revisions only add, so servers of the previous release keep working during a rolling upgrade.
 
     Raises:
-        StartError: when it cannot be reached, or is older and must not be migrated here.
+        StartError: the database is unreachable, or older and must not be migrated here.
     """
     prepare = migrate if is_migrating else check_revision
     lock_path = settings.data_dir / "migrate.lock"
@@ -303,7 +303,7 @@ def _budgets(settings: LimitSettings) -> Budgets:
 
 
 def _listener(context: ProcessContext) -> Listener:
-    """Passes what other processes commit to the requests that wait in this one."""
+    """Forward the commits of other processes to the requests that wait in this process."""
     wait_queue = context.wait_queue
 
     def heard(payload: str) -> None:

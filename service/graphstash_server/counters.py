@@ -1,8 +1,8 @@
-"""HostCounters: what the workers of one host count for `GET /metrics`, in memory that they share.
+"""HostCounters: the counts of one host's workers for `GET /metrics`, in shared memory.
 
-The parent maps the memory before it forks. Each worker has a row that nobody else writes to, so no
-lock is needed, and whichever worker is asked adds the rows up. A row outlives its worker: the next
-one goes on counting in it, so no count is lost with a process, however it ends, and none goes back.
+The parent maps the memory before it forks. Each worker writes only to its own row, so no lock is
+needed. The worker that serves `/metrics` sums the rows. A row outlives its worker, and the next
+worker continues with its counts. So no count is lost when a process dies, and none decreases.
 """
 
 import mmap
@@ -15,7 +15,7 @@ from graphstash_schema import STATUS, ErrorCode
 __all__ = ["BUCKETS", "Counted", "Counters", "HostCounters"]
 
 BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-"""Seconds: upper ends, included. The longest wait for a lease is a minute."""
+"""Inclusive upper bounds in seconds. The longest wait for a lease is a minute."""
 
 _METHODS: Final = ("GET", "HEAD", "PUT", "POST", "DELETE", "other")
 _STATUSES: Final = sorted({200, 201, 202, 204, 206, 304, 307, *STATUS.values()})
@@ -31,7 +31,7 @@ def _layout() -> Iterator[tuple[str, ...]]:
         yield "seconds", str(bucket)
     yield ("microseconds",)
     yield from (("healed",), ("leases_expired",))
-    yield from (("workers",), ("waiters",), ("listening",))  # of the living: `end` clears them
+    yield from (("workers",), ("waiters",), ("listening",))  # gauges: `give_back` clears them
 
 
 _CELL: Final = {name: number for number, name in enumerate(_layout())}
@@ -48,16 +48,16 @@ class Counted(NamedTuple):
     """The sums of all workers.
 
     Attributes:
-        requests: by method and status.
-        refused: by error code; also what never reached a call.
-        seconds: how many requests took as long as each of `BUCKETS`, or longer than the last;
-            without reads of artifacts in front of the framework.
-        total_seconds: of these.
+        requests: number of requests by method and status.
+        refused: number of refusals by error code, including requests that never reached a call.
+        seconds: number of requests per bucket of `BUCKETS`, and of longer ones. Artifact reads in
+            front of the framework are excluded.
+        total_seconds: total duration of these requests.
         healed: rows dropped because their blob was lost or damaged.
-        leases_expired: leases that another process took because they were not released in time.
+        leases_expired: leases taken over because their holder did not release them in time.
         workers: processes that serve.
         waiters: requests that wait for a lease.
-        listening: processes that get the database's notifications.
+        listening: processes that receive the database's notifications.
     """
 
     requests: dict[tuple[str, str], int]
@@ -72,10 +72,10 @@ class Counted(NamedTuple):
 
 
 class HostCounters:
-    """The rows of all workers. Made before they are forked."""
+    """The rows of all workers. Create it before the workers are forked."""
 
     def __init__(self, workers: int = 1) -> None:
-        """Maps a row for each worker that may live at a time."""
+        """Map a row for each worker that may live at the same time."""
         size_bytes = 8 * len(_CELL)
         cells = memoryview(mmap.mmap(-1, workers * size_bytes)).cast("q")
         self._rows = [
@@ -84,26 +84,26 @@ class HostCounters:
         self._free = list(range(workers))
 
     def take(self) -> int:
-        """A row for a process that is about to be forked."""
+        """Return a free row for a process that is about to be forked."""
         return self._free.pop()
 
     def give_back(self, row: int) -> None:
-        """Its process has ended, or was never there. What it counted stays."""
+        """Free the row of a process that has ended or never started. Its counts stay."""
         for cell in (_WORKERS, _WAITERS, _LISTENING):
             self._rows[row][cell] = 0
         self._free.append(row)
 
     def of(self, row: int) -> "Counters":
-        """What the worker of a row counts with."""
+        """Return the counters of the worker that has this row."""
         return Counters(self._rows[row], self)
 
     def sums(self) -> Counted:
-        """Everything that was counted since the server was started."""
+        """Return the sums since the server started."""
         sums = [sum(cells) for cells in zip(*self._rows, strict=True)]
         named = dict(zip(_CELL, sums, strict=True))
         buckets = len(BUCKETS) + 1
         return Counted(
-            requests={key[1:]: named[key] for key in _CELL if key[0] == "requests" and named[key]},  # type: ignore[misc] # their length
+            requests={key[1:]: named[key] for key in _CELL if key[0] == "requests" and named[key]},  # type: ignore[misc] # mypy does not know the key's length
             refused={key[1]: named[key] for key in _CELL if key[0] == "refused" and named[key]},
             seconds=sums[_SECONDS : _SECONDS + buckets],
             total_seconds=named["microseconds",] / 1e6,
@@ -115,10 +115,10 @@ class HostCounters:
 
 
 class Counters:
-    """What one worker counts; each call takes a fraction of a microsecond.
+    """The counters of one worker. Each call takes a fraction of a microsecond.
 
     Attributes:
-        host: those of all workers.
+        host: the counters of all workers.
     """
 
     def __init__(self, cells: "memoryview[int]", host: HostCounters) -> None:
@@ -127,43 +127,43 @@ class Counters:
 
     @classmethod
     def alone(cls) -> "Counters":
-        """Of a server that is one process."""
+        """Return the counters of a server with one process."""
         host = HostCounters()
         return host.of(host.take())
 
     def begin(self) -> None:
-        """This worker serves."""
+        """Mark this worker as serving."""
         self._cells[_WORKERS] = 1
         self._cells[_WAITERS] = self._cells[_LISTENING] = 0
 
     def count_request(self, method: str, status: int) -> None:
-        """A request was answered."""
+        """Count an answered request."""
         cell = _REQUEST.get((method, status))
         self._cells[cell if cell is not None else _other(method, status)] += 1
 
     def count_seconds(self, seconds: float) -> None:
-        """A request took so long."""
+        """Record the duration of a request."""
         self._cells[_SECONDS + bisect_left(BUCKETS, seconds)] += 1
         self._cells[_CELL["microseconds",]] += int(seconds * 1e6)
 
     def count_refusal(self, code: ErrorCode) -> None:
-        """A request was refused."""
+        """Count a refused request."""
         self._cells[_CELL["refused", code.value]] += 1
 
     def count_healed(self) -> None:
-        """A row was dropped because its blob was lost or damaged."""
+        """Count a row dropped because its blob was lost or damaged."""
         self._cells[_CELL["healed",]] += 1
 
     def count_expired_lease(self) -> None:
-        """A lease was taken from a holder who did not release it in time."""
+        """Count a lease taken from a holder that did not release it in time."""
         self._cells[_CELL["leases_expired",]] += 1
 
     def add_waiters(self, more: int) -> None:
-        """More requests, or fewer, wait for a lease."""
+        """Change the number of requests that wait for a lease."""
         self._cells[_WAITERS] += more
 
-    def set_listening(self, is_it: bool) -> None:  # noqa: FBT001 - it is a gauge
-        """Whether this process gets the database's notifications."""
+    def set_listening(self, is_it: bool) -> None:  # noqa: FBT001 - a gauge
+        """Set whether this process receives the database's notifications."""
         self._cells[_LISTENING] = is_it
 
 

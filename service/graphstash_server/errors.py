@@ -1,14 +1,14 @@
-"""What the server raises on purpose.
+"""The errors that the server raises on purpose.
 
-    ServerError              answered with a problem document: an error code and a sentence
-      NoSpaceError           507: the disk, its head-room or the store's limit is reached
+    ServerError              sent to the caller as a problem document: error code and sentence
+      NoSpaceError           507: the disk, its reserve or the store's limit is reached
       LengthMismatchError    400: fewer or more bytes arrived than announced
       DigestMismatchError    400: other bytes arrived than announced
     StartError               the server cannot start; one line for the operator
-    ShortBlobError           a blob ended early while it was sent; the connection is cut
+    ShortBlobError           a blob ended early during a download; the server cuts the connection
 
-There is a separate class where something catches it; every other refusal is a `ServerError` with
-its code. The HTTP status follows from the code (`graphstash_schema.STATUS`).
+An error has its own class only if some code catches it. Every other refusal is a `ServerError`. The
+error code determines the HTTP status (`graphstash_schema.STATUS`).
 """
 
 from graphstash_schema import STATUS, Digest, ErrorCode
@@ -24,15 +24,15 @@ __all__ = [
 
 
 class ServerError(Exception):
-    """A refusal that the caller is told about.
+    """A refusal that the server reports to the caller.
 
     Attributes:
-        code: what programs read.
-        detail: names the value, the limit that was passed and the way out.
-        limit: the limit that was passed, as a number.
-        digest: of a conflict: the digest that stays.
-        given_digest: of a conflict: the digest that was refused.
-        retry_after_seconds: when it is worth asking again, where that is known.
+        code: error code for programs.
+        detail: sentence that names the value, the exceeded limit and the remedy.
+        limit: the exceeded limit as a number.
+        digest: in a conflict, the digest that the server keeps.
+        given_digest: in a conflict, the digest that the server refuses.
+        retry_after_seconds: seconds after which to retry, if known.
     """
 
     def __init__(
@@ -55,15 +55,15 @@ class ServerError(Exception):
 
     @property
     def status(self) -> int:
-        """The HTTP status of the code."""
+        """HTTP status of the code."""
         return STATUS[self.code]
 
 
 class NoSpaceError(ServerError):
-    """There is no room for the bytes; nothing was stored, and reading goes on.
+    """The bytes do not fit. The server stores nothing and continues to serve reads.
 
     Attributes:
-        missing_bytes: how many would have to go; None when that is not known.
+        missing_bytes: number of bytes that would have to be freed, or None if unknown.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class NoSpaceError(ServerError):
 
 
 class LengthMismatchError(ServerError):
-    """The bytes ended early, or went on after the announced length."""
+    """The body ended early, or continued after the announced length."""
 
     def __init__(self, *, announced: Digest, received_bytes: int) -> None:
         super().__init__(
@@ -85,7 +85,7 @@ class LengthMismatchError(ServerError):
 
 
 class DigestMismatchError(ServerError):
-    """The bytes are not those of the announced digest."""
+    """The bytes do not match the announced digest."""
 
     def __init__(self, *, announced: Digest, received: Digest) -> None:
         super().__init__(
@@ -98,8 +98,8 @@ class DigestMismatchError(ServerError):
 
 
 class StartError(Exception):
-    """The server cannot start; the message is one line that says why and what to do."""
+    """The server cannot start. The message is one line with the cause and the remedy."""
 
 
 class ShortBlobError(Exception):
-    """A stored blob ended before its size: what was sent must not look complete."""
+    """A stored blob ended before its size, so its download must not look complete."""

@@ -1,4 +1,4 @@
-"""StoredKey: the whole key of an artifact, with its namespace, as services and tables use it."""
+"""StoredKey: the complete key of an artifact with its namespace, for services and tables."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ __all__ = ["StoredKey"]
 
 
 class StoredKey(NamedTuple):
-    """Four checked words; a plain tuple because it is the key of every table and dictionary."""
+    """Four validated words. A plain tuple, because it is the key of every table and dictionary."""
 
     namespace: Namespace
     kind: ArtifactKind
@@ -17,10 +17,10 @@ class StoredKey(NamedTuple):
 
     @classmethod
     def parse(cls, *, namespace: str, kind: str, device_type: str, fingerprint: str) -> "StoredKey":
-        """Reads the path segments of a URL.
+        """Parse the path segments of a URL.
 
         Raises:
-            InvalidValueError: for the first segment that is out of form.
+            InvalidValueError: a segment is malformed.
         """
         return cls(
             Namespace(namespace),
@@ -31,22 +31,24 @@ class StoredKey(NamedTuple):
 
     @classmethod
     def of(cls, namespace: Namespace, key: ArtifactKey) -> "StoredKey":
-        """Joins a namespace and a key that came in a body."""
+        """Combine a namespace with a key from a request body."""
         return cls(namespace, key.kind, key.device_type, key.fingerprint)
 
     @property
     def key(self) -> ArtifactKey:
-        """The key without its namespace, as it stands in bodies."""
+        """The key without its namespace, as in request bodies."""
         return ArtifactKey.model_construct(
             kind=self.kind, device_type=self.device_type, fingerprint=self.fingerprint
         )
 
     @property
     def json(self) -> str:
-        """The same as it is written in JSON, for answers with many keys: objects for each would be
-        counted, and visited, by the garbage collector. No word has a character that JSON escapes.
+        """The key without its namespace as JSON text.
+
+        Responses with many keys use it, because the garbage collector would track and visit an
+        object per key. No word contains a character that JSON escapes.
         """
-        kind = self.kind._value_  # a twentieth of the time of `value`
+        kind = self.kind._value_  # takes a twentieth of the time of `value`
         return (
             f'{{"kind":"{kind}","device_type":"{self.device_type}",'
             f'"fingerprint":"{self.fingerprint}"}}'
@@ -54,12 +56,12 @@ class StoredKey(NamedTuple):
 
     @property
     def columns(self) -> tuple[str, str, str, str]:
-        """The values of the primary key, in its order. Transactions lock rows in this order, or two
-        of them could wait for each other.
+        """Values of the primary key, in its order. Transactions lock rows in this order, because
+        otherwise two of them could deadlock.
         """
         return self.namespace, self.fingerprint, self.kind.value, self.device_type
 
     @property
     def artifact_path(self) -> str:
-        """The URL path of the artifact."""
+        """URL path of the artifact."""
         return self.key.artifact_path(self.namespace)

@@ -1,4 +1,4 @@
-"""What the server logs: one line per event, whatever callers sent, and no query strings."""
+"""Server logging: one line per event regardless of the caller's input, and no query strings."""
 
 import asyncio
 import json
@@ -22,15 +22,15 @@ __all__ = [
 T = TypeVar("T")
 
 REQUEST: Final[ContextVar[Mapping[str, Any] | None]] = ContextVar("request", default=None)
-"""The state of the request that is being answered: what is logged meanwhile has its ids."""
+"""State of the current request. Log entries made during the request carry its IDs."""
 
 _INDENT: Final = "    "
-"""Before each line of a traceback, so that none can look like an entry of its own."""
+"""Prefix of each traceback line, so that no such line can look like an entry."""
 
 
 def printable(text: str) -> str:
-    """The text with everything escaped that could end a line, move a cursor or turn the text round,
-    as in a Python string.
+    """Escape all characters that could end a line, move a cursor or reverse the text direction. The
+    escapes are those of a Python string.
     """
     if text.isprintable():
         return text
@@ -43,18 +43,18 @@ class EscapingFormatter(logging.Formatter):
     """Escapes each message and each line of a traceback."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
-        """The line of the entry."""
+        """Return the escaped line of the entry."""
         return printable(super().formatMessage(record))
 
     def formatException(self, ei: object) -> str:  # noqa: N802 - logging's name
-        """The lines of a traceback."""
-        lines = super().formatException(ei).split("\n")  # type: ignore[arg-type] # as it was given
+        """Return the escaped and indented lines of a traceback."""
+        lines = super().formatException(ei).split("\n")  # type: ignore[arg-type] # passed on unchanged
         return "\n".join(_INDENT + printable(line) for line in lines)
 
 
 def ids_of(state: Mapping[str, Any]) -> dict[str, str]:
-    """The ids of a request as fields of an entry: the server's own, the caller's where there is
-    one, and those of its span where traces are made.
+    """Return the IDs of a request as log fields: the server's ID, the caller's ID if it differs,
+    and those of the span if tracing is on.
     """
     own, answered = state["server_request_id"], state["request_id"]
     ids = {"request": own} | ({"caller_request": answered} if own != answered else {})
@@ -62,8 +62,8 @@ def ids_of(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def in_background(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-    """A task that belongs to no request, although one begins it: several wait for it, or none. What
-    it logs has no ids of a request.
+    """Start a task that belongs to no request, even if a request starts it. Several requests or
+    none may wait for it. Its log entries carry no request IDs.
     """
     context = copy_context()
     context.run(REQUEST.set, None)
@@ -71,12 +71,14 @@ def in_background(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
 
 
 class JsonFormatter(logging.Formatter):
-    """An object a line: `time`, `level`, `logger`, `process`, `message`, for what belongs to a
-    request also `request`, `caller_request`, `trace_id` and `span_id`, and `traceback`.
+    """Formats an entry as one JSON object per line.
+
+    The fields are `time`, `level`, `logger`, `process` and `message`. Entries of a request also
+    have `request`, `caller_request`, `trace_id` and `span_id`. Errors have `traceback`.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line of ASCII without control characters."""
+        """Return one line of ASCII without control characters."""
         state = getattr(record, "state", None) or REQUEST.get()
         entry = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
@@ -88,14 +90,14 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             entry["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(entry).replace("\x7f", "\\u007f")  # the only one that JSON lets be
+        return json.dumps(entry).replace("\x7f", "\\u007f")  # JSON does not escape it
 
 
 class WithoutQuery(logging.Filter):
-    """Takes the query out of uvicorn's access log: callers put secrets there by mistake."""
+    """Removes the query from uvicorn's access log, because callers put secrets there by mistake."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Changes the path; `args` are address, method, path with query, version and status."""
+        """Cut the query. `args` are address, method, path with query, version and status."""
         if isinstance(record.args, tuple) and len(record.args) == 5:
             address, method, path, *rest = record.args
             record.args = (address, method, str(path).partition("?")[0], *rest)
@@ -103,7 +105,7 @@ class WithoutQuery(logging.Filter):
 
 
 def set_up_logging(level: str, *, form: str | None) -> None:
-    """Logs to standard error, from a level on; `form` is a format of `logging`, None for JSON."""
+    """Log to standard error from `level` on. `form` is a `logging` format, or None for JSON."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if form is None else EscapingFormatter(form))
     logging.basicConfig(level=level, handlers=[handler])

@@ -1,8 +1,8 @@
-"""OwnSocket: where jobs of the user who runs the server find it, and nobody else does.
+"""OwnSocket: a Unix socket that only the user who runs the server can reach.
 
-Whoever connects here is the owner of the server, because nobody else gets through the directory
-(`graphstash_schema.own_files`). Of several servers of one user, the first keeps the place as long
-as one of its processes lives.
+Every connection comes from the owner of the server, because the directory admits no other user
+(`graphstash_schema.own_files`). If one user runs several servers, the first one keeps the socket
+while one of its processes lives.
 """
 
 import fcntl
@@ -19,22 +19,24 @@ _BACKLOG: Final = 2048
 
 
 class OwnSocket:
-    """A listening socket.
+    """A listening Unix socket.
 
     Attributes:
-        listener: for the server.
+        listener: socket for the server.
 
     Raises:
-        OSError: on construction, when another server has the place, or it is not this user's.
+        OSError: on construction, if another server has the socket, or another user owns the
+            directory.
     """
 
     def __init__(self, path: Path) -> None:
         self._directory = make_own_directory(path.parent)
-        # By the directory that was checked, which also keeps within the 107 bytes of an address.
+        # The path goes through the verified directory's descriptor, and fits into the 107 bytes of
+        # an address.
         self._place = Path(f"/proc/self/fd/{self._directory}/{path.name}")
         try:
             fcntl.flock(self._directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._place.unlink(missing_ok=True)  # what a killed server has left
+            self._place.unlink(missing_ok=True)  # left over by a killed server
             self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self.listener.bind(str(self._place))
             self.listener.listen(_BACKLOG)
@@ -46,7 +48,7 @@ class OwnSocket:
             raise
 
     def close(self) -> None:
-        """Removes it; for the process that made it, when the server has ended."""
+        """Remove the socket. The process that created it calls this once the server has ended."""
         self.listener.close()
         self._place.unlink(missing_ok=True)
         os.close(self._directory)

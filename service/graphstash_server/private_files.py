@@ -1,4 +1,4 @@
-"""Everything that the server makes on disk is for its own user alone."""
+"""Keep everything that the server creates on disk private to its user."""
 
 import logging
 import os
@@ -17,20 +17,20 @@ __all__ = ["keep_private"]
 _LOGGER = logging.getLogger(__name__)
 
 _OWN: Final = ("blobs", "spool", "tier", "*.lock")
-"""What the server makes in its data directory, beside an SQLite database."""
+"""Names that the server creates in its data directory, besides an SQLite database."""
 
 _OF_OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 _WRITTEN_BY_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
 
 
 def keep_private(settings: "DatabaseSettings") -> None:
-    """Makes the data directory; what this process makes from now on only its user can read.
+    """Create the data directory, and make everything that this process creates private.
 
-    What an earlier release left readable for others is closed to them, and the data directory, too,
-    when it holds nothing else.
+    The server also revokes other users' access to files that an earlier release left open. It does
+    the same for the data directory if that contains nothing else.
 
     Raises:
-        OSError: when the data directory cannot be made.
+        OSError: the data directory cannot be created.
     """
     os.umask(_OF_OTHERS)
     data_dir = settings.data_dir
@@ -50,7 +50,7 @@ def keep_private(settings: "DatabaseSettings") -> None:
 
 
 def _database_files(url: str) -> Iterator[Path]:
-    """An SQLite database, its log and its index; SQLite gives those the mode of the database."""
+    """Yield an SQLite database, its log and its index. SQLite copies the mode of the database."""
     parsed = make_url(url)
     if parsed.get_backend_name() == "sqlite" and parsed.database:
         for suffix in ("", "-wal", "-shm", "-journal"):
@@ -58,7 +58,7 @@ def _database_files(url: str) -> Iterator[Path]:
 
 
 def _close(path: Path) -> None:
-    """Takes the rights of others away, if the file is this user's."""
+    """Revoke the rights of other users if this user owns the file."""
     try:
         found = path.lstat()
         is_own = found.st_uid == os.geteuid() and not stat.S_ISLNK(found.st_mode)

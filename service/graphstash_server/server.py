@@ -1,11 +1,12 @@
-"""run_server: the application on uvicorn, in one process, with a bounded graceful shutdown.
+"""run_server: run the application on uvicorn in one process, with a bounded graceful shutdown.
 
-`run_worker` is the same in a forked process (see `workers`).
+`run_worker` does the same in a forked process (see `workers`).
 
-Shutdown goes in this order: the server accepts no more connections; it answers waits for leases,
-then new connections without a request yet; transfers continue for at most `shutdown_seconds`; then
-the context closes, which writes the last counters. Every answer meanwhile closes its connection, so
-that a client under load connects elsewhere instead of being cut off.
+The shutdown has five steps. The server stops accepting connections. It answers requests that wait
+for leases. It waits for new connections to send their first request. Transfers continue for at most
+`shutdown_seconds`. The context closes, which writes the last counters. Every response during the
+shutdown closes its connection, so that a client under load reconnects elsewhere and no request is
+cut off.
 """
 
 import asyncio
@@ -41,24 +42,24 @@ __all__ = ["PARENT_SIGNALS", "GraphstashServer", "make_server", "run_server", "r
 _LOGGER = logging.getLogger(__name__)
 
 _FIRST_REQUEST_SECONDS = 5.0
-"""How long a connection without a request may delay the shutdown. Its client has connected and is
-about to send one: on a loaded host that takes a while, and closing would fail the request."""
+"""Seconds that a connection without a request may delay the shutdown. Its client has connected and
+is about to send a request, which takes a while on a loaded host. Closing would fail that request.
+"""
 
 _LOOK_SECONDS = 0.02
 
 _ABANDONED = 1
 
 PARENT_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
-"""What the parent of workers listens to; a worker that is just forked has them blocked."""
+"""Signals that the parent of workers handles. A freshly forked worker has them blocked."""
 
 
 def _spare_collector() -> None:
-    """Leaves out of every garbage collection what is there when the server starts, and collects
-    less often.
+    """Exclude the objects of the start from garbage collection, and collect less often.
 
-    Measured with look-ups of 1,000 keys: 12.8 ms of CPU each as Python begins, 9.4 with what is
-    there frozen. A threshold of 5,000 takes another tenth off a miss or a small PUT, and a higher
-    one no more.
+    Measured with look-ups of 1,000 keys: 12.8 ms of CPU each with Python's defaults, 9.4 ms with
+    the frozen objects. A threshold of 5,000 saves another tenth on a miss or a small PUT. A higher
+    threshold saves no more.
     """
     gc.collect()
     gc.freeze()
@@ -76,14 +77,14 @@ class GraphstashServer(uvicorn.Server):
         stop_waiting: Callable[[], None],
         lifeline: int | None = None,
     ) -> None:
-        """Prepares a server.
+        """Prepare a server.
 
         Args:
-            config: of uvicorn.
+            config: uvicorn's configuration.
             when_ready: called once the server serves.
-            stop_waiting: called before the shutdown; answers every wait for a lease.
-            lifeline: the reading end of a pipe to which nothing is written. The server shuts down
-                when the last process with the writing end is gone.
+            stop_waiting: called before the shutdown. Answers every request that waits for a lease.
+            lifeline: read end of a pipe that is never written to. The server shuts down when the
+                last process with the write end is gone.
         """
         super().__init__(config)
         self._when_ready = when_ready
@@ -91,7 +92,7 @@ class GraphstashServer(uvicorn.Server):
         self._lifeline = lifeline
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Starts listening; who comes by a Unix socket is the owner (`own_socket`)."""
+        """Start listening. Connections over a Unix socket come from the owner (`own_socket`)."""
         if self._lifeline is not None:
             loop = asyncio.get_running_loop()
             loop.add_reader(self._lifeline, self._end_alone, loop, self._lifeline)
@@ -117,7 +118,7 @@ class GraphstashServer(uvicorn.Server):
         self.servers.append(server)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Ends every wait for a lease first: it could last a minute."""
+        """End every wait for a lease first, because it could last a minute."""
         for server in self.servers:
             server.close()
         self.server_state.default_headers = [
@@ -129,12 +130,12 @@ class GraphstashServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _answer_newcomers(self) -> None:
-        """Waits until every connection has made a request; uvicorn closes those that have not."""
+        """Wait until every connection has sent a request. uvicorn would close the others."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         longest = self.config.timeout_graceful_shutdown or 0
         deadline = began + min(_FIRST_REQUEST_SECONDS, longest)
-        await asyncio.sleep(_LOOK_SECONDS)  # what was accepted last is not in the set yet
+        await asyncio.sleep(_LOOK_SECONDS)  # the connection accepted last is not in the set yet
         while loop.time() < deadline and not self.force_exit:
             if not any(map(_is_new, self.server_state.connections)):
                 break
@@ -150,10 +151,10 @@ class GraphstashServer(uvicorn.Server):
 
 
 class _OneLine(logging.Filter):
-    """Shortens the traceback that uvicorn logs of a failed start to its last line."""
+    """Shortens the traceback that uvicorn logs for a failed start to its last line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Shortens what ends with a `StartError`."""
+        """Shorten a message that ends with a `StartError`."""
         last = record.getMessage().rstrip().rpartition("\n")[2]
         mark, _, reason = last.partition(f"{StartError.__name__}: ")
         if reason and mark.endswith("errors."):
@@ -169,10 +170,10 @@ def make_server(
     counters: Counters | None = None,
     tracing: "Tracing | None" = None,
 ) -> GraphstashServer:
-    """A server that is not running yet.
+    """Create a server that is not running yet.
 
     Raises:
-        StartError: when the files of TLS cannot be used.
+        StartError: the TLS files cannot be used.
     """
     tls = tls_context(settings)
     app = create_app(settings, counters=counters, tracing=tracing)
@@ -192,7 +193,7 @@ def make_server(
         log_level="warning" if settings.log_level == "info" else settings.log_level,
         access_log=settings.access_log,
         server_header=False,
-        proxy_headers=False,  # nothing here depends on the address of the caller
+        proxy_headers=False,  # no code depends on the caller's address
         timeout_graceful_shutdown=settings.shutdown_seconds,
     )
     config.load()
@@ -201,7 +202,7 @@ def make_server(
     if not any(isinstance(each, _OneLine) for each in log.filters):
         log.addFilter(_OneLine())
         logging.getLogger("uvicorn.access").addFilter(WithoutQuery())
-    if settings.access_log:  # whoever asked for it gets it, whatever else is logged
+    if settings.access_log:  # log accesses at any log level
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     return GraphstashServer(
         config, when_ready=when_ready, stop_waiting=app.stop_waiting, lifeline=lifeline
@@ -224,11 +225,10 @@ def run_server(
     lifeline: int | None = None,
     counters: Counters | None = None,
 ) -> bool:
-    """Serves until a signal; False when it could not start.
+    """Serve until a signal. Return False if the server could not start.
 
     Raises:
-        StartError: when the files of TLS cannot be used, or what makes traces is missing or refuses
-            its settings.
+        StartError: the TLS files cannot be used, or tracing lacks packages or refuses its settings.
     """
     tracing_class = find_tracing(settings)
     tracing = None if tracing_class is None else tracing_class()
@@ -239,9 +239,9 @@ def run_server(
     try:
         server.run(sockets=listeners)
     except SystemExit:
-        return False  # uvicorn's way of saying so; it logged the reason
+        return False  # uvicorn exits if the start failed, after it logged the reason
     except KeyboardInterrupt:
-        return True  # a signal asked for the end: uvicorn raises it again when everything is done
+        return True  # a signal asked for the end; uvicorn raises it again after the shutdown
     finally:
         if tracing is not None:
             tracing.close()
@@ -256,14 +256,12 @@ def run_worker(
     lifeline: int,
     counters: Counters,
 ) -> NoReturn:
-    """Serves in a process that was just forked, and exits.
-
-    A byte is written to the pipe `say` when the worker serves; `lifeline` is described in
-    `GraphstashServer`.
+    """Serve in a freshly forked process, and exit. The worker writes a byte to the pipe `say` once
+    it serves. `GraphstashServer` describes `lifeline`.
     """
 
     def tell() -> None:
-        with suppress(BrokenPipeError):  # the parent is gone: the lifeline tells, too
+        with suppress(BrokenPipeError):  # the parent is gone, which the lifeline also reports
             os.write(say, b"1")
         os.close(say)
 
@@ -286,10 +284,10 @@ def run_worker(
 
 
 def _is_new(connection: object) -> bool:
-    """Whether nothing has been asked on a connection yet."""
+    """Return whether a connection has not sent a request yet."""
     return isinstance(connection, HttpToolsProtocol) and connection.cycle is None
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> None:
-    """Stopping on request is not a failure: the exit code stays 0, as after Ctrl-C."""
+    """Stop without an error: on request, the exit code stays 0, as after Ctrl-C."""
     raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""find_tracing: what makes traces, where a setting asks for it; OpenTelemetry is an extra."""
+"""find_tracing: load the tracing class if the settings ask for it. OpenTelemetry is an extra."""
 
 from typing import TYPE_CHECKING
 
@@ -12,10 +12,10 @@ __all__ = ["find_tracing"]
 
 
 def find_tracing(settings: Settings) -> "type[Tracing] | None":
-    """The class that makes traces; None where none are made.
+    """Return the class that creates spans, or None if tracing is off.
 
     Raises:
-        StartError: when it is wanted and its packages are missing.
+        StartError: tracing is on and its packages are missing.
     """
     if not settings.tracing:
         return None

@@ -1,7 +1,7 @@
-"""TLS of the server itself, for a server without a proxy that terminates it.
+"""TLS termination in the server itself, for a server without a proxy.
 
-The files are read when a process starts: after a renewal, send SIGHUP to a server with several
-workers, which replaces them one by one, and restart a server of one process.
+Each process reads the files when it starts. After a renewal, send SIGHUP to a server with several
+workers, which replaces them one by one. Restart a server with one process.
 """
 
 import ssl
@@ -13,13 +13,12 @@ __all__ = ["tls_context"]
 
 
 def tls_context(settings: TlsSettings) -> ssl.SSLContext | None:
-    """What the port speaks: TLS 1.2 or later with Python's own choice of ciphers, HTTP/1.1 inside.
+    """Return the TLS context of the port, or None for plain HTTP.
 
-    Returns:
-        None for plain HTTP.
+    It accepts TLS 1.2 or later with Python's default ciphers, and offers HTTP/1.1.
 
     Raises:
-        StartError: for a file that cannot be read or does not hold what it should.
+        StartError: a file cannot be read or has the wrong content.
     """
     certificate, key = settings.tls_cert_file, settings.tls_key_file
     if certificate is None or key is None:
@@ -49,7 +48,7 @@ def tls_context(settings: TlsSettings) -> ssl.SSLContext | None:
 
 
 def _no_password() -> str:
-    """A prompt for one would block a server that runs unattended."""
+    """Refuse a password, because a prompt would block a server that runs unattended."""
     raise ValueError("the key has a password")
 
 

@@ -1,15 +1,14 @@
-"""Tracing: the spans of a server, by OpenTelemetry.
+"""Tracing: the server's OpenTelemetry spans.
 
-Imported only where `GRAPHSTASH_TRACING` is set. A request is a span, which continues the caller's
-trace; what it waits for (database, blob store, a lease) are spans within. What the server does by
-itself makes none. They are sent with OTLP over HTTP; OpenTelemetry's own variables configure that
-and how many are sampled.
+Imported only if `GRAPHSTASH_TRACING` is set. Each request is a span that continues the caller's
+trace. The database, blob store and lease calls that it waits for are child spans. The server's
+background work has no spans. The spans are sent with OTLP over HTTP. OpenTelemetry's own variables
+configure the export and the sampling.
 
-A caller is not trusted. Of its headers only `traceparent` is read, and it cannot make the server
-record more: see `_ServerSampler`. No query, header or error text is recorded, because callers put
-secrets there by mistake; this is why the instrumentations of ASGI and botocore, which record URLs
-and texts of errors, and the framework's own are not used. That of SQLAlchemy would not see prepared
-statements.
+Callers are not trusted. The server reads only the header `traceparent`, and a caller cannot make it
+record more (see `_ServerSampler`). It records no query, header or error text, because callers put
+secrets there by mistake. The instrumentations of ASGI, botocore and the framework record URLs and
+error texts, so they are not used. SQLAlchemy's would miss prepared statements.
 """
 
 import os
@@ -36,21 +35,22 @@ from graphstash_server.errors import StartError
 __all__ = ["Tracing"]
 
 _METHODS: Final = frozenset({"GET", "HEAD", "PUT", "POST", "DELETE", "PATCH", "OPTIONS"})
-"""Others are named `_OTHER`, as the conventions say: a caller makes up as many as it likes."""
+"""Other methods are recorded as `_OTHER`, as the conventions say, because callers may invent
+methods."""
 
 _PROPAGATOR: Final = TraceContextTextMapPropagator()
 
 _END_SECONDS: Final = 2.0
-"""How long the end of a server may wait for a collector."""
+"""Seconds that the server's shutdown may wait for a collector."""
 
 
 class _ServerSampler(Sampler):
-    """Applies the sampler of `OTEL_TRACES_SAMPLER` to callers that are not trusted.
+    """Applies the sampler of `OTEL_TRACES_SAMPLER` to untrusted callers.
 
-    A caller marks its trace as sampled, and it chooses the id from which a ratio follows. So the
-    mark can only take a request out; whether it gets in is decided as for a trace that begins
-    here, with an id of our own. What happens within a request follows the request, and whatever
-    belongs to none is left out.
+    A caller sets the sampled flag of its trace, and chooses the ID that a ratio sampler reads. So
+    the caller's flag can only exclude a request. The configured sampler decides about the rest as
+    for a new trace, with an ID of the server. Child spans follow their request. Spans outside of a
+    request are dropped.
     """
 
     def __init__(self, configured: Sampler) -> None:
@@ -85,13 +85,13 @@ class _ServerSampler(Sampler):
 
 
 class Tracing:
-    """Makes the spans of one process."""
+    """Creates the spans of one process."""
 
     def __init__(self) -> None:
-        """Starts to export; `close` ends it.
+        """Start the exporter. `close` stops it.
 
         Raises:
-            StartError: when OpenTelemetry does not take its own variables.
+            StartError: OpenTelemetry refuses its own variables.
         """
         try:
             self._provider = _provider()
@@ -103,12 +103,12 @@ class Tracing:
         self._tracer = self._provider.get_tracer("graphstash_server", __version__)
 
     def begin(self, method: str, traceparents: Sequence[str]) -> Span:
-        """Begins the span of a request; `finish` ends it.
+        """Begin the span of a request. `finish` ends it.
 
         Args:
-            method: of HTTP, as the caller wrote it.
-            traceparents: the values of this header; one that comes twice or is malformed begins a
-                trace of its own, as W3C Trace Context says.
+            method: HTTP method as sent by the caller.
+            traceparents: values of the header. If it is repeated or malformed, the request begins a
+                new trace (W3C Trace Context).
         """
         carrier = {"traceparent": traceparents[0]} if len(traceparents) == 1 else {}
         known = method if method in _METHODS else "_OTHER"
@@ -121,14 +121,14 @@ class Tracing:
 
     @staticmethod
     def finish(span: Span, *, status: int | None, route: str | None, path: str) -> None:
-        """Ends the span of a request.
+        """End the span of a request.
 
         Args:
-            span: of the request.
-            status: of the answer; None where none was begun.
-            route: the template of the path; None where nothing matches: then the path may be
-                anything, and is not recorded.
-            path: the path itself.
+            span: span of the request.
+            status: status of the response, or None if no response was begun.
+            route: path template, or None if none matches. Then the path is arbitrary and not
+                recorded.
+            path: path of the request.
         """
         if route is not None and isinstance(span, ReadableSpan):
             span.update_name(f"{span.name} {route}")
@@ -141,7 +141,7 @@ class Tracing:
 
     @contextmanager
     def inside(self, span: Span) -> Iterator[None]:
-        """Makes the span of a request the current one."""
+        """Make the span of a request the current span."""
         token = context.attach(trace.set_span_in_context(span))
         try:
             yield
@@ -150,7 +150,7 @@ class Tracing:
 
     @contextmanager
     def span(self, name: str, **attributes: AttributeValue) -> Iterator[Span]:
-        """A span of something that a request waits for; nothing outside of a sampled request."""
+        """Open a span for work that a sampled request waits for. Does nothing outside of one."""
         if not trace.get_current_span().is_recording():
             yield trace.INVALID_SPAN
             return
@@ -166,7 +166,7 @@ class Tracing:
 
     @staticmethod
     def ids(span: Span) -> Mapping[str, str]:
-        """What names a span in the log."""
+        """Return the IDs of a span for the log."""
         known = span.get_span_context()
         return {
             "trace_id": trace.format_trace_id(known.trace_id),
@@ -174,7 +174,7 @@ class Tracing:
         }
 
     def close(self) -> None:
-        """Sends what is left, within a bound."""
+        """Send the remaining spans, for at most `_END_SECONDS`."""
         ending = threading.Thread(target=self._provider.shutdown, daemon=True)
         ending.start()
         ending.join(_END_SECONDS)
@@ -184,7 +184,7 @@ def _provider() -> TracerProvider:
     resource = Resource.create(
         {"service.name": "graphstash-server", "service.version": __version__}
     )
-    # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win.
+    # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES take precedence.
     provider = TracerProvider(
         resource=resource.merge(OTELResourceDetector().detect()), shutdown_on_exit=False
     )

@@ -1,20 +1,20 @@
-"""run_workers: several processes serve one port, supervised by a small parent.
+"""run_workers: several processes serve one port under a small parent.
 
-The parent imports everything once and forks; it starts no thread and no event loop, so forking is
-safe. Replacing a worker takes no imports, and all workers share the memory of the code. They accept
-from the listening sockets, which stay open in the parent: a connection that is not accepted yet
+The parent imports everything once and forks. It starts no thread and no event loop, so forking is
+safe. Replacing a worker imports nothing, and all workers share the memory of the code. The workers
+accept from listening sockets that stay open in the parent. A connection that is not accepted yet
 waits for the next free worker.
 
-uvicorn's own supervisor kills a worker that does not answer a ping within seconds, which happens on
-a loaded host, and starts every worker from nothing.
+uvicorn's own supervisor kills a worker that misses a ping for seconds, which happens on a loaded
+host. It also starts every worker from scratch.
 
     SIGTERM, SIGINT   the workers end gracefully, then the parent; a SIGINT after it kills at once
-    SIGHUP            a rolling restart: a successor for one worker after another. It renews the
-                      processes, so their memory and connections. The code is the parent's and as
-                      old as the parent: new code needs a restart of the server
-    parent killed     the workers see the end of a pipe, the lifeline, and end gracefully
+    SIGHUP            rolling restart: a successor replaces one worker after another. It renews
+                      the processes with their memory and connections. New code needs a restart
+                      of the server, because workers run the code of the parent
+    parent killed     the workers detect the end of a pipe, the lifeline, and end gracefully
 
-No state is lost with a worker: whatever outlives a request is in the database.
+A worker's end loses no state, because everything that outlives a request is in the database.
 """
 
 import gc
@@ -40,13 +40,13 @@ __all__ = ["run_workers"]
 _LOGGER = logging.getLogger(__name__)
 
 _MARGIN_SECONDS = 4.0
-"""Beyond `shutdown_seconds`: for the last write of the counters, and for a host that is loaded."""
+"""Seconds beyond `shutdown_seconds`, for the last write of the counters and for a loaded host."""
 
 _READY_SECONDS = 60.0
-"""How long the successor of a rolling restart may take to start."""
+"""Seconds within which the successor of a rolling restart must be ready."""
 
 _EARLY_SECONDS = 5.0
-"""A worker that ends sooner after its start will probably do so again."""
+"""A worker that ends within these seconds of its start will probably end early again."""
 _FIRST_PAUSE_SECONDS = 0.5
 _MAX_PAUSE_SECONDS = 10.0
 
@@ -54,35 +54,35 @@ _MAX_PAUSE_SECONDS = 10.0
 def run_workers(
     settings: Settings, listeners: list[socket.socket], *, when_ready: Callable[[], None]
 ) -> bool:
-    """Serves with `settings.workers` processes until a signal.
+    """Serve with `settings.workers` processes until a signal.
 
-    The listeners are shared by all of them and closed at the end; `when_ready` is called once, when
-    all workers serve.
+    All processes share the listeners, which are closed at the end. `when_ready` is called once,
+    when all workers serve.
 
     Returns:
-        False when a worker could not start the first time.
+        False if a worker could not start the first time.
     """
     return _Supervisor(settings, listeners, when_ready=when_ready).run()
 
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """The place of one worker; several processes have it in turn."""
+    """The position of one worker, which several processes fill in turn."""
 
     worker: "_Worker | None" = None
-    successor: "_Worker | None" = None  # that starts, in a rolling restart
-    early_ends: int = 0  # in a row
-    start_at: float = 0.0  # when there is no worker
+    successor: "_Worker | None" = None  # is starting, in a rolling restart
+    early_ends: int = 0  # consecutive
+    start_at: float = 0.0  # used if there is no worker
 
 
 @dataclass(slots=True, eq=False)
 class _Worker:
     pid: int
     slot: _Slot
-    says: int | None  # the pipe through which it tells that it is ready, until it has
+    says: int | None  # pipe on which the worker reports that it is ready; None afterwards
     started_at: float
-    row: int  # of the counters
-    kill_at: float = inf  # a successor that does not get ready, or a worker that does not stop
+    row: int  # row of the counters
+    kill_at: float = inf  # a successor must be ready by then, or a worker stopped
     is_ready: bool = False
     is_ending: bool = False
 
@@ -96,26 +96,26 @@ class _Supervisor:
         self._when_ready = when_ready
         self._slots = [_Slot() for _ in range(settings.workers)]
         self._alive: dict[int, _Worker] = {}
-        # Of each slot one that serves, one that starts and two that end, which take seconds.
+        # Per slot, one process serves, one starts and two may be ending, which takes seconds.
         self._counters = HostCounters(4 * settings.workers)
-        self._outdated: deque[_Worker] = deque()  # what a rolling restart has yet to replace
+        self._outdated: deque[_Worker] = deque()  # still to be replaced in a rolling restart
         self._is_prepared = False
         self._is_announced = False
         self._is_stopping = False
         self._has_failed = False
         self._selector = selectors.DefaultSelector()
-        self._lifeline, self._held = os.pipe()  # never written to: the workers wait for its end
+        self._lifeline, self._held = os.pipe()  # never written to: workers detect its closing
         self._woken, self._waking = socket.socketpair()
 
     def run(self) -> bool:
         gc.collect()
-        gc.freeze()  # the collector writes to what it looks at, and so would copy what is shared
+        gc.freeze()  # the collector writes to objects, which would copy the shared memory
         self._woken.setblocking(False)
         self._waking.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
         signal.set_wakeup_fd(self._waking.fileno(), warn_on_full_buffer=False)
         for number in PARENT_SIGNALS:
-            signal.signal(number, lambda *_: None)  # what wakes us carries the number
+            signal.signal(number, lambda *_: None)  # the wake-up byte carries the number
         while self._alive or not self._is_stopping:
             now = monotonic()
             self._act(now)
@@ -127,7 +127,7 @@ class _Supervisor:
         return not self._has_failed
 
     def _act(self, now: float) -> None:
-        """Does what is due."""
+        """Perform the actions that are due."""
         for worker in list(self._alive.values()):
             if worker.kill_at <= now:
                 _LOGGER.warning("worker %d did not stop in time; killing it", worker.pid)
@@ -149,12 +149,12 @@ class _Supervisor:
                     self._outdated.clear()
 
     def _empty(self) -> list[_Slot]:
-        """The places to fill. The first worker starts alone: it makes the database what it is."""
+        """Return the slots to fill. The first worker starts alone: it migrates the database."""
         slots = self._slots if self._is_prepared else self._slots[:1]
         return [slot for slot in slots if slot.worker is None]
 
     def _rest_seconds(self, now: float) -> float | None:
-        """How long nothing will be due."""
+        """Return the seconds until the next action is due, or None."""
         due = min((worker.kill_at for worker in self._alive.values()), default=inf)
         if not self._is_stopping:
             due = min([due, *(slot.start_at for slot in self._empty())])
@@ -173,7 +173,7 @@ class _Supervisor:
                     self._stop()
 
     def _hear(self, worker: _Worker) -> None:
-        """A worker is ready, or ended before it was."""
+        """Handle a worker that is ready, or that ended before it was."""
         if worker.says is None:
             return
         worker.is_ready = os.read(worker.says, 1) != b""
@@ -200,13 +200,13 @@ class _Supervisor:
             if pid == 0:
                 return
             worker = self._alive.pop(pid, None)
-            if worker is not None:  # process 1 inherits strangers
+            if worker is not None:  # process 1 also inherits foreign children
                 self._hang_up(worker)
                 self._counters.give_back(worker.row)
                 self._replace(worker, _how(status))
 
     def _replace(self, worker: _Worker, ended: str) -> None:
-        """Decides what follows the end of a worker."""
+        """Decide how to replace a worker that ended."""
         slot = worker.slot
         if self._is_stopping or worker.is_ending:
             _LOGGER.info("worker %d %s", worker.pid, ended)
@@ -253,7 +253,7 @@ class _Supervisor:
     def _start(self, slot: _Slot, *, kill_at: float = inf) -> _Worker | None:
         says, say = os.pipe()
         row = self._counters.take()
-        signal.pthread_sigmask(signal.SIG_BLOCK, PARENT_SIGNALS)  # the child is not ready for them
+        signal.pthread_sigmask(signal.SIG_BLOCK, PARENT_SIGNALS)  # the child cannot handle them yet
         try:
             pid = os.fork()
             if pid == 0:
@@ -262,7 +262,7 @@ class _Supervisor:
             os.close(says)
             self._counters.give_back(row)
             slot.start_at = monotonic() + _MAX_PAUSE_SECONDS
-            _LOGGER.error("cannot start a worker (%s); will retry", error.strerror)  # noqa: TRY400 - the traceback says nothing more
+            _LOGGER.error("cannot start a worker (%s); will retry", error.strerror)  # noqa: TRY400 - the traceback adds nothing
             return None
         finally:
             os.close(say)
@@ -272,7 +272,7 @@ class _Supervisor:
         return worker
 
     def _be_worker(self, say: int, row: int) -> NoReturn:
-        """Closes the parent's files, and serves; never returns into the parent's frames."""
+        """Close the parent's files and serve. Never returns into the parent's frames."""
         try:
             signal.set_wakeup_fd(-1)
             self._selector.close()
@@ -293,7 +293,7 @@ class _Supervisor:
 
 
 def _pause_seconds(worker: _Worker) -> float:
-    """None the first time; more and more where one worker after another ends soon."""
+    """Return the pause before a restart: none at first, doubling after consecutive early ends."""
     slot = worker.slot
     is_early = not worker.is_ready or monotonic() - worker.started_at < _EARLY_SECONDS
     slot.early_ends = slot.early_ends + 1 if is_early else 0
