@@ -1,6 +1,6 @@
-"""The command line of the server: `graphstash serve`, or `python -m graphstash_server`.
+"""Command line of the server: `graphstash serve`, or `python -m graphstash_server`.
 
-Everything heavy is imported when the command runs: the client's command line loads this module only
+The command imports everything heavy when it runs. The client's command line loads this module only
 to list the command.
 """
 
@@ -93,11 +93,11 @@ def serve(
         typer.Option("--access-log/--no-access-log", help="Log every request. [default: no]"),
     ] = None,
 ) -> None:
-    """Run the cache server; it needs no configuration.
+    """Run the cache server. It needs no configuration.
 
-    Jobs of the same user on this host find it by themselves, and need no token. Ctrl-C stops it.
+    Jobs of the same user on this host find it without settings and need no token. Ctrl-C stops it.
 
-    Each option but --port-file can also be set by an environment variable, such as
+    Each option except --port-file can also be set by an environment variable, such as
     GRAPHSTASH_DATA_DIR.
 
     With more than one worker, SIGHUP replaces them one after another and no request fails. It
@@ -120,7 +120,7 @@ def serve(
         fail(str(error), status=2)
     try:
         _set_up_logging(settings)
-        # The workers load both; what is wrong with them is reported here, once.
+        # Each worker loads both. Checking them here reports an error once.
         tls_context(settings)
         find_tracing(settings)
         listener = _listen(settings)
@@ -132,7 +132,7 @@ def serve(
 
 
 def main() -> None:
-    """Entry of `python -m graphstash_server`."""
+    """Run `python -m graphstash_server`."""
     app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
     app.command()(serve)
     app()
@@ -184,7 +184,7 @@ def _set_up_logging(settings: "Settings") -> None:
 
 
 def _check_reach(settings: "Settings") -> None:
-    """Refuses to listen where others can reach the cache."""
+    """Refuse to listen without authentication on an address that other hosts can reach."""
     from graphstash_server.settings import is_loopback
 
     if not settings.is_open or settings.insecure or is_loopback(settings.host):
@@ -197,7 +197,7 @@ def _check_reach(settings: "Settings") -> None:
 
 
 def _listen(settings: "Settings") -> socket.socket:
-    """Opens the port; before anything else is touched."""
+    """Open the port before the server touches anything else."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -231,7 +231,9 @@ def _make_data_dir(settings: "Settings") -> None:
 
 
 def _name_for_others(listener: socket.socket) -> str | None:
-    """This host's name, where the server listens on every address: nobody connects to 0.0.0.0."""
+    """Return this host's name if the server listens on every address, because no client can connect
+    to 0.0.0.0.
+    """
     address = listener.getsockname()[0]
     return socket.gethostname() if ipaddress.ip_address(address).is_unspecified else None
 
@@ -244,9 +246,8 @@ def _url(settings: "Settings", listener: socket.socket, *, address: str | None =
 
 
 def _allow_files(settings: "Settings") -> None:
-    """Raises this process's limit of open files, which is often 1,024, as far as it is allowed.
-
-    A connection needs one, and another one while a blob is sent.
+    """Raise this process's limit of open files, often 1,024, as far as allowed. A connection needs
+    one file, and another while it sends a blob.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * settings.max_connections + 512

@@ -1,8 +1,8 @@
-"""Settings: everything that can be configured, and the only reader of the environment.
+"""Settings: everything that can be configured. Only this module reads the environment.
 
-Every field is set by the environment variable `GRAPHSTASH_<FIELD>`. Some also have an option of
-`serve`, which wins. Sizes take `10GiB`, `500MB` or plain bytes. The docstring of a field is its
-description in the reference.
+The environment variable `GRAPHSTASH_<FIELD>` sets a field. Some fields also have an option of
+`serve`, which takes precedence. Sizes accept `10GiB`, `500MB` or plain bytes. The docstring of a
+field is its description in the reference.
 """
 
 import ipaddress
@@ -54,7 +54,7 @@ _MAX_WORKERS = 64
 
 
 class _Group(BaseModel):
-    """Fields that belong together; code that needs no others takes the group."""
+    """A group of related fields. Code that needs no other fields takes the group."""
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
@@ -63,37 +63,37 @@ class ListenSettings(_Group):
     """Where and how a server listens, and what it logs."""
 
     host: str = Field("127.0.0.1", min_length=1)
-    """Address to listen on. Loopback by default: anyone who can write to the cache can run code in
-    every job that reads it, so reaching further is a decision."""
+    """Address to listen on. Loopback by default, because anyone who can write to the cache can run
+    code in every job that reads it. Set another address deliberately."""
     port: int = Field(8077, ge=0, le=65535)
     """TCP port, 0 to 65535; 0 takes a free one."""
     workers: int = Field(1, ge=1, le=_MAX_WORKERS)
-    """Processes that serve the port, 1 to 64. 1 by default, which is enough for a team; more use
-    more cores, and if one crashes the others keep serving."""
+    """Processes that serve the port, 1 to 64. Default: 1, which is enough for a team. More
+    processes use more cores, and if one crashes, the others keep serving."""
     max_connections: int = Field(2048, ge=1, le=1_000_000)
-    """Limit for the connections of one process, 1 to 1000000; further ones are answered 503. 2048
-    by default: all hosts of a large job at once."""
+    """Limit for the connections of one process, 1 to 1000000. The server answers further ones with
+    503. Default: 2048, which covers all hosts of a large job at once."""
     header_seconds: float = Field(10.0, gt=0, le=3600)
-    """How long a request's headers may take to arrive, in seconds, up to 3600; also the idle
-    timeout of a new connection. 10 by default."""
+    """Seconds within which a request's headers must arrive, up to 3600; also the idle timeout of a
+    new connection. Default: 10."""
     upload_idle_seconds: float = Field(30.0, gt=0, le=3600)
-    """How long an upload may send nothing, in seconds, up to 3600. 30 by default: longer than a
-    network hiccup, shorter than a training job's patience."""
+    """Seconds that an upload may send nothing, up to 3600. Default: 30, longer than a network
+    hiccup and shorter than a training job's patience."""
     shutdown_seconds: int = Field(20, ge=0, le=3600)
-    """How long requests in progress may take to end at shutdown, in seconds, 0 to 3600. 20 by
-    default: below the 30 after which container runtimes kill."""
+    """Seconds that requests in progress may take to end at shutdown, 0 to 3600. Default: 20, below
+    the 30 after which container runtimes kill."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Minimum severity of log messages."""
     log_format: Literal["text", "json"] = "text"
-    """`text`, lines for people, or `json`, an object a line with the ids of the request. `text` by
-    default."""
+    """Log format: `text`, lines for people, or `json`, one object per line with the IDs of the
+    request. Default: `text`."""
     metrics: Literal["off", "loopback", "token", "open"] = "token"
-    """Who may read `GET /metrics`: nobody (`off`), callers on this host without a proxy in between
-    (`loopback`), a token with a grant on `*` such as `read:*` (`token`), or everybody who reaches
-    the port (`open`). They name namespaces. `token` by default."""
+    """Who may read `GET /metrics`, which names namespaces. `off`: no caller. `loopback`: callers on
+    this host without a proxy in between. `token`: callers with a token that has a grant on `*`,
+    such as `read:*`. `open`: every caller that reaches the port. Default: `token`."""
     tracing: bool = False
-    """Send OpenTelemetry traces of requests with OTLP over HTTP, as the variables OTEL_* say. Off
-    by default; needs graphstash[tracing]."""
+    """Send OpenTelemetry traces of requests with OTLP over HTTP, as the OTEL_* variables configure.
+    Off by default. Requires graphstash[tracing]."""
     access_log: bool = False
     """Log every request. Off by default, because it slows down small hits."""
 
@@ -102,13 +102,13 @@ class TlsSettings(_Group):
     """TLS of the port itself, for a server without a proxy in front."""
 
     tls_cert_file: Path | None = None
-    """PEM file with the server's certificate and its chain: the port speaks HTTPS, TLS 1.2 or
-    later. Plain HTTP by default, for loopback or behind a proxy that terminates TLS."""
+    """PEM file with the server's certificate and its chain. The port then serves HTTPS with TLS 1.2
+    or later. Default: plain HTTP, for loopback or behind a proxy that terminates TLS."""
     tls_key_file: Path | None = None
     """PEM file with the private key of the certificate."""
     tls_client_ca_file: Path | None = None
-    """PEM file with the CAs of clients; requires a certificate issued by one of them (mTLS). Not
-    required by default."""
+    """PEM file with the CAs of clients. The server then requires a client certificate issued by one
+    of them (mTLS). Not required by default."""
 
     @model_validator(mode="after")
     def _complete_tls(self) -> Self:
@@ -130,31 +130,31 @@ class AccessSettings(_Group):
 
     auth: Literal["none", "tokens"] = "tokens"
     """Authentication: tokens (of `graphstash token create` or an OIDC provider), or none. On
-    loopback, jobs of the user who runs the server need no token: they use a socket that only this
-    user can reach."""
+    loopback, jobs of the user who runs the server need no token, because they use a socket that
+    only this user can reach."""
     insecure: bool = False
-    """For tests: do not require a token, wherever the server listens. Anyone who reaches it can
+    """For tests: require no token, wherever the server listens. Anyone who reaches the server can
     then run code in every job that reads the cache."""
     oidc_issuer: IssuerUrl | None = None
     """Identity provider whose tokens (JWT) are also accepted, as in their claim iss:
     https://<host>/<path>. None by default."""
     oidc_audience: str | None = Field(None, min_length=1)
-    """Value that the claim aud of such a token must be or contain; use a name that no other service
-    accepts. Required with an issuer."""
+    """Value that the claim aud of such a token must equal or contain. Use a name that no other
+    service accepts. Required with an issuer."""
     oidc_jwks_url: KeysUrl | None = None
-    """URL of the provider's public keys. By default taken from the discovery document."""
+    """URL of the provider's public keys. Default: the URL in the discovery document."""
     oidc_rules: tuple[ClaimRule, ...] = ()
     """Which claims give which grants, as JSON: [{"claims": {"repository": "team/model", "ref":
-    "refs/heads/main", "event_name": "push"}, "grants": ["write:trusted"]}]. `*` stands for any
-    characters; the grants of all matching rules are combined. Required with an issuer."""
+    "refs/heads/main", "event_name": "push"}, "grants": ["write:trusted"]}]. `*` matches any
+    characters. The grants of all matching rules are combined. Required with an issuer."""
     oidc_issuers: tuple[TrustedIssuer, ...] = ()
-    """Several identity providers side by side, as JSON: [{"name": "k8s", "issuer":
-    "https://k8s.internal", "audience": "graphstash", "rules": [...]}]. Each may have a jwks_url,
-    and a ca_file where its certificate is not of a public CA. GRAPHSTASH_OIDC_ISSUER counts beside
-    them. None by default."""
+    """Several identity providers, as JSON: [{"name": "k8s", "issuer": "https://k8s.internal",
+    "audience": "graphstash", "rules": [...]}]. Each may have a jwks_url, and a ca_file if no public
+    CA issued its certificate. The server accepts GRAPHSTASH_OIDC_ISSUER in addition. None by
+    default."""
     oidc_token_seconds: int = Field(21_600, ge=MIN_EXCHANGED_SECONDS, le=30 * 86_400)
-    """Longest life of a token that a job gets in exchange for a JWT, in seconds, 60 to 2592000.
-    21600 by default: six hours, as long as a hosted job of GitHub."""
+    """Maximum lifetime of a token that a job gets in exchange for a JWT, in seconds, 60 to 2592000.
+    Default: 21600, six hours, as long as a hosted job of GitHub."""
 
     @property
     def trusted_issuers(self) -> tuple[TrustedIssuer, ...]:
@@ -171,7 +171,7 @@ class AccessSettings(_Group):
 
     @property
     def is_open(self) -> bool:
-        """Whether nobody needs a token."""
+        """Whether the server requires no token."""
         return self.auth == "none" or (self.insecure and "auth" not in self.model_fields_set)
 
     @model_validator(mode="after")
@@ -202,33 +202,32 @@ class AccessSettings(_Group):
 
 
 class DatabaseSettings(_Group):
-    """Where the data are, and the database of the metadata."""
+    """Location of the data, and database of the metadata."""
 
     data_dir: Path = Field(
         default_factory=lambda: Path(platformdirs.user_data_dir("graphstash", appauthor=False))
     )
-    """Directory of the database and the blobs; by default where the platform keeps a user's
-    data."""
+    """Directory of the database and the blobs. Default: the platform's directory for user data."""
     database_url: str = ""
     """Database of the metadata: postgresql://<user>:<password>@<host>/<database> for a team,
-    sqlite:///<path> for one host. By default a SQLite file in the data directory, which needs no
-    set-up."""
+    sqlite:///<path> for one host. Default: a SQLite file in the data directory, which needs no
+    setup."""
     database_connections: int = Field(5, ge=2, le=100)
-    """Limit for one process's connections to PostgreSQL, 2 to 100, plus one for notifications. 5 by
-    default: two servers of four workers stay below PostgreSQL's 100."""
+    """Limit for one process's connections to PostgreSQL, 2 to 100, plus one for notifications.
+    Default: 5, so that two servers of four workers stay below PostgreSQL's 100."""
     auto_migrate: bool = True
-    """Upgrade the database to this release's revision at the start. If false, the server refuses
-    to start until `graphstash migrate` has done so as a separate step."""
+    """Upgrade the database to this release's revision at the start. If false, the server refuses to
+    start until `graphstash migrate` has upgraded it in a separate step."""
     flush_seconds: float = Field(1.0, gt=0, le=60)
-    """How often the usage counters are written to the database, in seconds, up to 60. 1 by default:
-    that much of them can be lost in a crash."""
+    """Seconds between two writes of the usage counters to the database, up to 60. Default: 1. A
+    crash can lose that much of them."""
 
     @field_validator("database_url")
     @classmethod
     def _name_the_driver(cls, url: str) -> str:
         scheme, _, rest = url.partition("://")
         if scheme in ("postgres", "postgresql", "postgresql+asyncpg") and rest:
-            # The driver's word for what every other tool calls sslmode.
+            # asyncpg's name for the option that other tools call sslmode.
             return f"postgresql+asyncpg://{rest.replace('sslmode=', 'ssl=')}"
         if scheme in ("sqlite", "sqlite+aiosqlite") and rest.startswith("/") and rest != "/":
             return f"sqlite+aiosqlite://{rest}"
@@ -248,33 +247,33 @@ class DatabaseSettings(_Group):
 
 
 class StoreSettings(_Group):
-    """Where the blobs are."""
+    """Location of the blobs."""
 
     blob_store: Literal["disk", "s3"] = "disk"
     """Where the blobs are: disk, in the data directory, or s3, in a bucket that any number of
-    servers can share. Disk by default, because it needs nothing else."""
+    servers can share. Default: disk, because it needs nothing else."""
     s3_bucket: str = ""
-    """Bucket of the blobs; it must exist. Credentials come from the usual AWS sources
+    """Bucket of the blobs, which must exist. Credentials come from the usual AWS sources
     (AWS_ACCESS_KEY_ID, a profile, the host's role), never from a graphstash setting."""
     s3_prefix: str = Field("", pattern=r"^$|^[A-Za-z0-9!_.*'()/-]+/$")
-    """Prefix of all object names; ends with a slash. Empty by default: the bucket is for the cache
-    alone."""
+    """Prefix of all object names, ending with a slash. Empty by default, for a bucket that only the
+    cache uses."""
     s3_endpoint_url: str | None = Field(None, pattern=r"^https?://[^/\s]+/?$")
-    """URL of the S3 server, e.g. http://seaweedfs:8333. AWS by default."""
+    """URL of the S3 server, e.g. http://seaweedfs:8333. Default: AWS."""
     s3_region: str | None = Field(None, min_length=1)
-    """Region of the bucket. By default taken from the AWS configuration."""
+    """Region of the bucket. Default: the region of the AWS configuration."""
     s3_addressing: Literal["auto", "path", "virtual"] = "auto"
-    """Whether the bucket is named in the path or in the host name; auto lets boto3 decide. Most
-    servers other than AWS's need path."""
+    """Whether requests name the bucket in the path or in the host name. auto lets boto3 decide.
+    Most servers other than AWS need path."""
     s3_redirect_bytes: ByteSize | None = Field(None, ge=0)
-    """Clients fetch blobs of this size or more from the bucket itself, with a link that is valid
+    """Size from which clients download blobs directly from the bucket, with a link that is valid
     for 15 minutes. Never by default, because clients must be able to reach the endpoint."""
     tier_limit_bytes: ByteSize = Field(ByteSize(10 * 1024 * _MIB), ge=0)
-    """Size of the disk tier in front of S3, in bytes; the least recently used blobs are removed. 10
-    GiB by default: the working set of a team; 0 for none."""
+    """Size of the disk tier in front of S3, in bytes. The server evicts the least recently used
+    blobs. Default: 10 GiB, the working set of a team. 0 disables the tier."""
     min_free_bytes: ByteSize = Field(ByteSize(256 * _MIB), ge=0)
-    """Free space that uploads leave on the disk, in bytes, 0 or more. 256 MiB by default, so that
-    the database can always grow and shrink."""
+    """Free space that uploads leave on the disk, in bytes, 0 or more. Default: 256 MiB, so that the
+    database can always grow and shrink."""
 
     @field_validator("s3_bucket")
     @classmethod
@@ -288,20 +287,20 @@ class LimitSettings(_Group):
     """How much may be stored."""
 
     max_artifact_bytes: ByteSize = Field(ByteSize(DEFAULT_MAX_ARTIFACT_BYTES), gt=0)
-    """Largest artifact accepted, in bytes, above 0. 4 GiB by default: executables of large models
-    reach hundreds of megabytes."""
+    """Largest artifact accepted, in bytes, above 0. Default: 4 GiB, because executables of large
+    models reach hundreds of megabytes."""
     store_limit_bytes: ByteSize | None = Field(None, gt=0)
-    """Limit for all artifacts with their metadata, and all manifests, in bytes, above 0; a PUT
-    beyond it is answered 507 when eviction cannot make room. By default the disk is the limit."""
+    """Limit for all artifacts with their metadata, and all manifests, in bytes, above 0. If
+    eviction cannot make room, the server answers a PUT with 507. Default: the size of the disk."""
     soft_limit_bytes: ByteSize | None = Field(None, gt=0)
-    """Bytes of all artifacts above which the least valuable ones are evicted, above 0 and at most
-    the store limit. Nine tenths of the store limit by default."""
+    """Bytes of all artifacts above which the server evicts the least valuable ones, above 0 and at
+    most the store limit. Default: nine tenths of the store limit."""
     namespace_limit_bytes: ByteSize | None = Field(None, gt=0)
     """Limit for the artifacts of one namespace with their metadata, and its manifests, in bytes,
-    above 0; eviction begins at nine tenths of it. No limit by default."""
+    above 0. Eviction begins at nine tenths of it. No limit by default."""
     namespace_limits: dict[str, Annotated[ByteSize, Field(gt=0)]] = Field(default_factory=dict)
     """Limits of single namespaces, by pattern, as JSON: {"ci-*": "10GiB", "research": "200GiB"}.
-    The first pattern that matches counts."""
+    The first matching pattern applies."""
 
     @model_validator(mode="after")
     def _order_the_limits(self) -> Self:
@@ -316,20 +315,20 @@ class LimitSettings(_Group):
 
 
 class MaintenanceSettings(_Group):
-    """What a server does in the background, and how long things are kept."""
+    """Background work of a server, and retention periods."""
 
     retain_days: float | None = Field(None, gt=0)
-    """Evict artifacts that were not used for this many days, above 0, even if there is room. They
-    stay by default."""
+    """Evict artifacts that were not used for this many days, above 0, even if there is room. By
+    default the server keeps them."""
     retain_toolchains: int | None = Field(None, ge=1)
     """Keep only the N most recently used toolchains, 1 or more, of each namespace and kind, and
-    evict the artifacts of the others. All stay by default."""
+    evict the artifacts of the others. By default the server keeps all."""
     audit_days: float = Field(90.0, gt=0, le=36_500)
-    """How long the audit log is kept, in days, above 0 and up to 36500. 90 by default: questions
-    about a change often come weeks after it."""
+    """Days for which the audit log is kept, above 0 and up to 36500. Default: 90, because questions
+    about a change often come weeks later."""
     maintenance_seconds: float = Field(60.0, gt=0, le=3600)
-    """Time between two rounds of maintenance, in seconds, up to 3600. 60 by default; an upload that
-    passes a soft limit starts one at once."""
+    """Seconds between two rounds of maintenance, up to 3600. Default: 60. An upload that exceeds a
+    soft limit starts a round at once."""
 
 
 class Settings(
@@ -342,7 +341,7 @@ class Settings(
     MaintenanceSettings,
     BaseSettings,
 ):
-    """One server's settings."""
+    """Settings of one server."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX, frozen=True, extra="ignore", env_ignore_empty=True
@@ -350,32 +349,35 @@ class Settings(
 
     @property
     def own_socket(self) -> Path | None:
-        """Where jobs of this user find the server; None where other hosts reach it, or anybody."""
+        """Socket where this user's jobs find the server. None if other hosts can reach the server,
+        or if it requires no token.
+        """
         if self.is_open or self.tls_cert_file is not None or not is_loopback(self.host):
             return None
         return own_socket_path(os.environ)
 
     @property
     def blob_dir(self) -> Path:
-        """Where the disk store keeps blobs."""
+        """Directory of the disk store's blobs."""
         return self.data_dir / "blobs"
 
     @property
     def spool_dir(self) -> Path:
-        """Where large uploads wait until S3 has them."""
+        """Directory of large uploads until S3 has stored them."""
         return self.data_dir / "spool"
 
     @property
     def tier_dir(self) -> Path:
-        """Where the disk tier in front of S3 keeps blobs."""
+        """Directory of the disk tier in front of S3."""
         return self.data_dir / "tier"
 
 
 def load_settings(**options: Any) -> Settings:
-    """Reads the environment; options that are not None win.
+    """Read the environment. Options that are not None take precedence.
 
     Raises:
-        StartError: for a value that is out of form or range, naming variable, value and range.
+        StartError: a value is malformed or out of range. The message names variable, value and
+            range.
     """
     given = {name: value for name, value in options.items() if value is not None}
     try:
@@ -391,17 +393,17 @@ def load_settings(**options: Any) -> Settings:
             name = str(problem["loc"][0])
             source = f"--{name.replace('_', '-')}" if name in given else f"{ENV_PREFIX}{name}"
             shown = source if name in given else source.upper()
-            value = "..." if name == "database_url" else problem["input"]  # it has a password
+            value = "..." if name == "database_url" else problem["input"]  # it contains a password
             why = why_refused(problem, Settings.model_fields.get(name))
             lines.append(f"{shown}={value!s} is not valid: {why}")
         raise StartError("; ".join(lines)) from None
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this host reaches a server that listens on an address or a name."""
+    """Return whether only this host reaches a server that listens on an address or a name."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # the latter for what cannot be a name at all
+    except (OSError, UnicodeError):  # UnicodeError if the text is no valid name
         return False
     return all(
         ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found
@@ -409,6 +411,8 @@ def is_loopback(host: str) -> bool:
 
 
 def _named_in(error: SettingsError) -> str:
-    """The variable that could not be read: pydantic-settings has its field in the message only."""
+    """Return the variable that could not be read. pydantic-settings names its field only in the
+    message.
+    """
     found = re.search(r'field "(\w+)"', str(error))
     return f"{ENV_PREFIX}{found[1].upper()}" if found else str(error)
