@@ -1,9 +1,9 @@
-"""graphstash: a graph that anyone in the team has compiled is fetched, not compiled again.
+"""graphstash: fetch a graph that a teammate has compiled instead of compiling it again.
 
     import graphstash
     graphstash.install()          # before the first computation; or: graphstash run -- python ...
 
-This module imports nothing until a name is used: it is part of every training process.
+Every training process imports this module, so it imports its submodules only when a name is used.
 """
 
 from importlib import import_module

@@ -1,6 +1,7 @@
-"""The `graphstash` command, also as `python -m graphstash`.
+"""Entry point of the `graphstash` command and of `python -m graphstash`.
 
-Imports the command line only when it is needed: most often the command is `run`, whose job waits.
+The full command line is imported only when needed: the usual command is `run`, which must start its
+job quickly.
 """
 
 import sys
@@ -9,7 +10,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Entry point of the `graphstash` script."""
+    """Run the `graphstash` command."""
     if sys.argv[1:2] == ["run"]:
         from graphstash._cli import launcher
 

@@ -1,11 +1,11 @@
-"""What JAX and torch call by themselves when they start, wherever graphstash is installed.
+"""Entry points that JAX and torch call at startup wherever graphstash is installed.
 
-    jax_plugins       `initialize()`, before JAX makes its backends
+    jax_plugins       `initialize()`, before JAX creates its backends
     torch.backends    `load()`, at the end of `import torch` (2.5 and newer)
 
-Both do nothing unless the environment has `GRAPHSTASH_AUTOLOAD=1`, as under `graphstash run`, but
-warn of a value that they do not know. There they reach interpreters that `sitecustomize` does not
-(`python -I`); elsewhere a container sets the variable once, and its jobs need no `graphstash run`.
+Both do nothing unless `GRAPHSTASH_AUTOLOAD=1` is set, as `graphstash run` does. They warn about an
+unknown value. Under `graphstash run`, they also reach interpreters that skip `sitecustomize`
+(`python -I`). In a container that sets the variable, jobs do not need `graphstash run`.
 """
 
 import os
@@ -19,29 +19,29 @@ __all__ = ["initialize", "load"]
 
 @cache
 def load() -> None:
-    """Installs every hook, now or when its compiler is imported; further calls do nothing."""
+    """Install every hook, now or when its compiler is imported. Further calls do nothing."""
     value = os.environ.get(AUTOLOAD, "")
     if value == "1":
-        install_when_needed(HOOKS, _add, begun=_begin)  # what this raised would end `import torch`
+        install_when_needed(HOOKS, _add, begun=_begin)  # raising would break `import torch`
     elif value not in AUTOLOAD_OFF:
         _warn_of(value)
 
 
 def initialize() -> None:
-    """The name that JAX looks for in the module that the entry point gives it."""
+    """Entry point of the JAX plugin, under the name that JAX calls."""
     load()
 
 
 def _warn_of(value: str) -> None:
-    with suppress(Exception):  # as above
+    with suppress(Exception):  # raising would break the import, as in `load`
         from graphstash._process.notices import autoload_notice, tell_once
 
         tell_once([autoload_notice(value)])
 
 
 def _begin(name: str) -> None:
-    with suppress(Exception):  # what is wrong, `_add` tells
-        from graphstash._process.session import begin_for_hook  # likewise
+    with suppress(Exception):  # `_add` reports the error
+        from graphstash._process.session import begin_for_hook  # heavy, as in `_add`
 
         begin_for_hook(name)
 
@@ -49,12 +49,12 @@ def _begin(name: str) -> None:
 def _add(name: str) -> None:
     try:
         from graphstash._process.session import (
-            add_hook,  # not before a compiler is there: it is heavy
+            add_hook,  # heavy: import it only once a compiler is imported
         )
 
         add_hook(name)
-    except Exception:  # a hook's outermost frame: the compiler goes on without
-        import logging  # here, because most processes never come here
+    except Exception:  # outermost frame of a hook: the compiler must go on without it
+        import logging  # most processes never get here
 
         logging.getLogger("graphstash").warning(
             "graphstash: cannot install the %s hook", name, exc_info=True

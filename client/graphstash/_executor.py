@@ -1,8 +1,8 @@
-"""BoundedExecutor: background threads behind a bounded queue, for work that a job can do without.
+"""BoundedExecutor: background threads with a bounded queue, for work that a job can lose.
 
-A full queue refuses work instead of waiting: a training step must never wait for an upload. The
-threads of the training loop are a `WorkerPool`, which does the opposite: the caller waits, errors
-are raised, and the process does not end before the work is done.
+If the queue is full, it rejects work instead of blocking, because a training step must never wait
+for an upload. The training loop uses `WorkerPool` instead, which blocks the caller, raises errors,
+and finishes its work before the process ends.
 """
 
 import contextlib
@@ -18,15 +18,15 @@ _log = logging.getLogger("graphstash")
 
 
 class BoundedExecutor:
-    """Runs calls in order of submission.
+    """Runs calls in background threads, starting them in order of submission.
 
-    The threads are daemons: they never keep a job alive. `drain` waits for them, `close` stops
-    them; the owner calls both.
+    The threads are daemons, so they never keep a job alive. The owner calls `drain` to wait for the
+    calls, then `close` to stop the threads.
 
     Args:
-        name: prefix of the threads' names.
-        workers: how many threads; they start with the first call.
-        capacity: how many calls may wait.
+        name: prefix of the thread names.
+        workers: number of threads, which start on demand.
+        capacity: number of calls that may wait in the queue.
     """
 
     def __init__(self, name: str, *, workers: int, capacity: int) -> None:
@@ -40,7 +40,7 @@ class BoundedExecutor:
         self._closed = False
 
     def submit(self, call: Callable[[], None]) -> bool:
-        """Queues a call; False when the queue is full or closed, and then nothing happens."""
+        """Queue a call. Return False and drop the call if the queue is full or closed."""
         with self._idle:
             if self._closed or self._unfinished >= self._capacity + self._workers:
                 return False
@@ -53,16 +53,16 @@ class BoundedExecutor:
         return True
 
     def start(self) -> None:
-        """Starts a thread for calls that are submitted when the process ends.
+        """Start a thread in advance, for calls submitted while the process ends.
 
-        Python 3.12 and newer start none at that time.
+        Python 3.12 and newer cannot start threads at that time.
         """
         with self._idle:
             if not self._threads and not self._closed:
                 self._add_thread()
 
     def drain(self, timeout_seconds: float) -> bool:
-        """Waits until nothing is queued or running; False after the timeout."""
+        """Wait until no call is queued or running. Return False after the timeout."""
         deadline = monotonic() + timeout_seconds
         with self._idle:
             while self._unfinished:
@@ -73,7 +73,7 @@ class BoundedExecutor:
         return True
 
     def close(self) -> None:
-        """Refuses further calls and lets idle threads end; queued calls are dropped."""
+        """Reject further calls, drop queued calls, and let idle threads end."""
         with self._idle:
             self._closed = True
             with contextlib.suppress(queue.Empty):
@@ -88,7 +88,7 @@ class BoundedExecutor:
         thread = threading.Thread(
             target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True
         )
-        # Raised where the container's limit of threads is reached, and at the end of a process.
+        # Raised at the container's thread limit and at the end of the process.
         with contextlib.suppress(RuntimeError):
             thread.start()
             self._threads.append(thread)
@@ -97,7 +97,7 @@ class BoundedExecutor:
         while (call := self._queue.get()) is not None:
             try:
                 call()
-            except Exception:  # noqa: BLE001 - a thread's outermost frame
+            except Exception:  # noqa: BLE001 - outermost frame of a thread
                 _log.exception("background work of the cache failed")
             finally:
                 with self._idle:

@@ -1,9 +1,9 @@
-"""What a fork must not cut in two.
+"""Delay forks while another thread does work that a fork would break in the child.
 
-A module that another thread imports at the moment of a fork can never be imported in the child, and
-a lock that it holds inside OpenSSL is never released there: the child would wait for a thread that
-it does not have. The cache's own threads do such work in the background of a job that forks, so
-forks wait for it, though not for long.
+If a fork interrupts another thread's import, the child can never import that module. If a fork
+interrupts OpenSSL, a lock inside OpenSSL stays held in the child. The child would wait for a thread
+that does not exist there. The cache's background threads do such work in jobs that fork, so forks
+wait for them, with a time limit.
 """
 
 import os
@@ -15,14 +15,14 @@ from typing import Final
 __all__ = ["unforked"]
 
 _WAIT_SECONDS: Final = 2.0
-"""What a fork waits at most: the work may itself wait for the thread that forks."""
+"""Maximum seconds that a fork waits. The work may itself wait for the forking thread."""
 
 _lock = threading.RLock()
 
 
 class _Thread(threading.local):
     is_held = False
-    """Whether this thread holds the lock because it forks."""
+    """Whether this thread holds the lock for a fork."""
 
 
 _thread = _Thread()
@@ -30,7 +30,7 @@ _thread = _Thread()
 
 @contextmanager
 def unforked() -> Iterator[None]:
-    """Lets forks of other threads wait for the end of the block."""
+    """Delay forks in other threads until the block ends."""
     with _lock:
         yield
 
@@ -45,7 +45,7 @@ def _after_in_parent() -> None:
 
 
 def _after_in_child() -> None:
-    global _lock  # noqa: PLW0603 - a thread that is not here may hold it
+    global _lock  # noqa: PLW0603 - a thread that does not exist here may hold it
     _lock = threading.RLock()
 
 

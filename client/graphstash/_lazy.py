@@ -1,4 +1,4 @@
-"""Names of a package whose modules are imported when a name is first used (PEP 562)."""
+"""Import a package's submodules when one of their names is first used (PEP 562)."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -10,11 +10,11 @@ __all__ = ["lazy"]
 def lazy(
     package: str, names: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The `__getattr__` and the `__dir__` of a package.
+    """Return `__getattr__` and `__dir__` functions for a package.
 
     Args:
-        package: its name.
-        names: by module, relative to the package, the names that it has, with spaces between them.
+        package: name of the package.
+        names: maps each module, relative to the package, to its names, separated by spaces.
     """
     home = {name: module for module, several in names.items() for name in several.split()}
 

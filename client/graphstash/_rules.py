@@ -1,8 +1,8 @@
-"""What a setting accepts: reads a value that somebody wrote, or says what would have been right.
+"""Validation rules for settings: convert a value, or raise an error that states valid values.
 
-A rule takes what the environment or a caller gives and returns the setting's value; a `ValueError`
-of it is a sentence for whoever wrote the value. pydantic could do this, but importing it takes a
-process longer than the rest of its start, and most processes of a job compile nothing.
+A rule takes a value from the environment or from a caller and returns the setting's value. Its
+`ValueError` is a sentence for the person who set the value. pydantic could do this, but importing
+it takes longer than the rest of a process's start, and most processes of a job compile nothing.
 """
 
 import math
@@ -37,7 +37,7 @@ _TRUTH: Final = dict.fromkeys(("true", "1", "yes", "on", "t", "y"), True) | dict
 
 
 class Secret:
-    """A text that no log, no `repr` and no traceback shows."""
+    """A string that logs, `repr` and tracebacks do not show."""
 
     __slots__ = ("_text",)
 
@@ -54,19 +54,19 @@ class Secret:
         return hash(self._text)
 
     def reveal(self) -> str:
-        """The text."""
+        """Return the string."""
         return self._text
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What one setting accepts.
+    """Valid values of one setting.
 
     Attributes:
-        read: makes the setting's value of what was given; raises `ValueError` otherwise.
-        words: all that it takes, such as `true` and `false`; empty where it takes more.
-        limits: of a number, a size or a list, e.g. `above 0 to 60`.
-        is_secret: whether no message may show a value.
+        read: converts a given value, or raises `ValueError`.
+        words: all valid words, such as `true` and `false`. Empty if other values are valid.
+        limits: limits of a number, a size or a list, such as `above 0 to 60`.
+        is_secret: whether messages must not show the value.
         is_size: whether the value is a number of bytes.
     """
 
@@ -78,34 +78,34 @@ class Rule:
 
 
 def setting(default: Any, rule: Rule) -> Any:
-    """A field of a dataclass that is read by a rule; a default that is callable is called."""
+    """Return a dataclass field with a rule. A callable default becomes the default factory."""
     usual: dict[str, Any] = {"default_factory" if callable(default) else "default": default}
     return field(**usual, metadata={"rule": rule})
 
 
 def number(*, above: float | None = None, least: float = 0, most: float) -> Rule:
-    """A finite number within limits."""
+    """Accept a finite number within limits."""
     return _bounded("a number", float, above=above, least=least, most=most)
 
 
 def whole(*, least: int, most: int) -> Rule:
-    """A whole number within limits."""
+    """Accept a whole number within limits."""
     return _bounded("a whole number", _whole, least=least, most=most)
 
 
 def size(*, above: float | None = None) -> Rule:
-    """A number of bytes: `10GiB`, `500MB`, `4096`."""
+    """Accept a number of bytes: `10GiB`, `500MB`, `4096`."""
     rule = _bounded("a size such as 500MB or 10GiB", _bytes, above=above)
     return replace(rule, is_size=True)
 
 
 def flag() -> Rule:
-    """True or false."""
+    """Accept true or false."""
     return _one_of(("true", "false"), lambda value: _TRUTH[str(value).strip().lower()])
 
 
 def choice(kind: Callable[[str], str], words: Iterable[str]) -> Rule:
-    """One of some words."""
+    """Accept one of the given words."""
     words = tuple(words)
 
     def read(value: Any) -> str:
@@ -115,12 +115,12 @@ def choice(kind: Callable[[str], str], words: Iterable[str]) -> Rule:
 
 
 def text(read: Callable[[str], str]) -> Rule:
-    """A text; `read` checks it and raises `ValueError`."""
+    """Accept a string that `read` checks; `read` raises `ValueError`."""
     return Rule(lambda value: read(str(value)))
 
 
 def secret(read: Callable[[str], str]) -> Rule:
-    """A text that is never shown."""
+    """Accept a string that is never shown."""
 
     def sealed(value: Any) -> Secret:
         return Secret(read(value.reveal() if isinstance(value, Secret) else str(value)))
@@ -129,19 +129,19 @@ def secret(read: Callable[[str], str]) -> Rule:
 
 
 def path() -> Rule:
-    """A path, made absolute; `~` is the user's home."""
+    """Accept a path, expand `~`, and make the path absolute."""
 
     def read(value: Any) -> Path:
         try:
             return Path(value).expanduser().absolute()
-        except RuntimeError as error:  # a container's user without a home
+        except RuntimeError as error:  # a container user without a home directory
             raise ValueError(str(error)) from None
 
     return Rule(read)
 
 
 def listed(each: Callable[[str], str] = str, *, most: int | None = None) -> Rule:
-    """Some texts, in a tuple, or in one text with commas between them."""
+    """Accept strings as a sequence, or as one comma-separated string."""
 
     def read(value: Any) -> tuple[str, ...]:
         if isinstance(value, str):

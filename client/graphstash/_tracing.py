@@ -1,7 +1,7 @@
-"""Tracer: spans of what the cache does for a job, by OpenTelemetry's API.
+"""Tracer: record the cache's work as spans, through OpenTelemetry's API.
 
-Imported only where `GRAPHSTASH_TRACING` is set. Nothing here fails a job: a provider that raises is
-counted. `_process.tracing` makes a provider where the job's own program has none.
+This module is imported only if `GRAPHSTASH_TRACING` is set. Tracing never fails a job: errors of a
+provider are counted. If the program has no provider, `_process.tracing` creates one.
 """
 
 import logging
@@ -21,29 +21,29 @@ __all__ = ["Close", "OwnProvider", "Tracer"]
 _log = logging.getLogger("graphstash")
 
 _PROPAGATOR = TraceContextTextMapPropagator()
-"""Baggage stays in the program: its values may be secrets."""
+"""Propagates the trace context without baggage, whose values may be secrets."""
 
 _INNERMOST: ContextVar[Span] = ContextVar("graphstash_span", default=INVALID_SPAN)
 
 Close = Callable[[float], str | None]
-"""Ends a provider within so many seconds, and returns what was lost."""
+"""Shuts a provider down within the given seconds, and returns what was lost, or None."""
 
 OwnProvider = Callable[[], tuple[trace.TracerProvider, Close]]
-"""Makes a provider, and what ends it."""
+"""Creates a provider, and the function that closes it."""
 
 
 class Tracer:
-    """Makes spans; safe for many threads.
+    """Creates spans. Thread-safe.
 
-    The provider is the one that the program has set when the first span begins, long after the
-    cache was made for a compiler that is being imported. So a forked child that asks for nothing
-    has none either.
+    The tracer looks for the program's provider when the first span starts, which is long after the
+    cache is opened during a compiler's import. A forked child that makes no calls therefore creates
+    no provider.
 
     Attributes:
-        failure_count: how often a span could not be started or ended.
+        failure_count: number of spans that could not be started or ended.
 
     Args:
-        own_provider: makes one where the program has none.
+        own_provider: creates a provider if the program has none.
     """
 
     def __init__(self, own_provider: OwnProvider) -> None:
@@ -60,7 +60,7 @@ class Tracer:
             if self._chosen is None:
                 try:
                     self._chosen = self._choose().get_tracer("graphstash", version("graphstash"))
-                except Exception as error:  # noqa: BLE001 - whatever OTEL_* says: the job goes on
+                except Exception as error:  # noqa: BLE001 - wrong OTEL_* variables must not fail the job
                     self._trouble = f"no traces are made: {error!r}"
                     self._chosen = NoOpTracer()
             return self._chosen
@@ -84,20 +84,20 @@ class Tracer:
         parent: Span | None = None,
         kind: SpanKind = SpanKind.INTERNAL,
     ) -> Span:
-        """Begins a span, by default inside the current one; end it with `end`."""
+        """Start a span, by default inside the current span. The caller must `end` it."""
         within = None if parent is None else trace.set_span_in_context(parent)
         try:
             return self._tracer.start_span(name, within, kind, attributes)
-        except Exception:  # noqa: BLE001 - the program's own provider may raise anything
+        except Exception:  # noqa: BLE001 - the program's provider may raise any exception
             self._failed()
             return INVALID_SPAN
 
     def end(self, span: Span, **attributes: AttributeValue) -> None:
-        """Ends a span, with what is known by then."""
+        """End a span and set its final attributes."""
         try:
             span.set_attributes(_named(attributes))
             span.end()
-        except Exception:  # noqa: BLE001 - as above
+        except Exception:  # noqa: BLE001 - as in `start`
             self._failed()
 
     @contextmanager
@@ -109,7 +109,7 @@ class Tracer:
         parent: Span | None = None,
         kind: SpanKind = SpanKind.INTERNAL,
     ) -> Iterator[Span]:
-        """A span around what runs inside; an exception leaves its reason, never its text."""
+        """Record a span around the block. For an exception, record its reason, never its text."""
         span = self.start(name, attributes, parent=parent, kind=kind)
         token = context.attach(trace.set_span_in_context(span))
         innermost = _INNERMOST.set(span)
@@ -128,27 +128,27 @@ class Tracer:
             self.end(span)
 
     def note(self, **attributes: AttributeValue) -> None:
-        """Adds to the innermost span of ours; the program's own are left alone."""
+        """Add attributes to our innermost span. The program's own spans stay unchanged."""
         with suppress(Exception):
             _INNERMOST.get().set_attributes(_named(attributes))
 
     def answered(self, status: int) -> None:
-        """Adds the status of an answer to the innermost span of ours."""
+        """Add a response's status to our innermost span."""
         with suppress(Exception):
             _INNERMOST.get().set_attribute("http.response.status_code", status)
 
     def headers(self) -> Mapping[str, str]:
-        """What tells a server which span calls it: `traceparent`, and `tracestate` if there is."""
+        """Return `traceparent` and `tracestate` headers, which link the server's span to ours."""
         carrier: dict[str, str] = {}
         with suppress(Exception):
             _PROPAGATOR.inject(carrier)
         return carrier
 
     def close(self, timeout_seconds: float) -> str | None:
-        """Sends what is left within a time, unless it belongs to the program's own provider.
+        """Flush our own provider within the timeout. Leave the program's provider open.
 
         Returns:
-            What was lost, for people; None when nothing was.
+            A message about lost spans, or None.
         """
         lost = self._trouble or self._close(timeout_seconds)
         if lost is None and self.failure_count:

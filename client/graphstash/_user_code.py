@@ -1,4 +1,4 @@
-"""What a command takes from a user's code, by its name: `module:name` or `script.py:name`."""
+"""Load an object from a user's code by its name: `module:name` or `script.py:name`."""
 
 import importlib
 import importlib.util
@@ -12,15 +12,15 @@ __all__ = ["load"]
 
 
 def load(target: str, *, what: str) -> Any:
-    """Imports the module or runs the script, and gives what has that name there.
+    """Import the module or run the script, and return the named object.
 
     Args:
         target: `module:name` or `script.py:name`.
-        what: what errors call it, e.g. `function`.
+        what: kind of object in error messages, such as `function`.
 
     Raises:
-        ConfigError: there is no such module, script or name. What the code itself raises passes
-            through.
+        ConfigError: the module, script or name does not exist. Exceptions from the user's code
+            propagate.
     """
     name, _, attribute = target.rpartition(":")
     if not name or not attribute:
@@ -29,7 +29,7 @@ def load(target: str, *, what: str) -> Any:
         module = _script(Path(name)) if name.endswith(".py") else _module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not name.startswith(error.name):
-            raise  # found, but what it imports is not
+            raise  # the module exists, but one of its own imports fails
         raise ConfigError(f"{target!r}: no module {error.name!r} here") from None
     if not hasattr(module, attribute):
         raise ConfigError(f"{target!r}: {name} has no {what} {attribute!r}")
@@ -49,6 +49,6 @@ def _script(path: Path) -> Any:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path}: not a Python script")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # as others import it who are given one of its functions
+    sys.modules[path.stem] = module  # other modules find its functions under this name
     spec.loader.exec_module(module)
     return module

@@ -1,8 +1,8 @@
-"""ClientConfig: every setting of a training job, and the only reader of its environment.
+"""ClientConfig: all settings of a training job, and the only reader of its environment.
 
-Each field is read from `GRAPHSTASH_<FIELD IN CAPITALS>`, e.g. `GRAPHSTASH_URL`. Arguments of
-`graphstash.install` take precedence over the environment, as do the options of `graphstash run`
-for the few fields that have one.
+Each field is read from `GRAPHSTASH_<FIELD IN CAPITALS>`, for example `GRAPHSTASH_URL`. Arguments of
+`graphstash.install` override the environment. So do the options of `graphstash run`, for the few
+fields that have one.
 """
 
 import getpass
@@ -70,13 +70,13 @@ NO_SERVER: Final = "none"
 """Value of GRAPHSTASH_URL for a job that shares nothing."""
 
 UNIX: Final = "unix:"
-"""What begins the URL of a socket."""
+"""Prefix of the URL of a Unix socket."""
 
 MAX_READ_NAMESPACES: Final = 8
-"""Limit of namespaces that a job reads from: a miss sends one request for each."""
+"""Maximum number of namespaces that a job reads: a miss sends one request to each."""
 
 TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/-]{1,8192}=*")
-"""A valid value for `Authorization: Bearer` (RFC 6750)."""
+"""Valid tokens for `Authorization: Bearer` (RFC 6750)."""
 
 _URL = re.compile(r"https?://[^/\s]+(/[^\s]*)?|unix:/[^\x00-\x1f]+")
 
@@ -85,31 +85,31 @@ class SignaturePolicy(StrEnum):
     """Which artifacts may reach a compiler."""
 
     REQUIRE = "require"
-    """Signed by a trusted key, or compiled by this user on this host."""
+    """Artifacts that a trusted key signed, or that this user compiled on this host."""
     PREFER = "prefer"
-    """Also unsigned ones, which are counted; a bad signature is refused."""
+    """Also unsigned artifacts, which are counted. A bad signature is refused."""
     OFF = "off"
-    """All artifacts; signatures are not checked."""
+    """All artifacts, without a signature check."""
 
     def is_stricter_than(self, other: "SignaturePolicy") -> bool:
-        """Whether it refuses artifacts that the other one accepts."""
+        """Return whether this policy refuses artifacts that the other policy accepts."""
         strictest_first = list(SignaturePolicy)
         return strictest_first.index(self) < strictest_first.index(other)
 
 
 def default_cache_dir() -> Path:
-    """The local tier's place: `$XDG_CACHE_HOME/graphstash`, or `~/.cache/graphstash`."""
+    """Return the default local tier: `$XDG_CACHE_HOME/graphstash` or `~/.cache/graphstash`."""
     base = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(base) if base else Path.home() / ".cache") / "graphstash"
-    except RuntimeError:  # a container's user without a home
+    except RuntimeError:  # a container user without a home directory
         return Path(tempfile.gettempdir()) / f"graphstash-{os.getuid()}"
 
 
 def find_own_server() -> str:
-    """The URL of the server that this user runs on this host; empty when there is none.
+    """Return the URL of this user's server on this host, or "" if there is none.
 
-    Whether nobody else can have put it there is checked again with every connection.
+    Each connection checks again that only this user can have created the socket.
     """
     path = own_socket_path(os.environ)
     try:
@@ -119,7 +119,7 @@ def find_own_server() -> str:
 
 
 def is_on_this_host(url: str) -> bool:
-    """Whether no network lies between a job and the server."""
+    """Return whether jobs reach the server without a network."""
     host = urlsplit(url).hostname or ""
     try:
         return url.startswith(UNIX) or ipaddress.ip_address(host).is_loopback
@@ -128,24 +128,25 @@ def is_on_this_host(url: str) -> bool:
 
 
 def github_token_request() -> tuple[str, str] | None:
-    """Where a job of GitHub Actions gets a JWT, and the bearer token for that; None elsewhere, and
-    in a job without `permissions: id-token: write`.
+    """Return the URL and bearer token with which a GitHub Actions job requests a JWT.
+
+    Returns None outside GitHub Actions, and in a job without `permissions: id-token: write`.
     """
     url, token = (os.environ.get(f"ACTIONS_ID_TOKEN_REQUEST_{each}") for each in ("URL", "TOKEN"))
     return (url, token) if url and token else None
 
 
 def holder_name() -> str:
-    """The holder of a lease, for people: `user@host:pid`, at most 128 characters."""
+    """Return a readable lease holder, `user@host:pid`, of at most 128 characters."""
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a passwd entry
+    except (KeyError, OSError):  # a container user without a passwd entry
         user = str(os.getuid())
     return line_of(f"{user}@{socket.gethostname()}:{os.getpid()}", most=128)
 
 
 def netrc_path() -> Path | None:
-    """`$NETRC`, or `~/.netrc`; None for a user without a home."""
+    """Return `$NETRC` or `~/.netrc`, or None for a user without a home directory."""
     try:
         return Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
     except RuntimeError:
@@ -157,7 +158,7 @@ def _checked_url(value: str) -> str:
         return ""
     try:
         well_formed = _URL.fullmatch(value) is not None and urlsplit(value).port != 0
-    except ValueError:  # a port that is not a number, or out of range
+    except ValueError:  # the port is not a number, or out of range
         well_formed = False
     if "@" in value and not value.startswith(UNIX):
         raise ValueError("the URL must not contain credentials; set GRAPHSTASH_TOKEN instead")
@@ -175,19 +176,19 @@ def _checked_token(value: str) -> str:
     return token
 
 
-# In each group of settings, the docstring below a field is its description.
+# The docstring below each field is the field's description in the reference.
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """Which server, which namespaces, and how long a call may take."""
+    """Server, namespaces and timeouts."""
 
     url: str = setting(find_own_server, text(_checked_url))
-    """Base URL of the server, or `unix:<path>` of its socket. By default the server that this user
-    runs on this host (`graphstash serve`). Without one, or with `none`, the job shares nothing and
-    has its local tier only."""
+    """Base URL of the server, or `unix:<path>` of its socket. Default: the server that this user
+    runs on this host (`graphstash serve`). Without a server, or with `none`, the job uses only its
+    local tier."""
     namespace: Namespace = setting(Namespace("default"), text(Namespace))
-    """Namespace that artifacts are published to, and read from."""
+    """Namespace to publish artifacts to and to read from."""
     read_namespaces: tuple[Namespace, ...] = setting(
         (), listed(Namespace, most=MAX_READ_NAMESPACES)
     )
@@ -195,124 +196,124 @@ class ServerSettings:
     max_artifact: int = setting(DEFAULT_MAX_ARTIFACT_BYTES, size(above=0))
     """Largest artifact to fetch or publish, before and after compression."""
     connect_seconds: float = setting(0.5, number(above=0, most=60))
-    """Timeout for a connection."""
+    """Timeout for opening a connection."""
     first_byte_seconds: float = setting(2.0, number(above=0, most=300))
-    """Timeout for the next byte of an answer."""
+    """Timeout for the next byte of a response."""
     fetch_seconds: float = setting(60.0, number(above=0, most=3600))
-    """Timeout for a whole fetch. Where the compile time is known and shorter, it is the timeout,
-    but never less than first_byte_seconds."""
+    """Timeout for a whole fetch. A known compile time that is shorter replaces it, but the timeout
+    is never below first_byte_seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CredentialSettings:
-    """What identifies the job to the server, and the server to the job."""
+    """Credentials and certificates."""
 
     token: Secret | None = setting(None, secret(_checked_token))
     """Bearer token for the server."""
     token_file: Path | None = setting(None, path())
-    """File that holds the token; read again when it changes."""
+    """File that holds the token. The client reads it again when it changes."""
     ca_file: Path | None = setting(None, path())
-    """CA bundle (PEM) used instead of the system's."""
+    """CA bundle (PEM) that replaces the system's bundle."""
     client_cert: Path | None = setting(None, path())
     """Client certificate (PEM) for mTLS."""
     client_key: Path | None = setting(None, path())
-    """Private key of the client certificate; by default in the same file."""
+    """Private key of the client certificate. Default: read from the certificate file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SignatureSettings:
-    """Whose artifacts the job uses, and how it signs its own."""
+    """Signing, and checking signatures."""
 
     signing_key: Path | None = setting(None, path())
     """Private key (Ed25519, PEM, mode 0600) that signs published artifacts."""
     trusted_keys: Path | None = setting(None, path())
     """Path of the trusted-keys file, which `graphstash keys trust` writes."""
     signatures: SignaturePolicy | None = setting(None, choice(SignaturePolicy, SignaturePolicy))
-    """Which artifacts may reach a compiler: signed ones only (require), also unsigned ones
-    (prefer), or all without a check (off). By default require with trusted_keys, else off."""
+    """Which artifacts may reach a compiler: only signed ones (require), also unsigned ones
+    (prefer), or all without a check (off). Default: require with trusted_keys, otherwise off."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharingSettings:
-    """What the job shares, and how long it waits for others and for its own uploads."""
+    """Sharing, waiting and uploading."""
 
     enabled: bool = setting(True, flag())
-    """Turn off to install no hooks."""
+    """Whether to install hooks."""
     hooks: tuple[str, ...] = setting(("torch_xla", "pjrt", "jax", "inductor", "triton"), listed())
-    """Compilers that get their hook."""
+    """Compilers to hook."""
     read_only: bool = setting(False, flag())
-    """Fetch artifacts, but neither publish any nor take leases."""
+    """Fetch artifacts, but do not publish and do not take leases."""
     job: ManifestName | None = setting(None, text(ManifestName))
-    """Name under which the server remembers the artifacts of this job, so that the next run fetches
-    them at its start. By default a name that follows from the command, the script and the versions
-    of the compilers: `auto-<16 hex digits>`."""
+    """Name under which the server records this job's artifacts, so that the next run prefetches
+    them. Default: `auto-<16 hex digits>`, derived from the command, the script and the compiler
+    versions."""
     prefetch_limit: int = setting(2 * 1024**3, size())
-    """Most bytes that a run downloads to this host before they are needed, those first that took
-    longest to compile for their size. 0 downloads none, and remembers nothing for a job without a
-    name."""
+    """Maximum bytes that a run prefetches to this host. Artifacts with the longest compile time per
+    byte come first. 0 disables prefetching, and records nothing for a job without a name."""
     fail_on_miss: bool = setting(False, flag())
-    """End the job before it compiles anything: with exit status 86 when nobody has the artifact,
-    with 75 when the cache could not help, so that nothing is compiled either way."""
+    """End the job before it compiles anything: with exit status 86 if the artifact does not exist,
+    with 75 if the cache failed."""
     max_compile_seconds: float = setting(0.0, number(most=1e7))
-    """End the job with exit status 86 when the compilations of its processes on this host have
-    taken that long in all, or one that runs would pass it. 0 is no limit."""
+    """End the job with exit status 86 when its processes on this host have compiled for this many
+    seconds in total, or when a running compilation would exceed them. 0 means no limit."""
     report_runs: bool = setting(True, flag())
-    """Tell the server, when a process ends that used the cache, what it counted and what it
-    compiled: the script's name, never its arguments."""
+    """Report counts and compiled artifacts to the server when a process that used the cache ends.
+    The report names the script, never its arguments."""
     wait_seconds: float = setting(1200.0, number(most=86400))
-    """How long the job may wait in vain for others that compile the same graphs, in all; half of it
-    for one holder. Waits that brought the artifact may take twice as long in addition. 0 never
-    waits."""
+    """Maximum seconds to wait in vain, in total, for other jobs that compile the same graphs. One
+    lease holder gets at most half. Waits that bring the artifact may take up to twice as long in
+    addition. 0 never waits."""
     lease_seconds: float = setting(
         DEFAULT_LEASE_SECONDS, number(least=MIN_LEASE_SECONDS, most=MAX_LEASE_SECONDS)
     )
-    """How long a lease outlives a killed holder."""
+    """Seconds until the lease of a killed holder expires."""
     publish_queue: int = setting(64, whole(least=1, most=4096))
-    """How many artifacts may wait for their upload; more are dropped."""
+    """Number of artifacts that may wait for upload. Further artifacts are dropped."""
     drain_seconds: float = setting(20.0, number(most=3600))
-    """How long the end of a job may wait for its uploads."""
+    """Seconds that the end of a job may wait for its uploads."""
     torch_xla_mode: str = setting("auto", choice(str, ("auto", "exact", "hint")))
-    """How the torch_xla hook learns what is compiled: exact catches torch_xla's own look-up, hint
-    predicts it, auto takes exact where it can."""
+    """How the torch_xla hook finds out what is compiled: exact intercepts torch_xla's own look-up,
+    hint predicts it, auto uses exact if possible."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostSettings:
-    """What the job keeps and says on this host."""
+    """Local tier, and output on this host."""
 
     cache_dir: Path = setting(default_cache_dir, path())
     """Directory of the local tier."""
     local_limit: int = setting(10 * 1024**3, size())
-    """Size limit of the local tier; the least recently used artifacts are deleted. 0 keeps nothing
+    """Size limit of the local tier, which evicts the least recently used artifacts. 0 keeps nothing
     between jobs."""
     offline_seconds: float = setting(24 * 3600.0, number(most=1e7))
-    """How long copies on this host's disk that came from the server may be used while it does not
-    answer, since this host last reached it: a withdrawal cannot be noticed meanwhile. 0 uses none
-    then."""
+    """Seconds since the last contact with the server during which the job may use local copies of
+    its artifacts while it does not answer. A withdrawal stays undetected for that long. 0 uses no
+    copies."""
     summary: bool = setting(True, flag())
-    """Print one line on standard error when the job ends."""
+    """Print one line to standard error when the job ends."""
     explain: bool = setting(False, flag())
-    """Say on standard error, when the job ends, why it compiled what it compiled."""
+    """Print to standard error, when the job ends, why it compiled."""
     stats_file: Path | None = setting(None, path())
-    """File that gets one line of JSON with the statistics of each process."""
+    """File that receives one line of JSON with the statistics of each process."""
     tracing: bool = setting(False, flag())
-    """Send OpenTelemetry traces of look-ups, compilations and uploads: to the tracer provider of
-    the job's own program where it has one, else with OTLP over HTTP, as the variables OTEL_* say.
-    Needs graphstash[tracing]."""
+    """Send OpenTelemetry traces of look-ups, compilations and uploads to the program's tracer
+    provider. If the program has none, export them with OTLP over HTTP, configured by the variables
+    OTEL_*. Needs graphstash[tracing]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClientConfig(
     ServerSettings, CredentialSettings, SignatureSettings, SharingSettings, HostSettings
 ):
-    """Settings of one training job: all groups, with flat names; see each field.
+    """Settings of one training job: all groups, with flat names. See each field.
 
     Attributes:
-        given: which of them somebody chose; the others have their defaults.
+        given: names of the settings that were set explicitly. The other settings have their
+            defaults.
 
     Raises:
-        ConfigError: names each setting that cannot be used, its value unless that is a secret, and
-            what would be accepted.
+        ConfigError: a setting is invalid. The message names each invalid setting, its value unless
+            it is secret, and the valid values.
     """
 
     given: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
@@ -339,7 +340,7 @@ class ClientConfig(
 
     @classmethod
     def rules(cls) -> Mapping[str, Rule]:
-        """Every setting, and what it accepts."""
+        """Return each setting's rule."""
         return {each.name: each.metadata["rule"] for each in fields(cls) if each.metadata}
 
     @property
@@ -356,11 +357,11 @@ class ClientConfig(
 
     @classmethod
     def load(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Self:
-        """Reads the environment; `overrides` that are not None take precedence.
+        """Read the environment. `overrides` that are not None take precedence.
 
         Raises:
-            ConfigError: names the setting, its value unless that is a secret, and what would be
-                accepted.
+            ConfigError: a setting is invalid. The message names it, its value unless it is secret,
+                and the valid values.
         """
         source = os.environ if environ is None else environ
         known = cls.rules()

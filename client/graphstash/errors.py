@@ -1,25 +1,25 @@
-"""The errors of the client and of the training loop.
+"""Exceptions of the client and of the training loop.
 
     GraphstashError
-    ├── ConfigError            a setting that cannot be used; names it and what is accepted
+    ├── ConfigError            a setting is invalid; the message states valid values
     ├── ExecutorError          background work of training; training/threads/device_future.py
-    │   ├── ExecutorClosed     it was closed before the work could run
+    │   ├── ExecutorClosed     the executor was closed before the work could run
     │   └── ExecutorStopped    an earlier submission failed; see `__cause__`
     ├── CheckpointError        a checkpoint cannot be read or written; training/checkpoints/
     ├── SpaceError             a search space cannot be used; tuning/space.py
-    │   └── EmptySpaceError    it has no configuration
-    ├── AggregationError       sums have ended; training/reduce/aggregators/errors.py
-    ├── CostError              what a searcher was told is no cost; tuning/search/base.py
+    │   └── EmptySpaceError    the search space has no configuration
+    ├── AggregationError       the aggregation has ended; training/reduce/aggregators/errors.py
+    ├── CostError              a searcher got an invalid cost; tuning/search/base.py
     ├── DivergedError          the loss stays infinite or NaN; training/loop/events.py
     ├── MeasuringError         a search can measure nothing here; tuning/measuring/pool.py
     └── CacheError             the cache cannot help now; fallbacks are counted by its `reason`
-        ├── TransportError     no usable answer: absent, slow, reset, malformed, circuit open
+        ├── TransportError     no usable response: absent, slow, reset, malformed, circuit open
         ├── BusyError          429 or 503: retry after `retry_after_seconds`
         ├── RefusedError       the server refused: a problem document
-        │   ├── ConflictError  409: other bytes are stored under the key
+        │   ├── ConflictError  409: different bytes are stored under the key
         │   └── LeaseLostError 410: the lease expired or was released
-        ├── VerificationError  bytes that do not match what they claim to be; never used
-        │   └── BundleError    a bundle that is not as it was exported; names the entry
+        ├── VerificationError  the bytes do not match what they claim to be; never used
+        │   └── BundleError    a bundle differs from its export; the message names the entry
         └── LocalTierError     the local disk cannot be read or written
 
 A miss is not an error: it is `None`.
@@ -50,131 +50,132 @@ __all__ = [
 class Reason(StrEnum):
     """Why the cache could not help: the label under which a fallback is counted.
 
-    The docstring of a reason says what happened and, after an empty line, what to do about it. The
-    reference of errors is generated from them.
+    The first paragraph of a member's docstring says what happened. The second paragraph says what
+    to do. docs/reference/errors.md is generated from them.
     """
 
     NO_SERVER = "no_server"
-    """No server is set, and this user runs none on this host.
+    """No server is configured, and this user runs none on this host.
 
     Set `GRAPHSTASH_URL` to your team's server, or start one with `graphstash serve`.
     """
     CONNECT = "connect"
     """Nothing accepts connections at the server's address, or its name does not resolve.
 
-    Check `GRAPHSTASH_URL`, that the server runs, and that no firewall is in the way. `graphstash
-    doctor` tells which of these it is.
+    Check `GRAPHSTASH_URL`, the server and any firewall. `graphstash doctor` finds out which of them
+    is the cause.
     """
     TLS = "tls"
-    """The TLS handshake failed: one side did not accept the other's certificate.
+    """The TLS handshake failed: the client or the server did not accept the other's certificate.
 
-    Set `GRAPHSTASH_CA_FILE` to the CA of the server, and `GRAPHSTASH_CLIENT_CERT` where the server
-    requires a certificate. `graphstash doctor` names the reason.
+    Set `GRAPHSTASH_CA_FILE` to the server's CA. If the server requires a client certificate, set
+    `GRAPHSTASH_CLIENT_CERT`. `graphstash doctor` names the reason.
     """
     UNAUTHENTICATED = "unauthenticated"
-    """The server requires a token, or does not accept the one that it got.
+    """The server requires a token, or does not accept the token that it received.
 
-    Set `GRAPHSTASH_TOKEN` or `GRAPHSTASH_TOKEN_FILE`. After a refusal the client sends no request
-    for a minute, unless the token changes.
+    Set `GRAPHSTASH_TOKEN` or `GRAPHSTASH_TOKEN_FILE`. After a refusal, the client sends no request
+    for a minute unless the token changes.
     """
     FORBIDDEN = "forbidden"
-    """The token does not grant this operation in this namespace. After a refused write the job only
-    reads.
+    """The token does not grant this operation in this namespace. After a refused write, the job
+    only reads.
 
-    Use a namespace that the token covers, set `GRAPHSTASH_READ_ONLY=true`, or ask for another
+    Use a namespace that the token covers, set `GRAPHSTASH_READ_ONLY=true`, or request another
     token.
     """
     TIMEOUT = "timeout"
-    """The next byte, or the whole answer, did not arrive in time.
+    """The next byte or the whole response did not arrive in time.
 
-    Raise `GRAPHSTASH_FIRST_BYTE_SECONDS` or `GRAPHSTASH_FETCH_SECONDS` on slow networks, and check
-    the load of the server.
+    On a slow network, raise `GRAPHSTASH_FIRST_BYTE_SECONDS` or `GRAPHSTASH_FETCH_SECONDS`. Check
+    the server's load.
     """
     RESET = "reset"
-    """The connection broke before the answer was complete.
+    """The connection broke before the response was complete.
 
     Check the server's log and any proxy in between. A server that requires a client certificate can
-    also end connections like this.
+    also close connections like this.
     """
     TRUNCATED = "truncated"
-    """The body of the answer ended before its announced length.
+    """The response's body ended before its announced length.
 
-    Look for a proxy that cuts long answers. If it happens without a proxy, check the server's log.
+    Look for a proxy that truncates long responses. If there is no proxy, check the server's log.
     """
     PROTOCOL = "protocol"
-    """The answer does not come from a graphstash server, or not from one that this client
-    understands.
+    """The response does not come from a graphstash server, or comes from an incompatible version.
 
-    Check that `GRAPHSTASH_URL` names a graphstash server and not a proxy's login page, and compare
-    the versions with `graphstash doctor`.
+    Check that `GRAPHSTASH_URL` names a graphstash server and not a proxy's login page. Compare the
+    versions with `graphstash doctor`.
     """
     CIRCUIT_OPEN = "circuit_open"
-    """Several calls in a row failed, so the client pauses. Nothing was sent.
+    """Several calls in a row failed, so the client pauses. It sent no request.
 
-    Find the reason of the earlier failures in the log. The client tries again by itself, after a
-    minute at the latest.
+    Find the reason for the earlier failures in the log. The client tries again after at most a
+    minute.
     """
     BUSY = "busy"
-    """The server asked the client to come back later (HTTP 429 or 503).
+    """The server asked the client to retry later (HTTP 429 or 503).
 
-    Nothing needs to be done if it passes. Otherwise add workers or servers, or raise the rate of
-    the namespace.
+    If this is temporary, do nothing. Otherwise add workers or servers, or raise the namespace's
+    rate.
     """
     REFUSED = "refused"
-    """The server refused the request; the log has its error code.
+    """The server refused the request. The log contains its error code.
 
-    Look the code up in the server's errors.
+    Look up the code in the server's errors.
     """
     SERVER_ERROR = "server_error"
     """The server failed (HTTP 5xx).
 
-    Look in the server's log for the request.
+    Find the request in the server's log.
     """
     DIGEST_MISMATCH = "digest_mismatch"
-    """The downloaded bytes do not have the announced digest. They were not used.
+    """The downloaded bytes do not match the announced digest. They were not used.
 
-    Nothing needs to be done once: the server checks its copy and drops it if it is damaged. If it
-    happens again, check disks and proxies.
+    If this happens once, do nothing: the server checks its copy and deletes it if it is damaged. If
+    it happens again, check disks and proxies.
     """
     WRONG_KEY = "wrong_key"
-    """The server delivered an intact artifact of another key. It was not used, and was reported.
+    """The server delivered an intact artifact of another key. The job reported the artifact and did
+    not use it.
 
-    Check who can write to the namespace, and the list of `graphstash quarantine list`.
+    Check who can write to the namespace, and the output of `graphstash quarantine list`.
     """
     CORRUPT = "corrupt"
-    """The bytes have the announced digest, but cannot be unpacked. They were not used.
+    """The bytes match the announced digest but cannot be unpacked. They were not used.
 
-    Check who can write to the namespace. An administrator deletes the artifact with `graphstash
+    Check who can write to the namespace. An administrator can delete the artifact with `graphstash
     quarantine delete`.
     """
     BAD_SIGNATURE = "bad_signature"
     """The signature does not match the artifact, its key or its namespace. The artifact was not
     used.
 
-    Treat it as an attack until you know better: check who can write to the namespace, the database
-    and the blob store.
+    Treat this as an attack until you find another cause. Check who can write to the namespace, the
+    database and the blob store.
     """
     UNKNOWN_KEY = "unknown_key"
-    """The artifact is signed by a key that this host does not trust, or not in this namespace.
+    """The artifact is signed by a key that this host does not trust, or does not trust for this
+    namespace.
 
-    If the key should be trusted, add it with `graphstash keys trust`.
+    If you trust the key, add it with `graphstash keys trust`.
     """
     REVOKED_KEY = "revoked_key"
     """The artifact is signed by a revoked key. It was not used.
 
-    Delete what the key signed, and let a job publish it again under a new key.
+    Delete the artifacts that the key signed, and let a job publish them again under a new key.
     """
     UNSIGNED = "unsigned"
-    """The artifact is not signed, or comes from a file that others can change, and a signature is
-    required.
+    """A signature is required, but the artifact is unsigned or comes from a file that others can
+    change.
 
-    Publish it with `GRAPHSTASH_SIGNING_KEY`, or set `GRAPHSTASH_SIGNATURES=prefer` to accept
-    unsigned artifacts.
+    Publish it with `GRAPHSTASH_SIGNING_KEY`, or accept unsigned artifacts with
+    `GRAPHSTASH_SIGNATURES=prefer`.
     """
     TOO_LARGE = "too_large"
     """The artifact is larger than this client accepts.
 
-    Raise `GRAPHSTASH_MAX_ARTIFACT`, on the server `GRAPHSTASH_MAX_ARTIFACT_BYTES`.
+    Raise `GRAPHSTASH_MAX_ARTIFACT`, and `GRAPHSTASH_MAX_ARTIFACT_BYTES` on the server.
     """
     LOCAL_IO = "local_io"
     """The local tier could not be read or written.
@@ -182,17 +183,17 @@ class Reason(StrEnum):
     Check free space and permissions of `GRAPHSTASH_CACHE_DIR`.
     """
     WAIT_BUDGET = "wait_budget"
-    """Another job held the lease and this one did not wait, or no longer, so it compiled, too: its
-    waiting time is used up, or its last waits brought nothing.
+    """Another job held the lease, and this job compiled instead of waiting. Its waiting time is
+    used up, or its last waits brought nothing.
 
-    Look at who holds leases without publishing; the log names the first. Raise
-    `GRAPHSTASH_WAIT_SECONDS` if compiling the graphs really takes that long.
+    Find out who holds leases without publishing; the log names the first holder. If the graphs
+    really take that long to compile, raise `GRAPHSTASH_WAIT_SECONDS`.
     """
     REJECTED = "rejected"
-    """The compiler could not load a verified artifact, and compiled.
+    """The compiler could not load a verified artifact, so the job compiled.
 
-    Delete the artifact if every host rejects it. If only some do, report a bug: the fingerprint
-    lacks something that differs between them.
+    If every host rejects the artifact, delete it. If only some hosts do, report a bug: the
+    fingerprint lacks a property that differs between them.
     """
     UNSHAREABLE = "unshareable"
     """The program reads a value that no key can describe, so the job compiled it and did not share
@@ -202,14 +203,13 @@ class Reason(StrEnum):
     program.
     """
     GATE_TIMEOUT = "gate_timeout"
-    """torch_xla could not be held back while the artifact was fetched, because Python was busy. It
+    """The job could not hold back torch_xla during the fetch because Python was busy, so torch_xla
     compiled.
 
-    Nothing needs to be done if it is rare. Otherwise move heavy Python work away from the first
-    steps.
+    If this is rare, do nothing. Otherwise move heavy Python work away from the first steps.
     """
     QUEUE_FULL = "queue_full"
-    """Too many artifacts waited for their upload, so this one was dropped.
+    """The queue of uploads was full, so the job dropped this artifact.
 
     Check why uploads are slow, or raise `GRAPHSTASH_PUBLISH_QUEUE`.
     """
@@ -219,36 +219,36 @@ class Reason(StrEnum):
     Check that all ranks use the same settings and versions, and that they reach the job's store.
     """
     TRACING = "tracing"
-    """Traces were not made or not taken. Nothing else is different for the job.
+    """Traces could not be recorded or exported. The job is not affected otherwise.
 
-    Install `graphstash[tracing]`, check `OTEL_EXPORTER_OTLP_ENDPOINT` and that the collector
+    Install `graphstash[tracing]`. Check `OTEL_EXPORTER_OTLP_ENDPOINT` and that the collector
     answers, or unset `GRAPHSTASH_TRACING`.
     """
     INTERNAL = "internal"
-    """A bug in graphstash's client; the job compiled.
+    """A bug in graphstash's client. The job compiled.
 
     Please report it with the log line.
     """
 
 
 class GraphstashError(Exception):
-    """Root of everything this package raises."""
+    """Base class of all exceptions of this package."""
 
 
 class ConfigError(GraphstashError, ValueError):
-    """A setting that cannot be used."""
+    """A setting is invalid."""
 
 
 _MAX_DETAIL_CHARACTERS: Final = 2000
 
 
 class CacheError(GraphstashError):
-    """The cache cannot help now; the caller compiles.
+    """The cache cannot help now, so the caller compiles.
 
     Attributes:
-        reason: under which it is counted.
-        detail: what happened, without the reason. One line of bounded length, because a server
-            may have written it.
+        reason: the reason that counts the fallback.
+        detail: what happened, without the reason. One line of bounded length, because a server may
+            have written it.
     """
 
     def __init__(self, reason: Reason, detail: str) -> None:
@@ -258,11 +258,11 @@ class CacheError(GraphstashError):
 
 
 class TransportError(CacheError):
-    """No usable answer came."""
+    """The server sent no usable response."""
 
 
 class BusyError(CacheError):
-    """The server is there and asks for a pause."""
+    """The server asks the client to pause."""
 
     def __init__(self, detail: str, *, retry_after_seconds: float) -> None:
         self.retry_after_seconds = retry_after_seconds
@@ -273,11 +273,11 @@ _REASON_OF_STATUS: Final = {401: Reason.UNAUTHENTICATED, 403: Reason.FORBIDDEN}
 
 
 class RefusedError(CacheError):
-    """The server answered with a problem document.
+    """The server refused the request with an error status.
 
     Attributes:
-        code: the error code, or None when the body was no problem document.
-        status: the HTTP status.
+        code: error code, or None if the body is not a problem document.
+        status: HTTP status.
     """
 
     def __init__(self, detail: str, *, code: ErrorCode | None, status: int) -> None:
@@ -288,19 +288,19 @@ class RefusedError(CacheError):
 
 
 class ConflictError(RefusedError):
-    """Other bytes are stored under the key; the first publisher's stay."""
+    """The server keeps different bytes under the key: the first publisher wins."""
 
 
 class LeaseLostError(RefusedError):
-    """The lease expired and belongs to somebody else, or to nobody."""
+    """The lease has expired or was released. Another job may hold it now."""
 
 
 class VerificationError(CacheError):
-    """Bytes that are not what they claim to be.
+    """The bytes do not match what they claim to be.
 
     Attributes:
-        namespace: where a server keeps them; None for bytes that no namespace was asked for.
-        earlier: what other namespaces had that did not verify either.
+        namespace: namespace of the artifact on the server. None for bytes from elsewhere.
+        earlier: verification errors from namespaces that the job tried before.
     """
 
     def __init__(
@@ -317,7 +317,7 @@ class VerificationError(CacheError):
 
 
 class BundleError(VerificationError):
-    """A bundle, or an artifact in one, that is not used."""
+    """A bundle, or an artifact in it, is damaged and is not used."""
 
     def __init__(self, detail: str) -> None:
         super().__init__(Reason.CORRUPT, detail)
@@ -327,7 +327,7 @@ class BundleError(VerificationError):
 
 
 class LocalTierError(CacheError):
-    """The local disk refused."""
+    """The local disk cannot be read or written."""
 
     def __init__(self, detail: str) -> None:
         super().__init__(Reason.LOCAL_IO, detail)
