@@ -35,8 +35,7 @@ MAX_GROUPS: Final = 128
 and device types in misses, so further groups count only for their kind."""
 
 _MAX_IN_MEMORY: Final = 16_384
-"""Groups counted since the last flush. Also groups per hour and namespace that wait to be
-written."""
+"""Groups counted since the last flush; also the unwritten groups of one hour and namespace."""
 
 _Group: TypeAlias = tuple[str, str, str, str]
 """Namespace, kind, device type and job."""
@@ -172,8 +171,7 @@ class _Counts:
 
 @dataclass(kw_only=True, eq=False)
 class Accounting:
-    """Count requests, and write the counts. The caller of `run` cancels it and calls `flush` at the
-    end.
+    """Count requests. The caller of `run` cancels it and calls `flush` at the end.
 
     Attributes:
         counters: counters of this host for Prometheus.
@@ -297,9 +295,7 @@ class Accounting:
                 raise failure
 
     async def _drop_unknown(self, counts: _Counts) -> None:
-        """Drop misses in namespaces that never stored anything: a client can name any number of
-        them.
-        """
+        """Drop misses in namespaces that never stored anything: clients can name any number."""
         if not counts.usage:
             return
         known = await find_namespaces(self.database, sorted(counts.usage))

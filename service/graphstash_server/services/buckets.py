@@ -19,8 +19,7 @@ class Buckets:
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def take(self, name: str, wanted: int, *, most: float, per_second: float) -> tuple[int, float]:
-        """Take up to `wanted` whole units from a bucket that holds `most` and fills at
-        `per_second`.
+        """Take up to `wanted` whole units from a bucket of size `most`, filled at `per_second`.
 
         Returns:
             How many units were taken, and how much is left.

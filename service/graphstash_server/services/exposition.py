@@ -48,9 +48,7 @@ class ExpositionService:
     store_limit_bytes: int | None
 
     async def read(self) -> bytes:
-        """Return all series. If the database does not answer, leave out the series that it
-        provides.
-        """
+        """Return all series. While the database does not answer, leave out its series."""
         host = list(_of_host(self.counters.host.sums(), self.database.is_postgresql))
         limit = self.store_limit_bytes
         if limit is not None:

@@ -51,15 +51,14 @@ class HistoryService:
         by: Grouping = Grouping.NONE,
         namespaces: Sequence[str] | None = None,
     ) -> History:
-        """Return the points from the step that contains `since` to the last step that begins before
-        `until`.
+        """Return the points from the step of `since` to the last step that begins before `until`.
 
         Args:
             since: aware time. Default: a day (for hours) or 30 days (for days) before `until`.
             until: aware time. Default: now.
             step: hours or days.
-            by: how to group points. Of more than `MAX_HISTORY_GROUPS` groups, the smaller ones are
-                summed as `OTHERS`.
+            by: how to group points. Beyond `MAX_HISTORY_GROUPS`, smaller groups are summed as
+                `OTHERS`.
             namespaces: count only these namespaces. Default: all.
 
         Raises:

@@ -65,9 +65,7 @@ class Readiness(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class HealthService:
-    """Probe the database and the store. Safe for concurrent calls. `last` is the last finished
-    check.
-    """
+    """Probe database and store. Safe for concurrent calls. `last` is the last finished check."""
 
     database: Database
     blobs: BlobStore

@@ -40,7 +40,7 @@ _ROOM_SHARE = 0.95
 
 
 class Budget(NamedTuple):
-    """Byte limits; None is no limit. No upload exceeds the hard one. Eviction begins above the soft
+    """Byte limits (None: no limit). Uploads respect the hard one. Eviction begins above the soft
     one.
     """
 
@@ -89,9 +89,7 @@ class Budgets:
         ]
 
     def of(self, namespace: str, limits: Mapping[str, int]) -> Budget:
-        """Return the budget of a namespace. A limit in its policy, given in `limits`, has
-        precedence.
-        """
+        """Return the budget of a namespace. A limit in its policy, as in `limits`, comes first."""
         if namespace in limits:
             return Budget.of(limits[namespace])
         for pattern, budget in self._exceptions:
@@ -262,9 +260,7 @@ class PolicyService:
         return NamespaceInfo(namespace=namespace, policy=policy, updated_at=now)
 
     async def remove(self, namespace: Namespace, actor: Actor) -> bool:
-        """Remove the policy of a namespace, so that the defaults apply. Return False if it had
-        none.
-        """
+        """Remove a namespace's policy, so that the defaults apply. Return False if it had none."""
         async with self.database.writing() as connection:
             is_gone = await delete_policy(connection, namespace)
             if is_gone:

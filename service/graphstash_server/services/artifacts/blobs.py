@@ -142,10 +142,8 @@ class BlobCollector:
         return True
 
     async def collect_marked(self) -> int:
-        """Delete every marked blob that no other server has claimed. Return their number.
-
-        Raises:
-            ServerError: 503; the blobs that are left stay marked.
+        """Delete every marked blob that no other server has claimed. Return their number. After a
+        failure of the store (503), the blobs that are left stay marked.
         """
         deleted = 0
         failure: ServerError | None = None
@@ -168,9 +166,8 @@ class BlobCollector:
             return deleted
 
     async def collect_abandoned(self) -> int:
-        """Wait until all claims end, and delete the blobs that are left. Return their number.
-
-        The wait takes up to ninety seconds if a server died with a claim.
+        """Delete the blobs that are left when all claims have ended. Return their number. If a
+        server died with a claim, the wait takes up to ninety seconds.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + 2 * _CLAIM.total_seconds()
@@ -184,10 +181,7 @@ class BlobCollector:
         return deleted
 
     async def pending_bytes(self, *, patience_seconds: float = 0.0) -> int:
-        """Return the total size of the marked blobs.
-
-        Wait up to `patience_seconds` for other servers to delete them.
-        """
+        """Return the total size of marked blobs. Give other servers some time to delete them."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + patience_seconds
         while True:
@@ -207,10 +201,8 @@ class BlobCollector:
         return False
 
     async def _collect_claimed(self, digest: Digest, *, held_until: datetime) -> bool:
-        """Delete one blob of a page that was claimed together.
-
-        Renew the claim first, because earlier blobs of the page may have taken long. Return False
-        if the claim was lost or the blob is needed.
+        """Delete a blob of a page that was claimed together. Earlier blobs may have taken long, so
+        renew the claim first. Return False if the claim was lost or the blob is needed.
         """
         async with self.database.writing() as connection:
             await lock_blob(connection, digest)
@@ -225,8 +217,8 @@ class BlobCollector:
         return True
 
     async def learn(self, digest: Digest) -> bool:
-        """Read the current generation of a blob's name, which another server may have changed.
-        Return whether it was new to this process.
+        """Read the current generation of a blob, which another server may have raised. Return
+        whether it was new to this process.
         """
         generation = await self._generation(self.database, digest)
         return self.blobs.use_generation(digest, generation)

@@ -46,11 +46,7 @@ _PAGE = 200
 
 @dataclass(kw_only=True, eq=False)
 class Evictor:
-    """Evict artifacts.
-
-    Attributes:
-        is_needed: set when an upload exceeds a soft limit.
-    """
+    """Evict artifacts. `is_needed` is set when an upload exceeds a soft limit."""
 
     database: Database
     budgets: Budgets
@@ -111,9 +107,7 @@ class Evictor:
         return evicted
 
     async def _passed(self) -> list[tuple[str | None, int]]:
-        """Return each namespace above its soft limit (None: the whole store) with its goal in
-        bytes.
-        """
+        """Return namespaces above their soft limit (None: the store), with the size to reach."""
         limits = await self.policies.limits()
         sizes: dict[str | None, int] = dict(map(tuple, await list_stored(self.database)))
         budgets = {name: self.budgets.of(name or "", limits) for name in sizes}

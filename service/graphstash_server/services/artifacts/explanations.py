@@ -61,10 +61,7 @@ class ExplanationService:
         self._comparing = asyncio.Semaphore(1)
 
     async def describe(self, namespace: Namespace, given: Sequence[Description]) -> int:
-        """Store descriptions of stored artifacts that have none. Return their number.
-
-        The first description of an artifact stays.
-        """
+        """Describe stored artifacts that have no description yet. Return their number."""
         new = [
             NewDescription(
                 StoredKey.of(namespace, each.key), each.label, each.program, each.environment

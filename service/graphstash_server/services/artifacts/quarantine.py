@@ -134,9 +134,8 @@ class QuarantineService:
         return ReportResponse(found=True, withheld=is_withheld)
 
     async def _is_foreign(self, stored: Artifact) -> bool:
-        """Whether the blob is not an envelope, or is the envelope of another key.
-
-        Two reads must agree, because bytes may also be damaged on their way from the store.
+        """Whether the blob is not an envelope of this key. Two reads must agree, because bytes may
+        also be damaged on their way from the store.
         """
         for _ in range(2):
             start = await self.artifacts.read_start(stored, most_bytes=MAX_ENVELOPE_HEAD_BYTES)
@@ -154,13 +153,11 @@ class QuarantineService:
         party: str,
         is_agreed: bool,
     ) -> tuple[Artifact | None, bool]:
-        """Withhold an artifact if `is_agreed` or if another party reported the same blob.
-
-        Otherwise store the report, so that the next party's report withholds it.
+        """Withhold an artifact if `is_agreed` or if another party reported the same blob. Otherwise
+        store the report, so that a report by another party withholds it.
 
         Returns:
-            The artifact afterwards (None if it was replaced or deleted), and whether the report was
-            new.
+            The artifact (None if replaced or deleted meanwhile), and whether the report was new.
         """
         key, now = stored.key, self.clock()
         async with self.database.writing() as connection:
@@ -208,9 +205,7 @@ class QuarantineService:
         return await self.artifacts.delete(key, actor=actor)
 
     async def list_withheld(self, namespace: Namespace | None = None) -> WithheldList:
-        """Return the withheld artifacts, newest report first, of one namespace or all; at most
-        1,000.
-        """
+        """Return at most 1,000 withheld artifacts of one namespace or all, newest report first."""
         async with self.database.reading() as connection:
             rows = await list_reports(connection, namespace=namespace, limit=_MOST)
         return WithheldList(artifacts=tuple(_withheld(row) for row in rows))

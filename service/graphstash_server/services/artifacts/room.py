@@ -36,8 +36,7 @@ __all__ = ["Room", "RoomKeeper"]
 _LOGGER = logging.getLogger(__name__)
 
 _ATTEMPTS = 4
-"""Attempts to make room while other writers come and go, and the database grows on the same
-disk."""
+"""Attempts to make room. Meanwhile other writers, and the database on the same disk, take some."""
 
 _PATIENCE_SECONDS = 1.0
 
@@ -103,8 +102,7 @@ class RoomKeeper:
         """Raise if an upload would not fit even after evicting everything evictable. Evict nothing.
 
         Raises:
-            NoSpaceError: the upload is too large, or too much is pinned, withheld or being
-                uploaded.
+            NoSpaceError: the upload is too large, or too much is pinned, withheld or in uploads.
         """
         for excess in await self._excesses(room, ahead_bytes=room.size_bytes - room.taken_bytes):
             async with self.database.reading() as connection:
@@ -115,9 +113,7 @@ class RoomKeeper:
 
     @contextmanager
     def opened(self, room: Room) -> Iterator[None]:
-        """Give back the taken room at the end: by then the database counts the artifact, or it
-        failed.
-        """
+        """Give back the taken room at the end: the artifact is counted by then, or has failed."""
         try:
             yield
         finally:
@@ -178,9 +174,8 @@ class RoomKeeper:
             raise excesses[0].refusal
 
     async def _excesses(self, room: Room, *, ahead_bytes: int = 0) -> list[_Excess]:
-        """Return the limits that the taken bytes and `ahead_bytes` more would exceed.
-
-        If the taken bytes exceed a soft limit, also set the evictor's `is_needed`.
+        """Return the limits that the taken bytes and `ahead_bytes` more would exceed. Set the
+        evictor's `is_needed` if the taken bytes exceed a soft limit.
         """
         where, store = room.namespace, self.budgets.store
         budget = self.budgets.of(where, await self.policies.limits())

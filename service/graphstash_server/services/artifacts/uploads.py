@@ -62,13 +62,10 @@ class Upload:
     """What a publisher announces before the first byte.
 
     Attributes:
-        key: key of the artifact.
-        digest: SHA-256 and size of the blob.
-        metadata_header: metadata, stored verbatim and returned with every hit.
+        metadata_header: stored verbatim, and returned with every hit.
         compile_seconds: seconds that a hit saves.
         toolchain: compiler that made the artifact; empty if unknown.
         only_if_absent: refuse even the same bytes if the key has an artifact (`If-None-Match: *`).
-        actor: caller that uploads.
         policy: policy of the namespace.
         job: job that compiled the artifact; empty for none.
     """
@@ -185,12 +182,10 @@ class CommitBatcher:
             return [(await self._outcomes([upload]))[0] for upload in uploads]
 
     async def _commit_all(self, uploads: Sequence[Upload]) -> list[_Outcome]:
-        """Commit uploads of one namespace in one transaction. One upload's error is its own
-        outcome.
+        """Commit uploads of one namespace in one transaction, in which single uploads may fail.
 
         The transaction locks the blobs and then checks that the store has them. If the store
-        answers without waiting, the transaction is one step. Otherwise the check runs between two
-        steps.
+        answers without waiting, the transaction is one step. Otherwise the check runs between two.
         """
         if self._are_there_now(uploads[:1]):  # False for a store that cannot answer at once
             with suppress(_UnknownError):
@@ -263,8 +258,7 @@ class _Locked(NamedTuple):
     Attributes:
         blobs: the uploaded blobs, and the blobs of artifacts to replace.
         doomed: SHA-256 of uploaded blobs that a server is deleting or may still delete.
-        generations: generation of each uploaded blob's name in the store, by SHA-256; 0 is left
-            out.
+        generations: generations of the uploaded blobs by SHA-256, without those that are 0.
     """
 
     blobs: Collection[Digest]
@@ -325,10 +319,8 @@ async def _in_the_way(connection: Transaction, uploads: Sequence[Upload]) -> lis
 async def _store(
     connection: Transaction, upload: Upload, now: datetime, *, locked: Collection[Digest]
 ) -> _Outcome:
-    """Insert or replace one artifact.
-
-    Retry if the existing artifact disappears before it is read. Replacing marks the old blob for
-    deletion, which requires the lock of that blob.
+    """Insert or replace one artifact. Retry if the existing artifact disappears meanwhile.
+    Replacing marks the old blob for deletion, which always requires the lock of that blob.
     """
     new = Artifact(
         key=upload.key,
@@ -421,8 +413,7 @@ class UploadService:
         """Store an artifact. Check everything else before reading `chunks`.
 
         Returns:
-            False if the key already had the same bytes. In that case the chunks may not have been
-            read.
+            False if the key already had the same bytes. Usually no chunk is read then.
 
         Raises:
             ServerError: 400, 403, 409, 412, 413, 503 or 507; nothing is stored.

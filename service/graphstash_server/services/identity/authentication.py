@@ -179,10 +179,8 @@ class _Verified(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class AccessService:
-    """Authenticate callers.
-
-    `is_open` is set on a server without authentication. `oidc` is None if the server accepts no
-    JWTs.
+    """Authenticate callers. `is_open`: the server has no authentication. `oidc` is None if the
+    server accepts no JWTs.
     """
 
     is_open: bool
@@ -217,9 +215,7 @@ class AccessService:
         return principal
 
     def principal_now(self, authorization: str | None) -> Principal | None:
-        """Return the caller if that takes no query of the database or a provider. None otherwise,
-        and if the caller is refused.
-        """
+        """Return the caller if that takes no query and no fetch. None otherwise, or if refused."""
         if self.is_open:
             return OPEN_ACCESS
         if authorization is None:
@@ -237,9 +233,7 @@ class AccessService:
         return None if principal is None or self._is_expired(principal) else principal
 
     async def principal_of_token(self, token_id: str) -> Principal | None:
-        """Return the owner of a token, for a session that began with its secret. None if the token
-        is revoked or expired.
-        """
+        """Return a token's owner, for a session begun with its secret. None if it is void now."""
         token = await self.tokens.find(token_id)
         principal = self._use(token, token_id) if token is not None else None
         return None if principal is None or self._is_expired(principal) else principal

@@ -57,8 +57,7 @@ class SessionService:
         """Sign in with a token of `graphstash token create` or of an exchange.
 
         Raises:
-            ServerError: 401 if the token is not valid now; 403 if the server has no authentication;
-                503.
+            ServerError: 401 if the token is not valid now, 403 if the server has no authentication.
         """
         form = TOKEN_FORM.fullmatch(token)
         if form is None:
@@ -86,11 +85,7 @@ class SessionService:
         return session
 
     async def find(self, session_id: str) -> Session | None:
-        """Return the session of a cookie, or None if it is unknown, ended, or its token is void.
-
-        Raises:
-            ServerError: 503.
-        """
+        """Return the session of a cookie, or None if it is unknown, ended, or its token is void."""
         if _ID.fullmatch(session_id) is None:
             return None
         async with self.database.reading() as connection:

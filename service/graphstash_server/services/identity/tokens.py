@@ -85,13 +85,10 @@ class TokenService:
     clock: Clock
 
     async def create(self, request: TokenRequest, *, actor: Actor) -> TokenIssued:
-        """Create a token.
-
-        Returns:
-            The only response that ever contains the secret.
+        """Create a token. Only this response ever contains the secret.
 
         Raises:
-            ServerError: 400 if the token would be expired, 409 if there are too many, 503.
+            ServerError: 400 if the token would be expired, 409 if there are too many.
         """
         now = self.clock()
         info = TokenInfo(
@@ -116,7 +113,7 @@ class TokenService:
 
         Raises:
             ServerError: 403 if the caller has no JWT or lacks these rights, 400 if the lifetime is
-                too long, 409 if there are too many tokens, 503.
+                too long, 409 if there are too many tokens.
         """
         if caller.kind is not AccessKind.OIDC or caller.issuer is None:
             raise ServerError(

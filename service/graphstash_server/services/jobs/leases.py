@@ -45,11 +45,9 @@ __all__ = ["Acquisition", "HeldLease", "LeaseService"]
 
 _LOOK_SECONDS = 0.4
 _LOOK_SECONDS_INFORMED = 5.0
-"""Mean seconds between two queries of a poller, without and with notifications.
-
-Jitter varies each pause by up to half of the mean, so that the servers of a fleet do not poll in
-step. A waiter gets its reply within about half a second of a commit, by polling or by
-notification."""
+"""Mean seconds between two queries of a poller, without and with notifications. Jitter varies each
+pause by up to half of the mean, so that the servers of a fleet do not poll in step. A waiter gets
+its reply within about half a second of a commit, by polling or by notification."""
 
 
 _MAX_HELD = 1024
@@ -71,10 +69,7 @@ class Acquisition(NamedTuple):
 
 
 class HeldLease(NamedTuple):
-    """A lease that is held now.
-
-    `waiters` counts the requests that wait for it in this server process only.
-    """
+    """A lease that is held now. `waiters` counts the requests of this server process for it."""
 
     key: StoredKey
     holder: str
@@ -152,9 +147,7 @@ class LeaseService:
         return _granted(token=token, fencing=fencing, ttl_seconds=request.ttl_seconds)
 
     async def release(self, key: StoredKey, *, token: str) -> None:
-        """End a lease and wake one waiter. If that waiter finds the artifact, it wakes the other
-        waiters.
-
+        """End a lease and wake one waiter. If that waiter finds the artifact, it wakes the others.
         Releasing a lease again, or after an upload ended it, changes nothing.
 
         Raises:
@@ -184,9 +177,7 @@ class LeaseService:
         return [HeldLease(*row, self.wait_queue.count_of(row.key)) for row in rows]
 
     async def _try(self, wanted: Acquisition) -> tuple[LeaseReply, Digest | None]:
-        """Attempt once to find the artifact or take the lease.
-
-        Start again if another process changes the lease between two statements.
+        """Look once for the artifact or a free lease, again if another process interferes.
 
         Returns:
             The reply, and the digest of the artifact if it is stored.
@@ -205,10 +196,9 @@ class LeaseService:
                 return reply, None
 
     async def _take(self, wanted: Acquisition) -> LeaseReply | None:
-        """Take a free lease. Return None if it is no longer free, or if the artifact is stored.
-
-        The lease is taken before the artifact is looked up, so no upload is missed. An upload
-        either committed earlier and is found, or commits later and ends this lease.
+        """Take a free lease. Return None if it is no longer free, or if the artifact is stored. The
+        lease is taken before the lookup, so no upload is missed: it commits earlier and is found,
+        or later and ends this lease.
         """
         now = self.clock()
         token = self.new_token()

@@ -55,9 +55,7 @@ class ManifestService:
     clock: Clock
 
     async def get(self, namespace: Namespace, name: ManifestName) -> list[EntryRow]:
-        """Return the entries of a manifest, most recently used first. Empty if the manifest does
-        not exist.
-        """
+        """Return the entries of a manifest, most recently used first; empty if there is none."""
         return await list_entries(self.database, namespace, name)
 
     async def merge(
@@ -69,9 +67,8 @@ class ManifestService:
         writer: str,
         actor: Actor,
     ) -> tuple[list[EntryRow], bool]:
-        """Add the keys that one run of `writer` used. A repeated key counts once.
-
-        If the entries need room, artifacts are evicted and the audit log names `actor`.
+        """Add the keys that one run of `writer` used. A repeated key counts once. If the entries
+        need room, artifacts are evicted and the audit log names `actor`.
 
         Returns:
             The entries of the manifest, and whether the manifest is new.

@@ -65,8 +65,7 @@ MAX_REPORT_BYTES: Final = 64 * 1024**2
 """Limits of one namespace, and of one caller over all namespaces."""
 
 _LEFT: Final = 7 / 8
-"""Share of an exceeded limit that remains after deletion, so that not every later report deletes
-again."""
+"""Share of an exceeded limit that deletion leaves, so that not every report causes a deletion."""
 
 _ROW_BYTES: Final = 512
 """Bytes of a row and its index entries, without the reported counts and misses."""
@@ -220,10 +219,8 @@ class RunService:
         return reports > self.max_reports or size_bytes > self.max_bytes
 
     def _surplus(self, held: Sequence[HeldRun]) -> list[HeldRun]:
-        """Choose the runs to delete from `held`, which has the oldest run first.
-
-        Take the oldest run of the caller with the largest share, until `_LEFT` of each limit
-        remains.
+        """Choose the runs to delete from `held` (oldest first): repeatedly the oldest run of the
+        caller with the largest share, until `_LEFT` of each limit remains.
         """
         of_writer: defaultdict[str, deque[HeldRun]] = defaultdict(deque)
         share: defaultdict[str, float] = defaultdict(float)
@@ -254,10 +251,7 @@ class RunService:
 
 
 def _sum(reports: Sequence[ReportRow]) -> Run:
-    """Combine the reports of all processes into one run.
-
-    Run this in a thread: it may take a second for very many reports.
-    """
+    """Combine the reports of a run. Use a thread: very many reports may take a second."""
     first = min(reports, key=lambda each: (each.started_at, each.process))
     return Run(
         run=RunName(first.run),

@@ -49,11 +49,7 @@ async def collect_garbage(
     maintenance: Maintenance,
     found: Callable[[Chosen | Orphan | Lost], None],
 ) -> GarbageTotals:
-    """Collect garbage, and call `found` for each object, of which there may be a million.
-
-    Raises:
-        ServerError: 503.
-    """
+    """Collect garbage, and call `found` for each object, of which there may be a million."""
     totals = GarbageTotals()
     evictor, collector = maintenance.evictor, maintenance.collector
     reconciler = maintenance.reconciler

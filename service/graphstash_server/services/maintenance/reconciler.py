@@ -92,9 +92,8 @@ class Reconciler:
         )
 
     async def compare(self, *, blobs_before: datetime) -> AsyncIterator[Orphan | Lost]:
-        """Find rows and blobs that disagree. Change nothing.
-
-        Skip blobs younger than `blobs_before`, because another process may be uploading them.
+        """Find rows and blobs that disagree. Change nothing. Skip blobs that are younger than
+        `blobs_before`, because another process may be uploading them.
         """
         after = ""
         async for page in self._pages(blobs_before):
@@ -166,9 +165,7 @@ class Reconciler:
             yield Finding("miscounted", namespace, 0)
 
     async def recount(self, *, is_repair: bool) -> Sequence[str]:
-        """Return the namespaces with wrong counters, and repair each of them in its own
-        transaction.
-        """
+        """Return the namespaces with wrong counters. Repair each in its own transaction."""
         async with self.database.reading() as connection:  # a long read of every row, not a write
             wrong = await recount_usage(connection)
         if is_repair:
@@ -183,9 +180,7 @@ class Reconciler:
             await drop_ended_leases(connection, before=self.clock() - _LEASES_KEPT)
 
     async def _lost(self, digest: Digest) -> list[Artifact]:
-        """Return the artifacts of a blob that is still absent; it may have been stored after the
-        list was read.
-        """
+        """Return the artifacts of a blob, unless it was stored after the list was read."""
         if await self.blobs.stat(digest) == digest.size_bytes:
             return []
         async with self.database.reading() as connection:

@@ -50,9 +50,7 @@ _DAILY = timedelta(days=1)
 
 @dataclass(kw_only=True, eq=False)
 class RetentionService:
-    """Choose artifacts to evict by age or toolchain, not for space. Pinned artifacts are never
-    chosen. The caller evicts them.
-    """
+    """Choose artifacts by age or toolchain for the caller to evict. Skip pinned artifacts."""
 
     database: Database
     clock: Clock
@@ -66,10 +64,8 @@ class RetentionService:
             yield page
 
     async def outdated(self, keep: int) -> AsyncIterator[list[Candidate]]:
-        """Yield pages of artifacts of old toolchains.
-
-        The `keep` most recently used toolchains of each namespace and kind stay, and artifacts
-        without a known toolchain.
+        """Yield pages of artifacts of old toolchains. The `keep` most recently used toolchains of
+        each namespace and kind stay, and artifacts without a known toolchain.
         """
         async with self.database.reading() as connection:
             toolchains = await list_toolchains(connection)
