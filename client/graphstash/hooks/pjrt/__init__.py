@@ -1,20 +1,21 @@
-"""The pjrt hook: stands in for the compile functions in the table of a PJRT plug-in.
+"""The pjrt hook: replaces the compile functions in the table of a PJRT plug-in.
 
-A plug-in (TPU, Neuron, CUDA, CPU) is a shared library with one table of functions, which every
-framework in the process calls through. So what is put there is seen by all of them, whenever they
-got hold of the table, and no framework has to know.
+A plug-in (TPU, Neuron, CUDA, CPU) is a shared library with one table of functions. All frameworks
+in a process call through this table. Replacing a function there affects all of them, even a
+framework that has looked up the table before, without a change to any framework.
 
-    from_torch_xla             learns which plug-ins there are, or will be
-    plugins, api, abi          find one, and speak with it
-    interceptor                stands in its table, and raises nothing into C++
-    call                       what is done about a call
-    fingerprint, canonical     the key
+    from_torch_xla             reports the plug-ins that torch_xla loads
+    plugins, api, abi          find a plug-in and call its functions
+    interceptor                replaces the functions, and keeps exceptions out of C++
+    call                       serves or publishes one compilation
+    fingerprint, canonical     make the key
 
-It serves torch_xla 2.8 and newer, whose own persistent cache cannot load from a plug-in
-(pytorch/xla#9094); older ones have the torch_xla hook. JAX is served only where the jax hook is
-switched off: that one sits above, knows programs without their source lines, and would store
-everything a second time. A plug-in that JAX shares with torch_xla in one process is served for
-both.
+The hook serves torch_xla 2.8 and newer, whose persistent cache cannot load from a plug-in
+(pytorch/xla#9094). The torch_xla hook serves older versions.
+
+The hook serves JAX only if the jax hook is off. The jax hook's key ignores source lines, and with
+both hooks, the server would store JAX's programs twice. If JAX and torch_xla share a plug-in in one
+process, the hook serves both.
 """
 
 import ctypes
@@ -58,10 +59,10 @@ _NEEDED: Final = (
 
 
 def install(cache: CompileCache) -> "PjrtHook | None":
-    """Puts the cache into the plug-ins that are loaded and those that will be.
+    """Install the cache in all plug-ins that are loaded now or later.
 
     Returns:
-        The hook, or None when it was not installed; a warning says why.
+        The hook. None on a platform other than 64-bit Linux, with a warning.
     """
     if sys.platform != "linux" or ctypes.sizeof(ctypes.c_void_p) != POINTER_BYTES:
         _log.warning("graphstash: the pjrt hook supports only 64-bit Linux; it is not installed")
@@ -70,13 +71,13 @@ def install(cache: CompileCache) -> "PjrtHook | None":
 
 
 class PjrtHook:
-    """Owns everything that was put into plug-ins and frameworks."""
+    """The installed hook: owns the patches of plug-ins and frameworks."""
 
     def __init__(self, cache: CompileCache) -> None:
         self._cache = cache
         self._owner = os.getpid()
         self._closed = False
-        self._lock = threading.Lock()  # guards the next; never held while something compiles
+        self._lock = threading.Lock()  # guards the next field; never held during a compilation
         self._interceptors: dict[int, Interceptor | None] = {}
         self._patches = Patches()
         self._torch_xla: TorchXlaSeam | None = None
@@ -85,7 +86,7 @@ class PjrtHook:
             self._follow("jax", self._into_jax)
 
     def close(self) -> None:
-        """Puts everything back; calls in flight finish in functions that are never freed."""
+        """Restore plug-ins and frameworks. Running calls finish, as callbacks are never freed."""
         self._closed = True
         with self._lock:
             interceptors, self._interceptors = self._interceptors, {}
@@ -97,18 +98,18 @@ class PjrtHook:
                 interceptor.close()
 
     def after_fork(self, cache: CompileCache) -> bool:
-        """The child has a copy of every table, with our functions in it: they get its cache."""
+        """Give the child's cache to the callbacks, which the child inherits in every table."""
         self._lock = threading.Lock()  # another thread of the parent may have held it
         self._cache = cache
         self._owner = os.getpid()
         return True
 
     def _cache_now(self) -> CompileCache | None:
-        """None in a child that has no session of its own: the cache is its parent's."""
+        """Return the cache. None if the hook is closed, or in a forked child without a session."""
         return self._cache if not self._closed and self._owner == os.getpid() else None
 
     def _follow(self, framework: str, action: Callable[[], None]) -> None:
-        """Calls `action` when the framework is there: now, or when it has been imported."""
+        """Call `action` now if the framework is imported, else after its import."""
         careful = partial(self._careful, framework, action)
         if framework in sys.modules:
             careful()
@@ -133,16 +134,15 @@ class PjrtHook:
     def _into_torch_xla(self) -> None:
         version = re.match(r"(\d+)\.(\d+)", str(sys.modules["torch_xla"].__version__))
         if version is not None and tuple(map(int, version.groups())) < _FIRST_TORCH_XLA:
-            return  # the torch_xla hook's
+            return  # the torch_xla hook serves it
         from graphstash.hooks.pjrt.from_torch_xla import TorchXlaSeam
 
         self._torch_xla = TorchXlaSeam(self._attach_path)
 
     def _into_jax(self) -> None:
-        """By its path a plug-in is loaded, and its table patched, right before JAX loads it.
+        """Attach each plug-in right before JAX loads it, and those that are loaded already.
 
-        The function has had this name and these arguments in JAX 0.4.31 to 0.10.2, for TPUs, GPUs
-        and all other plug-ins.
+        JAX 0.4.31 to 0.10.2 load all plug-ins by this function, with this name and these arguments.
         """
         from jaxlib import xla_client
 
@@ -158,7 +158,7 @@ class PjrtHook:
         return load
 
     def _attach_path(self, path: str) -> None:
-        """Attaches the plug-in at a path; never raises."""
+        """Attach the plug-in at a path. Never raises."""
         if self._closed:
             return
         try:
@@ -166,7 +166,7 @@ class PjrtHook:
             if plugin is not None:
                 self._attach(plugin)
         except Exception as error:  # noqa: BLE001 - the hook's outermost frame
-            # A library that cannot be loaded is its framework's to report.
+            # If the library cannot be loaded, the framework reports that when it loads the library.
             _log.debug("no hook in %s: %r", path, error)
 
     def _attach(self, plugin: Plugin) -> None:
@@ -175,7 +175,7 @@ class PjrtHook:
                 return
             self._interceptors[plugin.api.table] = None
             if self._is_known(plugin):
-                # Only a process with a plug-in needs it.
+                # Import late: only a process with a plug-in needs the interceptor.
                 from graphstash.hooks.pjrt.interceptor import Interceptor
 
                 try:

@@ -1,11 +1,13 @@
-"""The PJRT C interface as far as the hook speaks it: numbers of functions, layouts of arguments.
+"""The part of the PJRT C interface that the hook uses: function numbers and argument layouts.
 
-A plug-in's `GetPjrtApi` returns the address of a table: its size, its extensions, its version, and
-from byte 40 on one pointer per function. Every function takes one pointer, to a structure that
-begins with its size, and returns a `PJRT_Error *`, null for success (`Error_Destroy` and
-`Error_Message` return nothing). Source: xla/pjrt/c/pjrt_c_api.h and CHANGELOG.md beside it; both
-the table and the structures only grow at their ends since 0.57, where the table's order was last
-changed. A test holds these numbers against the header that a plug-in ships.
+A plug-in's `GetPjrtApi` returns the address of a table with its size, extensions and version. One
+pointer per function follows from byte 40. Each function takes a pointer to a structure that begins
+with its own size. It returns a `PJRT_Error *`, null for success; `Error_Destroy` and
+`Error_Message` return nothing.
+
+Source: xla/pjrt/c/pjrt_c_api.h and the CHANGELOG.md beside it. Version 0.57 was the last to reorder
+the table. Since then, the table and the structures only grow at their ends. A test compares these
+numbers with the header that a plug-in ships.
 """
 
 import ctypes
@@ -31,7 +33,7 @@ __all__ = [
 ]
 
 FIRST_MINOR: Final = 57
-"""The table has had its order since 0.57."""
+"""First minor version with the present order of the table."""
 
 TRIED_MINORS: Final = (81, 112)
 """First and last minor version with tests: xla-cpu-pjrt 0.0.1 and libtpu 0.0.42.1."""
@@ -40,14 +42,14 @@ FUNCTIONS_OFFSET: Final = 40
 POINTER_BYTES: Final = 8
 
 PROFILER_EXTENSION: Final = 1
-"""`PJRT_Extension_Type_Profiler`: links a call with the events of a profile, and means no more."""
+"""`PJRT_Extension_Type_Profiler`: only links a call with the events of a profile."""
 
 UNIMPLEMENTED: Final = 12
 """`PJRT_Error_Code_UNIMPLEMENTED`."""
 
 
 class Function(IntEnum):
-    """Places in the table."""
+    """Index of each function in the table."""
 
     ERROR_DESTROY = 0
     ERROR_MESSAGE = 1
@@ -71,11 +73,11 @@ class Function(IntEnum):
 
 
 _HEAD: Final = (("struct_size", ctypes.c_size_t), ("extension_start", ctypes.c_void_p))
-"""How every structure begins."""
+"""First fields of every structure."""
 
 
 class TableHead(ctypes.Structure):
-    """`PJRT_Api` up to its functions; `major` and `minor` are those of `PJRT_Api_Version`."""
+    """`PJRT_Api` up to its functions; `major` and `minor` belong to `PJRT_Api_Version`."""
 
     _fields_ = (
         *_HEAD,
@@ -87,12 +89,12 @@ class TableHead(ctypes.Structure):
 
 
 class AskArgs(ctypes.Structure):
-    """The arguments of every function that is asked about one object, `subject`.
+    """The arguments of every function that returns a property of one object, `subject`.
 
-    The answer is the pointer `answer`, or a number in its place, or `answer` and `size`; what
-    serializes adds `backing` and the function `deleter` that frees it. The zeroes behind stand for
-    fields of later versions: a plug-in takes a structure that is longer than its own, and refuses
-    one that is shorter.
+    The function writes its result to `answer` (a pointer or a number) and, for texts and arrays, to
+    `size`. A function that serializes also returns `backing`, and the `deleter` that frees it. The
+    zeros in `later` stand for fields of later versions: a plug-in refuses a structure that is
+    shorter than its own, but accepts a longer one.
     """
 
     _fields_ = (
@@ -107,7 +109,7 @@ class AskArgs(ctypes.Structure):
 
 
 class LoadArgs(ctypes.Structure):
-    """`PJRT_Executable_DeserializeAndLoad_Args`; the options since 0.71, zeroes as above."""
+    """`PJRT_Executable_DeserializeAndLoad_Args`; options since 0.71, `later` as in `AskArgs`."""
 
     _fields_ = (
         *_HEAD,
@@ -150,7 +152,7 @@ class ClientCompileArgs(ctypes.Structure):
 
 
 class AheadOfTimeArgs(ctypes.Structure):
-    """`PJRT_Compile_Args`: compiles for a topology, with or without a client."""
+    """`PJRT_Compile_Args`, to compile for a topology, with or without a client."""
 
     _fields_ = (
         *_HEAD,
@@ -164,7 +166,7 @@ class AheadOfTimeArgs(ctypes.Structure):
 
 
 class Extension(ctypes.Structure):
-    """`PJRT_Extension_Base`: the head of one of the extensions of a structure; they are a chain."""
+    """`PJRT_Extension_Base`: first fields of an extension in a structure's linked list."""
 
     _fields_ = (
         ("struct_size", ctypes.c_size_t),

@@ -1,7 +1,7 @@
-"""Calls into one plug-in through its function table, with errors as exceptions.
+"""Call a plug-in through its function table, and raise its errors as exceptions.
 
-Every call releases the interpreter lock while the plug-in is at work, and goes to the plug-in's own
-function: never through a pointer that the hook has replaced.
+Each call releases the interpreter lock. It calls the plug-in's own function, never a pointer that
+the hook has replaced.
 """
 
 import ctypes
@@ -26,10 +26,10 @@ _DELETER_TYPE: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class PjrtError(Exception):
-    """A plug-in has answered with an error.
+    """A plug-in has returned an error.
 
     Attributes:
-        code: a `PJRT_Error_Code`; -1 when it could not be read.
+        code: The `PJRT_Error_Code`, or -1 if the plug-in does not return it.
     """
 
     def __init__(self, message: str, *, code: int) -> None:
@@ -38,12 +38,12 @@ class PjrtError(Exception):
 
 
 class Api:
-    """The functions of one table, as they were when it was first seen.
+    """The functions of one table, copied from it when the object is created.
 
     Attributes:
-        table: the table's address.
-        major: must be 0, see `abi`.
-        minor: how much the table and the structures have grown.
+        table: Address of the table.
+        major: Major version of the interface. The hook supports 0.
+        minor: Minor version; each one appends to the table or to the structures.
     """
 
     def __init__(self, table: int) -> None:
@@ -60,46 +60,46 @@ class Api:
         }
 
     def address_of(self, function: Function) -> int:
-        """Where the table holds the pointer to `function`."""
+        """Return the address of the table's pointer to `function`."""
         return self.table + FUNCTIONS_OFFSET + POINTER_BYTES * function
 
     def has(self, *functions: Function) -> bool:
-        """Whether the plug-in offers all of them."""
+        """Return whether the plug-in implements all of the functions."""
         return all(function in self._functions for function in functions)
 
     def pointer(self, function: Function) -> int:
-        """The plug-in's own function; 0 when it has none."""
+        """Return the address of the plug-in's own function, or 0 if it has none."""
         return self._functions.get(function, 0)
 
     def function(self, function: Function) -> Callable[[int], int | None]:
-        """The same, to be called with the address of its arguments; returns a `PJRT_Error *`."""
+        """Return the plug-in's own function: it takes the arguments' address, returns an error."""
         return FUNCTION_TYPE(self._functions[function])
 
     def ask(self, function: Function, subject: int) -> AskArgs:
-        """What the plug-in answers about an object; see `AskArgs`.
+        """Call a function about one object and return the arguments with its result.
 
         Raises:
-            PjrtError: it answers with an error.
+            PjrtError: The plug-in returns an error.
         """
         args = AskArgs(struct_size=ctypes.sizeof(AskArgs), subject=subject)
         self._check(self.function(function)(ctypes.addressof(args)))
         return args
 
     def text(self, function: Function, subject: int) -> str:
-        """An answer in words, e.g. the name of a platform.
+        """Return a text property of an object, such as the name of a platform.
 
         Raises:
-            PjrtError: the plug-in answers with an error.
+            PjrtError: The plug-in returns an error.
         """
         args = self.ask(function, subject)
         return bytes(view_of(args.answer, args.size)).decode("utf-8", "replace")
 
     @contextmanager
     def serialized(self, function: Function, subject: int) -> Iterator[memoryview]:
-        """The bytes of an executable or a topology, in the plug-in's memory, for as long as needed.
+        """Yield the bytes of an executable or a topology, valid until the context ends.
 
         Raises:
-            PjrtError: the plug-in answers with an error.
+            PjrtError: The plug-in returns an error.
         """
         args = self.ask(function, subject)
         try:
@@ -110,10 +110,10 @@ class Api:
 
     @contextmanager
     def executable_of(self, loaded: int) -> Iterator[int]:
-        """The `PJRT_Executable` behind a loaded one; a handle of its own, given back afterwards.
+        """Yield the `PJRT_Executable` of a loaded executable: a handle, valid in the context only.
 
         Raises:
-            PjrtError: the plug-in answers with an error.
+            PjrtError: The plug-in returns an error.
         """
         executable = self.ask(Function.LOADED_EXECUTABLE_GET_EXECUTABLE, loaded).answer
         try:
@@ -122,12 +122,13 @@ class Api:
             self.ask(Function.EXECUTABLE_DESTROY, executable)
 
     def load(self, client: int, serialized: bytes, *, options: int, options_size: int) -> int:
-        """Loads an executable; `options` are the address and size of the caller's compile options.
+        """Load a serialized executable and return the address of the loaded executable.
 
-        Those count, not the ones the executable was compiled with: the devices are the caller's.
+        `options` and `options_size` locate the caller's compile options, which name the caller's
+        devices. They override the options with which the executable was compiled.
 
         Raises:
-            PjrtError: the plug-in cannot load it.
+            PjrtError: The plug-in cannot load the executable.
         """
         args = LoadArgs(
             struct_size=ctypes.sizeof(LoadArgs),
@@ -144,7 +145,7 @@ class Api:
         return int(args.loaded)
 
     def _check(self, error: int | None) -> None:
-        """Raises what the error says, and frees it."""
+        """Free the plug-in's error object, if any, and raise its message and code."""
         if not error:
             return
         args = AskArgs(struct_size=ctypes.sizeof(AskArgs), subject=error)
@@ -159,7 +160,7 @@ class Api:
 
 
 def view_of(address: int | None, size: int) -> memoryview:
-    """A view of a plug-in's or framework's memory, without a copy."""
+    """Return a view of native memory without a copy, or an empty view for a null address."""
     if not address or not size:
         return memoryview(b"")
     return memoryview((ctypes.c_char * size).from_address(address)).cast("B")

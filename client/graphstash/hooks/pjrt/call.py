@@ -1,8 +1,8 @@
-"""One intercepted compilation, by one of the two functions that compile.
+"""One intercepted compilation, by one of PJRT's two compile functions.
 
-`serve`     before the original call: True when an executable is in the arguments already
-`publish`   after it: what was compiled is copied, and uploaded in the background
-`end`       in any case, last
+`serve`     runs before the original function; True if it has put an executable into the arguments
+`publish`   runs after it: copies the compiled executable and uploads the copy in the background
+`end`       runs last, whether the compilation succeeded or failed
 """
 
 import logging
@@ -32,12 +32,12 @@ _MAX_REJECTIONS: Final = 2
 
 @dataclass(slots=True)
 class Experience:
-    """What is known of a plug-in by now.
+    """How well a plug-in has worked with the cache so far.
 
     Attributes:
-        loaded: artifacts that it has loaded; roughly, when threads count at once.
-        rejected: artifacts that it could not load.
-        cannot_serialize: it does not serialize its executables.
+        loaded: Number of artifacts that it has loaded; approximate, because threads race.
+        rejected: Number of artifacts that it could not load.
+        cannot_serialize: Whether it has refused to serialize an executable.
     """
 
     loaded: int = 0
@@ -46,15 +46,15 @@ class Experience:
 
     @property
     def should_give_up(self) -> bool:
-        """Whether nothing can be shared: artifacts cannot be made, or several and none loaded."""
+        """Whether the plug-in cannot serialize, or rejected several artifacts and loaded none."""
         return self.cannot_serialize or (self.rejected >= _MAX_REJECTIONS and not self.loaded)
 
 
 class Original:
-    """The plug-in's own function with the caller's arguments.
+    """The plug-in's own function, bound to the caller's arguments.
 
     Attributes:
-        seconds: wall time it took.
+        seconds: Wall time of the compilation.
     """
 
     def __init__(self, function: Callable[[int], int | None], address: int, args: Any) -> None:
@@ -65,10 +65,10 @@ class Original:
         self._started: float | None = None
 
     def __call__(self) -> int:
-        """Compiles; the `PJRT_Error *`, or 0. Once it has succeeded, a second call does nothing.
+        """Compile, unless an earlier call has succeeded, and return the `PJRT_Error *` or 0.
 
-        That it has is read from the arguments, because a signal's exception can come between the
-        return of the function and the next step of ours (see `Shield`).
+        The executable in the arguments shows the success. A flag could miss it: a signal handler
+        may raise between the function's return and the next Python step (see `Shield`).
         """
         if self._started is None:
             self._args.executable = None
@@ -79,7 +79,7 @@ class Original:
 
 
 class Call(ABC):
-    """One call of a framework; `args` are its arguments, of the layout that `abi` gives them."""
+    """A framework's call of a compile function; `args` are its arguments, as laid out in `abi`."""
 
     def __init__(
         self, args: Any, *, plugin: Plugin, cache: CompileCache, experience: Experience
@@ -92,20 +92,20 @@ class Call(ABC):
 
     @abstractmethod
     def serve(self, fingerprints: Fingerprints) -> bool:
-        """Puts an executable into the arguments; False when it has to be compiled."""
+        """Put an executable into the arguments. Return False if the plug-in must compile."""
 
     @abstractmethod
     def publish(self, *, compile_seconds: float) -> None:
-        """Publishes the executable that is in the arguments."""
+        """Publish the executable in the arguments."""
 
     def end(self) -> None:
-        """Gives the lease back if nothing was published, so that a waiting job may compile."""
+        """Release the lease if `publish` published nothing, so that a waiting job may compile."""
         compilation, self.compilation = self.compilation, None
         if compilation is not None:
             compilation.abandon()
 
     def describe(self, fingerprints: Fingerprints, topology: Topology) -> CompileRequest | None:
-        """What is looked up; None for what no other process can use."""
+        """Return the request for the program, or None if no other process can use the program."""
         parts = fingerprints.parts(self.args, topology)
         if parts is None:
             why = "a program is not shared: it calls a Python function of this process"
@@ -120,13 +120,13 @@ class Call(ABC):
         )
 
     def publish_executable(self, executable: int, *, compile_seconds: float) -> None:
-        """Copies a `PJRT_Executable` and hands it to `compilation`.
+        """Copy a `PJRT_Executable` and publish the copy as the result of `compilation`.
 
-        It is copied here and not in the background, because a framework that ends destroys what
-        the executable lives on.
+        The copy happens now, not in the background, because an exiting framework destroys the
+        client that owns the executable.
 
         Raises:
-            PjrtError: the plug-in cannot serialize this one.
+            PjrtError: The plug-in cannot serialize this executable.
         """
         if (compilation := self.compilation) is None:
             return
@@ -159,17 +159,14 @@ class Call(ABC):
             compile_seconds=compile_seconds,
             done=lambda: path.unlink(missing_ok=True),
         )
-        self.compilation = None  # it ends with the upload
+        self.compilation = None  # the upload ends it
 
 
 class ClientCall(Call):
-    """`PJRT_Client_Compile`: compiles for the devices of a client, or loads an artifact.
-
-    The arguments are `ClientCompileArgs`.
-    """
+    """A call of `PJRT_Client_Compile` with `ClientCompileArgs`: compiles for a client's devices."""
 
     def serve(self, fingerprints: Fingerprints) -> bool:
-        """Loads the artifact with the caller's options; without one a compilation begins."""
+        """Load the artifact with the caller's options, or begin a compilation if there is none."""
         topology = Topology.of_client(self.plugin.api, self.args.client)
         request = self.describe(fingerprints, topology) if _is_served(topology) else None
         if request is None:
@@ -189,7 +186,7 @@ class ClientCall(Call):
         return self._load(request.key, serialized)
 
     def publish(self, *, compile_seconds: float) -> None:
-        """Publishes it under the compilation that `serve` began."""
+        """Publish the executable as the result of the compilation that `serve` began."""
         if self.compilation is not None:
             with self.plugin.api.executable_of(self.args.executable) as executable:
                 self.publish_executable(executable, compile_seconds=compile_seconds)
@@ -212,40 +209,40 @@ class ClientCall(Call):
 
 
 def _is_served(topology: Topology) -> bool:
-    """Whether a process may load what the others compile, or wait while another one compiles.
+    """Return whether one process may skip a compilation, or wait, while other processes compile.
 
-    On GPUs the processes of one job may share the search for the best kernels, each waiting for the
-    results of all others (`--xla_gpu_shard_autotuning`): there none may be missing, and at this
-    level they have nothing by which they could agree.
+    On GPUs, the processes of a job may share the search for the best kernels
+    (`--xla_gpu_shard_autotuning`). Each then waits for the results of all others, so all must
+    compile. At this level, the processes have no store through which they could agree.
     """
     return topology.process_count <= 1 or topology.platform.lower() == "tpu"
 
 
 class AheadOfTimeCall(Call):
-    """`PJRT_Compile`: compiles for a description of devices, which need not be there.
+    """A call of `PJRT_Compile` with `AheadOfTimeArgs`: compiles for a description of devices.
 
-    The arguments are `AheadOfTimeArgs`.
-
-    What it returns has no client, and the interface has no way to read a serialized executable
-    without one (none up to 0.105, by its CHANGELOG; libtpu 0.0.42.1 says so when it is asked). So
-    nothing is saved here: the result is published, for the jobs that compile the same program with
-    a client, and is compiled again the next time. Whether a TPU takes what was compiled without one
-    is not tried; if it does not, the job counts a rejected artifact and compiles.
+    The devices need not exist. The resulting executable has no client, and PJRT cannot deserialize
+    without a client (up to 0.105, by its CHANGELOG; libtpu 0.0.42.1 returns an error). Therefore
+    this call always compiles. It publishes the result for jobs that compile the same program with a
+    client. No test has shown that a TPU loads such a result. If it does not, the job counts a
+    rejected artifact and compiles.
     """
 
     _request: CompileRequest | None = None
 
     def serve(self, fingerprints: Fingerprints) -> bool:
-        """Only reads the arguments, which are the caller's again after the call."""
+        """Return False. Describe the program now, as the caller may change the arguments later."""
         topology = Topology.of(self.plugin.api, self.args.topology)
         self._request = self.describe(fingerprints, topology)
         return False
 
     def publish(self, *, compile_seconds: float) -> None:
-        """Publishes it unless the server has it; no lease, because there is nothing to wait for.
+        """Publish the executable, unless the server has it.
+
+        No lease is necessary, because a waiting process could not load the result.
 
         Raises:
-            CacheError: the server cannot say.
+            CacheError: The server does not answer the look-up.
         """
         if self._request is None or self.cache.stash.server.is_read_only:
             return

@@ -1,14 +1,16 @@
-"""Compile options in one form: map entries sorted, everything else left as it is.
+"""Canonical form of compile options: sort the entries of protobuf maps, and change nothing else.
 
-Compile options come as a serialized protobuf message, and protobuf writes the entries of a map in
-another order in every process, so the raw bytes never hit. A map on the wire is a run of fields of
-one number, each a message of exactly two fields, 1 (the key) and 2 (the value); writers always
-write both (https://protobuf.dev/programming-guides/encoding/#maps). Only such runs, with keys of
-one type and no key twice, are sorted; so the sequences whose order does matter stay: the devices of
-a device assignment, say, are messages of one field.
+Compile options are a serialized protobuf message. Protobuf serializes the entries of a map in a
+different order in each process, so a hash of the raw bytes would never hit.
 
-No schema is needed, and no message of a newer XLA can be read wrongly: sorting keeps every byte
-and every length, and what does not parse is returned as it came.
+A serialized map is a run of fields with the same number. Each field is a message of exactly two
+fields, 1 (the key) and 2 (the value). Writers always write both
+(https://protobuf.dev/programming-guides/encoding/#maps). Only such runs are sorted, if their keys
+have one type and no key repeats. Sequences whose order matters do not match: for example, the
+devices of a device assignment are messages of one field.
+
+The code needs no schema, so it also handles messages of a newer XLA. Sorting preserves every byte
+and every length, and bytes that do not parse stay unchanged.
 """
 
 from typing import Final, NamedTuple
@@ -22,23 +24,23 @@ _FIXED32: Final = 5
 
 _MAX_VARINT_BYTES: Final = 10
 _DEEPEST: Final = 32
-"""Messages inside messages; protobuf itself stops at 100."""
+"""Maximum nesting of messages that the code sorts. Protobuf's own limit is 100."""
 
 
 class _Field(NamedTuple):
     number: int
     wire_type: int
     head: bytes
-    """Tag and, of a field of bytes, its length."""
+    """Bytes of the tag and, if the field has a length, of the length."""
     body: bytes
 
 
 class _NotAMessageError(Exception):
-    """These bytes are text, or numbers, or damaged."""
+    """The bytes are no protobuf message: a text, packed numbers or damaged."""
 
 
 def canonical(message: bytes) -> bytes:
-    """The message with the entries of every map sorted; of the same length."""
+    """Return the message with the entries of every map sorted. The length stays the same."""
     return _canonical(message, depth=0)
 
 
@@ -107,7 +109,7 @@ def _parsed(message: bytes) -> list[_Field]:
 
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
-    """The number that starts at `at`, and where it ends."""
+    """Return the number that starts at `at`, and the position after it."""
     value = 0
     for place in range(_MAX_VARINT_BYTES):
         if at + place >= len(message):

@@ -1,9 +1,10 @@
-"""What an executable is made of: the parts of its fingerprint, and what it is compiled for.
+"""The parts of an executable's fingerprint, and its device type.
 
-PJRT has no key of its own. The parts are everything that the compiler is given (program, options,
-description of the devices), which build of the plug-in compiles, and what both read beside that:
-flags in the environment and, on a CPU, its features. An accelerator's executable is not bound to
-the features of its host's CPU: one that was compiled ahead of time elsewhere is found.
+PJRT has no key of its own. The parts cover the compiler's inputs (program, options, description of
+the devices), the build of the plug-in, and the flags that both read from the environment. On a CPU,
+they also cover the CPU's features. The key of an accelerator's executable does not contain the
+features of the host's CPU. So a job also finds an executable that another host compiled ahead of
+time.
 """
 
 import hashlib
@@ -43,15 +44,15 @@ __all__ = [
 ]
 
 _CALLBACK: Final = re.compile(rb"python_(cpu|gpu)_callback")
-"""Custom calls by which JAX calls back into Python, at the address of a function."""
+"""Custom calls through which JAX calls a Python function by its address."""
 
 _FUNCTION: Final = re.compile(rb"\b(jit|pmap)_[A-Za-z0-9_]{1,100}")
-"""The name that JAX gives a module, in whichever form the program comes."""
+"""Name that JAX gives a module, in every format of a program."""
 
 _WHERE_TO_LOAD: Final = frozenset(
     f"env.{name}" for name in ("PJRT_DEVICE", "PJRT_LIBRARY_PATH", "PJRT_NAMES_AND_LIBRARY_PATHS")
 )
-"""They choose the plug-in, which is a part of its own, wherever it lies."""
+"""Variables that only select the plug-in. Its identity is a separate part, without its path."""
 
 TOPOLOGY_FUNCTIONS: Final = (
     Function.TOPOLOGY_DESCRIPTION_PLATFORM_NAME,
@@ -61,7 +62,7 @@ TOPOLOGY_FUNCTIONS: Final = (
     Function.DEVICE_DESCRIPTION_KIND,
     Function.DEVICE_DESCRIPTION_PROCESS_INDEX,
 )
-"""What a plug-in needs to have so that its devices can be described."""
+"""Functions that a plug-in must have to describe its devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +70,13 @@ class Topology:
     """A description of devices.
 
     Attributes:
-        platform: e.g. `cpu`, `tpu`.
-        version: of the platform, in the plug-in's words.
-        digest: SHA-256 of the serialized description; it names the CPU's features, the chips and
-            their arrangement. `none` where a plug-in has no description.
-        kinds: of its devices, each once, e.g. `TPU v5 lite`.
-        device_count: in all processes.
-        process_count: that share the devices.
+        platform: Name of the platform, e.g. `cpu` or `tpu`.
+        version: Version of the platform, in the plug-in's format.
+        digest: SHA-256 of the serialized description, which lists the CPU's features, or the chips
+            and their arrangement. `none` if the plug-in has no description.
+        kinds: Distinct kinds of devices, e.g. `TPU v5 lite`.
+        device_count: Number of devices in all processes.
+        process_count: Number of processes that share the devices.
     """
 
     platform: str
@@ -87,16 +88,16 @@ class Topology:
 
     @classmethod
     def of_client(cls, api: Api, client: int) -> "Topology":
-        """What a client runs on.
+        """Return the topology of a client, or only its platform if the plug-in has no description.
 
         Raises:
-            PjrtError: the plug-in does not even name its platform.
+            PjrtError: The plug-in does not return its platform.
         """
         if api.has(Function.CLIENT_TOPOLOGY_DESCRIPTION, *TOPOLOGY_FUNCTIONS):
             try:
                 topology = api.ask(Function.CLIENT_TOPOLOGY_DESCRIPTION, client).answer
                 return cls.of(api, topology)
-            except PjrtError:  # not implemented for this kind of device
+            except PjrtError:  # the plug-in has no description of this kind of device
                 pass
         return cls(
             platform=api.text(Function.CLIENT_PLATFORM_NAME, client),
@@ -109,10 +110,10 @@ class Topology:
 
     @classmethod
     def of(cls, api: Api, topology: int) -> "Topology":
-        """Reads a `PJRT_TopologyDescription`.
+        """Read a `PJRT_TopologyDescription`.
 
         Raises:
-            PjrtError: the plug-in cannot describe it.
+            PjrtError: The plug-in cannot serialize or describe it.
         """
         with api.serialized(Function.TOPOLOGY_DESCRIPTION_SERIALIZE, topology) as serialized:
             digest = hashlib.sha256(serialized).hexdigest()
@@ -133,7 +134,7 @@ class Topology:
 
     @property
     def device_type(self) -> DeviceType:
-        """The word for it; hosts of one device type run each other's executables."""
+        """The device type. Hosts with the same device type can run each other's executables."""
         if self.platform.lower() == "cpu":
             return cpu_device_type()
         kinds = "+".join(self.kinds)[:48]
@@ -142,15 +143,15 @@ class Topology:
 
 
 def is_portable(code: memoryview) -> bool:
-    """Whether a program means the same in another process."""
+    """Return whether a program is valid in another process: it calls no Python function."""
     return _CALLBACK.search(code) is None
 
 
 class Fingerprints:
-    """Describes what one plug-in compiles.
+    """Describes the programs that one plug-in compiles.
 
-    XLA parses its flags when the first client is created, and reads other variables later. All
-    states of the environment from then on count.
+    XLA parses its flags when a framework creates the first client, and reads other variables later.
+    Therefore the parts cover all states of the environment since the first client.
     """
 
     def __init__(self, plugin: Plugin) -> None:
@@ -158,16 +159,16 @@ class Fingerprints:
         self._environment = EnvironmentStates(without=_WHERE_TO_LOAD)
 
     def observe_environment(self) -> None:
-        """Note the environment's state: a client is about to be created."""
+        """Record the state of the environment. Call it right before a client is created."""
         self._environment.observe()
 
     def parts(
         self, args: ClientCompileArgs | AheadOfTimeArgs, topology: Topology
     ) -> dict[str, str] | None:
-        """Everything that decides what is compiled; None for a program that no other process has.
+        """Return the parts of a program's key, or None if no other process can use the program.
 
         Raises:
-            OSError: the plug-in's file cannot be read.
+            OSError: The plug-in's file cannot be read.
         """
         program = Program.from_address(args.program)
         code = view_of(program.code, program.code_size)
@@ -190,20 +191,20 @@ class Fingerprints:
         }
         if topology.platform.lower() == "cpu":
             parts |= {"libc": libc(), "cpu_features": " ".join(cpu_features())}
-        if topology.platform.lower() == "neuron":  # the plug-in calls a compiler beside it
+        if topology.platform.lower() == "neuron":  # the plug-in calls a separate compiler
             parts["compiler"] = version_of("neuronx-cc") or "none"
         return parts
 
 
 def label_of(args: ClientCompileArgs | AheadOfTimeArgs) -> str:
-    """The name of JAX's function that a program was made of; else the line that compiles it."""
+    """Return the name of the program's JAX function, else the line of user code that compiles."""
     program = Program.from_address(args.program)
     found = _FUNCTION.search(view_of(program.code, program.code_size))
     return function_label(found[0].decode()) if found is not None else user_line()
 
 
 def toolchain(plugin: Plugin) -> str:
-    """Versions, for people and for retention."""
+    """Return the versions of the frameworks and of the plug-in, for display and retention rules."""
     frameworks = [
         f"{name} {sys.modules[name].__version__}"
         for name in ("torch_xla", "jax")

@@ -1,10 +1,13 @@
-"""torch_xla: asks a registered device plug-in for `library_path()` when its runtime starts.
+"""Intercept the path of the plug-in that torch_xla loads.
 
-That call is C++ into Python, so every registered object can be told from there, those that are
-registered later included. `PJRT_DEVICE=LIBRARY` has a plug-in in C++, which reads PJRT_LIBRARY_PATH
-at that time; one in Python that does the same takes its place. Without dynamic plug-ins
-(XLA_REGISTER_INSTALLED_PLUGINS=0) the path comes from the environment alone: then, or when the
-runtime is there already, the library of the chosen device is attached at once.
+When torch_xla's runtime starts, its C++ code calls `library_path()` of the registered Python object
+of the device. The seam replaces that method on every object, also on objects registered later.
+
+- For `PJRT_DEVICE=LIBRARY`, torch_xla has a C++ object that reads PJRT_LIBRARY_PATH at that time.
+  The seam registers a Python object that does the same.
+- Without dynamic plug-ins (XLA_REGISTER_INSTALLED_PLUGINS=0), torch_xla reads the path from the
+  environment. Then, and if the runtime has started already, the seam attaches the library of the
+  selected device immediately.
 """
 
 import os
@@ -27,20 +30,20 @@ _PATH_VARIABLES: Final = {
     "XPU": ("XPU_LIBRARY_PATH",),
     "NEURON": ("NEURON_LIBRARY_PATH",),
 }
-"""Where the library of a device is, by torch_xla/csrc/runtime/pjrt_registry.cpp (2.8, 2.9)."""
+"""Variables with a device's library, from torch_xla/csrc/runtime/pjrt_registry.cpp (2.8, 2.9)."""
 
 _KEPT: Final[list[Any]] = []
-"""C++ calls a registered plug-in, but does not keep its Python half alive."""
+"""Registered Python objects. C++ calls such an object, but does not keep it alive."""
 
 
 class TorchXlaSeam:
-    """Tells of the plug-in that torch_xla is about to load, or has loaded.
+    """Calls `attach` with the path of the plug-in that torch_xla is about to load, or has loaded.
 
     Args:
-        attach: called with the path; must not raise.
+        attach: Called with the path. It must not raise.
 
     Raises:
-        AttributeError: this torch_xla registers plug-ins in another way.
+        AttributeError: This version of torch_xla registers plug-ins differently.
     """
 
     def __init__(self, attach: Callable[[str], None]) -> None:
@@ -64,13 +67,13 @@ class TorchXlaSeam:
             self._attach_now(device, registered.get(device))
 
     def close(self) -> None:
-        """Leaves torch_xla as it was."""
+        """Restore torch_xla's registration and the plug-ins' methods."""
         self._patches.undo()
         for plugin in self._told:
             plugin.__dict__.pop("library_path", None)
 
     def _tell(self, plugin: Any) -> None:
-        """Has the plug-in's answer passed on before torch_xla gets it."""
+        """Replace the plug-in's `library_path`, to attach the path before torch_xla receives it."""
         library_path = plugin.library_path
 
         def told() -> str:
@@ -92,7 +95,7 @@ class TorchXlaSeam:
 
 
 def _library_plugin() -> Any:
-    """What `PJRT_DEVICE=LIBRARY` means, in Python."""
+    """Return a registered object that implements `PJRT_DEVICE=LIBRARY` in Python."""
 
     def library_path(_: Any) -> str:
         return os.environ.get("PJRT_LIBRARY_PATH", "")

@@ -1,11 +1,11 @@
-"""Stands in for the compile functions in the table of one plug-in.
+"""Replace the compile functions in the table of one plug-in.
 
-Frameworks call them from any thread, JAX and torch_xla (2.9) with the interpreter lock released;
-the callback takes it like any Python code, gives it up while it waits or compiles, and holds no
-other lock meanwhile. A framework that kept the interpreter lock of one thread while it waits for a
-thread that compiles would be stuck; none is known.
+Frameworks call these functions from any thread. JAX and torch_xla (2.9) release the interpreter
+lock before. The callback acquires the lock, releases it while it waits or compiles, and holds no
+other lock meanwhile. A framework would deadlock if one thread held the interpreter lock while it
+waits for a compiling thread. We know of no such framework.
 
-Whatever happens in here, the framework gets what the plug-in's own function returns.
+If the hook fails, the framework receives the result of the plug-in's own function.
 """
 
 import _thread
@@ -43,23 +43,23 @@ _Args = TypeVar("_Args", ClientCompileArgs, AheadOfTimeArgs)
 _AHEAD_OF_TIME: Final = (Function.COMPILE, *TOPOLOGY_FUNCTIONS)
 
 _KEPT: Final[list[Any]] = []
-"""Every callback of this process."""
+"""All callbacks of this process, kept alive because plug-in tables may still point to them."""
 
 _MEMORY: Final = Path("/proc/self/mem")
 
 _POLL_SECONDS: Final = 0.01
-"""How often a thread looks whether another thread has left its callback."""
+"""Seconds between two checks whether a thread has left its callback."""
 
 
 class Interceptor:
     """Owns the patches of one table.
 
     Args:
-        plugin: whose table it is; must have every function of `ClientCall`.
-        cache_now: the cache of this process; None while there is none.
+        plugin: Owner of the table. It must have every function that `ClientCall` uses.
+        cache_now: Returns the cache of this process, or None if there is none at the moment.
 
     Raises:
-        OSError: the kernel does not let the table be written.
+        OSError: The kernel refuses to write to the table.
     """
 
     def __init__(self, plugin: Plugin, cache_now: Callable[[], CompileCache | None]) -> None:
@@ -78,10 +78,10 @@ class Interceptor:
             self._patches.append(_TablePatch(api, Function.COMPILE, self._compile_ahead_of_time))
 
     def close(self) -> None:
-        """Puts the plug-in's own functions back.
+        """Restore the plug-in's own functions.
 
         Raises:
-            OSError: the kernel does not let the table be written.
+            OSError: The kernel refuses to write to the table.
         """
         for patch in self._patches:
             patch.close()
@@ -91,7 +91,7 @@ class Interceptor:
         args.client = None
 
         def create() -> int:
-            # After a signal's exception, a client that exists is not created again.
+            # `Shield.insist` calls this again if a signal handler raises. Create no second client.
             return 0 if args.client else self._create(address) or 0
 
         shield = Shield(self._failed)
@@ -129,12 +129,12 @@ class Interceptor:
         return error
 
     def _call(self, args: _Args, kind: type[Call]) -> Call | None:
-        """The call to serve; None to pass it on unchanged."""
+        """Return the call to serve, or None if only the plug-in's own function must run."""
         cache = self._cache_now()
         if cache is None or self._experience.should_give_up:
             return None
         if args.struct_size < ctypes.sizeof(args) or not args.program or _is_extended(args):
-            return None  # of a version, or with an extension, whose meaning is not known here
+            return None  # the hook does not support this version or extension of the arguments
         return kind(args, plugin=self._plugin, cache=cache, experience=self._experience)
 
     def _failed(self, error: Exception) -> None:
@@ -143,7 +143,7 @@ class Interceptor:
 
 
 def _is_extended(args: _Args) -> bool:
-    """Whether the caller wants anything that only an extension says."""
+    """Return whether an extension other than the profiler's may change the meaning of a call."""
     address = args.extension_start
     while address:
         extension = Extension.from_address(address)
@@ -154,18 +154,18 @@ def _is_extended(args: _Args) -> bool:
 
 
 class _TablePatch:
-    """One function of one table, replaced by Python.
+    """Replaces one function of one table by a Python function.
 
-    A pointer is stored in one move, so a thread that reads it meanwhile sees the old or the new
-    one. What it has read it may call at any time later: callbacks are therefore never freed.
+    A single write stores the pointer, so a concurrent reader gets the old or the new pointer. The
+    reader may call that pointer at any later time. Therefore callbacks are never freed.
 
     Args:
-        api: the table as it was.
-        function: which one.
-        stand_in: gets the address of the arguments, returns a `PJRT_Error *` or 0; must not raise.
+        api: Functions of the table before the change.
+        function: Function to replace.
+        stand_in: Maps the address of the arguments to a `PJRT_Error *` or 0. It must not raise.
 
     Raises:
-        OSError: the kernel does not let the table be written.
+        OSError: The kernel refuses to write to the table.
     """
 
     def __init__(self, api: Api, function: Function, stand_in: Callable[[int], int]) -> None:
@@ -177,11 +177,7 @@ class _TablePatch:
         _store(self._address, self._ours)
 
     def close(self) -> None:
-        """Puts the plug-in's own function back, unless another tool has replaced ours.
-
-        Raises:
-            OSError: the kernel does not let the table be written.
-        """
+        """Restore the plug-in's own function, unless another tool has replaced ours."""
         if ctypes.c_uint64.from_address(self._address).value == self._ours:
             _store(self._address, self._original)
 
@@ -190,8 +186,8 @@ def _store(address: int, value: int) -> None:
     if is_writable(address):
         ctypes.c_uint64.from_address(address).value = value
         return
-    # A table of constants may lie in pages that are read-only after relocation. The kernel writes
-    # to them for a debugger, and for the process itself, without a change of their protection.
+    # A constant table may lie in pages that are read-only after relocation. A write to
+    # /proc/self/mem reaches such a page without changing its protection, as a debugger's does.
     with _MEMORY.open("r+b", buffering=0) as memory:
         memory.seek(address)
         memory.write(value.to_bytes(POINTER_BYTES, "little"))
@@ -200,14 +196,14 @@ def _store(address: int, value: int) -> None:
 class Shield:
     """Runs the steps of one callback, and keeps exceptions out of its C++ caller.
 
-    A callback of ctypes that ends in an exception returns null, which PJRT reads as success.
-    Handlers of signals run in the main thread, between any two steps of Python: someone presses
-    Ctrl-C while a graph is compiled for a minute, and KeyboardInterrupt is raised right after the
-    compiler has returned, in the middle of the callback. Without a hook it would be raised where
-    the framework comes back to Python; so that is where it goes.
+    A ctypes callback that raises returns null, which PJRT reads as success. Signal handlers run in
+    the main thread, between any two Python steps. For example, a user presses Ctrl-C during a
+    compilation of a minute. Python raises KeyboardInterrupt right after the compiler has returned,
+    in the middle of the callback. Without the hook, Python would raise it when the framework
+    returns from C++. `close` therefore raises it there.
 
     Args:
-        failed: told of the errors of our own steps; must not raise.
+        failed: Called with the errors of the hook's own steps. It must not raise.
     """
 
     def __init__(self, failed: Callable[[Exception], None]) -> None:
@@ -215,7 +211,7 @@ class Shield:
         self._interrupt: BaseException | None = None
 
     def attempt(self, step: Callable[[], _T]) -> _T | None:
-        """The step's value; None when it raised."""
+        """Return the value of a hook's step, or None if the step or a signal handler raised."""
         try:
             try:
                 return step()
@@ -226,7 +222,7 @@ class Shield:
         return None
 
     def insist(self, step: Callable[[], _T]) -> _T:
-        """The value of a step that raises nothing by itself; after a signal it is called again."""
+        """Return the value of a step that must finish; repeat it after a signal handler raises."""
         while True:
             try:
                 return step()
@@ -234,28 +230,28 @@ class Shield:
                 self._interrupt = interrupt
 
     def close(self) -> None:
-        """Raise what a signal raised again in this thread, after the caller has returned to C++."""
+        """Have a signal handler's exception raised again in this thread, after the callback."""
         if self._interrupt is not None:
-            # Unlike `Thread.start`, this waits for nothing: a wait would meet the next signal.
+            # `Thread.start` would wait for the thread, where a second signal could interrupt it.
             arguments = (threading.get_ident(), sys._getframe(1), self._interrupt)
             _thread.start_new_thread(_raise_in, arguments)
 
 
 def _raise_in(thread: int, callback: FrameType, interrupt: BaseException) -> None:
     time.sleep(_POLL_SECONDS)
-    while _is_in(thread, callback):  # an exception that reaches C++ there ends the process
+    while _is_in(thread, callback):  # an exception that leaves the callback ends the process
         time.sleep(_POLL_SECONDS)
     is_ctrl_c = isinstance(interrupt, KeyboardInterrupt)
     if is_ctrl_c and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.pthread_kill(thread, signal.SIGINT)  # ends a wait for a lock, too
+        signal.pthread_kill(thread, signal.SIGINT)  # a signal also interrupts a wait for a lock
     else:
-        # Whatever another handler has counted or closed, it must not do twice.
+        # A custom handler has run once and may have side effects, so raise without a second signal.
         again = ctypes.py_object(_again(interrupt))
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), again)
 
 
 def _is_in(thread: int, callback: FrameType) -> bool:
-    """Whether a thread has not returned from a call yet."""
+    """Return whether the frame `callback` is still on the thread's stack."""
     frame = sys._current_frames().get(thread)
     while frame is not None and frame is not callback:
         frame = frame.f_back
@@ -263,7 +259,7 @@ def _is_in(thread: int, callback: FrameType) -> bool:
 
 
 def _again(interrupt: BaseException) -> type[BaseException]:
-    """A class whose instances are like `interrupt`: only a class can be raised in a thread."""
+    """Return a class whose instances equal `interrupt`; Python raises only classes in a thread."""
     kind = type(interrupt)
 
     def init(self: BaseException) -> None:

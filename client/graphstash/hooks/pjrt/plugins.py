@@ -1,7 +1,7 @@
-"""Finds plug-ins: shared libraries with a `GetPjrtApi`, by path or among what is loaded already.
+"""Find plug-ins, which are shared libraries with a `GetPjrtApi`, by path or among loaded libraries.
 
-A library is loaded once per process, by its real path, and its table is one object: every call of
-`GetPjrtApi` returns the same pointer, before or after us.
+A process loads a library once, by its real path. Every call of `GetPjrtApi` returns the same table,
+so the hook and the frameworks use the same object.
 """
 
 import ctypes
@@ -23,11 +23,11 @@ _MAPS: Final = Path("/proc/self/maps")
 
 @dataclass(frozen=True)
 class Plugin:
-    """A plug-in that is in this process.
+    """A plug-in that is loaded in this process.
 
     Attributes:
-        path: the file its code comes from.
-        api: its functions.
+        path: File that contains its code.
+        api: Functions of the plug-in.
     """
 
     path: Path
@@ -35,10 +35,10 @@ class Plugin:
 
     @cached_property
     def identity(self) -> str:
-        """Name, size and sampled hash of the file: two builds of one version differ in it.
+        """Name, size and sampled hash of the file, which distinguish two builds of one version.
 
         Raises:
-            OSError: the file is gone.
+            OSError: The file no longer exists.
         """
         return f"{self.path.name} {sample_of(self.path)}"
 
@@ -51,25 +51,25 @@ class _Mapping(NamedTuple):
 
 
 def plugin_at(path: str) -> Plugin | None:
-    """The plug-in at a path, which is loaded if it is not yet; None when it is none.
+    """Load the library at a path and return its plug-in, or None if the library is no plug-in.
 
-    Loading runs nothing of the plug-in: its framework initializes it later.
+    Loading does not initialize the plug-in; the framework does so later.
 
     Raises:
-        OSError: it cannot be loaded.
+        OSError: The library cannot be loaded.
     """
     return _plugin_of(ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_LOCAL))
 
 
 def loaded_plugins() -> Iterator[Plugin]:
-    """Every plug-in that is loaded by now."""
+    """Yield the plug-ins that this process has loaded."""
     seen = set()
     for path in dict.fromkeys(each.path for each in _mappings() if ".so" in each.path):
         try:
             library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-        except OSError:  # mapped to be read, or deleted
+        except OSError:  # the file is mapped as data, or has been deleted
             continue
-        # What depends on a plug-in finds its function, too.
+        # A library that links a plug-in also resolves `GetPjrtApi`, so several have the same table.
         plugin = _plugin_of(library)
         if plugin is not None and plugin.api.table not in seen:
             seen.add(plugin.api.table)
@@ -77,7 +77,7 @@ def loaded_plugins() -> Iterator[Plugin]:
 
 
 def is_writable(address: int) -> bool:
-    """Whether this process may write to the page of an address."""
+    """Return whether this process may write to the page that contains `address`."""
     mapping = _mapping_of(address)
     return mapping is not None and "w" in mapping.flags
 
