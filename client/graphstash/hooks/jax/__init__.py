@@ -1,17 +1,18 @@
 """The jax hook: JAX's persistent compilation cache, backed by the shared cache.
 
-    compiling    what a thread compiles at the moment, and when it is done with it
-    fingerprint  our key, made from JAX's and from what JAX's leaves out
-    smallness    which programs travel in packs
-    entries      a look-up or a result of JAX: to our key, payload and lease, and back
-    seam         puts all of it into JAX, and takes it out again
+    compiling    the program that each thread compiles, and the end of each compilation
+    fingerprint  makes the artifact's key from JAX's key and the inputs that JAX's key omits
+    smallness    selects the programs that travel in packs
+    entries      translates JAX's look-ups and results to artifacts, and back
+    seam         installs the hook in JAX, and removes it
 
-JAX runs whatever bytes its cache returns: the entry of another program with equal shapes gives a
-wrong number without a word. So the key stands inside our envelope and is checked before JAX sees a
-byte. What JAX still cannot load it reports in a warning, and compiles.
+JAX runs the bytes that its cache returns without a check. An entry of another program with equal
+shapes would silently compute wrong numbers. Therefore the artifact contains its key, which the
+client verifies before JAX receives a byte. If JAX still cannot load an entry, it warns and
+compiles.
 
-A program in memory costs nothing. A program that calls back into Python, or that Python code
-partitions, is not shared: its key would name the code of this process by an address.
+A program in memory causes no look-up. The hook does not share a program that calls back into
+Python, or that Python code partitions, because its key contains addresses in this process.
 """
 
 import logging
@@ -29,10 +30,10 @@ _log = logging.getLogger("graphstash")
 
 
 def install(cache: CompileCache) -> "JaxHook | None":
-    """Puts the cache into JAX; best before the first compile, because it does not look back.
+    """Install the cache in JAX. It shares only programs that are compiled afterwards.
 
     Returns:
-        The hook, or None when it was not installed; a warning says why.
+        The hook. None if this version of JAX is not supported; a warning gives the reason.
     """
     version = str(jax.__version__)
     if not is_supported("jax", version):
@@ -45,18 +46,18 @@ def install(cache: CompileCache) -> "JaxHook | None":
 
 
 class JaxHook:
-    """Owns what was put into JAX."""
+    """The installed hook: owns the patches in JAX."""
 
     def __init__(self, cache: CompileCache) -> None:
         self._entries = Entries(cache)
         self._seam = Seam(self._entries)
 
     def close(self) -> None:
-        """Restores JAX's cache and settings; what is being compiled is not shared."""
+        """Restore JAX's cache and settings. Running compilations are not shared."""
         self._seam.close()
         self._entries.close()
 
     def after_fork(self, cache: CompileCache) -> bool:
-        """Continues in the child with its own cache: the hook has no threads."""
+        """Continue in a forked child with the child's cache. The hook has no threads to restart."""
         self._entries.go_on(cache)
         return True

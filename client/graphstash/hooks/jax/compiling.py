@@ -1,11 +1,12 @@
-"""What a thread compiles at the moment, and the moment when it is done with it.
+"""Track the program that each thread compiles, and detect the end of the compilation.
 
-JAX's cache sees a key and nothing else. For which backend the key is, whether the result will be
-written, and that a compile has failed, is known one frame further up, in
-`jax._src.compiler.compile_or_get_cached` (0.4.31 to 0.10.2: `backend`, `computation`, `devices`,
-`compile_options`, `host_callbacks`, ...). So that function is wrapped, and this module is the only
-one that knows its arguments. So is `_cache_write` beside it: in a job of several processes JAX lets
-only the first one write, but it may be another one that compiles for all.
+JAX passes only a key to its cache. The caller of the cache, `compile_or_get_cached` in
+`jax._src.compiler`, has the backend, decides whether to write the result, and sees a failed
+compilation (0.4.31 to 0.10.2: `backend`, `computation`, `devices`, `compile_options`,
+`host_callbacks`, ...). This module wraps that function, and no other module uses its arguments.
+
+The module also wraps `_cache_write`. In a job of several processes, JAX lets only the first process
+write, but another process may compile for all of them.
 """
 
 import functools
@@ -37,38 +38,38 @@ _START_BACKEND = "_init_backend"
 _CALLS_BACK = "it calls back into Python"
 
 _UNSHAREABLE = {
-    # XLA calls the user's functions while it compiles, and JAX names them by their addresses.
+    # XLA calls the user's functions during the compilation, and JAX identifies them by address.
     b"CustomSPMDPartitioning": "Python code partitions it (custom_partitioning)",
     b"InspectSharding": "Python code looks at its shardings (inspect_array_sharding)",
-    # Before JAX 0.6, callbacks on CPUs and GPUs are addresses, too.
+    # Before JAX 0.6, callbacks on CPUs and GPUs are addresses.
     b"python_cpu_callback": _CALLS_BACK,
     b"python_gpu_callback": _CALLS_BACK,
 }
-"""Names of custom calls behind which another process has other code, and why that is so."""
+"""Reasons not to share a program, by the custom call that runs code of this process only."""
 
 
 @dataclass(slots=True)
 class Program:
-    """One program on its way through JAX's compiler.
+    """One program that JAX compiles or looks up.
 
     Attributes:
         platform: `cpu`, `gpu`, `tpu`, ...
-        computation: the MLIR module; None where the hook cannot watch.
-        options: XLA's compile options; None likewise.
-        devices: all devices of its backend.
-        device: one on which it is going to run.
-        is_watched: whether the hook sees when the compiler is done with it.
-        is_compile_only: there is nothing here that could run it, or load it.
-        is_alone: no other process of the job compiles it at the same time.
-        is_collective: it runs on devices of several processes; all of them compile it, and each of
-            them can write.
-        unshareable: why no key covers it; empty when one does.
-        environment: parts for variables that have changed since the backend was created.
-        is_small: it looks as if it compiles in no time, and no other process has to run the same.
-        missed: JAX's keys that were asked for and not found.
-        packed: those of them whose result belongs into a pack.
-        given: JAX's keys that were found.
-        requests: what was looked up, by JAX's keys.
+        computation: The MLIR module, or None if the hook cannot watch the compilation.
+        options: XLA's compile options, or None if the hook cannot watch the compilation.
+        devices: All devices of the backend.
+        device: One of the devices on which the program will run.
+        is_watched: Whether the hook detects the end of the compilation.
+        is_compile_only: Whether this host can neither run nor load the program.
+        is_alone: Whether no other process of the job compiles the program at the same time.
+        is_collective: Whether the program runs on devices of several processes, all of which
+            compile it and can write the result.
+        unshareable: Why no key covers the program, or an empty string.
+        environment: Parts for variables that have changed since the backend was created.
+        is_small: Whether the program likely compiles fast and runs in one process.
+        missed: JAX's keys that were looked up and not found.
+        packed: Keys in `missed` whose result belongs into a pack.
+        given: Artifact keys of the entries that JAX received, by JAX's key.
+        requests: Requests by JAX's key.
     """
 
     platform: str
@@ -90,12 +91,12 @@ class Program:
 
 
 class Compiling:
-    """Knows the present program of every thread.
+    """Tracks the present program of each thread.
 
     Args:
-        ended: called in the thread whose compiler has returned or failed.
-        wants: whether a result of a program that spans processes is to be written by this one.
-        record_fallback: told why such a result could not be written.
+        ended: Called in a thread whose compiler has returned or failed.
+        wants: Returns whether this process must write the result of a collective program.
+        record_fallback: Called with the error that prevented such a write.
     """
 
     def __init__(
@@ -121,22 +122,22 @@ class Compiling:
             self._patches.wrap(cache_key, _SERIALIZE, self._wrap_serialize)
 
     def close(self) -> None:
-        """Takes the wrappers off."""
+        """Remove the wrappers."""
         self._patches.undo()
 
     def present(self) -> Program:
-        """What this thread compiles.
+        """Return the program that this thread compiles.
 
-        Where JAX does not let itself be watched, a program for its default backend.
+        If the hook cannot watch this version of JAX, return a program for the default backend.
         """
         program: Program | None = getattr(self._local, "program", None)
         if program is not None:
             return program
-        backend = xla_bridge.get_backend()  # a compile is under way, so there are backends
+        backend = xla_bridge.get_backend()  # a compilation runs, so JAX has created its backends
         return _program(backend, tuple(backend.local_devices()), (), is_watched=False)
 
     def _wrap_start(self, start_backend: Callable[..., Any]) -> Callable[..., Any]:
-        """Observes the environment: XLA and libtpu parse their flags when a client is created."""
+        """Record the environment first: XLA and libtpu parse their flags when a client starts."""
 
         @functools.wraps(start_backend)
         def init_backend(*arguments: Any, **named: Any) -> Any:
@@ -146,7 +147,7 @@ class Compiling:
         return init_backend
 
     def _observe(self) -> dict[str, str]:
-        """Add the present state of the environment; return a part for the states before it."""
+        """Record the state of the environment, and return a part for the earlier states, if any."""
         with self._observing:
             self._environment.observe()
             name = "environment_before"
@@ -165,14 +166,14 @@ class Compiling:
                 return compile_program(*arguments, **named)
             finally:
                 self._local.program = before
-                if before is None:  # else another one is under way, which has begun things too
-                    with suppress(Exception):  # a hook's outermost frame: there is a result
+                if before is None:  # else an outer compilation still needs what this thread began
+                    with suppress(Exception):  # the hook's outermost frame: JAX has its result
                         self._ended()
 
         return compile_or_get_cached
 
     def _wrap_serialize(self, serialize: Callable[..., bytes]) -> Callable[..., bytes]:
-        """Reads the program's bytes, which JAX hashes: to visit every operation takes longer."""
+        """Search the bytes that JAX hashes for unshareable calls; visiting operations is slower."""
 
         @functools.wraps(serialize)
         def serialize_ir(*arguments: Any, **named: Any) -> bytes:

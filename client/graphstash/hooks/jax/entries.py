@@ -1,10 +1,11 @@
-"""Entries: JAX's look-ups and results, as artifacts.
+"""Entries of JAX's cache, stored as artifacts.
 
-An entry is `4 bytes: seconds it took to compile, big-endian` and the executable, compressed with
-zstd where JAX finds a zstd, else with zlib. On Python 3.14 JAX writes zstd while its key says zlib
-(measured), so the format is read from the bytes. Entries are stored without that compression: our
-envelope compresses better, and for every reader. The 51 MB of a TPU executable take 10.6 MB as JAX
-packs them, and 5.6 MB in the envelope.
+An entry consists of the compile time (seconds, 4 bytes, big-endian) and the executable. JAX
+compresses both with zstd if it finds a zstd module, else with zlib. On Python 3.14, JAX compresses
+with zstd although its key contains zlib (measured), so `unpack` detects the format from the bytes.
+
+Artifacts contain the uncompressed entry. The envelope compresses it better, and every JAX can read
+it. A TPU executable of 51 MB takes 10.6 MB in JAX's format and 5.6 MB in the envelope.
 """
 
 import sys
@@ -39,30 +40,33 @@ _ZSTD: Final = b"\x28\xb5\x2f\xfd"
 _ZLIB: Final = b"\x78"  # a window of 32 KiB, which is zlib's default
 
 _ZSTD_LEVEL: Final = -50
-"""Hardly compresses: the entry goes no further than into JAX's hands."""
+"""Fastest level that hardly compresses, because the entry stays in this process."""
 
 
 class Keeper(Protocol):
-    """What the seam asks. `program` is what JAX compiles, `pack` makes an entry for this JAX."""
+    """Interface between the seam and the cache that serves JAX.
+
+    `program` is the program that JAX compiles. `pack` makes an entry that this JAX can read.
+    """
 
     def get(self, jax_key: str, program: Program, pack: Callable[[bytes], bytes]) -> bytes | None:
-        """The entry, or None: then JAX compiles, and may or may not call `put`."""
+        """Return the entry. None: JAX compiles, and calls `put` if it succeeds and may write."""
 
     def put(self, jax_key: str, program: Program, entry: bytes) -> None:
-        """Takes what JAX has compiled."""
+        """Store an entry that JAX has compiled."""
 
     def wants(self, jax_key: str, program: Program) -> bool:
-        """Whether `put` is of use: not where another process publishes what all compile."""
+        """Return whether `put` is useful; False if another process publishes the same result."""
 
     def ended(self) -> None:
-        """The compiler is done in this thread, one way or the other."""
+        """Handle the end of a compilation in this thread, successful or not."""
 
     def record_fallback(self, error: Exception) -> None:
-        """Records an error in the calls above; JAX does not see it."""
+        """Record an error of the other methods. JAX does not receive it."""
 
 
 class Entries:
-    """Serves JAX from the shared cache; for many threads."""
+    """Serves JAX from the shared cache. Thread-safe."""
 
     def __init__(self, cache: CompileCache) -> None:
         self._is_closed = False
@@ -70,7 +74,7 @@ class Entries:
         self.go_on(cache)
 
     def go_on(self, cache: CompileCache) -> None:
-        """Serves from another cache from now on, in a forked child that has no other threads."""
+        """Switch to another cache, in a forked child that has no other threads."""
         self._cache = cache
         self._exchange = TwoCallCache(cache)
         self._opening = threading.Lock()  # guards `_packs`
@@ -78,16 +82,16 @@ class Entries:
             self._packs = Packs(cache, self._packs.name)
 
     def close(self) -> None:
-        """Releases what was started; from now on nothing is found and nothing more is taken."""
+        """Release the leases and publish the pending pack. Later calls find and store nothing."""
         self._is_closed = True
         self._exchange.close()
         if self._packs is not None:
             self._packs.flush()
 
     def get(self, jax_key: str, program: Program, pack: Callable[[bytes], bytes]) -> bytes | None:
-        """The verified entry, or None."""
-        # A compile-only client cannot load an executable, and a program that JAX has asked for a
-        # moment ago is still not there: it compiles under the lease that was granted then.
+        """Return the verified entry, or None."""
+        # A compile-only client cannot load an executable. A program that JAX has just looked up is
+        # still missing, and JAX compiles it under the lease of that look-up.
         if self._is_closed or program.is_compile_only or jax_key in program.missed:
             return None
         request = _requested(jax_key, program)
@@ -119,7 +123,7 @@ class Entries:
         return pack(payload)
 
     def put(self, jax_key: str, program: Program, entry: bytes) -> None:
-        """Publishes in the background what JAX compiled."""
+        """Publish an entry that JAX has compiled, in the background."""
         if self._is_closed or program.unshareable:
             return
         request = _requested(jax_key, program)
@@ -129,30 +133,30 @@ class Entries:
             self._exchange.reject(key, f"jax could not load {jax_key}")
             if program.is_small and self._packs is not None and not self._packs.is_alone(key):
                 self._packs.reject(key)
-                return  # what was published first stays
+                return  # artifacts are never overwritten, so a second upload is useless
         if jax_key in program.packed and self._packs is not None:
             seconds = self._packs.put(key, raw)
             if seconds is not None:
                 self._exchange.put(request, raw, compile_seconds=seconds)
             return
-        # Since the look-up where there was one: JAX itself counts in whole seconds.
+        # None stands for the time since the look-up, which is more exact: JAX rounds to seconds.
         seconds = None if jax_key in program.missed else _compiled_in_seconds(raw)
         self._exchange.put(request, raw, compile_seconds=seconds)
 
     def wants(self, jax_key: str, program: Program) -> bool:
-        """Not where the leader of the job's processes publishes."""
+        """Return False if the leader of the job's processes publishes the result."""
         return self._exchange.wants(_requested(jax_key, program).key)
 
     def ended(self) -> None:
-        """Releases the lease of what was not put: errors, callbacks, other processes' shares."""
+        """Release leases without a `put`, after errors, callbacks and collective programs."""
         self._exchange.end()
 
     def record_fallback(self, error: Exception) -> None:
-        """Counts it; the first of its kind is logged."""
+        """Count a fallback, and log the first one of each reason."""
         self._cache.record_fallback(error)
 
     def _packs_for(self, jax_key: str, program: Program) -> Packs:
-        """The packs of this job, which are named after its script and its first small program."""
+        """Return the packs of this job, named after its script and its first small program."""
         with self._opening:
             if self._packs is None:
                 job = self._cache.config.job or Path(sys.argv[0] if sys.argv else "").name
@@ -162,7 +166,7 @@ class Entries:
 
 
 def _requested(jax_key: str, program: Program) -> CompileRequest:
-    """Made once for the look-up and the result."""
+    """Return the request for a program. The look-up and the result share one request."""
     if jax_key not in program.requests:
         program.requests[jax_key] = request_of(jax_key, program)
     return program.requests[jax_key]
@@ -174,21 +178,23 @@ def _pack_name(job: str, program: Program, number: int) -> CompileRequest:
 
 
 def _may_lease(program: Program) -> bool:
-    """Whether other jobs may wait for this compile, and this process for theirs.
+    """Return whether other jobs may wait for this compilation, and this process for theirs.
 
-    Not where the hook does not see the end of a compile; nor in a process other than the first one,
-    which JAX does not let write; nor while JAX looks for a profile-guided variant, because it looks
-    that one up first and then compiles the other.
+    Three cases exclude it:
+
+    - The hook cannot detect the end of the compilation.
+    - The process is not the first one of its job, so JAX does not let it write.
+    - JAX looks for a profile-guided variant: it looks that variant up but compiles another one.
     """
     looks_for_another = any(getattr(jax.config, name, False) for name in _TWO_KEYS)
     return program.is_watched and program.is_alone and not looks_for_another
 
 
 def unpack(entry: bytes) -> bytes:
-    """Time and executable, as JAX put them together.
+    """Return the uncompressed entry: compile time and executable.
 
     Raises:
-        ValueError: an entry in another format, or none.
+        ValueError: The bytes are no entry, or have another format.
     """
     try:
         if entry.startswith(_ZSTD):
@@ -205,15 +211,15 @@ def unpack(entry: bytes) -> bytes:
 
 
 def _compiled_in_seconds(raw: bytes) -> float:
-    """What JAX measured, rounded down to whole seconds."""
+    """Return the compile time that JAX measured and rounded down to whole seconds."""
     return float(int.from_bytes(raw[:_TIME_BYTES], "big"))
 
 
 def packer() -> Callable[[bytes], bytes]:
-    """What makes an entry of time and executable, in the format that this JAX reads.
+    """Return a function that compresses an entry in the format of this JAX.
 
     Raises:
-        ValueError: this JAX reads something else.
+        ValueError: This JAX uses an unknown format.
     """
     probe = compilation_cache.compress_executable(b"graphstash")
     if probe.startswith(_ZSTD):

@@ -1,10 +1,12 @@
-"""What JAX's own key leaves out: the parts of an executable's fingerprint, and its device type.
+"""The parts of an executable's fingerprint, including what JAX's key omits, and its device type.
 
 JAX's key covers the program, jaxlib, the platform and its version, XLA's flags, the compile options
-and the topology (`jax._src.cache_key`). Measured on 0.4.31 to 0.12.0, the topology of a CPU names
-its features; they are parts here all the same, because an executable for another CPU ends in
-SIGILL. libtpu's version was not in the key before jax 0.6 (jax-ml/jax#27814), and the versions of
-the CUDA libraries that a GPU executable was tuned with are in none.
+and the topology (`jax._src.cache_key`). The fingerprint adds:
+
+- The CPU's features. In 0.4.31 to 0.12.0, measurements show them in JAX's topology of a CPU. The
+  fingerprint contains them anyway, because an executable for another CPU crashes with SIGILL.
+- The version of libtpu, which JAX's key omits before 0.6 (jax-ml/jax#27814).
+- The versions of the CUDA libraries with which XLA tuned a GPU executable. JAX's key omits them.
 """
 
 import hashlib
@@ -26,16 +28,18 @@ from graphstash_schema import ArtifactKind, DeviceType
 __all__ = ["request_of"]
 
 _SHOWN_ELEMENTS: Final = 64
-"""Larger constants are left out of the text that is hashed to find the same program again."""
+"""Maximum elements of a constant in the program text that explanations of misses compare."""
 
 _GPU_LIBRARIES: Final = re.compile(r"(jax[-_](cuda|rocm)|nvidia[-_])[\w-]*", re.IGNORECASE)
 
 
 def request_of(jax_key: str, program: Program, *, label: str = "") -> CompileRequest:
-    """What is looked up for a program.
+    """Return the request for a program.
 
-    `jax_key` is `<module>-<sha256>`, as JAX passes it to its cache. The label is the module's name
-    unless another one is given.
+    Args:
+        jax_key: `<module>-<sha256>`, as JAX passes it to its cache.
+        program: Program that JAX compiles.
+        label: Name for display. Default: the module's name.
     """
     parts = {
         "jax_key": jax_key,
@@ -61,7 +65,7 @@ def request_of(jax_key: str, program: Program, *, label: str = "") -> CompileReq
 
 
 def _details(program: Program) -> dict[str, str]:
-    """What JAX has hashed into its key."""
+    """Return the inputs that JAX hashes into its key, to explain a miss."""
     details = environment.environment_parts(os.environ)
     if program.computation is not None and not program.is_small:
         text = program.computation.operation.get_asm(
@@ -75,7 +79,7 @@ def _details(program: Program) -> dict[str, str]:
 
 
 def _inputs(computation: Any) -> str:
-    """Shapes and types of what the program takes and gives, in MLIR's words."""
+    """Return the shapes and types of the program's inputs and outputs, in MLIR's notation."""
     for each in computation.body.operations:
         attributes = each.operation.attributes
         if "function_type" in attributes and attributes["sym_name"].value == "main":
@@ -100,7 +104,7 @@ def _device_type(program: Program) -> DeviceType:
 
 
 def _bounds(program: Program) -> str:
-    """How the chips of a slice are arranged, e.g. `2x2x1`; their number where they do not say."""
+    """Return the arrangement of a slice's chips, e.g. `2x2x1`, or their number if unknown."""
     places: list[Any] = [getattr(device, "coords", None) for device in program.devices]
     if not all(places):
         return str(len(places))
@@ -109,7 +113,7 @@ def _bounds(program: Program) -> str:
 
 @cache
 def _gpu_libraries() -> str:
-    """The plug-in and the CUDA libraries beside it, as far as they came from wheels."""
+    """Return the versions of the GPU plug-in and of CUDA libraries that wheels have installed."""
     found = {
         f"{name.lower()}={distribution.version}"
         for distribution in metadata.distributions()

@@ -1,12 +1,14 @@
-"""Ahead-of-time compiles for a TPU, on a host that has none, published under JAX's own key.
+"""Compile a program for a TPU on a host without one, and publish it under JAX's own key.
 
-libtpu compiles without a chip: a topology's devices can be lowered for, though not run on. JAX keys
-such a compile as any other, so a job on the real slice asks for the same key if its inputs are the
-same. Whether they are can be seen from the hashes of the key's components, which JAX logs.
+libtpu compiles without a chip: JAX can lower a program for a topology's devices but not run it. JAX
+makes the same key as for any other compilation. A job on the real slice therefore finds the
+artifact if its inputs are the same. To compare the inputs, JAX logs a hash of each component of the
+key.
 
-Not proven on a real TPU: that a slice describes its topology as `get_topology_desc` does, and that
-it loads what was compiled here. A difference in the first costs a miss; in the second, JAX warns
-and compiles.
+Two facts are not tested on a real TPU:
+
+- A slice describes its topology as `get_topology_desc` does. Otherwise, the job misses.
+- A slice loads an executable that was compiled without it. Otherwise, JAX warns and compiles.
 """
 
 import logging
@@ -38,16 +40,16 @@ _COMPONENT: Final = re.compile(r"get_cache_key hash of serialized (.+): ([0-9a-f
 
 @dataclass(frozen=True, slots=True)
 class Prewarmed:
-    """What became of one program.
+    """Result of prewarming one program.
 
     Attributes:
-        key: under which jobs look for it.
-        jax_key: what JAX calls it.
+        key: Key under which jobs look the artifact up.
+        jax_key: JAX's key of the program.
         components: JAX's hash of each component of its key, by name.
-        is_new: whether it was compiled now; else the server had it.
-        compile_seconds: wall time of XLA; 0 when it was there.
-        raw_size_bytes: the executable; 0 when it was there.
-        size_bytes: what was sent to the server.
+        is_new: Whether `prewarm` compiled the program. False: the server had it.
+        compile_seconds: Wall time of XLA, or 0 if the server had the artifact.
+        raw_size_bytes: Size of the uncompressed entry, or 0 if the server had the artifact.
+        size_bytes: Bytes sent to the server.
     """
 
     key: ArtifactKey
@@ -60,20 +62,20 @@ class Prewarmed:
 
 
 def prewarm(target: str, *, topology: str, platform: str, config: ClientConfig) -> Prewarmed:
-    """Compiles what `target` describes, unless the server has it, and publishes it.
+    """Compile and publish the program that `target` describes, unless the server has it.
 
     Args:
-        target: `module:function` or `script.py:function`. The function takes the topology's devices
-            and gives `(jitted function, arguments)` or `(jitted function, arguments, keyword
-            arguments)`, the arguments abstract (`jax.ShapeDtypeStruct` with shardings).
-        topology: e.g. `v5e:2x2`, as `jax.experimental.topologies` names it.
-        platform: e.g. `tpu`.
-        config: the server and the namespace.
+        target: `module:function` or `script.py:function`. The function receives the topology's
+            devices. It returns `(jitted function, arguments)` or `(jitted function, arguments,
+            keyword arguments)` with abstract arguments (`jax.ShapeDtypeStruct` with shardings).
+        topology: Name in `jax.experimental.topologies`, e.g. `v5e:2x2`.
+        platform: Name of the platform, e.g. `tpu`.
+        config: Settings with the server and the namespace.
 
     Raises:
-        ConfigError: the target or the topology cannot be used.
-        CacheError: the server cannot be asked, or cannot take it; this host keeps it then.
-        Exception: whatever the target or the compiler raises.
+        ConfigError: The target or the topology is invalid, or the settings are read-only.
+        CacheError: The server does not answer or refuses the artifact, which stays on this host.
+        Exception: The target or the compiler raises it.
     """
     if config.read_only:
         raise ConfigError("GRAPHSTASH_READ_ONLY is set: nothing could be published")
@@ -99,7 +101,7 @@ def prewarm(target: str, *, topology: str, platform: str, config: ClientConfig) 
 
 
 class _KnownError(Exception):
-    """Ends JAX's compile: there is nothing to do."""
+    """Interrupts JAX's compilation, because the server has the artifact."""
 
     def __init__(self, known: Prewarmed) -> None:
         self.known = known
@@ -108,13 +110,13 @@ class _KnownError(Exception):
 
 @dataclass
 class _Publisher:
-    """Publishes what is compiled for the topology; JAX's other programs it lets pass.
+    """Publishes programs for the topology, and ignores JAX's other programs.
 
     Attributes:
-        stash: asked and given to.
-        platform: of the topology.
-        components: of the last key that JAX made.
-        started: when the compile began.
+        stash: Destination of the artifact.
+        platform: Platform of the topology.
+        components: JAX's hashes of the components of its last key.
+        started: Monotonic time at which the compilation began.
     """
 
     stash: Stash
@@ -132,7 +134,7 @@ class _Publisher:
             raise _KnownError(Prewarmed(key, jax_key, dict(self.components), is_new=False))
 
     def get(self, *_: object) -> None:
-        """A compile-only client cannot load what it would be given."""
+        """Return None, because a compile-only client cannot load an entry."""
 
     def put(self, jax_key: str, program: Program, entry: bytes) -> None:
         if not self._is_wanted(program):
@@ -147,11 +149,11 @@ class _Publisher:
         )
 
     def wants(self, *_: object) -> bool:
-        """This process compiles for all."""
+        """Return True, because this process compiles for all processes of the slice."""
         return True
 
     def ended(self) -> None:
-        """Nothing was begun."""
+        """Do nothing, because `get` takes no leases."""
 
     def record_fallback(self, error: Exception) -> None:
         self._error = error
@@ -171,7 +173,7 @@ class _Publisher:
 
 
 class _Components(logging.Handler):
-    """Collects the hashes that JAX logs while it makes a key."""
+    """Collects the hashes that JAX logs when it makes a key."""
 
     def __init__(self, components: dict[str, str]) -> None:
         super().__init__(logging.DEBUG)
@@ -206,7 +208,8 @@ def _function(target: str) -> Callable[..., Any]:
 
 
 def _devices(platform: str, topology: str) -> list[Any]:
-    # libtpu would ask a cloud's metadata server what it runs on, for minutes where there is none.
+    # Otherwise libtpu queries a cloud's metadata server for the hardware, which takes minutes on a
+    # host without one.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     try:
         return list(topologies.get_topology_desc(topology, platform).devices)

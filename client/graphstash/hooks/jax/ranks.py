@@ -1,4 +1,4 @@
-"""What the processes of a `jax.distributed` job share: JAX's coordination service."""
+"""The rank store of a `jax.distributed` job, in JAX's coordination service."""
 
 from functools import cache
 from typing import Any, Final
@@ -9,10 +9,10 @@ from jax._src import distributed
 __all__ = ["JaxRanks", "ranks"]
 
 _MAX_WAIT_SECONDS: Final = 60.0
-"""One call's share of a longer wait."""
+"""Maximum seconds per call; a longer wait consists of several calls."""
 
 _SHORTEST_WAIT_SECONDS: Final = 0.1
-"""A wait that is shorter than the way to the service and back finds nothing."""
+"""Minimum seconds per call. A wait shorter than the round trip to the service finds nothing."""
 
 
 class JaxRanks:
@@ -25,10 +25,10 @@ class JaxRanks:
 
     @property
     def compiles_together(self) -> bool:
-        """Whether XLA or JAX talks with the other processes while it compiles.
+        """Whether XLA or JAX exchanges data with the other processes during a compilation.
 
-        On GPUs XLA does: autotuning is shared out among them (openxla/xla#22164). JAX does where it
-        is told to share: all others wait for the first process's result.
+        On GPUs, XLA distributes autotuning among the processes (openxla/xla#22164). With
+        `jax_share_binary_between_hosts`, all other processes wait for the first process's result.
         """
         shares = bool(getattr(jax.config, "jax_share_binary_between_hosts", False))
         return shares or jax.default_backend() == "gpu"
@@ -83,7 +83,7 @@ class JaxRanks:
 
 
 def ranks() -> JaxRanks | None:
-    """What this job's processes share; None while there is only one."""
+    """Return the store that this job's processes share, or None if the job has one process."""
     state = distributed.global_state
     if state.client is None or state.num_processes in (None, 1):
         return None

@@ -1,7 +1,7 @@
-"""Seam: the places in JAX into which the hook is put, and JAX's settings meanwhile.
+"""Seam: patches JAX to use the hook as its persistent cache, and changes JAX's settings meanwhile.
 
-JAX's persistent cache is an object that `jax._src.compilation_cache.get_file_cache(path)` makes
-when a program is compiled for the first time (0.4.25 to 0.12.0).
+When JAX compiles its first program, `jax._src.compilation_cache.get_file_cache(path)` creates the
+object that is JAX's persistent cache (0.4.25 to 0.12.0). The seam returns its own object instead.
 """
 
 import functools
@@ -26,13 +26,13 @@ __all__ = ["Seam", "SeamUnavailableError"]
 _log = logging.getLogger("graphstash")
 
 _COMPRESSION: Final = "graphstash"
-"""Stands in JAX's key for its compressor, of which nothing is left in what is stored."""
+"""Replaces the name of JAX's compressor in JAX's key, because artifacts are stored uncompressed."""
 
 _ACCELERATORS: Final = "_hash_accelerator_config"
-"""The part of JAX's key that describes the devices."""
+"""Function that hashes the devices into JAX's key."""
 
 _DIRECTORY: Final = "/nonexistent/graphstash"
-"""A name: nothing is ever written there."""
+"""Name of a directory to which nothing is ever written."""
 
 _CHECK: Final = "jax_compilation_cache_check_contents"  # since 0.10
 _PATH: Final = "jax_compilation_cache_dir"
@@ -43,35 +43,36 @@ _DEFAULTS: Final = {
     _XLA_CACHES: "xla_gpu_per_fusion_autotune_cache_dir",
     "jax_persistent_cache_min_compile_time_secs": 1.0,
 }
-"""As JAX ships them; what differs was set by the user."""
+"""JAX's default values. The user has set a value that differs."""
 
 _WANTED: Final[dict[str, Any]] = {
-    # Without a directory JAX has no persistent cache. Nothing is written there; the name is the
-    # same everywhere, because it can enter the key (0.4.36 to 0.10).
+    # Without a directory, JAX has no persistent cache. The name is the same in all processes,
+    # because it can enter the key (0.4.36 to 0.10).
     _PATH: _DIRECTORY,
-    # XLA's autotuning files would be kept in that directory, and its name would enter the key.
+    # Otherwise XLA would write autotuning files to that directory, and its name would enter the
+    # key.
     _XLA_CACHES: "none",
-    # Every lease that is taken has to end with an artifact. What compiles in no time takes none,
-    # and costs no request of its own: see `Packs`.
+    # JAX must write every result, since a granted lease must end with an artifact. Small programs
+    # take no lease and no request of their own: see `Packs`.
     "jax_persistent_cache_min_compile_time_secs": 0.0,
-    # Its limit of an entry's size stays: JAX's own is 0, and JAX replaces any other global value
-    # when a program is compiled where a context manager says 0.
+    # Do not set the minimum size of an entry. Its default is 0, and JAX overwrites any other global
+    # value when it compiles a program while a context manager sets 0.
 }
 
 
 class SeamUnavailableError(Exception):
-    """This JAX lacks the internals that the hook needs."""
+    """This version of JAX lacks internals that the hook needs."""
 
 
 class Seam:
-    """Everything that was changed in JAX; `close` puts it back.
+    """Owns all changes to JAX, and reverts them in `close`.
 
     Args:
-        keeper: serves JAX's look-ups.
-        named: called with every key that JAX makes; what it raises ends that compile.
+        keeper: Serves JAX's look-ups.
+        named: Called with every key that JAX makes. An exception from it ends that compilation.
 
     Raises:
-        SeamUnavailableError: nothing was changed.
+        SeamUnavailableError: This version of JAX is not supported. JAX is unchanged.
     """
 
     def __init__(
@@ -95,10 +96,10 @@ class Seam:
         self._patches.wrap(compilation_cache, "get_file_cache", self._serve)
         if hasattr(cache_key, "get"):
             self._patches.wrap(cache_key, "get", self._name)
-        reset_cache()  # JAX may have opened its own cache already
+        reset_cache()  # JAX may have created its own cache before
 
     def close(self) -> None:
-        """Puts everything back."""
+        """Restore JAX's functions, settings and cache."""
         self._is_open = False
         self._patches.undo()
         self._compiling.close()
@@ -106,7 +107,7 @@ class Seam:
         reset_cache()
 
     def get(self, jax_key: str) -> bytes | None:
-        """A look-up of JAX."""
+        """Serve a look-up of JAX. Never raises; None makes JAX compile."""
         try:
             return self._keeper.get(jax_key, self._compiling.present(), self._pack)
         except Exception as error:  # noqa: BLE001 - a hook's outermost frame: JAX compiles
@@ -114,14 +115,14 @@ class Seam:
             return None
 
     def put(self, jax_key: str, entry: bytes) -> None:
-        """A result of JAX."""
+        """Take a result of JAX. Never raises."""
         try:
             self._keeper.put(jax_key, self._compiling.present(), entry)
         except Exception as error:  # noqa: BLE001 - a hook's outermost frame: JAX compiles
             self._keeper.record_fallback(error)
 
     def _put_checked(self, jax_key: str, entry: bytes) -> None:
-        """A result that JAX has compared with what `get` gave it, if anything."""
+        """Take a result, unless JAX compiled it only to compare it with the entry from `get`."""
         if jax_key not in self._compiling.present().given:
             self.put(jax_key, entry)
 
@@ -169,10 +170,10 @@ class Seam:
 
 
 def _hash_accelerators(hash_accelerators: Callable[..., None]) -> Callable[..., None]:
-    """Gives a program that runs on the CPUs of several processes one name in all of them.
+    """Make JAX's key of a program on CPUs of several processes equal in all these processes.
 
-    A CPU's topology begins with the process that asks, so JAX names the program differently in each
-    (0.4.31 to 0.10.2). The CPU's features are in our fingerprint.
+    The topology of CPUs begins with the process that requests it, so JAX's own key differs in each
+    process (0.4.31 to 0.10.2). The fingerprint contains the CPU's features instead.
     """
 
     @functools.wraps(hash_accelerators)
@@ -190,7 +191,7 @@ def _hash_accelerators(hash_accelerators: Callable[..., None]) -> Callable[..., 
 
 
 def _cache_object(get: Callable[[str], bytes | None], put: Callable[[str, bytes], None]) -> Any:
-    """What JAX uses as its cache."""
+    """Return an object that JAX uses as its cache."""
     try:
         from jax._src.compilation_cache_interface import CacheInterface
     except ImportError as error:
@@ -211,31 +212,32 @@ def _cache_object(get: Callable[[str], bytes | None], put: Callable[[str, bytes]
 
 
 class _Settings:
-    """Sets what the user has set neither in the environment nor in `jax.config`, until `close`.
+    """Changes JAX's settings until `close`, except those that the user has set.
 
-    All of this is about the values that hold for all threads: those of a context manager, in which
-    the hook may be installed or removed, take precedence, and end with it.
+    The user sets them in the environment or in `jax.config`. The changes apply to the global
+    values. A context manager's value, which may be active in this thread, takes precedence over a
+    global value until the context ends.
     """
 
     def __init__(self) -> None:
         self._before = _values(name for name in _WANTED if hasattr(jax.config, name))
         keep = {name for name, value in self._before.items() if _is_users(name, value)}
         if _PATH not in keep:
-            keep.discard(_XLA_CACHES)  # without a directory of the user's it has no effect
+            keep.discard(_XLA_CACHES)  # it has no effect unless the user has set a directory
         for name in keep:
             del self._before[name]
         for name in self._before:
             _update(name, _WANTED[name])
 
     def close(self) -> None:
-        """Puts back what has not been changed since."""
+        """Restore the settings, except those that the user has changed since."""
         for name, value in _values(self._before).items():
             if value == _WANTED[name]:
                 _update(name, self._before[name])
 
 
 def _values(names: Iterable[str]) -> dict[str, Any]:
-    """Settings of JAX as a new thread sees them: without any context manager of this one."""
+    """Read global settings in a new thread, where no context manager of this thread is active."""
     values: dict[str, Any] = {}
 
     def read() -> None:

@@ -1,10 +1,11 @@
-"""Whether a program looks as if it compiles in no time, from its text alone.
+"""Predict from a program's operations whether it compiles fast.
 
-Between its hot functions a JAX job compiles dozens of programs of one operation: it fills an
-array, converts a type, prints a norm. On a CPU that takes 10 to 60 ms each, on a GPU some more.
-What a compiler may think about for long is not here: loops, calls, sorts, products, convolutions,
-scatters, whatever is unknown, and large constants, because XLA may compute with them while it
-compiles.
+Between its hot functions, a JAX job compiles dozens of programs with one operation, for example to
+fill an array, convert a type or print a norm. Each takes 10 to 60 ms on a CPU, and more on a GPU.
+
+A small program contains no operation that may compile slowly: no loops, calls, sorts, products,
+convolutions, scatters or unknown operations. It also contains no large constants, because XLA may
+compute with constants during the compilation.
 """
 
 from typing import Any, Final
@@ -35,7 +36,7 @@ _CONSTANTS: Final = frozenset({"stablehlo.constant", "stablehlo.iota"})
 
 
 def is_small(module: Any) -> bool:
-    """Looks at an MLIR module in StableHLO, no further than it has to."""
+    """Return whether an MLIR module in StableHLO likely compiles fast."""
     left = [_MAX_OPERATIONS]
     return all(_is_quick(each.operation, left) for each in module.body.operations)
 
@@ -57,6 +58,6 @@ def _is_quick(operation: Any, left: list[int]) -> bool:
 
 def _is_short(tensor: Any) -> bool:
     elements = 1
-    for extent in tensor.shape:  # a dynamic one is negative
+    for extent in tensor.shape:  # a dynamic extent is negative
         elements *= extent
     return 0 <= elements <= _MAX_ELEMENTS
