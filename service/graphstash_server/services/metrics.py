@@ -79,7 +79,7 @@ class HealthService:
 
     async def check(self) -> Readiness:
         """Return the state of all parts, or a good state that is less than a second old. Callers
-        share a probe that is under way, because everyone may ask and each probe writes to the
+        share a probe that is under way, because any caller may ask and each probe writes to the
         store.
         """
         age_seconds = asyncio.get_running_loop().time() - self._ready_at
@@ -196,7 +196,7 @@ class StatisticsService:
         namespaces = []
         for number, (name, *counters) in enumerate(rows):
             if number % _AT_ONCE == _AT_ONCE - 1:
-                await asyncio.sleep(0)  # of ten thousand namespaces, let other tasks run
+                await asyncio.sleep(0)  # ten thousand namespaces must not block other tasks
             if may_read is None or await may_read(Namespace(name)):
                 counted = dict(zip(UsageChange._fields, counters, strict=True))
                 namespaces.append(

@@ -166,8 +166,8 @@ class BlobCollector:
             return deleted
 
     async def collect_abandoned(self) -> int:
-        """Delete the blobs that are left when all claims have ended. Return their number. If a
-        server died with a claim, the wait takes up to ninety seconds.
+        """Delete the blobs that are left, and wait until every claim has ended: up to ninety
+        seconds if a server died with a claim. Return the number of deleted blobs.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + 2 * _CLAIM.total_seconds()
@@ -181,7 +181,7 @@ class BlobCollector:
         return deleted
 
     async def pending_bytes(self, *, patience_seconds: float = 0.0) -> int:
-        """Return the total size of marked blobs. Give other servers some time to delete them."""
+        """Return the total size of marked blobs, after up to `patience_seconds` for deletions."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + patience_seconds
         while True:

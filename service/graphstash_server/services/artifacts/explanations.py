@@ -125,7 +125,7 @@ class ExplanationService:
 def _nearest(rows: Sequence[DescribedRow], wanted: Description) -> tuple[Relative, ...]:
     """Rank candidates. Run this in a thread: many large ones take some milliseconds."""
     relatives = heapq.nsmallest(_COMPARED, (_relative(row, wanted) for row in rows), key=_distance)
-    relatives.sort(key=lambda each: (_distance(each)[:3], _unlikeness(each)))  # a stable sort
+    relatives.sort(key=lambda each: (_distance(each)[:3], _unlikeness(each)))  # stable
     return tuple(relatives[:_RELATIVES])
 
 

@@ -4,8 +4,8 @@ A withheld artifact is absent for every reader: no GET, lookup or lease finds it
 other artifact. Its blob stays as evidence, counts as stored and is not evicted. An administrator
 releases it, or deletes it like any other artifact.
 
-A report alone proves nothing; otherwise a single writer could disable the cache for everyone else.
-A report withholds an artifact if one of these holds:
+A report alone proves nothing. If it did, a single writer could disable the cache for all other
+callers. A report withholds an artifact if one of these holds:
 
 - The server itself finds that the blob is not an envelope, or is the envelope of another key.
 - Two parties with write access reported the same blob (see `Principal.party`).

@@ -125,9 +125,9 @@ class RoomKeeper:
     async def passed(self, room: Room, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """Pass on the bytes of a blob once they have room.
 
-        Chunks are held back until more than a mebibyte lacks room. Room is then taken for all
-        arrived bytes and as many again, up to 16 MiB ahead. A query for every chunk would cost more
-        than its bytes.
+        Chunks are held back until more than 1 MiB of them has no room yet. Room is then taken for
+        all arrived bytes and as many again, up to 16 MiB ahead. A query for every chunk would cost
+        more than its bytes.
 
         Raises:
             NoSpaceError: see `check`. Artifacts that were evicted before stay evicted.
@@ -205,7 +205,7 @@ class RoomKeeper:
         return found
 
     async def _make_room(self, room: Room, excess: _Excess) -> None:
-        """Evict until one limit is kept, or nothing more can be evicted."""
+        """Evict until one exceeded limit is met, or nothing more can be evicted."""
         async with self.database.reading() as connection:
             goal_bytes = max(await stored_bytes(connection, excess.where) - excess.size_bytes, 0)
         evicted = await self._evict(room, excess, goal_bytes)

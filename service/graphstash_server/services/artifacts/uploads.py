@@ -1,8 +1,8 @@
 """UploadService: accepts artifacts. An acknowledged artifact survives a crash, byte for byte.
 
 `CommitBatcher` makes stored blobs visible as artifacts, many in one transaction. A commit waits for
-the disk, so uploads that end during a commit share the next one. A single upload waits for no other
-upload.
+the disk, so uploads that end during a commit share the next one. An upload that arrives alone does
+not wait for others.
 """
 
 import asyncio
@@ -101,7 +101,7 @@ class Commit(NamedTuple):
 
 
 _Outcome: TypeAlias = Commit | Exception | None
-"""None: retry, because the artifact to replace changed before its blob was locked."""
+"""None means retry: the artifact to replace changed before its blob was locked."""
 
 _Waiting: TypeAlias = "tuple[Upload, asyncio.Future[Commit]]"
 
