@@ -5,8 +5,8 @@
     optimizer = training.AdamW(model.parameters(), lr=1e-3)
     result = training.train(model, optimizer, data, steps=1000)
 
-Each part stands alone: `DeviceExecutor` needs no torch, the optimizers and the loss scale need no
-torch_xla. So this module imports nothing until a name is used.
+Each part works alone: `DeviceExecutor` needs no torch, and the optimizers and the loss scale need
+no torch_xla. This module therefore imports a part only when one of its names is used.
 """
 
 from typing import TYPE_CHECKING

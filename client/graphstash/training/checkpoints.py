@@ -6,18 +6,17 @@
         ...
         checkpoints.save(step, {"model": model.state_dict(), ...})
 
-Whatever ends the process, the newest checkpoint is complete. A file gets its name only once all of
-it is on the disk: it is written under another name, synced and then renamed. Its writer holds a
-lock on it until then, so that the next `load` can tell what a killed process left behind, and
-removes it, from what is being written.
+The newest checkpoint is complete, however the process ends. The writer writes to a temporary file,
+syncs it, and then renames it. It holds a lock on the file until the rename, so the next `load` can
+remove files of killed processes and leave files that are still being written.
 
-The format is that of `torch.save`, a zip archive with a checksum for every tensor, which
-`torch.load` does not check. It holds plain data and no code.
+The format is that of `torch.save`: a zip archive with a checksum for every tensor, which
+`torch.load` does not check but `load` does. It holds plain data and no code.
 
-In a job of several processes the first one saves and all of them load.
+In a job of several processes, the first process saves and all processes load.
 
     GraphstashError
-    └── CheckpointError        it could not be written, or none of those that exist can be read
+    └── CheckpointError        writing failed, or no existing checkpoint can be read
 """
 
 import copy
@@ -55,14 +54,14 @@ _DICTIONARIES: Final = (dict, OrderedDict, Counter)
 
 
 def write(path: Path, step: int, state: dict[str, Any]) -> None:
-    """Writes a file, or leaves the old one; it is on the disk when this returns.
+    """Write a file and sync it to disk, or leave the old file.
 
     Raises:
-        Exception: what the disk and torch raise.
+        Exception: any error of the disk or of torch.
     """
     temporary, file = _create(path)
     try:
-        # Not a path: torch would not notice a disk that is too full for the last bytes.
+        # Given a path, torch would not detect that the disk is too full for the last bytes.
         with file:
             with config.patch("save.compute_crc32", True):  # type: ignore[attr-defined]
                 torch.save({"format": _FORMAT, "step": step, "state": state}, file)
@@ -80,10 +79,10 @@ def write(path: Path, step: int, state: dict[str, Any]) -> None:
 
 
 def read(path: Path, step: int) -> dict[str, Any]:
-    """The state that was written; its tensors are on the host.
+    """Return the written state, with its tensors on the host.
 
     Raises:
-        Exception: the file is damaged, of another format, or has more than plain data.
+        Exception: the file is damaged, of another format, or contains more than plain data.
     """
     with zipfile.ZipFile(path) as archive:
         damaged = archive.testzip()
@@ -99,15 +98,15 @@ def read(path: Path, step: int) -> dict[str, Any]:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Removes files that killed processes have not completed."""
+    """Remove incomplete files of killed processes."""
     for path in directory.glob(".step-*.tmp"):
-        with suppress(OSError), path.open("r+b") as file:  # where locks do not work, it stays
+        with suppress(OSError), path.open("r+b") as file:  # without working locks, the file stays
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
 
 
 def _create(path: Path) -> tuple[Path, BinaryIO]:
-    """A new file beside `path`, locked where the file system can."""
+    """Create a file beside `path`, locked if the file system supports locks."""
     while True:
         temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
         file = temporary.open("xb")
@@ -115,21 +114,21 @@ def _create(path: Path) -> tuple[Path, BinaryIO]:
             fcntl.flock(file, fcntl.LOCK_EX)
         if temporary.exists():
             return temporary, file
-        file.close()  # another process took it for a leftover before it was locked
+        file.close()  # another process removed it as a leftover before it was locked
 
 
 def to_host(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies a state to the host; what is there already too.
+    """Copy a state to the host, including tensors that are there already.
 
-    On torch_xla all tensors come in one transfer. Nothing is recorded and, after
-    `torch_xla.sync()`, nothing is executed. Tensors that share memory share it in the copy.
+    On torch_xla, one transfer copies all tensors. It records nothing, and executes nothing after
+    `torch_xla.sync()`. Tensors that share memory share it in the copy.
 
     Args:
-        state: tensors, numbers, strings, bytes and None, in lists, tuples and dictionaries: what
-            `torch.load(weights_only=True)` accepts. Numbers of NumPy become Python's.
+        state: tensors, numbers, strings, bytes and None, in lists, tuples and dictionaries, as
+            `torch.load(weights_only=True)` accepts. NumPy numbers become Python numbers.
 
     Raises:
-        ConfigError: anything else; says where.
+        ConfigError: the state contains anything else; the message says where.
     """
     tensors: dict[int, Tensor] = {}
 
@@ -149,7 +148,7 @@ def to_host(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def whole(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state whose sharded tensors (DTensors) are whole, on the host; every process calls it."""
+    """Return a state with its DTensors gathered whole on the host; every process calls it."""
 
     def gathered(tensor: Tensor) -> Tensor:
         return full(tensor).cpu() if is_sharded(tensor) else tensor
@@ -159,7 +158,7 @@ def whole(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _map(function: Callable[[Tensor], Tensor], value: Any, place: str) -> Any:
-    """A copy of nested containers with `function` applied to tensors."""
+    """Copy nested containers, with `function` applied to tensors."""
     kind = type(value)
     if kind is Tensor or kind is nn.Parameter or (isinstance(value, Tensor) and is_sharded(value)):
         return function(value)
@@ -173,7 +172,7 @@ def _map(function: Callable[[Tensor], Tensor], value: Any, place: str) -> Any:
             if _map(function, key, f"a key of {place}") is not key:
                 raise ConfigError(f"{key!r}, a key of {place}, is a tensor: use a string")
             new[key] = _map(function, part, f"{place}[{key!r}]")
-        if kind is OrderedDict:  # a module's state dictionary has its versions in an attribute
+        if kind is OrderedDict:  # a module's state dictionary keeps versions in an attribute
             vars(new).update(_map(function, vars(value), place))
         return new
     if isinstance(value, Integral):
@@ -204,7 +203,7 @@ def _copies(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _place(tensor: Tensor) -> Hashable:
-    """Equal for tensors that are the same memory."""
+    """Return a key that is equal for tensors of the same memory."""
     if tensor.layout != torch.strided or tensor.numel() == 0:
         return id(tensor)
     address = tensor.data_ptr()
@@ -212,12 +211,12 @@ def _place(tensor: Tensor) -> Hashable:
 
 
 class CheckpointError(GraphstashError, RuntimeError):
-    """A checkpoint could not be written, or none of those that exist can be read."""
+    """A checkpoint could not be written, or no existing checkpoint can be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What was saved after a step; its tensors are on the host."""
+    """The saved state of a step, with its tensors on the host."""
 
     step: int
     state: dict[str, Any]
@@ -225,7 +224,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one run. Other files in the directory are left alone.
+    """The checkpoints of one run. Other files in the directory are not touched.
 
     Args:
         directory: created if it does not exist.
@@ -250,20 +249,20 @@ class Checkpoints:
         self._pool = WorkerPool("checkpoint", capacity=0)
 
     def save(self, step: int, state: Mapping[str, Any]) -> DeviceFuture[Path]:
-        """Copies the state to the host and writes the copy in a thread; the next step may begin.
+        """Copy the state to the host and write it in a thread; the next step may begin.
 
-        Waits first for the checkpoint that is being written: there is one copy at a time.
+        First waits for a checkpoint that is being written, so there is only one copy at a time.
 
         Args:
-            step: after which the state is that, 0 or more.
+            step: number of the completed step, 0 or more.
             state: see `to_host`.
 
         Returns:
-            The checkpoint's path, once it is on the disk.
+            The checkpoint's path, available once it is on disk.
 
         Raises:
-            CheckpointError: an earlier one could not be written.
-            ConfigError: the state has something that a checkpoint does not hold.
+            CheckpointError: an earlier checkpoint could not be written.
+            ConfigError: the state contains a value that a checkpoint cannot hold.
         """
         if step < 0:
             raise ConfigError(f"step must be at least 0 (got {step})")
@@ -271,18 +270,18 @@ class Checkpoints:
         return self._pool.submit(self._write, step, to_host(state))
 
     def wait(self) -> None:
-        """Waits until nothing is being written.
+        """Wait until nothing is being written.
 
         Raises:
-            CheckpointError: it could not be written, and this was not raised yet.
+            CheckpointError: writing failed, and the error was not raised yet.
         """
-        self._pool.submit(int).result()  # waits for room, and there is only room for one
+        self._pool.submit(int).result()  # waits for room; the pool has room for one call
 
     def close(self) -> None:
-        """Waits and ends the thread; may be called again.
+        """Wait for the writer and end its thread; may be called again.
 
         Raises:
-            CheckpointError: the last one could not be written, and this was not raised yet.
+            CheckpointError: the last write failed, and the error was not raised yet.
         """
         self._pool.close()
 
@@ -292,7 +291,7 @@ class Checkpoints:
     def __exit__(
         self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None
     ) -> None:
-        """Closes; what is being written is completed, and an exception propagates."""
+        """Close after completing the write; an exception propagates."""
         try:
             self.close()
         except CheckpointError as failure:
@@ -301,12 +300,12 @@ class Checkpoints:
             error.add_note(str(failure))
 
     def load(self) -> Checkpoint | None:
-        """The newest checkpoint that can be read; None if there is none.
+        """Return the newest checkpoint that can be read, or None if there is none.
 
-        Skips damaged ones with a warning, and removes what killed processes left behind.
+        Skips damaged checkpoints with a warning, and removes incomplete files of killed processes.
 
         Raises:
-            CheckpointError: there are checkpoints, and none of them can be read.
+            CheckpointError: checkpoints exist, but none can be read.
         """
         remove_leftovers(self.directory)
         checkpoints = self._checkpoints()
@@ -316,7 +315,7 @@ class Checkpoints:
             try:
                 return Checkpoint(step, read(path, step), path)
             except FileNotFoundError:
-                continue  # another process has removed it since
+                continue  # another process has removed it
             except Exception as error:  # noqa: BLE001 - whatever damage makes its readers raise
                 _log.warning("cannot read checkpoint %s, trying an older one: %s", path, error)
                 failure = failure or error
@@ -328,7 +327,6 @@ class Checkpoints:
         return None
 
     def _checkpoints(self) -> dict[int, Path]:
-        """The paths by step."""
         matches = ((path, _NAME.fullmatch(path.name)) for path in self.directory.iterdir())
         return {int(match[1]): path for path, match in matches if match}
 
@@ -336,13 +334,13 @@ class Checkpoints:
         path = self.directory / f"step-{step:08}.pt"
         try:
             write(path, step, state)
-            # Those of later steps are damaged, or will be written again.
+            # Keep checkpoints of later steps: they are damaged, or this run will overwrite them.
             earlier = sorted(item for item in self._checkpoints().items() if item[0] <= step)
             for _, old in earlier[: -self._keep]:
                 old.unlink(missing_ok=True)
         except Exception as error:  # noqa: BLE001 - a thread's outermost frame
             cause: BaseException = error
-            while cause.__context__ is not None:  # after the disk, torch's file writer fails too
+            while cause.__context__ is not None:  # torch's file writer fails after the disk fails
                 cause = cause.__context__
             raise CheckpointError(
                 f"the checkpoint {path} could not be written: {cause}; earlier ones are intact: "

@@ -1,9 +1,9 @@
-"""What torch_xla needs done differently: uploads, assignments, traced operations.
+"""Operations for torch_xla: uploads, assignments, traced operations.
 
-On a lazy device everything that a step touches is either recorded or already there. A tensor that
-was only moved to the device is neither: the first step that uses it makes a constant of a small
-number, or memory that must not be reused of anything else. That step then gets a graph of its own,
-compiled at full price, that no later step has.
+On a lazy device, every tensor of a step must be recorded or already on the device. A tensor that
+was only moved there is neither. The first step that uses it turns a small number into a constant,
+and any other tensor into memory that must not be reused. That step then gets its own graph, which
+no later step has, and a full compilation.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -29,9 +29,9 @@ __all__ = [
 
 
 def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copies tensors from the host; on torch_xla in one transfer, and they are there afterwards."""
+    """Copy tensors from the host; on torch_xla, one transfer puts them on the device at once."""
     if device.type != "xla":
-        # CUDA copies a few bytes of ordinary memory aside before the call returns.
+        # CUDA copies a few bytes of pageable memory before the call returns.
         return [tensor.to(device, non_blocking=True) for tensor in tensors]
     uploaded: list[Tensor] = torch_xla_functions()._xla_tensors_from_aten(
         list(tensors), [str(device)] * len(tensors)
@@ -40,30 +40,30 @@ def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def assign(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Gives `targets` new values; they stay the same objects. Call it under `no_grad`.
+    """Assign new values to `targets`, which stay the same objects. Call it under `no_grad`.
 
-    On torch_xla whatever came from `detach()`, `.data` or `state_dict()` follows; other views keep
-    the value that they had, as under torch_xla's own optimizers.
+    On torch_xla, results of `detach()`, `.data` and `state_dict()` get the new values. Other views
+    keep theirs, as with torch_xla's own optimizers.
     """
     if not targets:
         return
     lazy = targets[0].device.type == "xla" and torch._is_functional_tensor(targets[0])
     if lazy:
-        # Below functionalization this records nothing; the new value takes the old one's memory.
+        # Below functionalization, this records nothing; the new value takes the old value's memory.
         targets = [torch._from_functional_tensor(target) for target in targets]
         values = [torch._from_functional_tensor(value) for value in values]
     torch._foreach_copy_(list(targets), list(values))
     if lazy and not donates():
         for target, value in zip(targets, values, strict=True):
-            torch._propagate_xla_data(value, target)  # says that it has memory of its own
+            torch._propagate_xla_data(value, target)  # mark the target as having its own memory
 
 
 @cache
 def donates() -> bool:
-    """Whether a graph on torch_xla may write a tensor's new value over the old one.
+    """Return whether a torch_xla graph may write a tensor's new value over the old one.
 
-    Not on a CPU: XLA copies there what is still read when it is overwritten, and AdamW's pass over
-    4 M parameters took 1.6 times as long (28.7 against 18.2 ms of CPU time).
+    Not on a CPU, where XLA copies memory that is still read when it is overwritten: AdamW's pass
+    over 4 M parameters took 1.6 times as long (28.7 against 18.2 ms of CPU time).
     """
     import torch_xla.runtime as xr
 
@@ -72,13 +72,13 @@ def donates() -> bool:
 
 @torch.no_grad()
 def materialize(tensors: Sequence[Tensor]) -> None:
-    """Puts tensors at rest: computed if they were only recorded so far, and free to be overwritten.
+    """Compute tensors that were only recorded, and make their memory free to be overwritten.
 
-    Then the first step has the same graph as the second, to which they are plain inputs.
+    The first step then has the same graph as the second, whose inputs they are.
     """
     ours = [tensor for tensor in tensors if tensor.device.type == "xla"]
     if ours:
-        # A number that was only moved to the device shares its memory with all that are equal.
+        # A number that was only moved to the device shares its memory with all equal numbers.
         for number in ours:
             if number.dim() == 0:
                 number.data = number.clone()
@@ -87,11 +87,11 @@ def materialize(tensors: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def settle(tensors: Sequence[Tensor]) -> None:
-    """Gives tensors that were loaded memory of their own, as they had when training began.
+    """Give loaded tensors their own memory, as they had when training began.
 
-    Then a run that resumes has the graphs of the run before it, and compiles nothing. A graph's
-    results are in the order in which its tensors came to be, which stays as it is among these. May
-    read the device.
+    A resumed run then has the same graphs as the run before, and compiles nothing. A graph orders
+    its results by the creation of their tensors; this function keeps that order. May read the
+    device.
     """
     ours = [tensor for tensor in tensors if tensor.device.type == "xla"]
     if ours:
@@ -102,15 +102,15 @@ def settle(tensors: Sequence[Tensor]) -> None:
 
 
 def torch_xla_functions() -> Any:
-    """torch_xla's native functions, which have no public names."""
+    """Return torch_xla's native functions, which have no public names."""
     import torch_xla
 
     return torch_xla._XLAC
 
 
 formula_only: Final = ContextVar("formula_only", default=False)
-"""Set while optimizers compute every step by their formula, and not by a kernel that a captured
-graph could not have: with the same bits, captured or not."""
+"""Whether optimizers compute every step by their formula, instead of a kernel that a captured graph
+could not contain. Bits are then equal, captured or not."""
 
 
 Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
@@ -119,24 +119,24 @@ _Function = Callable[[list[Tensor], Any], list[Tensor]]
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> Shapes:
-    """Shapes and dtypes: the part of an operation's key that tensors make up."""
+    """Return shapes and dtypes, the tensors' part of an operation's key."""
     return tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
 
 
 class TracedOp:
     """A function of many tensors that torch_xla traces once and then calls as one operation.
 
-    Recording a lazy step costs the host some ten microseconds per operation, so an optimizer that
-    touches every parameter twenty times spends more time recording than a small model needs to
-    run. On torch_xla a `TracedOp` lowers its function once to an XLA computation and from then on
-    records a single call of it, whatever its size. torch_xla's own `amp.syncfree` has such
-    operations, written in C++, for one parameter of one optimizer; here it is all parameters and
-    any function. Elsewhere the function is simply called.
+    Recording a lazy step costs the host about ten microseconds per operation. An optimizer that
+    uses every parameter twenty times spends more time recording than a small model needs to run. A
+    `TracedOp` lowers its function once to an XLA computation, and then records a single call of it,
+    of any size. torch_xla's own `amp.syncfree` has such operations in C++, for one parameter of one
+    optimizer; a `TracedOp` takes all parameters and any function. On other devices it simply calls
+    the function.
 
     Args:
         name: shown in graphs and profiles; letters, digits and underscores.
-        function: `function(inputs, key)` takes a list of tensors and returns a list of tensors. It
-            is pure. Python numbers in it become constants of the computation.
+        function: `function(inputs, key)` takes and returns a list of tensors, and is pure. Its
+            Python numbers become constants of the computation.
     """
 
     def __init__(self, name: str, function: _Function) -> None:
@@ -145,9 +145,9 @@ class TracedOp:
         self._computations: dict[Hashable, _Computation] = {}
 
     def __call__(self, inputs: list[Tensor], key: Hashable = None) -> list[Tensor]:
-        """Computes the function of `inputs`, which are on one device.
+        """Compute the function of `inputs`, which are on one device.
 
-        `key` distinguishes everything that the function depends on besides the inputs' values:
+        `key` identifies everything that the function depends on besides the values of the inputs:
         their number, shapes and dtypes, and options.
         """
         if inputs[0].device.type != "xla":
@@ -160,8 +160,6 @@ class TracedOp:
 
 
 class _Computation:
-    """One traced form of an operation."""
-
     def __init__(self, name: str, function: _Function, inputs: list[Tensor], key: Any) -> None:
         from torch_xla.core import xla_builder
 
@@ -173,8 +171,8 @@ class _Computation:
         context.set_name_string(name)
         context.build(outputs)
         self._computation = xla_builder.computation_from_module_proto(name, context.hlo())
-        # The computation's parameters come in the order in which lowering met them: the inputs that
-        # are used at all, and the numbers that torch_xla uploads instead of making them constants.
+        # Lowering orders the computation's parameters by first use. They are the inputs that are
+        # used, and numbers that torch_xla uploads instead of making them constants.
         uploaded = context.device_parameter_id_tensor_mapping()
         number_of = {context.tensor_parameter_id(x): i for i, x in enumerate(placeholders)}
         self._order = [number_of.get(i) for i in range(len(uploaded))]

@@ -1,15 +1,15 @@
 """Sharded parameters: DTensors of FSDP2 (`fully_shard`) and of tensor parallelism.
 
-Each process has a shard of every parameter, of its gradient and of its state. An update that looks
-at single elements is made of the shards alone; what looks at a whole tensor (a norm, whether any
-gradient is infinite) adds up what the shards say, in one message for all of them.
+Each process has one shard of every parameter, gradient and state. An elementwise update uses only
+the shards. An operation on a whole tensor (a norm, whether any gradient is infinite) combines the
+shards' results in one message for all tensors.
 
     local     the shard, which shares its memory with the DTensor
     Sums      sums and maxima over the processes that share a parameter
-    full      the whole tensor, on every process; a DTensor is `distributed_like` another again
+    full      the whole tensor, on every process; `distributed_like` shards it again
 
-FullyShardedDataParallel, which FSDP2 replaces, has plain tensors instead: its shards are parts of
-several parameters in one row (`is_flattened`). Nothing here can look at whole ones.
+FullyShardedDataParallel, which FSDP2 replaces, has plain tensors: its shards are parts of several
+parameters in one row (`is_flattened`). This module cannot use them as whole tensors.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,40 +26,40 @@ __all__ = ["Sums", "aligned", "distributed_like", "full", "is_flattened", "is_sh
 
 
 _PLAIN: Final = (Tensor, nn.Parameter)
-"""What nearly all tensors are; to look for an attribute that is missing takes ten times as long."""
+"""Types of nearly all tensors; looking up a missing attribute takes ten times as long."""
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor."""
+    """Return whether the tensor is a DTensor."""
     return type(tensor) not in _PLAIN and hasattr(tensor, "device_mesh")
 
 
 def is_flattened(parameter: Tensor) -> bool:
-    """Whether FullyShardedDataParallel has made it a part of a flat tensor."""
+    """Return whether FullyShardedDataParallel has made the parameter a part of a flat tensor."""
     return bool(getattr(parameter, "_fsdp_flattened", False))
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's shard of a DTensor, without a copy; another tensor itself."""
+    """Return this process's shard of a DTensor, without a copy, or a plain tensor itself."""
     return _of(tensor).to_local() if is_sharded(tensor) else tensor
 
 
 def aligned(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """A gradient that is sharded as its parameter; tensor parallelism may leave sums to be made."""
+    """Return the gradient sharded like its parameter; tensor parallelism may leave partial sums."""
     if not is_sharded(gradient) or _of(gradient).placements == _of(parameter).placements:
         return gradient
     return _of(gradient).redistribute(placements=_of(parameter).placements)
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole of a DTensor; every process of its mesh has to ask for it. Others as they are."""
+    """Return a whole tensor; for a DTensor, every process of its mesh must call this."""
     return _of(tensor).full_tensor() if is_sharded(tensor) else tensor
 
 
 def distributed_like(value: Tensor, like: object) -> Tensor:
-    """A whole tensor, sharded as `like` is; every process of the mesh has to call it.
+    """Shard a whole tensor like `like`; every process of the mesh must call it.
 
-    What is not sharded, or not of the shape of `like`, stays as it is.
+    A value stays as it is if it is sharded, or if `like` is not a sharded tensor of its shape.
     """
     is_meant = isinstance(like, Tensor) and is_sharded(like) and like.shape == value.shape
     if not is_meant or is_sharded(value):
@@ -75,12 +75,12 @@ def _of(tensor: object) -> "DTensor":
 
 
 class Sums:
-    """Adds up numbers of shards, one number per parameter.
+    """Sums up numbers of shards, one number per parameter.
 
-    Equal where the parameters are sharded alike, so that it can be part of a key.
+    Two objects are equal if their parameters are sharded alike, so one can be part of a key.
 
     Args:
-        parameters: as the optimizer has them, DTensors or not.
+        parameters: the optimizer's parameters, DTensors or not.
     """
 
     def __init__(self, parameters: Iterable[Tensor] = ()) -> None:
@@ -101,11 +101,11 @@ class Sums:
         return hash(self._places)
 
     def __bool__(self) -> bool:
-        """Whether anything is sharded."""
+        """Return whether any parameter is sharded."""
         return bool(self._places)
 
     def of(self, chosen: Sequence[int]) -> "Sums":
-        """The same for some of the parameters, which are given by their numbers."""
+        """Return the sums of some of the parameters, chosen by number."""
         place_of = {number: place for place, number in enumerate(chosen)}
         part = Sums()
         kept = [
@@ -116,10 +116,10 @@ class Sums:
         return part
 
     def sums(self, numbers: Sequence[Tensor]) -> list[Tensor]:
-        """Of each parameter, the sum of its shards' numbers, each [].
+        """Return, for each parameter, the sum of its shards' numbers, each [].
 
-        Added up by rank, so that a sum does not depend on what is summed with it: a collective sum
-        of three and more adds in an order that the place in the message decides.
+        Adds by rank, so that a sum does not depend on what is summed with it. A collective sum of
+        three or more adds in an order that the position in the message determines.
         """
         summed = list(numbers)
         for (mesh, *dimensions), which in self._places:
@@ -134,7 +134,7 @@ class Sums:
         return summed
 
     def maximum(self, number: Tensor) -> Tensor:
-        """The largest of one number over all processes that share a parameter; in place."""
+        """Reduce a number, in place, to its maximum over all processes that share a parameter."""
         for (mesh, *dimensions), _ in self._places:
             for dimension in dimensions:
                 operation = distributed.ReduceOp.MAX

@@ -1,7 +1,7 @@
 """Threads beside the training thread: worker pools, and an executor of device work.
 
     with WorkerPool("checkpoint") as pool:
-        written = pool.submit(write, state)     # waits only while `capacity` others wait
+        written = pool.submit(write, state)     # waits only if `capacity` calls are queued
         written.result()
 
     with DeviceExecutor(depth=2) as device:     # in order, at most `depth` steps ahead
@@ -10,17 +10,17 @@
         print(loss.result())
 
 While a step runs, the submitting thread loads, converts and logs. Threads share the interpreter
-lock: what overlaps is the time that either side spends outside of it (one long product, a graph,
-reading files). Hundreds of small eager operations beside a busy Python loop gain nothing: each
-releases the lock and has to wait for it.
+lock, so only time outside of it overlaps: one long product, a graph, reading files. Hundreds of
+small eager operations beside a busy Python loop gain nothing: each one releases the lock and waits
+to get it back.
 
-A submission is finished when its callable has returned. One that only queues work on a device, as
-JAX and CUDA do, bounds memory only if it waits for an earlier step before it returns.
+A submission finishes when its callable returns. A callable that only queues device work, as in JAX
+and CUDA, limits memory only if it waits for an earlier step first.
 
     GraphstashError
     └── ExecutorError          a call that would wait for itself
-        ├── ExecutorClosed     closed, or made in the parent process before a fork
-        └── ExecutorStopped    not run, because an earlier submission failed: its `__cause__`
+        ├── ExecutorClosed     closed, or created in the parent process before a fork
+        └── ExecutorStopped    not run because an earlier submission failed: its `__cause__`
 """
 
 import itertools
@@ -59,19 +59,19 @@ class ExecutorClosed(ExecutorError):  # noqa: N818 - a state, as in queue.Full
 
 
 class ExecutorStopped(ExecutorError):  # noqa: N818 - a state
-    """Not run, because an earlier submission failed; that failure is the `__cause__`."""
+    """The submission was not run because an earlier one failed with the `__cause__`."""
 
 
 class DeviceFuture(Generic[_T]):
-    """The result of a submission; as an argument of another submission it stands for its result.
+    """The result of a submission. As an argument of another submission, it stands for its result.
 
-    Only its holder keeps the result alive.
+    Nothing but this future keeps the result alive.
 
     Args:
-        future: of the submitted call.
+        future: future of the submitted call.
         executor: name of the executor, for messages.
-        before_waiting: raises where this thread would wait for itself.
-        on_read: called with a failure once it was read.
+        before_waiting: raises if this thread would wait for itself.
+        on_read: called with a failure once the caller has read it.
     """
 
     def __init__(
@@ -88,17 +88,17 @@ class DeviceFuture(Generic[_T]):
         self._on_read = on_read
 
     def done(self) -> bool:
-        """Whether the callable has returned, failed or been dropped."""
+        """Return whether the callable has returned, failed or been dropped."""
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> _T:
-        """Waits for the result, `timeout` seconds at most.
+        """Wait for the result, at most `timeout` seconds.
 
         Raises:
-            TimeoutError: the time was not enough.
+            TimeoutError: the result was not available in time.
             ExecutorStopped: an earlier submission failed.
-            ExecutorClosed: the executor was closed and dropped it.
-            BaseException: what the callable raised.
+            ExecutorClosed: the executor was closed and dropped the submission.
+            BaseException: the exception that the callable raised.
         """
         error = self.exception(timeout)
         try:
@@ -109,7 +109,7 @@ class DeviceFuture(Generic[_T]):
             del error, self  # the error's traceback refers to this frame
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Waits; what `result` would raise. A failure counts as read from now on."""
+        """Wait, and return the exception that `result` would raise, which then counts as read."""
         if not self._future.done():
             self._before_waiting()
         try:
@@ -122,7 +122,7 @@ class DeviceFuture(Generic[_T]):
 
 
 def resolve(value: Any) -> Any:
-    """The value with results in place of futures; the same object if it has none."""
+    """Return the value with futures replaced by results; the same object if it has no futures."""
     if isinstance(value, DeviceFuture):
         return value.result()
     if isinstance(value, dict):
@@ -137,16 +137,16 @@ def resolve(value: Any) -> Any:
 
 
 class WorkerPool:
-    """Runs calls on a few threads, begun in order of submission.
+    """Runs calls on a few threads, and starts them in order of submission.
 
-    A failure that was not read is raised by the next `submit` or by `close`, or logged at exit if
-    neither is called. A job that forgets `close` can still end: the interpreter runs what waits
-    before it calls exit handlers, torch_xla's among them.
+    The next `submit` or `close` raises an unread failure; if neither is called, it is logged at
+    exit. A job that forgets `close` can still end: the interpreter runs the queued calls before
+    exit handlers, torch_xla's included.
 
     Args:
         name: prefix of the threads' names.
-        workers: how many threads, 1 or more; they start with the first submissions.
-        capacity: how many submissions may wait for a thread, 0 or more.
+        workers: number of threads, 1 or more; they start with the first submissions.
+        capacity: number of submissions that may wait for a thread, 0 or more.
     """
 
     _stops_at_failure: ClassVar[bool] = False
@@ -171,13 +171,13 @@ class WorkerPool:
         weakref.finalize(self, _report, name, self._pid, self._unread)
 
     def submit(self, function: Callable[..., _T], /, *args: Any, **kwargs: Any) -> DeviceFuture[_T]:
-        """Queues a call; waits while there is no room for it.
+        """Queue a call; wait while the queue is full.
 
         Futures among the arguments, also inside tuples, lists and dicts, are replaced by their
-        results on the worker's thread, which waits for those of other pools.
+        results on the worker's thread. That thread waits for futures of other pools.
 
         Raises:
-            BaseException: a failure that stopped the run, or that was not read yet.
+            BaseException: a failure that stopped the run, or an unread failure.
             ExecutorError: called from a thread of this pool, which might wait for itself.
             ExecutorClosed: the pool is closed, or belongs to the parent process.
         """
@@ -189,7 +189,7 @@ class WorkerPool:
             self._require_open()
             future = self._threads.submit(self._run, next(self._numbers), call)
         except BaseException:
-            call.clear()  # where no thread could be started, it is queued all the same
+            call.clear()  # a call stays queued even if no thread could start
             self._slots.release()
             raise
         slots = self._slots
@@ -202,10 +202,10 @@ class WorkerPool:
         )
 
     def close(self, *, cancel: bool = False) -> None:
-        """Waits for all that was submitted and ends the threads; may be called again.
+        """Wait for all submissions and end the threads; may be called again.
 
         Args:
-            cancel: drop what has not begun, and wait only for what runs.
+            cancel: drop submissions that have not started, and wait only for running ones.
 
         Raises:
             BaseException: the first unread failure; its notes name the others.
@@ -223,7 +223,7 @@ class WorkerPool:
     def __exit__(
         self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None
     ) -> None:
-        """Closes; after an exception, which propagates, drops what has not begun."""
+        """Close; after an exception, drop submissions that have not started."""
         if error is None:
             self.close()
         elif (failure := self._shut_down(cancel=True)) is not None:
@@ -236,7 +236,7 @@ class WorkerPool:
                 f"submission {number} to {self.name!r} was not run because an earlier one failed:"
                 f" {self._stopped_by!r}"
             ) from self._stopped_by
-        function, args, kwargs = call.pop()  # from here on only this frame holds the arguments
+        function, args, kwargs = call.pop()  # now only this frame holds the arguments
         try:
             return function(*resolve(args), **resolve(kwargs))
         except BaseException as error:
@@ -246,13 +246,13 @@ class WorkerPool:
             raise
 
     def _require_other_thread(self, *, waits: bool) -> None:
-        """Raises where this thread would wait for itself, or for one that a fork left behind."""
+        """Raise if this thread would wait for itself, or for a thread that a fork left behind."""
         if os.getpid() != self._pid:
             raise ExecutorClosed(
                 f"the threads of {self.name!r} are in process {self._pid}; "
                 "create another in this one"
             )
-        # A worker may wait for its colleagues: what they run was submitted before.
+        # A worker may wait for other workers: their calls were submitted earlier.
         if threading.get_ident() in self._members and not (waits and self._workers > 1):
             raise ExecutorError(
                 f"{self.name!r} would wait for itself: this is one of its threads;"
@@ -273,7 +273,6 @@ class WorkerPool:
             self._unread.pop(id(one), None)
 
     def _shut_down(self, *, cancel: bool) -> BaseException | None:
-        """The first unread failure."""
         if os.getpid() != self._pid:
             return None
         self._require_other_thread(waits=False)
@@ -281,24 +280,23 @@ class WorkerPool:
         self._threads.shutdown(wait=True, cancel_futures=cancel)
         failures = list(self._unread.values())
         self._unread.clear()
-        self._members.clear()  # the system gives numbers of ended threads to new ones
+        self._members.clear()  # the system reuses the ids of ended threads
         for other in failures[1:]:
             failures[0].add_note(f"another failure of {self.name!r}: {other!r}")
         return failures[0] if failures else None
 
 
 def _begin(members: set[int]) -> None:
-    """A thread's first act."""
     members.add(threading.get_ident())
-    # torch gives a thread the process's number of OpenMP threads when the thread asks for it, not
-    # when it multiplies: until then each product may use every core, thirty times slower on busy
-    # ones, and round otherwise than in the main thread.
+    # A thread gets the process's number of OpenMP threads when it asks torch for the number, not
+    # when it multiplies. Until then, each product may use every core, which is thirty times slower
+    # on busy cores and rounds differently from the main thread.
     if (torch := sys.modules.get("torch")) is not None:
         torch.get_num_threads()
 
 
 def _report(name: str, pid: int, unread: dict[int, BaseException]) -> None:
-    """Runs when the pool is gone, or at exit."""
+    """Log unread failures when the pool is garbage collected, or at exit."""
     for error in list(unread.values()) if os.getpid() == pid else ():
         _log.error("unhandled error in %r", name, exc_info=error)
 
@@ -306,14 +304,14 @@ def _report(name: str, pid: int, unread: dict[int, BaseException]) -> None:
 class DeviceExecutor(WorkerPool):
     """A pool of one thread, whose first failure stops the run.
 
-    What is queued behind a failed submission is not run: its result is a `GraphstashError` caused
-    by the failure. `submit` raises the failure itself from then on, so no training step follows
-    one that went wrong.
+    Submissions queued behind a failed one are not run: their results raise a `GraphstashError`
+    caused by the failure. `submit` then raises the failure itself, so no training step follows a
+    failed one.
 
     Args:
-        name: of the device; the thread's name begins with it.
-        depth: how many submissions may be unfinished, 1 or more. So many inputs are alive, and the
-            one that waits for room.
+        name: name of the device; prefix of the thread's name.
+        depth: number of submissions that may be unfinished, 1 or more. Inputs of these, and of one
+            more that waits for room, are alive.
     """
 
     _stops_at_failure: ClassVar[bool] = True
