@@ -1,4 +1,4 @@
-"""Searches fast schedules of kernels, once for the whole team.
+"""Search fast schedules of kernels, once for the whole team.
 
     space = tuning.GemmSpace(512, 512, 512)
     searcher = tuning.make_searcher("g-bfs", space, seed=0)
@@ -6,8 +6,8 @@
         searcher.tell(configuration, measure(configuration))
     print(searcher.best)
 
-A space says which schedules there are, and a searcher which to try next. This module imports
-nothing until a name is used; nothing in it imports a compiler until a target is used.
+A space defines the possible schedules; a searcher chooses which to try next. This module imports a
+part only when one of its names is used, and a compiler only when its target is used.
 """
 
 from typing import TYPE_CHECKING

@@ -1,8 +1,8 @@
-"""Search spaces: which configurations a kernel can have, and which lie next to each other.
+"""Search spaces: the configurations of a kernel, and which are neighbours.
 
-A configuration is a tuple of values in the order of the space's parameters, so it is a key of
-dictionaries and short in JSON. A *move* changes one into a neighbour. Each space numbers its moves,
-the same for all of its configurations: a policy network needs that.
+A configuration is a tuple of values in the order of the space's parameters, so it can be a
+dictionary key and is short in JSON. A *move* changes it into a neighbour. A space numbers its moves
+in the same way for all configurations, as a policy network needs.
 """
 
 import random
@@ -15,30 +15,30 @@ from graphstash.errors import GraphstashError
 __all__ = ["MAX_COST", "Configuration", "EmptySpaceError", "SearchSpace", "SpaceError", "Value"]
 
 MAX_COST: Final = 1e18
-"""Of a configuration, in seconds or a target's own unit: room for whoever counts cycles or bytes,
-and little enough to be added."""
+"""Largest cost in seconds or a target's own unit: large enough for cycles or bytes, and small
+enough to add up."""
 
 Value: TypeAlias = int | float | str | bool
-"""Of one parameter."""
+"""Value of one parameter."""
 
 Configuration: TypeAlias = tuple[Value, ...]
 """A value for every parameter, in the order of `SearchSpace.names`."""
 
 
 class SpaceError(GraphstashError, ValueError):
-    """A search space cannot be used as it is written, or has no such configuration."""
+    """A search space is invalid, or does not contain a configuration."""
 
 
 class EmptySpaceError(SpaceError):
-    """A search space has no configuration: a parameter without values, or a contradiction."""
+    """A search space has no configuration: a parameter has no values, or constraints conflict."""
 
 
 class SearchSpace(ABC):
     """The configurations of a kernel.
 
     Attributes:
-        names: of the parameters.
-        moves: how many there are; a move is a number below it.
+        names: names of the parameters.
+        moves: number of moves; a move is a number below it.
     """
 
     names: tuple[str, ...]
@@ -47,58 +47,58 @@ class SearchSpace(ABC):
     @property
     @abstractmethod
     def size(self) -> int:
-        """How many configurations there are, 1 or more."""
+        """Number of configurations, 1 or more."""
 
     @property
     @abstractmethod
     def start(self) -> Configuration:
-        """Where a search begins that knows nothing."""
+        """Starting configuration of a search without earlier results."""
 
     @abstractmethod
     def __contains__(self, configuration: object) -> bool:
-        """Whether this is one of them."""
+        """Return whether the space contains the configuration."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[Configuration]:
-        """All of them, lazily, always in the same order."""
+        """Yield all configurations lazily, always in the same order."""
 
     @abstractmethod
     def draw(self, random: random.Random) -> Configuration:
-        """One of them, each with the same probability."""
+        """Draw one configuration, each with the same probability."""
 
     @abstractmethod
     def moved(self, configuration: Configuration, move: int) -> Configuration | None:
-        """The neighbour that a move leads to; None where the move is illegal."""
+        """Return the neighbour that a move leads to, or None if the move is illegal."""
 
     @abstractmethod
     def features(self, configuration: Configuration) -> Sequence[float]:
-        """What a model learns from: numbers of about -1 to 1, as many for each configuration."""
+        """Return input for a model: numbers of about -1 to 1, equally many per configuration."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """The space as JSON: equal for equal spaces, part of what a measurement is stored under."""
+        """Return the space as JSON, equal for equal spaces; part of a stored measurement's key."""
 
     def neighbours(self, configuration: Configuration) -> list[Configuration]:
-        """Where one legal move leads to, in the order of the moves and each once."""
+        """Return the configurations one legal move away, each once, in the order of moves."""
         found = (self.moved(configuration, move) for move in range(self.moves))
         return list(dict.fromkeys(each for each in found if each is not None))
 
     def has_types(self, configuration: Configuration) -> bool:
-        """Whether the values of a configuration of the space have also the types in which the space
-        writes them, by default those of `start`: 1, 1.0 and True are equal.
+        """Return whether a contained configuration's values have the types of the space.
+
+        1, 1.0 and True are equal. By default, the types are those of `start`.
         """
         return all(type(a) is type(b) for a, b in zip(configuration, self.start, strict=True))
 
     def named(self, configuration: Configuration) -> dict[str, Value]:
-        """The values under the names of their parameters."""
+        """Return the values by the names of their parameters."""
         return dict(zip(self.names, configuration, strict=True))
 
     def configuration(self, values: Mapping[str, Value]) -> Configuration:
-        """The opposite of `named`.
+        """Return a configuration from values by name; the inverse of `named`.
 
         Raises:
-            SpaceError: when a parameter is missing or unknown, or the space has no such
-                configuration.
+            SpaceError: a parameter is missing or unknown, or the space lacks the configuration.
         """
         if set(values) != set(self.names):
             raise SpaceError(

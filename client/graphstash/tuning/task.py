@@ -1,4 +1,4 @@
-"""A kernel that is tuned once for the team: what it is, and how its schedule is found.
+"""Tune a kernel once for the team: the task, and the search for its schedule.
 
     task = Task(problem, space, target)
     schedule = tune(task, budget=Budget(measurements=500))
@@ -27,18 +27,18 @@ __all__ = ["Task", "tune"]
 _log = logging.getLogger("graphstash")
 
 _TARGET: Final = "target"
-"""The name of the part that `tune` adds to a problem."""
+"""Name of the part that `tune` adds to a problem."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is tuned.
+    """A kernel to tune.
 
     Attributes:
-        problem: what the team knows it as. What `target.describe` says belongs to it: another
-            target is another problem.
-        space: the schedules that there are.
-        target: builds, checks and runs one.
+        problem: identifies the kernel for the team. `tune` adds the result of `target.describe`, so
+            another target makes another problem.
+        space: the possible schedules.
+        target: builds, checks and runs a schedule.
 
     Raises:
         ValueError: on construction, if `problem.parts` has a part named `target`.
@@ -50,7 +50,7 @@ class Task:
 
     def __post_init__(self) -> None:
         # `tune` adds the target's description under this name. Two problems that differ only in a
-        # part of the same name would share one answer.
+        # part of that name would share an answer.
         if _TARGET in self.problem.parts:
             raise ValueError(
                 f"the part {_TARGET!r} of the problem cannot be used: it holds what "
@@ -69,33 +69,33 @@ def tune(
     executor: MakeExecutor = Pool,
     fit: Fit | None = None,
 ) -> Schedule | None:
-    """The schedule that the team has for a task; searched for, once, where there is none.
+    """Return the team's schedule for a task; search for one if there is none.
 
-    A second host measures nothing and gets the same schedule. While one host searches, others wait
-    for it. A search begins with what the whole team has measured and at the schedules of the
-    nearest shapes and devices; each measurement is published. Without a server, or with the cache
-    off, this host searches for itself.
+    One host searches while the others wait for its schedule, which they use without measuring. A
+    search starts with the measurements of the whole team and the schedules of the nearest shapes
+    and devices, and publishes each measurement. Without a server, or with the cache off, this host
+    searches alone.
 
     Args:
-        task: what is tuned.
-        budget: of the search, and of a second one where what others have measured does not hold
-            here. Comparing the best few comes on top of it.
+        task: the kernel to tune.
+        budget: limits the search, and a second search if the measurements of other hosts do not
+            hold here. Comparing the best few configurations is not counted.
         searcher: a name of `SEARCHERS`.
-        seed: of the searcher.
-        workers: how many configurations are built side by side.
-        method: how thoroughly each is measured.
-        executor: where it is measured: by default in processes of this host. `RayPool` takes the
-            machines of a Ray cluster, which have to be of the problem's device type.
-        fit: turns the configuration of another shape into one of this space, see `TeamMemory`; by
-            default only one that is in the space itself is a place to begin at.
+        seed: seed of the searcher.
+        workers: number of configurations built in parallel.
+        method: how thoroughly each configuration is measured.
+        executor: where to measure. Default: processes of this host. `RayPool` uses the machines of
+            a Ray cluster, which must be of the problem's device type.
+        fit: turns a configuration of another shape into one of this space; see `TeamMemory`.
+            Default: a search starts only at configurations that are in the space already.
 
     Returns:
-        None when nothing works.
+        None if no configuration works.
 
     Raises:
-        MeasuringError: when the target cannot be measured here at all.
-        ValueError: for a searcher or a number that there is not, and a target whose description is
-            no JSON.
+        MeasuringError: the target cannot be measured on this host.
+        ValueError: the searcher is unknown, a number is out of range, or the target's description
+            is not JSON.
     """
     try:
         about = json.dumps(task.target.describe(), sort_keys=True)
@@ -131,7 +131,7 @@ def tune(
     problem = replace(task.problem, parts={**task.problem.parts, _TARGET: about})
 
     def in_turn(turn: Search) -> None:
-        searched(turn)  # the memory has been told of everything meanwhile
+        searched(turn)  # every measurement was published to the memory
 
     with _measuring(task, method, executor) as measure:
         return memory.schedule(problem, space, in_turn, measure=measure, confirm=measure, fit=fit)
@@ -143,7 +143,7 @@ class _Measure(Protocol):
 
 @contextmanager
 def _measuring(task: Task, method: Method | None, executor: MakeExecutor) -> Iterator[_Measure]:
-    """Measures one configuration after the other, in a process that the first of them starts."""
+    """Measure configurations one at a time, in a process that the first one starts."""
     with executor(task.target, method=method or Method()) as pool:
 
         def measure(configuration: Configuration) -> Finding:

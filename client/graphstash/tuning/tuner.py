@@ -1,4 +1,4 @@
-"""The loop of a search: ask, measure, tell; at the end, the best few against each other."""
+"""The loop of a search: ask, measure, tell; then compare the best few."""
 
 import logging
 import math
@@ -26,17 +26,17 @@ _MAX_FINALISTS: Final = 64
 
 
 class Result(NamedTuple):
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        best: the cheapest finalist; None where nothing works.
-        measurement: of the best one, from the finalists' round.
-        measurements: all that were made here, in the order of their end, those of the finalists'
-            round last: a finalist occurs twice.
-        known: how many were known before and told to the searcher.
-        seconds: that the search took.
-        ended: why no further configuration was measured: the budget of measurements, that of
-            seconds, or that the searcher had none left.
+        best: the cheapest finalist; None if nothing works.
+        measurement: measurement of the best configuration in the finalists' round.
+        measurements: all measurements of this search in order of completion. The finalists' round
+            comes last, so a finalist occurs twice.
+        known: number of earlier measurements told to the searcher.
+        seconds: duration of the search.
+        ended: why measuring stopped: the budget of measurements, the budget of seconds, or a
+            searcher without further configurations.
     """
 
     best: Configuration | None
@@ -59,31 +59,30 @@ def search(
     known: Iterable[Measurement] = (),
     publish: Callable[[Measurement], object] | None = None,
 ) -> Result:
-    """Searches a fast configuration.
+    """Search for a fast configuration.
 
-    One measurement of a configuration may be off, and the cheapest of many is likely to be so.
-    Therefore the best few, known ones included, are measured again, in turns and alone, and only
-    that decides. If all of them fail in that round, the next few are measured.
-    With one worker, the same seed and the same costs give the same search.
+    A single measurement may be off, and the cheapest of many probably is. So the best few, known
+    ones included, are measured again, interleaved and without other load; only this round decides.
+    If all of them fail in it, the next few are measured. With one worker, equal seeds and costs
+    give equal searches.
 
     Args:
-        searcher: chooses what to measure; may have been told of trials before.
-        target: what is measured.
-        budget: when to stop. The finalists' round comes on top of it.
-        workers: how many configurations are built side by side, 1 or more. They run one at a time.
-        finalists: how many take part in that round, from 1 to 64: all are in memory together.
-        method: how thoroughly each is measured; `Method()` by default.
-        executor: where it is measured: by default in processes of this host. `RayPool` takes the
-            machines of a Ray cluster, `partial(RayPool, options={"num_gpus": 1})` those with GPUs.
-        known: earlier measurements of the same target on equal machines. The searcher is told of
-            them; they are not measured again, except as finalists. Those that are not of the space
-            are left out.
-        publish: is called with each new measurement; a finalist's second one replaces its first.
-            What it raises is logged and changes nothing.
+        searcher: chooses configurations; may know trials already.
+        target: the kernel to measure.
+        budget: limits the search; the finalists' round is not counted.
+        workers: number of configurations built in parallel, 1 or more. They run one at a time.
+        finalists: number of configurations in that round, from 1 to 64: all are in memory together.
+        method: how thoroughly each configuration is measured. Default: `Method()`.
+        executor: where to measure. Default: processes of this host. `RayPool` uses the machines of
+            a Ray cluster; `partial(RayPool, options={"num_gpus": 1})` those with GPUs.
+        known: earlier measurements of the same target on equal machines. The searcher learns from
+            them; only finalists are measured again. Measurements outside the space are ignored.
+        publish: called with each new measurement; a finalist's second measurement replaces its
+            first. Exceptions are logged and otherwise ignored.
 
     Raises:
-        MeasuringError: when the target cannot be measured here at all.
-        ValueError: for a number that is too small or too large.
+        MeasuringError: the target cannot be measured on this host.
+        ValueError: a number is too small or too large.
     """
     if not 1 <= finalists <= _MAX_FINALISTS:
         raise ValueError(f"finalists must be from 1 to {_MAX_FINALISTS} (got {finalists})")
@@ -136,7 +135,7 @@ def _measure(
     started: float,
     record: Callable[[Measurement], None],
 ) -> Literal["measurements", "seconds", "exhausted"]:
-    """Measures what the searcher asks for, and returns why it ended."""
+    """Measure the searcher's configurations, and return why it ended."""
     left = math.inf if budget.measurements is None else budget.measurements
     seconds = math.inf if budget.seconds is None else budget.seconds
     while True:
@@ -165,7 +164,6 @@ def _cheapest(searcher: Searcher) -> list[dict[str, Value]]:
 def _batched(
     configurations: Sequence[dict[str, Value]], count: int
 ) -> Iterator[Sequence[dict[str, Value]]]:
-    """Return slices of at most `count` (itertools.batched needs Python 3.12)."""
     return (configurations[start : start + count] for start in range(0, len(configurations), count))
 
 
@@ -174,5 +172,5 @@ def _publish(publish: Callable[[Measurement], object] | None, measurement: Measu
         return
     try:
         publish(measurement)
-    except Exception:  # noqa: BLE001 - of the caller's code: the search goes on
+    except Exception:  # noqa: BLE001 - a failing callback must not end the search
         _log.exception("a measurement was not published")

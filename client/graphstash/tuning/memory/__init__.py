@@ -1,3 +1,3 @@
-"""The team's memory of what was measured: a kernel is tuned once for all who have the problem."""
+"""The team's memory of measurements: one search serves all hosts with the same problem."""
 
 __all__: list[str] = []

@@ -1,7 +1,7 @@
-"""Findings: what a configuration costs, on one host and over all of them.
+"""Findings: the cost of a configuration on one host and over all hosts.
 
-Others wrote what is read here. It is JSON of bounded size, every number is checked, and only a
-configuration of the space that is searched now comes out of it.
+Other hosts wrote this data. This module accepts JSON of bounded size, checks every number, and
+returns only configurations of the searched space.
 """
 
 import json
@@ -30,13 +30,13 @@ __all__ = [
 ]
 
 MAX_RECORD_BYTES: Final = 256 * 1024
-"""Of the JSON of one artifact."""
+"""Largest size of one artifact's JSON."""
 
 MAX_MEASUREMENTS: Final = 512
-"""In one artifact."""
+"""Most measurements in one artifact."""
 
 WRONG: Final = "wrong"
-"""The failure of a configuration whose result was not right."""
+"""Failure of a configuration that gave a wrong result."""
 
 _MAX_COUNT: Final = 10**6
 _MAX_MEASURED: Final = 10**12
@@ -48,20 +48,18 @@ _FIELDS: Final = {"configuration", "cost", "spread", "count", "failure"}
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is known of a configuration.
+    """The measurements of a configuration.
 
     Attributes:
-        configuration: of the space.
-        cost: median in seconds, above 0 and at most `MAX_COST`; None for a configuration that does
-            not work.
-        spread: interquartile range in seconds, 0 to `MAX_COST`; 0 for one that does not work.
-        count: how often it was measured, 0 to 1,000,000; 0 for one that does not work.
-        failure: why it does not work, a lower-case word of at most 32 characters; None when it
-            does.
-        hosts: who has measured it, as they say; shown, never trusted.
+        configuration: a configuration of the space.
+        cost: median in seconds, above 0 and at most `MAX_COST`; None if the configuration fails.
+        spread: interquartile range in seconds, 0 to `MAX_COST`; 0 if it fails.
+        count: number of measurements, 0 to 1,000,000; 0 if it fails.
+        failure: why it fails, a lower-case word of at most 32 characters; None if it works.
+        hosts: self-reported names of the measuring hosts; shown, never trusted.
 
     Raises:
-        ValueError: on construction, for what is out of range.
+        ValueError: on construction, if a value is out of range.
     """
 
     configuration: Configuration
@@ -86,7 +84,7 @@ class Finding:
             raise ValueError(f"the spread {short(self.spread)} is no number from 0 to {MAX_COST:g}")
 
     def to_json(self, space: SearchSpace) -> dict[str, Any]:
-        """In the form that travels."""
+        """Return the finding as JSON, in the form that artifacts hold."""
         return {
             "configuration": space.named(self.configuration),
             "cost": self.cost,
@@ -99,18 +97,18 @@ class Finding:
     def from_json(
         cls, record: object, space: SearchSpace, *, hosts: frozenset[str] = frozenset()
     ) -> "Finding":
-        """Reads what somebody else has measured.
+        """Read a finding of another host.
 
         Raises:
-            ValueError: it is none, or not of this space.
+            ValueError: the record is malformed, or not of this space.
         """
         if not isinstance(record, dict) or set(record) != _FIELDS:
             raise ValueError(f"a measurement has the fields {sorted(_FIELDS)}")
         try:
             configuration = space.configuration(_named(record["configuration"]))
-        except TypeError as error:  # a value that is no number or text
+        except TypeError as error:  # a value is neither a number nor a text
             raise ValueError(str(error)) from None
-        # 1, 1.0 and true are equal, so what is in the space is not yet of its types.
+        # 1, 1.0 and true are equal, so membership in the space does not imply its types.
         if not space.has_types(configuration):
             raise ValueError(f"{configuration!r} has not the types of the space's values")
         told = {name: record[name] for name in ("cost", "spread", "count", "failure")}
@@ -118,12 +116,12 @@ class Finding:
 
 
 class Answer(NamedTuple):
-    """An answer as people see it; nothing of it is checked against a space.
+    """An answer for display; nothing in it is checked against a space.
 
     Attributes:
         compiler: name and version.
-        hosts: who has measured.
-        measured: how many configurations they have measured.
+        hosts: names of the hosts that measured.
+        measured: number of configurations that these hosts measured.
         best: the record of the best configuration, in the form of `Finding.to_json`.
     """
 
@@ -134,10 +132,10 @@ class Answer(NamedTuple):
 
 
 def read_answer(payload: bytes) -> Answer:
-    """Reads an answer for people.
+    """Read an answer for display.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the payload is not an answer.
     """
     record = _parsed(payload)
     first = record["measurements"][0]
@@ -157,10 +155,10 @@ def read_answer(payload: bytes) -> Answer:
 
 
 def read(payload: bytes, space: SearchSpace) -> list[Finding]:
-    """The measurements of an artifact.
+    """Return the measurements of an artifact.
 
     Raises:
-        ValueError: it has none, too many, or one that is out of form or not of the space.
+        ValueError: it has no measurements, too many, or one that is malformed or not of the space.
     """
     record = _parsed(payload)
     host = record.get("host")
@@ -169,10 +167,10 @@ def read(payload: bytes, space: SearchSpace) -> list[Finding]:
 
 
 def values_of(payload: bytes) -> list[Mapping[str, Value]]:
-    """The configurations of an artifact of another space, unchecked but for their form.
+    """Return the configurations of another space's artifact; only their form is checked.
 
     Raises:
-        ValueError: the artifact is out of form.
+        ValueError: the artifact is malformed.
     """
     records = _parsed(payload)["measurements"]
     return [
@@ -181,13 +179,13 @@ def values_of(payload: bytes) -> list[Mapping[str, Value]]:
 
 
 def merged(batches: Iterable[Sequence[Finding]]) -> dict[Configuration, Finding]:
-    """What all hosts have measured, by configuration.
+    """Merge the measurements of all hosts, by configuration.
 
-    The cost is the median of their medians, each as often as it was measured (10 times at most, so
-    that no host outvotes all others); the spread is the median of theirs, or the interquartile
-    range between them where that is more. A configuration that works anywhere works: a failure may
-    be a host's own. But a configuration with a wrong result anywhere is wrong: hosts without that
-    failure may have been lucky.
+    The cost is the median of the hosts' medians. Each median counts as often as it was measured,
+    but at most 10 times, so that no host outvotes all others. The spread is the median of the
+    hosts' spreads, or the interquartile range between their costs if that is larger. A
+    configuration that works on any host works, since a failure may be specific to a host. A
+    configuration with a wrong result on any host is wrong: other hosts may have been lucky.
     """
     by_configuration: defaultdict[Configuration, list[Finding]] = defaultdict(list)
     for batch in batches:
@@ -244,5 +242,5 @@ def _is_word(text: object) -> bool:
 
 
 def _number(value: object) -> float:
-    """NaN, which no comparison holds for, when it is no number."""
+    """Return the number, or NaN, for which every comparison is false."""
     return value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan

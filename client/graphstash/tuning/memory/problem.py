@@ -1,8 +1,8 @@
-"""Problem: what is tuned, and how near two of them are.
+"""Problem: identifies what is tuned, and measures the distance between two problems.
 
-Its label is what the server lists it under, `tuned matmul float32 nn 512x512x512`, so that a search
-finds out what its neighbours ended with. A label is shown and read, never trusted: what a neighbour
-has is verified like any artifact, and is no more than a place to begin at.
+The server lists a problem's answers under its label, such as `tuned matmul float32 nn 512x512x512`.
+A search reads labels to find the answers of its neighbours. Labels are never trusted: a neighbour's
+answer is verified like any artifact, and is only a place to start.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from graphstash_schema import ArtifactKind, DeviceType
 __all__ = ["HELION_LABEL", "Problem", "parse_label", "shape_bucket", "word"]
 
 HELION_LABEL: Final = "Helion kernel"
-"""What the labels of Helion's own entries begin with: they name no problem."""
+"""Prefix of the labels of Helion's own entries, which name no problem."""
 
 _WORD_CHARACTERS: Final = 64
 _WORD: Final = re.compile(rf"[\x21-\x7e]{{1,{_WORD_CHARACTERS}}}")
@@ -30,23 +30,23 @@ _MAX_SIZES: Final = 16
 _MAX_SIZE: Final = 2**63 - 1
 
 _CHECKS: Final = "after the last sample"
-"""How results were checked. Measurements that were made with fewer checks are never found."""
+"""How results were checked. Part of the key, so measurements made with fewer checks are never
+found."""
 
 _ANOTHER_DEVICE: Final = 2.0
-"""As far away as a size that is four times as large."""
+"""Distance of another device: that of a size four times as large."""
 
 
 def shape_bucket(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Each size rounded up to a power of two: one schedule serves all shapes of a bucket.
+    """Round each size up to a power of two: one schedule serves all shapes of a bucket.
 
-    For kernels whose sizes change with every batch. A space that is made for exact sizes needs
-    exact shapes.
+    For kernels whose sizes change with every batch. A space for exact sizes needs exact shapes.
     """
     return tuple(1 << (size - 1).bit_length() if size > 0 else 0 for size in shape)
 
 
 def word(text: str) -> str:
-    """A text in the form of a `Problem`'s names; what does not fit ends with its digest."""
+    """Convert a text to the form of a `Problem`'s names; append a digest if it does not fit."""
     plain = "".join(each if "\x21" <= each <= "\x7e" else "_" for each in text)
     if plain == text and len(plain) <= _WORD_CHARACTERS:
         return plain or "-"
@@ -55,7 +55,7 @@ def word(text: str) -> str:
 
 
 def parse_label(label: str) -> dict[str, Any] | None:
-    """The `kernel`, `dtype`, `layout` and `shape` of a listed answer; None for anything else."""
+    """Return `kernel`, `dtype`, `layout` and `shape` of an answer's label, or None for others."""
     named = _LABEL.fullmatch(label)
     if named is None:
         return None
@@ -66,19 +66,19 @@ def parse_label(label: str) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a schedule is for: two problems that are equal in all of this share one.
+    """What a schedule is for: equal problems share one schedule.
 
     Attributes:
-        kernel: what its users call it, 1 to 64 printable ASCII characters without a space.
-        shape: the sizes that decide which schedule is fast, or their bucket; at most 16.
-        dtype: of the operands, in the form of `kernel`.
-        device_type: what it runs on.
+        kernel: the kernel's name for its users, 1 to 64 printable ASCII characters without a space.
+        shape: the sizes that determine the fastest schedule, or their bucket; at most 16.
+        dtype: data type of the operands, in the form of `kernel`.
+        device_type: the device that the kernel runs on.
         compiler: name and version, e.g. `triton 3.3.0`.
-        layout: order of the operands in memory, in the form of `kernel`; `-` where there is one.
-        parts: what else makes it another problem, such as the digest of the kernel's source.
+        layout: memory order of the operands, in the form of `kernel`; `-` if there is only one.
+        parts: anything else that distinguishes problems, such as the digest of the kernel's source.
 
     Raises:
-        ValueError: on construction, for what is out of form.
+        ValueError: on construction, if a field is not in its form.
     """
 
     kernel: str
@@ -104,17 +104,19 @@ class Problem:
 
     @property
     def family(self) -> str:
-        """What the labels of the same kernel in other shapes begin with."""
+        """Prefix of the labels of the same kernel in all shapes."""
         return f"tuned {self.kernel} {self.dtype} {self.layout} "
 
     @property
     def label(self) -> str:
-        """What people see, and others search for."""
+        """The label that the server shows and searches."""
         return self.family + ("x".join(map(str, self.shape)) or "-")
 
     def distance(self, label: str, device_type: DeviceType) -> float | None:
-        """How far away a listed problem is: the doublings between the sizes, and something for
-        another device. None for another kernel, number of sizes, or platform.
+        """Return the distance to a listed problem.
+
+        It is the number of doublings between the sizes, plus a constant for another device. None
+        for another kernel, number of sizes, or platform.
         """
         named = parse_label(label)
         if named is None or not label.startswith(self.family):
@@ -131,15 +133,15 @@ class Problem:
     def request(
         self, space: SearchSpace, role: str, number: int, *, max_bytes: int
     ) -> CompileRequest:
-        """What is looked up for it.
+        """Return the cache request for an artifact of the problem.
 
         Args:
-            space: what was searched: what another space has is of no use.
+            space: the searched space; results of other spaces do not apply.
             role: `answer` or `measurements`.
             number: from 0; see `TeamMemory`.
-            max_bytes: most that such an artifact may have.
+            max_bytes: largest size of the artifact.
         """
-        # Not to be found by those who look for answers.
+        # A search for answers must not find measurements.
         label = self.label if role == "answer" else self.label.replace("tuned", "measured", 1)
         return CompileRequest.of(
             ArtifactKind.SCHEDULE,

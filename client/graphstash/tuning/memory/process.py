@@ -1,4 +1,4 @@
-"""The team's memory in this process: what its session caches, and the ranks of its job."""
+"""The team's memory in this process: its session's cache, and the ranks of its job."""
 
 import logging
 import sys
@@ -16,9 +16,9 @@ _log = logging.getLogger("graphstash")
 
 
 def team_memory() -> TeamMemory | None:
-    """The memory of this process; None where the cache is off or has ended.
+    """Return the memory of this process; None if the cache is off or has ended.
 
-    Starts the cache, with the settings of `graphstash.install` or the environment.
+    Starts the cache with the settings of `graphstash.install` or the environment.
     """
     cache = open_cache()
     return None if cache is None else _memory_of(cache)
@@ -30,9 +30,9 @@ def _memory_of(cache: CompileCache) -> TeamMemory:
 
 
 def record_failure(consequence: str, error: Exception) -> None:
-    """Counts that a kernel is tuned without the team, for a reason that nobody has foreseen.
+    """Count a kernel that is tuned without the team, because of an unexpected error.
 
-    Never raises. The first such error is logged, all of them with their frames for debugging.
+    Never raises. The cache logs the first such error; debug logs have all with their traceback.
     """
     _log.debug(consequence, exc_info=error)
     try:
@@ -43,10 +43,11 @@ def record_failure(consequence: str, error: Exception) -> None:
 
 
 def ranks_of_job(*, compiles_together: bool = False) -> RankStore | None:
-    """What the ranks of this job share; None without `torch.distributed`, or with one rank.
+    """Return the store of this job's ranks; None without `torch.distributed` or with one rank.
 
     Args:
-        compiles_together: see `RankStore`. A search of this package talks with no other rank.
+        compiles_together: see `RankStore`. A search of this package communicates with no other
+            rank.
     """
     dist = sys.modules.get("torch.distributed")
     if dist is None or not (dist.is_available() and dist.is_initialized()):
@@ -63,8 +64,6 @@ def _searching(ranks: RankStore, compiles_together: bool) -> "_Ranks":  # noqa: 
 
 
 class _Ranks:
-    """The ranks of a job, of which one searches, or all of them."""
-
     def __init__(self, ranks: RankStore, *, compiles_together: bool) -> None:
         self.rank = ranks.rank
         self.size = ranks.size

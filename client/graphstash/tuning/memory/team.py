@@ -1,23 +1,24 @@
-"""TeamMemory: what the team has measured, and the schedule that everybody gets for a problem.
+"""TeamMemory: the team's measurements, and the one schedule that all hosts use for a problem.
 
-Both are `schedule` artifacts, and what is said of artifacts holds for them: immutable, verified
-before use, withheld when they are reported, evicted and explained as others are.
+Both are `schedule` artifacts. Like all artifacts, they are immutable, verified before use, withheld
+when reported, evicted and explained.
 
-    answer n         the best configurations, best first; the first is what jobs run
-    measurements n   what one host has measured, published while it searches; at most 64
+    answer n         the best configurations, best first; jobs run the first one
+    measurements n   measurements of one host, published while it searches; at most 64
 
-Finding an answer is one look-up, under the lease that lets one host of the team search while the
-others wait, and with one word for all ranks of a job. Who has to search begins with the
-measurements of all hosts, and at the configurations that were best for the nearest problems.
+Finding an answer is one look-up. A lease lets one host of the team search while the others wait,
+and all ranks of a job get the same answer. A search starts with the measurements of all hosts, and
+at the best configurations of the nearest problems.
 
-Artifacts are never overwritten. So an answer that no longer works is left behind: who finds that
-out asks for the answer with the next number, which a colleague may have found already.
+Artifacts are never overwritten. A host on which an answer no longer works asks for the answer with
+the next number, which another host may have published already.
 
-What comes out of a search was measured on the host that searched, and an answer is taken only if it
-is in the space that its user searches. Where a peer's costs are far from what is measured here, or
-nothing works of what its failures leave, the search is made again with this host's measurements
-alone. A peer that only calls fast configurations slow, or failing beside others that work, is not
-found out: they are not tried. And whoever may publish an answer decides what others run of their
+The searching host has measured its answer itself, and other hosts accept the answer only if it is
+in their own space. The search is repeated with this host's measurements alone if a peer's costs are
+far from those measured here, or if nothing works outside of the failures that peers report.
+
+Two limits remain. If a peer reports fast configurations as slow, or as failing while others work,
+no host tries them. And a host that may publish an answer decides what the others run within their
 space.
 """
 
@@ -56,59 +57,58 @@ __all__ = ["Fit", "Measure", "Schedule", "Search", "TeamMemory", "Tune"]
 _log = logging.getLogger("graphstash")
 
 _MAX_ANSWERS: Final = 8
-"""How often a problem's answer may be left behind."""
+"""Number of answers to a problem: each one replaces one that no longer works."""
 
 _MAX_BATCHES: Final = 64
-"""Artifacts with measurements of one problem; a search downloads all of them."""
+"""Number of measurement artifacts of one problem; a search downloads all of them."""
 
 _BATCH_COUNT: Final = 64
 _BATCH_SECONDS: Final = 10.0
-"""After so many, or so long, measurements are published: a search may be killed. The more artifacts
-there are, the larger and the later the next one, so that a search of hours has room in them.
-"""
+"""Publish after this many measurements, or this long, because a search may be killed. Each further
+artifact is larger and later, so that they last for a search of hours."""
 
 _STEP: Final = 8
-"""Artifacts that have the same number of measurements."""
+"""Number of consecutive artifacts with the same number of measurements."""
 
 _MAX_BEST: Final = 8
-"""Configurations in an answer: one to run, and places to begin at for others."""
+"""Configurations in an answer: one to run, and starting points for other searches."""
 
 _MAX_CLAIMS: Final = 32
-"""What only others have measured, and is tried here at most."""
+"""Number of configurations measured only by other hosts that are tried here at most."""
 
 _MAX_HOSTS: Final = 64
-"""Names in an answer."""
+"""Most host names in an answer."""
 
 _MAX_FINALISTS: Final = 4
 _FINAL_ROUNDS: Final = 3
 _LEAST_SPREAD: Final = 0.01
-"""Costs that are nearer to each other, as a share of the best, are measured again: hosts and clocks
+"""Costs that differ by less than this share of the best cost are measured again. Hosts and clocks
 differ by more."""
 
 _FAR: Final = 4.0
-"""Costs of one configuration do not differ by more between equal hosts, whatever else they run."""
+"""Largest credible ratio between the costs of a configuration on equal hosts under any load."""
 
 _MAX_NEIGHBOURS: Final = 3
 _MAX_LISTED: Final = 500
 _NO_ANSWER: Final = b"{}"
-"""What a leader tells the other ranks where a stored answer is of no use."""
+"""The leader sends this to the other ranks when a stored answer is unusable."""
 
 Measure: TypeAlias = Callable[[Configuration], Finding]
-"""Measures a configuration once more."""
+"""Measures a configuration again."""
 
 Fit: TypeAlias = Callable[[Mapping[str, Value]], Configuration]
-"""The configuration of this space that is like one of another shape's; `ValueError` for none. It is
-given what others say: what it raises, or returns that is not of the space, is no place to begin."""
+"""Returns the configuration of this space that resembles one of another shape. Its input comes from
+other hosts: if it raises, or returns a configuration outside the space, there is no hint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What to run.
+    """The schedule to run.
 
     Attributes:
         best: the measurements of the best configurations, best first.
-        key: of the artifact; None where the cache had no part in it.
-        was_searched: whether this process has searched for it.
+        key: key of the artifact; None if the cache was not used.
+        was_searched: whether this process has searched for the schedule.
     """
 
     best: tuple[Finding, ...]
@@ -117,17 +117,17 @@ class Schedule:
 
     @property
     def configuration(self) -> Configuration:
-        """The one to run."""
+        """The configuration to run."""
         return self.best[0].configuration
 
 
 class Search(NamedTuple):
-    """It is this process's turn to search.
+    """The input of a search by this process.
 
     Attributes:
-        known: what all hosts have measured, by configuration. A searcher is told of them and does
-            not measure them again.
-        hints: where to begin: the best configurations of the nearest problems, the nearest first.
+        known: measurements of all hosts, by configuration. A searcher learns from them and does not
+            measure them again.
+        hints: starting points: the best configurations of the nearest problems, the nearest first.
         publish: takes a measurement as soon as it is made; never raises or waits.
     """
 
@@ -141,11 +141,11 @@ Tune: TypeAlias = Callable[[Search], None]
 
 
 class TeamMemory:
-    """Finds the team's schedules, or has them searched; one per process, for many threads.
+    """Finds the team's schedules, or starts a search; one per process, for many threads.
 
     Args:
-        cache: finds and publishes.
-        ranks: gives what the ranks share that all run the kernel; None where a process is alone.
+        cache: finds and publishes artifacts.
+        ranks: returns the store of the ranks that all run the kernel; None for a single process.
         batch_count: measurements in one artifact, at most 512.
     """
 
@@ -173,24 +173,24 @@ class TeamMemory:
         confirm: Measure | None = None,
         fit: Fit | None = None,
     ) -> Schedule | None:
-        """The schedule that the whole team has for a problem; searched for where there is none.
+        """Return the whole team's schedule for a problem; search for one if there is none.
 
-        The cache's troubles are counted and never raised; then the search begins with nothing and
-        stays on this host.
+        Cache errors are counted and never raised; the search then starts without data and stays on
+        this host.
 
         Args:
             problem: what is tuned.
-            space: what its configurations are; no other one is ever returned.
-            tune: searches. What it raises passes through, and the next host may search. Called a
-                second time, without what others have measured, where that does not hold here.
-            measure: called for finalists that are too near each other, and for those that only
-                others have measured.
-            confirm: measures the best one in a new process before it is published. A configuration
-                that fails there is not the answer. Default: none is confirmed.
-            fit: see `Fit`; by default what is in the space itself.
+            space: the allowed configurations; no other is ever returned.
+            tune: searches. Its exceptions propagate, and then the next host may search. Called
+                again, without the measurements of other hosts, if those do not hold here.
+            measure: called for finalists with nearly equal costs, and for configurations that only
+                other hosts measured.
+            confirm: measures the best configuration in a new process before publication. One that
+                fails is not the answer. Default: no confirmation.
+            fit: see `Fit`. Default: accepts configurations of the space itself.
 
         Returns:
-            None when nothing works.
+            None if nothing works.
         """
         best_of = partial(_best, measure=measure, confirm=confirm)
         for number in range(_MAX_ANSWERS):
@@ -203,7 +203,7 @@ class TeamMemory:
                     return Schedule(best, request.key, was_searched=False)
                 continue
             if found.compilation is not None and not found.compilation.is_wanted:
-                found.compilation.abandon()  # what is stored does not verify: on to the next
+                found.compilation.abandon()  # the stored answer does not verify: try the next
                 self._turns.announce(found, _NO_ANSWER)
                 continue
             return self._search(found, request.key, problem, space, tune, best_of=best_of, fit=fit)
@@ -214,14 +214,14 @@ class TeamMemory:
         return self._search(alone, None, problem, space, tune, best_of=best_of, fit=fit)
 
     def find(self, problem: Problem, space: SearchSpace) -> Schedule | None:
-        """The schedule that is there already, not counted as a hit; neither waits nor searches.
+        """Return an existing schedule without waiting or searching; it does not count as a hit.
 
         Args:
             problem: what is tuned.
-            space: what its configurations are; no other one is ever returned.
+            space: the allowed configurations; no other is ever returned.
 
         Returns:
-            None where there is none, and for the ranks of a job: they agree in `schedule`.
+            None if there is none, and always for ranks of a job, which agree in `schedule`.
         """
         try:
             if self._ranks() is not None:
@@ -240,11 +240,11 @@ class TeamMemory:
         return None
 
     def reject(self, schedule: Schedule, failure: str) -> None:
-        """Counts that a schedule does not work here: the next one is found or searched for.
+        """Count a schedule that does not work here; the next answer is then found or searched.
 
         Args:
-            schedule: what `schedule` gave.
-            failure: what happened, for people.
+            schedule: a result of `schedule`.
+            failure: description of the failure, for people.
         """
         if schedule.key is not None:
             with self._lock:
@@ -276,7 +276,7 @@ class TeamMemory:
         best_of: "_BestOf",
         fit: Fit | None,
     ) -> Schedule | None:
-        """Searches, and tells the team and the other ranks what came of it."""
+        """Search, and send the result to the team and the other ranks."""
         started = monotonic()
         journal = _Journal(self._cache, problem, space, batch_count=self._batch_count)
         payload: bytes | None = None
@@ -306,7 +306,7 @@ class TeamMemory:
             return None
         if turn.compilation is not None:
             turn.compilation.publish_bytes(payload, compile_seconds=monotonic() - started)
-            cache = self._cache  # others look for it by its label, so not only at the end
+            cache = self._cache  # other hosts search by label, so send it now
             cache.publisher.submit(lambda: cache.log.tell(cache.stash.server))
         return Schedule(best, key, was_searched=True)
 
@@ -330,7 +330,7 @@ class TeamMemory:
                     hint = fit(values)
                     if hint in space and space.has_types(hint):
                         hints[hint] = None
-                except Exception as error:  # noqa: BLE001 - of the caller's code, at others' values
+                except Exception as error:  # noqa: BLE001 - the caller's code, on peers' values
                     _log.debug("%s: %s does not fit: %s", problem.label, key, short(error))
         return list(hints)
 
@@ -359,7 +359,7 @@ class TeamMemory:
 
 
 class _Journal:
-    """The measurements of one problem: those that are stored, and those that this process adds."""
+    """The measurements of one problem: stored ones, and those that this process adds."""
 
     def __init__(
         self, cache: CompileCache, problem: Problem, space: SearchSpace, *, batch_count: int
@@ -378,7 +378,6 @@ class _Journal:
         self._since = monotonic()
 
     def read(self) -> dict[Configuration, Finding]:
-        """What all hosts have measured."""
         batches = []
         stored = self._stored()
         for key in stored:
@@ -394,7 +393,6 @@ class _Journal:
         return merged(batches)
 
     def add(self, measurement: Finding) -> None:
-        """Keeps a measurement for the team."""
         with self._lock:
             self.own.append(measurement)
             self._pending.append(measurement)
@@ -405,7 +403,7 @@ class _Journal:
             self.flush()
 
     def flush(self) -> None:
-        """Publishes in the background what was added since the last time."""
+        """Publish new measurements in the background."""
         with self._lock:
             pending, self._pending = self._pending, []
             seconds, self._since = monotonic() - self._since, monotonic()
@@ -415,7 +413,7 @@ class _Journal:
             )
 
     def _stored(self) -> Collection[ArtifactKey]:
-        """The artifacts that there are, on this host or in a namespace that this job reads."""
+        """Return the existing artifacts, on this host or in a namespace that this job reads."""
         keys = [each.key for each in self._requests]
         found = {key for key in keys if self._cache.is_on_this_host(key)}
         server = self._cache.stash.server
@@ -447,7 +445,7 @@ class _Journal:
             self._next += 1
             metadata = request.metadata(compile_seconds=seconds, raw_size_bytes=len(payload))
             if self._cache.store_pack(request.key, payload, metadata, artifact_count=1):
-                with suppress(CacheError):  # it is there; only people miss the description
+                with suppress(CacheError):  # it is stored; only its description is missing
                     name = described(request.key, request.label, request.parts)
                     self._cache.stash.server.describe([name])
                 return
@@ -467,11 +465,11 @@ def _best(
     measure: Measure,
     confirm: Measure | None,
 ) -> tuple[Finding, ...]:
-    """The best configurations, best first, by what they cost on this host.
+    """Return the best configurations on this host, best first.
 
-    The word of others decides nothing: what they say is fast is tried here, until what was found
-    here is faster than all that is left. What is too near the best to tell apart is measured again,
-    turn by turn. The best one has to be confirmed.
+    Other hosts' claims are not trusted: configurations that they report as fast are measured here,
+    until one found here is faster than every remaining claim. Nearly equal costs are measured
+    again, interleaved. The best configuration must be confirmed.
     """
     for claim in _ranked(known)[:_MAX_CLAIMS]:
         own = _own(journal)
@@ -496,8 +494,10 @@ def _is_misled(
     own: Mapping[Configuration, Finding],
     known: Mapping[Configuration, Finding],
 ) -> bool:
-    """Whether others' word kept this host from trying what it should have: nothing works that they
-    left, or a cost of theirs is far from what it is here.
+    """Return whether other hosts' reports misled this search.
+
+    True if nothing works among the configurations that they left to try, or if one of their costs
+    is far from that here.
     """
     if not known.keys() - own.keys():
         return False
@@ -510,7 +510,7 @@ def _is_misled(
 
 
 def _near(ranked: Sequence[Finding]) -> Sequence[Finding]:
-    """Those that cannot be told from the best."""
+    """Return the configurations whose cost is indistinguishable from the best."""
     if not ranked:
         return ()
     limit = _cost(ranked[0]) + max(ranked[0].spread, _LEAST_SPREAD * _cost(ranked[0]))
@@ -518,8 +518,10 @@ def _near(ranked: Sequence[Finding]) -> Sequence[Finding]:
 
 
 def _own(journal: _Journal) -> dict[Configuration, Finding]:
-    """What this host has measured. The last measurement decides whether a configuration works:
-    the first one may have been made in a process that earlier trials had changed.
+    """Return this host's measurements, merged.
+
+    The last measurement decides whether a configuration works: the first may have been made in a
+    process that earlier trials had changed.
     """
     last = {each.configuration: each for each in journal.own}
     failed = {key: each for key, each in last.items() if each.cost is None}
@@ -541,8 +543,9 @@ def _answer(
     problem: Problem,
     space: SearchSpace,
 ) -> bytes:
-    """What is published: as many of the best as an artifact has room for. Only the measurements
-    decide anything, the rest is for people.
+    """Return the answer to publish, with as many of the best as fit into an artifact.
+
+    Only the measurements are used by hosts; the other fields are for people.
     """
     hosts = {_this_host()}.union(*(each.hosts for each in known.values()))
     answer = _encoded(
@@ -560,11 +563,11 @@ def _answer(
 
 
 def _this_host() -> str:
-    """`user@host`: a holder's name without its process."""
+    """Return `user@host`: a holder's name without its process."""
     return holder_name().rpartition(":")[0]
 
 
 def _encoded(record: Mapping[str, Any]) -> bytes:
-    # The numbers of a searcher may be those of numpy.
+    # A searcher may use numpy's numbers.
     plain = json.dumps(record, sort_keys=True, allow_nan=False, default=lambda each: each.item())
     return plain.encode()
