@@ -1,3 +1,3 @@
-"""The command line: one file per group of commands, `output` and `main`."""
+"""Command line: one module per group of commands, plus `output` and `main`."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""`graphstash ls`, `show` and `forget`: what a namespace and this host hold."""
+"""`graphstash ls`, `show` and `forget`: artifacts of a namespace and of this host."""
 
 import heapq
 import shlex
@@ -55,7 +55,7 @@ _NOTHING_KEPT: Final = "GRAPHSTASH_LOCAL_LIMIT=0: this host keeps nothing betwee
 
 
 class Sort(StrEnum):
-    """What `ls` begins with."""
+    """Orders of `ls`."""
 
     NEWEST = "newest"
     FINGERPRINT = "fingerprint"
@@ -71,7 +71,7 @@ _BY: Final[dict[Sort, Callable[[ListedArtifact], Any]]] = {
     Sort.HITS: lambda each: each.hits,
     Sort.USED: lambda each: each.last_used_at,
 }
-"""Orders that the server has no index for: all pages are read, and the first are kept."""
+"""Sort keys of orders without a server index. `ls` reads all pages and keeps the first items."""
 
 
 def ls(
@@ -100,8 +100,8 @@ def ls(
 ) -> None:
     """List the artifacts of a namespace.
 
-    Each has two lines: what it is, and where it runs and who made it. A fingerprint's first
-    characters are enough for `graphstash show` and `graphstash explain`.
+    Each artifact takes two lines: what it is, and where it runs and who made it. `graphstash show`
+    and `graphstash explain` accept the beginning of a fingerprint.
     """
     config = load_config(url=url, namespace=namespace)
     if after and sort in _BY:
@@ -153,8 +153,8 @@ def show(
 ) -> None:
     """Show all that is known of one artifact: parts, label, signature, hits.
 
-    Says whether its signature is trusted on this host, by the metadata that the server has; the
-    bytes are checked when a job fetches them.
+    The command checks the signature against this host's trusted keys, with the metadata that the
+    server has. A job checks the bytes when it fetches them.
     """
     config = load_config(url=url, namespace=namespace)
     with server_of(config) as server:
@@ -184,8 +184,8 @@ def forget(
 ) -> None:
     """Remove an artifact from this host's disk: all copies, of every namespace and server.
 
-    Asks no server. The server keeps the artifact, so the next job fetches it again unless an
-    administrator deletes or withholds it. Jobs that have loaded it go on with it.
+    This command contacts no server. The server keeps the artifact, so the next job fetches it again
+    unless an administrator deletes or withholds it. Jobs that have loaded it keep using it.
     """
     config = load_config()
     wanted, prefix = _key_or_prefix(artifact)
@@ -229,8 +229,9 @@ def forget(
 
 
 def find_one(server: ServerClient, text: str) -> ListedArtifact:
-    """The artifact that a prefix or a key names, with its details; ends the command when there is
-    none, or several.
+    """Return the artifact that a prefix or a key names, with its details.
+
+    End the command if no artifact or more than one artifact matches.
     """
     wanted, prefix = _key_or_prefix(text)
     query = ArtifactQuery(fingerprint=prefix, details=True, limit=3)
@@ -247,8 +248,9 @@ def find_one(server: ServerClient, text: str) -> ListedArtifact:
 
 
 def _key_or_prefix(text: str) -> tuple[ArtifactKey | None, str]:
-    """The key that an argument is, if it is one, and the fingerprint or its beginning; ends the
-    command when it is neither.
+    """Return the key in an argument, if it is one, and the fingerprint or its prefix.
+
+    End the command if the argument is neither a key nor a prefix.
     """
     if "/" in text:
         try:
@@ -347,7 +349,7 @@ def _print_one(
 
 
 def _trust_of(config: ClientConfig, found: ListedArtifact) -> dict[str, Any]:
-    """What this host's settings say of an artifact's signature.
+    """Return how this host's settings judge an artifact's signature.
 
     `state` is unsigned, unchecked, trusted or refused.
     """
@@ -391,7 +393,7 @@ def _seconds(each: ListedArtifact) -> float:
 
 
 def _first_line(error: ValueError) -> str:
-    """What is wrong with an option, of what pydantic says."""
+    """Return the first error of an option, without pydantic's decoration."""
     errors = getattr(error, "errors", None)
     if errors is None:
         return str(error)

@@ -1,4 +1,4 @@
-"""`graphstash export` and `import`: bundles for hosts that no network connects with a server."""
+"""`graphstash export` and `import`: bundles for hosts without a network to the server."""
 
 import dataclasses
 import os
@@ -72,7 +72,7 @@ from graphstash_schema.protocol import MAX_DESCRIPTIONS
 __all__ = ["export", "import_"]
 
 _SPOOLED: Final = re.compile(r"\.?[0-9a-f]{64}")
-"""Downloads of an export, and those that are not finished."""
+"""File names of an export's downloads. A leading dot marks an incomplete download."""
 
 _COPY_BYTES: Final = 1024**2
 _PATIENCE_SECONDS: Final = 60.0
@@ -111,12 +111,12 @@ def export(
 ) -> None:
     """Write artifacts of a namespace to one file, for hosts without a network to the server.
 
-    Every artifact is verified as a job would: digest, key, payload, and the signature if this host
-    checks signatures. What does not verify is left out and named, and the exit status is 1. The
+    Every artifact is verified as in a job: digest, key, payload, and the signature if this host
+    checks signatures. An artifact that fails is left out and named, and the exit status is 1. The
     same artifacts always make the same file.
 
-    Downloads are kept in `FILE.partial` until the bundle is complete, so an export that was
-    interrupted goes on where it stopped when you run it again. Example:
+    Downloads are kept in `FILE.partial` until the bundle is complete. If an export is interrupted,
+    run it again to continue where it stopped. Example:
 
         graphstash export nightly.bundle --job nightly
     """
@@ -165,12 +165,12 @@ def import_(
 ) -> None:
     """Publish the artifacts of a bundle to a server, or to this host.
 
-    The whole bundle is verified before anything is published: its form, and each artifact's digest,
-    key and payload, and its signature if this host checks signatures. If anything is wrong, nothing
-    is imported, the entry is named, and the exit status is 3.
+    The whole bundle is verified before anything is published: its form, each artifact's digest, key
+    and payload, and its signature if this host checks signatures. If anything is wrong, nothing is
+    imported, the entry is named, and the exit status is 3.
 
-    What is there already is skipped, so an import that was interrupted goes on when you run it
-    again. Where other bytes are stored under a key, the first stay.
+    Artifacts that exist already are skipped. If an import is interrupted, run it again to continue.
+    If different bytes are stored under a key, they stay.
     """
     config = load_config(url=url, namespace=namespace)
     try:
@@ -201,7 +201,7 @@ def import_(
 
 @dataclasses.dataclass(frozen=True)
 class _Chosen:
-    """Which artifacts are exported."""
+    """Selection of artifacts to export."""
 
     kind: ArtifactKind | None
     device_type: str
@@ -214,7 +214,7 @@ class _Chosen:
         device_type: str | None,
         prefixes: Iterable[str] | None,
     ) -> "_Chosen":
-        """Ends the command when an option is out of form."""
+        """Validate the options, and end the command if one is malformed."""
         try:
             if device_type is not None:
                 DeviceType(device_type)
@@ -227,7 +227,7 @@ class _Chosen:
                 status=ExitStatus.USAGE,
             )
         found: list[str] = []
-        for each in sorted(set(prefixes or ())):  # one that another begins with says nothing more
+        for each in sorted(set(prefixes or ())):  # skip a prefix that a shorter prefix covers
             if not found or not each.startswith(found[-1]):
                 found.append(each)
         return cls(kind, device_type or "", tuple(found))
@@ -241,16 +241,16 @@ class _Chosen:
 
 
 class _Source(Protocol):
-    """Where artifacts are exported from."""
+    """Source of artifacts for an export."""
 
     def entries(self) -> Iterator[BundleEntry]:
-        """Those that are wanted, in the order of a bundle."""
+        """Yield the selected artifacts in the order of a bundle."""
 
     def fetch(self, entry: BundleEntry, into: IO[bytes]) -> bool:
-        """Writes the blob; False when it is not there any more, or is another one."""
+        """Write the blob. Return False if it no longer exists or has changed."""
 
     def close(self) -> None:
-        """Ends the use of it."""
+        """Release the source."""
 
 
 class _PatientClient(ServerClient):
@@ -333,7 +333,7 @@ class _TierSource:
                 try:
                     raw_size = int(read_envelope_head(envelope.read)["raw_size"])
                 except (KeyError, TypeError, ValueError):
-                    raw_size = 0  # not an envelope: it is rejected below
+                    raw_size = 0  # not an envelope: the check below rejects it
             yield BundleEntry(
                 key=key,
                 sha256=digest.sha256,
@@ -367,12 +367,12 @@ def _source(config: ClientConfig, job: str | None, chosen: _Chosen, *, is_local:
         if is_local:
             return _TierSource(config, chosen)
         return _ServerSource(config, job, chosen)
-    except ValueError as error:  # also a file that a setting names
+    except ValueError as error:  # also raised for a file that a setting names
         fail(str(error), status=ExitStatus.USAGE)
 
 
 class _Export:
-    """One export. Blobs are collected in a directory beside the bundle; what is there stays."""
+    """One export. It collects blobs in a directory next to the bundle, and reuses them later."""
 
     def __init__(self, config: ClientConfig, source: _Source, file: Path) -> None:
         self._config, self._source, self._file = config, source, file
@@ -391,7 +391,7 @@ class _Export:
             raise FileNotFoundError(f"there is no directory {self._file.parent}")
         descriptor = make_own_directory(self._directory)
         try:
-            # By its descriptor: whoever may write above it could put another one in its place.
+            # Use the descriptor: a user who can write to the parent could swap the directory.
             self._spool = Path(f"/proc/self/fd/{descriptor}")
             return self._run()
         finally:
@@ -449,7 +449,7 @@ class _Export:
         return count
 
     def _bring(self, entry: BundleEntry) -> bool:
-        """Has the verified blob in the directory; False when it is gone."""
+        """Fetch a verified blob into the directory. Return False if it no longer exists."""
         place = self._place_of(entry)
         if place.exists():
             with suppress(BundleError):
@@ -480,7 +480,7 @@ class _Export:
         return self._spool / entry.sha256
 
     def _remove_spool(self) -> None:
-        """Removes what exports leave there; whatever else is in it is the user's."""
+        """Remove an export's own files. Other files in the directory belong to the user."""
         for path in self._spool.iterdir():
             if _SPOOLED.fullmatch(path.name):
                 path.unlink()
@@ -489,7 +489,7 @@ class _Export:
 
 
 class _Import:
-    """One import: the whole bundle is verified, then published."""
+    """One import: verify the whole bundle, then publish it."""
 
     def __init__(self, config: ClientConfig, bundle: Bundle) -> None:
         self._config, self._bundle = config, bundle
@@ -622,7 +622,7 @@ class _Import:
         self._imported += 1
 
     def _metadata_of(self, found: Found) -> ArtifactMetadata:
-        """What is published with it: in another namespace, with a signature of this host."""
+        """Return the metadata to publish. For another namespace, sign it with this host's key."""
         entry = found.entry
         found.blob.seek(0)
         raw_size = int(read_envelope_head(_as_file(found.blob).read)["raw_size"])
@@ -641,7 +641,7 @@ def _fail_midway(error: CacheError) -> NoReturn:
 
 
 def _describe(server: ServerClient, described: list[Description]) -> None:
-    """Tells what artifacts were made of. A server that does not take it has the artifacts."""
+    """Upload descriptions, best effort: the server already has the artifacts."""
     if described:
         with suppress(CacheError):
             server.describe(described)
@@ -649,12 +649,12 @@ def _describe(server: ServerClient, described: list[Description]) -> None:
 
 
 def _as_file(part: Part) -> Any:
-    """A part is all that readers of envelopes need of a file."""
+    """Pass a part as a file: readers of envelopes only need its methods."""
     return part
 
 
 def _patient(config: ClientConfig) -> ClientConfig:
-    """Settings for somebody who waits for the whole, not for a job that could compile instead."""
+    """Raise the timeouts, because a user waits for the whole transfer instead of compiling."""
     return dataclasses.replace(
         config,
         connect_seconds=max(10.0, config.connect_seconds),
@@ -664,7 +664,7 @@ def _patient(config: ClientConfig) -> ClientConfig:
 
 
 def _patiently(call: Callable[[], _T]) -> _T:
-    """The answer of a call; waits as long as a busy server asks for, some times."""
+    """Make a call, and retry up to eight times while the server is busy."""
     for _ in range(_TRIES):
         try:
             return call()

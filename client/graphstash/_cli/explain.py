@@ -1,4 +1,4 @@
-"""`graphstash explain`: why a job compiled what it compiled, and how two runs of a job differ."""
+"""`graphstash explain`: why a job compiled, and how two runs of a job differ."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -65,11 +65,11 @@ def explain(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say why a run compiled: which flag, version, shape or line differs from what is stored.
+    """Explain why a run compiled: which flag, version, shape or line differs from stored artifacts.
 
-    Each graph that the run missed is compared with the nearest artifacts in the namespaces that you
-    may read, 16 of them at most. `graphstash run --explain` says the same at the end of a job. Of
-    a stored artifact, it says what differs in the artifacts that are nearest to it. Examples:
+    The server compares each missed graph with the nearest artifacts in the namespaces that you may
+    read, in at most 16 of them. `graphstash run --explain` does the same at the end of a job. For a
+    stored artifact, the command shows what differs in its nearest relatives. Examples:
 
         graphstash explain
         graphstash explain "jit(train"
@@ -128,13 +128,13 @@ def _causes(config: ClientConfig, wanted: Iterable[tuple[Description, str | None
 
 
 def _explain_stored(config: ClientConfig, prefix: str, *, as_json: bool) -> None:
-    """What differs in the artifacts that are nearest to one that is stored."""
+    """Show what differs in the artifacts that are nearest to a stored artifact."""
     with server_of(config) as server:
         found = find_one(server, prefix)
         if found.description is None:
             fail(f"nobody has described {found.key}: `graphstash show {prefix}` has what is known")
         answer = server.explain(found.description)
-    others = tuple(each for each in answer.relatives if each.differences)  # no copies of itself
+    others = tuple(each for each in answer.relatives if each.differences)  # not identical copies
     text, nearest = cause_of(answer.model_copy(update={"relatives": others}))
     name = shown(found.label, most=128) or str(found.key)
     cause = Cause(text, [name], nearest=nearest)
@@ -151,7 +151,7 @@ def _explain_stored(config: ClientConfig, prefix: str, *, as_json: bool) -> None
 
 
 def _check_server(config: ClientConfig, records: list[ProcessRecord]) -> None:
-    """Refuses to ask another server than the run: an address from a file never gets the token."""
+    """Refuse a server that the run did not use: a recorded URL must never receive the token."""
     asked = next((record.url for record in records), config.url)
     if asked != config.url:
         fail(
@@ -172,7 +172,7 @@ def _as_json(cause: Cause) -> dict[str, object]:
 
 
 def _compare(config: ClientConfig, job: str, against: str | None, *, as_json: bool) -> None:
-    """How the last run of a job differs from another one."""
+    """Compare the last run of a job with another run."""
     try:
         name = ManifestName(job)
     except InvalidValueError as error:
@@ -216,7 +216,7 @@ def _other(server: ServerClient, earlier: Iterable[Run], against: str | None) ->
         fail(f"{len(names)} runs begin with {shown(against)!r}: write more of it")
     if not names:
         try:
-            names = [RunName(against)]  # older than those that are listed
+            names = [RunName(against)]  # older than the listed runs
         except InvalidValueError as error:
             fail(str(error), status=ExitStatus.USAGE)
     return server.run(RunName(against) if against in names else names[0])

@@ -1,8 +1,8 @@
-"""`graphstash keys`: manages signing keys and the list of trusted keys.
+"""`graphstash keys`: manage signing keys and the file of trusted keys.
 
-Run `keys generate` where artifacts are compiled, and the `keys trust` line that it prints on a file
-that every job gets. To rotate, generate and trust a new key beside the old one, sign with the new
-one, then revoke the old one.
+Run `keys generate` on the host that compiles artifacts. Run the `keys trust` line that it prints on
+a file that every job reads. To rotate keys, generate and trust a new key in addition to the old
+key, sign with the new key, then revoke the old key.
 """
 
 import fcntl
@@ -62,7 +62,10 @@ def show(path: PrivateFile, *, as_json: Json = False) -> None:
 
 
 class _TakesPublicKey(TyperCommand):
-    """A public key is 43 characters of base64url; one in 64 begins with a dash and is no option."""
+    """Accepts a public key that begins with a dash.
+
+    A public key is 43 characters of base64url, and one in 64 begins with a dash.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         dashed = [each for each in args if re.fullmatch(r"-[A-Za-z0-9_-]{42}", each)]
@@ -90,7 +93,7 @@ def trust(
 ) -> None:
     """Trust a key.
 
-    Running it again for the same key changes its name, namespaces and expiry.
+    To change the name, namespaces or expiry of a key, run the command again.
     """
     with _told(), _changing(file) as (path, trusted):
         key = TrustedKey(
@@ -114,7 +117,7 @@ def revoke(
     file: TrustFile = None,
     as_json: Json = False,
 ) -> None:
-    """Revoke a key: nothing that it signed is used any more."""
+    """Revoke a key. Jobs reject everything that it has signed."""
     with _told(), _changing(file) as (path, trusted):
         revoked = RevokedKey(key_id=SigningKeyId(key_id), reason=reason, at=datetime.now(UTC))
         others = tuple(each for each in trusted.revoked if each.key_id != key_id)
@@ -194,7 +197,7 @@ def _file_of(file: Path | None) -> Path:
 
 @contextmanager
 def _changing(file: Path | None) -> Iterator[tuple[Path, TrustedKeys]]:
-    """The file and its content, locked against other commands."""
+    """Lock the file against other commands, and yield its path and content."""
     path = _file_of(file)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""`graphstash run` without the rest of the command line: the job starts 0.05 s later than alone.
+"""`graphstash run` without the rest of the command line, so that it delays a job by only 0.05 s.
 
-Only what is light is imported here. The job reads its settings, and says what is wrong with
-them, when it meets its first compiler; what is given to `run` itself is checked before it starts.
+This module imports only light modules. It checks the options of `run` before the job starts. The
+job validates its other settings when it imports its first compiler.
 """
 
 import os
@@ -30,7 +30,7 @@ _VALUES: Final[Mapping[str, tuple[str, str]]] = {
     "--cache-dir": ("cache_dir", r"/[\w./-]+"),
     "--stats-file": ("stats_file", r"/[\w./-]+"),
 }
-"""Options with a value: the setting, and values that are right without doubt."""
+"""Options with a value: the setting, and a pattern of values that are certainly valid."""
 
 _FLAGS: Final[Mapping[str, tuple[str, str]]] = {
     "--read-only": ("read_only", "true"),
@@ -42,14 +42,14 @@ _FLAGS: Final[Mapping[str, tuple[str, str]]] = {
 }
 
 _ENDING: Final = ("GRAPHSTASH_FAIL_ON_MISS", "GRAPHSTASH_MAX_COMPILE_SECONDS")
-"""Settings that may end a job: then `graphstash run` stays, to end all of it."""
+"""Settings that may end a job. `graphstash run` then stays as the parent and ends all processes."""
 
 
 class CannotRunError(Exception):
-    """The command does not start.
+    """The command cannot start.
 
     Attributes:
-        status: the exit status, as a shell has it.
+        status: exit status, as a shell would return it.
     """
 
     def __init__(self, message: str, *, status: int) -> None:
@@ -58,17 +58,18 @@ class CannotRunError(Exception):
 
 
 class Launch(NamedTuple):
-    """A command, and the settings that it is to have."""
+    """A command and its settings."""
 
     command: Sequence[str]
     settings: Mapping[str, str]
 
     def start(self) -> NoReturn:
-        """Replaces this process by the command: signals and the exit status need no forwarding.
-        Only where the job may be ended before its time does it wait for the command.
+        """Replace this process with the command (exec), so that signals need no forwarding.
+
+        If a setting may end the job early, run the command as a child instead and wait for it.
 
         Raises:
-            CannotRunError: there is no such program, or it cannot be run.
+            CannotRunError: the program does not exist, or cannot be run.
         """
         program = shutil.which(self.command[0])
         if program is None:
@@ -80,7 +81,7 @@ class Launch(NamedTuple):
         environment[COMMAND_VARIABLE] = joined(self.command)
         sys.stdout.flush()
         sys.stderr.flush()
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and so would the job
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # the job would ignore them, as Python does
             signal.signal(number, signal.SIG_DFL)
         try:
             if any(environment.get(name) for name in _ENDING):
@@ -88,14 +89,16 @@ class Launch(NamedTuple):
 
                 if may_end(environment):
                     supervise(program, self.command, environment)
-            os.execve(program, list(self.command), environment)  # noqa: S606 - it is the job
+            os.execve(program, list(self.command), environment)  # noqa: S606 - this is the job
         except OSError as error:
             raise CannotRunError(f"{program}: {error.strerror}", status=126) from None
 
 
 def read(arguments: Sequence[str]) -> Launch | None:
-    """Reads what follows `graphstash run`; None when it takes the whole command line to judge it:
-    help is asked for, an option is unknown, a value may be wrong.
+    """Parse the arguments of `graphstash run`.
+
+    Returns None if only the full command line can handle them: help, an unknown option, or a value
+    that may be invalid.
     """
     settings = {}
     rest = iter(range(len(arguments)))
@@ -120,6 +123,7 @@ def read(arguments: Sequence[str]) -> Launch | None:
 
 def _python_path() -> str:
     rest = os.environ.get("PYTHONPATH")
-    # An empty entry is the working directory: `PYTHONPATH=$PYTHONPATH:/lib` often makes one.
+    # Keep empty entries, which mean the working directory: `PYTHONPATH=$PYTHONPATH:/lib` often has
+    # one.
     entries = [entry for entry in rest.split(os.pathsep) if entry != str(_AUTOLOAD)] if rest else []
     return os.pathsep.join([str(_AUTOLOAD), *entries])

@@ -1,7 +1,7 @@
-"""`graphstash login --oidc`: exchanges the JWT of a CI system or a cluster for a token.
+"""`graphstash login --oidc`: exchange the JWT of a CI system or a cluster for a token.
 
-A JWT may live for minutes, and nobody can revoke it. The token lives as long as the job, has its
-rights or fewer, and an administrator can revoke it.
+A JWT may expire within minutes and cannot be revoked. The token can last as long as the job, has at
+most the JWT's rights, and can be revoked by an administrator.
 """
 
 import dataclasses
@@ -80,8 +80,8 @@ def login(
 ) -> None:
     """Exchange the JWT of a CI job or a pod for a token that lasts as long as the job.
 
-    The token goes into the file that GRAPHSTASH_TOKEN_FILE names. Jobs read it from there, also
-    when a later login replaces it. Example:
+    The token is written to the file that GRAPHSTASH_TOKEN_FILE names. Jobs read it from there, and
+    read it again when a later login replaces it. Example:
 
         graphstash login --oidc --audience graphstash.internal --grant write:ci --hours 2
     """
@@ -99,7 +99,7 @@ def login(
             grants=tuple(map(Grant.parse, grant or ())),
             lifetime_seconds=round(hours * 3600) if hours is not None else None,
         )
-        with _replacing(path) as file:  # before a token exists
+        with _replacing(path) as file:  # check that the file is writable before a token exists
             issued = _exchange(config, _jwt(jwt_file, audience), request)
             file.write(issued.token + "\n")
     except ValidationError as error:
@@ -128,7 +128,7 @@ def _jwt(file: Path | None, audience: str | None) -> str:
     if file is not None:
         return read_jwt(file)
     if audience is None:
-        # Not asked of the server: it could name another service's, and use the JWT there.
+        # Do not ask the server: it could name another service's audience, and use the JWT there.
         raise ConfigError("set --audience to what the server requires (GRAPHSTASH_OIDC_AUDIENCE)")
     return jwt_from_github(audience)
 
@@ -150,7 +150,7 @@ def _exchange(config: ClientConfig, jwt: str, request: TokenExchange) -> TokenIs
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[IO[str]]:
-    """A file for its owner alone that takes the place of another one when it is written."""
+    """Yield a private temporary file that replaces `path` atomically at the end."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False)  # noqa: SIM115

@@ -1,8 +1,8 @@
-"""The command line: `graphstash run`, `status`, `prefetch`, and the commands of other packages.
+"""Command line: `graphstash run`, `status`, and the commands of other modules and packages.
 
-The server adds its commands by the entry-point group `graphstash.commands`, so that the client
-never imports the server. Every error ends as one line, `graphstash: error: ...`, and with a status
-of `ExitStatus`.
+The server adds its commands through the entry-point group `graphstash.commands`, so that the client
+never imports the server. Every error ends as one line, `graphstash: error: ...`, with a status of
+`ExitStatus`.
 """
 
 import sys
@@ -57,7 +57,7 @@ _PANELS: Final = {
     **dict.fromkeys(("token", "namespace", "quarantine", "audit"), _ADMINISTRATION),
     **dict.fromkeys(("gc", "fsck", "pin", "unpin", "migrate"), _ADMINISTRATION),
 }
-"""Where the help lists the commands of the server's package."""
+"""Help panels for the commands of the server's package."""
 
 _EXITS: Final = "Exit status:\n\n" + "\n".join(
     f"- {status.value}: {meaning}" for status, meaning in MEANINGS.items()
@@ -68,7 +68,7 @@ app = typer.Typer(
     help="A shared compilation cache for machine-learning training.",
     epilog=_EXITS,
     no_args_is_help=True,
-    rich_markup_mode="markdown",  # paragraphs are filled, and [default: 1] is no markup
+    rich_markup_mode="markdown",  # it fills paragraphs, and does not treat [default: 1] as markup
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
@@ -77,11 +77,11 @@ app = typer.Typer(
 _ClickError: Final[type[Exception]] = next(
     each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException"
 )
-"""What is raised for a command line that cannot be used. Typer brings a click of its own."""
+"""Exception for an invalid command line. Typer may vendor its own click."""
 
 
 def main() -> None:
-    """Reads the command line, and runs the command."""
+    """Parse the command line and run the command."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # a terminal may lack a character, such as µ
             stream.reconfigure(errors="replace")
@@ -107,7 +107,7 @@ def _tell(error: Any) -> None:
 
 @cache
 def complete_app() -> typer.Typer:
-    """The commands of this package and of others."""
+    """Return the app with the commands of this package and of other packages."""
     for command in entry_points(group="graphstash.commands"):
         loaded = command.load()
         if isinstance(loaded, typer.Typer):  # a group of commands
@@ -134,7 +134,7 @@ def _root(
 
 
 @app.command(
-    # The first word that is not an option begins the command; the rest belongs to the command.
+    # The first word that is not an option starts the command. All later words belong to it.
     context_settings={"allow_extra_args": True, "allow_interspersed_args": False},
     options_metavar="[OPTIONS] [--] COMMAND [ARGS]...",
     rich_help_panel=_JOBS,
@@ -180,8 +180,8 @@ def run(
 ) -> None:
     """Run a command with the cache in every Python process that it starts.
 
-    The script needs no change; torchrun, subprocesses and shells in between are fine. The command
-    runs even if the cache fails, unless --fail-on-miss asks otherwise. Example:
+    The script needs no change. torchrun, subprocesses and shells in between also work. The command
+    runs even if the cache fails, unless --fail-on-miss is set. Example:
 
         graphstash run -- python train.py
     """
@@ -204,7 +204,7 @@ def run(
         "max_compile_seconds": max_compile_seconds,
     }
     try:
-        # Without the environment: what is wrong there is for the job to say, which runs anyway.
+        # Ignore the environment: the job reports invalid variables and runs without the cache.
         config = ClientConfig.load({}, **given)
     except ConfigError as error:
         fail(blamed(error, given), status=ExitStatus.USAGE)
@@ -223,7 +223,7 @@ def run(
 def status(url: Url = None, namespace: NamespaceOption = None, as_json: Json = False) -> None:
     """Show whether the server answers, what it holds, and this host's local tier.
 
-    "Saved" adds up what compiling the hits had taken.
+    "Saved" is the total compile time of the artifacts that were hits.
     """
     config = load_config(url=url, namespace=namespace)
     with open_stash(config) as stash:

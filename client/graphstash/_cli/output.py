@@ -1,7 +1,7 @@
-"""How every command reads its settings, prints, formats quantities and fails.
+"""Shared helpers of all commands: read settings, print, format quantities, and fail.
 
-What others sent is never markup: `say` and `print_table` print plain text, and whoever passes
-names, labels or metadata to them makes them `shown` first.
+Text from others is never markup: `say` and `print_table` print plain text. Callers pass names,
+labels and metadata through `shown` first.
 """
 
 import json
@@ -75,7 +75,7 @@ _GAP: Final = "  "
 
 
 def load_config(**options: Any) -> ClientConfig:
-    """The settings of a command: its options, then the environment; ends it when one is wrong."""
+    """Load the settings from options and the environment. End the command if one is invalid."""
     try:
         return ClientConfig.load(**options)
     except ConfigError as error:
@@ -83,7 +83,7 @@ def load_config(**options: Any) -> ClientConfig:
 
 
 def open_stash(config: ClientConfig) -> Stash:
-    """The cache as these settings have it; ends the command when a file that they name is wrong."""
+    """Open the cache with these settings. End the command if a file that they name is invalid."""
     try:
         return Stash(config)
     except ConfigError as error:
@@ -92,7 +92,7 @@ def open_stash(config: ClientConfig) -> Stash:
 
 @contextmanager
 def server_of(config: ClientConfig) -> Iterator[ServerClient]:
-    """A client of the configured server; ends the command where it cannot be asked."""
+    """Yield a client of the configured server. End the command if the client raises an error."""
     try:
         server = ServerClient(config)
     except ConfigError as error:
@@ -105,7 +105,7 @@ def server_of(config: ClientConfig) -> Iterator[ServerClient]:
 
 
 def blamed(error: ConfigError, options: dict[str, Any]) -> str:
-    """What is wrong with the settings, by the options that set them, not by their variables."""
+    """Return the error's text with the names of the options instead of the variables."""
     text = str(error)
     for name, value in options.items():
         if value is not None:
@@ -115,29 +115,29 @@ def blamed(error: ConfigError, options: dict[str, Any]) -> str:
 
 
 def fail(message: str, *, status: ExitStatus = ExitStatus.FAILED) -> NoReturn:
-    """Prints what is wrong on standard error and ends the command."""
+    """Print an error to standard error and end the command."""
     err.print(Text(error_line(message)), soft_wrap=True)
     raise typer.Exit(int(status))
 
 
 def fail_for(error: CacheError) -> NoReturn:
-    """Ends the command because the cache cannot help."""
+    """End the command because the cache cannot help."""
     advice = "; `graphstash doctor` finds the cause" if isinstance(error, TransportError) else ""
     fail(error.detail + advice)
 
 
 def say(text: str, *, style: str = "") -> None:
-    """Prints plain text; a line is as long as it is."""
+    """Print plain text without wrapping it."""
     out.print(Text(text, style=style), soft_wrap=True)
 
 
 def shown(text: str, *, most: int = 200) -> str:
-    """Text of a stranger, fit for a terminal."""
+    """Return untrusted text in a form that is safe for a terminal."""
     return printable(text, most=most)
 
 
 def print_json(value: object) -> None:
-    """Prints a value for scripts."""
+    """Print a value as JSON, for scripts."""
     typer.echo(json.dumps(value, indent=2))
 
 
@@ -148,10 +148,10 @@ def print_table(
     flexible: int,
     below: Sequence[str] = (),
 ) -> None:
-    """Prints texts in columns, numbers to the right: a heading that begins with `>` says so.
+    """Print a table as text. A heading that starts with `>` aligns its column to the right.
 
-    A row is one line, so that `grep` finds whole words in it. Only a terminal that is too narrow
-    gets the column `flexible` shortened. `below` has a second line for each row.
+    Each row is one line, so that `grep` finds whole words in it. If a terminal is too narrow, only
+    the column `flexible` is shortened. `below` holds a second line for each row.
     """
     table = [[each.removeprefix(">") for each in headings], *map(list, rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -170,12 +170,12 @@ def print_table(
 
 
 def byte_progress() -> Progress:
-    """A bar of bytes, on standard error; nothing where that is no terminal."""
+    """Return a progress bar in bytes on standard error, which is hidden without a terminal."""
     return _progress(DownloadColumn(binary_units=True))
 
 
 def count_progress() -> Progress:
-    """A bar of things, on standard error; nothing where that is no terminal."""
+    """Return a progress bar in items on standard error, which is hidden without a terminal."""
     return _progress(MofNCompleteColumn())
 
 
@@ -193,7 +193,7 @@ def _progress(amount: ProgressColumn) -> Progress:
 
 
 def format_bytes(size: float) -> str:
-    """A size with its unit: `512 B`, `1.5 MiB`."""
+    """Return a size with its unit: `512 B`, `1.5 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
@@ -202,7 +202,7 @@ def format_bytes(size: float) -> str:
 
 
 def format_age(then: datetime) -> str:
-    """How long ago something was, in its largest unit: `45 s`, `12 min`, `3 h`, `9 d`."""
+    """Return the time since `then` in its largest unit: `45 s`, `12 min`, `3 h`, `9 d`."""
     seconds = max(0.0, (datetime.now(UTC) - then).total_seconds())
     for unit, size, most in (("s", 1, 60), ("min", 60, 60), ("h", 3600, 48)):
         if seconds < size * most:

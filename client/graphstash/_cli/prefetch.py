@@ -1,4 +1,4 @@
-"""`graphstash prefetch`: what the next run of a job may need is on this host before it starts."""
+"""`graphstash prefetch`: download the artifacts that a job's next run may need."""
 
 from collections.abc import Mapping
 from contextlib import closing
@@ -76,10 +76,10 @@ def prefetch(
 
 
 def _fetched(config: ClientConfig, job: ManifestName) -> Mapping[ArtifactKey, Outcome]:
-    """What became of each artifact, in the order of the manifest.
+    """Return the outcome of each artifact, in the order of the manifest.
 
     Raises:
-        CacheError: the server cannot be asked for all of them.
+        CacheError: a download failed, so that the outcomes are incomplete.
     """
     outcomes: dict[ArtifactKey, Outcome] = {}
     failures: list[CacheError] = []
@@ -89,7 +89,7 @@ def _fetched(config: ClientConfig, job: ManifestName) -> Mapping[ArtifactKey, Ou
         def done(key: ArtifactKey, outcome: Outcome) -> None:
             outcomes[key] = outcome
             progress.advance(task)
-            if isinstance(outcome, VerificationError):  # the others may be sound
+            if isinstance(outcome, VerificationError):  # other artifacts may be valid
                 err.print(f"rejected: {outcome}", markup=False, soft_wrap=True)
             elif isinstance(outcome, CacheError):
                 failures.append(outcome)

@@ -1,4 +1,4 @@
-"""`graphstash prewarm`: compile for a TPU on a host without one, before the job starts."""
+"""`graphstash prewarm`: compile for a TPU on a host without a TPU, before the job starts."""
 
 import dataclasses
 import importlib
@@ -45,15 +45,15 @@ def prewarm(
 ) -> None:
     """Compile a JAX train step ahead of time, on a host without the device.
 
-    Skips what the server already has. Needs jax and libtpu in this environment, in the versions of
-    the job. Example:
+    Skips artifacts that the server already has. Needs jax and libtpu in this environment, in the
+    job's versions. Example:
 
         graphstash prewarm --topology v5e:2x2 train.py:abstract_step
     """
-    # Before JAX is imported: it must not initialize the devices of this host.
+    # Set this before importing JAX, which must not initialize the devices of this host.
     os.environ["JAX_PLATFORMS"] = "cpu"
     try:
-        # By name, because only hooks may import a compiler, and not before it is needed.
+        # Import by name: only hooks may import a compiler, and only when it is needed.
         hook = importlib.import_module("graphstash.hooks.jax.prewarm")
         config = ClientConfig.load(url=url, namespace=namespace)
         with err.status("compiling"):

@@ -1,4 +1,4 @@
-"""`graphstash report`: what the cache saved in a month, in Markdown for a manager."""
+"""`graphstash report`: monthly savings of the cache, in Markdown for a manager."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -38,15 +38,15 @@ _TITLES: Final = {
     Grouping.DEVICE_TYPE: "By device type",
 }
 _MAX_RUNS_READ: Final = 50
-"""Runs whose misses are asked for: those that compiled longest."""
+"""Maximum runs whose misses are read: the runs with the longest compile time."""
 _SHOWN_MISSES: Final = 10
 _MARKDOWN: Final = re.compile(r"([\\`*_\[\]<>|~&]|:(?=//))")
-"""What means something in the cell of a table; also what makes a link of a bare address."""
+"""Characters with a meaning in a Markdown table cell, and the colon of a bare URL."""
 
 
 @dataclass
 class Sums:
-    """What a group did in the month."""
+    """Counts of one group in the month."""
 
     group: str = ""
     hits: int = 0
@@ -56,7 +56,7 @@ class Sums:
     saved_compile_seconds: float = 0.0
 
     def add(self, point: HistoryPoint) -> None:
-        """Adds one step."""
+        """Add one point of the history."""
         self.hits += point.hits
         self.misses += point.misses
         self.served_bytes += point.served_bytes
@@ -65,14 +65,14 @@ class Sums:
 
     @property
     def hit_rate(self) -> float | None:
-        """From 0 to 1; None when nothing was asked for."""
+        """Hit rate from 0 to 1, or None without look-ups."""
         asked = self.hits + self.misses
         return self.hits / asked if asked else None
 
 
 @dataclass
 class MissSums:
-    """What was compiled under one name."""
+    """Misses of one label in a namespace."""
 
     label: str
     namespace: str
@@ -83,17 +83,17 @@ class MissSums:
 
 @dataclass
 class MonthReport:
-    """What a report says.
+    """Content of a report.
 
     Attributes:
-        month: such as 2026-11.
-        namespace: the only one that it is about; None for all that may be read.
-        total: of all groups.
-        by: groups, those with the most look-ups first.
-        misses: what was compiled longest, of the runs that were looked at.
-        runs: how many of them began in the month and are known.
-        runs_read: how many of those the misses come from.
-        saved_wall_seconds: estimate of how much earlier the processes of these runs ended.
+        month: month, such as 2026-11.
+        namespace: the only namespace of the report. None means all readable namespaces.
+        total: counts of all groups together.
+        by: groups by kind of grouping, longest saved compile time first.
+        misses: labels with the longest compile time in the runs that were read.
+        runs: number of reported runs that started in the month.
+        runs_read: number of runs that the misses come from.
+        saved_wall_seconds: estimate of how much earlier these runs ended.
     """
 
     month: str
@@ -119,8 +119,8 @@ def report(
 ) -> None:
     """Print what the cache saved in a month, in Markdown.
 
-    Compile time that was not spent, hit rates by namespace, job, kind and device type, and what was
-    compiled most. Example:
+    The report shows the compile time that was saved, hit rates by namespace, job, kind and device
+    type, and what compiled longest. Example:
 
         graphstash report --month 2026-11 > november.md
     """
@@ -183,7 +183,7 @@ def _add_runs(
     since: datetime,
     until: datetime,
 ) -> None:
-    """Adds what runs have reported: how much earlier they ended, and what they compiled."""
+    """Add the runs' own reports: their estimated time savings and their misses."""
     found: list[tuple[float, Namespace, Run]] = []
     with count_progress() as progress:
         for where in progress.track(namespaces, description="runs"):
@@ -280,5 +280,5 @@ def _misses(made: MonthReport) -> list[str]:
 
 
 def _plain(text: Any) -> str:
-    """Text of a stranger that Markdown shows as it is."""
+    """Escape untrusted text so that Markdown shows it literally."""
     return _MARKDOWN.sub(r"\\\1", shown(str(text), most=128))

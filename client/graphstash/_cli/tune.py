@@ -1,4 +1,4 @@
-"""`graphstash tune`: what the team has found out about its kernels."""
+"""`graphstash tune`: search, show and export the team's kernel schedules."""
 
 import json
 import logging
@@ -43,7 +43,7 @@ __all__ = ["tune"]
 _SHOWN_VALUES: Final = 120
 
 _SEARCHERS: Final = "One of g-bfs, n-a2c, xgboost, rnn, random, exhaustive."
-"""`graphstash.tuning` is imported when one of these commands runs: no other one needs it."""
+"""Repeated here, because only a running command imports `graphstash.tuning`."""
 
 tune = typer.Typer(
     help="Find, show and export the team's schedules of kernels.",
@@ -89,10 +89,10 @@ def search(
     ] = 0,
     as_json: Json = False,
 ) -> None:
-    """Find the schedule of a kernel, unless the team has it already.
+    """Find the schedule of a kernel, unless the team already has it.
 
-    Trials run in processes of their own, which may crash. Each measurement is published, so a
-    search that is cut short was not in vain. Example:
+    Trials run in separate processes, which may crash. Each measurement is published, so that an
+    interrupted search keeps its results. Example:
 
         graphstash tune search gemm.py:task --trials 500
     """
@@ -141,7 +141,7 @@ def search(
 
 
 class _Failures(logging.Handler):
-    """Keeps why the last trial on this host failed, for a search that finds nothing."""
+    """Keeps the last trial's error on this host, for a search that finds nothing."""
 
     last = ""
 
@@ -150,7 +150,7 @@ class _Failures(logging.Handler):
 
 
 def _on_ray(task: str, *, gpus: int) -> "MakeExecutor":
-    """Makes pools on Ray's machines, which get the code of a script: they may not have it."""
+    """Return a factory of Ray pools. Ship the script's code, because Ray's machines may lack it."""
     from graphstash.tuning.measuring.ray_pool import RayPool
 
     script = Path(task.rpartition(":")[0])
@@ -169,8 +169,8 @@ def show(
 ) -> None:
     """List the tuned problems, with the best configuration of each.
 
-    A cost is the median of what the host that answered has measured, the spread its interquartile
-    range.
+    A cost is the median of the measurements of the host that provided the answer. The spread is
+    their interquartile range.
     """
     found = _schedules(problem, device_type, url=url, namespace=namespace)
     if as_json:
@@ -195,8 +195,8 @@ def export(
 ) -> None:
     """Write the best configurations to a file, for programs that run without a server.
 
-    It has what `tune show --json` prints. `graphstash export --kind schedule` takes the artifacts
-    themselves to hosts that no network connects with the server.
+    The file holds the output of `tune show --json`. To take the artifacts themselves to hosts
+    without a network to the server, use `graphstash export --kind schedule`.
     """
     found = _schedules(problem, device_type, url=url, namespace=namespace)
     if not found:
@@ -209,10 +209,11 @@ def export(
 
 
 def _write(file: Path, text: str) -> None:
-    """Whole or not at all: a program may read the file at any time. What is no file, such as a pipe
-    or a device, is written to.
+    """Replace the file atomically, because a program may read it at any time.
+
+    Write directly to a pipe, a device or another special file.
     """
-    file = file.resolve()  # what a link leads to
+    file = file.resolve()  # follow links
     try:
         mode = file.stat().st_mode
     except FileNotFoundError:
@@ -235,7 +236,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def _umask() -> int:
-    umask = os.umask(0o077)  # there is no other way to ask
+    umask = os.umask(0o077)  # the umask can only be read by setting it
     os.umask(umask)
     return umask
 
@@ -243,7 +244,7 @@ def _umask() -> int:
 def _schedules(
     problem: str, device_type: str | None, *, url: str | None, namespace: str | None
 ) -> list[dict[str, Any]]:
-    """The verified answers, newest first; ends the command where the server cannot be asked."""
+    """Return the verified answers, newest first. End the command if the server fails."""
     from graphstash.tuning.memory.problem import HELION_LABEL, parse_label
 
     config = load_config(url=url, namespace=namespace)
@@ -285,13 +286,13 @@ def _schedules(
 
 
 def _read(stash: Stash, key: ArtifactKey) -> dict[str, Any] | None:
-    """What an answer says; None, and a line on standard error, for what cannot be used."""
+    """Return an answer's content. If it is unusable, print an error and return None."""
     from graphstash.tuning.memory.findings import MAX_RECORD_BYTES, read_answer
 
     payload = Memory(MAX_RECORD_BYTES)
     try:
         if stash.fetch(key, payload) is None:
-            return None  # evicted in this moment
+            return None  # evicted since the listing
         answer = read_answer(payload.getvalue())
     except (VerificationError, ValueError) as error:
         err.print(f"rejected: {key}: {shown(str(error))}", markup=False, soft_wrap=True)
@@ -320,7 +321,7 @@ def _cells(each: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _format_cost(seconds: float | None) -> str:
-    """In its largest unit: `1.23 s`, `45.6 ms`, `7.89 µs`; a dash for what does not work."""
+    """Return a cost in its largest unit: `1.23 s`, `45.6 ms`, `7.89 µs`; a dash for None."""
     if seconds is None:
         return "-"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):

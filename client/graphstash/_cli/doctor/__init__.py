@@ -1,4 +1,4 @@
-"""`graphstash doctor`: checks everything between a job and its cache, and suggests fixes.
+"""`graphstash doctor`: check everything between a job and its cache, and suggest fixes.
 
     command     the command line, and the order of the topics
     findings    what a check found, and how to fix it
@@ -9,6 +9,6 @@
     compilers   their versions; with `--probe` a Python under `graphstash run` that imports them
     witness     what runs in that Python
 
-A topic is a generator of findings; it returns what later topics need, or None. It never waits
-without a limit, and raises no exception for what it finds.
+A topic is a generator of findings. It returns what later topics need, or None. Every wait in a
+topic has a limit. A topic yields findings for problems instead of raising exceptions.
 """

@@ -25,7 +25,7 @@ _EXPIRES_SOON: Final = timedelta(days=7)
 
 
 def check_access(config: ClientConfig, way: Way) -> Topic[None]:
-    """The token, and which namespaces this job may read and write."""
+    """Check the token, and which namespaces this job may read and write."""
     try:
         source = _source_of_token(config)
     except CacheError as error:
@@ -71,16 +71,15 @@ def check_access(config: ClientConfig, way: Way) -> Topic[None]:
 
 
 def _ask(config: ClientConfig, path: str) -> Answer:
-    """Sends a request as a job does, with its credentials."""
     with closing(Transport(config)) as transport:
         return transport.call("GET", path)
 
 
 def _source_of_token(config: ClientConfig) -> str | None:
-    """Where the token comes from; None when there is none.
+    """Return where the token comes from, or None without a token.
 
     Raises:
-        CacheError: its file cannot be read.
+        CacheError: the token file cannot be read.
     """
     token = Credentials(config).token()
     if config.token is not None:
@@ -119,7 +118,7 @@ def _creation(config: ClientConfig) -> str:
 
 
 def _is_open_for_reading(config: ClientConfig) -> bool:
-    """Requests a manifest that does not exist: 404 where reading is allowed, else refused."""
+    """Request a manifest that does not exist: if reading is allowed, the server answers 404."""
     path = f"{API_PREFIX}/{config.namespace}/manifests/doctor-{secrets.token_hex(8)}"
     try:
         return _ask(config, path).status == 404
@@ -146,7 +145,7 @@ def _who(access: Access, source: str | None) -> Finding:
         return ok("token", f"{told}; it does not expire")
     left = access.expires_at - datetime.now(UTC)
     told = f"{told}; it expires in {_days_or_hours(left)}"
-    # Identity providers issue JWTs for minutes, and a job gets a token for one for hours.
+    # JWTs last minutes, and the tokens exchanged for them last hours, so do not warn about them.
     is_lasting = access.kind is AccessKind.TOKEN and access.issuer is None
     if left < _EXPIRES_SOON and is_lasting:
         return warn(
@@ -187,10 +186,10 @@ def _rights(config: ClientConfig, access: Access) -> Topic[None]:
 
 
 def probe_lease(config: ClientConfig) -> Iterator[Finding]:
-    """Takes and releases a lease, as a job that may write does before it compiles.
+    """Acquire and release a lease, as a job with write access does before it compiles.
 
-    The lease is on a random key and is released as failed: no artifact comes of it, no other job
-    asks for it, and the server forgets it as it forgets every lease that has ended.
+    The lease has a random key and is released as failed. It produces no artifact, no other job
+    waits for it, and the server deletes it like any ended lease.
     """
     if config.read_only:
         yield skipped("write probe", "GRAPHSTASH_READ_ONLY: this job takes no leases")

@@ -1,4 +1,4 @@
-"""`graphstash doctor`: one line per finding, and below it what to do."""
+"""`graphstash doctor`: print one line per finding, followed by its fix."""
 
 import dataclasses
 import logging
@@ -55,10 +55,10 @@ def doctor(
 ) -> None:
     """Check settings, server, TLS, token, clock, local disk, signatures and compilers.
 
-    Suggests a fix for each problem and changes nothing. Exits with 1 if a check fails; warnings
+    Suggests a fix for each problem and changes nothing. Exits with 1 if a check fails. Warnings
     alone exit with 0.
     """
-    # The client's warnings are findings here.
+    # Suppress the client's warnings: the doctor reports them as findings.
     logging.getLogger("graphstash").addHandler(logging.NullHandler())
     findings = []
     for finding in examine(os.environ, {"url": url, "namespace": namespace}, with_probe=probe):
@@ -95,14 +95,14 @@ def _summary(findings: list[Finding]) -> str:
 def examine(
     environ: Mapping[str, str], options: Mapping[str, str | None], *, with_probe: bool = False
 ) -> Iterator[Finding]:
-    """Checks every topic in order and yields findings as they come.
+    """Check every topic in order, and yield findings as they come.
 
-    What depends on a failed topic is skipped.
+    If a topic fails, the topics that depend on it are skipped.
 
     Args:
-        environ: the environment of a job.
-        options: settings from the command line; None keeps the environment's.
-        with_probe: also start a Python that imports the compilers, and take a lease.
+        environ: environment of the job.
+        options: settings from the command line. None keeps the environment's value.
+        with_probe: also import the compilers in a new Python, and acquire a lease.
     """
     config = yield from _guarded("settings", check_settings(environ, options))
     if config is None:
@@ -137,10 +137,10 @@ def _examine_server(config: ClientConfig, *, with_probe: bool) -> Iterator[Findi
 
 
 def _guarded(name: str, topic: Topic[_T]) -> Topic[_T | None]:
-    """Reports an exception in a topic as a finding, so that the other topics still run."""
+    """Report an exception in a topic as a finding, so that the other topics still run."""
     try:
         return (yield from topic)
-    except Exception as error:  # noqa: BLE001 - a topic's outermost frame
+    except Exception as error:  # noqa: BLE001 - outermost frame of a topic
         yield fail(
             name,
             f"the check itself failed: {type(error).__name__}: {error}",

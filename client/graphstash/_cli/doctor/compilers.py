@@ -1,6 +1,6 @@
-"""Compilers: which are installed, in versions that their hooks support.
+"""Compilers: which are installed, and whether their hooks support the versions.
 
-None of them is imported here. With `--probe`, a Python under `graphstash run` imports them.
+This module imports no compiler. With `--probe`, a Python under `graphstash run` imports them.
 """
 
 import json
@@ -24,16 +24,16 @@ from graphstash.hooks.versions import TRIED, TriedVersions
 __all__ = ["check_compilers", "probe_hooks"]
 
 _IMPORT_SECONDS: Final = 120.0
-"""torch_xla takes 20 s on a busy host; a broken driver may hang for ever."""
+"""Limit for the imports: torch_xla takes 20 s on a busy host, and a broken driver may hang."""
 
 _PLUGIN_GROUPS: Final = ("jax_plugins", "torch_xla.plugins")
-"""Where PJRT plug-ins announce themselves."""
+"""Entry-point groups in which PJRT plug-ins register."""
 
 _NO_PLUGINS: Final = ("graphstash", "torch_xla")
-"""Also have entry points in those groups."""
+"""Distributions in these groups that are not plug-ins."""
 
 _PLUGINS: Final = ("libtpu", "libneuronxla")
-"""Distributions of plug-ins that frameworks find without an announcement."""
+"""Distributions of plug-ins that frameworks find without an entry point."""
 
 _DISTRIBUTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     **{hook: (tried.distribution,) for hook, tried in TRIED.items()},
@@ -47,7 +47,7 @@ _HOW_TO_REPEAT: Final = (
 
 
 def check_compilers(config: ClientConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """One line per hook, and one about how the cache gets into a job."""
+    """Yield one finding per hook, and one about how jobs start the cache."""
     installed = _installed_hooks()
     if not installed:
         yield warn(
@@ -71,7 +71,7 @@ def check_compilers(config: ClientConfig, environ: Mapping[str, str]) -> Iterato
 
 
 def _installed_hooks() -> dict[str, str]:
-    """For each hook whose compiler is installed, the versions: `torch 2.7.0`."""
+    """Map each hook whose compiler is installed to the versions, such as `torch 2.7.0`."""
     found = {}
     for hook in HOOKS:
         versions = ((each, _version(each)) for each in _DISTRIBUTIONS[hook])
@@ -81,9 +81,9 @@ def _installed_hooks() -> dict[str, str]:
 
 
 def _modules_to_import() -> list[str]:
-    """The modules whose import installs the hooks, of the compilers that are in this Python."""
+    """Return the modules of installed compilers whose import installs the hooks."""
     modules = dict.fromkeys(module for each in HOOKS.values() for module in each)
-    # Of these compilers, the distribution and the package have one name.
+    # For these compilers, the distribution and the package have the same name.
     return [module for module in modules if _version(module.partition(".")[0])]
 
 
@@ -111,7 +111,7 @@ def _judged(hook: str, tried: TriedVersions, config: ClientConfig) -> Finding:
 
 
 def _left_to_pjrt(name: str, told: str, config: ClientConfig) -> Finding:
-    """torch_xla 2.8 and newer cannot load what it compiled; plug-ins can."""
+    """Refer to the pjrt hook: torch_xla 2.8 and newer cannot load its compiled graphs."""
     plugins = _plugin_names()
     if plugins and "pjrt" in config.hooks:
         return ok(name, f"{told} cannot load cached graphs; {', '.join(plugins)}: see pjrt hook")
@@ -177,12 +177,12 @@ def probe_hooks(
     *,
     limit_seconds: float = _IMPORT_SECONDS,
 ) -> Iterator[Finding]:
-    """Imports every installed compiler under `graphstash run` and reports the installed hooks.
+    """Import every installed compiler under `graphstash run`, and report the installed hooks.
 
     Args:
-        environ: the environment of the job.
-        options: of `graphstash run`, by name without dashes; None leaves one out.
-        limit_seconds: longest time for all imports together.
+        environ: environment of the job.
+        options: options of `graphstash run`, by name without dashes. None omits an option.
+        limit_seconds: maximum seconds for all imports together.
     """
     modules = _modules_to_import()
     if not modules:
@@ -226,10 +226,10 @@ def _import(
     modules: list[str],
     limit_seconds: float,
 ) -> str | None:
-    """How Python ended, in words; None for success."""
+    """Run the imports. Return how Python failed, or None for success."""
     given = [f"--{name}={value}" for name, value in options.items() if value is not None]
     witness = [sys.executable, "-m", "graphstash._cli.doctor.witness", str(report), *modules]
-    # A job's name would make it fetch that job's artifacts.
+    # Drop the job's name, which would start that job's prefetch.
     variables = {k: v for k, v in environ.items() if k != f"{ENVIRONMENT_PREFIX}JOB"}
     with subprocess.Popen(
         [sys.executable, "-m", "graphstash", "run", "--quiet", *given, "--", *witness],
@@ -237,7 +237,7 @@ def _import(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # so that what it starts ends with it
+        start_new_session=True,  # so that killing the group ends its children
     ) as python:
         try:
             status = python.wait(limit_seconds)
@@ -246,7 +246,7 @@ def _import(
                 os.killpg(python.pid, signal.SIGKILL)
             return f"Python did not finish within {limit_seconds:g} s"
         finally:
-            if python.poll() is None:  # interrupted: it must not keep running alone
+            if python.poll() is None:  # interrupted: do not leave it running
                 with suppress(ProcessLookupError):
                     os.killpg(python.pid, signal.SIGKILL)
     if status < 0:

@@ -1,4 +1,4 @@
-"""Findings: what a check found, and what to do about it."""
+"""Findings: what a check found, and how to fix it."""
 
 import queue
 import threading
@@ -17,7 +17,7 @@ class State(StrEnum):
 
     OK = "ok"
     WARN = "warn"
-    """The cache works, but not as well as it could, or not for long."""
+    """The cache works, but not optimally or not for long."""
     FAIL = "fail"
     """Jobs run without the cache, or without a part of it."""
     SKIPPED = "skipped"
@@ -29,10 +29,10 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        name: what was checked.
-        state: what it means.
-        found: the result.
-        advice: how to fix it; empty if nothing is wrong.
+        name: subject of the check.
+        state: meaning for a job.
+        found: result of the check.
+        advice: how to fix the problem. Empty if there is no problem.
     """
 
     name: str
@@ -42,42 +42,42 @@ class Finding:
 
 
 Topic = Generator[Finding, None, _T]
-"""Yields findings; returns what later topics need."""
+"""Yields findings, and returns what later topics need."""
 
 
 def ok(name: str, found: str) -> Finding:
-    """A check that found no problem."""
+    """Report a check that found no problem."""
     return Finding(name, State.OK, found)
 
 
 def warn(name: str, found: str, advice: str) -> Finding:
-    """A problem that leaves the cache working."""
+    """Report a problem that leaves the cache working."""
     return Finding(name, State.WARN, found, advice)
 
 
 def fail(name: str, found: str, advice: str) -> Finding:
-    """A problem that keeps the cache, or a part of it, from working."""
+    """Report a problem that keeps the cache, or a part of it, from working."""
     return Finding(name, State.FAIL, found, advice)
 
 
 def skipped(name: str, why: str) -> Finding:
-    """A check that was skipped."""
+    """Report a check that was skipped."""
     return Finding(name, State.SKIPPED, why)
 
 
 def within(seconds: float, work: Callable[[], _T]) -> _T:
-    """Runs work that may block for ever, such as reading a dead network disk, in a thread.
+    """Run `work` in a thread, because it may block for ever, for example on a dead network disk.
 
     Raises:
-        TimeoutError: it did not finish within `seconds`; the thread is left behind.
-        OSError: as `work` raised it.
+        TimeoutError: `work` did not finish within `seconds`. Its thread keeps running.
+        OSError: raised by `work`.
     """
     answers: queue.SimpleQueue[tuple[_T, None] | tuple[None, Exception]] = queue.SimpleQueue()
 
     def answer() -> None:
         try:
             answers.put((work(), None))
-        except Exception as error:  # noqa: BLE001 - a thread's outermost frame: raised below
+        except Exception as error:  # noqa: BLE001 - outermost frame of a thread; raised below
             answers.put((None, error))
 
     threading.Thread(target=answer, name="graphstash-doctor", daemon=True).start()
@@ -87,4 +87,4 @@ def within(seconds: float, work: Callable[[], _T]) -> _T:
         raise TimeoutError(f"no answer within {seconds:g} s") from None
     if error is not None:
         raise error
-    return result  # type: ignore[return-value] # there is one where there is no error
+    return result  # type: ignore[return-value] # - the result is set if there is no error

@@ -1,4 +1,4 @@
-"""The local tier: the cache directory on this host's disk."""
+"""Local tier: the cache directory on this host's disk."""
 
 import os
 import re
@@ -20,22 +20,22 @@ from graphstash_schema.own_files import open_own_directory
 __all__ = ["check_local", "file_system_of"]
 
 _LOOK_SECONDS: Final = 5.0
-"""Limit for reading the whole tier: a network file system may be dead or slow."""
+"""Seconds to scan the tier: a network file system may be slow or dead."""
 
 _STALE_SECONDS: Final = 24 * 3600.0
-"""A temporary file of this age belongs to a process that died; see `_artifacts/local_tier.py`."""
+"""Age at which a temporary file belongs to a dead process: see `_artifacts/local_tier.py`."""
 
 _NETWORK: Final = re.compile(
     r"nfs4?|cifs|smb3?|smbfs|lustre|gpfs|ceph|beegfs|afs|9p|glusterfs|wekafs"
     r"|fuse\.(sshfs|s3fs|gcsfuse|goofys|rclone|glusterfs|ceph\S*|juicefs|blobfuse2?|mount-s3)"
 )
-"""Network file systems."""
+"""Types of network file systems."""
 
 _MOUNTS: Final = Path("/proc/self/mountinfo")
 
 
 def check_local(config: ClientConfig) -> Iterator[Finding]:
-    """The directory of the local tier: writable, on a local disk, with free space."""
+    """Check the local tier's directory: writable, on a local disk, with free space."""
     root = config.cache_dir
     try:
         yield from within(_LOOK_SECONDS * 2, partial(_look_at, root, int(config.local_limit)))
@@ -65,7 +65,7 @@ def _look_at(root: Path, limit_bytes: int) -> list[Finding]:
 
 
 def _refusal(root: Path) -> str:
-    """Why no tier can be here; empty if one can. Creates nothing."""
+    """Return why the tier cannot be used, or "". Creates nothing."""
     for folder in (root, *(root / name for name in FOLDERS)):
         place = next(path for path in (folder, *folder.parents) if _is_there(path))
         try:
@@ -85,7 +85,7 @@ def _is_there(path: Path) -> bool:
         path.lstat()
     except FileNotFoundError:
         return False
-    except OSError:  # a file where a folder should be, or a folder that is closed to this user
+    except OSError:  # a file in place of a folder, or a folder that this user cannot enter
         return False
     return True
 
@@ -128,7 +128,7 @@ def _contents(root: Path, limit_bytes: int) -> Iterator[Finding]:
 
 
 def _add_up(root: Path, envelopes: _Sum, stale: _Sum) -> bool:
-    """Counts what is there; False when time ran out before the end."""
+    """Count the files of the tier. Return False if time runs out before the end."""
     oldest = time() - _STALE_SECONDS
     deadline = monotonic() + _LOOK_SECONDS
     for folder, _, names in os.walk(root):
@@ -137,7 +137,7 @@ def _add_up(root: Path, envelopes: _Sum, stale: _Sum) -> bool:
         for name in names:
             try:
                 status = os.lstat(Path(folder, name))
-            except OSError:  # another process evicts at the same time
+            except OSError:  # another process evicts files meanwhile
                 continue
             if Path(folder).name == "tmp":
                 if status.st_mtime < oldest:
@@ -161,11 +161,11 @@ def _place(root: Path) -> Iterator[Finding]:
 
 
 def file_system_of(path: Path, *, mounts: Path = _MOUNTS) -> str:
-    """The type of the file system that a path is, or would be, on; empty where it is unknown.
+    """Return the type of the file system of a path, or "" if it is unknown.
 
     Args:
-        path: absolute; need not exist.
-        mounts: the kernel's list, as in proc(5), section mountinfo.
+        path: absolute path, which need not exist.
+        mounts: the kernel's mount list: see proc(5), section mountinfo.
     """
     try:
         lines = mounts.read_text(errors="replace").splitlines()
@@ -177,7 +177,7 @@ def file_system_of(path: Path, *, mounts: Path = _MOUNTS) -> str:
         fields, _, rest = line.partition(" - ")
         if len(parts := fields.split()) > 4 and rest:
             point = Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), parts[4]))
-            # Of two mounts on one place, the later one hides the earlier.
+            # If two mounts share a mount point, the later mount hides the earlier.
             if wanted.is_relative_to(point) and len(point.parts) >= found:
                 found, kind = len(point.parts), rest.split()[0]
     return kind

@@ -1,6 +1,6 @@
-"""The server: name, connection, certificate, protocol, clock, readiness.
+"""Server: name, connection, certificate, protocol, clock, readiness.
 
-No token is sent, because these requests need none.
+The requests carry no token, because they need none.
 """
 
 import ipaddress
@@ -30,21 +30,21 @@ from graphstash_schema.protocol import HEADER_PROTOCOL, PROTOCOL_VERSION
 __all__ = ["Way", "check_server"]
 
 _SLOW_SECONDS: Final = 0.1
-"""Slower round trips are noticeable: every download needs at least one."""
+"""Seconds above which a round trip is noticeable: every download needs at least one."""
 
 _READY_PATIENCE_SECONDS: Final = 6.0
-"""The server's own probes may take up to 5 s."""
+"""Extra seconds to wait for readiness: the server's own probes may take up to 5 s."""
 
 _MAX_BYTES: Final = 64 * 1024
-"""Of an answer; health and readiness take less than one KiB."""
+"""Maximum bytes to read of a response. Health and readiness take less than 1 KiB."""
 
 _WARN_SECONDS: Final = 5.0
 _FAIL_SECONDS: Final = 60.0
-"""Certificates, tokens and identity providers tolerate seconds of difference, not minutes."""
+"""Certificates, tokens and identity providers tolerate differences of seconds, not minutes."""
 
 _EXPIRES_SOON: Final = timedelta(days=14)
 
-# X509_V_ERR_* of OpenSSL, stable since 1.0 (include/openssl/x509_vfy.h).
+# X509_V_ERR_* of OpenSSL, unchanged since 1.0 (include/openssl/x509_vfy.h).
 _NOT_YET_VALID: Final = 9
 _EXPIRED: Final = 10
 _WRONG_NAME: Final = (62, 64)  # host name, IP address
@@ -52,10 +52,10 @@ _WRONG_NAME: Final = (62, 64)  # host name, IP address
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A server that answers.
+    """Connection to a server that answers.
 
     Attributes:
-        is_loopback: whether it is on this host, so that the network cannot see the traffic.
+        is_loopback: whether the server is on this host, so that no network sees the traffic.
     """
 
     is_loopback: bool
@@ -63,14 +63,14 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class _Heard:
-    """An answer as it came.
+    """A response as received.
 
     Attributes:
-        status: the HTTP status.
-        headers: by name, in any case.
-        body: at most 64 KiB of it.
-        seconds: from the request to the end of the answer.
-        at: this host's clock when the head of the answer was there.
+        status: HTTP status.
+        headers: headers, with case-insensitive names.
+        body: at most 64 KiB of the body.
+        seconds: time from the request to the end of the response.
+        at: this host's clock when the response's headers had arrived.
     """
 
     status: int
@@ -81,7 +81,7 @@ class _Heard:
 
 
 class _Wire:
-    """Sends requests without a token, and returns answers as they came."""
+    """Sends requests without a token, and returns responses unchecked."""
 
     def __init__(self, config: ClientConfig) -> None:
         self._config = config
@@ -96,10 +96,10 @@ class _Wire:
         self._client.close()
 
     def get(self, path: str, *, patience_seconds: float = 0.0) -> _Heard:
-        """Sends one request; the answer may take `patience_seconds` longer than a job allows.
+        """Send a request and wait `patience_seconds` longer than a job does.
 
         Raises:
-            httpx.HTTPError: no usable answer came in time.
+            httpx.HTTPError: no usable response arrived in time.
         """
         config = self._config
         first_byte_seconds = config.first_byte_seconds + patience_seconds
@@ -119,7 +119,7 @@ class _Wire:
 
 
 def check_server(config: ClientConfig) -> Topic[Way | None]:
-    """Checks everything up to readiness; None when the server cannot be used at all."""
+    """Check everything up to readiness. Return None if the server is unusable."""
     if config.url.startswith(UNIX):
         with closing(_Wire(config)) as wire:
             return (yield from _check_answers(config, wire, is_loopback=True))
@@ -204,7 +204,7 @@ def _check_protocol(config: ClientConfig, wire: _Wire) -> Topic[_Heard | None]:
         return None
     seconds = heard.seconds
     with suppress(httpx.HTTPError):
-        # The first one opened the connection; the fastest of three more is the round trip.
+        # The first request opened the connection. The fastest of three more is the round trip.
         seconds = min(wire.get("/healthz").seconds for _ in range(3))
     told = f"graphstash {release} at {config.url} answers in {seconds * 1000:.1f} ms"
     if seconds > _SLOW_SECONDS:
@@ -265,7 +265,7 @@ def _stranger(config: ClientConfig, heard: _Heard) -> Finding:
             f"{config.url} redirects to {home.scheme}://{home.netloc}, which clients do not follow",
             f"set GRAPHSTASH_URL={home.scheme}://{home.netloc}",
         )
-    if b"SSL certificate" in heard.body:  # nginx says so in HTTP
+    if b"SSL certificate" in heard.body:  # nginx reports this over HTTP
         return fail("TLS", f"{config.url} requires a client certificate", _own_certificate(config))
     if heard.status >= 500:
         return fail(
@@ -324,12 +324,12 @@ def _place(host: str, address: str, port: int) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """The system's words without its number."""
+    """Return the system's error text without its number."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _word(body: bytes, name: str) -> str:
-    """A string of a JSON answer, for people."""
+    """Return a string of a JSON response, for display."""
     with suppress(ValueError, RecursionError):
         answer = json.loads(body)
         if isinstance(answer, dict):
@@ -338,7 +338,7 @@ def _word(body: bytes, name: str) -> str:
 
 
 def _check_tls(config: ClientConfig, host: str, address: str, port: int) -> Topic[bool]:
-    """Whether a job would accept the certificate of the server at `address` for `host`."""
+    """Return whether a job would accept the certificate of the server at `address` for `host`."""
     try:
         with socket.create_connection((address, port), config.connect_seconds) as plain:
             plain.settimeout(config.first_byte_seconds)
@@ -400,7 +400,7 @@ def _advice(error: ssl.SSLCertVerificationError, host: str) -> str:
 
 
 def _check_clock(heard: _Heard) -> Iterator[Finding]:
-    """Compares this host's clock with the date of an answer."""
+    """Compare this host's clock with the Date header of a response."""
     try:
         told = parsedate_to_datetime(heard.headers.get("Date", ""))
         told = told if told.tzinfo else told.replace(tzinfo=UTC)
@@ -420,7 +420,7 @@ def _check_clock(heard: _Heard) -> Iterator[Finding]:
 
 
 def _ahead_seconds(here: datetime, told: datetime, trip_seconds: float) -> float:
-    """How far this host is ahead; 0 if resolution and round trip explain the difference."""
+    """Return how far this host's clock is ahead, or 0 within resolution and round trip."""
     latest = told + timedelta(seconds=1 + trip_seconds)
     if here > latest:
         return (here - latest).total_seconds()

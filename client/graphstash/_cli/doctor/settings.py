@@ -1,4 +1,4 @@
-"""What the job is configured with: its settings, and the keys that sign and verify artifacts."""
+"""Settings of the job, and the keys that sign and verify artifacts."""
 
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
@@ -30,11 +30,11 @@ _OFF_RATHER: Final = "until then jobs run without the cache rather than with unc
 def check_settings(
     environ: Mapping[str, str], overrides: Mapping[str, Any]
 ) -> Topic[ClientConfig | None]:
-    """The settings as a job would read them; None when they cannot be used.
+    """Load the settings as a job would. Return None if they are invalid.
 
     Args:
-        environ: the environment.
-        overrides: options of the command line, by setting; None means not given.
+        environ: environment of the job.
+        overrides: options of the command line, by setting. None means not given.
     """
     yield from _unknown_variables(environ)
     try:
@@ -55,7 +55,7 @@ def check_settings(
 
 
 def _told(environ: Mapping[str, str], overrides: Mapping[str, Any]) -> str:
-    """Which settings are not defaults, and their source; no values, which may be secrets."""
+    """Return the names and sources of changed settings, without values, which may be secret."""
     options = {name for name, value in overrides.items() if value is not None}
     variables = {
         variable
@@ -97,7 +97,7 @@ def _what_they_mean(config: ClientConfig) -> Iterator[Finding]:
 
 
 def check_signatures(config: ClientConfig) -> Iterator[Finding]:
-    """The policy, the trusted keys and this job's own key; and whom each namespace trusts."""
+    """Check the policy, the trusted keys and the job's key, and list each namespace's trusted keys."""
     policy = config.signature_policy
     if policy is SignaturePolicy.OFF:
         yield from _trust_in_writers(config)

@@ -1,4 +1,4 @@
-"""Runs under `graphstash run` for `graphstash doctor --probe`: imports compilers, reports hooks.
+"""Import compilers under `graphstash run` for `graphstash doctor --probe`, and report the hooks.
 
     python -m graphstash._cli.doctor.witness <report> <module>...
 
@@ -25,7 +25,7 @@ class _Warnings(logging.Handler):
 
 
 def main(report: Path, modules: list[str]) -> None:
-    """Imports `modules` in their order and writes the result to `report`."""
+    """Import `modules` in order, and write the result to `report`."""
     heard = _Warnings()
     logging.getLogger("graphstash").addHandler(heard)
     told: dict[str, Any] = {"errors": [], "warnings": heard.told}
@@ -36,7 +36,7 @@ def main(report: Path, modules: list[str]) -> None:
             importlib.import_module(module)
         except Exception as error:  # noqa: BLE001 - any exception of a compiler is a result
             told["errors"].append(f"import {module}: {type(error).__name__}: {error}"[:500])
-    # Whether the import alone has started the cache, as in a job that does not install it.
+    # Check whether the import alone has started the cache, as in a job that does not call install.
     session = sys.modules.get("graphstash._process.session")
     current = session.install() if session is not None else None
     told["is_started"] = current is not None
