@@ -97,7 +97,7 @@ def _what_they_mean(config: ClientConfig) -> Iterator[Finding]:
 
 
 def check_signatures(config: ClientConfig) -> Iterator[Finding]:
-    """Check the policy, the trusted keys and the job's key, and list each namespace's trusted keys."""
+    """Check the policy and the job's keys, and list which keys each namespace trusts."""
     policy = config.signature_policy
     if policy is SignaturePolicy.OFF:
         yield from _trust_in_writers(config)
