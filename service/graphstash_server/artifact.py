@@ -20,16 +20,16 @@ class Artifact(NamedTuple):
     """A stored artifact.
 
     Attributes:
-        key: the whole key.
-        digest: names the blob.
-        metadata_header: the metadata as uploaded; empty if there is none.
-        compile_seconds: time that a hit saves, as its publisher says.
-        toolchain: the compiler and its version, as its publisher says.
-        hits: number of hits; lags by the flush interval.
+        key: complete key.
+        digest: digest of the blob.
+        metadata_header: metadata as uploaded, or empty.
+        compile_seconds: seconds that a hit saves, as reported by the publisher.
+        toolchain: compiler and version, as reported by the publisher.
+        hits: number of hits. Lags by the flush interval.
         created_at: when the artifact was stored.
-        last_used_at: when the artifact was last used; lags by the flush interval.
-        pinned_until: the artifact is not evicted before this time.
-        withheld_at: the artifact has not been served since this time.
+        last_used_at: when the artifact was last used. Lags by the flush interval.
+        pinned_until: time before which the artifact is not evicted.
+        withheld_at: time since which the artifact is not served.
     """
 
     key: StoredKey
@@ -45,7 +45,7 @@ class Artifact(NamedTuple):
 
     @property
     def metadata(self) -> ArtifactMetadata | None:
-        """The metadata; None if there is none, or if a release with other rules stored it."""
+        """Parsed metadata. None if there is none, or if a release with other rules stored it."""
         try:
             return (
                 ArtifactMetadata.from_header(self.metadata_header) if self.metadata_header else None
@@ -55,8 +55,8 @@ class Artifact(NamedTuple):
 
 
 class FoundArtifact(NamedTuple):
-    """An artifact in the answer to a look-up. The words are as they are stored: a `Digest` would
-    check each of a thousand again.
+    """An artifact in the response to a look-up. The values are plain, because a `Digest` would
+    validate each of a thousand artifacts again.
     """
 
     sha256: str
@@ -70,10 +70,10 @@ class DescribedArtifact:
 
     Attributes:
         artifact: the artifact.
-        label: the name that a user knows the program by; empty if there is no description.
-        program: parts of the key that the program decides; None without a description, and in lists
-            that do not show parts.
-        environment: parts of the key that the environment decides; None likewise.
+        label: the user's name for the program. Empty if there is no description.
+        program: key parts that the program determines. None without a description, and in lists
+            that omit parts.
+        environment: key parts that the environment determines, or None like `program`.
     """
 
     artifact: Artifact
@@ -88,7 +88,7 @@ class DescribedArtifact:
 
     @property
     def producer(self) -> str:
-        """The job or user that published the artifact, as it says."""
+        """The job or user that published the artifact, as reported by the publisher."""
         return "" if self.metadata is None else self.metadata.producer
 
     @property
@@ -98,12 +98,12 @@ class DescribedArtifact:
 
     @property
     def shown_environment(self) -> Mapping[str, str]:
-        """The environment, or the shortened parts in the metadata if there is no description."""
+        """The environment. Without a description, the shortened parts from the metadata."""
         if self.environment is not None:
             return self.environment
         return {} if self.metadata is None else self.metadata.parts
 
     @property
     def parts(self) -> dict[str, str]:
-        """All parts that are known."""
+        """All known parts of the key."""
         return {**self.shown_environment, **(self.program or {})}

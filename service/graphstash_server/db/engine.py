@@ -1,17 +1,17 @@
-"""Database: connections that read and transactions that write, on SQLite or PostgreSQL.
+"""Database: read connections and write transactions, on SQLite or PostgreSQL.
 
-What requests ask often is prepared (`db.prepared`) and runs on the driver itself: reads on
-connections of their own (`db.reads`), and the transactions of `writing_in_steps`. Everything else
-goes through SQLAlchemy's connections.
+Frequent statements are prepared (`db.prepared`) and run directly on the driver. Prepared reads use
+their own connections (`db.reads`). Prepared transactions use `writing_in_steps`. All other
+statements use SQLAlchemy's connections.
 
-SQLite takes one writer at a time. So reading connections have no transactions, and every writing
-transaction begins IMMEDIATE. Writers of this process queue for their turn instead of failing with
-"database is locked", and a transaction never has to upgrade from reading to writing, which is the
-deadlock that SQLite cannot wait out.
+SQLite allows one writer at a time. So read connections have no transactions, and every write
+transaction begins IMMEDIATE. Writers of this process queue instead of failing with "database is
+locked". A transaction never upgrades from reading to writing, which is the deadlock that SQLite
+cannot resolve by waiting.
 
-PostgreSQL has one pool for all, of which reads keep one or two connections. Its transactions run
-side by side (READ COMMITTED); what must not change between two statements is locked by name
-(`queries.locks`), which is nothing to do on SQLite.
+PostgreSQL has one pool for reads and writes. Prepared reads keep one or two of its connections.
+Transactions run concurrently (READ COMMITTED). A transaction takes a named lock on data that must
+not change between two statements (`queries.locks`). On SQLite these locks do nothing.
 """
 
 import asyncio
@@ -48,62 +48,64 @@ T = TypeVar("T")
 
 _SQLITE_READERS = 4
 _LANES = 2
-"""One may be at something long, such as a look-up of a thousand keys."""
+"""Number of connections for prepared reads. One may be busy with a long read, such as a look-up of
+a thousand keys."""
 
 _POOL_SECONDS = 20
 
 _CONNECT_SECONDS = 5.0
 _STATEMENT_SECONDS = 20.0
 _LOCK_SECONDS = 5.0
-"""Longer than `_IDLE_SECONDS`: what waits for a server that is frozen goes on when that one is cut
-off, and is refused only when somebody else has the lock."""
+"""Longer than `_IDLE_SECONDS`. If a frozen server holds the lock, the database ends its transaction
+first and the waiting one continues. Only a live holder causes a refusal."""
 
 _IDLE_SECONDS = 3.0
 _POSTGRES_SETTINGS = {
     "application_name": "graphstash",
-    "idle_in_transaction_session_timeout": "60s",  # a host that vanished holds no lock for ever
-    "jit": "off",  # it costs more than any statement here
+    "idle_in_transaction_session_timeout": "60s",  # releases the locks of a host that vanished
+    "jit": "off",  # costs more than any statement here
 }
 _POOL_SETTINGS = _POSTGRES_SETTINGS | {
     "idle_in_transaction_session_timeout": f"{_IDLE_SECONDS:g}s",
     "lock_timeout": f"{_LOCK_SECONDS:g}s",
-    # Also ends a transaction whose server froze between the halves of a statement (the driver
-    # prepares it first), which does not count as idle.
+    # Also ends a transaction whose server froze between preparing and executing a statement, which
+    # does not count as idle.
     "statement_timeout": f"{_STATEMENT_SECONDS:g}s",
 }
-"""Of a server's requests, whose transactions take milliseconds; a migration may take longer."""
+"""Settings for a server's requests, whose transactions take milliseconds. A migration may take
+longer."""
 
 
 class Steps(Protocol):
-    """The parts of a transaction between which something else is waited for."""
+    """The steps of a transaction that waits for other work in between."""
 
     async def run(
         self, work: Callable[[Transaction], Coroutine[Any, Any, T]], *, is_last: bool = False
     ) -> T:
-        """Runs a part, which waits for nothing but its statements; the last one commits."""
+        """Run a step, which awaits only its own statements. The last step commits."""
 
 
 class Database:
     """The connections of this process to its database, until `close`.
 
     Attributes:
-        shared_connections: how many a crowd of equal calls may use at a time, so that others find
-            one that is free.
+        shared_connections: connections that identical concurrent calls may use together, so that
+            other calls still find a free one.
     """
 
     def __init__(self, url: str, *, connections: int = 5) -> None:
-        """Prepares the pools; nothing connects yet.
+        """Prepare the pools. Connects to nothing yet.
 
         Args:
-            url: an SQLAlchemy URL, `sqlite+aiosqlite:///...` or `postgresql+asyncpg://...`.
-            connections: maximum of connections of this process to PostgreSQL.
+            url: SQLAlchemy URL, `sqlite+aiosqlite:///...` or `postgresql+asyncpg://...`.
+            connections: maximum number of connections of this process to PostgreSQL.
         """
         self.url = make_url(url)
         lanes = min(_LANES, connections // 2) if self.is_postgresql else 0
         free = connections - lanes if self.is_postgresql else _SQLITE_READERS
         self.shared_connections = max(1, free - 2)
         self._here = None if self.is_postgresql else SqliteHere(self.url)
-        self._turn = asyncio.Lock()  # to write: SQLite takes one writer at a time
+        self._turn = asyncio.Lock()  # to write: SQLite allows one writer at a time
         if self.is_postgresql:
             self._writing = make_engine(
                 self.url, pool_size=connections, max_overflow=0, pool_timeout=_POOL_SECONDS
@@ -134,26 +136,27 @@ class Database:
 
     @property
     def is_postgresql(self) -> bool:
-        """Whether several hosts can share it."""
+        """Whether several hosts can share the database."""
         return self.url.get_backend_name() == "postgresql"
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncConnection]:
-        """A connection for statements that change nothing; each sees what was committed before it.
+        """Open a connection for reads. Each statement sees everything committed before it.
 
         Raises:
-            ServerError: 503 when the database does not answer.
+            ServerError: 503 if the database does not respond.
         """
         with _failures_named():
             async with self._reading.connect() as connection:
                 yield connection
 
     async def fetch(self, statement: Prepared, given: Parameters = NOTHING) -> Sequence[Row]:
-        """The rows of a statement that is asked often, see `db.reads`; it sees what was committed
-        before this call.
+        """Return the rows of a prepared statement, see `db.reads`.
+
+        The result includes everything committed before this call.
 
         Raises:
-            ServerError: 503 when the database does not answer.
+            ServerError: 503 if the database does not respond.
         """
         if statement.finds_one and (found := self.fetch_now(statement, given)) is not None:
             return found
@@ -161,8 +164,8 @@ class Database:
             return await self._reads.fetch(statement, given)
 
     def fetch_now(self, statement: Prepared, given: Parameters) -> Sequence[Row] | None:
-        """The same for a statement that `finds_one`, where the row is in memory, or known to be
-        absent; None when it has to be waited for.
+        """Return the rows of a statement with `finds_one` without waiting. Return None if that is
+        impossible, because the row or its absence is not in memory.
         """
         if self._here is None:
             return None
@@ -172,11 +175,11 @@ class Database:
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[AsyncConnection]:
-        """A transaction, committed at the end and durable then; rolled back by an exception.
+        """Open a transaction. It is durable at the end. An exception rolls it back.
 
         Raises:
-            NoSpaceError: when the disk is full.
-            ServerError: 503 when the database does not answer.
+            NoSpaceError: the disk is full.
+            ServerError: 503 if the database does not respond.
         """
         with _failures_named():
             async with self._turn_to_write(), self._writing.begin() as connection:
@@ -184,8 +187,8 @@ class Database:
 
     @asynccontextmanager
     async def writing_in_steps(self) -> AsyncIterator[Steps]:
-        """The same for a transaction whose statements are prepared. On SQLite each of its steps is
-        one call of a thread, however many statements it has.
+        """Open a transaction of prepared statements. Raises the errors of `writing`. On SQLite,
+        each step costs one call of a thread, regardless of its number of statements.
         """
         with _failures_named():
             if self.is_postgresql:
@@ -201,7 +204,7 @@ class Database:
 
     @asynccontextmanager
     async def _turn_to_write(self) -> AsyncIterator[None]:
-        """Writers of this process wait for each other here, in the order in which they came."""
+        """Queue the writers of this process in their order of arrival."""
         if self.is_postgresql:
             yield
             return
@@ -216,7 +219,7 @@ class Database:
             self._turn.release()
 
     async def close(self) -> None:
-        """Closes every connection."""
+        """Close every connection."""
         await self._reads.close()
         if self._here is not None:
             await self._here.close()
@@ -228,7 +231,7 @@ class Database:
 
 
 class _PostgresSteps:
-    """Steps on one connection; its transaction commits when it is left."""
+    """Steps on one connection. Leaving `writing_in_steps` commits the transaction."""
 
     def __init__(self, connection: AsyncConnection) -> None:
         self._connection = connection
@@ -237,15 +240,14 @@ class _PostgresSteps:
         self,
         work: Callable[[Transaction], Coroutine[Any, Any, T]],
         *,
-        is_last: bool = False,  # noqa: ARG002 - see above
+        is_last: bool = False,  # noqa: ARG002 - leaving the connection commits
     ) -> T:
         return await work(self._connection)
 
 
 def make_engine(url: URL, **pool: Any) -> AsyncEngine:
-    """An engine with real transactions, also on SQLite.
-
-    Without arguments it keeps no connection, and statements have no timeout.
+    """Create an engine with real transactions, also on SQLite. Without arguments it keeps no
+    connection, and statements have no timeout.
     """
     pool = pool or {"poolclass": NullPool}
     if url.get_backend_name() == "postgresql":
@@ -255,7 +257,7 @@ def make_engine(url: URL, **pool: Any) -> AsyncEngine:
             "command_timeout": _STATEMENT_SECONDS if is_pool else None,
             "server_settings": _POOL_SETTINGS if is_pool else _POSTGRES_SETTINGS,
         }
-        # A connection is tested before use: a restarted database must not fail a request.
+        # A connection is tested before use, so that a restart of the database fails no request.
         return create_async_engine(url, connect_args=arguments, pool_pre_ping=is_pool, **pool)
     engine = create_async_engine(url, connect_args={"factory": SqliteConnection}, **pool)
     event.listen(engine.sync_engine, "connect", set_pragmas)
@@ -265,12 +267,12 @@ def make_engine(url: URL, **pool: Any) -> AsyncEngine:
 
 
 def _hang_up(connection: Any, _record: Any) -> None:
-    """Ends a connection without waiting for the database, which may be silent."""
+    """End a connection without waiting for the database, which may not respond."""
     connection.driver_connection.terminate()
 
 
 def _begin_nothing(connection: Any, _record: Any) -> None:
-    """Stops the driver from beginning transactions its own way, which is late and DEFERRED."""
+    """Stop the driver from beginning transactions itself, which is late and DEFERRED."""
     connection.isolation_level = None
 
 
@@ -280,7 +282,7 @@ def _begin_immediate(connection: Connection) -> None:
 
 @contextmanager
 def _failures_named() -> Iterator[None]:
-    """Logs an error of the driver and turns it into a `ServerError`."""
+    """Log an error of the driver and turn it into a `ServerError`."""
     try:
         yield
     except PoolTimeoutError as error:
@@ -307,7 +309,7 @@ def _failures_named() -> Iterator[None]:
     except OSError as error:  # asyncpg: connection refused, or a timeout
         raise _no_answer(error) from error
     except Exception as error:
-        # Raised while connecting, or by what runs on the driver itself (`fetch`).
+        # Raised while connecting, or by statements that run directly on the driver (`fetch`).
         if type(error).__module__.startswith("asyncpg") and not _is_bug(error):
             raise _no_answer(error) from error
         raise
@@ -326,13 +328,13 @@ def _is_full(error: DBAPIError) -> bool:
 
 
 def _is_passing(error: DatabaseError) -> bool:
-    """Whether the database is starting, stopping or out of resources (classes 53 and 57)."""
+    """Return whether the database is starting, stopping or out of resources (classes 53 and 57)."""
     return _sqlstate(error)[:2] in ("53", "57")
 
 
 def _is_bug(error: Exception) -> bool:
-    """Whether the statement or its values are wrong (classes 22, 23 and 42); without rights on the
-    database (42501) it does not answer.
+    """Return whether the statement or its values are wrong (classes 22, 23 and 42). Missing rights
+    on the database (42501) count as no response instead.
     """
     sqlstate = str(getattr(error, "sqlstate", None) or "")
     return sqlstate[:2] in ("22", "23", "42") and sqlstate != "42501"

@@ -1,6 +1,6 @@
-"""Migration: upgrades the database to the newest revision, or checks that it has it.
+"""Migration: upgrade the database to the newest revision, or check its revision.
 
-Revisions only add, so servers of the previous release keep working on a migrated database: that
+Revisions only add, so servers of the previous release keep working on a migrated database. This
 makes a rolling upgrade possible.
 """
 
@@ -32,13 +32,13 @@ _DEADLOCK = "40P01"
 
 
 def migrate(url: str, *, lock_path: Path) -> None:
-    """Upgrades to the newest revision, unless a later release did so already. Blocks; run it in a
-    thread without an event loop.
+    """Upgrade to the newest revision, unless a later release already did.
 
-    Servers that start at the same time take turns: the second one has nothing left to do.
+    Servers that start at the same time take turns, and the second one finds nothing to do. Blocks;
+    run it in a thread without an event loop.
 
     Raises:
-        StartError: when the database cannot be reached or used.
+        StartError: the database cannot be reached or used.
     """
     with _locked(lock_path), _failures_named(url):
         if not _is_of_later_release(asyncio.run(find_revision(url))):
@@ -46,11 +46,12 @@ def migrate(url: str, *, lock_path: Path) -> None:
 
 
 def check_revision(url: str, *, lock_path: Path) -> None:
-    """Makes sure that the database is at the newest revision, or at one of a later release. Blocks;
-    run it in a thread without an event loop.
+    """Check that the database is at the newest revision, or at one of a later release.
+
+    Blocks; run it in a thread without an event loop.
 
     Raises:
-        StartError: when it is not, or cannot be reached or used.
+        StartError: the revision is older, or the database cannot be reached or used.
     """
     with _locked(lock_path):
         found = asyncio.run(find_revision(url))
@@ -63,12 +64,12 @@ def check_revision(url: str, *, lock_path: Path) -> None:
 
 
 async def find_revision(url: str) -> str | None:
-    """The revision of a database; None when it was never migrated.
+    """Return the revision of a database, or None if it was never migrated.
 
-    It makes the file of a new SQLite database, which two processes must not do at once.
+    This creates the file of a new SQLite database, which two processes must not do at once.
 
     Raises:
-        StartError: when the database cannot be reached or used.
+        StartError: the database cannot be reached or used.
     """
 
     def read(connection: Connection) -> str | None:
@@ -87,17 +88,17 @@ async def find_revision(url: str) -> str | None:
 
 
 def newest_revision() -> str:
-    """The revision that this release works with."""
+    """Return the revision that this release works with."""
     head = ScriptDirectory.from_config(alembic_config("")).get_current_head()
     assert head is not None  # noqa: S101 - there is a first revision
     return head
 
 
 def alembic_config(url: str) -> Config:
-    """The configuration of alembic for one database.
+    """Return alembic's configuration for one database.
 
     Raises:
-        StartError: when the revisions are neither in the package nor beside it.
+        StartError: the revisions are neither in the package nor beside it.
     """
     config = Config()
     config.set_main_option("script_location", str(_scripts()).replace("%", "%%"))
@@ -106,9 +107,11 @@ def alembic_config(url: str) -> Config:
 
 
 def _upgrade(url: str) -> None:
-    """Tries again after a deadlock with a server of the release before: that one waits for its turn
-    in a transaction, for which an index that is built CONCURRENTLY waits. PostgreSQL ends one of
-    the two; if it is this one, its connection closes, and the other has its turn.
+    """Upgrade, and retry after a deadlock with a server of the previous release.
+
+    That server waits for its turn inside a transaction. An index built CONCURRENTLY waits for that
+    transaction. PostgreSQL aborts one of the two. If it aborts the upgrade, its connection closes
+    and the other server gets its turn.
     """
     for attempts_left in reversed(range(_ATTEMPTS)):
         try:
@@ -122,7 +125,7 @@ def _upgrade(url: str) -> None:
 
 
 def _is_of_later_release(revision: str | None) -> bool:
-    """Whether this release does not have a revision."""
+    """Return whether this release does not know a revision."""
     scripts = ScriptDirectory.from_config(alembic_config(""))
     known = {script.revision for script in scripts.walk_revisions()}
     if revision is None or revision in known:
@@ -132,7 +135,7 @@ def _is_of_later_release(revision: str | None) -> bool:
 
 
 def _scripts() -> Path:
-    """The revisions: inside an installed package, or in the root of a checkout."""
+    """Return the directory of the revisions: in an installed package, or in a checkout's root."""
     for directory in (_PACKAGE / "_migrations", _PACKAGE.parents[1] / "migrations"):
         if (directory / "env.py").is_file():
             return directory

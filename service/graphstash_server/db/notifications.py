@@ -1,7 +1,7 @@
-"""Notifications: every server process learns at its commit what a transaction did.
+"""Notifications: inform every server process of a transaction when it commits.
 
-They are PostgreSQL's LISTEN and NOTIFY, and only hints: a process that was not connected missed
-them, and SQLite has none, so a request that waits also polls the database from time to time.
+They use PostgreSQL's LISTEN and NOTIFY, and are only hints. A disconnected process misses them, and
+SQLite has none. So a waiting request also polls the database.
 """
 
 import asyncio
@@ -24,25 +24,26 @@ _CHANNEL = "graphstash"
 _RETRY_SECONDS = 1.0
 _CHECK_SECONDS = 10.0
 _ANSWER_SECONDS = 5.0
-"""A connection whose other end vanished stays silent, so it is checked with a query."""
+"""Seconds within which the check query must return. A connection whose peer vanished stays silent,
+so only a query detects it."""
 
 _PAYLOADS = func.unnest(bindparam("payloads", type_=ARRAY(Text))).column_valued("payload")
 _NOTIFY = select(func.pg_notify(_CHANNEL, _PAYLOADS))
 
 
 async def notify(connection: Connection, payloads: Sequence[str]) -> None:
-    """Notifies every listener when the transaction commits; a payload has at most 7,999 bytes."""
-    if not isinstance(connection, AsyncConnection):  # SQLite's own
+    """Notify every listener when the transaction commits. A payload has at most 7,999 bytes."""
+    if not isinstance(connection, AsyncConnection):  # SQLite's own transaction
         return
     if payloads and connection.dialect.name == "postgresql":
         await connection.execute(_NOTIFY, {"payloads": list(payloads)})
 
 
 class Listener:
-    """Listens on a connection of its own until it is cancelled.
+    """Listens on its own connection until cancelled.
 
-    `heard` is called with every payload, on the event loop; `is_listening` with True when
-    notifications start to arrive, and with False when they stop: those in between were missed.
+    `heard` gets every payload, on the event loop. `is_listening` gets True when notifications begin
+    to arrive, and False when they stop. Notifications in between are lost.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Listener:
         self._is_listening = is_listening
 
     async def run(self) -> None:
-        """Connects, and connects again whenever the connection is lost."""
+        """Connect, and reconnect whenever the connection is lost."""
         if not self._database.is_postgresql:
             return
         engine = make_engine(self._database.url)
@@ -89,4 +90,4 @@ class Listener:
                     await connection.execute("SELECT 1", timeout=_ANSWER_SECONDS)
         finally:
             self._is_listening(False)
-            connection.terminate()  # to close it would wait for an answer, which may never come
+            connection.terminate()  # closing would wait for a reply, which may never come

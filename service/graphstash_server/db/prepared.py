@@ -1,8 +1,8 @@
-"""Prepared: a statement of SQLAlchemy Core that is built and compiled once for each database.
+"""Prepared: a SQLAlchemy Core statement that is built and compiled once per database.
 
-Building, hashing and compiling a statement anew takes longer than the database needs for it. What
-every request asks is prepared instead: Core writes its SQL and says how values are converted, from
-the same tables as everywhere, and the driver runs it.
+Building, hashing and compiling a statement takes longer than the database needs to run it. So the
+statements of every request are prepared. Core generates the SQL and the value conversions from the
+shared tables, and the driver runs the statement.
 """
 
 import json
@@ -45,14 +45,15 @@ __all__ = [
 ]
 
 Row: TypeAlias = Sequence[Any]
-"""The columns of one row, in the order in which the statement names them."""
+"""Columns of one row, in the order of the statement."""
 
 Parameters: TypeAlias = Mapping[str, Any]
 
 NOTHING: Final[Parameters] = {}
 
 Connection: TypeAlias = AsyncConnection | SqliteTransaction
-"""What a transaction is run on: SQLAlchemy's connection, or SQLite's own in its thread."""
+"""Runs the statements of a transaction: SQLAlchemy's connection, or SQLite's transaction in its
+thread."""
 
 _DIALECTS: Final[dict[str, Dialect]] = {
     "postgresql": PGDialect_asyncpg(),  # type: ignore[no-untyped-call]
@@ -64,7 +65,7 @@ _Convert: TypeAlias = Callable[[Any], Any] | None
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compiled:
-    """A statement as the driver of one database takes it."""
+    """A statement in the form of one database driver."""
 
     sql: str
     parameters: tuple[tuple[str, _Convert], ...]
@@ -72,7 +73,7 @@ class Compiled:
     columns: tuple[_Convert, ...]
 
     def bind(self, given: Parameters) -> tuple[Any, ...]:
-        """The values in the order of the placeholders, as the driver takes them."""
+        """Return the values in the order of the placeholders, converted for the driver."""
         values = {**self.constants, **given} if self.constants else given
         return tuple(
             [
@@ -82,7 +83,7 @@ class Compiled:
         )
 
     def rows(self, found: Sequence[Row]) -> Sequence[Row]:
-        """Rows of the driver with the values that Core's types say."""
+        """Convert the driver's rows to the values of Core's types."""
         if not any(self.columns):
             return found
         return [
@@ -92,22 +93,22 @@ class Compiled:
 
 
 class Reader(Protocol):
-    """Runs one statement by itself: `db.engine.Database`."""
+    """Runs one statement outside of a transaction, as `db.engine.Database` does."""
 
     async def fetch(self, statement: "Prepared", given: Parameters, /) -> Sequence[Row]:
-        """The rows of a statement."""
+        """Return the rows of a statement."""
 
 
 Source: TypeAlias = Connection | Reader
-"""Where rows can be read: inside a transaction, or outside of any."""
+"""Where to read rows: inside a transaction, or outside of one."""
 
 
 class Prepared:
-    """A statement that is built when it is first needed, once for each database."""
+    """A statement that is built on first use, once per database."""
 
     def __init__(self, build: Callable[[str], Executable], *, finds_one: bool = False) -> None:
-        """Takes what builds the statement for a dialect, "sqlite" or "postgresql", and whether it
-        finds one row at most, by an index: then SQLite needs no thread for it.
+        """Take the builder of the statement for a dialect, "sqlite" or "postgresql". `finds_one`
+        marks a statement that finds at most one row by an index. SQLite then needs no thread.
         """
         self._build = build
         self.finds_one = finds_one
@@ -115,22 +116,22 @@ class Prepared:
 
     @cached_property
     def sqlite(self) -> Compiled:
-        """As the driver of SQLite takes it."""
+        """The statement compiled for SQLite's driver."""
         return _compiled(self.statement("sqlite"), _DIALECTS["sqlite"])
 
     @cached_property
     def postgresql(self) -> Compiled:
-        """As the driver of PostgreSQL takes it."""
+        """The statement compiled for PostgreSQL's driver."""
         return _compiled(self.statement("postgresql"), _DIALECTS["postgresql"])
 
     def statement(self, dialect: str) -> Executable:
-        """The statement itself, for SQLAlchemy's connections."""
+        """Return the statement for SQLAlchemy's connections."""
         if dialect not in self._statements:
             self._statements[dialect] = self._build(dialect)
         return self._statements[dialect]
 
     async def fetch(self, source: Source, given: Parameters) -> Sequence[Row]:
-        """Its rows, inside a transaction or by itself."""
+        """Return the rows, read inside or outside of a transaction."""
         if isinstance(source, SqliteTransaction):
             compiled = self.sqlite
             return compiled.rows(source.fetch(compiled.sql, compiled.bind(given)))
@@ -139,12 +140,12 @@ class Prepared:
         return await source.fetch(self, given)
 
     async def fetch_one(self, source: Source, given: Parameters) -> Row | None:
-        """The only row of what has at most one; None when there is none."""
+        """Return the row of a statement that finds at most one, or None."""
         found = await self.fetch(source, given)
         return found[0] if found else None
 
     async def execute(self, connection: Connection, given: Parameters) -> int:
-        """Runs it inside a transaction, and returns how many rows it changed."""
+        """Run the statement inside a transaction. Return the number of changed rows."""
         if isinstance(connection, SqliteTransaction):
             compiled = self.sqlite
             return connection.execute(compiled.sql, compiled.bind(given))
@@ -152,7 +153,7 @@ class Prepared:
         return (await connection.execute(statement, given)).rowcount
 
     async def execute_all(self, connection: Connection, given: Sequence[Parameters]) -> None:
-        """Runs it inside a transaction, once for each of many parameters."""
+        """Run the statement inside a transaction, once per set of parameters."""
         if isinstance(connection, SqliteTransaction):
             compiled = self.sqlite
             connection.execute_all(compiled.sql, [compiled.bind(each) for each in given])
@@ -162,7 +163,7 @@ class Prepared:
 
 
 def is_one_of(column: ColumnElement[str], name: str, dialect: str) -> ColumnElement[bool]:
-    """Whether a column has one of many texts, which are one parameter however many they are."""
+    """Match a column against many texts, which take one parameter regardless of their number."""
     texts = bindparam(name, type_=_Texts())
     if dialect == "postgresql":
         return column == any_(texts)
@@ -176,11 +177,11 @@ class _Texts(TypeDecorator[Sequence[str]]):
     cache_ok = True
 
     def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
-        """What the database calls it."""
+        """Return the type that the database uses."""
         return dialect.type_descriptor(ARRAY(String) if dialect.name == "postgresql" else Text())
 
     def bind_processor(self, dialect: Dialect) -> Callable[[Any], Any]:
-        """The driver of PostgreSQL takes any sequence; a tuple has a hash, see `db.reads`."""
+        """Return the conversion. `db.reads` needs a hashable value, so a tuple."""
         return tuple if dialect.name == "postgresql" else json.dumps
 
 
@@ -191,7 +192,7 @@ def _compiled(statement: Executable, dialect: Dialect) -> Compiled:
     binds = {name: compiled.binds[name] for name in names}
     columns = getattr(statement, "exported_columns", ())
     if dialect.name == "postgresql":
-        columns = ()  # its driver returns what the types of every column here say
+        columns = ()  # the driver already converts the types of every column here
     return Compiled(
         compiled.string,
         tuple(

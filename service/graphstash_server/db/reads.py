@@ -1,11 +1,10 @@
-"""Reads: what requests ask the database most often, with one statement for all who ask the same.
+"""Reads: run the most frequent reads, with one statement for all requests with the same read.
 
-A read that has not begun yet is joined by whoever wants the same. One that has begun is not: what
-was committed meanwhile must be found, whoever committed it. So a crowd costs a statement or two,
-and nobody is told less than the database knew when they asked.
+A request joins an equal read that has not begun. It does not join one that has begun, because that
+may miss rows committed meanwhile. So a crowd costs one or two statements, and each request sees at
+least what was committed when it asked.
 
-Each lane runs one read, or on SQLite all that are wanted at that moment, on a connection that it
-keeps.
+Each lane keeps one connection. It runs one read at a time, or on SQLite all reads that are waiting.
 """
 
 import asyncio
@@ -31,20 +30,20 @@ class Lane(Protocol):
     """Runs reads, one call at a time.
 
     Attributes:
-        at_once: how many reads one call takes.
+        at_once: maximum number of reads per call.
     """
 
     at_once: int
 
     async def fetch(self, wanted: Sequence[Read]) -> Sequence[Answer]:
-        """What each read finds, or why it failed."""
+        """Return the rows of each read, or its error."""
 
     async def close(self) -> None:
-        """Gives the connection back."""
+        """Release the connection."""
 
 
 class Reads:
-    """Distributes reads among lanes; use it on one event loop."""
+    """Distributes reads among lanes. Use it on one event loop."""
 
     def __init__(self, lanes: Sequence[Lane], *, is_postgresql: bool) -> None:
         self._lanes = lanes
@@ -55,18 +54,18 @@ class Reads:
         self._running: set[asyncio.Task[None]] = set()
 
     async def fetch(self, statement: Prepared, given: Parameters) -> Sequence[Row]:
-        """The rows of a statement, as they are at some time after this call."""
+        """Return the rows of a statement, as of some time after this call."""
         compiled = statement.postgresql if self._is_postgresql else statement.sqlite
         loop = asyncio.get_running_loop()
         found: asyncio.Future[Sequence[Row]] = loop.create_future()
         self._wanted.setdefault((compiled, compiled.bind(given)), []).append(found)
         if not self._is_called and self._free:
             self._is_called = True
-            loop.call_soon(self._send)  # after whoever else asks in this turn of the loop
+            loop.call_soon(self._send)  # after the other requests of this loop iteration
         return await found
 
     async def close(self) -> None:
-        """Waits for what is under way."""
+        """Wait for the running reads."""
         if self._running:
             await asyncio.wait(self._running)
         for lane in self._lanes:
@@ -84,10 +83,10 @@ class Reads:
     async def _run(
         self, lane: Lane, batch: "dict[Read, list[asyncio.Future[Sequence[Row]]]]"
     ) -> None:
-        """An outermost frame: what fails belongs to those who wait for it."""
+        """Run a batch as the outermost frame of a task. An error goes to the requests."""
         try:
             answers = await lane.fetch(list(batch))
-        except Exception as error:  # noqa: BLE001 - see above
+        except Exception as error:  # noqa: BLE001 - passed to the requests
             answers = [error] * len(batch)
         finally:
             self._free.append(lane)
@@ -103,7 +102,7 @@ class Reads:
 
 
 class SqliteLane:
-    """A thread that takes every read that is wanted."""
+    """A thread that takes all waiting reads."""
 
     at_once = 256
 
@@ -111,11 +110,11 @@ class SqliteLane:
         self._thread = thread
 
     async def fetch(self, wanted: Sequence[Read]) -> Sequence[Answer]:
-        """Runs all of them in one call of the thread."""
+        """Run all reads in one call of the thread."""
         return await self._thread.call(lambda connection: [_fetch(connection, *r) for r in wanted])
 
     async def close(self) -> None:
-        """Ends the thread."""
+        """Stop the thread."""
         await self._thread.close()
 
 
@@ -127,9 +126,7 @@ def _fetch(connection: sqlite3.Connection, statement: Compiled, values: Sequence
 
 
 class PostgresLane:
-    """A connection of the pool, kept from the first read on. The driver has prepared every
-    statement that it has seen once.
-    """
+    """A pool connection, kept from the first read on. Its driver keeps prepared statements."""
 
     at_once = 1
 
@@ -139,7 +136,7 @@ class PostgresLane:
         self._driver: Any = None
 
     async def fetch(self, wanted: Sequence[Read]) -> Sequence[Answer]:
-        """Runs one read; once more on another connection when the one that was kept has ended."""
+        """Run one read. If the kept connection has ended, retry once on another one."""
         ((statement, values),) = wanted
         was_kept = self._kept is not None
         try:
@@ -152,7 +149,7 @@ class PostgresLane:
         return [statement.rows(await self._fetch(statement.sql, values))]
 
     async def close(self) -> None:
-        """Gives the connection back to the pool."""
+        """Return the connection to the pool."""
         kept, self._kept = self._kept, None
         if kept is not None:
             await kept.close()
@@ -165,7 +162,7 @@ class PostgresLane:
         return found
 
     async def _give_up(self) -> None:
-        """Takes another connection the next time: nobody knows what this one would say."""
+        """Use another connection next time, because the state of this one is unknown."""
         kept, self._kept, self._driver = self._kept, None, None
         if kept is not None:
             await kept.invalidate()

@@ -1,9 +1,9 @@
-"""SQLite on its own driver: a connection in a thread, and a transaction in one call of that thread.
+"""SQLite without SQLAlchemy: a connection in a thread, and a transaction in one call of it.
 
-A statement takes SQLite microseconds; handing it to a thread and its rows back takes longer. So a
-thread is called once for many statements: for all reads that are wanted at the same time
-(`db.reads`), and for a transaction, or for the part of it between two waits for something else. A
-single row that is in memory is read without any thread (`SqliteHere`).
+A statement takes SQLite microseconds. Passing it to a thread and its rows back takes longer. So one
+call of a thread runs many statements. It runs all waiting reads (`db.reads`), or a transaction, or
+the part of a transaction between two waits. A single row that is in memory is read without a thread
+(`SqliteHere`).
 """
 
 import asyncio
@@ -42,16 +42,17 @@ _SHARE_OF_WAITS: Final = 0.01
 
 
 class SqliteConnection(sqlite3.Connection):
-    """Closing it ends its transaction.
+    """A connection whose `close` ends its transaction.
 
-    Python's own is closed by SQLite only when nobody refers to its cursors any more, and a
-    cancelled caller's traceback does: until it is forgotten, all others find the database locked.
+    SQLite closes Python's own connection only after all references to its cursors are gone. The
+    traceback of a cancelled caller may hold one. Until it is freed, all other writers find the
+    database locked.
     """
 
     def close(self) -> None:
-        """Rolls back what is open, and closes; harmless when it is closed already."""
+        """Roll back an open transaction, and close. Harmless if already closed."""
         try:
-            with suppress(sqlite3.ProgrammingError):  # it is closed
+            with suppress(sqlite3.ProgrammingError):  # already closed
                 if self.in_transaction:
                     self.rollback()
         finally:
@@ -59,10 +60,10 @@ class SqliteConnection(sqlite3.Connection):
 
 
 class SqliteThread:
-    """One connection in a thread of its own, which begins with the first call."""
+    """One connection in its own thread, which starts with the first call."""
 
     def __init__(self, url: URL, *, name: str, is_reader: bool = False) -> None:
-        """Prepares it; a reader can change nothing."""
+        """Prepare the thread. A reader's connection is read-only."""
         self.dialect: Dialect = url.get_dialect()()
         self._url = url
         self._name = name
@@ -71,7 +72,7 @@ class SqliteThread:
         self._thread: threading.Thread | None = None
 
     def call(self, work: Callable[[sqlite3.Connection], T]) -> "asyncio.Future[T]":
-        """Runs `work` in the thread, after what was called before."""
+        """Run `work` in the thread, after all earlier calls."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         if self._thread is None:
@@ -81,7 +82,7 @@ class SqliteThread:
         return future
 
     async def close(self) -> None:
-        """Ends the thread when it has done what was called, and its connection."""
+        """Finish the earlier calls, then end the thread and its connection."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._jobs.put(None)
@@ -97,37 +98,37 @@ class SqliteThread:
                 answer = partial(_settle, future, work(connection))
             except sqlite3.Error as error:
                 answer = partial(_fail, future, as_core_says(error))
-            except BaseException as error:  # noqa: BLE001 - it belongs to the caller
+            except BaseException as error:  # noqa: BLE001 - the caller raises it
                 answer = partial(_fail, future, error)
             try:
                 loop.call_soon_threadsafe(answer)
-            except RuntimeError:  # the loop has ended, and nobody waits
+            except RuntimeError:  # the loop has ended, so no caller waits
                 break
-            del job, work, future, answer  # not kept while nothing is called
+            del job, work, future, answer  # release the references while the thread is idle
         if connection is not None:
             connection.close()
 
 
 class SqliteHere:
-    """A connection on which the event loop itself reads single rows, found by an index.
+    """A connection on which the event loop reads single rows, found by an index.
 
-    What is not in memory makes the loop wait for the disk, once in a while: after a slow read all
-    of them are left to the threads for a hundred times as long. A lock is not waited for at all.
+    If a row is not in memory, the loop waits for the disk. After such a slow read, all reads go to
+    the threads for a hundred times its duration. The loop never waits for a lock.
 
-    Other threads and processes may have had the core during a slow read, which a thread would not
-    change, so Linux is asked whether a block was read. Where it counts none (some network file
-    systems), only what takes much longer is slow.
+    Other threads or processes may have taken the CPU core during a slow read, which a thread would
+    not avoid. So the loop asks Linux whether it read a block. Some network file systems count no
+    blocks. There only a much longer read counts as slow.
     """
 
     def __init__(self, url: URL) -> None:
-        """Prepares it; the first `fetch` opens it, in a thread."""
+        """Prepare the connection. The first `fetch` opens it in a thread."""
         self._url = url
         self._opening: asyncio.Future[sqlite3.Connection] | None = None
         self._connection: sqlite3.Connection | None = None
         self._not_before = 0.0
 
     def fetch(self, sql: str, values: Sequence[Any]) -> Sequence[Sequence[Any]] | None:
-        """The rows of a statement; None when a thread has to be asked."""
+        """Return the rows of a statement, or None if a thread must run it."""
         began = time.monotonic()
         if began < self._not_before:
             return None
@@ -138,7 +139,7 @@ class SqliteHere:
         try:
             found = self._connection.execute(sql, values).fetchall()
         except sqlite3.Error:
-            return None  # the thread will say what is wrong
+            return None  # the thread will report the error
         took = time.monotonic() - began
         if took > _SLOW_SECONDS and (
             took > _TOO_SLOW_SECONDS or getrusage(RUSAGE_THREAD).ru_inblock > blocks
@@ -147,7 +148,7 @@ class SqliteHere:
         return found
 
     async def close(self) -> None:
-        """Closes the connection."""
+        """Close the connection."""
         if self._opening is not None:
             await asyncio.wait([self._opening])
         connection, self._connection = self._connection, None
@@ -162,7 +163,7 @@ class SqliteHere:
 
     def _opened(self, opening: "asyncio.Future[sqlite3.Connection]") -> None:
         if opening.cancelled() or opening.exception() is not None:
-            self._opening = None  # the threads fare alike, and say so
+            self._opening = None  # the threads get the same error and report it
         else:
             self._connection = opening.result()
 
@@ -170,12 +171,12 @@ class SqliteHere:
 class SqliteTransaction:
     """A transaction on the connection of a thread.
 
-    What is run in it is the same coroutine as on PostgreSQL. It waits for nothing but statements,
-    which are done when they return, so the thread runs it from its beginning to its end.
+    It runs the same coroutines as on PostgreSQL. They await only statements, which complete at
+    once, so the thread runs each coroutine without a break.
     """
 
     def __init__(self, thread: SqliteThread) -> None:
-        """Begins nothing yet; the first `run` does."""
+        """Prepare the transaction. The first `run` begins it."""
         self.dialect = thread.dialect
         self._thread = thread
         self._connection: sqlite3.Connection | None = None
@@ -187,10 +188,10 @@ class SqliteTransaction:
         *,
         is_last: bool = False,
     ) -> T:
-        """Runs a part of the transaction in one call, and commits after the last one.
+        """Run a step of the transaction in one call, and commit after the last step.
 
-        An exception rolls everything back. A caller that is cancelled waits for the thread: the
-        transaction must not go on behind its back.
+        An exception rolls everything back. If the caller is cancelled, it still waits for the
+        thread, because the transaction must not continue unobserved.
         """
 
         def steps(connection: sqlite3.Connection) -> T:
@@ -208,27 +209,27 @@ class SqliteTransaction:
         return await _to_its_end(self._thread.call(steps))
 
     async def roll_back(self) -> None:
-        """Ends the transaction without a trace; does nothing when it has ended."""
+        """Roll the transaction back. Does nothing if it has ended."""
         if self._is_open:
             await _to_its_end(self._thread.call(self._end))
 
     def fetch(self, sql: str, values: Sequence[Any]) -> Sequence[Sequence[Any]]:
-        """Runs a statement and returns its rows. In the thread only."""
+        """Run a statement and return its rows. Call it only in the thread."""
         return self._open.execute(sql, values).fetchall()
 
     def execute(self, sql: str, values: Sequence[Any]) -> int:
-        """Runs a statement and returns how many rows it changed. In the thread only."""
+        """Run a statement and return the number of changed rows. Call it only in the thread."""
         return self._open.execute(sql, values).rowcount
 
     def execute_all(self, sql: str, values: Sequence[Sequence[Any]]) -> None:
-        """Runs a statement once for each of many parameters. In the thread only."""
+        """Run a statement once per set of parameters. Call it only in the thread."""
         self._open.executemany(sql, values)
 
     def _begin(self, connection: sqlite3.Connection) -> None:
         if self._connection is None:
             connection.execute("BEGIN IMMEDIATE")
             self._connection, self._is_open = connection, True
-        assert self._is_open  # noqa: S101 - what has ended is not gone on with
+        assert self._is_open  # noqa: S101 - an ended transaction must not continue
 
     def _end(self, connection: sqlite3.Connection) -> None:
         self._is_open = False
@@ -244,7 +245,7 @@ class SqliteTransaction:
 def _connect(
     url: URL, *, is_reader: bool, busy_milliseconds: int = _BUSY_MILLISECONDS
 ) -> sqlite3.Connection:
-    """A connection for one thread at a time, whichever it is."""
+    """Open a connection for one thread at a time, regardless of which."""
     (path,), options = url.get_dialect()().create_connect_args(url)
     connection: sqlite3.Connection = sqlite3.connect(
         path, **{**options, "isolation_level": None, "check_same_thread": False}
@@ -258,10 +259,10 @@ def _connect(
 
 
 def set_pragmas(connection: Any, _record: Any) -> None:
-    """Prepares a new connection.
+    """Prepare a new connection.
 
-    WAL lets readers continue while one writes. `synchronous=FULL` makes the commit wait for the
-    disk: with NORMAL a power cut could lose an artifact whose upload was acknowledged.
+    With WAL, readers continue during a write. With `synchronous=FULL`, a commit waits for the disk.
+    With NORMAL, a power cut could lose an artifact whose upload was acknowledged.
     """
     cursor = connection.cursor()
     cursor.execute(f"PRAGMA busy_timeout={_BUSY_MILLISECONDS}")
@@ -272,7 +273,7 @@ def set_pragmas(connection: Any, _record: Any) -> None:
 
 
 def as_core_says(error: sqlite3.Error) -> Exception:
-    """The same error as SQLAlchemy's connections raise it, so that both are handled alike."""
+    """Wrap an error as SQLAlchemy's connections raise it, for the same handlers."""
     return DBAPIError.instance(None, None, error, sqlite3.Error)
 
 
@@ -287,7 +288,7 @@ def _fail(future: "asyncio.Future[Any]", error: BaseException) -> None:
 
 
 async def _to_its_end(future: "asyncio.Future[T]") -> T:
-    """Its result; who is cancelled, however often, waits for it all the same."""
+    """Return the result of a future. A caller waits for it even if cancelled repeatedly."""
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
         try:
@@ -295,13 +296,13 @@ async def _to_its_end(future: "asyncio.Future[T]") -> T:
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
-        future.exception()  # nobody else asks for it
+        future.exception()  # retrieved, because no other caller does
         raise cancelled
     return future.result()
 
 
 def _finish(work: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine that waits for nothing."""
+    """Run a coroutine that never suspends."""
     try:
         work.send(None)
     except StopIteration as done:

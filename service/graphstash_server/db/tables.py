@@ -1,7 +1,7 @@
-"""The tables. A change here needs a revision in `migrations/`; `alembic check` compares the two.
+"""The tables. A change needs a revision in `migrations/`. `alembic check` compares the two.
 
-A column that a later revision adds has a default in the database: servers of the previous release
-insert rows without it while a fleet is upgraded.
+A column added by a later revision needs a default in the database. During a rolling upgrade,
+servers of the previous release insert rows without it.
 """
 
 from datetime import UTC, datetime
@@ -49,13 +49,13 @@ __all__ = [
 
 
 class UtcTime(TypeDecorator[datetime]):
-    """An aware UTC time; SQLite stores no time zone, so it is added when it is read."""
+    """An aware UTC time. SQLite stores no time zone, so reading adds it."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Rejects a naive time: its zone would be a guess."""
+        """Reject a naive time, because its zone would be a guess."""
         if value is None:
             return None
         if value.tzinfo is None:
@@ -64,7 +64,7 @@ class UtcTime(TypeDecorator[datetime]):
         return utc.replace(tzinfo=None) if dialect.name == "sqlite" else utc
 
     def process_result_value(self, value: Any | None, dialect: Dialect) -> datetime | None:
-        """Marks the time as UTC."""
+        """Mark the time as UTC."""
         if value is None:
             return None
         utc: datetime = value.replace(tzinfo=UTC) if dialect.name == "sqlite" else value
@@ -82,8 +82,8 @@ metadata = MetaData(
 
 
 def _key_columns() -> list[Column[Any]]:
-    """An artifact's key. The fingerprint stands before kind and device type in the primary key: it
-    alone nearly always tells artifacts apart, so a lookup searches by it.
+    """Return the key columns of an artifact. The fingerprint comes before kind and device type in
+    the primary key. It nearly always identifies the artifact alone, so a look-up searches by it.
     """
     return [
         Column("namespace", String(64), primary_key=True),
@@ -110,12 +110,13 @@ artifacts = Table(
         server_default="",
         comment="as the metadata says",
     ),
-    # The comments are in databases; value.py is eviction_order.py today.
+    # The databases store these comments, so they still name value.py, which is now
+    # eviction_order.py.
     Column("density", Double, nullable=False, server_default="0", comment="see value.py"),
     Column(
         "rank",
         Double,
-        key="eviction_rank",  # a rank is a process of a job everywhere else
+        key="eviction_rank",  # elsewhere, a rank is a process of a job
         nullable=False,
         server_default="0",
         comment="least is evicted first, see value.py",
@@ -137,7 +138,7 @@ artifacts = Table(
     Index(None, "namespace", "created_at"),
     Index(None, "last_used_at"),
     *(
-        # What no upload can drive out, which is little: it is added up when a limit is reached.
+        # Artifacts that no upload can evict. They are few, and summed when a limit is reached.
         Index(
             None,
             name,
@@ -147,8 +148,8 @@ artifacts = Table(
         for name in ("pinned_until", "withheld_at")
     ),
 )
-"""One row is one artifact; its key never changes, and its digest and size only where a namespace's
-policy lets a PUT replace what is there."""
+"""One row per artifact. Its key never changes. Its digest and size change only if the namespace's
+policy lets a PUT replace an artifact."""
 
 environments = Table(
     "environments",
@@ -157,7 +158,8 @@ environments = Table(
     Column("parts", Text, nullable=False, comment="JSON"),
     Column("used_at", UtcTime, nullable=False, comment="by the last description"),
 )
-"""What many programs were compiled in: versions, flags, CPU features. Each set is kept once."""
+"""Compile environments of programs: versions, flags, CPU features. Each distinct set is stored
+once."""
 
 descriptions = Table(
     "descriptions",
@@ -178,8 +180,8 @@ descriptions = Table(
     Index(None, "namespace", "kind", "label", "described_at"),
     Index(None, "environment"),
 )
-"""What artifacts were made of, as their publishers say: explains misses. A row goes with its
-artifact; artifacts of earlier releases have none."""
+"""What artifacts were made of, as their publishers report. Used to explain misses. A row is deleted
+with its artifact. Artifacts of earlier releases have none."""
 
 deletions = Table(
     "deletions",
@@ -195,9 +197,9 @@ deletions = Table(
         comment="an earlier claim ended without an answer of the store",
     ),
 )
-"""Blobs that lost an artifact and are deleted unless another one has them. A row is written in the
-transaction that removes the artifact and deleted after the blob: when a server dies in between, any
-other one continues."""
+"""Blobs that lost an artifact, to be deleted unless another artifact has them. The row is written
+in the transaction that removes the artifact, and deleted after the blob. If a server dies in
+between, any other server continues."""
 
 generations = Table(
     "generations",
@@ -205,8 +207,8 @@ generations = Table(
     Column("sha256", String(64), primary_key=True),
     Column("generation", Integer, nullable=False, comment="of the name in the store"),
 )
-"""Blobs whose name in the store was given up, because a deletion of it may still be under way. A
-row stays for ever: nobody knows when such a deletion ends. Other blobs have generation 0."""
+"""Blobs whose name in the store is abandoned, because a deletion of it may still be in progress. A
+row is permanent, because the end of such a deletion is unknown. Other blobs have generation 0."""
 
 chores = Table(
     "chores",
@@ -214,7 +216,7 @@ chores = Table(
     Column("name", String(64), primary_key=True),
     Column("next_at", UtcTime, nullable=False),
 )
-"""Periodic work that one server does for all: the one that advances `next_at`."""
+"""Periodic work that one server does for all. The server that advances `next_at` does it."""
 
 leases = Table(
     "leases",
@@ -258,7 +260,7 @@ manifest_entries = Table(
     Index(None, "namespace", "name", "used_at"),
     Index(None, "namespace", "used_at"),
 )
-"""A manifest is its entries: one without entries does not exist."""
+"""A manifest consists of its entries. A manifest without entries does not exist."""
 
 usage = Table(
     "usage",
@@ -285,8 +287,9 @@ usage = Table(
         for name, rows in (("metadata", "artifacts"), ("manifest", "manifests"))
     ),
 )
-"""`artifacts` and the bytes of what is stored change in the transaction of the row they count; the
-rest lags by the flush interval. An artifact counts in full although equal blobs are kept once."""
+"""Per namespace. `artifacts` and the stored bytes change in the transaction of the row that they
+count. The rest lags by the flush interval. An artifact counts in full although equal blobs are
+stored once."""
 
 history = Table(
     "history",
@@ -304,8 +307,8 @@ history = Table(
     Column("saved_compile_seconds", Double, nullable=False),
     Index(None, "step", "at"),
 )
-"""What was served, by hour and by day: every count is in a row of each. Written with `usage`, and
-deleted by age; lags by the flush interval."""
+"""Served requests by hour and by day. Every count is in an hour row and in a day row. Written with
+`usage`, so it lags by the flush interval. Rows are deleted by age."""
 
 runs = Table(
     "runs",
@@ -329,8 +332,8 @@ runs = Table(
     Index(None, "writer", "reported_at", "size_bytes"),
     Index(None, "reported_at"),
 )
-"""What processes reported at their end, one row each. Rows are deleted by age, and by whole runs
-beyond the limits of a caller and of a namespace."""
+"""Reports of processes at their end, one row each. Rows are deleted by age. If a caller or a
+namespace exceeds its limit, whole runs are deleted."""
 
 tokens = Table(
     "tokens",
@@ -348,7 +351,7 @@ tokens = Table(
         "issuer", Text, nullable=True, comment="whose JWT it was exchanged for; null for others"
     ),
 )
-"""Secrets are 256 random bits, so a plain hash of them is as good as a slow one."""
+"""API tokens. Secrets are 256 random bits, so a plain hash is as good as a slow one."""
 
 sessions = Table(
     "sessions",
@@ -359,8 +362,8 @@ sessions = Table(
     Index(None, "token_id", "expires_at"),
     Index(None, "expires_at"),
 )
-"""Browsers that have signed in to the dashboard. An id is 256 random bits, as a secret is; a row
-says nothing of the token's secret, and is void as soon as the token is."""
+"""Browsers that are signed in to the dashboard. An id is 256 random bits, like a secret. A row
+reveals nothing of the token's secret, and ends when the token does."""
 
 namespaces = Table(
     "namespaces",
@@ -374,7 +377,7 @@ namespaces = Table(
     Column("requests_per_second", Double, nullable=True),
     Column("updated_at", UtcTime, nullable=False),
 )
-"""Policies; a namespace without a row has the defaults."""
+"""Policies. A namespace without a row has the defaults."""
 
 reports = Table(
     "reports",
@@ -385,8 +388,9 @@ reports = Table(
     Column("reported_by", String(128), nullable=False),
     Column("reported_at", UtcTime, nullable=False),
 )
-"""The last report on an artifact by a caller who may write: what it is withheld for, or what waits
-for a second reporter. The row is deleted when an administrator decides, or with the artifact."""
+"""The last report on an artifact by a caller with write access. It either withholds the artifact or
+waits for a second reporter. The row is deleted with the artifact, or when an administrator decides.
+"""
 
 audit = Table(
     "audit",
@@ -406,4 +410,4 @@ audit = Table(
     Index(None, "at"),
     Index(None, "namespace", "id"),
 )
-"""Written in the transaction of the change; rows are deleted after `audit_days`."""
+"""The audit log, written in the transaction of the change. Rows are deleted after `audit_days`."""

@@ -1,4 +1,4 @@
-"""TracedDatabase: what a request waits for in the database, turns and connections included."""
+"""TracedDatabase: spans for database calls, including waits for turns and connections."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -22,26 +22,26 @@ class TracedDatabase(Database):
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncConnection]:
-        """As `Database.reading`."""
+        """Trace `Database.reading`."""
         with self._tracing.span("database.read", **self._system):
             async with super().reading() as connection:
                 yield connection
 
     async def fetch(self, statement: Prepared, given: Parameters = NOTHING) -> Sequence[Row]:
-        """As `Database.fetch`."""
+        """Trace `Database.fetch`."""
         with self._tracing.span("database.read", **self._system):
             return await super().fetch(statement, given)
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[AsyncConnection]:
-        """As `Database.writing`."""
+        """Trace `Database.writing`."""
         with self._tracing.span("database.write", **self._system):
             async with super().writing() as connection:
                 yield connection
 
     @asynccontextmanager
     async def writing_in_steps(self) -> AsyncIterator[Steps]:
-        """As `Database.writing_in_steps`."""
+        """Trace `Database.writing_in_steps`."""
         with self._tracing.span("database.write", **self._system):
             async with super().writing_in_steps() as steps:
                 yield steps

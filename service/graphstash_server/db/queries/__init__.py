@@ -1,3 +1,3 @@
-"""Every SQL statement, one module per table. They take a connection and never end a transaction."""
+"""Every SQL statement, one module per table. No function ends a transaction."""
 
 __all__: list[str] = []

@@ -18,15 +18,15 @@ __all__ = ["AuditRecord", "add_audit", "prune_audit", "read_audit"]
 
 
 class AuditRecord(NamedTuple):
-    """One change, as it is logged.
+    """One change for the audit log.
 
     Attributes:
-        at: when.
-        actor: who.
+        at: time of the change.
+        actor: who made the change.
         action: what was done.
-        namespace: where; None for what belongs to no namespace.
-        subject: to what: an artifact's key, a token's id; at most 300 characters.
-        detail: more about it; empty for nothing.
+        namespace: affected namespace, or None.
+        subject: an artifact's key or a token's ID; at most 300 characters.
+        detail: further information, or empty.
     """
 
     at: datetime
@@ -40,12 +40,12 @@ class AuditRecord(NamedTuple):
     def of_artifact(
         cls, at: datetime, actor: Actor, action: AuditAction, key: StoredKey, detail: object
     ) -> "AuditRecord":
-        """What was done to an artifact; the detail has its digest."""
+        """Return the record of a change to an artifact. The detail contains its digest."""
         return cls(at, actor, action, key.namespace, subject=str(key.key), detail=str(detail))
 
 
 async def add_audit(connection: Connection, entries: Sequence[AuditRecord]) -> None:
-    """Logs changes in the transaction that makes them, with one insert for all."""
+    """Log changes with one insert, in the transaction that makes them."""
     if not entries:
         return
     await _ADD.execute_all(
@@ -81,8 +81,8 @@ async def read_audit(
     before: int | None = None,
     namespace: str | None = None,
 ) -> list[AuditEntry]:
-    """A page of the log, newest first: entries whose id is lower than `before`, of one namespace or
-    of all.
+    """Return a page of the log, newest first. It contains entries with an ID below `before`, of one
+    namespace or of all.
     """
     statement = select(audit).order_by(audit.c.id.desc()).limit(limit)
     if before is not None:
@@ -96,6 +96,6 @@ async def read_audit(
 
 
 async def prune_audit(connection: AsyncConnection, *, older_than: datetime, limit: int) -> int:
-    """Deletes up to `limit` entries that were written before a time; returns how many."""
+    """Delete up to `limit` entries written before a time. Return their number."""
     oldest = select(audit.c.id).where(audit.c.at < older_than).order_by(audit.c.at).limit(limit)
     return (await connection.execute(delete(audit).where(audit.c.id.in_(oldest)))).rowcount

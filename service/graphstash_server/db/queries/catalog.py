@@ -1,5 +1,5 @@
-"""Statements that list artifacts for people. Each is bounded, in what it reads as in what it
-returns: it walks an index of each namespace, and stops.
+"""Statements that list artifacts for people. Each statement walks an index per namespace and stops
+at a limit, so both reads and results are bounded.
 """
 
 from collections.abc import Sequence
@@ -50,8 +50,8 @@ _LABELLED: Final = select(
 async def list_latest(
     connection: AsyncConnection, namespaces: Sequence[str], *, limit: int
 ) -> list[DescribedArtifact]:
-    """The artifacts that were stored last, of each namespace at most its share of twice the limit,
-    and at least ten.
+    """Return the most recently stored artifacts. Each namespace contributes at most its share of
+    twice the limit, and at least ten.
     """
     if not namespaces:
         return []
@@ -77,12 +77,12 @@ async def list_latest(
 async def list_by_fingerprint(
     connection: AsyncConnection, namespaces: Sequence[str], prefix: str, *, limit: int
 ) -> list[DescribedArtifact]:
-    """Artifacts whose fingerprint begins with some hex digits; of too many, any."""
+    """Return artifacts whose fingerprint begins with `prefix`. Beyond the limit, any of them."""
     statement = _LABELLED.where(
         _IS_SHOWN,
         artifacts.c.namespace.in_(namespaces),
         artifacts.c.fingerprint >= prefix,
-        artifacts.c.fingerprint < prefix + "g",  # behind every hex digit
+        artifacts.c.fingerprint < prefix + "g",  # sorts after every hex digit
     ).limit(limit)
     return [described_of(found) for found in await connection.execute(statement)]
 
@@ -90,7 +90,7 @@ async def list_by_fingerprint(
 async def list_labelled(
     connection: AsyncConnection, namespaces: Sequence[str], label: str, *, limit: int
 ) -> list[DescribedArtifact]:
-    """Artifacts of programs with exactly that name; of too many, any."""
+    """Return artifacts of programs with exactly this name. Beyond the limit, any of them."""
     chosen = (
         select(*(descriptions.c[name] for name in KEY_COLUMNS))
         .where(
@@ -111,7 +111,7 @@ async def list_labelled(
 
 
 async def find_described(connection: AsyncConnection, key: StoredKey) -> DescribedArtifact | None:
-    """One artifact with its description; None if it is absent or withheld."""
+    """Return an artifact with its description, or None if it is absent or withheld."""
     statement = (
         _LABELLED.add_columns(
             descriptions.c.parts.label("program"), environments.c.parts.label("environment")
@@ -124,8 +124,8 @@ async def find_described(connection: AsyncConnection, key: StoredKey) -> Describ
 
 
 async def list_users(connection: AsyncConnection, key: StoredKey, *, limit: int) -> list[UserRow]:
-    """The jobs whose manifests name an artifact, the last use first. Their number is bounded in
-    every namespace, so that the entries are read one by one.
+    """Return the jobs whose manifests name an artifact, most recent use first. Every namespace
+    bounds their number, so the statement may read the entries one by one.
     """
     names = ("name", "runs", "used_at")
     statement = (

@@ -1,7 +1,7 @@
-"""What counts against a limit: bytes of blobs, and rows of the database for what they take there.
+"""Bytes that count against a limit: blobs, and rows of the database.
 
-A blob counts with its size. Its metadata count with theirs, and an artifact counts at least a block
-of the disk: that is what its file takes, or, where blobs are equal, its row with all its indexes.
+A blob counts with its size, and its metadata with theirs. An artifact counts at least one disk
+block, because its file occupies that much. If equal blobs share a file, its row and indexes do.
 """
 
 from typing import Final
@@ -15,11 +15,11 @@ __all__ = ["MANIFEST_ENTRY_BYTES", "METADATA_BYTES", "metadata_bytes"]
 _MIN_ARTIFACT_BYTES: Final = 4096
 
 MANIFEST_ENTRY_BYTES: Final = 512
-"""Of a row with two words of 128 characters, and its three indexes."""
+"""Size of a row with two words of 128 characters, and of its three indexes."""
 
 
 def metadata_bytes(size_bytes: int, header: str) -> int:
-    """What an artifact counts beside its blob."""
+    """Return the bytes that an artifact counts in addition to its blob."""
     return max(len(header), _MIN_ARTIFACT_BYTES - size_bytes)
 
 
@@ -30,4 +30,4 @@ METADATA_BYTES: Final[ColumnElement[int]] = case(
     ),
     else_=func.length(artifacts.c.metadata_header),
 )
-"""The same of a row."""
+"""`metadata_bytes` of a row, in SQL."""

@@ -1,4 +1,4 @@
-"""Statements on `deletions`, and on `generations`, which remembers those that nobody confirmed."""
+"""Statements on `deletions`, and on `generations`, which records unconfirmed deletions."""
 
 from collections.abc import Collection, Sequence
 from datetime import datetime
@@ -33,7 +33,7 @@ __all__ = [
 _IS_UNCONFIRMED: ColumnElement[bool] = or_(
     deletions.c.unconfirmed, deletions.c.claimed_until.is_not(None)
 )
-"""Whether a claim ended, if none is held now, and nobody said what became of the deletion."""
+"""Whether a deletion may be in progress: claimed, or a claim ended without a response."""
 
 
 _MARK = Prepared(
@@ -46,7 +46,7 @@ _MARK = Prepared(
 
 
 async def add_deletions(connection: Connection, digests: Sequence[Digest]) -> None:
-    """Marks blobs that lost an artifact."""
+    """Mark blobs that lost an artifact."""
     if not digests:
         return
     sizes = {digest.sha256: digest.size_bytes for digest in digests}
@@ -64,8 +64,8 @@ async def claim_deletions(
     limit: int,
     spared: Collection[str] = (),
 ) -> list[Digest]:
-    """Claims marked blobs that no other server has claimed, except those with a `spared` SHA-256.
-    No other server takes them before `until`, which also tells this claim from a later one.
+    """Claim marked blobs that no other server has claimed, except those in `spared` (SHA-256). No
+    other server takes them before `until`, which also identifies this claim.
     """
     free = (
         select(deletions.c.sha256)
@@ -87,7 +87,7 @@ async def claim_deletions(
 
 
 async def claim_deletion(connection: AsyncConnection, digest: Digest, *, until: datetime) -> None:
-    """Claims one blob, marked or not."""
+    """Claim one blob, marked or not."""
     statement = insert_into(connection, deletions).values(
         sha256=digest.sha256, size_bytes=digest.size_bytes, claimed_until=until
     )
@@ -104,7 +104,7 @@ async def claim_deletion(connection: AsyncConnection, digest: Digest, *, until: 
 async def renew_claim(
     connection: AsyncConnection, digest: Digest, *, held_until: datetime, until: datetime
 ) -> bool:
-    """Extends a claim; False when it was lost meanwhile."""
+    """Extend a claim. Return False if it was lost meanwhile."""
     statement = (
         update(deletions)
         .where(deletions.c.sha256 == digest.sha256, deletions.c.claimed_until == held_until)
@@ -114,7 +114,7 @@ async def renew_claim(
 
 
 async def is_claimed(connection: AsyncConnection, digest: Digest, *, now: datetime) -> bool:
-    """Whether some server is deleting a blob now."""
+    """Return whether a server is deleting a blob now."""
     statement = select(deletions.c.sha256).where(
         deletions.c.sha256 == digest.sha256, deletions.c.claimed_until >= now
     )
@@ -122,7 +122,7 @@ async def is_claimed(connection: AsyncConnection, digest: Digest, *, now: dateti
 
 
 async def doomed_digests(source: Source, digests: Sequence[Digest]) -> set[str]:
-    """The SHA-256 of those blobs that some server is deleting, or was when its claim ended."""
+    """Return the SHA-256 of the blobs that a server is deleting, or was when its claim ended."""
     found = await _DOOMED.fetch(source, {"blobs": [digest.sha256 for digest in digests]})
     return {sha256 for (sha256,) in found}
 
@@ -135,22 +135,22 @@ _DOOMED = Prepared(
 
 
 async def release_deletion(connection: AsyncConnection, digest: Digest) -> None:
-    """Ends a claim; the mark stays."""
+    """End a claim and keep the mark."""
     await connection.execute(
         update(deletions).where(deletions.c.sha256 == digest.sha256).values(claimed_until=None)
     )
 
 
 async def drop_deletion(connection: AsyncConnection, digest: Digest) -> None:
-    """Removes the mark: the blob is needed, and nothing was sent to the store since it was claimed
-    or marked. `abandon_deletion` and `end_deletion` are for all other cases.
+    """Remove the mark of a blob that is needed. Only valid if nothing was sent to the store since
+    the blob was marked or claimed. Otherwise use `abandon_deletion` or `end_deletion`.
     """
     await connection.execute(delete(deletions).where(deletions.c.sha256 == digest.sha256))
 
 
 async def abandon_deletion(connection: AsyncConnection, digest: Digest) -> None:
-    """Removes the mark of a blob that is to be stored again. After a claim that ended without an
-    answer the blob gets a new name: its deletion may still be under way.
+    """Remove the mark of a blob that is to be stored again. If a claim ended without a response of
+    the store, the blob gets a new name, because its deletion may still be in progress.
     """
     await _remove(connection, digest, deletions.c.sha256 == digest.sha256, spoils=_IS_UNCONFIRMED)
 
@@ -158,8 +158,8 @@ async def abandon_deletion(connection: AsyncConnection, digest: Digest) -> None:
 async def end_deletion(
     connection: AsyncConnection, digest: Digest, *, held_until: datetime
 ) -> None:
-    """Removes the mark of a blob that the store has deleted, if it still belongs to the claim with
-    that end. When an earlier deletion was never answered, the blob's next name is a new one.
+    """Remove the mark of a blob that the store has deleted, if it belongs to the claim that ends at
+    `held_until`. If an earlier deletion was never confirmed, the blob's next name is a new one.
     """
     is_held = deletions.c.claimed_until == held_until
     await _remove(connection, digest, is_held, spoils=deletions.c.unconfirmed)
@@ -184,7 +184,7 @@ async def _remove(
 
 
 async def find_generations(source: Source, digests: Sequence[Digest]) -> dict[str, int]:
-    """The generations of blobs by SHA-256; 0 is left out."""
+    """Return the generations of blobs by SHA-256, without those of generation 0."""
     blobs = [digest.sha256 for digest in digests]
     return dict(map(tuple, await _GENERATIONS.fetch(source, {"blobs": blobs})))
 
@@ -197,7 +197,7 @@ _GENERATIONS = Prepared(
 
 
 async def has_deletion(source: Source, digest: Digest) -> bool:
-    """Whether a blob is about to be deleted."""
+    """Return whether a blob is marked for deletion."""
     return await _MARKED.fetch_one(source, {"blob": digest.sha256}) is not None
 
 
@@ -208,9 +208,9 @@ _MARKED = Prepared(
 
 
 async def find_state(source: Source, digest: Digest) -> tuple[bool, int]:
-    """Whether a blob is about to be deleted, and its generation, in one statement."""
+    """Return in one statement whether a blob is marked for deletion, and its generation."""
     found = await _STATE.fetch_one(source, {"blob": digest.sha256})
-    assert found is not None  # noqa: S101 - it has no condition
+    assert found is not None  # noqa: S101 - the statement has no condition
     return bool(found[0]), found[1] or 0
 
 
@@ -226,11 +226,11 @@ _STATE = Prepared(
 
 
 async def count_deletions(connection: AsyncConnection) -> int:
-    """How many blobs are marked."""
+    """Return the number of marked blobs."""
     return int(await connection.scalar(select(func.count()).select_from(deletions)) or 0)
 
 
 async def pending_bytes(connection: AsyncConnection) -> int:
-    """Total size of the marked blobs, which may still be there."""
+    """Return the total size of the marked blobs, which the store may still hold."""
     total = await connection.scalar(select(func.coalesce(func.sum(deletions.c.size_bytes), 0)))
     return int(total or 0)

@@ -31,7 +31,7 @@ __all__ = [
 
 
 class NewDescription(NamedTuple):
-    """What a publisher says of an artifact."""
+    """A publisher's description of an artifact."""
 
     key: StoredKey
     label: str
@@ -40,7 +40,7 @@ class NewDescription(NamedTuple):
 
 
 class DescribedRow(NamedTuple):
-    """An artifact that may be served, and what it was made of."""
+    """An artifact that may be served, with its description."""
 
     key: StoredKey
     label: str
@@ -78,9 +78,8 @@ _BY_LABEL = _NEAREST.where(descriptions.c.label == bindparam("wanted"))
 async def add_descriptions(
     connection: AsyncConnection, new: Sequence[NewDescription], *, now: datetime
 ) -> int:
-    """Describes artifacts that are there and that nobody has described; returns how many.
-
-    Environments, then artifacts, each in the order of their keys: two calls never wait crosswise.
+    """Describe existing artifacts that have no description. Return their number. Rows are written
+    in key order, environments first, so that two calls cannot deadlock.
     """
     used = {digest_of_parts(each.environment): each.environment for each in new}
     for digest, parts in sorted(used.items()):
@@ -121,7 +120,7 @@ async def _add_description(
 async def list_by_identity(
     connection: AsyncConnection, namespace: str, kind: str, identity: str, *, limit: int
 ) -> list[DescribedRow]:
-    """Artifacts of the same program, last described first."""
+    """Return artifacts of the same program, most recently described first."""
     chosen = {"in_namespace": namespace, "of_kind": kind, "wanted": identity, "most": limit}
     return [_row(each) for each in await connection.execute(_BY_IDENTITY, chosen)]
 
@@ -129,20 +128,20 @@ async def list_by_identity(
 async def list_by_label(
     connection: AsyncConnection, namespace: str, kind: str, label: str, *, limit: int
 ) -> list[DescribedRow]:
-    """Artifacts of programs with the same name, last described first."""
+    """Return artifacts of programs with the same name, most recently described first."""
     chosen = {"in_namespace": namespace, "of_kind": kind, "wanted": label, "most": limit}
     return [_row(each) for each in await connection.execute(_BY_LABEL, chosen)]
 
 
 async def find_described(connection: AsyncConnection, key: StoredKey) -> DescribedRow | None:
-    """One artifact; None when there is none, or nobody has described it."""
+    """Return one artifact, or None if it is absent or has no description."""
     found = (await connection.execute(_DESCRIBED.where(is_key(descriptions, key)))).first()
     return None if found is None else _row(found)
 
 
 async def count_undescribed(connection: AsyncConnection, namespace: str, *, looked_at: int) -> int:
-    """How many artifacts nobody has described, of those that a namespace has had for the longest
-    time and of its latest ones, `looked_at` each: to count all of a million takes too long.
+    """Count artifacts without a description among the oldest and the newest of a namespace. It
+    examines `looked_at` of each, because counting a million takes too long.
     """
     age = artifacts.c.created_at
     ends = (
@@ -164,7 +163,7 @@ async def count_undescribed(connection: AsyncConnection, namespace: str, *, look
 
 
 async def drop_unused_environments(connection: AsyncConnection, *, before: datetime) -> None:
-    """Deletes environments that no description has and that none has had since a time."""
+    """Delete environments that no description uses and none has used since a time."""
     is_used = select(descriptions.c.environment).where(
         descriptions.c.environment == environments.c.id
     )

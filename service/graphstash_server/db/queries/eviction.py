@@ -1,6 +1,5 @@
-"""Statements that choose artifacts to remove, and remove them.
-
-Every choice is a page in the order of an index: its cost does not grow with the artifacts.
+"""Statements that choose artifacts to remove, and remove them. Each choice reads one page in index
+order, so its cost does not grow with the number of artifacts.
 """
 
 from collections.abc import Sequence
@@ -49,7 +48,7 @@ __all__ = [
 
 
 class Candidate(NamedTuple):
-    """An artifact that may go; `cost_bytes` is what it counts against a limit."""
+    """An artifact that may be evicted. `cost_bytes` counts against a limit."""
 
     key: StoredKey
     digest: Digest
@@ -91,9 +90,10 @@ async def list_least_valuable(
     after: Candidate | None = None,
     spares_looked_up: bool = True,
 ) -> list[Candidate]:
-    """A page of artifacts that are neither pinned nor withheld, least value first; `after` is the
-    last one of the previous page. Those that a look-up found lately are left out, or, with
-    `spares_looked_up` false, are the only ones.
+    """Return a page of artifacts that are neither pinned nor withheld, least valuable first.
+
+    `after` is the last artifact of the previous page. With `spares_looked_up`, artifacts that a
+    look-up found recently are left out. Without it, only those are returned.
     """
     statement = _evictable(now, spares_looked_up=spares_looked_up)
     statement = statement.order_by(artifacts.c.eviction_rank, *_KEY).limit(limit)
@@ -101,7 +101,7 @@ async def list_least_valuable(
         statement = statement.where(artifacts.c.namespace == namespace)
     if after is not None:
         statement = statement.where(
-            # For the index: it is not used for the comparison of tuples alone.
+            # For the index, which a comparison of tuples alone does not use.
             artifacts.c.eviction_rank >= after.eviction_rank,
             tuple_(artifacts.c.eviction_rank, *_KEY) > (after.eviction_rank, *after.key.columns),
         )
@@ -117,7 +117,7 @@ async def list_unused(
     limit: int,
     after: Candidate | None = None,
 ) -> list[Candidate]:
-    """A page of unpinned artifacts that were not used since a time, longest unused first."""
+    """Return a page of unpinned artifacts not used since a time, longest unused first."""
     statement = _evictable(now).where(artifacts.c.last_used_at < before)
     if namespace is not None:
         statement = statement.where(artifacts.c.namespace == namespace)
@@ -130,9 +130,7 @@ async def list_unused(
 
 
 async def list_toolchains(connection: AsyncConnection) -> list[Toolchain]:
-    """Every toolchain of every namespace and kind, the most recently used first. Reads every
-    artifact once.
-    """
+    """Return all toolchains, most recently used first. Reads every artifact once."""
     last_used_at = func.max(artifacts.c.last_used_at).label("last_used_at")
     group = (artifacts.c.namespace, artifacts.c.kind, artifacts.c.toolchain)
     statement = (
@@ -151,7 +149,7 @@ async def list_of_toolchain(
     limit: int,
     after: Candidate | None = None,
 ) -> list[Candidate]:
-    """The artifacts of a toolchain that are not pinned, in the order of their keys."""
+    """Return the unpinned artifacts of a toolchain in key order."""
     statement = _evictable(now).where(
         artifacts.c.namespace == wanted.namespace,
         artifacts.c.kind == wanted.kind,
@@ -163,8 +161,8 @@ async def list_of_toolchain(
 
 
 async def kept_bytes(connection: AsyncConnection, *, namespace: str | None, now: datetime) -> int:
-    """What counts against a limit and no upload can drive out: pinned and withheld artifacts, and
-    manifests, of one namespace or of all.
+    """Return the bytes that count against a limit but cannot be evicted: pinned and withheld
+    artifacts, and manifests. Of one namespace or of all.
     """
     is_pinned = artifacts.c.pinned_until > now
     is_withheld_only = and_(
@@ -174,7 +172,7 @@ async def kept_bytes(connection: AsyncConnection, *, namespace: str | None, now:
     cost = func.sum(artifacts.c.size_bytes + METADATA_BYTES)
     total = 0
     for table, statement in (
-        (artifacts, select(cost).where(is_pinned)),  # each along an index of its own
+        (artifacts, select(cost).where(is_pinned)),  # each uses its own index
         (artifacts, select(cost).where(is_withheld_only)),
         (usage, select(func.sum(usage.c.manifest_bytes))),
     ):
@@ -190,14 +188,13 @@ async def evict_artifacts(
     now: datetime,
     spares_looked_up: bool = True,
 ) -> list[Candidate]:
-    """Removes artifacts of one namespace, counts them and marks their blobs: the first of the three
-    phases.
+    """Remove artifacts of one namespace and mark their blobs, the first of three phases.
 
-    An artifact that was deleted, replaced, used, pinned or withheld since it was chosen is left
-    as it is. So the rows are locked, in the order of their keys as everywhere, and looked at again.
+    The rows are locked in key order and checked again. An artifact that was deleted, replaced,
+    used, pinned or withheld since it was chosen stays.
 
     Returns:
-        Those that were removed.
+        The removed artifacts.
     """
     if not chosen:
         return []
@@ -228,7 +225,7 @@ async def evict_artifacts(
 
 
 def _seen(candidate: Candidate) -> tuple[str, str, str, str, float]:
-    """What must not have changed."""
+    """Return the values that must not have changed since the choice."""
     _, *name = candidate.key.columns
     return (name[0], name[1], name[2], candidate.digest.sha256, candidate.eviction_rank)
 
@@ -268,7 +265,7 @@ _DELETE = Prepared(
 def _is_evictable(
     now: datetime | BindParameter[Any], *, spares_looked_up: bool = True
 ) -> ColumnElement[bool]:
-    """A withheld artifact stays for the administrator who decides about it."""
+    """Exclude withheld artifacts, which an administrator has to decide about."""
     looked_up_until = artifacts.c.looked_up_until
     is_looked_up = and_(looked_up_until.is_not(None), looked_up_until > now)
     return and_(

@@ -42,7 +42,7 @@ _GROUP: Final = ("kind", "device_type", "job")
 
 
 class HistoryChange(NamedTuple):
-    """What is added to a row; the fields are the table's columns."""
+    """An increment of a row. The fields are the table's columns."""
 
     hits: int = 0
     misses: int = 0
@@ -51,12 +51,12 @@ class HistoryChange(NamedTuple):
     saved_compile_seconds: float = 0.0
 
     def plus(self, other: "HistoryChange") -> "HistoryChange":
-        """Both changes at once."""
+        """Return the sum of both changes."""
         return HistoryChange._make(a + b for a, b in zip(self, other, strict=True))
 
 
 def begin_of(step: Step, at: datetime) -> datetime:
-    """When the step began that a UTC time is in."""
+    """Return the start of the step that contains a UTC time."""
     hour = 0 if step is Step.DAY else at.hour
     return at.replace(hour=hour, minute=0, second=0, microsecond=0)
 
@@ -69,10 +69,10 @@ async def add_history(
     *,
     max_groups: int,
 ) -> None:
-    """Adds to the hour and to the day of a time.
+    """Add to the hour row and the day row of a time.
 
-    A step has at most `max_groups` rows, and one more for each kind, which all further device types
-    and jobs share. The caller has locked the namespace's row of `usage`.
+    A step has at most `max_groups` rows, and one more per kind that all further device types and
+    jobs share. The caller has locked the namespace's row of `usage`.
     """
     if not changes:
         return
@@ -133,13 +133,13 @@ _ADD = Prepared(_add)
 
 
 class Asked(NamedTuple):
-    """Which rows are added up.
+    """The rows to sum.
 
     Attributes:
         step: hours or days.
-        since: their first one begins then.
-        until: their last one begins before.
-        namespaces: of these namespaces; None for all.
+        since: start of the first step.
+        until: the last step begins before this time.
+        namespaces: namespaces to include, or None for all.
     """
 
     step: Step
@@ -151,7 +151,7 @@ class Asked(NamedTuple):
 async def rank_groups(
     connection: AsyncConnection, asked: Asked, by: Grouping, *, limit: int
 ) -> list[str]:
-    """The groups with the most hits and misses, the largest first."""
+    """Return the groups with the most hits and misses, largest first."""
     column = history.c[by.value]
     requests = func.sum(history.c.hits + history.c.misses)
     statement = (
@@ -167,15 +167,15 @@ async def rank_groups(
 async def list_points(
     connection: AsyncConnection, asked: Asked, by: Grouping, *, shown: Sequence[str]
 ) -> list[HistoryPoint]:
-    """The sums of each step and group, in their order; `OTHERS` has what is in no group of `shown`,
-    if there are any. The thousands of an answer are made beside the event loop.
+    """Return the sums of each step and group, in order. `OTHERS` sums the groups outside of
+    `shown`, if `shown` is not empty. A thread builds the points, of which there may be thousands.
     """
     group: ColumnElement[str] = literal("") if by is Grouping.NONE else history.c[by.value]
     if shown:
         is_shown = is_one_of(history.c[by.value], "shown", connection.dialect.name)
         group = case((is_shown, group), else_=OTHERS)
     sums = (func.sum(history.c[name]) for name in HistoryChange._fields)
-    order = (history.c.at, text("group_name"))  # not the expression: it has parameters
+    order = (history.c.at, text("group_name"))  # not the expression, which has parameters
     statement = (
         select(history.c.at, group.label("group_name"), *sums)
         .where(*_chosen(connection, asked))
@@ -217,6 +217,6 @@ def _given(asked: Asked) -> dict[str, object]:
 
 
 async def drop_history(connection: AsyncConnection, step: Step, *, before: datetime) -> int:
-    """Deletes steps that began before a time; returns how many rows."""
+    """Delete steps that began before a time. Return the number of rows."""
     statement = delete(history).where(history.c.step == step.value, history.c.at < before)
     return (await connection.execute(statement)).rowcount

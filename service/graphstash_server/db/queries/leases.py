@@ -1,9 +1,9 @@
 """Statements on `leases`.
 
-Fencing numbers: the first grant of a key gets the time in milliseconds, every further one at least
-one more than the grant before. So the number grows with every grant of the key for as long as the
-row is there, and after the row was dropped (a day after the lease ended) for as long as the clocks
-of the servers agree to a day.
+Fencing numbers: the first grant of a key gets the time in milliseconds. Every further grant gets at
+least one more than the previous. So the number grows with every grant while the row exists. The row
+is dropped a day after the lease ended. From then on, the number grows if the servers' clocks agree
+within a day.
 """
 
 from collections.abc import Sequence
@@ -63,12 +63,12 @@ class LeaseRow(NamedTuple):
     released_at: datetime | None
 
     def is_held(self, now: datetime) -> bool:
-        """Whether a process has the right to compile."""
+        """Return whether a process holds the right to compile."""
         return self.released_at is None and self.expires_at > now
 
 
 class HeldRow(NamedTuple):
-    """A lease that is held: its key, who has it, and until when."""
+    """A held lease: its key, its holder, and its end."""
 
     key: StoredKey
     holder: str
@@ -85,10 +85,10 @@ async def acquire_lease(
     now: datetime,
     expires_at: datetime,
 ) -> int | None:
-    """Takes the lease if it is free, in one statement.
+    """Take the lease if it is free, in one statement.
 
     Returns:
-        The fencing number; None when the lease is held.
+        The fencing number, or None if the lease is held.
     """
     statement = insert_into(connection, leases).values(
         **key_values(key),
@@ -118,7 +118,7 @@ async def acquire_lease(
 
 
 async def find_lease(source: Source, key: StoredKey) -> LeaseRow | None:
-    """The last grant of a key; None when there was none, or long ago."""
+    """Return the last grant of a key, or None if there was none or it was dropped."""
     found = await _FIND.fetch_one(source, key_parameters(key))
     return LeaseRow(*found) if found is not None else None
 
@@ -138,7 +138,7 @@ async def renew_lease(
     now: datetime,
     expires_at: datetime,
 ) -> int | None:
-    """Moves the end of a held lease; returns its fencing number, or None when it is lost."""
+    """Extend a held lease. Return its fencing number, or None if the lease is lost."""
     statement = (
         update(leases)
         .where(is_key(leases, key), _is_held_with(token, now))
@@ -151,7 +151,7 @@ async def renew_lease(
 async def release_lease(
     connection: AsyncConnection, key: StoredKey, *, token: str, now: datetime
 ) -> bool:
-    """Ends a held lease; False when the token does not hold it."""
+    """End a held lease. Return False if the token does not hold it."""
     statement = (
         update(leases).where(is_key(leases, key), _is_held_with(token, now)).values(released_at=now)
     )
@@ -159,7 +159,7 @@ async def release_lease(
 
 
 async def end_leases(connection: Connection, keys: Sequence[StoredKey], *, now: datetime) -> None:
-    """Ends all leases on some keys: their artifacts were published."""
+    """End all leases on keys whose artifacts were published."""
     given = [{**key_parameters(key), "now": now} for key in keys]
     await _END.execute_all(connection, given)
 
@@ -176,7 +176,7 @@ _END = Prepared(
 async def count_held_leases(
     connection: AsyncConnection, *, now: datetime, caller: str | None = None
 ) -> int:
-    """How many leases are held now, by one caller or by all."""
+    """Return the number of leases held now, by one caller or by all."""
     statement = (
         select(func.count())
         .select_from(leases)
@@ -190,7 +190,7 @@ async def count_held_leases(
 async def list_held_leases(
     connection: AsyncConnection, namespaces: Sequence[str], *, now: datetime, limit: int
 ) -> list[HeldRow]:
-    """Leases of some namespaces that are held now, the last ones to end first."""
+    """Return the leases of some namespaces that are held now, latest end first."""
     statement = (
         select(*leases.primary_key, leases.c.holder, leases.c.expires_at)
         .where(
@@ -216,8 +216,8 @@ async def has_room_for_lease(
     now: datetime,
     most: int,
 ) -> bool:
-    """Whether a caller or a namespace has fewer grants than so many. Where it has not, half of them
-    are deleted, of those that ended, the oldest first.
+    """Return whether a caller or a namespace may have one more grant, below `most`. At the limit,
+    delete up to `most // 2` ended grants, oldest first. Return whether any was deleted.
     """
     is_its = leases.c[of] == name
     count = await connection.scalar(select(func.count()).select_from(leases).where(is_its))
@@ -231,7 +231,7 @@ async def has_room_for_lease(
 
 
 async def drop_ended_leases(connection: AsyncConnection, *, before: datetime) -> None:
-    """Deletes grants that ended before a time."""
+    """Delete grants that ended before a time."""
     await connection.execute(delete(leases).where(leases.c.expires_at < before))
 
 

@@ -33,7 +33,7 @@ _LISTED = (
 
 
 class Place(NamedTuple):
-    """Where a page ends: the key of its last artifact, and when that was stored."""
+    """The end of a page: key and storage time of its last artifact."""
 
     created_at: datetime
     fingerprint: str
@@ -42,13 +42,13 @@ class Place(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Which artifacts; texts that are empty choose all.
+    """Filters of a page. An empty text matches all.
 
     Attributes:
-        namespace: of all of them.
-        is_newest_first: or by fingerprint.
-        after: where the page before ended.
-        fingerprint: its beginning.
+        namespace: namespace of the artifacts.
+        is_newest_first: sort by time, newest first. Otherwise sort by fingerprint.
+        after: end of the previous page.
+        fingerprint: prefix of the fingerprint.
     """
 
     namespace: str
@@ -63,10 +63,8 @@ class Wanted(NamedTuple):
 async def list_page(
     connection: AsyncConnection, wanted: Wanted, *, limit: int, most_scanned: int
 ) -> tuple[list[DescribedArtifact], Place | None]:
-    """A page, and where it ends if there may be more.
-
-    At most `most_scanned` artifacts are looked through, all of them in the order of an index: few
-    may be wanted of a million.
+    """Return a page, and its end if more may follow. It examines at most `most_scanned` artifacts
+    in index order, because few of a million may match.
     """
     order, within = _order_of(wanted), _range_of(wanted)
     ends = select(*_BY_TIME).where(within).order_by(*order).offset(most_scanned - 1).limit(1)
@@ -94,7 +92,7 @@ def _order_of(wanted: Wanted) -> Sequence[ColumnElement[Any]]:
 
 
 def _range_of(wanted: Wanted) -> ColumnElement[bool]:
-    """What an index chooses."""
+    """Return the conditions that an index evaluates."""
     chosen = [artifacts.c.namespace == wanted.namespace]
     if wanted.fingerprint:
         chosen.append(artifacts.c.fingerprint >= wanted.fingerprint)

@@ -1,6 +1,5 @@
-"""What servers that share a database agree on: locks by name, and who does a periodic chore.
-
-A lock is held to the end of the transaction. On SQLite every transaction has them all.
+"""Coordination of servers that share a database: named locks, and periodic chores. A lock lasts
+until the end of the transaction. On SQLite every write transaction holds all locks.
 """
 
 import hashlib
@@ -34,21 +33,21 @@ _SHARED = select(func.pg_advisory_xact_lock_shared(_NUMBERS))
 
 
 async def lock_blob(connection: AsyncConnection, digest: Digest) -> None:
-    """Locks a blob exclusively: it may be deleted, so no other transaction may rely on it."""
+    """Lock a blob exclusively before its deletion, so that no transaction relies on it."""
     if _is_needed(connection):
         await connection.execute(_ONE, {"number": _number(digest.sha256)})
 
 
 async def share_blobs(connection: Connection, digests: Sequence[Digest]) -> None:
-    """Locks blobs, shared with other transactions, so that none is deleted."""
+    """Take shared locks on blobs, so that none is deleted."""
     if _is_needed(connection):
-        # In one order for all, or two transactions could wait for each other.
+        # In one order for all transactions, so that two cannot deadlock.
         numbers = sorted({_number(digest.sha256) for digest in digests})
         await connection.execute(_SHARED, {"numbers": numbers})
 
 
 async def lock_name(connection: Connection, name: str) -> None:
-    """Locks a name: one transaction at a time has it."""
+    """Lock a name for one transaction at a time."""
     if _is_needed(connection):
         await connection.execute(
             _ONE, {"number": _number(hashlib.sha256(name.encode()).hexdigest())}
@@ -60,15 +59,17 @@ _USUAL = text("SET LOCAL idle_in_transaction_session_timeout TO DEFAULT")
 
 
 async def pause(connection: Connection, *, seconds: float) -> None:
-    """Before something outside the database is asked in the middle of a transaction. A transaction
-    that does nothing is ended after a few seconds: its server may be frozen, and others wait.
+    """Allow a transaction to idle while the server asks something outside the database.
+
+    Without it, the database ends an idle transaction after a few seconds, because its server may be
+    frozen and others wait.
     """
     if _is_needed(connection):
         await connection.execute(_PAUSE, {"milliseconds": str(int(seconds * 1000))})
 
 
 async def end_pause(connection: Connection) -> None:
-    """After it."""
+    """Restore the idle limit after `pause`."""
     if _is_needed(connection):
         await connection.execute(_USUAL)
 
@@ -77,9 +78,9 @@ class Waiting(NamedTuple):
     """Transactions of any server that wait for a lock.
 
     Attributes:
-        transactions: how many.
-        seconds: for how long the first of them has waited.
-        idle_seconds: for how long the transaction before them has done nothing; 0 if it works.
+        transactions: number of waiting transactions.
+        seconds: how long the first has waited.
+        idle_seconds: how long the blocking transaction has been idle; 0 if it works.
     """
 
     transactions: int
@@ -100,7 +101,7 @@ _WAITING = text("""
 
 
 async def find_waiting(connection: AsyncConnection) -> Waiting | None:
-    """What waits now; None when nothing does."""
+    """Return the current waits, or None if there are none."""
     if not _is_needed(connection):
         return None
     count, *seconds = (await connection.execute(_WAITING)).one()
@@ -112,16 +113,15 @@ def _is_needed(connection: Connection) -> TypeGuard[AsyncConnection]:
 
 
 def _number(sha256: str) -> int:
-    """Two names with the same number wait for each other, which does no harm."""
+    """Return a lock number. A collision makes two names share a lock, which is harmless."""
     return int.from_bytes(bytes.fromhex(sha256[:16]), "big", signed=True)
 
 
 async def claim_chore(
     connection: AsyncConnection, name: str, *, now: datetime, every: timedelta
 ) -> bool:
-    """Whether a chore is due and this caller has to do it, in one statement.
-
-    When a server dies during a chore, another one does it when it is due again.
+    """Return whether a chore is due and this caller must do it, in one statement. If a server dies
+    during a chore, another server does it when it is due again.
     """
     statement = insert_into(connection, chores).values(name=name, next_at=now + every)
     statement = statement.on_conflict_do_update(

@@ -50,12 +50,12 @@ _ORDER = (
     entries.c.kind,
     entries.c.device_type,
 )
-"""Most recently used first; the rest only makes the order one and the same every time."""
+"""Most recently used first. The remaining columns only make the order deterministic."""
 
 
 class EntryRow(NamedTuple):
-    """An artifact that a job used, as it is stored: up to 4,096 of them are read at a time, and a
-    model of each would take longer than everything else.
+    """A stored artifact use of a job. A plain row, because up to 4,096 are read at a time and
+    building models would dominate.
     """
 
     kind: str
@@ -66,7 +66,7 @@ class EntryRow(NamedTuple):
 
     @property
     def name(self) -> tuple[str, str, str]:
-        """Of the artifact, in its namespace."""
+        """Kind, device type and fingerprint, which identify the artifact in its namespace."""
         return self.kind, self.device_type, self.fingerprint
 
 
@@ -78,8 +78,8 @@ async def add_run(
     writer: str,
     now: datetime,
 ) -> None:
-    """Adds the keys that one run of a writer used, and counts the run for those that are there. An
-    entry that another writer used, too, belongs to nobody from then on.
+    """Add the keys that one run of a writer used, and count the run for existing entries. If a
+    second writer uses an entry, its writer becomes empty.
     """
     run = {"new_name": name, "new_used_at": now, "new_writer": writer}
     if connection.dialect.name == "postgresql":
@@ -97,7 +97,7 @@ _OF_A_KEY = ("fingerprint", "kind", "device_type")
 
 
 def _add(dialect: str) -> Upsert:
-    """One row on SQLite; on PostgreSQL as many as its arrays have items."""
+    """Build the statement. It adds one row on SQLite, and one per array item on PostgreSQL."""
     names = ("namespace", "name", *_OF_A_KEY, "used_at", "writer", "runs")
     given: dict[str, ColumnElement[Any]] = {**new_values(entries, names), "runs": literal(1)}
     statement = insert_in(dialect, entries)
@@ -125,13 +125,13 @@ _ADD = Prepared(_add)
 async def count_entries(
     source: Source, namespace: Namespace, name: ManifestName | None = None
 ) -> int:
-    """How many entries a manifest has, or all of a namespace."""
+    """Return the number of entries of a manifest, or of a namespace."""
     found = await _COUNT[name is not None].fetch_one(source, _which(namespace, name))
     return int(found[0]) if found is not None else 0
 
 
 async def list_entries(source: Source, namespace: Namespace, name: ManifestName) -> list[EntryRow]:
-    """The entries of one manifest, most recently used first; none when there is no manifest."""
+    """Return the entries of a manifest, most recently used first. Empty if there is no manifest."""
     found = await _LIST.fetch(source, _which(namespace, name))
     return [EntryRow(*row) for row in found if row[0] in KNOWN_KINDS]
 
@@ -139,13 +139,13 @@ async def list_entries(source: Source, namespace: Namespace, name: ManifestName)
 async def drop_unused_entries(
     connection: AsyncConnection, namespace: str, *, before: datetime
 ) -> int:
-    """Deletes entries of a namespace that no run used since a time; returns how many."""
+    """Delete entries of a namespace that no run used since a time. Return their number."""
     statement = delete(entries).where(entries.c.namespace == namespace, entries.c.used_at < before)
     return (await connection.execute(statement)).rowcount
 
 
 async def list_unused(connection: AsyncConnection, *, before: datetime) -> Sequence[str]:
-    """Namespaces with entries that no run used since a time."""
+    """Return the namespaces with entries that no run used since a time."""
     statement = select(entries.c.namespace).distinct().where(entries.c.used_at < before)
     return (await connection.scalars(statement)).all()
 
@@ -157,10 +157,10 @@ async def trim_entries(
     *,
     keep: int,
 ) -> None:
-    """Deletes all but the most recently used entries of a manifest, or of a namespace.
+    """Delete all but the most recently used entries of a manifest, or of a namespace.
 
-    It keeps as many of each writer: nobody pushes out the entries of others, or those that several
-    have used.
+    Each writer keeps an equal share. So a writer cannot push out the entries of others, or entries
+    that several writers have used.
     """
     if await count_entries(connection, namespace, name) <= keep:
         return

@@ -23,7 +23,7 @@ __all__ = [
 
 
 class PolicyRow(NamedTuple):
-    """A policy as it is stored; `policy` reads it."""
+    """A policy as stored. `policy` parses it."""
 
     namespace: str
     mode: str
@@ -35,7 +35,7 @@ class PolicyRow(NamedTuple):
 
     @property
     def policy(self) -> NamespacePolicy:
-        """The rules. A mode that only a later release knows is read as read-only."""
+        """The parsed policy. A mode of a later release is treated as read-only."""
         return NamespacePolicy.model_construct(
             mode=WriteMode(self.mode) if self.mode in _MODES else WriteMode.READ_ONLY,
             trusted=bool(self.trusted),
@@ -50,10 +50,8 @@ _MODES: Final = frozenset(WriteMode)
 
 
 async def list_rules(source: Source) -> Sequence[Row]:
-    """Every policy as it is stored, by namespace, in the order of the fields of `PolicyRow`.
-
-    There may be ten thousand of them, and they are read every two seconds: a row is what the driver
-    returns, without a conversion.
+    """Return every stored policy, by namespace, in the field order of `PolicyRow`. Up to ten
+    thousand policies are read every two seconds, so the rows are not converted.
     """
     return await _LIST.fetch(source, NOTHING)
 
@@ -70,13 +68,13 @@ _LIST = Prepared(
 
 
 async def list_policies(connection: AsyncConnection) -> list[NamespaceInfo]:
-    """Every namespace that has a policy of its own, by name."""
+    """Return every namespace with its own policy, by name."""
     statement = select(*_RULES, namespaces.c.updated_at).order_by(namespaces.c.namespace)
     return [_info(found) for found in await connection.execute(statement)]
 
 
 async def find_policy(connection: AsyncConnection, namespace: Namespace) -> NamespaceInfo | None:
-    """The policy of one namespace; None when it has none of its own."""
+    """Return the policy of a namespace, or None if it has none."""
     statement = select(*_RULES, namespaces.c.updated_at).where(namespaces.c.namespace == namespace)
     found = (await connection.execute(statement)).first()
     return None if found is None else _info(found)
@@ -85,7 +83,7 @@ async def find_policy(connection: AsyncConnection, namespace: Namespace) -> Name
 async def put_policy(
     connection: AsyncConnection, namespace: Namespace, policy: NamespacePolicy, *, now: datetime
 ) -> None:
-    """Sets the policy of a namespace, in place of the one that it had."""
+    """Set or replace the policy of a namespace."""
     statement = insert_into(connection, namespaces).values(
         namespace=namespace, **policy.model_dump(mode="json"), updated_at=now
     )
@@ -101,7 +99,7 @@ async def put_policy(
 
 
 async def delete_policy(connection: AsyncConnection, namespace: Namespace) -> bool:
-    """Removes the policy of a namespace; False when it had none."""
+    """Remove the policy of a namespace. Return False if it had none."""
     statement = delete(namespaces).where(namespaces.c.namespace == namespace)
     return (await connection.execute(statement)).rowcount == 1
 

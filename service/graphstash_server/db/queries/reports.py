@@ -29,7 +29,7 @@ __all__ = [
 
 
 class ReportRow(NamedTuple):
-    """The report for which an artifact is withheld, and the artifact."""
+    """A withheld artifact and the report that withholds it."""
 
     key: StoredKey
     digest: Digest
@@ -48,7 +48,7 @@ async def add_report(
     reported_by: str,
     now: datetime,
 ) -> None:
-    """Stores a report on an artifact, in place of an older one."""
+    """Store a report on an artifact, and replace an older one."""
     statement = insert_into(connection, reports).values(
         **key_values(key),
         sha256=digest.sha256,
@@ -65,7 +65,7 @@ async def add_report(
 
 
 async def find_reporter(connection: AsyncConnection, key: StoredKey, digest: Digest) -> str | None:
-    """Who reported this blob of an artifact last; None when nobody has."""
+    """Return the last reporter of this blob of an artifact, or None."""
     reporter: str | None = await connection.scalar(
         select(reports.c.reported_by).where(is_key(reports, key), reports.c.sha256 == digest.sha256)
     )
@@ -73,14 +73,14 @@ async def find_reporter(connection: AsyncConnection, key: StoredKey, digest: Dig
 
 
 async def drop_report(connection: AsyncConnection, key: StoredKey) -> None:
-    """Deletes the report on an artifact: an administrator decided about it, or it is gone."""
+    """Delete the report on an artifact, after an administrator's decision or a deletion."""
     await connection.execute(delete(reports).where(is_key(reports, key)))
 
 
 async def list_reports(
     connection: AsyncConnection, *, namespace: Namespace | None, limit: int
 ) -> Sequence[ReportRow]:
-    """Artifacts of one namespace, or of all, that are withheld, the newest report first."""
+    """Return the withheld artifacts of one namespace or of all, newest report first."""
     statement = (
         select(
             *reports.primary_key,
@@ -102,9 +102,8 @@ async def list_reports(
 
 
 async def count_withheld(connection: AsyncConnection) -> dict[str, int]:
-    """How many artifacts are withheld, by namespace; those without one are left out.
-
-    A server of the previous release deletes artifacts and leaves their reports: these do not count.
+    """Return the number of withheld artifacts by namespace, without zeros. A server of the previous
+    release deletes artifacts but not their reports. Those reports do not count.
     """
     statement = (
         select(reports.c.namespace, func.count())
@@ -123,7 +122,7 @@ def _is_same() -> ColumnElement[bool]:
 
 
 def _row(found: Any) -> ReportRow:
-    """A reason that only a later release knows is read as the plainest one."""
+    """Build a row. A reason of a later release is treated as CORRUPT."""
     is_known = found.reason in set(ReportReason)
     return ReportRow(
         stored_key(found),

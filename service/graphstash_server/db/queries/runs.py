@@ -26,7 +26,7 @@ __all__ = [
 
 
 class ReportRow(NamedTuple):
-    """What one process reported; the fields are the table's columns."""
+    """The report of one process. The fields are the table's columns."""
 
     namespace: str
     run: str
@@ -45,7 +45,7 @@ class ReportRow(NamedTuple):
 
 
 class HeldRun(NamedTuple):
-    """A run as limits see it."""
+    """A run with the values that limits need."""
 
     namespace: str
     run: str
@@ -55,7 +55,7 @@ class HeldRun(NamedTuple):
 
 
 async def put_report(connection: AsyncConnection, row: ReportRow) -> None:
-    """Stores a report, in place of what the same process has reported before."""
+    """Store a report, and replace an earlier one of the same process."""
     statement = insert_into(connection, runs).values(row._asdict())
     statement = statement.on_conflict_do_update(
         index_elements=list(runs.primary_key),
@@ -69,7 +69,7 @@ async def put_report(connection: AsyncConnection, row: ReportRow) -> None:
 
 
 async def find_writer(connection: AsyncConnection, namespace: str, run: str) -> str | None:
-    """Who reported a run; None when nobody has."""
+    """Return the reporter of a run, or None if there is no report."""
     statement = select(runs.c.writer).where(_is_run(namespace, run)).limit(1)
     return (await connection.execute(statement)).scalar()
 
@@ -77,7 +77,7 @@ async def find_writer(connection: AsyncConnection, namespace: str, run: str) -> 
 async def count_processes(
     connection: AsyncConnection, namespace: str, run: str, *, but: str
 ) -> int:
-    """How many processes of a run have reported, beside one."""
+    """Return how many processes of a run have reported, not counting the process `but`."""
     statement = (
         select(func.count()).select_from(runs).where(_is_run(namespace, run), runs.c.process != but)
     )
@@ -87,7 +87,7 @@ async def count_processes(
 async def size_of(
     connection: AsyncConnection, *, namespace: str | None = None, writer: str | None = None
 ) -> tuple[int, int]:
-    """How many reports a namespace or a caller has, and their bytes."""
+    """Return the number of reports of a namespace or a caller, and their bytes."""
     statement = select(func.count(), func.coalesce(func.sum(runs.c.size_bytes), 0)).where(
         _of(namespace, writer)
     )
@@ -98,7 +98,7 @@ async def size_of(
 async def list_runs(
     connection: AsyncConnection, *, namespace: str | None = None, writer: str | None = None
 ) -> list[HeldRun]:
-    """The runs of a namespace or of a caller, those that reported last at the end."""
+    """Return the runs of a namespace or of a caller, latest report last."""
     key = (runs.c.namespace, runs.c.run, runs.c.writer)
     statement = (
         select(*key, func.count(), func.sum(runs.c.size_bytes))
@@ -113,13 +113,13 @@ async def list_runs(
 
 
 async def delete_runs(connection: AsyncConnection, gone: Sequence[HeldRun]) -> None:
-    """Deletes all reports of runs."""
+    """Delete all reports of runs."""
     for each in gone:
         await connection.execute(delete(runs).where(_is_run(each.namespace, each.run)))
 
 
 async def delete_old_runs(connection: AsyncConnection, *, before: datetime, limit: int) -> int:
-    """Deletes up to `limit` reports that came before a time; returns how many."""
+    """Delete up to `limit` reports older than `before`. Return their number."""
     key = tuple(runs.primary_key)
     statement = (
         select(*key).where(runs.c.reported_at < before).order_by(runs.c.reported_at).limit(limit)
@@ -134,7 +134,7 @@ async def delete_old_runs(connection: AsyncConnection, *, before: datetime, limi
 async def list_latest(
     connection: AsyncConnection, namespace: str, *, job: str | None, limit: int
 ) -> list[tuple[str, int, int]]:
-    """The runs that reported last: their names, how many processes they have, and their bytes."""
+    """Return the latest runs: name, number of processes, and bytes."""
     statement = (
         select(runs.c.run, func.count(), func.sum(runs.c.size_bytes))
         .where(runs.c.namespace == namespace)
@@ -151,7 +151,7 @@ async def list_latest(
 async def list_reports(
     connection: AsyncConnection, namespace: str, names: Sequence[str], *, with_misses: bool
 ) -> list[ReportRow]:
-    """All reports of some runs; the misses are empty unless they are wanted."""
+    """Return all reports of some runs. `misses` is empty without `with_misses`."""
     columns = [runs.c[name] for name in ReportRow._fields if name != "misses"]
     misses = runs.c.misses if with_misses else literal("[]")
     statement = select(*columns, misses).where(runs.c.namespace == namespace, runs.c.run.in_(names))

@@ -12,33 +12,33 @@ __all__ = ["SessionRow", "add_session", "delete_session", "drop_sessions", "find
 
 
 class SessionRow(NamedTuple):
-    """A browser that has signed in."""
+    """A signed-in browser."""
 
     token_id: str
     expires_at: datetime
 
 
 async def add_session(connection: AsyncConnection, id_sha256: str, row: SessionRow) -> None:
-    """Adds a new session."""
+    """Add a new session."""
     await connection.execute(insert(sessions).values(id_sha256=id_sha256, **row._asdict()))
 
 
 async def find_session(connection: AsyncConnection, id_sha256: str) -> SessionRow | None:
-    """A session, expired or not; None when there is none."""
+    """Return a session, even if expired, or None."""
     chosen = select(sessions.c.token_id, sessions.c.expires_at)
     found = (await connection.execute(chosen.where(sessions.c.id_sha256 == id_sha256))).first()
     return None if found is None else SessionRow(*found)
 
 
 async def delete_session(connection: AsyncConnection, id_sha256: str) -> None:
-    """Ends a session, if there is one."""
+    """End a session, if it exists."""
     await connection.execute(delete(sessions).where(sessions.c.id_sha256 == id_sha256))
 
 
 async def drop_sessions(
     connection: AsyncConnection, *, expired: datetime, token_id: str, kept: int
 ) -> None:
-    """Deletes those that have expired at a time, and of one token all but the newest."""
+    """Delete the sessions that have expired, and all but the newest `kept` of one token."""
     await connection.execute(delete(sessions).where(sessions.c.expires_at <= expired))
     surplus = (
         select(sessions.c.id_sha256)

@@ -1,4 +1,4 @@
-"""What the statements of several tables share: keys of artifacts, and insert-or-update."""
+"""Shared by the statements of several tables: keys of artifacts, and insert-or-update."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,10 +34,11 @@ __all__ = [
 ]
 
 _KEYS_PER_STATEMENT = 500
-"""Below every database's limit on parameters (SQLite had 999 until 3.32)."""
+"""Maximum number of keys per statement, below every database's parameter limit (SQLite had 999
+until 3.32)."""
 
 KNOWN_KINDS: Final = [kind.value for kind in ArtifactKind]
-"""Artifacts of other kinds are left to servers of a later release, which know them."""
+"""Artifacts of other kinds belong to a later release and are left to its servers."""
 
 
 KEY_COLUMNS: Final = ("namespace", "fingerprint", "kind", "device_type")
@@ -60,9 +61,8 @@ def artifact_of(stored: Sequence[Any], key: StoredKey) -> Artifact:
 
 
 def described_of(found: Any) -> DescribedArtifact:
-    """Build an artifact from a row that begins with `KEYED_ARTIFACT_COLUMNS`.
-
-    The columns `label`, `program` and `environment` may follow, the latter two as JSON.
+    """Build an artifact from a row that begins with `KEYED_ARTIFACT_COLUMNS`. The columns `label`,
+    `program` and `environment` may follow, the latter two as JSON.
     """
     stored = found[len(KEY_COLUMNS) : len(KEYED_ARTIFACT_COLUMNS)]
     described = found._mapping  # noqa: SLF001 - the public name of SQLAlchemy's rows
@@ -76,7 +76,7 @@ def described_of(found: Any) -> DescribedArtifact:
 
 
 def key_values(key: StoredKey) -> dict[str, str]:
-    """The columns of a key."""
+    """Return the columns of a key."""
     return {
         "namespace": key.namespace,
         "fingerprint": key.fingerprint,
@@ -86,7 +86,7 @@ def key_values(key: StoredKey) -> dict[str, str]:
 
 
 def key_parameters(key: StoredKey) -> dict[str, Any]:
-    """The parameters of `where_key`."""
+    """Return the parameters of `where_key`."""
     return {
         "key_namespace": key.namespace,
         "key_fingerprint": key.fingerprint,
@@ -96,24 +96,22 @@ def key_parameters(key: StoredKey) -> dict[str, Any]:
 
 
 def where_key(table: Table) -> ColumnElement[bool]:
-    """The row that `key_parameters` name: for statements that are built once, or run for many."""
+    """Match the row that `key_parameters` names. For prepared statements and repeated execution."""
     return and_(*(table.c[name] == bindparam(f"key_{name}") for name in KEY_COLUMNS))
 
 
 def new_values(table: Table, names: Iterable[str]) -> dict[str, BindParameter[Any]]:
-    """The columns that a statement sets, each to the parameter `new_` and its name."""
+    """Map each column that a statement sets to the parameter `new_<name>`."""
     return {name: bindparam(f"new_{name}", type_=table.c[name].type) for name in names}
 
 
 def prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of columns as the parameters of a statement: a parameter cannot have the name of a
-    column that is set.
-    """
+    """Prefix column names for use as parameters. A column that is set needs another name."""
     return {f"{prefix}{name}": value for name, value in values.items()}
 
 
 def stored_key(row: Any) -> StoredKey:
-    """The key of a row that has its columns."""
+    """Return the key of a row that has its columns."""
     return StoredKey.parse(
         namespace=row.namespace,
         kind=row.kind,
@@ -123,12 +121,12 @@ def stored_key(row: Any) -> StoredKey:
 
 
 def is_key(table: Table, key: StoredKey) -> ColumnElement[bool]:
-    """The row of a key in a table that has its columns."""
+    """Match the row of a key in a table that has its columns."""
     return and_(*(table.c[name] == value for name, value in key_values(key).items()))
 
 
 def in_parts(fingerprints: Sequence[str]) -> list[Sequence[str]]:
-    """As many at a time as one statement takes."""
+    """Split fingerprints into parts of one statement each."""
     return [
         fingerprints[start : start + _KEYS_PER_STATEMENT]
         for start in range(0, len(fingerprints), _KEYS_PER_STATEMENT)
@@ -139,10 +137,10 @@ Upsert: TypeAlias = sqlite.Insert | postgresql.Insert
 
 
 def insert_into(connection: AsyncConnection, table: Table) -> Upsert:
-    """An INSERT that knows ON CONFLICT, in the dialect of the connection."""
+    """Return an INSERT that supports ON CONFLICT, in the connection's dialect."""
     return insert_in(connection.dialect.name, table)
 
 
 def insert_in(dialect: str, table: Table) -> Upsert:
-    """An INSERT that knows ON CONFLICT, in a dialect."""
+    """Return an INSERT that supports ON CONFLICT, in a dialect."""
     return postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)

@@ -44,21 +44,21 @@ _TOUCH = (
 
 
 class TokenRow(NamedTuple):
-    """A stored token: what is known about it, and the SHA-256 of its secret in hex."""
+    """A stored token: its information, and the SHA-256 of its secret in hex."""
 
     info: TokenInfo
     secret_sha256: str
 
 
 async def insert_token(connection: AsyncConnection, row: TokenRow) -> None:
-    """Adds a new token."""
+    """Add a new token."""
     values = row.info.model_dump()
     values["grants"] = " ".join(map(str, row.info.grants))
     await connection.execute(insert(tokens).values(**values, secret_sha256=row.secret_sha256))
 
 
 async def find_tokens(source: Source, ids: Sequence[str]) -> dict[str, TokenRow]:
-    """Those of some tokens that exist, revoked ones included."""
+    """Return the existing tokens of some IDs, including revoked ones."""
     found = {}
     for row in await _FIND.fetch(source, {"ids": ids}):
         columns = dict(zip(tokens.c.keys(), row, strict=True))
@@ -70,13 +70,13 @@ _FIND = Prepared(lambda dialect: select(tokens).where(is_one_of(tokens.c.id, "id
 
 
 async def list_tokens(connection: AsyncConnection) -> list[TokenInfo]:
-    """All tokens, newest first."""
+    """Return all tokens, newest first."""
     statement = select(tokens).order_by(tokens.c.created_at.desc(), tokens.c.id)
     return [_info(result._asdict()) for result in await connection.execute(statement)]
 
 
 async def count_live_tokens(connection: AsyncConnection, *, now: datetime) -> int:
-    """How many are neither revoked nor expired."""
+    """Return the number of tokens that are neither revoked nor expired."""
     statement = select(func.count()).select_from(tokens).where(_is_live(now))
     return int(await connection.scalar(statement) or 0)
 
@@ -88,9 +88,8 @@ async def count_exchanged_tokens(
     since: datetime,
     of: tuple[str, str] | None = None,
 ) -> int:
-    """How many tokens that JWTs were exchanged for are live, or were made since a time.
-
-    `of` counts those of one caller only: the issuer, and the name in the audit log.
+    """Count tokens exchanged for JWTs that are live or were created since a time. `of` restricts
+    the count to one caller: the issuer, and the name in the audit log.
     """
     statement = (
         select(func.count())
@@ -103,7 +102,7 @@ async def count_exchanged_tokens(
 
 
 async def revoke_token(connection: AsyncConnection, token_id: str, *, now: datetime) -> bool:
-    """Revokes a token; False when there is none that is not revoked already."""
+    """Revoke a token. Return False if there is no unrevoked one."""
     statement = (
         update(tokens)
         .where(tokens.c.id == token_id, tokens.c.revoked_at.is_(None))
@@ -115,8 +114,8 @@ async def revoke_token(connection: AsyncConnection, token_id: str, *, now: datet
 async def delete_ended_tokens(
     connection: AsyncConnection, *, before: datetime, exchanged_before: datetime
 ) -> int:
-    """Deletes tokens that were revoked or expired before a time, which is another one for those
-    that JWTs were exchanged for; returns how many.
+    """Delete tokens that were revoked or expired before a time. Return their number. Tokens
+    exchanged for JWTs are deleted from `exchanged_before` on.
     """
     ended = or_(
         _has_ended(before), and_(tokens.c.issuer.is_not(None), _has_ended(exchanged_before))
@@ -125,7 +124,7 @@ async def delete_ended_tokens(
 
 
 async def touch_tokens(connection: AsyncConnection, uses: Mapping[str, datetime]) -> None:
-    """Stores when tokens were last used; a time never moves backwards."""
+    """Store when tokens were last used. A time never moves backwards."""
     await connection.execute(
         _TOUCH, [{"token_id": token_id, "at": at} for token_id, at in sorted(uses.items())]
     )

@@ -25,7 +25,7 @@ __all__ = [
 
 
 class UsageChange(NamedTuple):
-    """What is added to the counters of one namespace; the fields are the table's columns."""
+    """An increment of one namespace's counters. The fields are the table's columns."""
 
     artifacts: int = 0
     size_bytes: int = 0
@@ -41,12 +41,12 @@ class UsageChange(NamedTuple):
     manifest_bytes: int = 0
 
     def plus(self, other: "UsageChange") -> "UsageChange":
-        """Both changes at once."""
+        """Return the sum of both changes."""
         return UsageChange._make(a + b for a, b in zip(self, other, strict=True))
 
 
 async def add_usage(connection: Connection, namespace: str, change: UsageChange) -> None:
-    """Adds to a namespace's counters; the first change makes the row."""
+    """Add to a namespace's counters. The first change creates the row."""
     given = prefixed("new_", {"namespace": namespace, **change._asdict()})
     await _ADD_USAGE.execute(connection, given)
 
@@ -65,9 +65,8 @@ _ADD_USAGE = Prepared(_add_usage)
 
 
 async def add_counts(connection: Connection, namespace: str, change: UsageChange) -> None:
-    """Adds to the counters of a namespace that has a row: something was stored in it.
-
-    A client can request any number of namespaces that do not exist; they get no row.
+    """Add to the counters of a namespace that has a row, because something was stored in it. A
+    client can request any number of nonexistent namespaces. Those get no row.
     """
     given = prefixed("more_", change._asdict())
     await _ADD_COUNTS.execute(connection, {"of_namespace": namespace, **given})
@@ -83,7 +82,7 @@ _ADD_COUNTS = Prepared(
 
 
 async def find_namespaces(source: Source, names: Sequence[str]) -> set[str]:
-    """Those of some namespaces that something was ever stored in."""
+    """Return the namespaces of `names` in which something was ever stored."""
     return {name for (name,) in await _KNOWN.fetch(source, {"names": names})}
 
 
@@ -93,8 +92,8 @@ _KNOWN = Prepared(
 
 
 async def list_usage(source: Source) -> Sequence[Row]:
-    """Every namespace that something was ever stored in, by name; in a row it comes first, and then
-    the fields of `UsageChange`.
+    """Return every namespace in which something was ever stored, by name. Each row has the name and
+    then the fields of `UsageChange`.
     """
     return await _LIST.fetch(source, NOTHING)
 
@@ -110,7 +109,7 @@ _STORED: ColumnElement[int] = usage.c.size_bytes + usage.c.metadata_bytes + usag
 
 
 async def list_stored(source: Source) -> Sequence[Row]:
-    """The same namespaces, each with what its artifacts and manifests count against a limit."""
+    """Return every such namespace, with the bytes of its artifacts and manifests that count."""
     return await _LIST_STORED.fetch(source, NOTHING)
 
 
@@ -118,12 +117,12 @@ _LIST_STORED = Prepared(lambda _: select(usage.c.namespace, _STORED).order_by(us
 
 
 async def list_namespaces(connection: AsyncConnection) -> Sequence[str]:
-    """The names of every namespace that something was ever stored in."""
+    """Return the names of all namespaces in which something was ever stored."""
     return (await connection.scalars(select(usage.c.namespace))).all()
 
 
 async def stored_bytes(connection: AsyncConnection, namespace: str | None = None) -> int:
-    """What the artifacts and manifests of one namespace, or of all, count against a limit."""
+    """Return the bytes of one namespace, or of all, that count against a limit."""
     statement = select(func.coalesce(func.sum(_STORED), 0))
     if namespace is not None:
         statement = statement.where(usage.c.namespace == namespace)
@@ -133,16 +132,16 @@ async def stored_bytes(connection: AsyncConnection, namespace: str | None = None
 async def recount_usage(
     connection: AsyncConnection, *, corrected: str | None = None
 ) -> Sequence[str]:
-    """Compares the counters with the rows.
+    """Compare the counters with the rows.
 
     Args:
-        connection: with a transaction, if it is to correct.
-        corrected: the namespace whose counters are corrected; None to look at all.
+        connection: must have a transaction to correct.
+        corrected: namespace whose counters are corrected. None checks all namespaces.
 
     Returns:
-        The namespaces whose counters were wrong.
+        The namespaces with wrong counters.
     """
-    # One statement sees all tables at one time, so concurrent changes cause no difference.
+    # One statement sees all tables at the same time, so concurrent changes cause no difference.
     counted = [
         select(
             artifacts.c.namespace,
