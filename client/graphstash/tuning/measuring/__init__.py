@@ -1,18 +1,18 @@
-"""Measures configurations so that the figures can be believed, whatever a trial does.
+"""Measure configurations reliably, even if a trial crashes, hangs or corrupts memory.
 
-    target        what is tuned: builds, checks and runs one configuration
-    measurement   what is known of a configuration; how thoroughly it is measured; a budget
-    sampling      checks, warm-up, calibration and interleaved samples, inside a measuring process
+    target        the kernel to tune: builds, checks and runs one configuration
+    measurement   the result for a configuration; how thoroughly to measure; a budget
+    sampling      checks, warm-up, calibration and interleaved samples, in a measuring process
     outputs       arrays that show what a kernel left out or overran
     worker        the program of a measuring process
-    guard         the program around it: no process that a trial starts outlives its worker
-    process       a measuring process as the search sees it: messages, deadlines, its end
-    pool          several of them: builds side by side, runs one at a time
-    ray_pool      pools on the machines of a Ray cluster, as one
-    executor      what a search wants of either
+    guard         the program around it: ends every process that a trial starts
+    process       the search's side of a measuring process: messages, deadlines, its end
+    pool          several measuring processes: builds in parallel, runs one at a time
+    ray_pool      one pool over the machines of a Ray cluster
+    executor      the common interface of both pools
 
-A trial may crash, hang, take all memory, or write where it should not: so it never runs in the
-process of the search. This guards against accidents, not against malice: a kernel runs with the
+A trial may crash, hang, take all memory, or write to the wrong place. Therefore it never runs in
+the process of the search. This guards against accidents, not against malice: a kernel runs with the
 rights of the user who tunes it.
 """
 

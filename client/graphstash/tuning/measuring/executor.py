@@ -1,4 +1,4 @@
-"""What a search measures with."""
+"""The interface that a search measures with."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ class Executor(ABC):
     """Measures configurations of a target, in processes that may crash; a context manager.
 
     Attributes:
-        workers: how many configurations it takes in hand at a time.
+        workers: number of configurations in progress at a time.
     """
 
     workers: int
@@ -35,23 +35,22 @@ class Executor(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends all workers, whatever they do."""
+        """Kill all workers, even busy ones."""
 
     @property
     @abstractmethod
     def pending(self) -> int:
-        """How many configurations were submitted and not yet returned by `results`."""
+        """Number of submitted configurations that `results` has not returned yet."""
 
     @abstractmethod
     def submit(self, configuration: Mapping[str, Value]) -> None:
-        """Queues a configuration; `results` has what comes of it."""
+        """Queue a configuration; `results` returns its measurement."""
 
     def results(self) -> list[Measurement]:
-        """Waits for a result, and returns that and all others that are there; none is pending then
-        when there is none.
+        """Wait for a result, and return all available results; empty if none is pending.
 
         Raises:
-            MeasuringError: when nothing can be measured.
+            MeasuringError: nothing can be measured.
         """
         while self.pending and not self._done:
             self._advance()
@@ -60,11 +59,11 @@ class Executor(ABC):
         return found
 
     def compare(self, configurations: Sequence[Mapping[str, Value]]) -> list[Measurement]:
-        """Measures configurations in turns, on one machine, beside no others.
+        """Measure configurations in turns on one machine, without other load.
 
         Raises:
-            MeasuringError: as `results`.
-            RuntimeError: while other configurations are pending.
+            MeasuringError: nothing can be measured.
+            RuntimeError: other configurations are pending.
         """
         if self.pending:
             raise RuntimeError(
@@ -74,15 +73,15 @@ class Executor(ABC):
 
     @abstractmethod
     def _advance(self) -> None:
-        """Hands out work, waits until something happens, and takes what has come."""
+        """Hand out work, wait for an event, and collect results."""
 
     @abstractmethod
     def _compare(self, configurations: Sequence[Mapping[str, Value]]) -> list[Measurement]:
-        """Measures in turns; nothing else is pending."""
+        """Measure in turns; nothing else is pending."""
 
 
 class MakeExecutor(Protocol):
     """`Pool`, `RayPool`, or a `partial` of one."""
 
     def __call__(self, target: Target, *, workers: int = 1, method: Method) -> Executor:
-        """An executor for a target."""
+        """Return an executor for a target."""

@@ -1,13 +1,13 @@
-"""Runs around a measuring process: nothing that a trial starts outlives it.
+"""Guard a measuring process, and end every process that a trial starts.
 
     python -I -S guard.py LIFELINE PARENT COMMAND...
 
-It imports nothing but the standard library, and none of what is tuned. It ends, with all of its
-descendants, when the command ends, when its parent ends, or when the other end of the LIFELINE (the
-number of a socket) is closed. Processes that a trial detached belong to it, too: they become its
-children when their own parent ends (PR_SET_CHILD_SUBREAPER).
+The guard imports only the standard library, and nothing of the target. It ends, with all its
+descendants, when the command ends, when its parent ends, or when the other end of LIFELINE (a
+socket's file descriptor) closes. Processes that a trial detached become children of the guard when
+their own parent ends (PR_SET_CHILD_SUBREAPER), and end with it.
 
-What they write to standard error is passed on, but only its beginning: a kernel may write a line in
+The guard forwards only the beginning of their standard error, because a kernel may write a line in
 each of a million calls.
 """
 
@@ -25,15 +25,15 @@ from typing import Final
 __all__ = ["main"]
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
-"""Of prctl(2)."""
+"""Option of prctl(2)."""
 
 _MAX_TOLD_BYTES: Final = 64 * 1024
 _TELL_SECONDS: Final = 1.0
-"""What is passed on of standard error, and how long it may take when all have ended."""
+"""Bytes of standard error to forward, and seconds to do so after all processes have ended."""
 
 
 def main(arguments: list[str]) -> None:
-    """Writes the exit status of the command into the lifeline, if somebody still listens."""
+    """Run the command, and write its exit status into the lifeline if it is still open."""
     lifeline = socket.socket(fileno=int(arguments[0]))
     parent = int(arguments[1])
     os.set_inheritable(lifeline.fileno(), False)
@@ -55,20 +55,20 @@ def main(arguments: list[str]) -> None:
 
 
 def _tell(told: int) -> None:
-    """Passes the beginning on, and reads the rest, so that nobody waits to write it."""
+    """Forward the beginning, and read the rest so that no writer blocks."""
     left = _MAX_TOLD_BYTES
     while text := os.read(told, _MAX_TOLD_BYTES):
         if left > 0:
             left -= len(text)
             rest = b"" if left > 0 else b"\n[what else a measuring process writes is left out]\n"
-            with contextlib.suppress(OSError):  # nobody reads it any more
+            with contextlib.suppress(OSError):  # standard error is closed
                 os.write(2, text + rest)
 
 
 def _watch(lifeline: socket.socket, parent: int, worker: "subprocess.Popen[bytes]") -> None:
-    """Kills the worker when nobody waits for it any more.
+    """Kill the worker once its parent is gone or the lifeline is closed.
 
-    A process that the parent forked keeps the lifeline open: so the parent is looked at as well.
+    A fork of the parent keeps the lifeline open, so the parent is checked as well.
     """
     lifeline.settimeout(1.0)
     while os.getppid() == parent:
@@ -83,7 +83,7 @@ def _watch(lifeline: socket.socket, parent: int, worker: "subprocess.Popen[bytes
 
 
 def _end_descendants() -> None:
-    """Children of those that are killed become children of this process: until none is left."""
+    """Kill children until none is left: orphans of killed processes become children of this one."""
     while True:
         for child in _children():
             with contextlib.suppress(ProcessLookupError):
@@ -98,7 +98,7 @@ def _children() -> list[int]:
     children = []
     for directory in Path("/proc").iterdir():
         if directory.name.isdecimal():
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the process has ended
                 # PID (NAME) STATE PPID ...; a name may hold anything
                 fields = (directory / "stat").read_bytes().rpartition(b")")[2].split()
                 if int(fields[1]) == os.getpid():

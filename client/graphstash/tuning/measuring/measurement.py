@@ -1,4 +1,4 @@
-"""What is known of a configuration, how thoroughly it is measured, and when a search ends."""
+"""Measurements of configurations, how thoroughly to measure, and when a search ends."""
 
 import math
 import statistics
@@ -28,17 +28,17 @@ _MAX_SAMPLES: Final = 1000
 
 
 class Measurement(NamedTuple):
-    """What measuring a configuration gave.
+    """The result of measuring a configuration.
 
-    The cost is the median of the samples, which up to half of them may miss by any factor without
-    moving it far; nothing is trimmed. `to_json` is the form in which measurements are kept.
+    The cost is the median of the samples, which tolerates outliers of any size in up to half of
+    them; nothing is trimmed. Measurements are stored as `to_json` returns them.
 
     Attributes:
         configuration: value of each parameter by its name.
-        cost: of one call in seconds, or in the unit of the target; None where it failed.
+        cost: cost of one call in seconds, or in the target's unit; None if it failed.
         spread: interquartile range of the samples, in the unit of the cost; 0 for a single one.
-        count: of samples; 0 where it failed.
-        failure: a key of `FAILURES`; None where it has a cost.
+        count: number of samples; 0 if it failed.
+        failure: a key of `FAILURES`; None if it has a cost.
     """
 
     configuration: dict[str, Value]
@@ -49,7 +49,7 @@ class Measurement(NamedTuple):
 
     @classmethod
     def of(cls, configuration: Mapping[str, Value], samples: Sequence[object]) -> "Measurement":
-        """Of what a target says each sample costs; the failure "cost" where it is no cost."""
+        """Return a measurement of samples; with failure "cost" if a sample is not a cost."""
         if not samples or not all(map(_is_cost, samples)):
             return cls.failed(configuration, "cost")
         costs: list[float] = [float(sample) for sample in samples]  # type: ignore[arg-type]
@@ -61,15 +61,15 @@ class Measurement(NamedTuple):
 
     @classmethod
     def failed(cls, configuration: Mapping[str, Value], failure: str) -> "Measurement":
-        """Of a configuration that has no cost, for a reason of `FAILURES`."""
+        """Return a measurement of a configuration that failed, for a reason of `FAILURES`."""
         return cls(dict(configuration), None, 0.0, 0, failure)
 
     @classmethod
     def from_json(cls, document: object) -> "Measurement":
-        """The opposite of `to_json`; trusts nothing.
+        """Return a measurement from untrusted JSON; the inverse of `to_json`.
 
         Raises:
-            ValueError: when it is no measurement; says why.
+            ValueError: the document is not a measurement; the message says why.
         """
         if not isinstance(document, dict) or set(document) != set(cls._fields):
             raise ValueError(f"a measurement has the fields {', '.join(cls._fields)}")
@@ -78,16 +78,18 @@ class Measurement(NamedTuple):
         return cls(**document)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON: `{"configuration": {name: value}, "cost": seconds or null, "spread": seconds,
-        "count": samples, "failure": null or a word}`.
+        """Return the measurement as JSON.
+
+        Form: `{"configuration": {name: value}, "cost": seconds or null, "spread": seconds, "count":
+        samples, "failure": null or a word}`.
         """
         return self._asdict()
 
     def trial(self, space: SearchSpace) -> Trial:
-        """What a searcher is told: an infinite cost for a failure.
+        """Return the trial for a searcher; a failure has infinite cost.
 
         Raises:
-            ValueError: when the space has no such configuration.
+            ValueError: the space lacks the configuration.
         """
         cost = math.inf if self.cost is None else self.cost
         return Trial(space.configuration(self.configuration), cost)
@@ -96,7 +98,7 @@ class Measurement(NamedTuple):
 def _problem(
     configuration: object, cost: object, spread: object, count: object, failure: object
 ) -> str | None:
-    """Why these are not the fields of a measurement."""
+    """Return why these are not the fields of a measurement, or None if they are."""
     if not isinstance(configuration, dict) or not all(
         isinstance(name, str) and isinstance(value, int | float | str)
         for name, value in configuration.items()
@@ -131,14 +133,14 @@ class Method:
     """How thoroughly a configuration is measured.
 
     Attributes:
-        samples: how many are taken of a configuration, from 1 to 1000.
-        sample_seconds: a quick kernel is called so often for one sample that it takes this long.
-        trial_seconds: no further sample is begun after this time; the first always is. So a slow
-            configuration, which need not be known precisely, is measured fewer times.
-        timeout_seconds: what building may take, and then a check or a sample, before the process
-            is killed.
-        memory_bytes: what a measuring process may allocate on the host (RLIMIT_DATA); None for
-            no limit. A host that runs out of memory ends measuring processes first in any case.
+        samples: number of samples of a configuration, from 1 to 1000.
+        sample_seconds: seconds of a sample, for which a quick kernel is called repeatedly.
+        trial_seconds: seconds after which no further sample starts; the first always does. A slow
+            configuration, whose exact cost does not matter, gets fewer samples.
+        timeout_seconds: seconds for building, and for each check or sample, before the process is
+            killed.
+        memory_bytes: bytes that a measuring process may allocate on the host (RLIMIT_DATA); None
+            for no limit. A host without memory always ends measuring processes first.
     """
 
     samples: int = 5
@@ -161,11 +163,11 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """When a search ends; whichever comes first.
+    """When a search ends; the first limit that is reached counts.
 
     Attributes:
-        measurements: how many configurations are measured; those known before are not counted.
-        seconds: after which no further measurement is begun.
+        measurements: number of configurations to measure, without those known before.
+        seconds: seconds after which no further measurement starts.
     """
 
     measurements: int | None = None

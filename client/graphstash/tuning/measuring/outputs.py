@@ -1,11 +1,11 @@
-"""CheckedOutput: an array for a kernel's result that shows what the kernel left out or overran."""
+"""CheckedOutput: a result array that reveals what a kernel left out or overran."""
 
 from typing import Any, Final
 
 __all__ = ["CheckedOutput"]
 
 _GUARD_BYTES: Final = 4096
-"""On each side of the array. A multiple of all alignments that compilers assume."""
+"""Bytes on each side of the array; a multiple of all alignments that compilers assume."""
 
 
 class CheckedOutput:
@@ -17,11 +17,11 @@ class CheckedOutput:
         return output.holds(a @ b, tolerance=1e-3)
 
     Args:
-        shape: of the array.
-        dtype: of its elements: a number, or the name of one.
+        shape: shape of the array.
+        dtype: numpy data type of its elements, or its name.
 
     Attributes:
-        array: row by row, at an address that is a multiple of 4096.
+        array: row-major, at an address that is a multiple of 4096.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
@@ -39,7 +39,7 @@ class CheckedOutput:
         self.soil()
 
     def soil(self) -> None:
-        """Fill the array with garbage, another one each time, and the guard bands with a pattern.
+        """Fill the array with new garbage, and the guard bands with a new pattern.
 
         The garbage is far from 0, so that a kernel that adds to it gives a wrong result.
         """
@@ -50,10 +50,10 @@ class CheckedOutput:
         self._patterns = tuple(guard.copy() for guard in self._guards)
 
     def holds(self, expected: Any, tolerance: Any = 0) -> bool:
-        """Return whether the array is as expected, and nothing was written beside it.
+        """Return whether the array is as expected, and the guard bands are intact.
 
         Args:
-            expected: an array of the same shape. NaN agrees with NaN, infinity with itself.
+            expected: an array of the same shape. NaN agrees with NaN, and infinity with itself.
             tolerance: largest difference of an element, a number or an array. Default: 0.
         """
         import numpy as np
@@ -63,7 +63,7 @@ class CheckedOutput:
                 f"the expected shape is {np.shape(expected)}, but that of the output is "
                 f"{self.array.shape}"
             )
-        wide = np.result_type(self.array, expected, np.longdouble)  # integers wrap around
+        wide = np.result_type(self.array, expected, np.longdouble)  # integers would wrap around
         with np.errstate(invalid="ignore"):
             difference = abs(self.array.astype(wide) - expected)
         agrees = (self.array == expected) | (difference <= tolerance)

@@ -1,11 +1,12 @@
-"""Several measuring processes: they build side by side, and run one at a time.
+"""Several measuring processes, which build in parallel and run one at a time.
 
-A kernel that runs beside another one is measured with its load, so only one process at a time runs
-what it has built. Others may build meanwhile: `Pool.compare` is for figures that have to be right.
+A kernel that runs beside another is measured with the other's load. So only one process at a time
+runs its kernels, while others may build. `Pool.compare` measures without such builds, for figures
+that must be right.
 
-What a trial does wrong may show in a later one of the same process. So a process is replaced after
-every failure but those of building and of the cost, and a failure in a process that has measured
-before counts only when it happens again in a new one.
+Damage by a trial may show in a later trial of the same process. A process is therefore replaced
+after every failure except failed builds and invalid costs. A failure in a process that has measured
+before counts only if it happens again in a new process.
 """
 
 import logging
@@ -30,18 +31,18 @@ __all__ = ["MeasuringError", "Pool"]
 _log = logging.getLogger("graphstash.trials")
 
 _START_SECONDS: Final = 300.0
-"""What a measuring process gets to import its compiler and to make inputs."""
+"""Seconds for a measuring process to import its compiler and to create inputs."""
 
 _HARMLESS: Final = frozenset({None, "compile", "cost"})
-"""How a trial ends that lets its process go on."""
+"""Outcomes of a trial after which its process continues."""
 
 _REPEATED: Final = frozenset({"run", "wrong", "memory", "crash"})
-"""Failures that an earlier trial of the process may have caused. A hang is not repeated: it would
-take as long again."""
+"""Failures that an earlier trial of the process may have caused. A timeout is not repeated: it
+would take as long again."""
 
 
 class MeasuringError(GraphstashError):
-    """No process could be made ready to measure; says what the target or the process said."""
+    """No process is ready to measure; the message gives the target's or process's reason."""
 
 
 @dataclass(eq=False)
@@ -57,12 +58,12 @@ class _Job:
 
 @dataclass(eq=False)
 class _Worker:
-    """A measuring process, what it does, and until when it has to say something.
+    """A measuring process, its state, and the deadline for its next message.
 
     Attributes:
-        state: starting, idle, building, built (it waits for its turn), or running.
+        state: starting, idle, building, built (waiting for its turn), or running.
         is_new: whether it has measured nothing before its job.
-        results: of the job, as far as they have come.
+        results: results of the job received so far.
     """
 
     process: MeasuringProcess
@@ -77,17 +78,17 @@ class _Worker:
 class Pool(Executor):
     """Measures configurations of a target in processes that may crash.
 
-    Use it as a context manager, in one thread. Processes are started when they are needed.
+    Use it as a context manager, in one thread. Processes start when needed.
 
     Args:
-        target: what is measured, or its pickle.
-        workers: how many processes at most, 1 or more. With one, results come in the order of
+        target: the target, or its pickle.
+        workers: largest number of processes, 1 or more. With one, results come in the order of
             `submit`.
-        method: how thoroughly.
+        method: how thoroughly to measure.
 
     Raises:
-        MeasuringError: when the target cannot be pickled.
-        ValueError: when there are no workers.
+        MeasuringError: the target cannot be pickled.
+        ValueError: `workers` is below 1.
     """
 
     target: Target | bytes
@@ -111,22 +112,22 @@ class Pool(Executor):
         self._done: list[Measurement] = []
 
     def close(self) -> None:
-        """Ends all processes, whatever they do."""
+        """Kill all processes, even busy ones."""
         while self._workers:
             self._workers.pop().process.end()
 
     @property
     def pending(self) -> int:
-        """How many configurations were submitted and not yet returned by `results`."""
+        """Number of submitted configurations that `results` has not returned yet."""
         measuring = sum(worker.job is not None for worker in self._workers)
         return len(self._jobs) + measuring + len(self._done)
 
     def submit(self, configuration: Mapping[str, Value]) -> None:
-        """Queues a configuration; `results` has what comes of it."""
+        """Queue a configuration; `results` returns its measurement."""
         self._jobs.append(_Job([_plain(configuration)]))
 
     def _compare(self, configurations: Sequence[Mapping[str, Value]]) -> list[Measurement]:
-        """In a new process; where one of them ends it, each in a new process of its own."""
+        """Measure in a new process; if a configuration ends it, measure each in its own process."""
         found = self._in_turns(configurations)
         if len(configurations) > 1 and any(each.failure not in _HARMLESS for each in found):
             found = [alone for each in configurations for alone in self._in_turns([each])]
@@ -142,7 +143,7 @@ class Pool(Executor):
         return self.results()
 
     def _advance(self) -> None:
-        """Hands out work, waits until something happens, and takes what has come."""
+        """Hand out work, wait for an event, and collect results."""
         self._hand_out()
         self._wait()
         for worker in list(self._workers):
@@ -180,7 +181,7 @@ class Pool(Executor):
                 worker.process.run()
 
     def _next_job(self, *, is_new: bool) -> _Job | None:
-        """For a process; takes it out of the queue."""
+        """Remove and return the next job that a process may do."""
         for job in self._jobs:
             if is_new or not job.needs_new_process:
                 self._jobs.remove(job)
@@ -211,11 +212,11 @@ class Pool(Executor):
                 worker.results.append(message)
             case "measured":
                 self._finish(worker)
-            case _:  # before a step that has a deadline of its own
+            case _:  # a step with its own deadline begins
                 self._begin(worker, worker.state)
 
     def _finish(self, worker: _Worker) -> None:
-        assert worker.job is not None  # noqa: S101 - it has measured them
+        assert worker.job is not None  # noqa: S101 - only a worker with a job sends results
         found = []
         for configuration, result in zip(worker.job.configurations, worker.results, strict=True):
             if result["failure"] is None:
@@ -227,7 +228,7 @@ class Pool(Executor):
         self._settle(worker, found)
 
     def _lose(self, worker: _Worker, failure: str, reason: str) -> None:
-        """Of a process that ended or has to."""
+        """Fail the job of a process that has ended or must end."""
         if worker.state == "starting":
             raise MeasuringError(f"a measuring process did not become ready: {reason}")
         if worker.job is None:
@@ -239,7 +240,7 @@ class Pool(Executor):
         self._settle(worker, found)
 
     def _settle(self, worker: _Worker, found: list[Measurement]) -> None:
-        """Accepts what a job gave, or has it done again."""
+        """Accept a job's results, or repeat it in a new process."""
         assert worker.job is not None  # noqa: S101 - these are its results
         failures = {measurement.failure for measurement in found}
         if not worker.is_new and failures & _REPEATED:
@@ -257,7 +258,7 @@ class Pool(Executor):
 
 
 def _plain(configuration: Mapping[str, Value]) -> dict[str, Value]:
-    """With Python's own numbers, which JSON has, in the place of numpy's."""
+    """Convert numpy numbers to Python numbers, which JSON supports."""
     return {
         name: value.item() if hasattr(value, "item") else value
         for name, value in configuration.items()

@@ -1,6 +1,6 @@
-"""A measuring process as the search sees it: messages, and its end.
+"""The search's side of a measuring process: messages, and its end.
 
-It is started anew (spawn), never forked: threads and devices of this process stay here.
+The process is spawned, never forked, so it gets no threads or devices of this process.
 """
 
 import contextlib
@@ -29,30 +29,30 @@ _PROGRAM: Final = (
 )
 
 _ENVIRONMENT: Final = {"GRAPHSTASH_ENABLED": "false"}
-"""What a trial compiles is thrown away, so it is neither published nor counted."""
+"""A trial's compilations are discarded, so they are neither published nor counted."""
 
 _SEND_SECONDS: Final = 5.0
-"""What a process that waits for a request gets to take each packet of it."""
+"""Seconds for a waiting process to take each packet of a request."""
 
 _END_SECONDS: Final = 5.0
-"""What the guard gets to end all that it guards, before it is left alone."""
+"""Seconds for the guard to end all its processes, before it is killed."""
 
 
 class EndedError(Exception):
-    """A measuring process has ended, or nothing that it sends can be trusted any more."""
+    """A measuring process has ended, or its messages can no longer be trusted."""
 
 
 class MeasuringProcess:
-    """One process that measures, and the guard around it.
+    """A measuring process, and the guard around it.
 
     Args:
-        target: what it measures, pickled.
-        method: how.
+        target: the pickled target.
+        method: how to measure.
 
     Raises:
-        RuntimeError: when a main module without `if __name__ == "__main__":` starts it, again, in
-            a measuring process.
-        OSError: when no process can be started here.
+        RuntimeError: a main module without `if __name__ == "__main__":` starts it again in a
+            measuring process.
+        OSError: no process can be started.
 
     Attributes:
         channel: readable when `receive` has something.
@@ -67,7 +67,7 @@ class MeasuringProcess:
             )
         self._token = secrets.token_hex(8)
         preparation = multiprocessing.spawn.get_preparation_data("graphstash-measuring")
-        preparation.pop("authkey", None)  # it is for multiprocessing's own pipes
+        preparation.pop("authkey", None)  # only for multiprocessing's own pipes
         payload = {
             "token": self._token,
             "preparation": preparation,
@@ -83,7 +83,7 @@ class MeasuringProcess:
             os.lseek(file.fileno(), 0, os.SEEK_SET)
             descriptors = (channel.fileno(), file.fileno())
             path = json.dumps([os.fsdecode(each) for each in sys.path])
-            # Not even before it has this path may a file of the working directory be imported.
+            # Even before sys.path is set, no file of the working directory may be imported.
             command = [sys.executable, "-P", "-c", _PROGRAM, *map(str, descriptors), path]
             about = [str(lifeline.fileno()), str(os.getpid())]
             self._guard = subprocess.Popen(
@@ -95,19 +95,19 @@ class MeasuringProcess:
             )
 
     def build(self, configurations: Sequence[Mapping[str, Any]]) -> None:
-        """Lets it build; it says "built" at the end and waits for `run`."""
+        """Start building; the process reports "built" at the end, and waits for `run`."""
         self._token = secrets.token_hex(8)
         self._send({"token": self._token, "configurations": [*map(dict, configurations)]})
 
     def run(self) -> None:
-        """Lets it check and measure what it has built."""
+        """Start checking and measuring the built kernels."""
         self._send({"token": self._token})
 
     def receive(self) -> dict[str, Any] | None:
-        """The next message of `worker`; None where there is none now.
+        """Return the next message of `worker`, or None if there is none yet.
 
         Raises:
-            EndedError: there will be none, or it is not one of the worker's.
+            EndedError: the process has ended, or the message is not the worker's.
         """
         try:
             packet = self.channel.recv(MAX_MESSAGE_BYTES + 1)
@@ -130,12 +130,12 @@ class MeasuringProcess:
         return message
 
     def end(self) -> None:
-        """Kills it and all that it started; returns when they have ended."""
+        """Kill the process and all that it started; return when they have ended."""
         self.lifeline.close()
         self.channel.close()
         try:
             self._guard.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:  # a process that not even SIGKILL ends, in a driver
+        except subprocess.TimeoutExpired:  # stuck in a driver, where not even SIGKILL ends it
             self._guard.kill()
             self._guard.wait()
 
@@ -144,7 +144,7 @@ class MeasuringProcess:
         size = MAX_MESSAGE_BYTES - 1
         parts = [text[start : start + size] for start in range(0, len(text), size)]
         self.channel.settimeout(_SEND_SECONDS)
-        with contextlib.suppress(OSError):  # it has ended: `receive` says so
+        with contextlib.suppress(OSError):  # the process has ended: `receive` raises
             for part in parts[:-1]:
                 self.channel.send(MORE + part)
             self.channel.send(LAST + parts[-1])

@@ -1,9 +1,8 @@
-"""Measures on the machines of a Ray cluster. It needs the extra `ray`.
+"""Measure on the machines of a Ray cluster. Needs the extra `ray`.
 
-Each worker is an actor of Ray, and in it a `Pool` of one measuring process: what a trial does wrong
-ends as it would on this host. What Ray adds is other machines, and that they may die. A job whose
-machine died is done again elsewhere, once; a worker that is lost is replaced, as long as some give
-results.
+Each worker is a Ray actor with a `Pool` of one measuring process, so a failing trial ends as on
+this host. Other machines may also die. The job of a lost machine is repeated once on another one. A
+lost worker is replaced as long as other workers give results.
 """
 
 import logging
@@ -29,7 +28,7 @@ try:
     import ray
     import ray.cloudpickle
     from ray.exceptions import RayError, RayTaskError
-except ModuleNotFoundError:  # `RayPool` says so when it is made
+except ModuleNotFoundError:  # `RayPool` raises on construction
     _HAS_RAY = False
 else:
     _HAS_RAY = True
@@ -43,29 +42,30 @@ _OPTIONS: Final = {"num_cpus": 1, "scheduling_strategy": "SPREAD", "max_restarts
 _CONNECT_SECONDS: Final = 10.0
 
 _READY_SECONDS: Final = 300.0
-"""What Ray gets to find a place for a worker and to start it, before others are waited for."""
+"""Seconds for Ray to place and start a worker. Then measuring fails, unless other workers have
+jobs."""
 
 _JOB_SECONDS: Final = 300.0
-"""What a job gets beyond its own time limits: its process is started, and inputs are made."""
+"""Seconds added to a job's own time limits: its process starts and creates inputs."""
 
 _MAX_LOST: Final = 4
-"""Workers that are lost one after the other, with no result in between."""
+"""Number of workers that may be lost in succession without a result in between."""
 
 _MAX_TRIES: Final = 2
-"""Of a job: its machine may die of it."""
+"""Tries of a job, which may itself crash its machine."""
 
 
 class _Measurer:
-    """What runs in a worker."""
+    """Runs in a worker."""
 
     def __init__(self, target: bytes, method: Method) -> None:
         self._pool = Pool(target, method=method)
 
     def ready(self) -> None:
-        """Returns when the worker has been started."""
+        """Return once the worker has started."""
 
     def measure(self, configurations: list[dict[str, Value]]) -> list[dict[str, Any]]:
-        """Their measurements as JSON; of several, in turns."""
+        """Return the measurements as JSON; several configurations are measured in turns."""
         if len(configurations) > 1:
             found = self._pool.compare(configurations)
         else:
@@ -82,11 +82,11 @@ class _Job:
 
 @dataclass(eq=False)
 class _Worker:
-    """An actor, and the call that it was given last.
+    """An actor and its latest call.
 
     Attributes:
-        call: what Ray gives its result under; None while it is idle.
-        job: what it measures; None while it starts and while it is idle.
+        call: Ray's reference to the call's result; None while idle.
+        job: the job being measured; None while starting or idle.
     """
 
     actor: Any
@@ -99,24 +99,23 @@ class _Worker:
 class RayPool(Executor):
     """Measures configurations of a target on the machines of a Ray cluster.
 
-    It is used as `Pool` is, and takes its place: `tune(task, executor=RayPool, workers=8, ...)`.
-    Where Ray is not initialized yet, `ray.init()` is called. The machines have to be alike, and
-    graphstash and what the target imports have to be installed on them; functions of a script are
-    sent to them. Several workers on one machine disturb each other: let `options` give each a
-    device or a machine of its own.
+    Takes the place of `Pool`: `tune(task, executor=RayPool, workers=8, ...)`. Calls `ray.init()` if
+    Ray is not initialized. The machines must be alike, with graphstash and the target's imports
+    installed; functions of a script are sent to them. Workers on one machine disturb each other:
+    use `options` to give each its own device or machine.
 
     Args:
-        target: what is measured.
-        workers: how many at most, 1 or more.
-        method: how thoroughly.
-        options: of Ray's actors, such as `{"num_gpus": 1}`; one CPU each by default.
-        modules: names of imported modules that the machines do not have: their functions are sent
-            as those of a script are.
+        target: the target to measure.
+        workers: largest number of workers, 1 or more.
+        method: how thoroughly to measure.
+        options: options of Ray's actors, such as `{"num_gpus": 1}`. Default: one CPU each.
+        modules: names of imported modules that the machines lack; their functions are sent like
+            those of a script.
 
     Raises:
         ConfigError: Ray is not installed.
-        MeasuringError: when the target cannot be sent.
-        ValueError: when there are no workers.
+        MeasuringError: the target cannot be sent.
+        ValueError: `workers` is below 1.
     """
 
     target: Target
@@ -142,28 +141,28 @@ class RayPool(Executor):
         self._lost: list[str] = []
 
     def close(self) -> None:
-        """Ends all workers, whatever they do."""
+        """Kill all workers, even busy ones."""
         while self._workers:
             self._end(self._workers[-1])
 
     @property
     def pending(self) -> int:
-        """How many configurations were submitted and not yet returned by `results`."""
+        """Number of submitted configurations that `results` has not returned yet."""
         jobs = [*self._jobs, *(each.job for each in self._workers if each.job is not None)]
         return sum(len(job.configurations) for job in jobs) + len(self._done)
 
     def submit(self, configuration: Mapping[str, Value]) -> None:
-        """Queues a configuration; `results` has what comes of it."""
+        """Queue a configuration; `results` returns its measurement."""
         self._jobs.append(_Job([dict(configuration)]))
 
     def _compare(self, configurations: Sequence[Mapping[str, Value]]) -> list[Measurement]:
-        """In one worker, while the others are idle."""
+        """Measure in one worker, while the others are idle."""
         if configurations:
             self._jobs.append(_Job([*map(dict, configurations)]))
         return self.results()
 
     def _advance(self) -> None:
-        """Hands out work, waits until something happens, and takes what has come."""
+        """Hand out work, wait for an event, and collect results."""
         for worker in self._workers:
             if worker.call is None and self._jobs:
                 self._give(worker, self._jobs.popleft())
@@ -188,20 +187,20 @@ class RayPool(Executor):
 
     def _give(self, worker: _Worker, job: _Job) -> None:
         job.tries += 1
-        # A failure is tried twice, and a comparison that fails once more for each.
+        # A failure is measured twice, and a failed comparison again for each configuration.
         steps = 4 * len(job.configurations) * (self.method.samples + 3)
         seconds = _JOB_SECONDS + steps * self.method.timeout_seconds
         worker.job, worker.deadline = job, monotonic() + seconds
         worker.call = worker.actor.measure.remote(job.configurations)
 
     def _take(self, worker: _Worker) -> None:
-        """The result of a call."""
+        """Process a call's result."""
         job, call, worker.call = worker.job, worker.call, None
         try:
             told = ray.get(call)
             found = [] if job is None else [Measurement.from_json(each) for each in told]
         except RayTaskError as error:
-            if job is not None:  # nothing can be measured there: it is no fault of the job's
+            if job is not None:  # the machine cannot measure; the job is not at fault
                 job.tries -= 1
             self._lose(worker, str(error.cause))
         except (RayError, ValueError, TypeError) as error:
@@ -213,7 +212,7 @@ class RayPool(Executor):
                 self._lost.clear()
 
     def _check(self, worker: _Worker) -> None:
-        """Whether a call takes too long. A worker that finds no place harms nobody."""
+        """Lose a worker whose call takes too long; keep waiting for one that has no machine yet."""
         if worker.deadline > monotonic():
             return
         if worker.job is not None:
@@ -243,12 +242,12 @@ class RayPool(Executor):
 
     def _end(self, worker: _Worker) -> None:
         self._workers.remove(worker)
-        with suppress(Exception):  # with the whole cluster, it has ended already
+        with suppress(Exception):  # fails if the whole cluster has ended
             ray.kill(worker.actor)
 
 
 def _join_cluster() -> None:
-    """Calls `ray.init`, unless nothing listens at its address: it would try that for minutes."""
+    """Call `ray.init` if a server answers at its address; it would otherwise retry for minutes."""
     address = os.environ.get("RAY_ADDRESS", "")
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if host and port.isdecimal():

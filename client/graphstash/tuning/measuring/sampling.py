@@ -1,13 +1,13 @@
-"""How a measuring process takes samples of the kernels that it has built.
+"""Take samples of built kernels, in a measuring process.
 
-    check       the first two runs; compared with the reference result. The second run finds a
-                kernel that writes into its inputs. Inputs are renewed after a kernel that fails,
-                which may have ruined them for the next one
-    warm-up     one more run: caches are filled, pages are mapped, clocks have risen
-    samples     in rounds: one of each kernel, and in the opposite order in every second round
+    check       the first two runs; their results are compared with the reference result. The
+                second run detects a kernel that writes into its inputs. After a failure, inputs
+                are renewed, as the kernel may have corrupted them for the next one
+    warm-up     one more run fills caches, maps pages and lets clocks rise
+    samples     rounds of one sample of each kernel; every second round is in reverse order
     check       once more, with other inputs: a kernel may be right on its first call only
 
-Rounds make the comparison fair: load that comes and goes meets all kernels alike.
+Rounds make the comparison fair: changing load affects all kernels alike.
 """
 
 import gc
@@ -25,13 +25,14 @@ from graphstash.tuning.measuring.target import Kernel, Target
 __all__ = ["Built", "only_here", "take_samples"]
 
 _MAX_CALLS: Final = 1_000_000
-"""Of a kernel for one sample, should a clock stand still."""
+"""Most calls of a kernel for one sample, in case a clock stands still."""
 
 
 @contextmanager
 def only_here() -> Iterator[None]:
-    """Ends processes that the block has forked where they leave it: they would measure and answer
-    beside this one.
+    """End forked copies of this process when they leave the block.
+
+    They would otherwise measure and answer beside this process.
     """
     process = os.getpid()
     status: object = 0
@@ -50,10 +51,10 @@ class Built:
     """A configuration that a measuring process was told to build.
 
     Attributes:
-        kernel: None after a failure.
+        kernel: the built kernel; None after a failure.
         failure: see `measurement.FAILURES`.
-        reason: of a failure, for people.
-        samples: what the target said each costs, checked by nobody yet.
+        reason: description of the failure, for people.
+        samples: costs that the target returned, not checked yet.
     """
 
     kernel: Kernel | None = None
@@ -64,31 +65,31 @@ class Built:
     seconds: float = 0.0
 
     def attempt(self, word: str, call: Callable[[], object]) -> object:
-        """What a call returns; it fails under this word where it raises anything."""
+        """Return a call's result; if it raises, fail with the given word."""
         try:
             with only_here():
                 return call()
         except MemoryError as error:
             self.fail("memory", repr(error))
-        except BaseException as error:  # noqa: BLE001 - a trial may do anything, such as sys.exit()
+        except BaseException as error:  # noqa: BLE001 - a trial may raise even SystemExit
             self.fail(word, f"{type(error).__name__}: {error}")
         return None
 
     def fail(self, failure: str, reason: str) -> None:
-        """Takes it out of what follows."""
+        """Mark as failed, which excludes it from further steps."""
         self.kernel, self.failure, self.reason = None, failure, reason
 
 
 def take_samples(
     target: Target, built: Sequence[Built], method: Method, begin: Callable[[int], None]
 ) -> None:
-    """Checks, warms up and measures what was built; fills in `samples` or `failure` of each.
+    """Check, warm up and measure the built kernels; set `samples` or `failure` of each.
 
     Args:
-        target: it built them.
-        built: what is compared.
-        method: how thoroughly.
-        begin: told the index of a kernel before each check and before each sample of it.
+        target: the target that built them.
+        built: the configurations to compare.
+        method: how thoroughly to measure.
+        begin: called with a kernel's index before each of its checks and samples.
     """
     for index, each in enumerate(built):
         if each.kernel is not None:
@@ -115,7 +116,7 @@ def _begin(target: Target, built: Built, method: Method) -> None:
             _check(target, built)
     _warm_up(target, built, method)
     if built.kernel is None:
-        with suppress(Exception), only_here():  # the last check raises it again
+        with suppress(Exception), only_here():  # the last check raises the same error
             target.renew()
 
 
@@ -134,7 +135,7 @@ def _check(target: Target, built: Built, *, renew: Callable[[], object] | None =
 
 
 def _warm_up(target: Target, built: Built, method: Method) -> None:
-    """Runs it once more, and finds how many calls make a sample."""
+    """Run a kernel once more, and compute how many calls make a sample."""
     if (kernel := built.kernel) is None:
         return
     started = perf_counter()

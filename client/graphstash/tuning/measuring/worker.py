@@ -1,15 +1,15 @@
 """The program of a measuring process.
 
-It answers each request of `process.MeasuringProcess` over a socket of its own, so that whatever a
-trial prints harms nothing; its standard output is dropped. Messages are JSON: what comes
-from a trial is never unpickled.
+It answers requests of `process.MeasuringProcess` over its own socket, so a trial's prints cannot
+corrupt messages; its standard output is discarded. Messages are JSON, because data of a trial must
+never be unpickled.
 
     < {"token", "step": "ready"} or {"token", "step": "unable", "reason"}
     > {"token", "configurations": [...]}          build these
     < {"token", "step": "build" or "run", "index"}  before each step that has a deadline
     < {"token", "step": "built"}
-    > {"token"}                                    it is your turn: run them
-    < {"token", "step": "result", "samples", "failure", "reason"}    of each, in their order
+    > {"token"}                                    your turn: run them
+    < {"token", "step": "result", "samples", "failure", "reason"}    one per kernel, in order
     < {"token", "step": "measured"}
 """
 
@@ -36,26 +36,26 @@ from graphstash.tuning.measuring.target import Kernel, Target
 __all__ = ["LAST", "MAX_MESSAGE_BYTES", "MORE", "is_starting", "main"]
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024
-"""Of one packet. A socket of packets takes about three times as much by default."""
+"""Size of one packet. By default, a packet socket holds about three times as much."""
 
 MORE: Final = b"+"
 LAST: Final = b"."
-"""A request comes in packets, and the first byte of each says whether it is the last one."""
+"""First byte of each packet of a request: more packets follow, or it is the last one."""
 
 _MAX_REASON: Final = 500
-"""Characters."""
+"""Largest number of characters in a reason."""
 
 
 _PR_SET_PDEATHSIG: Final = 1
-"""Of prctl(2): the signal that a process gets when its parent, here the guard, ends."""
+"""Option of prctl(2): the signal to this process when its parent, the guard, ends."""
 
 is_starting = False
-"""Whether this is a measuring process that imports the main module of the program around it."""
+"""Whether this measuring process is importing the main module of the program around it."""
 
 
 def main(channel_number: int, payload_number: int) -> None:
-    """Serves until the other end is closed."""
-    global is_starting  # noqa: PLW0603 - of this process, as its name says
+    """Serve requests until the other end closes."""
+    global is_starting  # noqa: PLW0603 - a state of this process
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
@@ -73,7 +73,7 @@ def main(channel_number: int, payload_number: int) -> None:
             is_starting = False
             target: Target = pickle.loads(payload["target"])  # noqa: S301 - as above
             target.prepare()
-    except BaseException as error:  # noqa: BLE001 - of user code: it is told, and ends this process
+    except BaseException as error:  # noqa: BLE001 - user code: report it, and end this process
         channel.send("unable", reason=_brief(f"{type(error).__name__}: {error}"))
         return
     channel.send("ready")
@@ -91,8 +91,8 @@ def _measure(
     directory: Path,
 ) -> None:
     def build(configuration: dict[str, Any]) -> Kernel:
-        with contextlib.suppress(OSError):  # it is no longer there
-            os.chdir(directory)  # an earlier trial may have left it, and would fail this one
+        with contextlib.suppress(OSError):  # the directory was removed
+            os.chdir(directory)  # an earlier trial may have changed it
         return target.build(configuration)
 
     trials = []
@@ -113,7 +113,7 @@ def _measure(
 
 
 def _result(trial: Built) -> dict[str, Any]:
-    # What is no number stays none: the other side counts it as the failure "cost".
+    # A value that is not a number becomes null; the other side counts it as failure "cost".
     samples = [_plain(each) for each in trial.samples]
     reason = trial.reason
     if not reason and None in samples:
@@ -126,7 +126,7 @@ def _result(trial: Built) -> dict[str, Any]:
 
 
 def _plain(sample: object) -> float | None:
-    """A number of any library as one of JSON; None for what is none."""
+    """Convert a number of any library to a JSON number; None for anything else."""
     if not isinstance(sample, Real) or isinstance(sample, bool):
         return None
     try:
@@ -136,7 +136,7 @@ def _plain(sample: object) -> float | None:
 
 
 def _brief(reason: str) -> str:
-    """One line of bounded length: a compiler's message may be as long as a program."""
+    """Shorten to one line: a compiler's message may be as long as a program."""
     return " ".join(reason[: 10 * _MAX_REASON].split())[:_MAX_REASON]
 
 
@@ -149,7 +149,7 @@ class _Channel:
         self._channel.send(json.dumps({"token": self._token, "step": step} | fields).encode())
 
     def receive(self) -> dict[str, Any] | None:
-        """The next request; None where there will be none."""
+        """Return the next request, or None if the other end has closed."""
         message, mark = b"", MORE
         while mark == MORE:
             packet = self._channel.recv(MAX_MESSAGE_BYTES)
