@@ -1,3 +1,3 @@
-"""Find an artifact or compile it, and everything that a compilation here needs."""
+"""Fetch artifacts or compile them, and manage the compilations of this process."""
 
 __all__: list[str] = []

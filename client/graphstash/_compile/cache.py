@@ -1,11 +1,11 @@
-"""Fetch an artifact or compile it: the one path that every hook takes. It fails open.
+"""Fetch an artifact or compile it: the path that all hooks use. It fails open.
 
     local tier -> server -> lease: granted   compile here, publish in the background
-                                   ready     fetch it
+                                   ready     fetch the artifact
                                    held      wait, as long as `WaitBudget` allows
-    any error on the way                     compile here, counted under its reason
+    any error on the way                     compile here, and count the reason
 
-Nothing in here raises because of the cache, and nothing waits without a bound.
+An error of the cache never raises, and every wait has a bound.
 """
 
 import logging
@@ -43,37 +43,37 @@ _log = logging.getLogger("graphstash")
 _MIN_POLL_SECONDS: Final = 0.5
 
 _MAX_POLL_SECONDS: Final = 20.0
-"""One call's share of a longer wait: shorter than the idle time-outs of common proxies."""
+"""Maximum seconds per call of a longer wait, below the idle timeouts of common proxies."""
 
 _HOLDER_CHARACTERS: Final = 128
-"""Of a holder's name, as in `LeaseRequest`. All are kept, and a server may make up one for every
-answer."""
+"""Maximum length of a holder's name, as in `LeaseRequest`. It bounds the memory for the names,
+because a server may return a new name in each reply."""
 
 _OWN_COMPILE: Final = "this process compiles something itself, which that one may wait for"
-"""See `InFlightCompile.is_awaited`."""
+"""Why a process does not wait, see `InFlightCompile.is_awaited`."""
 
 _DAMAGED: Final = (
     *(Reason.DIGEST_MISMATCH, Reason.CORRUPT, Reason.WRONG_KEY, Reason.TOO_LARGE),
     *(Reason.BAD_SIGNATURE, Reason.UNKNOWN_KEY, Reason.REVOKED_KEY, Reason.UNSIGNED),
 )
-"""Reasons for which an artifact is stored under the key, but of no use."""
+"""Reasons that mean: the server stores an unusable artifact under the key."""
 
 _GOODBYE_SECONDS: Final = 2.0
-"""How long a job that ends may take to release its leases."""
+"""Maximum seconds that an exiting job spends on releasing its leases."""
 
 _READY_WITHOUT_ARTIFACT: Final = 3
-"""How often "it is ready" may turn out to be a miss before one compiles."""
+"""Number of "ready" replies without an artifact after which the process compiles."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchedPack:
-    """What is stored under the key of a pack, see `Packs`.
+    """The artifact under the key of a pack, see `Packs`.
 
     Attributes:
-        payload: None when the cache could not give it.
-        compile_seconds: what all its compilations had taken.
-        source: where it came from.
-        trouble: why there is no payload.
+        payload: Bytes of the pack, or None if the cache could not fetch them.
+        compile_seconds: Sum of the compile times of its programs.
+        source: Where the bytes came from.
+        trouble: Why the payload is None.
     """
 
     payload: bytes | None
@@ -83,22 +83,22 @@ class FetchedPack:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether something is stored under the key, but of no use."""
+        """Whether the server stores an unusable pack under the key."""
         return self.trouble in _DAMAGED
 
 
 class CompileCache:
-    """Finds artifacts or hands out compilations; one per process.
+    """Fetches artifacts or starts compilations; one instance per process.
 
     Attributes:
-        waits: how long it may still wait for compilations of others.
-        log: what had to be compiled.
-        limit: how much may be compiled; None where that is not limited.
+        waits: Remaining budget for waiting for the compilations of other jobs.
+        log: Programs that this process had to compile.
+        limit: Limit of compilations, or None if the settings set no limit.
 
     Args:
-        stash: closed by whoever made it.
-        counters: what happened.
-        publisher: runs uploads; drained and closed by whoever made it.
+        stash: Storage of artifacts. The caller closes it.
+        counters: Counters of this process.
+        publisher: Executor of the uploads. The caller drains and closes it.
     """
 
     def __init__(self, stash: Stash, *, counters: Counters, publisher: BoundedExecutor) -> None:
@@ -108,7 +108,7 @@ class CompileCache:
         self.waits = WaitBudget(stash.config.wait_seconds)
         self.log = MissLog()
         self.limit: CompileLimit | None = None
-        # Each use is one bytecode operation: safe between threads.
+        # Each access is one bytecode operation, which makes it thread-safe.
         self._open: set[InFlightCompile] = set()
         self._leases: list[HeldLease] = []
         self._used: dict[ArtifactKey, None] = {}
@@ -116,12 +116,12 @@ class CompileCache:
 
     @property
     def config(self) -> ClientConfig:
-        """The settings of this job."""
+        """Settings of this job."""
         return self.stash.config
 
     @property
     def used(self) -> tuple[ArtifactKey, ...]:
-        """Every artifact that this process found or stored, in order of first use."""
+        """Keys of all artifacts that this process has fetched or stored, in order of first use."""
         return tuple(self._used)
 
     def get_or_compile(
@@ -133,14 +133,14 @@ class CompileCache:
         toolchain: str = "",
         label: str = "",
     ) -> bytes:
-        """The payload of an artifact: fetched if any job has compiled it, else compiled here.
+        """Return the payload of an artifact that any job has compiled, or compile it now.
 
         Args:
-            key: what is wanted.
-            compile_payload: makes it; its exceptions pass through.
-            parts: what the fingerprint was made of; shown when a miss is explained.
-            toolchain: versions, for people and retention.
-            label: what its user calls it, e.g. `jit(train_step)`.
+            key: Key of the artifact.
+            compile_payload: Compiles the payload. Its exceptions reach the caller.
+            parts: Parts of the fingerprint, shown in explanations of misses.
+            toolchain: Versions of the compiler, for display and retention rules.
+            label: The user's name for the program, e.g. `jit(train_step)`.
         """
         found = self.fetch_bytes_or_start(CompileRequest(key, parts or {}, toolchain, label))
         if isinstance(found, bytes):
@@ -157,7 +157,7 @@ class CompileCache:
     def fetch_bytes_or_start(
         self, request: CompileRequest, *, lease: bool = True
     ) -> bytes | InFlightCompile:
-        """The verified payload, or its compilation: `fetch_or_start` for those that want bytes."""
+        """Return the verified payload as bytes, or start its compilation, see `fetch_or_start`."""
         payload = Memory(request.max_bytes)
         compilation = self.fetch_or_start(request, payload, lease=lease)
         return payload.getvalue() if compilation is None else compilation
@@ -165,17 +165,17 @@ class CompileCache:
     def fetch_or_start(
         self, request: CompileRequest, destination: Destination, *, lease: bool = True
     ) -> InFlightCompile | None:
-        """Writes the artifact's payload to `destination`, or hands out its compilation.
+        """Write the artifact's payload to `destination`, or start its compilation.
 
         Never raises. Waits for another job's compilation as long as the job's `WaitBudget` allows.
 
         Args:
-            request: what is wanted.
-            destination: gets the payload.
-            lease: whether to ask for the right to compile, and to wait while somebody has it.
+            request: Request for the artifact.
+            destination: Where to write the payload.
+            lease: Whether to request the right to compile, and to wait while another job has it.
 
         Returns:
-            None when the verified payload is at `destination`.
+            None if the verified payload is at `destination`, else the compilation.
         """
         key = request.key
         fallback_reason: Reason | None = None
@@ -192,8 +192,8 @@ class CompileCache:
             self.record_fallback(error)
             self.counters.uncached(key)
             fallback_reason = error.reason
-            # What did not verify is still stored under the key; a second upload is refused anyway,
-            # unless the server finds its bytes damaged and drops them.
+            # An artifact that fails verification is still stored under the key. The server refuses
+            # a second upload, unless it finds its own bytes damaged and removes them.
             wanted = error.reason not in _DAMAGED or self._is_healed(key, error.reason)
         except Exception as error:  # noqa: BLE001 - the hook's outermost frame: training goes on
             self.record_fallback(error)
@@ -202,24 +202,24 @@ class CompileCache:
         try:
             self.log.add(request, reason=fallback_reason)
             return self._begin(request, lease=held, fallback_reason=fallback_reason, wanted=wanted)
-        except BaseException:  # interrupted: nobody is to wait for this process
+        except BaseException:  # interrupted: no other process should wait for this one
             if held is not None:
                 held.release(LeaseOutcome.FAILED)
             raise
 
     def begin(self, request: CompileRequest) -> InFlightCompile:
-        """Hands out a compilation without a look-up."""
+        """Start a compilation without a look-up."""
         self.log.add(request, reason=None)
         return self._begin(request)
 
     def refuse(self, request: CompileRequest, why: str) -> None:
-        """Counts a program that is compiled and not shared; `explain` and `doctor` show it."""
+        """Count a program that the hook does not share. `explain` and `doctor` show it."""
         error = CacheError(Reason.UNSHAREABLE, why)
         self.record_fallback(error)
         self.log.add(request, reason=error.reason)
 
     def reject(self, key: ArtifactKey, detail: str) -> None:
-        """Counts that the compiler could not load a verified artifact; this host forgets it."""
+        """Count an artifact that the compiler could not load, and delete it from this host."""
         self.stash.forget(key)
         self.record_fallback(CacheError(Reason.REJECTED, detail))
         self.counters.uncached(key)
@@ -227,12 +227,12 @@ class CompileCache:
             self.limit.check(CompileRequest(key), Reason.REJECTED)
 
     def get(self, key: ArtifactKey, *, max_bytes: int | None = None) -> bytes | None:
-        """The payload if it is stored, and no larger than that; never raises or compiles."""
+        """Return the payload if it is stored and within `max_bytes`, else None. Never raises."""
         payload = Memory(max_bytes)
         return payload.getvalue() if self.try_fetch(key, payload) else None
 
     def try_fetch(self, key: ArtifactKey, destination: Destination) -> bool:
-        """Writes the payload to `destination` if it is stored; never raises or compiles."""
+        """Write the payload to `destination` and return True if it is stored. Never raises."""
         try:
             return self._found(key, destination, since=monotonic()) is not None
         except Exception as error:  # noqa: BLE001 - the hook's outermost frame: training goes on
@@ -242,7 +242,7 @@ class CompileCache:
     def store(
         self, key: ArtifactKey, payload: Path, metadata: ArtifactMetadata, *, local_only: bool
     ) -> bool:
-        """Publishes an artifact; never raises. True when the server has it afterwards."""
+        """Publish an artifact and return whether the server has it afterwards. Never raises."""
         self.waits.compiled(metadata.compile_seconds)
         is_published = self._store(key, payload, metadata, local_only=local_only)
         self.log.compiled(key, seconds=metadata.compile_seconds, is_published=is_published)
@@ -269,13 +269,13 @@ class CompileCache:
         return bool(sent)
 
     def is_on_this_host(self, key: ArtifactKey) -> bool:
-        """Whether the local tier has something under the key."""
+        """Return whether the local tier has an artifact under the key."""
         return self.stash.is_on_this_host(key)
 
     def fetch_pack(self, key: ArtifactKey, *, max_bytes: int | None = None) -> FetchedPack | None:
-        """What is stored under the key of a pack, None for a miss; never raises, counts no hit.
+        """Fetch a pack, without counting a hit. Return None for a miss. Never raises.
 
-        A pack that is larger than `max_bytes` is of no use.
+        A pack larger than `max_bytes` counts as unusable.
         """
         payload = Memory(max_bytes)
         try:
@@ -295,7 +295,11 @@ class CompileCache:
     def store_pack(
         self, key: ArtifactKey, payload: bytes, metadata: ArtifactMetadata, *, artifact_count: int
     ) -> bool:
-        """Publishes a pack of so many artifacts; False when another one is there. Never raises."""
+        """Publish a pack of `artifact_count` artifacts. Never raises.
+
+        Returns:
+            False if the server stores another pack under the key.
+        """
         try:
             sent = self.stash.put(key, payload, metadata)
         except ConflictError:
@@ -310,8 +314,9 @@ class CompileCache:
         return True
 
     def record_fallback(self, error: Exception) -> None:
-        """Counts a fallback; the first of each reason is logged. Whatever is no `CacheError` is a
-        fault of the cache itself.
+        """Count a fallback, and log the first one of each reason.
+
+        An error other than `CacheError` is a fault of the cache itself and counts as internal.
         """
         if not isinstance(error, CacheError):
             _log.debug("the cache failed", exc_info=error)
@@ -327,27 +332,27 @@ class CompileCache:
             )
 
     def forget(self, compilation: InFlightCompile) -> None:
-        """A compilation has ended."""
+        """Remove a compilation that has ended."""
         self._open.discard(compilation)
         if self.limit is not None:
             self.limit.ended(compilation.key)
 
     def compiled(self, key: ArtifactKey, *, seconds: float) -> None:
-        """This thread has just compiled something."""
+        """Count a compilation that this thread has just finished."""
         self.counters.compiled(key, seconds=seconds)
         if self.limit is not None:
             self.limit.compiled(seconds)
             self.limit.ended(key)
 
     def abandon_unfinished(self) -> None:
-        """Releases the leases of unfinished compilations; uploads continue."""
+        """Release the leases of unfinished compilations. Uploads continue."""
         for compilation in tuple(self._open):
             if compilation.is_compiling:
                 with suppress(Exception):
                     compilation.abandon()
 
     def abandon_all(self) -> None:
-        """Releases every lease, so that no other job waits for one that ends."""
+        """Release all leases, so that no other job waits for this exiting job."""
         for compilation in tuple(self._open):
             with suppress(Exception):
                 compilation.abandon()
@@ -372,7 +377,7 @@ class CompileCache:
         return compilation
 
     def _is_healed(self, key: ArtifactKey, reason: Reason) -> bool:
-        """Tells the server that its bytes were not those it announced; True when it agrees."""
+        """Ask the server to verify bytes that have a wrong digest; True if it removed them."""
         if reason is not Reason.DIGEST_MISMATCH or self.stash.server.is_read_only:
             return False
         try:
@@ -382,7 +387,7 @@ class CompileCache:
             return False
 
     def _found(self, key: ArtifactKey, destination: Destination, *, since: float) -> Fetched | None:
-        """Fetches the artifact, and counts the hit of who has looked for it `since` then."""
+        """Fetch the artifact and count a hit; `since` is when this thread began to look for it."""
         fetched = self._fetch(key, destination)
         if fetched is not None:
             self.counters.hit(
@@ -405,7 +410,7 @@ class CompileCache:
                 self.record_fallback(refused)
             if error.namespace in (None, self.config.namespace):
                 raise
-            # What lies elsewhere keeps nobody from publishing a sound one here.
+            # A bad artifact in another namespace does not prevent publishing a sound one in ours.
             self.record_fallback(error)
             return None
         if fetched is None:
@@ -422,12 +427,12 @@ class CompileCache:
         return fetched
 
     def _count_troubles(self) -> None:
-        """Counts what this host's disk did not keep."""
+        """Count the errors of the local tier as fallbacks."""
         while self.stash.local.troubles:
             self.record_fallback(self.stash.local.troubles.popleft())
 
     def _copy_unsent(self, key: ArtifactKey, destination: Destination) -> Fetched | None:
-        """What this process has compiled and not yet stored is there already."""
+        """Copy the result of a compilation of this process that is not uploaded yet."""
         for compilation in tuple(self._open):
             if compilation.key == key and (copied := compilation.copy_unsent(destination)):
                 return copied
@@ -442,7 +447,7 @@ class CompileCache:
                 ttl_seconds=reply.ttl_seconds or self.config.lease_seconds,
                 budget_seconds=max(self.config.wait_seconds, self.config.lease_seconds),
             )
-        except RuntimeError:  # no thread can be started, so nothing would renew it
+        except RuntimeError:  # no thread is available to renew the lease
             self.stash.server.release(key, reply.token or "", LeaseOutcome.FAILED)
             return None
         self._leases = [*(held for held in self._leases if not held.is_over), lease]
@@ -451,7 +456,7 @@ class CompileCache:
     def _wait_or_start(
         self, key: ArtifactKey, destination: Destination
     ) -> tuple[bool, HeldLease | None]:
-        """Waits until the artifact is at `destination` (True) or somebody has to compile it."""
+        """Wait until the artifact is at `destination` (True) or this process has to compile it."""
         is_awaited = any(each.is_awaited for each in tuple(self._open))
         started = monotonic()
         false_promises = 0
@@ -477,6 +482,6 @@ class CompileCache:
                         if why_not is not None:
                             detail = f"{holder} still compiles {key}: {why_not}"
                             raise CacheError(Reason.WAIT_BUDGET, detail)
-                        # A server that answers at once, as it is closing, is not asked at once.
+                        # A closing server replies without waiting. Do not poll it in a busy loop.
                         if seconds:
                             sleep(max(0.0, min(asked + _MIN_POLL_SECONDS - monotonic(), wait.left)))

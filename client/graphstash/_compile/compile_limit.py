@@ -1,10 +1,10 @@
-"""CompileLimit: ends a job before it spends hours on compiling, where its user has asked for that.
+"""CompileLimit: end a job that compiles too much, if the user has set a limit.
 
-    GRAPHSTASH_FAIL_ON_MISS          before anything is compiled at all
-    GRAPHSTASH_MAX_COMPILE_SECONDS   when what the run compiled on this host has taken so long
+    GRAPHSTASH_FAIL_ON_MISS          end the job before its first compilation
+    GRAPHSTASH_MAX_COMPILE_SECONDS   end it when the run's compile time on this host reaches this
 
-This is the one thing in the client that ends a job, and only by these two settings. A cache that
-cannot help is no miss, but the job would compile all the same: it ends, too, with another status.
+Only these two settings make the client end a job. If the cache cannot help, that is not a miss, but
+the job would compile. So the job also ends then, with another exit status.
 """
 
 import threading
@@ -22,30 +22,31 @@ from graphstash_schema.names import printable
 __all__ = ["STATUS_NO_CACHE", "STATUS_WOULD_COMPILE", "CompileLimit", "End"]
 
 STATUS_WOULD_COMPILE: Final = 86
-"""Exit status of a job that would have compiled, or has compiled for too long."""
+"""Exit status of a job that would compile after a miss, or has compiled for too long."""
 
 STATUS_NO_CACHE: Final = 75
-"""Exit status of a job that would have compiled because the cache could not help: a later try may
-succeed (EX_TEMPFAIL of sysexits.h)."""
+"""Exit status of a job that would compile because the cache cannot help. A retry may succeed
+(EX_TEMPFAIL of sysexits.h)."""
 
 _LABEL_CHARACTERS: Final = 80
 _LOOK_SECONDS: Final = 5.0
 
 
 class End(Protocol):
-    """Ends the process, and the run that it is part of."""
+    """Ends the process and its run."""
 
     def __call__(self, why: str, *, status: int) -> None:
-        """Does not return, unless the process is about to end anyway."""
+        """End the process. Return only if the process is exiting already."""
 
 
 class CompileLimit:
-    """Watches the compilations of one process; safe for many threads.
+    """Limits the compilations of one process. Thread-safe.
 
     Args:
-        config: the two settings.
-        end: is called once, in the thread that would compile or in a thread of its own.
-        shared: file in which the processes of a run add up their seconds; None for one process.
+        config: Contains the two settings.
+        end: Called in the thread that would compile, or in the watcher's thread.
+        shared: File in which all processes of the run record their compile times. None if the run
+            has one process.
     """
 
     def __init__(self, config: ClientConfig, end: End, *, shared: Path | None = None) -> None:
@@ -60,7 +61,7 @@ class CompileLimit:
         self._watcher: threading.Thread | None = None
 
     def check(self, request: CompileRequest, reason: Reason | None) -> None:
-        """Something is about to be compiled, because of a reason or because nobody has it."""
+        """End the job if it may not compile now. `reason` is None for a miss."""
         what = self._name(request)
         if self._fails_on_miss:
             why = "nobody has it" if reason is None else f"the cache could not help ({reason})"
@@ -70,7 +71,7 @@ class CompileLimit:
             self._end_at_limit(spent, what)
 
     def begin(self, request: CompileRequest, reason: Reason | None) -> None:
-        """As `check`; and until `compiled` or `ended` the time counts."""
+        """Call `check`, then count time for this compilation until `compiled` or `ended`."""
         self.check(request, reason)
         if not self._most:
             return
@@ -80,45 +81,45 @@ class CompileLimit:
                 watcher = threading.Thread(
                     target=self._watch, name="graphstash-compile-limit", daemon=True
                 )
-                with suppress(RuntimeError):  # no thread can be started: the next one may
+                with suppress(RuntimeError):  # no thread available; the next call tries again
                     watcher.start()
                     self._watcher = watcher
             self._changed.notify_all()
 
     def compiled(self, seconds: float) -> None:
-        """A compilation has taken so long."""
+        """Add the time of a finished compilation."""
         with self._changed:
             self._spent += seconds
             self._last_end = monotonic()
             if self._shared is not None and self._most:
-                # One write of one line: several processes append.
+                # Append one line with one write, because several processes write to the file.
                 with suppress(OSError), self._shared.open("ab", buffering=0) as file:
                     file.write(f"{seconds:.3f}\n".encode())
 
     def ended(self, key: ArtifactKey) -> None:
-        """Nothing is compiled under the key any more."""
+        """Stop counting time for the compilation of a key."""
         with self._changed:
             if self._running.pop(key, None) is not None:
                 self._last_end = monotonic()
                 self._changed.notify_all()
 
     def _watch(self) -> None:
-        """Ends a job whose compilation does not end."""
+        """End the job when a running compilation exceeds the limit."""
         with self._changed:
             while True:
                 if not self._running:
                     self._changed.wait()
                     continue
-                # One may be part of another: what runs counts from the last one's end.
+                # Compilations may nest. Count from the last end, so that no time counts twice.
                 since = max(min(self._running.values()), self._last_end)
                 left = self._most - self._spent_in_run() - (monotonic() - since)
                 if left <= 0:
                     break
-                self._changed.wait(min(left, _LOOK_SECONDS))  # others of the run may add to it
+                self._changed.wait(min(left, _LOOK_SECONDS))  # other processes may add time
         self._end_at_limit(self._most, "a compilation that has not ended")
 
     def _spent_in_run(self) -> float:
-        """Of all processes of the run on this host that have said so."""
+        """Return the recorded compile time of all processes of the run on this host."""
         if self._shared is not None:
             with suppress(OSError, ValueError):
                 return max(self._spent, sum(map(float, self._shared.read_text("ascii").split())))

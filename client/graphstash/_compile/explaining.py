@@ -1,4 +1,4 @@
-"""Explanations of misses for people: which part differs from what the team has stored."""
+"""Explain misses: which part of a program's key differs from the team's stored artifacts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,13 +21,13 @@ _SHOWN_LABELS = 4
 
 @dataclass(slots=True)
 class Cause:
-    """Why some programs were compiled.
+    """A cause of misses, and the programs that it affects.
 
     Attributes:
-        text: in a sentence.
-        labels: of the programs.
-        keys: of the programs.
-        nearest: the artifact that one of them was compared with; None where there is none.
+        text: The cause as a sentence.
+        labels: Labels of the programs.
+        keys: Keys of the programs.
+        nearest: The artifact that the server compared with one of the programs, or None.
     """
 
     text: str
@@ -40,14 +40,14 @@ def causes_of(
     server: ServerClient,
     misses: Sequence[tuple[Description, str | None]],
 ) -> list[Cause]:
-    """The causes of misses, those of most misses first.
+    """Return the causes of misses, the most frequent first.
 
     Args:
-        server: is asked for the nearest artifacts, of 64 misses at most, and no longer than 10 s.
-        misses: what was compiled, and the reason where the cache could not help.
+        server: Server that finds the nearest artifacts, for at most 64 misses and 10 s.
+        misses: Descriptions of the programs, each with the reason if the cache could not help.
 
     Raises:
-        CacheError: the server does not answer.
+        CacheError: The server does not answer.
     """
     causes: dict[str, Cause] = {}
     asked, until = 0, monotonic() + _MAX_SECONDS
@@ -67,7 +67,7 @@ def causes_of(
 
 
 def text_of(causes: Sequence[Cause]) -> list[str]:
-    """Lines for a terminal."""
+    """Return lines that show the causes in a terminal."""
     lines = []
     for cause in causes:
         lines.append(f"{plural(len(cause.labels), 'miss')}: {cause.text}")
@@ -81,7 +81,7 @@ def text_of(causes: Sequence[Cause]) -> list[str]:
 
 
 def cause_of(answer: ExplainResponse) -> tuple[str, Relative | None]:
-    """What an explanation says, in a sentence, and the artifact that it compares with."""
+    """Return an explanation as a sentence, and the artifact that the server compared, or None."""
     if not answer.relatives:
         unknown = ""
         if answer.undescribed:

@@ -1,6 +1,6 @@
-"""InFlightCompile: a graph that has to be compiled here, from the miss to the end of its upload.
+"""InFlightCompile: a compilation of this process, from the miss to the end of the upload.
 
-HeldLease: the right to compile it, kept alive while the compiler runs.
+HeldLease: the right to compile, renewed while the compiler runs.
 """
 
 import io
@@ -25,21 +25,21 @@ __all__ = ["HeldLease", "InFlightCompile", "Owner"]
 
 
 class HeldLease:
-    """Renews a lease three times per lifetime, in a daemon thread, until it is released.
+    """Renews a lease three times per lifetime, in a daemon thread, until `release`.
 
-    A lost or unreachable lease stops nothing here: leases are advice. `release` ends the thread,
-    which then tells the server, unless the artifact is there: its upload has ended the lease.
+    A lease is advice, so the compilation continues if the lease is lost. After `release`, the
+    thread releases the lease on the server, unless the upload of the artifact has ended the lease.
 
     Args:
-        server: where the lease was granted.
-        key: what may be compiled.
-        token: what the grant returned.
-        ttl_seconds: lifetime without a renewal.
-        budget_seconds: after this long nothing is renewed any more, so that a compiler which hangs
-            does not keep a team waiting for ever.
+        server: Server that granted the lease.
+        key: Key that the lease allows to compile.
+        token: Token of the grant.
+        ttl_seconds: Lifetime without a renewal.
+        budget_seconds: Time after which the renewals stop, so that a hanging compiler does not make
+            a team wait forever.
 
     Raises:
-        RuntimeError: on construction, when no thread can be started.
+        RuntimeError: The process can start no further threads.
     """
 
     def __init__(
@@ -61,23 +61,23 @@ class HeldLease:
         self._thread = threading.Thread(target=self._keep, name="graphstash-lease", daemon=True)
         try:
             self._thread.start()
-        except BaseException:  # a thread that runs all the same gives the lease back
+        except BaseException:  # if the thread has started after all, it releases the lease
             self._released.set()
             raise
 
     def release(self, outcome: LeaseOutcome) -> None:
-        """Ends the lease, without waiting for the server; harmless when it was ended before."""
+        """End the lease without waiting for the server. A second call has no effect."""
         if not self._released.is_set():
             self._outcome = outcome
             self._released.set()
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing left to do for it."""
+        """Whether the thread has ended, because the lease was released, lost or out of budget."""
         return not self._thread.is_alive()
 
     def join(self, timeout_seconds: float) -> None:
-        """Waits until the server has been told."""
+        """Wait for the thread, which releases the lease on the server before it ends."""
         self._thread.join(timeout_seconds)
 
     def _keep(self) -> None:
@@ -87,51 +87,52 @@ class HeldLease:
             except LeaseLostError:
                 return
             except CacheError:
-                continue  # the next renewal may still come in time
+                continue  # the next renewal may still be in time
         if self._released.is_set() and self._outcome is LeaseOutcome.FAILED:
             with suppress(CacheError):
                 self._server.release(self._key, self._token, self._outcome)
 
 
 class Owner(Protocol):
-    """What a compilation needs of the cache that handed it out.
+    """The interface of a cache that its compilations use.
 
     Attributes:
-        publisher: runs the upload.
+        publisher: Executor that runs the uploads.
     """
 
     publisher: BoundedExecutor
 
     def compiled(self, key: ArtifactKey, *, seconds: float) -> None:
-        """This thread has just compiled something."""
+        """Count a compilation that this thread has just finished."""
 
     def store(
         self, key: ArtifactKey, payload: Path, metadata: ArtifactMetadata, *, local_only: bool
     ) -> bool:
-        """Publishes an artifact; never raises. True when the server has it afterwards."""
+        """Publish an artifact and return whether the server has it afterwards. Never raises."""
 
     def record_fallback(self, error: CacheError) -> None:
-        """Counts a fallback."""
+        """Count a fallback."""
 
     def forget(self, compilation: "InFlightCompile") -> None:
-        """The compilation has ended."""
+        """Remove a compilation that has ended."""
 
 
 class InFlightCompile:
-    """A graph that has to be compiled here; ends with `publish` or `abandon`.
+    """A compilation that this process has to run. The hook ends it with `publish` or `abandon`.
 
     Attributes:
-        key: what is compiled.
-        fallback_reason: why the cache could not help; None for a plain miss.
-        is_compiling: until the compiler is done with it.
-        is_wanted: whether the server would take the result.
+        key: Key of the artifact.
+        fallback_reason: Why the cache could not help, or None for a plain miss.
+        is_compiling: True until the compiler has finished.
+        is_wanted: Whether the server would accept the result. If not, the result stays on this
+            host.
 
     Args:
-        owner: gets the result.
-        request: what is compiled.
-        lease: the right to compile, when it was granted.
-        fallback_reason: see the attribute.
-        wanted: False when the server would refuse the result anyway: it stays on this host.
+        owner: Cache that stores the result.
+        request: Request for the artifact.
+        lease: The right to compile, if the server granted it.
+        fallback_reason: See the attribute.
+        wanted: See `is_wanted`.
     """
 
     def __init__(
@@ -155,10 +156,10 @@ class InFlightCompile:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether others may wait for the compiler to be done with it.
+        """Whether another process may wait for this compilation.
 
-        While that is so this process waits for nobody: two processes that compile and wait
-        crosswise would wait for ever.
+        While it is true, this process must not wait for other compilations. Otherwise two processes
+        that compile and wait for each other would deadlock.
         """
         return self.is_compiling and self._lease is not None
 
@@ -169,12 +170,12 @@ class InFlightCompile:
         compile_seconds: float,
         done: Callable[[], None] | None = None,
     ) -> None:
-        """Uploads the result in the background; never raises, never waits.
+        """Upload the result in the background. Never raises or waits.
 
         Args:
-            payload: what the compiler made; must stay until `done`.
-            compile_seconds: wall time it took.
-            done: called when the payload is not needed any more.
+            payload: File that the compiler has written. It must exist until `done`.
+            compile_seconds: Wall time of the compilation.
+            done: Called when the payload is no longer necessary.
         """
         self.is_compiling = False
         self._done = done
@@ -204,16 +205,14 @@ class InFlightCompile:
         *,
         compile_seconds: float,
     ) -> None:
-        """Uploads a result that is in memory, as `publish` does; never raises, unless the thread is
-        interrupted.
-        """
+        """Upload a result from memory, like `publish`. Raises only if a signal interrupts it."""
         path: Path | None = None
         try:
             with tempfile.NamedTemporaryFile(prefix="graphstash-", delete=False) as file:
                 path = Path(file.name)
                 file.write(payload)
         except BaseException as error:
-            if path is not None:  # a full disk is not to be filled further
+            if path is not None:  # leave no partial file: the disk may be full
                 path.unlink(missing_ok=True)
             self.abandon()
             if not isinstance(error, OSError):
@@ -227,7 +226,14 @@ class InFlightCompile:
         )
 
     def copy_unsent(self, destination: Destination) -> Fetched | None:
-        """Copies the result from here while its upload waits; None before and after."""
+        """Copy the result while its upload is pending.
+
+        Returns:
+            None if the compilation has not finished, or the upload has.
+
+        Raises:
+            LocalTierError: The disk fails.
+        """
         unsent = self._unsent
         if unsent is None:
             return None
@@ -237,7 +243,7 @@ class InFlightCompile:
             if isinstance(destination, io.BytesIO):
                 size = destination.write(payload.read_bytes())
                 return Fetched("local", 0, size, compile_seconds)
-            # By rename, because a compiler may take whatever is at the destination.
+            # Copy and rename, because a compiler may read a partial file at the destination.
             with tempfile.NamedTemporaryFile(
                 dir=destination.parent, prefix=".graphstash-", delete=False
             ) as file:
@@ -245,7 +251,7 @@ class InFlightCompile:
             shutil.copyfile(payload, partial)
             size = partial.stat().st_size
             partial.replace(destination)
-        except FileNotFoundError:  # it was stored in this moment
+        except FileNotFoundError:  # the upload has just finished and removed the payload
             return None
         except OSError as error:
             raise LocalTierError(f"{payload}: {error}") from error
@@ -255,7 +261,7 @@ class InFlightCompile:
         return Fetched("local", 0, size, compile_seconds)
 
     def abandon(self) -> None:
-        """Nothing is coming of this compilation: the next waiter may try; never waits."""
+        """End the compilation without a result, so that the next waiter may try. Never waits."""
         self._finish(LeaseOutcome.FAILED)
 
     def _finish(self, outcome: LeaseOutcome) -> None:

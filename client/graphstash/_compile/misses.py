@@ -1,4 +1,4 @@
-"""MissLog: what this process had to compile, and what it was made of."""
+"""MissLog: the programs that this process had to compile, with descriptions of their inputs."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ __all__ = ["Miss", "MissLog"]
 _log = logging.getLogger("graphstash")
 
 _MAX_MISSES: Final = 512
-"""Of one process: a job that compiles more has one cause for most of them."""
+"""Maximum number of misses in the log. If there are more, most of them have the same cause."""
 
 _TELL_SECONDS: Final = 3.0
-"""After this long no further call is made: a job waits for it when it ends."""
+"""Seconds after which `tell` starts no further call, because an exiting job waits for it."""
 
 
 @dataclass(slots=True)
 class Miss:
-    """Something that was compiled here.
+    """A program that this process had to compile.
 
     Attributes:
-        description: what it is made of.
-        reason: why the cache could not help; None where nobody had it.
-        compile_seconds: wall time that it took; 0 until it is done.
+        description: Inputs of the compilation.
+        reason: Why the cache could not help, or None if the artifact did not exist.
+        compile_seconds: Wall time of the compilation, or 0 until it has finished.
     """
 
     description: Description
@@ -45,9 +45,9 @@ class Miss:
 
 
 class MissLog:
-    """The misses of one process, for many threads; tells the server what was published of them.
+    """The misses of one process, and descriptions of the published ones for the server.
 
-    Nothing here raises: an explanation is worth no training step.
+    Thread-safe. The methods never raise, because an explanation must not break a training step.
     """
 
     def __init__(self) -> None:
@@ -58,27 +58,27 @@ class MissLog:
 
     @property
     def misses(self) -> tuple[Miss, ...]:
-        """What was compiled, in order."""
+        """The misses, in order."""
         with self._lock:
             return tuple(self._misses.values())
 
     def add(self, request: CompileRequest, *, reason: Reason | None) -> None:
-        """Notes that something has to be compiled."""
+        """Add a program that this process has to compile."""
         try:
             if len(self._misses) >= _MAX_MISSES:
                 return
-            from graphstash_schema.explanation import described  # a job that hits needs it not
+            from graphstash_schema.explanation import described  # only a job with misses needs it
 
             parts = {**request.details(), **request.parts}
             miss = Miss(described(request.key, request.label, parts), reason)
-        except Exception:  # noqa: BLE001 - compilers raise what they like when they are asked
+        except Exception:  # noqa: BLE001 - a compiler may raise any exception for `details`
             _log.debug("a miss cannot be described", exc_info=True)
             return
         with self._lock:
             self._misses[request.key] = miss
 
     def compiled(self, key: ArtifactKey, *, seconds: float, is_published: bool) -> None:
-        """Notes what became of it; `is_published` tells whether the server has it."""
+        """Record the end of a compilation. `is_published`: whether the server has the artifact."""
         with self._lock:
             miss = self._misses.get(key)
             if miss is not None:
@@ -88,11 +88,11 @@ class MissLog:
 
     @property
     def is_full(self) -> bool:
-        """Whether `tell` has enough to say for one call."""
+        """Whether there are enough descriptions for a full call of `tell`."""
         return len(self._published) >= MAX_DESCRIPTIONS
 
     def tell(self, server: ServerClient) -> None:
-        """Tells the server what the published artifacts are made of."""
+        """Send the descriptions of published artifacts to the server."""
         with self._lock:
             published, self._published = self._published, []
         until = monotonic() + _TELL_SECONDS
@@ -101,13 +101,13 @@ class MissLog:
                 if self._is_refused or monotonic() > until:
                     return
                 server.describe(batch)
-        except Exception as error:  # noqa: BLE001 - also of an earlier server, without such a call
+        except Exception as error:  # noqa: BLE001 - includes older servers without this call
             self._is_refused = True
             _log.debug("the server does not take descriptions: %s", error)
 
 
 def _batches(descriptions: Iterable[Description]) -> Iterable[list[Description]]:
-    """As many as one call takes."""
+    """Split descriptions into batches within the limits of one call."""
     batch: list[Description] = []
     size = 0
     for each in descriptions:

@@ -1,18 +1,19 @@
-"""Packs: artifacts of programs that compile in no time travel together.
+"""Packs: one artifact with the results of many programs that compile fast.
 
-Asking for such a program, leasing it and publishing it costs a job half of what compiling it does.
-So a job asks for one pack before the first of them, and publishes one after the last.
+For such a program, the requests for look-up, lease and upload take half as long as the compilation.
+Therefore a job fetches one pack before its first small program, and publishes one after its last.
 
-    get        from the packs that earlier runs of this job have published
-    put        takes a result for the next pack, unless it took long to compile
-    flush      publishes that pack, after a while and at the end of the job
+    get        return a program from the packs that earlier runs of this job have published
+    put        add a result to the next pack, unless its compilation was slow
+    flush      publish that pack, 30 s after the first result and at the end of the job
 
-A pack is an artifact like any other, and what is said of those holds for it: verified before use,
-never overwritten. The packs of a job form a chain, `name(0)`, `name(1)`, ..., whose end is the
-first that is absent. Where one is of no use, or all are there, programs travel alone, like those
-that are not small. There is no lease: jobs that start at once compile such a program each, and
-the first to publish wins. What took longer than it looked is named in the pack, so that the next
-job looks it up alone.
+Like any other artifact, a pack is verified before use and never overwritten. The packs of a job
+form a chain, `name(0)`, `name(1)`, ..., which ends at the first missing pack. If a pack is unusable
+or the chain has its maximum length, small programs travel alone, like large ones.
+
+Packs have no lease. Jobs that start at the same time each compile such a program, and the first to
+publish wins. If a small program compiles slowly, the pack lists it without a payload, so that the
+next job looks it up alone.
 """
 
 import json
@@ -34,27 +35,27 @@ from graphstash_schema import ArtifactKey, InvalidValueError
 __all__ = ["MAX_PACKED_SECONDS", "Packs"]
 
 MAX_PACKED_SECONDS: Final = 0.25
-"""What takes longer to compile is worth requests of its own."""
+"""Maximum compile time in a pack. A slower program is worth its own requests."""
 
 _MAX_PACKS: Final = 8
 _MAX_ENTRIES: Final = 256
 _MAX_BYTES: Final = 8 * 1024**2
 _MAX_ENTRY_BYTES: Final = 1024**2
-"""Limits of a chain, of a pack and of what is in it: a job keeps all of it in memory."""
+"""Limits of a chain, a pack and an entry, because a job keeps its chain in memory."""
 
 _FLUSH_SECONDS: Final = 30.0
-"""A job may run for weeks after its last program, or be killed."""
+"""Seconds from a result to its upload. A job may run for weeks after it, or be killed."""
 
 
 _MAX_CONFLICTS: Final = 3
-"""How often another job may publish the pack of this number first."""
+"""Number of attempts to publish a pack, if other jobs publish the same number first."""
 
 _Name: TypeAlias = Callable[[int], CompileRequest]
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A packed artifact; without a payload, one that is stored alone."""
+    """An artifact in a pack. Without a payload, the artifact is stored alone."""
 
     payload: bytes | None
     compile_seconds: float
@@ -63,27 +64,27 @@ class _Entry:
 
 
 class Packs:
-    """The small programs of one job; for many threads.
+    """The small programs of one job. Thread-safe.
 
     Attributes:
-        name: the request of the pack with a number.
+        name: Returns the request for the pack with a number.
 
     Args:
-        cache: finds and publishes the packs.
-        name: see the attribute; the same in every run of a job.
+        cache: Cache of this process.
+        name: See the attribute. It must return the same requests in every run of a job.
     """
 
     def __init__(self, cache: CompileCache, name: _Name) -> None:
         self.name = name
         self._cache = cache
-        # Held while the chain is read; guards the next five. A signal handler may compile in the
-        # same thread meanwhile.
+        # Held while a thread reads the chain; guards the next five fields. Reentrant, because a
+        # signal handler in the same thread may compile meanwhile.
         self._reading = threading.RLock()
         self._is_read = False
         self._read_at = monotonic()
         self._trouble: Reason | None = None  # why the chain could not be read to its end
-        self._next = 0  # number of the first pack that was absent
-        self._packed: set[ArtifactKey] = set()  # what the packs before it hold
+        self._next = 0  # number of the first missing pack
+        self._packed: set[ArtifactKey] = set()  # keys in the packs before it
         self._lock = threading.Lock()  # guards the fields below
         self._entries: dict[ArtifactKey, _Entry] = {}
         self._begun: dict[ArtifactKey, float] = {}
@@ -92,7 +93,7 @@ class Packs:
         self._timer: threading.Timer | None = None
 
     def get(self, key: ArtifactKey) -> bytes | None:
-        """The payload; None when the caller compiles, or looks it up alone: see `is_alone`."""
+        """Return the payload. None: the caller looks it up alone if `is_alone`, else compiles."""
         began = monotonic()
         if began - self._read_at > RECHECK_SECONDS:
             self._forget_fetched()
@@ -116,17 +117,18 @@ class Packs:
         return entry.payload
 
     def is_alone(self, key: ArtifactKey) -> bool:
-        """Whether an artifact is stored alone, or would be."""
+        """Return whether an artifact is stored, or will be stored, outside the packs."""
         entry = self._entries.get(key)
         if entry is not None:
             return entry.payload is None
         return self._next >= _MAX_PACKS or self._cache.is_on_this_host(key)
 
     def put(self, key: ArtifactKey, payload: bytes) -> float | None:
-        """Takes what was compiled after `get`.
+        """Add a result that the caller has compiled after `get`.
 
         Returns:
-            The seconds that it took when that is too long for a pack: it is to be published alone.
+            None if the next pack contains the result. Otherwise it is too large or too slow for a
+            pack: the caller must publish it alone, with this compile time in seconds.
         """
         with self._lock:
             now = monotonic()
@@ -140,10 +142,10 @@ class Packs:
             elif self._timer is None:
                 timer = threading.Timer(_FLUSH_SECONDS, self.flush)
                 timer.daemon = True
-                with suppress(RuntimeError):  # no thread can be started: the next one may
+                with suppress(RuntimeError):  # no thread available; the next `put` tries again
                     timer.start()
                     self._timer = timer
-                self._cache.publisher.start()  # for the last pack
+                self._cache.publisher.start()  # at exit, no thread can start for the last pack
         if not fits:
             return seconds
         self._cache.waits.compiled(seconds)
@@ -151,14 +153,14 @@ class Packs:
         return None
 
     def reject(self, key: ArtifactKey) -> None:
-        """The compiler could not load what `get` gave."""
+        """Drop an entry from `get` that the compiler could not load."""
         with self._lock:
             self._entries.pop(key, None)
         if self._cache.limit is not None:
             self._cache.limit.check(CompileRequest(key), Reason.REJECTED)
 
     def flush(self) -> None:
-        """Publishes in the background what was put since the last time."""
+        """Publish the results since the last pack, in the background."""
         with self._lock:
             self._submit()
 
@@ -175,7 +177,7 @@ class Packs:
     def _publish(self, pending: dict[ArtifactKey, _Entry]) -> None:
         with self._reading:
             for _ in range(_MAX_CONFLICTS):
-                self._read_chain()  # others may have published what is pending
+                self._read_chain()  # other jobs may have published the pending programs
                 entries = {key: pending[key] for key in pending if key not in self._packed}
                 if not entries or self._next >= _MAX_PACKS:
                     return
@@ -192,7 +194,7 @@ class Packs:
                     return
 
     def _forget_fetched(self) -> None:
-        """Reads the chain anew from now on: a pack in it may have been withdrawn."""
+        """Drop the fetched entries and read the chain again, since packs may be withdrawn."""
         with self._reading, self._lock:
             self._entries = {
                 key: entry for key, entry in self._entries.items() if not entry.is_fetched
@@ -201,13 +203,13 @@ class Packs:
             self._read_at = monotonic()
 
     def _read_for(self, key: ArtifactKey) -> None:
-        """Reads the chain, no further than needed: what this host has needs no server."""
+        """Read the chain up to the pack with a key, to avoid requests for further packs."""
         with self._reading:
             if not self._is_read:
                 self._is_read = not self._read_chain(until=key)
 
     def _read_chain(self, until: ArtifactKey | None = None) -> bool:
-        """Reads on in the chain to its end, or to the pack with a key; False at the end."""
+        """Read the chain up to its end (False) or to the pack with the key `until` (True)."""
         while self._next < _MAX_PACKS and (until is None or until not in self._entries):
             number = self._next
             key = self.name(number).key
@@ -231,7 +233,7 @@ class Packs:
 
 
 def _pack(entries: Mapping[ArtifactKey, _Entry]) -> bytes:
-    """Length of the table, the table as JSON, the payloads; equal for equal entries."""
+    """Return the pack: length of the table, the table as JSON, the payloads. Deterministic."""
     ordered = sorted(entries.items(), key=lambda item: str(item[0]))
     table = [
         (str(key), None if each.payload is None else len(each.payload)) for key, each in ordered
@@ -242,10 +244,10 @@ def _pack(entries: Mapping[ArtifactKey, _Entry]) -> bytes:
 
 
 def _unpack(pack: FetchedPack, payload: bytes) -> dict[ArtifactKey, _Entry]:
-    """The entries of a pack.
+    """Return the entries of a pack.
 
     Raises:
-        ValueError: it is not one.
+        ValueError: The payload is not a valid pack.
     """
     entries: dict[ArtifactKey, _Entry] = {}
     try:

@@ -1,15 +1,15 @@
-"""RankCoordinator: all ranks of a distributed job run one executable per key, or all compile.
+"""RankCoordinator: for each key, all ranks of a job load the same executable, or all compile.
 
-A mixed set of ranks, some with a fetched and some with a locally compiled executable, can deadlock
-in a collective or drift apart (openxla/xla#7716). So the first rank that asks for a key leads, and
-the others follow its word:
+If some ranks run a fetched executable and others a locally compiled one, the job can deadlock in a
+collective, or the ranks' results can diverge (openxla/xla#7716). Therefore the first rank that
+requests a key leads. It announces one of three words, and the other ranks follow it:
 
-    artifact   exactly these bytes, from the cache or, where that fails, from the leader
-    each       nobody has it, and the leader's result cannot be shared: everybody compiles
-    pass       the leader cannot reach the cache: whoever can leads instead
+    artifact   load exactly these bytes, from the cache or, if that fails, from the leader
+    each       every rank compiles: the cache has no artifact, and the leader will share none
+    pass       the leader cannot reach the cache, so another rank that can reach it leads
 
-The words go through the job's own store (`torch.distributed`'s, or JAX's coordination service). A
-key that only one rank asks for is led by that rank: nobody waits for a rank that never comes.
+The words travel through the job's own store: `torch.distributed`'s or JAX's coordination service.
+If only one rank requests a key, that rank leads and waits for no other rank.
 """
 
 import hashlib
@@ -34,56 +34,57 @@ __all__ = ["CompileTurn", "CompileTurns", "RankCoordinator", "RankStore", "no_op
 _log = logging.getLogger("graphstash")
 
 _CHUNK_BYTES: Final = 1024**2
-"""Largest value in a rank store: below the message limits of all of them."""
+"""Maximum bytes of a value in a rank store, below the message limits of all stores."""
 
 _RELAY_BYTES: Final = 256 * 1024**2
-"""What a leader leaves in the store at most; the oldest goes, which everybody has taken by then."""
+"""Maximum bytes that a leader keeps in the store. It removes the oldest payload first, which the
+other ranks have read by then."""
 
 _PASS_SECONDS: Final = 1.0
-"""How long a rank that cannot reach the cache waits for one that can, before it compiles."""
+"""Seconds that a rank without access to the cache waits for a new leader, before it compiles."""
 
 _ROUNDS: Final = 4
-"""How many ranks try to reach the cache, one after another; the last one leads without it."""
+"""Number of ranks that try to reach the cache in turn. The last one leads without the cache."""
 
 
 class RankStore(Protocol):
-    """Small values that all ranks of one job see; every call may raise whatever it likes."""
+    """A key-value store that all ranks of one job share. Each method may raise any exception."""
 
     @property
     def rank(self) -> int:
-        """This process, from 0."""
+        """Number of this process, from 0."""
 
     @property
     def size(self) -> int:
-        """How many processes there are."""
+        """Number of processes."""
 
     @property
     def compiles_together(self) -> bool:
-        """Whether the compiler talks with the other ranks while it compiles.
+        """Whether the compiler exchanges data with the other ranks during a compilation.
 
-        Then one rank alone would wait for the others for ever: on a miss all of them compile.
+        If so, a rank that compiles alone waits forever. Therefore all ranks compile after a miss.
         """
 
     def claim(self, name: str, value: bytes) -> bytes:
-        """Sets a value where there is none; gives the one that is there afterwards."""
+        """Set a value unless one exists, and return the value in the store."""
 
     def set(self, name: str, value: bytes) -> None:
-        """Sets a value for the first time."""
+        """Set a value that does not exist yet."""
 
     def wait(self, name: str, *, timeout_seconds: float) -> bytes | None:
-        """The value as soon as it is there; None when the time is over."""
+        """Wait for a value and return it, or None after the timeout."""
 
     def delete(self, name: str) -> None:
-        """Removes a value."""
+        """Delete a value."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompileTurn:
-    """It is this process's turn to compile.
+    """The turn of this process to compile.
 
     Attributes:
-        compilation: publishes the result; None where another rank does.
-        announce: tells the other ranks the result, or None when there is none.
+        compilation: Publishes the result. None if another rank publishes it.
+        announce: Sends the result to the other ranks. Call it with None after a failure.
     """
 
     compilation: InFlightCompile | None
@@ -91,40 +92,40 @@ class CompileTurn:
 
 
 class RankCoordinator:
-    """Finds one answer per key for all ranks of this job.
+    """Makes all ranks of this job agree on one answer per key.
 
     Attributes:
-        store: what the ranks share.
+        store: Store that the ranks share.
 
     Args:
-        cache: finds the artifacts; each rank has its own.
-        store: see the attribute.
+        cache: Cache of this rank.
+        store: See the attribute.
     """
 
     def __init__(self, cache: CompileCache, store: RankStore) -> None:
         self._cache = cache
         self.store = store
         self._lock = threading.Lock()  # guards both fields below
-        self._leading: dict[str, int] = {}  # round without its word: thread of this process
+        self._leading: dict[str, int] = {}  # thread that leads a round, until its announcement
         self._relayed: deque[tuple[str, int, int]] = deque()  # name, chunks, bytes
 
     def get(self, request: CompileRequest, *, lease: bool) -> bytes | CompileTurn:
-        """The payload that all ranks load, or this rank's turn to compile.
+        """Return the payload that all ranks load, or the turn of this rank to compile.
 
         Args:
-            request: what is wanted.
-            lease: as for `CompileCache.fetch_or_start`; without one the ranks do not wait for the
-                leader's compilation either.
+            request: Request for the artifact.
+            lease: See `CompileCache.fetch_or_start`. If False, the ranks do not wait for the
+                leader's compilation.
 
         Raises:
-            Exception: whatever the store raises.
+            Exception: The store raises it.
         """
         key = request.key
         has_passed = False
         round_count = min(self.store.size, _ROUNDS)
         for round_ in range(round_count):
             name = f"graphstash/{key}/{round_}"
-            alone = round_ == round_count - 1  # enough others have passed
+            alone = round_ == round_count - 1  # enough ranks have passed the key on
             if has_passed:
                 leader = self.store.wait(f"{name}/leader", timeout_seconds=_PASS_SECONDS)
                 alone = alone or leader is None
@@ -139,10 +140,10 @@ class RankCoordinator:
         return CompileTurn(None, no_op)
 
     def _is_led_here(self, name: str) -> bool:
-        """Whether this thread leads the round, which has no word yet.
+        """Return whether this thread leads the round and the round has no word yet.
 
-        What was said holds as long as the job does. Where another thread of this process leads, it
-        is followed as a leader in another process is.
+        An announced word is valid until the job ends. If another thread of this process leads, this
+        thread follows it like a leader in another process.
         """
         rank = str(self.store.rank).encode()
         if self.store.claim(f"{name}/leader", rank) != rank:
@@ -160,7 +161,7 @@ class RankCoordinator:
         try:
             found = self._cache.fetch_bytes_or_start(request, lease=lease)
             return self._tell(found, name, lease=lease, alone=alone)
-        except BaseException:  # interrupted, or the store failed: nobody is to wait for this rank
+        except BaseException:  # interrupted, or the store failed: no rank should wait for this one
             if isinstance(found, InFlightCompile):
                 found.abandon()
             with suppress(Exception):
@@ -170,7 +171,7 @@ class RankCoordinator:
     def _tell(
         self, found: bytes | InFlightCompile, name: str, *, lease: bool, alone: bool
     ) -> bytes | CompileTurn | None:
-        """Says what was found, or who is going to compile."""
+        """Announce the artifact, or which ranks compile."""
         if isinstance(found, bytes):
             self._announce(name, found)
             return found
@@ -185,7 +186,7 @@ class RankCoordinator:
         return CompileTurn(found, lambda payload: self._announce_compiled(name, payload))
 
     def _follow(self, request: CompileRequest, name: str) -> bytes | CompileTurn | None:
-        # The leader looks it up, may wait for a colleague's compilation, and compile then.
+        # The leader may fetch, then wait for another job's compilation, and then compile itself.
         config = self._cache.config
         budget = config.fetch_seconds + 2 * config.wait_seconds
         said = self.store.wait(f"{name}/word", timeout_seconds=budget)
@@ -204,7 +205,7 @@ class RankCoordinator:
                 return None
 
     def _artifact(self, request: CompileRequest, name: str, word: dict[str, Any]) -> bytes | None:
-        """The bytes that the leader loads, wherever they are to be had."""
+        """Return the bytes that the leader loads, from the cache or from the store."""
         began, key = monotonic(), request.key
         found = self._cache.get(key, max_bytes=request.max_bytes)
         if found is not None and hashlib.sha256(found).hexdigest() == word["sha256"]:
@@ -212,13 +213,13 @@ class RankCoordinator:
         chunks = []
         for number in range(word["chunks"]):
             chunk = self.store.wait(f"{name}/chunk/{number}", timeout_seconds=_PASS_SECONDS)
-            if chunk is None:  # forgotten, like those after it
+            if chunk is None:  # the leader has removed this chunk and all later ones
                 break
             chunks.append(chunk)
         compressed = b"".join(chunks)
         payload = b""
         with suppress(zstandard.ZstdError):
-            # What the frame says of its size is what it unfolds to, whatever the limit given.
+            # zstandard allocates the size in the frame, even above `max_output_size`. Check it.
             if zstandard.frame_content_size(compressed) == word["size"]:
                 payload = zstandard.decompress(compressed)
         if hashlib.sha256(payload).hexdigest() == word["sha256"]:
@@ -228,16 +229,16 @@ class RankCoordinator:
         return None
 
     def _announce_compiled(self, name: str, payload: bytes | None) -> None:
-        """As `_announce`; where that fails, all others compile as well, unless it was said."""
+        """Announce the result. If that fails, let the other ranks compile, unless a word is set."""
         try:
             self._announce(name, payload)
-        except BaseException:  # interrupted, or the store failed: nobody is to wait for this rank
+        except BaseException:  # interrupted, or the store failed: no rank should wait for this one
             with suppress(Exception):
                 self.store.claim(f"{name}/word", self._encoded({"word": "each"}))
             raise
 
     def _announce(self, name: str, payload: bytes | None) -> None:
-        """Says what was found or compiled, and leaves it for ranks without a cache."""
+        """Announce a payload, and store it for ranks that cannot reach the cache."""
         if payload is None:
             self._say(name, {"word": "each"})
             return
@@ -247,7 +248,7 @@ class RankCoordinator:
             for start in range(0, len(compressed), _CHUNK_BYTES)
         ]
         if len(compressed) > _RELAY_BYTES:
-            chunks = []  # a rank without a cache compiles then
+            chunks = []  # too large for the store: a rank without the cache has to compile
         for number, chunk in enumerate(chunks):
             self.store.set(f"{name}/chunk/{number}", chunk)
         self._say(
@@ -259,11 +260,11 @@ class RankCoordinator:
                 "chunks": len(chunks),
             },
         )
-        with suppress(Exception):  # the word has been said; what cannot be removed stays
+        with suppress(Exception):  # the ranks have their word, so old chunks may stay
             self._forget_relayed(name, len(chunks), sum(map(len, chunks)))
 
     def _forget_relayed(self, name: str, chunk_count: int, size_bytes: int) -> None:
-        """Removes what was relayed long ago, so that the store does not grow with the job."""
+        """Remove the oldest payloads, so that the store does not grow during the job."""
         with self._lock:
             self._relayed.append((name, chunk_count, size_bytes))
             over = sum(size for _, _, size in self._relayed) - _RELAY_BYTES
@@ -286,10 +287,10 @@ class RankCoordinator:
 
 
 class CompileTurns:
-    """Whose turn it is to compile, among the ranks of this job or alone; never raises.
+    """Assigns turns to compile, among the ranks of a job or for a single process. Never raises.
 
     Args:
-        cache: finds and publishes.
+        cache: Cache of this process.
     """
 
     def __init__(self, cache: CompileCache) -> None:
@@ -300,12 +301,13 @@ class CompileTurns:
     def ask(
         self, request: CompileRequest, ranks: Callable[[], RankStore | None], *, lease: bool = True
     ) -> bytes | CompileTurn:
-        """The payload, or this process's turn.
+        """Return the payload, or the turn of this process to compile.
 
         Args:
-            request: what is wanted.
-            ranks: gives what the ranks share that all want it; None where this process is alone.
-            lease: as for `CompileCache.fetch_or_start`.
+            request: Request for the artifact.
+            ranks: Returns the store of the ranks that request the same artifact, or None if only
+                this process requests it.
+            lease: See `CompileCache.fetch_or_start`.
         """
         try:
             if (store := ranks()) is not None:
@@ -320,7 +322,7 @@ class CompileTurns:
         return found if isinstance(found, bytes) else CompileTurn(found, no_op)
 
     def announce(self, turn: CompileTurn, payload: bytes | None) -> None:
-        """Tells the other ranks what came of a turn, or None."""
+        """Send the result of a turn to the other ranks, or None after a failure."""
         try:
             turn.announce(payload)
         except Exception as error:  # noqa: BLE001 - a hook's outermost frame: training goes on
@@ -332,4 +334,4 @@ class CompileTurns:
 
 
 def no_op(_payload: bytes | None) -> None:
-    """Announces to nobody."""
+    """Announce nothing: the `announce` of a turn without other ranks."""

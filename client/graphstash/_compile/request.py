@@ -1,4 +1,4 @@
-"""CompileRequest: what a compiler was asked for, from the look-up to the upload."""
+"""CompileRequest: one artifact that a hook looks up, compiles and uploads."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,16 +20,16 @@ __all__ = ["CompileRequest"]
 
 @dataclass(frozen=True, slots=True)
 class CompileRequest:
-    """One thing to compile.
+    """A request for one artifact.
 
     Attributes:
-        key: how its artifact is found.
-        parts: what the fingerprint is made of.
-        toolchain: versions, for people and for retention.
-        label: what its user calls it, e.g. `jit(train_step)`.
-        details: what explains a miss beside the parts, such as what is inside a key that only the
-            compiler makes; called after a miss at most, and may cost a little of a compilation.
-        max_bytes: largest payload that can be one; None where `max_artifact` is the only limit.
+        key: Key of the artifact.
+        parts: Parts of the fingerprint.
+        toolchain: Versions of the compiler, for display and retention rules.
+        label: The user's name for the program, e.g. `jit(train_step)`.
+        details: Returns further facts that explain a miss, such as the inputs of the compiler's own
+            key. The cache calls it only after a miss. It must be fast compared to a compilation.
+        max_bytes: Maximum size of the payload, or None if only `max_artifact` limits it.
     """
 
     key: ArtifactKey
@@ -51,10 +51,10 @@ class CompileRequest:
         details: Callable[[], Mapping[str, str]] = dict,
         max_bytes: int | None = None,
     ) -> Self:
-        """A request whose key follows from its parts.
+        """Return a request whose key is computed from the parts.
 
         Raises:
-            InvalidValueError: as `fingerprint_of`.
+            InvalidValueError: See `fingerprint_of`.
         """
         key = ArtifactKey(
             kind=kind, device_type=device_type, fingerprint=fingerprint_of(kind, parts)
@@ -62,7 +62,7 @@ class CompileRequest:
         return cls(key, parts, toolchain, label, details, max_bytes)
 
     def metadata(self, *, compile_seconds: float, raw_size_bytes: int) -> ArtifactMetadata:
-        """What is said of the artifact when it is published."""
+        """Return the metadata to publish with the artifact."""
         return ArtifactMetadata(
             compile_seconds=compile_seconds,
             raw_size_bytes=raw_size_bytes,

@@ -1,21 +1,20 @@
-"""SavedTime: an estimate of how much earlier a process gets on because of its hits.
+"""SavedTime: an estimate of the wall time that a process saves through its hits.
 
-A hit stands for the compilation that its publisher has measured. Without the cache the thread would
-have been busy for that long, and everything that it did afterwards would have come so much later.
-So each thread has a time line on which hits last as long as the compilations that they stand for:
+A hit replaces a compilation, whose time its publisher has measured. Without the cache, the thread
+would have compiled for that time, and all its later work would start later. So each thread has a
+hypothetical time line, on which each hit takes as long as its compilation:
 
     real            look-up A | look-up B | ...
     as if compiled  [---- compilation A ----)[-- compilation B --) ...
 
-Time is saved where at least one thread would have compiled: the union of these intervals over all
-threads, so that what compiles side by side counts once. What another thread has really compiled at
-that time is left out, because the process would have been busy with it anyway, and so is the time
-that the look-ups took.
+The estimate is the union of these hypothetical compilations over all threads, so parallel
+compilations count once. Two times are subtracted: the real compilations of other threads, because
+the process would have been busy with them anyway, and the look-ups.
 
-A worker thread begins where the main thread is: what the main thread saved before it handed over
-the work is not saved a second time at the same place. In other respects threads know nothing of
-each other, so that work which one thread hands to the next may be counted as if it had been done
-side by side: the estimate is then too low.
+The time line of a worker thread is at least as far ahead as the main thread's. So time that the
+main thread saved before it handed over work does not overlap with the worker's savings. The time
+lines of other threads are independent. If such a thread hands work to another one, the estimate may
+treat their compilations as parallel. Then it is too low.
 """
 
 import threading
@@ -30,12 +29,12 @@ _Interval: TypeAlias = tuple[float, float]
 
 @dataclass(slots=True)
 class _TimeLine:
-    """Of one thread, as if it had compiled everything; in seconds.
+    """Hypothetical time line of a thread that compiles instead of hitting, in seconds.
 
     Attributes:
-        ahead: how much later it would be by now.
-        avoided: when it would have compiled what it found.
-        compiled: when it compiled.
+        ahead: Delay of the time line compared to the real time.
+        avoided: Intervals of the compilations that hits have replaced.
+        compiled: Intervals of real compilations.
     """
 
     ahead: float = 0.0
@@ -44,14 +43,14 @@ class _TimeLine:
 
 
 class SavedTime:
-    """Adds up what hits save; not safe for many threads at once, the caller has a lock."""
+    """Estimates the time that hits save. The caller serializes all calls."""
 
     def __init__(self) -> None:
         self._lines: dict[int, _TimeLine] = {}
         self._looked_up: list[_Interval] = []
 
     def hit(self, began: float, ended: float, *, compile_seconds: float) -> None:
-        """This thread has found something between two times, which had taken so long to compile."""
+        """Add a hit of this thread, with the times of its look-up and its compile time."""
         line = self._line()
         start = began + line.ahead
         line.avoided.append((start, start + compile_seconds))
@@ -59,13 +58,13 @@ class SavedTime:
         self._looked_up.append((began, ended))
 
     def compiled(self, ended: float, *, seconds: float) -> None:
-        """This thread has compiled something that nobody had."""
+        """Add a real compilation of this thread."""
         line = self._line()
         line.compiled.append((ended - seconds + line.ahead, ended + line.ahead))
 
     @property
     def wall_seconds(self) -> float:
-        """The estimate so far; never negative."""
+        """Estimate so far; at least 0."""
         lines = list(self._lines.values())
         saved: list[_Interval] = []
         for line in lines:
@@ -82,7 +81,7 @@ class SavedTime:
 
 
 def _union(intervals: Iterable[_Interval]) -> list[_Interval]:
-    """The same times in intervals that do not touch, in order."""
+    """Merge intervals that overlap or touch, and return them in order."""
     merged: list[_Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -93,7 +92,7 @@ def _union(intervals: Iterable[_Interval]) -> list[_Interval]:
 
 
 def _without(intervals: list[_Interval], busy: list[_Interval]) -> list[_Interval]:
-    """What of the first is in none of the second; both are in order and do not overlap."""
+    """Subtract `busy` from `intervals`. Both must be in order and without overlaps."""
     left: list[_Interval] = []
     at = 0
     for first, last in intervals:

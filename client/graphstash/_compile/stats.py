@@ -1,4 +1,4 @@
-"""Counters: everything the cache did for, or could not do for, this process."""
+"""Counters of the cache's hits, misses and fallbacks in this process."""
 
 import dataclasses
 import threading
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Counters", "HitSource", "Stats", "format_seconds", "plural"]
 
 HitSource: TypeAlias = Literal["server", "prefetched", "host", "ranks"]
-"""Where the bytes of a hit came from, see the fields of `Stats`."""
+"""Source of a hit's bytes, see the fields of `Stats`."""
 
 _SOURCES: Final[Mapping[HitSource, str]] = {
     "server": "server",
@@ -30,30 +30,29 @@ _SOURCES: Final[Mapping[HitSource, str]] = {
 
 @dataclass(frozen=True)
 class Stats:
-    """A snapshot of the counters. Each hit counts once, where its bytes came from.
+    """A snapshot of the counters. Each hit counts once, under the source of its bytes.
 
     Attributes:
-        hits_server: artifacts that this run downloaded when they were needed.
-        hits_prefetched: artifacts that this run downloaded before they were needed.
-        hits_host: artifacts that were on this host: its disk had them before this run began, or
-            this run has made them here.
-        hits_ranks: artifacts taken from another rank of the same job.
-        unsigned: hits that nobody vouches for, where signatures are preferred.
-        misses: artifacts that had to be compiled because nobody had them.
-        waits: hits that came from waiting for somebody else's compilation.
-        wait_seconds: time spent waiting for them.
-        published: artifacts stored on the server by this process.
-        conflicts: uploads refused because other bytes were there first.
-        fetched_bytes: received when they were needed, compressed.
-        prefetched_bytes: received before, whether needed or not, compressed.
-        published_bytes: sent, compressed.
-        fetch_seconds: time from asking to verified bytes, over all hits.
-        compile_seconds: time spent compiling after misses and fallbacks.
-        saved_compile_seconds: what the compilations behind the hits had taken, summed: compilers'
-            time, also of those that would have run side by side.
-        saved_wall_seconds: estimate of how much later the process would be without its hits, see
+        hits_server: Artifacts that this run downloaded when it needed them.
+        hits_prefetched: Artifacts that this run downloaded before it needed them.
+        hits_host: Artifacts from this host: on its disk before this run, or compiled here by it.
+        hits_ranks: Artifacts from another rank of the same job.
+        unsigned: Hits without a signature, if the settings prefer signatures.
+        misses: Artifacts that this process had to compile because the cache did not contain them.
+        waits: Hits after waiting for another job's compilation.
+        wait_seconds: Time spent in these waits.
+        published: Artifacts that this process stored on the server.
+        conflicts: Uploads that the server refused because it has other bytes under the key.
+        fetched_bytes: Compressed bytes received when the process needed them.
+        prefetched_bytes: Compressed bytes received in advance, used or not.
+        published_bytes: Compressed bytes sent.
+        fetch_seconds: Time from the look-up to verified bytes, summed over all hits.
+        compile_seconds: Time spent compiling after misses and fallbacks.
+        saved_compile_seconds: Sum of the hits' compile times, as if no compilations ran in
+            parallel.
+        saved_wall_seconds: Estimate of the wall time that the hits saved, see
             `graphstash._compile.saved_time`.
-        fallbacks: compilations or uploads without the cache's help, by reason.
+        fallbacks: Compilations or uploads without the cache's help, by reason.
     """
 
     hits_server: int = 0
@@ -77,19 +76,17 @@ class Stats:
 
     @property
     def hits(self) -> int:
-        """All hits, wherever they came from."""
+        """Number of hits from all sources."""
         return sum(self.hits_by_source.values())
 
     @property
     def hits_by_source(self) -> Mapping[HitSource, int]:
-        """How many hits came from where; sources without any are left out."""
+        """Number of hits by source, without sources that have none."""
         counts = {source: int(getattr(self, f"hits_{source}")) for source in _SOURCES}
         return {source: count for source, count in counts.items() if count}
 
     def scalars(self) -> dict[str, float]:
-        """What to draw over a training: `graphstash/hits`, `graphstash/misses`, ...; times in
-        seconds.
-        """
+        """Return metrics to log during training: `graphstash/hits`, ...; times in seconds."""
         figures = {
             "hits": self.hits,
             **{f"hits_{source}": getattr(self, f"hits_{source}") for source in _SOURCES},
@@ -102,13 +99,13 @@ class Stats:
         return {f"graphstash/{name}": float(value) for name, value in figures.items()}
 
     def __str__(self) -> str:
-        """A few lines for people."""
+        """Return a table of a few lines."""
         rows = self._rows()
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
     def _repr_html_(self) -> str:
-        """A table, for notebooks."""
+        """Return an HTML table for notebooks."""
         rows = "".join(
             f"<tr><th style='text-align:left'>{escape(name)}</th><td>{escape(value)}</td></tr>"
             for name, value in self._rows()
@@ -116,7 +113,7 @@ class Stats:
         return f"<table>{rows}</table>"
 
     def _rows(self) -> list[tuple[str, str]]:
-        """What there is to tell, and only that."""
+        """Return names and values to display, without counters that are zero."""
         sources = [f"{count} {_SOURCES[name]}" for name, count in self.hits_by_source.items()]
         rows = [("hits", f"{self.hits}" + (f" ({', '.join(sources)})" if sources else ""))]
         compiled = f" ({format_seconds(self.compile_seconds)} of compiling)"
@@ -134,8 +131,10 @@ class Stats:
         return rows
 
     def summary(self) -> str:
-        """One line for people, e.g. `12 hits, 1 miss, 8 min 20 s of compiling saved (about 2 min
-        5 s of wall time); hits: 2 server, 10 this host`.
+        """Return a one-line summary.
+
+        Example: `12 hits, 1 miss, 8 min 20 s of compiling saved (about 2 min 5 s of wall time);
+        hits: 2 server, 10 this host`.
         """
         told = [plural(self.hits, "hit"), plural(self.misses, "miss")]
         if self.unsigned:
@@ -159,59 +158,59 @@ class Stats:
 
 
 class Counters:
-    """Counts from many threads."""
+    """The counters of this process. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # guards the fields below; a signal handler may ask, too
+        self._lock = threading.RLock()  # guards the fields below, also against signal handlers
         self._sums: Counter[str] = Counter()
         self._by_kind: dict[tuple[str, str], Counter[str]] = {}
         self._fallbacks: Counter[str] = Counter()
         self._saved = SavedTime()
 
     def add(self, **amounts: float) -> None:
-        """Adds to fields of `Stats` by name."""
+        """Add amounts to fields of `Stats`, by name."""
         with self._lock:
             self._sums.update(amounts)
 
     def hit(
         self, key: "ArtifactKey", source: HitSource, *, began: float, compile_seconds: float
     ) -> None:
-        """Counts a hit of this thread.
+        """Count a hit of this thread.
 
         Args:
-            key: what was found.
-            source: where.
-            began: when the thread began to look for it, as `time.monotonic` counts.
-            compile_seconds: what its compilation had taken.
+            key: Key of the artifact.
+            source: Source of its bytes.
+            began: Time of `time.monotonic` when the thread began the look-up.
+            compile_seconds: Compile time of the artifact.
         """
         with self._lock:
             self._count(key, **{f"hits_{source}": 1}, saved_compile_seconds=compile_seconds)
             self._saved.hit(began, monotonic(), compile_seconds=compile_seconds)
 
     def miss(self, key: "ArtifactKey") -> None:
-        """Counts something that nobody has."""
+        """Count a miss."""
         with self._lock:
             self._count(key, misses=1)
 
     def uncached(self, key: "ArtifactKey") -> None:
-        """Counts a compilation that the cache could not help with; `fallback` counts the reason."""
+        """Count a compilation without the cache's help. `fallback` counts the reason."""
         with self._lock:
             self._kind(key)["fallbacks"] += 1
 
     def compiled(self, key: "ArtifactKey", *, seconds: float) -> None:
-        """Counts what this thread has just compiled."""
+        """Count a compilation that this thread has just finished."""
         with self._lock:
             self._count(key, compile_seconds=seconds)
             self._saved.compiled(monotonic(), seconds=seconds)
 
     def fallback(self, reason: Reason) -> bool:
-        """Counts one fallback; True when it is the first for this reason."""
+        """Count a fallback and return whether it is the first one for this reason."""
         with self._lock:
             self._fallbacks[reason.value] += 1
             return self._fallbacks[reason.value] == 1
 
     def snapshot(self) -> Stats:
-        """The present state."""
+        """Return the present values."""
         with self._lock:
             sums: dict[str, float] = dict(self._sums)
             fallbacks = dict(self._fallbacks)
@@ -219,8 +218,9 @@ class Counters:
         return dataclasses.replace(Stats(fallbacks=fallbacks), **sums)  # type: ignore[arg-type] # fields by name
 
     def by_kind(self) -> Mapping[tuple[str, str], Mapping[str, float]]:
-        """The same by kind and device type: hits, misses, fallbacks, and seconds, by the names of
-        `RunCounts`.
+        """Return hits, misses, fallbacks and seconds by kind and device type.
+
+        The inner names are fields of `RunCounts`.
         """
         with self._lock:
             return {pair: dict(counts) for pair, counts in self._by_kind.items()}
@@ -234,13 +234,13 @@ class Counters:
 
 
 def plural(count: int, noun: str) -> str:
-    """A count with its noun: `1 hit`, `2 misses`."""
+    """Return a count with its noun: `1 hit`, `2 misses`."""
     ending = "" if count == 1 else "es" if noun.endswith("s") else "s"
     return f"{count} {noun}{ending}"
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration for people: `4.2 s`, `8 min 20 s`, `2 h 5 min`."""
+    """Return a duration for display: `4.2 s`, `8 min 20 s`, `2 h 5 min`."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,13 +1,13 @@
-"""TracedCache: the spans of a job.
+"""TracedCache: a cache that records the spans of a job.
 
     graphstash.lookup           kind, label, outcome (hit, miss, fallback), source, size_bytes
-      GET, POST                 calls of the server, which continues each
-      graphstash.compile        outcome (compiled, abandoned); ends when the compiler is done
+      GET, POST                 calls of the server, which adds its own spans to each
+      graphstash.compile        outcome (compiled, abandoned); ends when the compiler finishes
         graphstash.publish      outcome (published, kept on this host); in the background
           PUT                   the upload
 
-A compilation is inside the look-up that it follows from, although it lasts longer: so all of it is
-one trace, also in a program without spans of its own.
+A compilation is a child of the look-up that caused it, although it ends later. So they belong to
+one trace, even if the user's program has no spans.
 """
 
 from pathlib import Path
@@ -32,20 +32,20 @@ _LABEL_CHARACTERS = 256
 
 
 class TracedCache(CompileCache):
-    """A `CompileCache` that makes spans. Without tracing there is no such object, and no cost."""
+    """A `CompileCache` that records spans. Without tracing, jobs use `CompileCache` at no cost."""
 
     def __init__(
         self, stash: Stash, *, counters: Counters, publisher: BoundedExecutor, tracer: Tracer
     ) -> None:
         super().__init__(stash, counters=counters, publisher=publisher)
         self._tracer = tracer
-        # Where two threads compile one key, the span of the first ends when the second begins.
+        # If two threads compile one key, the first span ends when the second begins.
         self._compiling: dict[ArtifactKey, Span] = {}
 
     def fetch_or_start(
         self, request: CompileRequest, destination: Destination, *, lease: bool = True
     ) -> InFlightCompile | None:
-        """As `CompileCache.fetch_or_start`."""
+        """See `CompileCache.fetch_or_start`."""
         with self._tracer.span("graphstash.lookup", _of(request.key, request.label)):
             compilation = super().fetch_or_start(request, destination, lease=lease)
             if compilation is None:
@@ -57,7 +57,7 @@ class TracedCache(CompileCache):
             return compilation
 
     def try_fetch(self, key: ArtifactKey, destination: Destination) -> bool:
-        """As `CompileCache.try_fetch`."""
+        """See `CompileCache.try_fetch`."""
         with self._tracer.span("graphstash.lookup", _of(key)):
             self._tracer.note(outcome="miss")
             is_found = super().try_fetch(key, destination)
@@ -66,7 +66,7 @@ class TracedCache(CompileCache):
             return is_found
 
     def fetch_pack(self, key: ArtifactKey, *, max_bytes: int | None = None) -> FetchedPack | None:
-        """As `CompileCache.fetch_pack`."""
+        """See `CompileCache.fetch_pack`."""
         with self._tracer.span("graphstash.lookup", _of(key, "pack")):
             self._tracer.note(outcome="miss")
             pack = super().fetch_pack(key, max_bytes=max_bytes)
@@ -81,7 +81,7 @@ class TracedCache(CompileCache):
     def store(
         self, key: ArtifactKey, payload: Path, metadata: ArtifactMetadata, *, local_only: bool
     ) -> bool:
-        """As `CompileCache.store`."""
+        """See `CompileCache.store`."""
         attributes = _of(key) | {"graphstash.size_bytes": metadata.raw_size_bytes}
         parent = self._compiling.get(key)
         with self._tracer.span("graphstash.publish", attributes, parent=parent):
@@ -92,7 +92,7 @@ class TracedCache(CompileCache):
     def store_pack(
         self, key: ArtifactKey, payload: bytes, metadata: ArtifactMetadata, *, artifact_count: int
     ) -> bool:
-        """As `CompileCache.store_pack`."""
+        """See `CompileCache.store_pack`."""
         attributes = _of(key, "pack") | {"graphstash.size_bytes": len(payload)}
         with self._tracer.span("graphstash.publish", attributes):
             is_ours = super().store_pack(key, payload, metadata, artifact_count=artifact_count)
@@ -100,13 +100,13 @@ class TracedCache(CompileCache):
             return is_ours
 
     def compiled(self, key: ArtifactKey, *, seconds: float) -> None:
-        """As `CompileCache.compiled`."""
+        """See `CompileCache.compiled`."""
         if (span := self._compiling.get(key)) is not None:
             self._tracer.end(span, outcome="compiled", compile_seconds=seconds)
         super().compiled(key, seconds=seconds)
 
     def forget(self, compilation: InFlightCompile) -> None:
-        """As `CompileCache.forget`."""
+        """See `CompileCache.forget`."""
         self._end_abandoned(compilation.key)
         super().forget(compilation)
 

@@ -1,11 +1,11 @@
-"""TwoCallCache: for compilers that look up in one call and store the result in another.
+"""TwoCallCache: for compilers that look up and store a result in separate calls.
 
-    get(key)   bytes, or None: the compiler compiles; a lease may have been granted
-    put(key)   stores what it compiled, in the background
-    end()      abandons what this thread began and never put
+    get(key)   return the bytes, or None: the compiler compiles, perhaps under a lease
+    put(key)   store the result in the background
+    end()      abandon the compilations that this thread began and did not put
 
-Nothing in here raises, and nothing waits without a bound. The ranks of a distributed job get the
-same answer for the same key, see `RankCoordinator`.
+An error of the cache never raises, and every wait has a bound. All ranks of a distributed job get
+the same answer for a key, see `RankCoordinator`.
 """
 
 import threading
@@ -30,10 +30,10 @@ class _Begun:
 
 
 class TwoCallCache:
-    """Gets and puts whole payloads in memory; one per hook and process, for many threads.
+    """Gets and puts payloads in memory. Thread-safe; one instance per hook and process.
 
     Args:
-        cache: finds and publishes.
+        cache: Cache of this process.
     """
 
     def __init__(self, cache: CompileCache) -> None:
@@ -45,29 +45,29 @@ class TwoCallCache:
     def get(
         self, request: CompileRequest, *, lease: bool = True, ranks: RankStore | None = None
     ) -> bytes | None:
-        """The verified payload, or None: then the caller compiles, and calls `put` or `end`.
+        """Return the verified payload. None: the caller compiles, and calls `put` or `end`.
 
         Args:
-            request: what is wanted.
-            lease: whether to ask for the right to compile it, and to wait while a colleague has
-                it. False where the result comes only after other work of the job, for which
-                somebody else might wait.
-            ranks: what the ranks share that all compile it; None where this process is alone.
+            request: Request for the artifact.
+            lease: Whether to request the right to compile, and to wait while another job has it.
+                Must be False if the job does other work before `put` for which another job might
+                wait.
+            ranks: Store of the ranks that compile the same artifact, or None for a single process.
         """
         key = request.key
         answer = self._turns.ask(request, lambda: ranks, lease=lease)
         if isinstance(answer, bytes):
             return answer
         if answer.compilation is None and self._cache.limit is not None:
-            self._cache.limit.check(request, Reason.RANKS)  # what its leader made has not come
+            self._cache.limit.check(request, Reason.RANKS)  # the leader's result did not arrive
         begun = _Begun(answer, threading.get_ident(), monotonic())
         with self._lock:
             before = self._begun.get(key)
             if before is None or before.thread == begun.thread:
                 self._begun[key] = begun
-            else:  # another thread compiles it; the first of the two that is done puts it
+            else:  # another thread compiles this key; the first thread that finishes puts it
                 before = begun
-        if before is not None:  # asked again, never put: its compiler failed
+        if before is not None:  # a repeated `get` without a `put`: the compiler has failed
             self._give_up(before)
         return None
 
@@ -78,22 +78,22 @@ class TwoCallCache:
         *,
         compile_seconds: float | None = None,
     ) -> None:
-        """Publishes in the background what the compiler made.
+        """Publish the compiler's result in the background.
 
         Args:
-            request: what was compiled.
-            payload: what the compiler wants to see again.
-            compile_seconds: wall time it took; by default the time since `get`.
+            request: Request for the artifact.
+            payload: Bytes that `get` returns to later jobs.
+            compile_seconds: Wall time of the compilation. Default: the time since `get`.
         """
         with self._lock:
             begun = self._begun.pop(request.key, None)
-        if begun is None:  # never asked for, or put twice
+        if begun is None:  # a `put` without a `get`, or a second `put`
             begun = _Begun(CompileTurn(self._cache.begin(request), no_op), 0, monotonic())
         seconds = monotonic() - begun.started if compile_seconds is None else compile_seconds
         compilation = begun.turn.compilation
         try:
             self._turns.announce(begun.turn, payload)
-        except BaseException:  # interrupted: nobody is to wait for this process
+        except BaseException:  # interrupted: no other process should wait for this one
             if compilation is not None:
                 compilation.abandon()
             raise
@@ -101,22 +101,22 @@ class TwoCallCache:
             compilation.publish_bytes(payload, compile_seconds=seconds)
 
     def wants(self, key: ArtifactKey) -> bool:
-        """Whether a `put` of the key is of use to anybody: not where another rank publishes."""
+        """Return whether a `put` of the key is useful; False if another rank publishes it."""
         begun = self._begun.get(key)
         return begun is None or begun.turn.compilation is not None
 
     def reject(self, key: ArtifactKey, detail: str) -> None:
-        """Counts that the compiler could not load what `get` gave it; this host forgets it."""
+        """Count a payload that the compiler could not load, and delete it from this host."""
         self._cache.reject(key, detail)
 
     def end(self) -> None:
-        """Gives up what this thread began and never put."""
+        """Abandon the compilations that this thread began and did not put."""
         if self._begun:
             thread = threading.get_ident()
             self._give_up_all(lambda begun: begun.thread == thread)
 
     def close(self) -> None:
-        """Gives up everything that was begun."""
+        """Abandon all compilations without a `put`."""
         self._give_up_all(lambda _: True)
 
     def _give_up_all(self, chosen: Callable[[_Begun], bool]) -> None:

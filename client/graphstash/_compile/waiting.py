@@ -1,16 +1,17 @@
-"""WaitBudget: how long a job waits for the compilations of others, in all.
+"""WaitBudget: the total time that a job waits for the compilations of other jobs.
 
-A lease says that somebody compiles, not that it will ever end: whoever may write can hold one, and
-a server can answer "held" for ever. So waiting is an investment with a limit:
+A lease shows that another job compiles, but not that it will finish. Any writer can hold a lease,
+and a server can reply "held" forever. Therefore waiting has a budget:
 
-* The job has a budget, and one holder gets at most half of it. A wait that brought the artifact
-  gives back what its compilation had taken, until that is twice the budget: whatever server and
-  holders do, a job waits at most three budgets, and one of them in vain.
-* After three waits in vain in a row the job does not wait for a while.
-* A wait does not begin when less is left than a compilation takes here on average: it would end
-  before the other's does.
+* One holder uses at most half of the budget. A wait that obtains the artifact is refunded, up to
+  the compile time that it saved. All refunds together are at most twice the budget. So a job waits
+  for at most three budgets, and at most one of them in vain, even if the server or a holder is
+  malicious.
+* After three consecutive waits in vain, the job does not wait for five minutes.
+* A wait does not begin if the remaining budget is shorter than the average compilation in this
+  process, because the wait would likely end first.
 
-The ranks of a distributed job wait for each other's waits, so they share one budget.
+The ranks of a distributed job depend on each other's waits, so they share one budget.
 """
 
 import threading
@@ -23,18 +24,18 @@ __all__ = ["Wait", "WaitBudget"]
 
 _HOLDER_SHARE: Final = 0.5
 _CREDIT: Final = 2.0
-"""What waits that paid may give back in all, in budgets."""
+"""Maximum sum of all refunds, in budgets."""
 
 _MAX_VAIN_WAITS: Final = 3
 _PAUSE_SECONDS: Final = 300.0
 
 
 class WaitBudget:
-    """What is left; safe for many threads.
+    """The remaining budget of a job. Thread-safe.
 
     Args:
-        seconds: the budget.
-        clock: seconds that never run backwards.
+        seconds: Size of the budget.
+        clock: Monotonic clock in seconds.
     """
 
     def __init__(self, seconds: float, *, clock: Callable[[], float] = monotonic) -> None:
@@ -51,21 +52,21 @@ class WaitBudget:
 
     @property
     def left(self) -> float:
-        """Seconds that the job may still wait."""
+        """Remaining seconds of the budget."""
         return max(0.0, self._left)
 
     def wait(self) -> "Wait":
-        """A wait that has not begun: a context manager."""
+        """Return a wait that has not begun, as a context manager."""
         return Wait(self)
 
     def left_for(self, holder: str) -> float:
-        """Seconds that the job may still wait for a holder."""
+        """Return the seconds that the job may still wait for a holder."""
         with self._lock:
             share = _HOLDER_SHARE * self._seconds - self._spent_on[holder]
             return max(0.0, min(self._left, share))
 
     def why_not(self, holder: str) -> str | None:
-        """Why it makes no sense to begin a wait for a holder; None when it does."""
+        """Return why the job must not begin a wait for a holder, or None if it may."""
         left = self.left_for(holder)
         if left <= 0.0:
             return self.what_is_spent()
@@ -80,27 +81,30 @@ class WaitBudget:
         return None
 
     def what_is_spent(self) -> str:
-        """Why a wait ends before its time, for people."""
+        """Return a message for a wait that ends because the budget is spent."""
         return (
             f"this job has waited long enough, {self._spent:.3g} s (GRAPHSTASH_WAIT_SECONDS is "
             f"{self._seconds:g}, half of it for one holder)"
         )
 
     def compiled(self, seconds: float) -> None:
-        """A compilation of this process took so long."""
+        """Add a compilation of this process to the average."""
         with self._lock:
             self._compile_seconds += seconds
             self._compile_count += 1
 
     def spend(self, holder: str, seconds: float) -> None:
-        """The job has waited for a holder."""
+        """Deduct the time that the job has waited for a holder."""
         with self._lock:
             self._left -= seconds
             self._spent_on[holder] += seconds
 
     def settle(self, spent: dict[str, float], *, saved_seconds: float | None) -> None:
-        """A wait has ended: what was spent on each holder, and the compilation that it saved; None
-        when it was in vain.
+        """Settle a wait that has ended.
+
+        Args:
+            spent: Seconds that the wait has spent on each holder.
+            saved_seconds: Compile time that the wait saved, or None if it was in vain.
         """
         with self._lock:
             if saved_seconds is not None:
@@ -116,7 +120,7 @@ class WaitBudget:
                 self._paused_until = self.clock() + _PAUSE_SECONDS
 
     def share(self, left: float) -> None:
-        """Another rank of this job has so much left: waiting was for all of them."""
+        """Lower the budget to the remaining seconds of another rank, which waited for all ranks."""
         with self._lock:
             self._left = min(self._left, left)
 
@@ -126,15 +130,15 @@ class WaitBudget:
 
 
 class Wait:
-    """One wait; it begins with the answer that somebody compiles.
+    """One wait, which begins when the server reports a holder.
 
     Attributes:
-        left: seconds that it may still last; 0 before it begins.
-        has_begun: whether it has.
-        saved_seconds: the compilation that it saved; None while it is in vain.
+        left: Seconds that the wait may still last; 0 before it begins.
+        has_begun: Whether the wait has begun.
+        saved_seconds: Compile time that the wait saved, or None while it is in vain.
 
     Args:
-        budget: pays for it.
+        budget: Budget to deduct the wait from.
     """
 
     def __init__(self, budget: WaitBudget) -> None:
@@ -147,10 +151,10 @@ class Wait:
         self._spent: defaultdict[str, float] = defaultdict(float)
 
     def why_not(self, holder: str) -> str | None:
-        """Begins the wait, or pays for the time since the last call.
+        """Begin the wait, or deduct the time since the last call.
 
         Returns:
-            None while it makes sense to wait for this holder, else why not.
+            None if the job may wait for this holder, else the reason why not.
         """
         if self.has_begun:
             self._pay()
