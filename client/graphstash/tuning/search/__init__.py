@@ -1,13 +1,13 @@
-"""Searchers: which configuration to measure next.
+"""Searchers: choose which configuration to measure next.
 
     g-bfs       greedy best-first search: neighbours of the best so far
     n-a2c       a policy and a value network walk from the best so far
-    xgboost     a model of the costs, searched by simulated annealing, as AutoTVM does it
+    xgboost     simulated annealing over a model of the costs, as in AutoTVM
     rnn         a recurrent controller writes configurations value by value
-    random      draws; what the others have to beat
-    exhaustive  everything, for small spaces
+    random      random draws, the baseline for the others
+    exhaustive  every configuration, for small spaces
 
-All of them have one interface, `Searcher`; `make_searcher` makes one by its name.
+All share the interface `Searcher`; `make_searcher` creates one by name.
 """
 
 from collections.abc import Sequence
@@ -40,11 +40,11 @@ def make_searcher(
     first: Sequence[Configuration] = (),
     **options: Any,
 ) -> Searcher:
-    """A searcher by its name; only this one is imported.
+    """Create a searcher by name; imports only its own module.
 
     Raises:
-        ValueError: when there is no searcher of this name.
-        ModuleNotFoundError: when it needs numpy or xgboost, which the extra `tuning` brings.
+        ValueError: no searcher has this name.
+        ModuleNotFoundError: it needs numpy or xgboost, which the extra `tuning` installs.
     """
     if name not in _HOME:
         raise ValueError(f"there is no searcher {name!r}: choose one of {', '.join(SEARCHERS)}")

@@ -1,9 +1,8 @@
-"""What the two searchers with networks share: rewards, a masked softmax, and Adam.
+"""Common parts of the two searchers with networks: rewards, a masked softmax, and Adam.
 
 The networks are small (some thousand parameters, ten rows at a time). numpy runs a step in a
-hundredth of the time that torch takes to be imported, JAX users have it, too, and it starts no
-threads that would disturb what is being measured. The gradients are written out; the tests compare
-them with torch's.
+hundredth of the time that importing torch takes, JAX users have it, and it starts no threads that
+disturb measurements. The gradients are written by hand; tests compare them with torch's.
 """
 
 import math
@@ -19,8 +18,9 @@ Floats: TypeAlias = NDArray[np.float64]
 
 
 class Rewards:
-    """log(first cost / cost): 0 for the first configuration that works, 0.69 for twice its speed.
-    One that does not work gets 1 less than the worst that does.
+    """Rewards log(first cost / cost): 0 for the first that works, 0.69 for twice its speed.
+
+    A configuration that fails gets 1 less than the worst that works.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Rewards:
         self._worst = 0.0
 
     def of(self, cost: float) -> float:
-        """The reward for a cost; the first that works sets the scale."""
+        """Return the reward for a cost; the first working configuration sets the scale."""
         if not math.isfinite(cost):
             return self._worst - 1
         if self._first is None:
@@ -39,7 +39,7 @@ class Rewards:
 
 
 def log_softmax(logits: Floats) -> Floats:
-    """Over the last axis; what is illegal is minus infinity, before and after."""
+    """Return the log-softmax over the last axis; illegal entries stay minus infinity."""
     shifted = logits - logits.max(axis=-1, keepdims=True)
     with np.errstate(divide="ignore"):
         result: Floats = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
@@ -47,7 +47,7 @@ def log_softmax(logits: Floats) -> Floats:
 
 
 def choose(log_probabilities: Floats, random: random.Random) -> int:
-    """A place, drawn with these probabilities."""
+    """Draw an index with these log probabilities."""
     sums = np.cumsum(np.exp(log_probabilities))
     place = int(np.searchsorted(sums, random.random() * sums[-1], side="right"))
     return min(place, int(np.flatnonzero(np.isfinite(log_probabilities))[-1]))
@@ -64,7 +64,7 @@ class Adam:
         self._step = 0
 
     def step(self, gradients: dict[str, Floats]) -> None:
-        """Goes one step against the gradients."""
+        """Take one step against the gradients."""
         self._step += 1
         for name, gradient in gradients.items():
             self._mean[name] += 0.1 * (gradient - self._mean[name])

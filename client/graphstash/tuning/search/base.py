@@ -1,9 +1,9 @@
-"""What every searcher does: it is asked for configurations and told what they cost.
+"""The common part of searchers: `ask` returns configurations, `tell` takes their costs.
 
-A search goes in rounds. What a round proposes depends on the seed and on what was told until all of
-the round before was told, and on nothing else: neither on how many are asked for at once nor on the
-order in which a round's costs arrive. So a search continues in another process, where it stopped,
-from its trials alone.
+A search proceeds in rounds. A round's proposal depends only on the seed and on the trials told
+until the previous round was complete. It does not depend on how many are asked for at once, nor on
+the order of costs within a round. Trials alone therefore suffice to continue a search in another
+process.
 """
 
 import math
@@ -21,16 +21,16 @@ __all__ = ["CostError", "Searcher", "Trial"]
 
 
 class CostError(GraphstashError, ValueError):
-    """A cost is not a number above 0, or infinity for a configuration that does not work."""
+    """A cost is neither a number above 0 nor infinity, which marks a failing configuration."""
 
 
 class Trial(NamedTuple):
-    """A configuration that was measured.
+    """A measured configuration.
 
     Attributes:
-        configuration: of the space.
-        cost: seconds, or whatever else is to be small, above 0; infinity for one that does not
-            compile, gives wrong results, or runs out of time.
+        configuration: a configuration of the space.
+        cost: seconds, or another value to minimize, above 0; infinity if the configuration does not
+            compile, gives wrong results, or times out.
     """
 
     configuration: Configuration
@@ -38,27 +38,27 @@ class Trial(NamedTuple):
 
 
 class Searcher(ABC):
-    """Chooses what to measure next. The same seed and the same costs give the same search.
+    """Chooses what to measure next. Equal seeds and costs give equal searches.
 
-    Ask for as many as can be measured side by side, and tell each of them, in any order. A search
-    continues in another process by telling a new searcher, made with the same arguments, what was
-    measured (`resume`).
+    Ask for as many configurations as can be measured in parallel, and tell the cost of each, in any
+    order. To continue a search in another process, create a searcher with the same arguments and
+    tell it the trials (`resume`).
 
     Args:
-        space: what is searched.
-        seed: of every choice.
-        first: measured before anything else, such as the best ones of a similar kernel.
+        space: the space to search.
+        seed: seed of every choice.
+        first: measured before anything else, such as the best configurations of a similar kernel.
 
     Attributes:
-        space: what is searched.
-        trials: what was told, in the order of telling.
+        space: the space to search.
+        trials: trials in the order of telling.
 
     Raises:
-        SpaceError: when one of `first` is not in the space.
+        SpaceError: a configuration of `first` is not in the space.
     """
 
     waits: ClassVar[bool] = True
-    """Whether a round begins only when all of the one before was told."""
+    """Whether a round starts only after all costs of the previous round were told."""
 
     def __init__(
         self, space: SearchSpace, *, seed: int = 0, first: Sequence[Configuration] = ()
@@ -69,25 +69,26 @@ class Searcher(ABC):
         self.trials: list[Trial] = []
         self._random = random.Random(seed)  # noqa: S311 - of a search, not of a secret
         self._first = list(dict.fromkeys(first))
-        self._costs: dict[Configuration, float] = {}  # the first that was told of each
+        self._costs: dict[Configuration, float] = {}  # the first cost told for each configuration
         self._visited: set[Configuration] = set()  # proposed in a round, or learned from
         self._round: list[Configuration] = []
-        self._missing: set[Configuration] = set()  # of the round, not told yet
+        self._missing: set[Configuration] = set()  # of the round, cost not told yet
         self._unasked: deque[Configuration] = deque()
-        self._uninvited: list[Trial] = []  # told during the round, but not of it
+        self._uninvited: list[Trial] = []  # told during the round, but not proposed in it
         self._rest: list[Configuration] = []  # shuffled; empty until few are left
         self._ended = False
 
     @property
     def best(self) -> Trial | None:
-        """The cheapest so far, the first of equals; None while nothing worked."""
+        """The cheapest trial so far, the first of equals; None if nothing has worked."""
         works = (trial for trial in self.trials if math.isfinite(trial.cost))
         return min(works, key=lambda trial: trial.cost, default=None)
 
     def ask(self, count: int = 1) -> list[Configuration]:
-        """Up to `count` configurations that were neither asked for nor told before. Fewer come
-        while the searcher has to be told of others first, none at all also when the space has no
-        further one.
+        """Return up to `count` configurations that were neither asked for nor told before.
+
+        Returns fewer if the searcher needs costs of others first, and none if the space has no
+        further configuration.
         """
         chosen: list[Configuration] = []
         while len(chosen) < count:
@@ -98,17 +99,18 @@ class Searcher(ABC):
         return chosen
 
     def tell(self, configuration: Configuration, cost: float) -> None:
-        """Takes what a configuration costs, asked for or not; see `Trial`. The searcher learns
-        from the first cost of each; `best` looks at all.
+        """Record the cost of a configuration, asked for or not; see `Trial`.
+
+        The searcher learns from the first cost of each configuration; `best` uses all.
 
         Raises:
-            SpaceError: when it is not in the space.
-            CostError: when the cost is no number above 0.
+            SpaceError: the configuration is not in the space.
+            CostError: the cost is not a number above 0.
         """
         _check(configuration, self.space)
         trial = Trial(configuration, _cost(configuration, cost))
         while self.waits and not self._missing and self._next_round():
-            pass  # so that the trial counts as of the round in which it would have been asked for
+            pass  # assign the trial to the round that would have asked for it
         self.trials.append(trial)
         if configuration in self._costs:
             return
@@ -119,21 +121,22 @@ class Searcher(ABC):
             self._uninvited.append(trial)
 
     def resume(self, trials: Iterable[Trial]) -> None:
-        """Continues a search that measured these, as if it had never ended. What it had asked for
-        and was not told is asked for again.
+        """Continue a search from its trials, as if it had never stopped.
+
+        Configurations that were asked for but not told are asked for again.
 
         Raises:
-            SpaceError, CostError: as `tell` does.
+            SpaceError, CostError: as `tell`.
         """
         for trial in trials:
             self.tell(*trial)
 
     @abstractmethod
     def _propose(self) -> list[Configuration]:
-        """A round: different ones, none of them in `_visited`; empty where the space has none."""
+        """Return a round of distinct configurations outside `_visited`; empty if none is left."""
 
     def _learn(self, trials: list[Trial]) -> None:  # noqa: B027 - not all do
-        """Takes a round, in the order in which it was proposed, and what was told uninvited."""
+        """Learn from a round, in order of proposal, and from trials that were not proposed."""
 
     def _next_round(self) -> bool:
         if self._ended or (self.waits and self._missing):
@@ -153,13 +156,14 @@ class Searcher(ABC):
         return not self._ended
 
     def _begin(self, starts: int) -> None:
-        """Chooses the first round where the caller did not: so many at random, or the start."""
+        """Choose the first round if the caller did not: random configurations, or the start."""
         if not self._first:
             self._first = self._unvisited(starts) if starts > 0 else [self.space.start]
 
     def _unvisited(self, count: int) -> list[Configuration]:
-        """So many at random of those that were not visited; fewer where there are fewer. They have
-        to be proposed.
+        """Return `count` random unvisited configurations, or fewer if fewer exist.
+
+        The caller must propose them.
         """
         found: dict[Configuration, None] = {}
         tries = 0 if self._rest else 20 * count
@@ -169,7 +173,7 @@ class Searcher(ABC):
                 found[drawn] = None
                 if len(found) == count:
                     return list(found)
-        if not self._rest:  # nearly all of the space was visited: what is left can be listed
+        if not self._rest:  # nearly everything is visited: list the rest
             self._rest = [each for each in self.space if each not in self._visited]
             self._random.shuffle(self._rest)
         while self._rest and len(found) < count:
@@ -187,7 +191,7 @@ def _cost(configuration: Configuration, cost: Any) -> float:
     try:
         is_number = isinstance(cost, Real) and not isinstance(cost, bool)
         found = float(cost) if is_number else math.nan
-        if found > 0:  # nor NaN
+        if found > 0:  # excludes NaN
             return found
     except OverflowError:
         pass

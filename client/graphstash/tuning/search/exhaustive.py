@@ -1,4 +1,4 @@
-"""Exhaustive search: for small spaces, and to know the optimum."""
+"""Exhaustive search: for small spaces, and to find the optimum."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ __all__ = ["Exhaustive"]
 
 
 class Exhaustive(Searcher):
-    """Every configuration, in the order of the space. The seed changes nothing."""
+    """Proposes every configuration, in the order of the space. The seed has no effect."""
 
     waits = False
 

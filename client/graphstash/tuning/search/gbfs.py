@@ -6,12 +6,12 @@
         measure up to rho random neighbours of s; put those that were not visited into Q
 
 (Zhang et al., "Compiler-Level Matrix Multiplication Optimization for Deep Learning", arXiv
-1909.10616, 2019.) A state is taken from the queue once, so neighbours that were not drawn then are
-reached by other ways or not at all. Where the queue is empty, which the paper leaves open, the
-search starts again from a random configuration that was not visited.
+1909.10616, 2019.) A state leaves the queue once, so its undrawn neighbours are reached from other
+states or not at all. The paper leaves an empty queue open; this search then continues from a random
+unvisited configuration.
 
-The queue begins with a few random configurations. The paper's begins with the untiled one, which is
-slow, and so is what lies around it: on most spaces, a short search then loses to random search.
+The queue starts with a few random configurations. The paper's starts with the untiled one, which is
+slow, as are its neighbours; on most spaces, a short search then loses to random search.
 """
 
 from collections.abc import Sequence
@@ -24,22 +24,22 @@ __all__ = ["GBFS"]
 
 
 class GBFS(Searcher):
-    """Greedy best-first search: goes on from the cheapest configuration to its neighbours.
+    """Greedy best-first search: continues from the cheapest configuration to its neighbours.
 
     Args:
-        space: what is searched.
-        seed: of every choice.
+        space: the space to search.
+        seed: seed of every choice.
         first: measured before anything else, instead of the starts.
-        starts: how many random configurations are in the queue at first; 0 for the start of the
-            space, as in the paper.
-        rho: how many neighbours of a configuration are drawn. With all of them, the search is
-            exhaustive where the moves connect the space.
-        width: how many configurations are left for their neighbours in one round: 1 is the paper's;
-            with more, up to rho * width can be measured side by side.
+        starts: number of random configurations in the initial queue; 0 for the start of the space,
+            as in the paper.
+        rho: number of neighbours drawn per configuration. If all are drawn, the search is
+            exhaustive on a space that moves connect.
+        width: number of configurations expanded per round; 1 in the paper. With more, up to rho *
+            width can be measured in parallel.
 
     Raises:
-        SpaceError: when one of `first` is not in the space.
-        ValueError: when rho or width is below 1.
+        SpaceError: a configuration of `first` is not in the space.
+        ValueError: rho or width is below 1.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class GBFS(Searcher):
     def _learn(self, trials: list[Trial]) -> None:
         for trial in trials:
             heappush(self._queue, (trial.cost, self._pushed, trial.configuration))
-            self._pushed += 1  # of equal costs, the one that was found first comes first
+            self._pushed += 1  # of equal costs, the first found comes first
 
     def _propose(self) -> list[Configuration]:
         chosen: dict[Configuration, None] = {}

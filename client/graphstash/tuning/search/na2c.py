@@ -1,16 +1,16 @@
 """Neighbourhood actor advantage critic (N-A2C).
 
-    repeat: collect: walk from the best so far, `steps` moves at most; each is random with
-                     probability epsilon, else drawn from the policy; states that were not visited
-                     go into the batch, until it is full
+    repeat: collect: walk from the best so far, `steps` moves at most; a move is random with
+                     probability epsilon, else drawn from the policy; unvisited states go into
+                     the batch, until it is full
             measure the batch; r = log(first cost / cost)
             A = r + discount * V(s') - V(s), a constant for the policy
             descend -log pi(a | s) * A  and  (r + discount * V(s') - V(s))^2, V(s') a constant
 
 (Zhang et al., "Compiler-Level Matrix Multiplication Optimization for Deep Learning", arXiv
-1909.10616, 2019.) The policy never sees illegal moves: they are masked before the softmax. Rewards
-are logarithms, so that they do not depend on the unit of costs. Where all around is visited, the
-search goes on from a random state that was not.
+1909.10616, 2019.) Illegal moves are masked before the softmax, so the policy never chooses them.
+Rewards are logarithms, so they do not depend on the unit of costs. If all states nearby are
+visited, the search continues from a random unvisited state.
 """
 
 from collections.abc import Sequence
@@ -26,11 +26,11 @@ from graphstash.tuning.space import Configuration, SearchSpace
 __all__ = ["NA2C", "ActorCritic", "Transitions"]
 
 MAX_WALKS = 20
-"""That find nothing new, before the search goes on from somewhere else."""
+"""Walks without a new state, after which the search continues elsewhere."""
 
 
 class Transitions(NamedTuple):
-    """What a batch of moves did: B moves, F features, M moves that a state has."""
+    """A batch of moves: B moves, F features, M moves per state."""
 
     before: Floats  # [B, F]
     after: Floats  # [B, F]
@@ -40,7 +40,7 @@ class Transitions(NamedTuple):
 
 
 class ActorCritic:
-    """A hidden layer of tanh, shared by a policy over moves and a value of states."""
+    """A hidden tanh layer, shared by a policy over moves and a value of states."""
 
     def __init__(
         self, features: int, moves: int, *, hidden: int, learning_rate: float, seed: int
@@ -57,20 +57,20 @@ class ActorCritic:
         self._adam = Adam(self.parameters, learning_rate)
 
     def log_policy(self, states: Floats, legal: NDArray[np.bool_]) -> Floats:
-        """Of the moves of each state, [B, M]; minus infinity where they are illegal."""
+        """Return log probabilities of each state's moves, [B, M]; minus infinity if illegal."""
         hidden = self._hidden(states)
         logits = hidden @ self.parameters["policy"] + self.parameters["policy_bias"]
         return log_softmax(np.where(legal, logits, -np.inf))
 
     def values(self, states: Floats) -> Floats:
-        """Of each state, [B]."""
+        """Return the value of each state, [B]."""
         result: Floats = (
             self._hidden(states) @ self.parameters["value"] + self.parameters["value_bias"]
         )
         return result
 
     def gradients(self, batch: Transitions, discount: float) -> dict[str, Floats]:
-        """Of the mean over the batch of -log pi(a | s) * A + A^2."""
+        """Return gradients of the batch mean of -log pi(a | s) * A + A^2."""
         count = len(batch.moves)
         hidden = self._hidden(batch.before)
         advantage = batch.rewards + discount * self.values(batch.after) - self.values(batch.before)
@@ -92,7 +92,7 @@ class ActorCritic:
         }
 
     def learn(self, batch: Transitions, discount: float) -> None:
-        """One step of Adam."""
+        """Take one step of Adam."""
         self._adam.step(self.gradients(batch, discount))
 
     def _hidden(self, states: Floats) -> Floats:
@@ -106,22 +106,22 @@ class NA2C(Searcher):
     """A policy and a value network that walk from the best configuration so far. Needs numpy.
 
     Args:
-        space: what is searched.
-        seed: of every choice.
+        space: the space to search.
+        seed: seed of every choice.
         first: measured before anything else, instead of the starts.
-        starts: how many random configurations are measured before the first walk; 0 for the start
-            of the space, as in the paper.
-        batch: how many configurations a round has.
-        steps: how long a walk is at most.
-        epsilon: the share of random moves, from 0 to 1.
-        discount: of the value of the state that a move leads to, from 0 to 1.
+        starts: number of random configurations measured before the first walk; 0 for the start of
+            the space, as in the paper.
+        batch: number of configurations per round.
+        steps: largest number of moves in a walk.
+        epsilon: share of random moves, from 0 to 1.
+        discount: weight of the next state's value, from 0 to 1.
         hidden: width of the hidden layer.
-        learning_rate: of Adam.
-        updates: how often the networks learn from each batch.
+        learning_rate: learning rate of Adam.
+        updates: number of updates per batch.
 
     Raises:
-        SpaceError: when one of `first` is not in the space.
-        ValueError: when batch or steps is below 1.
+        SpaceError: a configuration of `first` is not in the space.
+        ValueError: batch or steps is below 1.
     """
 
     def __init__(

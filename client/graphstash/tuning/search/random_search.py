@@ -1,4 +1,4 @@
-"""Random search: the one that every other has to beat."""
+"""Random search: the baseline that other searchers must beat."""
 
 from graphstash.tuning.search.base import Searcher
 from graphstash.tuning.space import Configuration
@@ -7,7 +7,7 @@ __all__ = ["RandomSearch"]
 
 
 class RandomSearch(Searcher):
-    """Draws configurations uniformly, none twice."""
+    """Draws configurations uniformly, without repetition."""
 
     waits = False
 

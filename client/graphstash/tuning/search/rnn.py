@@ -5,9 +5,9 @@
     descend -(r - baseline) * sum over t of log P(value t), the baseline a running mean of r
 
 (Policy gradients: Williams, "Simple statistical gradient-following algorithms for connectionist
-reinforcement learning", 1992. Such a controller is one of the methods that arXiv 1909.10616
-compares with; these details are ours.) While W is 0, configurations are drawn uniformly. What the
-controller writes again is not measured again: it learns from the cost that is known.
+reinforcement learning", 1992. arXiv 1909.10616 compares with such a controller; these details are
+our own.) While W is 0, configurations are drawn uniformly. A configuration that the controller
+writes again is not measured again; the controller learns from its known cost.
 """
 
 import math
@@ -25,11 +25,11 @@ from graphstash.tuning.spaces.tree import TreeSpace
 __all__ = ["Controller", "RNNController", "Written"]
 
 MAX_ROUNDS_OF_OLD = 2
-"""How often a batch is written again where too little of it is new."""
+"""Number of times a batch is written to find enough new configurations."""
 
 
 class Written(NamedTuple):
-    """Sequences of the controller: B of them, T parameters, V values at most."""
+    """Sequences of the controller: B sequences, T parameters, at most V values."""
 
     places: NDArray[np.int64]  # [B, T], of the chosen values
     prior: Floats  # [B, T, V], log of how many configurations follow; minus infinity for none
@@ -55,15 +55,13 @@ class Controller:
         self._adam = Adam(self.parameters, learning_rate)
 
     def start(self, count: int) -> tuple[Floats, Floats]:
-        """H and c before the first value."""
+        """Return h and c before the first value."""
         return np.zeros((count, self.hidden)), np.zeros((count, self.hidden))
 
     def step(
         self, t: int, before: NDArray[np.int64] | None, h: Floats, c: Floats
     ) -> tuple[Floats, Floats, Floats, tuple[Floats, ...]]:
-        """Logits of the values of parameter t, [B, V], the state after it, and what the way back
-        needs.
-        """
+        """Return logits of parameter t's values, [B, V], the new state, and data for gradients."""
         p = self.parameters
         x = np.zeros_like(h) if before is None else p["embedding"][t, before]
         both = np.concatenate([x, h], axis=1)
@@ -81,7 +79,7 @@ class Controller:
     def gradients(
         self, written: Written, advantage: Floats, entropy_weight: float
     ) -> dict[str, Floats]:
-        """Of the mean over the sequences of -(advantage * log P + entropy_weight * entropy)."""
+        """Return gradients of the mean of -(advantage * log P + entropy_weight * entropy)."""
         count, steps = written.places.shape
         h, c = self.start(count)
         kept, into_logits = [], []
@@ -133,7 +131,7 @@ class Controller:
         return found
 
     def learn(self, written: Written, advantage: Floats, entropy_weight: float) -> None:
-        """One step of Adam."""
+        """Take one step of Adam."""
         self._adam.step(self.gradients(written, advantage, entropy_weight))
 
 
@@ -141,19 +139,19 @@ class RNNController(Searcher):
     """An LSTM that writes configurations, trained by policy gradients. Needs numpy.
 
     Args:
-        space: what is searched.
-        seed: of every choice.
+        space: the space to search.
+        seed: seed of every choice.
         first: measured before anything else.
-        batch: how many configurations a round has.
+        batch: number of configurations per round.
         hidden: width of the LSTM.
-        learning_rate: of Adam.
-        entropy_weight: how much it is worth to stay undecided.
-        momentum: of the baseline, from 0 to 1.
+        learning_rate: learning rate of Adam.
+        entropy_weight: weight of the policy's entropy, which rewards exploration.
+        momentum: momentum of the baseline, from 0 to 1.
 
     Raises:
-        SpaceError: when one of `first` is not in the space, or the space cannot be written value
-            by value.
-        ValueError: when batch is below 1.
+        SpaceError: a configuration of `first` is not in the space, or the space cannot be written
+            value by value.
+        ValueError: batch is below 1.
     """
 
     def __init__(

@@ -1,14 +1,14 @@
-"""A model of the costs, searched by simulated annealing, as AutoTVM does it.
+"""Simulated annealing over a model of the costs, as in AutoTVM.
 
     repeat: measure a plan of 64, the first one random
             train boosted trees to rank what was measured
             128 chains walk for at most 500 steps of simulated annealing over the model's score,
-            the temperature falling from 1 to 0; the best that were seen and not measured are the
-            next plan, but for 5 % that are random
+            while the temperature falls from 1 to 0; the best unmeasured points are the next plan,
+            except for 5 % that are random
 
-(Chen et al., "Learning to optimize tensor programs", arXiv 1805.08166, 2018; the figures are those
-of TVM's XGBTuner.) A step of a chain is a random legal move of the space; TVM's gives one parameter
-another value, which leaves the space where parameters depend on each other.
+(Chen et al., "Learning to optimize tensor programs", arXiv 1805.08166, 2018; the numbers are those
+of TVM's XGBTuner.) A chain's step is a random legal move of the space. TVM's gives one parameter
+another value, which leaves a space whose parameters depend on each other.
 """
 
 import heapq
@@ -31,29 +31,30 @@ MODEL: Final = {
     "subsample": 1.0,
     "eta": 0.3,
     "lambda": 1.0,
-    "nthread": 1,  # as many as there are would disturb what is measured, and not be repeatable
+    "nthread": 1,  # more threads would disturb measurements and repeatability
     "verbosity": 0,
 }
 
 
 class XGBoostSearch(Searcher):
-    """Boosted trees that rank configurations, and simulated annealing over their score. Needs
-    numpy and xgboost: the extra `tuning`.
+    """Boosted trees that rank configurations, and simulated annealing over their score.
+
+    Needs numpy and xgboost: the extra `tuning`.
 
     Args:
-        space: what is searched.
-        seed: of every choice.
+        space: the space to search.
+        seed: seed of every choice.
         first: measured before anything else.
-        plan_size: how many configurations a round has.
-        chains: how many walks of simulated annealing there are.
-        steps: of each of them, at most.
-        early_stop: after so many steps in which the plan did not change, annealing ends.
-        epsilon: the share of random configurations in a plan, from 0 to 1.
-        trees: of the model.
+        plan_size: number of configurations per round.
+        chains: number of walks of simulated annealing.
+        steps: largest number of steps of each walk.
+        early_stop: annealing ends after this many steps without a change of the plan.
+        epsilon: share of random configurations in a plan, from 0 to 1.
+        trees: number of trees in the model.
 
     Raises:
-        SpaceError: when one of `first` is not in the space.
-        ValueError: when a number is below 1.
+        SpaceError: a configuration of `first` is not in the space.
+        ValueError: a number is below 1.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class XGBoostSearch(Searcher):
         self._trees = trees
         self._learned: list[Trial] = []
         self._kept = 0
-        self._ends: list[Configuration] = []  # of the chains: they go on in the next round
+        self._ends: list[Configuration] = []  # ends of the chains, which continue in the next round
 
     def _learn(self, trials: list[Trial]) -> None:
         self._learned += trials
@@ -104,10 +105,10 @@ class XGBoostSearch(Searcher):
         return list(dict.fromkeys([*chosen, *more]))[: self._plan_size]
 
     def _model(self) -> Any:
-        """Trained to order what was measured: the cheaper the higher."""
+        """Train a model to rank the measured configurations, the cheapest highest."""
         costs = np.array([trial.cost for trial in self._learned])
         data = self._matrix([trial.configuration for trial in self._learned])
-        order = np.unique(-costs, return_inverse=True)[1]  # failures are the lowest
+        order = np.unique(-costs, return_inverse=True)[1]  # failures rank lowest
         data.set_label(order / max(1, order.max()))
         data.set_group([len(costs)])
         model = MODEL | {"seed": self._random.getrandbits(31)}
@@ -118,7 +119,7 @@ class XGBoostSearch(Searcher):
         return self._xgboost.DMatrix(rows, nthread=1)
 
     def _anneal(self, model: Any) -> list[Configuration]:
-        """Configurations with the highest scores that were not visited, the highest first."""
+        """Return the unvisited configurations with the highest scores, best first."""
         points = self._ends or [self.space.draw(self._random) for _ in range(self._chains)]
         known: dict[Configuration, float] = {}
         scores = self._scores(model, points, known)
@@ -148,7 +149,7 @@ class XGBoostSearch(Searcher):
         best: list[tuple[float, int, Configuration]],
         within: set[Configuration],
     ) -> bool:
-        """Puts a point among the best; whether it changed them."""
+        """Put a point among the best; return whether they changed."""
         if point in within or point in self._visited:
             return False
         if len(best) < self._plan_size:
@@ -157,7 +158,7 @@ class XGBoostSearch(Searcher):
             within.remove(heapq.heapreplace(best, (score, self._kept, point))[-1])
         else:
             return False
-        self._kept += 1  # orders those of equal scores
+        self._kept += 1  # orders equal scores
         within.add(point)
         return True
 

@@ -29,10 +29,10 @@ _KINDS: Final[dict[str, tuple[set[str], Callable[[Mapping[str, Any]], SearchSpac
 
 
 def from_description(description: Any) -> SearchSpace:
-    """The space that `SearchSpace.describe` described, also after a way through JSON.
+    """Return the space of a description by `SearchSpace.describe`, also after JSON.
 
     Raises:
-        SpaceError: when this describes no space.
+        SpaceError: the description is invalid.
     """
     known = isinstance(description, Mapping) and str(description.get("space")) in _KINDS
     if not known:

@@ -1,4 +1,4 @@
-"""Constraints between parameters, as text that is data: nothing but arithmetic is evaluated."""
+"""Constraints between parameters, as text of which only arithmetic is evaluated."""
 
 import ast
 import operator
@@ -10,7 +10,7 @@ from graphstash.tuning.space import SpaceError, Value
 __all__ = ["Constraint"]
 
 MAX_LENGTH: Final = 1000
-"""Of one constraint, in characters."""
+"""Largest length of a constraint in characters."""
 
 _ARITHMETIC: Final[dict[type[ast.AST], Callable[[Any, Any], Any]]] = {
     ast.Add: operator.add,
@@ -40,18 +40,18 @@ class Constraint:
     """A condition such as "MWG % (MDIMC * VWM) == 0".
 
     It may use names of parameters, numbers, texts, + - * / // %, comparisons, `in (1, 2)`, and, or,
-    not. A division by zero means that it does not hold.
+    not. If it divides by zero, it does not hold.
 
     Attributes:
-        text: as it was given.
-        names: of the parameters in it.
+        text: the given text.
+        names: parameters used in it.
 
     Raises:
-        SpaceError: when the text is not such a condition.
+        SpaceError: the text is not such a condition.
     """
 
     def __init__(self, text: str) -> None:
-        given: object = text  # perhaps from JSON
+        given: object = text  # may come from JSON
         if not isinstance(given, str) or len(given) > MAX_LENGTH:
             raise SpaceError(
                 f"the constraint {str(text)[:60]!r} must be text, {MAX_LENGTH} characters at most"
@@ -70,10 +70,10 @@ class Constraint:
             raise SpaceError(f"the constraint {text!r} names no parameter")
 
     def holds(self, values: Mapping[str, Value]) -> bool:
-        """Whether these values, at least those of `names`, satisfy it.
+        """Return whether values of (at least) the parameters `names` satisfy the condition.
 
         Raises:
-            SpaceError: when the values are of types that cannot be compared or computed with.
+            SpaceError: the types of the values cannot be compared or computed with.
         """
         try:
             return bool(self._term(values))
@@ -141,7 +141,7 @@ class Constraint:
 
 
 def _require_flat(node: ast.AST) -> None:
-    """Refuses what is nested too deeply, whatever limit of recursion this process has."""
+    """Refuse deep nesting, independent of this process's recursion limit."""
     level = [node]
     for _ in range(_MAX_NESTING):
         level = [child for each in level for child in ast.iter_child_nodes(each)]

@@ -2,9 +2,9 @@
 
     C (m x n) = A (m x k) B (k x n)
 
-Each of the three loops is split into nested ones: 4 for m, 2 for k and 4 for n by default, so that
-m = m_0 m_1 m_2 m_3, and so on. A move doubles one factor and halves another one of the same loop:
-12 + 2 + 12 = 26 moves. All inner factors are powers of two. (Zhang et al., "Compiler-Level Matrix
+Each of the three loops is split into nested loops: by default 4 for m, 2 for k and 4 for n, so that
+m = m_0 m_1 m_2 m_3, and so on. A move doubles one factor and halves another of the same loop: 12 +
+2 + 12 = 26 moves. All inner factors are powers of two. (Zhang et al., "Compiler-Level Matrix
 Multiplication Optimization for Deep Learning", arXiv 1909.10616, 2019.)
 """
 
@@ -18,27 +18,27 @@ from graphstash.tuning.spaces.tree import TreeSpace
 __all__ = ["GemmSpace"]
 
 MAX_DIMENSION: Final = 2**40
-"""Of m, k and n; larger matrices do not fit into any memory."""
+"""Largest m, k or n; larger matrices do not fit into any memory."""
 
 MAX_FACTORS: Final = 16
-"""Of one loop."""
+"""Most factors of one loop."""
 
 
 class GemmSpace(TreeSpace):
     """Every way to split the three loops of a matrix multiplication.
 
-    A dimension of 2^a times an odd number keeps its odd part in the outermost factor, which no move
-    takes from there: 768 is split as 256 is. An odd dimension is not split at all; pad the matrix
-    to a multiple of, say, 64 to have choices.
+    In a dimension of 2^a times an odd number, no move takes the odd part from the outermost factor:
+    768 is split like 256. An odd dimension is not split. Pad the matrix, for example to a multiple
+    of 64, to get choices.
 
     Args:
         m: rows of the first matrix, and of the result.
         k: columns of the first matrix, rows of the second.
         n: columns of the second matrix, and of the result.
-        factors: into how many loops those of m, k and n are split.
+        factors: numbers of loops that m, k and n are split into.
 
     Raises:
-        SpaceError: when a dimension is not from 1 to 2**40, or a number of factors not 1 to 16.
+        SpaceError: a dimension is not from 1 to 2**40, or a number of factors not from 1 to 16.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class GemmSpace(TreeSpace):
 
     @property
     def start(self) -> Configuration:
-        """Untiled: the outermost loops do everything."""
+        """The untiled configuration: the outermost loops do everything."""
         return tuple(self.dimensions[axis] if i == 0 else 1 for axis, i in self._places)
 
     def __contains__(self, configuration: object) -> bool:
@@ -92,7 +92,7 @@ class GemmSpace(TreeSpace):
         return [int(each) for each in configuration[first : first + self.factors[axis]]]
 
     def continuations(self, prefix: Configuration) -> Mapping[Value, int]:
-        """What the next parameter can be, and how many configurations begin with each."""
+        """Return the next parameter's values, with the number of configurations below each."""
         axis, i = self._places[len(prefix)]
         used = math.prod(self._of_axis(prefix, axis))
         if i:
@@ -111,7 +111,7 @@ class GemmSpace(TreeSpace):
         }
 
     def moved(self, configuration: Configuration, move: int) -> Configuration | None:
-        """Doubles one factor and halves another; illegal where that one is odd."""
+        """Double one factor and halve another; illegal if the other is odd."""
         doubled, halved = self._moves[move]
         value = int(configuration[halved])
         if value % 2:
@@ -122,6 +122,6 @@ class GemmSpace(TreeSpace):
         return tuple(changed)
 
     def describe(self) -> dict[str, Any]:
-        """The space as JSON."""
+        """Return the space as JSON."""
         m, k, n = self.dimensions
         return {"space": "gemm", "m": m, "k": k, "n": n, "factors": list(self.factors)}

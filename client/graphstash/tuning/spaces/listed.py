@@ -1,4 +1,4 @@
-"""A list of things that a compiler offers to choose from, such as `triton.Config`s."""
+"""A space of a compiler's own candidates, such as `triton.Config`s."""
 
 import hashlib
 import json
@@ -12,16 +12,16 @@ from graphstash.tuning.space import Configuration, SearchSpace, Value
 __all__ = ["ListedSpace"]
 
 _ABSENT: Final = "-"
-"""The value of a parameter that only others of the list have."""
+"""Value of a parameter that only other entries of the list have."""
 
 
 class ListedSpace(SearchSpace):
-    """What a compiler offers, and what tells one of it from another; none lies next to another.
+    """A compiler's candidates, and the parameters that distinguish them; without neighbours.
 
     Args:
-        kind: of what is listed, for those who share measurements.
-        things: one or more, each with its parameters by name. What is no plain value is told by its
-            `repr`. Of two that differ in nothing, the first one counts.
+        kind: kind of the listed things, for hosts that share measurements.
+        things: one or more things, each with its parameters by name. A value that is not plain is
+            identified by its `repr`. Of equal entries, the first is used.
     """
 
     moves = 0
@@ -39,12 +39,12 @@ class ListedSpace(SearchSpace):
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of things."""
         return len(self._things)
 
     @property
     def start(self) -> Configuration:
-        """The first of the list."""
+        """The first thing of the list."""
         return next(iter(self))
 
     def __contains__(self, configuration: object) -> bool:
@@ -54,29 +54,29 @@ class ListedSpace(SearchSpace):
         return iter(self._things)
 
     def thing(self, configuration: Configuration) -> Any:
-        """What the list has under it."""
+        """Return the thing of a configuration."""
         return self._things[configuration]
 
     def draw(self, random: Random) -> Configuration:
-        """Any of them."""
+        """Draw a configuration."""
         return random.choice(list(self))
 
     def moved(self, configuration: Configuration, move: int) -> None:
-        """None: there are no moves."""
+        """Return None: there are no moves."""
 
     def has_types(self, configuration: Configuration) -> bool:
-        """Whether the list has it with values of these types."""
+        """Return whether the list has the configuration with values of these types."""
         return [*map(type, configuration)] == self._types[configuration]
 
     def features(self, configuration: Configuration) -> Sequence[float]:
-        """Logarithms of the numbers, relative to 2**16; 0 for texts."""
+        """Return logarithms of the numbers, relative to 2**16; 0 for texts."""
         return [
             0.0 if isinstance(each, str) else math.log2(abs(each) + 1) / 16
             for each in configuration
         ]
 
     def describe(self) -> dict[str, Any]:
-        """The list, in an order that does not matter."""
+        """Return the list as JSON, independent of its order."""
         rows = sorted(json.dumps(row) for row in self)
         listed = hashlib.sha256("\n".join(rows).encode()).hexdigest()
         return {"space": self._kind, "names": list(self.names), "rows": listed}

@@ -1,4 +1,4 @@
-"""Named parameters, what each may be, and constraints between them."""
+"""Named parameters with lists of values, and constraints between them."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,31 +13,30 @@ __all__ = ["ParameterSpace", "checked_names", "checked_values"]
 
 MAX_PARAMETERS: Final = 100
 MAX_VALUES: Final = 10_000
-"""Of one parameter."""
+"""Most values of one parameter."""
 
 MAX_PREFIXES: Final = 200_000
-"""How many different beginnings of configurations are told apart to count a space; about 100 MB."""
+"""Most prefixes of configurations that are distinguished to count a space; about 100 MB."""
 
 MAX_TRIED: Final = 1_000_000
-"""How many values are tried after such beginnings; about 3 seconds."""
+"""Most values tried after such prefixes; about 3 seconds."""
 
 
 class ParameterSpace(TreeSpace):
-    """What each parameter may be, less what the constraints exclude.
+    """The combinations of parameter values that satisfy the constraints.
 
-    A move takes one parameter to the value before or after its own in the list, or swaps the values
-    of two parameters with equal lists; it is illegal where a constraint excludes the result. The
-    space is counted, not listed: 17,956 configurations among billions of combinations are found in
-    a second.
+    A move takes one parameter to the previous or next value in its list, or swaps the values of two
+    parameters with equal lists. It is illegal if a constraint excludes the result. The space is
+    counted, not listed: 17,956 configurations among billions of combinations are found in a second.
 
     Args:
-        parameters: by name, the values in an order in which neighbours are alike.
+        parameters: values by name, ordered so that neighbours are alike.
         constraints: conditions that every configuration satisfies; see `Constraint`.
 
     Raises:
-        EmptySpaceError: when nothing satisfies the constraints; it names those to blame.
-        SpaceError: when a name, a value or a constraint cannot be used, or the constraints tie so
-            many parameters together that the space cannot be counted.
+        EmptySpaceError: no configuration satisfies the constraints; the message names the cause.
+        SpaceError: a name, value or constraint is invalid, or the constraints connect too many
+            parameters to count the space.
     """
 
     def __init__(
@@ -71,12 +70,14 @@ class ParameterSpace(TreeSpace):
         return all(constraint.holds(named) for constraint in self.constraints)
 
     def continuations(self, prefix: Configuration) -> Mapping[Value, int]:
-        """What the next parameter can be, and how many configurations begin with each."""
+        """Return the next parameter's values, with the number of configurations below each."""
         return self._tree.after(prefix)
 
     def moved(self, configuration: Configuration, move: int) -> Configuration | None:
-        """Even moves below twice the number of parameters take a parameter to the value before its
-        own, odd ones to the value after it; the rest are swaps.
+        """Return the neighbour that a move leads to, or None if the move is illegal.
+
+        Below twice the number of parameters, even moves go to a parameter's previous value, and odd
+        moves to its next; the rest are swaps.
         """
         changed = list(configuration)
         if move < 2 * len(self.names):
@@ -95,7 +96,7 @@ class ParameterSpace(TreeSpace):
         return found if found in self else None
 
     def describe(self) -> dict[str, Any]:
-        """The space as JSON."""
+        """Return the space as JSON."""
         return {
             "space": "parameters",
             "parameters": [
@@ -114,7 +115,7 @@ class ParameterSpace(TreeSpace):
         )
 
     def _holds_without(self, constraint: Constraint) -> bool:
-        """Whether the others leave something; False also where that takes long to find out."""
+        """Return whether the other constraints can hold; False also if finding out takes long."""
         others = [each for each in self.constraints if each is not constraint]
         most = MAX_TRIED // len(self.constraints)
         try:
@@ -124,9 +125,10 @@ class ParameterSpace(TreeSpace):
 
 
 class _Tree:
-    """Counts configurations by their beginnings. Two beginnings of one length are followed by the
-    same if they agree in the parameters that later constraints name: each such class is counted
-    once.
+    """Counts configurations by prefix.
+
+    Prefixes of equal length have the same continuations if they agree in the parameters that later
+    constraints use. Each such class is counted once.
     """
 
     def __init__(
@@ -150,7 +152,7 @@ class _Tree:
         self._known: dict[tuple[int, Configuration], dict[Value, int]] = {}
 
     def after(self, prefix: Configuration) -> dict[Value, int]:
-        """The values that may follow, each with the number of configurations below it."""
+        """Return the values that may follow, with the number of configurations below each."""
         i = len(prefix)
         key = (i, tuple(prefix[j] for j in self._open[i]))
         if (known := self._known.get(key)) is not None:
@@ -177,7 +179,7 @@ class _Tree:
 
 
 def checked_names(names: Iterable[Any]) -> tuple[str, ...]:
-    """Names of parameters: different, and such that a constraint can use them."""
+    """Return valid parameter names: distinct, and usable in constraints."""
     found = tuple(names)
     if not 1 <= len(found) <= MAX_PARAMETERS:
         error = SpaceError if found else EmptySpaceError
@@ -194,7 +196,7 @@ def checked_names(names: Iterable[Any]) -> tuple[str, ...]:
 
 
 def checked_values(name: str, values: Iterable[Value]) -> tuple[Value, ...]:
-    """What a parameter may be: texts, booleans and finite numbers, no two of them equal."""
+    """Return valid parameter values: distinct texts, booleans and finite numbers."""
     if isinstance(values, str):
         raise SpaceError(f"the values of {name} are {values!r}: they must be a list")
     found = tuple(values)

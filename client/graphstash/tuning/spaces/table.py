@@ -1,4 +1,4 @@
-"""A table of valid configurations: for replays, and for spaces that somebody lists."""
+"""A table of valid configurations, for replays and for listed spaces."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,18 +14,17 @@ __all__ = ["TableSpace"]
 class TableSpace(TreeSpace):
     """The configurations of a list, and no others.
 
-    A move takes one parameter to the next smaller or larger value that it has anywhere in the table
-    (texts: to the one before or after it, in the order in which they first appear); it is illegal
-    where the result is not in the table.
+    A move takes one parameter to the next smaller or larger value that it has in the table. Texts
+    are ordered by first appearance. A move is illegal if its result is not in the table.
 
     Args:
-        names: of the parameters.
+        names: names of the parameters.
         rows: the configurations, each a tuple of as many values.
 
     Raises:
-        EmptySpaceError: when there is no row.
-        SpaceError: when a row is too short or too long, there twice, or holds what is no value, and
-            where a parameter is in different rows 1, 1.0 or true, which are equal.
+        EmptySpaceError: there is no row.
+        SpaceError: a row has the wrong length, occurs twice, or holds an invalid value; or a
+            parameter has 1, 1.0 or true, which are equal, in different rows.
     """
 
     def __init__(self, names: Iterable[str], rows: Iterable[Any]) -> None:
@@ -50,7 +49,7 @@ class TableSpace(TreeSpace):
         if len(self._valid) < len(self._rows):
             twice = next(a for a, b in zip(self._rows, self._rows[1:], strict=False) if a == b)
             raise SpaceError(f"the row {self._row(twice)} is in the table twice")
-        self._known: dict[Configuration, Mapping[Value, int]] = {}  # at most one for each prefix
+        self._known: dict[Configuration, Mapping[Value, int]] = {}  # one entry per prefix
         self.moves = 2 * len(self.names)
 
     def __contains__(self, configuration: object) -> bool:
@@ -60,7 +59,7 @@ class TableSpace(TreeSpace):
         return map(self._row, self._rows)
 
     def continuations(self, prefix: Configuration) -> Mapping[Value, int]:
-        """What the next parameter can be, and how many configurations begin with each."""
+        """Return the next parameter's values, with the number of configurations below each."""
         if (known := self._known.get(prefix)) is not None:
             return known
         places = self._places(prefix)
@@ -74,7 +73,7 @@ class TableSpace(TreeSpace):
         return found
 
     def moved(self, configuration: Configuration, move: int) -> Configuration | None:
-        """Even moves take a parameter to the value before its own, odd ones to that after it."""
+        """Move a parameter to its previous value (even moves) or its next value (odd moves)."""
         which, up = divmod(move, 2)
         places = list(self._places(configuration))
         places[which] += 1 if up else -1
@@ -82,11 +81,11 @@ class TableSpace(TreeSpace):
         return self._row(found) if found in self._valid else None
 
     def describe(self) -> dict[str, Any]:
-        """The space as JSON."""
+        """Return the space as JSON."""
         return {"space": "table", "names": list(self.names), "rows": [list(row) for row in self]}
 
     def _places(self, configuration: Configuration) -> tuple[int, ...]:
-        """Short for a prefix."""
+        """Return the places of values; shorter for a prefix."""
         return tuple(place[value] for place, value in zip(self._place, configuration, strict=False))
 
     def _row(self, places: tuple[int, ...]) -> Configuration:
@@ -94,12 +93,12 @@ class TableSpace(TreeSpace):
 
 
 def _different(values: Iterable[Value]) -> list[Value]:
-    """Each once; 1, 1.0 and True are not one another."""
+    """Return distinct values; 1, 1.0 and True are distinct."""
     return [value for _, value in dict.fromkeys((type(value), value) for value in values)]
 
 
 def _ordered(values: Iterable[Value]) -> list[Value]:
-    """Numbers by size, anything else as it came."""
+    """Sort numbers by size; keep the order of other values."""
     found = list(values)
     numbers = [each for each in found if isinstance(each, int | float)]
     return sorted(numbers) if len(numbers) == len(found) else found

@@ -1,7 +1,7 @@
-"""Spaces whose configurations are chosen one value after the other.
+"""Spaces whose configurations are chosen value by value.
 
-Such a space knows how many configurations begin with given values. That is enough to list it, to
-draw from it uniformly without a list, and to let a controller choose value by value.
+Such a space reports how many configurations start with given values. That suffices to list the
+space, to draw from it uniformly without a list, and to let a controller choose value by value.
 """
 
 import random
@@ -16,10 +16,10 @@ __all__ = ["TreeSpace"]
 
 
 class TreeSpace(SearchSpace):
-    """A space that counts what follows a prefix.
+    """A space that counts the continuations of a prefix.
 
     Attributes:
-        values: what each parameter may be, in order, neighbours next to each other; not every
+        values: possible values of each parameter, neighbours next to each other; not every
             combination is a configuration.
     """
 
@@ -27,18 +27,19 @@ class TreeSpace(SearchSpace):
 
     @abstractmethod
     def continuations(self, prefix: Configuration) -> Mapping[Value, int]:
-        """What the next parameter can be after these values, and how many configurations begin
-        with each. Values without any are left out.
+        """Return the next parameter's values after a prefix, with the configurations below each.
+
+        Values without configurations are left out.
         """
 
     @cached_property
     def size(self) -> int:
-        """How many configurations there are."""
+        """Number of configurations."""
         return sum(self.continuations(()).values())
 
     @property
     def start(self) -> Configuration:
-        """Next to the middle of every list, from the first parameter on."""
+        """A configuration near the middle of every list, chosen from the first parameter on."""
         chosen: Configuration = ()
         for values in self.values:
             there = self.continuations(chosen)
@@ -58,7 +59,7 @@ class TreeSpace(SearchSpace):
             yield from self._below((*prefix, value))
 
     def draw(self, random: random.Random) -> Configuration:
-        """One configuration, each with the same probability."""
+        """Draw one configuration, each with the same probability."""
         index = random.randrange(self.size)
         chosen: Configuration = ()
         while len(chosen) < len(self.names):
@@ -70,7 +71,7 @@ class TreeSpace(SearchSpace):
         return chosen
 
     def features(self, configuration: Configuration) -> Sequence[float]:
-        """The place of each value in its list, from -1 to 1."""
+        """Return the place of each value in its list, scaled to -1 to 1."""
         return [scaled[value] for scaled, value in zip(self._scaled, configuration, strict=True)]
 
     @cached_property
@@ -81,7 +82,7 @@ class TreeSpace(SearchSpace):
         ]
 
     def _fits(self, configuration: object) -> TypeGuard[Configuration]:
-        """Whether this is a tuple of listed values; True is not 1."""
+        """Return whether this is a tuple of listed values; True is not 1."""
         return (
             isinstance(configuration, tuple)
             and len(configuration) == len(self.names)
@@ -94,7 +95,7 @@ class TreeSpace(SearchSpace):
         )
 
     def has_types(self, configuration: Configuration) -> bool:
-        """Whether each value is one of its parameter's list also by its type."""
+        """Return whether each value also has the type that its parameter's list has."""
         return all(
             listed[value] is type(value)
             for value, listed in zip(configuration, self._types, strict=True)
