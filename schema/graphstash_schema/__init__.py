@@ -1,7 +1,7 @@
-"""The types that the graphstash client and server share: pydantic and stdlib only.
+"""Types that the graphstash client and server share. Dependencies: pydantic and the stdlib.
 
-A name's module is imported when the name is used. Words (namespaces, keys' parts, digests) and the
-constants of the protocol need no pydantic; the records that are sent do.
+A name's module is imported when the name is first used. Words (namespaces, parts of keys, digests)
+and the protocol's constants need no pydantic. Records that are sent as JSON need it.
 """
 
 from importlib import import_module

@@ -1,7 +1,8 @@
 """Access: who a caller is, and what a token allows.
 
-A grant is a scope on the namespaces that a pattern names. `admin` includes `write` includes `read`;
-`admin` on the pattern `*` is the server's own administration (tokens, policies, audit log).
+A grant is a scope on the namespaces that a pattern matches. `admin` includes `write`, which
+includes `read`. `admin` on the pattern `*` administers the server itself (tokens, policies, audit
+log).
 """
 
 import re
@@ -32,25 +33,25 @@ __all__ = [
 ]
 
 MAX_GRANTS: Final = 64
-"""Most grants of one token."""
+"""Maximum grants of one token."""
 
 TOKEN_FORM: Final = re.compile(r"gst_(?P<id>[a-z2-7]{16})_(?P<secret>[A-Za-z0-9_-]{43})")
-"""A token: a prefix that secret scanners find, an id that is not secret, and 256 random bits."""
+"""A token: a prefix for secret scanners, an id that is not secret, and 256 random bits."""
 
 
 MIN_EXCHANGED_SECONDS: Final = 60
-"""Shortest lifetime of a token that a JWT is exchanged for."""
+"""Minimum lifetime of a token issued for a JWT."""
 
 
 class Scope(StrEnum):
-    """What may be done in a namespace; each includes those before it."""
+    """Allowed operations in a namespace. Each scope includes the scopes before it."""
 
     READ = "read"
     WRITE = "write"
     ADMIN = "admin"
 
     def includes(self, other: "Scope") -> bool:
-        """Whether this scope covers `other`."""
+        """Return whether this scope includes `other`."""
         return _RANK[self] >= _RANK[other]
 
 
@@ -58,7 +59,7 @@ _RANK: Final = {scope: rank for rank, scope in enumerate(Scope)}
 
 
 class NamespacePattern(Word):
-    """A namespace, or several by `*`, which stands for any characters: `team-*`, `*`."""
+    """A namespace, or a pattern in which `*` stands for any characters: `team-*`, `*`."""
 
     __slots__ = ()
     form = re.compile(r"[a-z0-9*][a-z0-9._*-]{0,63}")
@@ -67,26 +68,26 @@ class NamespacePattern(Word):
 
     @property
     def is_exact(self) -> bool:
-        """Whether it names one namespace."""
+        """Whether the pattern names a single namespace, without `*`."""
         return "*" not in self
 
     def matches(self, namespace: str) -> bool:
-        """Whether it names the namespace."""
+        """Return whether the pattern matches the namespace."""
         return star_matcher(self).fullmatch(namespace) is not None
 
 
 class Grant(RequestModel):
-    """One scope on the namespaces of one pattern."""
+    """One scope on the namespaces that a pattern matches."""
 
     scope: Scope
     namespaces: NamespacePattern
 
     @classmethod
     def parse(cls, text: str) -> "Grant":
-        """Reads `<scope>:<pattern>`, e.g. `write:team-*`.
+        """Parse `<scope>:<pattern>`, such as `write:team-*`.
 
         Raises:
-            InvalidValueError: when it is out of form.
+            InvalidValueError: the text is malformed.
         """
         scope, colon, pattern = text.partition(":")
         if not colon or scope not in set(Scope):
@@ -103,18 +104,19 @@ class Grant(RequestModel):
 
     @property
     def is_server_administration(self) -> bool:
-        """Whether it is `admin:*`, which administers the server."""
+        """Whether the grant is `admin:*`, which administers the server."""
         return self.scope is Scope.ADMIN and self.namespaces == "*"
 
     def allows(self, scope: Scope, namespace: str) -> bool:
-        """Whether the grant covers a scope in a namespace."""
+        """Return whether the grant covers a scope in a namespace."""
         return self.scope.includes(scope) and self.namespaces.matches(namespace)
 
     def includes(self, other: "Grant") -> bool:
-        """Whether the other grant allows nothing that this one does not, whatever policies say.
+        """Return whether the other grant allows nothing beyond this grant, under any policy.
 
-        Two grants say more than the namespaces that they match: a name, except for reading, counts
-        in a trusted namespace, and `*` is for the server as a whole, which `**` is not.
+        Matching namespaces is not enough. In a trusted namespace, a write or admin grant counts
+        only if it names the namespace exactly. Only `*` covers the server as a whole; `**` does
+        not.
         """
         if self.is_server_administration:
             return True
@@ -125,7 +127,7 @@ class Grant(RequestModel):
 
 
 class TokenRequest(RequestModel):
-    """Asks for a new token."""
+    """Request for a new token."""
 
     description: str = Field(
         min_length=1,
@@ -138,7 +140,7 @@ class TokenRequest(RequestModel):
 
 
 class TokenExchange(RequestModel):
-    """Asks for a token in exchange for the JWT of the request, with its rights or fewer."""
+    """Request to exchange the JWT of the request for a token with at most the same rights."""
 
     grants: tuple[Grant, ...] = Field(
         default=(), max_length=MAX_GRANTS, description="none: all that the JWT has"
@@ -151,7 +153,7 @@ class TokenExchange(RequestModel):
 
 
 class TokenInfo(WireModel):
-    """What the server knows about a token; the secret is not part of it."""
+    """What the server stores about a token, without its secret."""
 
     id: str = Field(description="names the token; not a secret")
     description: str
@@ -167,7 +169,7 @@ class TokenInfo(WireModel):
 
 
 class TokenIssued(WireModel):
-    """A new token: the only answer that ever holds the secret."""
+    """A new token. No other response contains the secret."""
 
     token: str = Field(description="give it to GRAPHSTASH_TOKEN; it is not shown again")
     info: TokenInfo
@@ -180,14 +182,14 @@ class TokenList(WireModel):
 
 
 class AccessKind(StrEnum):
-    """How the server knows a caller."""
+    """How the server identifies a caller."""
 
     OPEN = "open"
     """The server has no authentication."""
     OWNER = "owner"
-    """The user who runs the server, by a socket that nobody else can reach."""
+    """The user who runs the server, through a socket that no other user can reach."""
     ANONYMOUS = "anonymous"
-    """The caller sent no token and may read what needs none."""
+    """The caller sent no token and may read public namespaces."""
     TOKEN = "token"  # noqa: S105 - a word
     OIDC = "oidc"
 
@@ -205,5 +207,5 @@ class Access(WireModel):
     )
 
     def allows(self, scope: Scope, namespace: Namespace) -> bool:
-        """Whether the caller's grants cover a scope in a namespace."""
+        """Return whether the caller's grants cover a scope in a namespace."""
         return any(grant.allows(scope, namespace) for grant in self.grants)

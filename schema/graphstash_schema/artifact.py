@@ -1,6 +1,7 @@
-"""Artifacts: what the server knows about one, and which of many exist.
+"""Artifacts: metadata of one artifact, and look-ups of many.
 
-An artifact's bytes are a blob and opaque to the server: the client wraps and compresses them.
+The client wraps and compresses an artifact's bytes into a blob. The server treats the blob as
+opaque.
 """
 
 from datetime import datetime
@@ -29,14 +30,16 @@ class ArtifactInfo(WireModel):
 
 
 class LookupRequest(RequestModel):
-    """Asks which of many artifacts exist."""
+    """Asks which of these artifacts exist."""
 
     keys: Items[ArtifactKey] = Field(min_length=1, max_length=MAX_LOOKUP_KEYS)
 
 
 class LookupResponse(WireModel):
-    """The found ones are safe from eviction for `LOOKUP_PIN_SECONDS`, unless an upload needs their
-    room.
+    """Result of a look-up.
+
+    The server does not evict the found artifacts for `LOOKUP_PIN_SECONDS`, unless an upload needs
+    their space.
     """
 
     found: Items[ArtifactInfo]
@@ -49,7 +52,7 @@ class LookupResponse(WireModel):
 
 
 class VerifyResponse(WireModel):
-    """What the server found when it read an artifact's blob again."""
+    """Result of reading an artifact's blob again."""
 
     found: bool = Field(description="whether there was an artifact")
     healed: bool = Field(description="whether it was dropped, because its blob was lost or damaged")

@@ -1,4 +1,4 @@
-"""The audit log: who wrote or deleted artifacts, and who changed permissions."""
+"""Audit log: who wrote or deleted artifacts, and who changed permissions."""
 
 from datetime import datetime
 from enum import StrEnum
@@ -11,7 +11,7 @@ __all__ = ["AuditAction", "AuditEntry", "AuditLog"]
 
 
 class AuditAction(StrEnum):
-    """What the audit log records."""
+    """Actions that the audit log records."""
 
     PUT = "put"
     OVERWRITE = "overwrite"

@@ -1,8 +1,7 @@
-"""Digest: the SHA-256 and the size of a blob's bytes.
+"""Digest: the SHA-256 and the size of a blob.
 
-Three spellings are on the wire, all of the same 32 bytes:
-`sha256:<64 hex>` (ours, in JSON and ETags), `sha-256=:<base64>:` (`Repr-Digest`, RFC 9530) and the
-bare hex (file names, object keys).
+The wire uses three spellings of the same 32 bytes: `sha256:<64 hex>` (our own, in JSON and ETags),
+`sha-256=:<base64>:` (`Repr-Digest`, RFC 9530) and bare hex (file names, object keys).
 """
 
 import base64
@@ -22,14 +21,14 @@ _REPR_DIGEST = re.compile(r"(?:^|,)\s*sha-256=:([A-Za-z0-9+/]{43}=):\s*(?=,|$)")
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """Names a blob: equal digests mean equal bytes.
+    """Identifies a blob: equal digests mean equal bytes.
 
     Attributes:
         sha256: 64 lower-case hex digits.
-        size_bytes: length of the blob, 0 or more.
+        size_bytes: size of the blob, 0 or more.
 
     Raises:
-        InvalidValueError: on construction, when either part is out of form.
+        InvalidValueError: the constructor got a malformed hash or a negative size.
     """
 
     sha256: str
@@ -56,7 +55,7 @@ class Digest:
 
     @property
     def etag(self) -> str:
-        """The strong entity tag (RFC 9110), quotes included."""
+        """The strong entity tag (RFC 9110), including quotes."""
         return f'"sha256:{self.sha256}"'
 
     @property
@@ -66,10 +65,10 @@ class Digest:
 
     @classmethod
     def parse(cls, text: str, *, size_bytes: int) -> Self:
-        """Reads `sha256:<hex>`.
+        """Parse `sha256:<hex>`.
 
         Raises:
-            InvalidValueError: when the text has another form.
+            InvalidValueError: the text is malformed.
         """
         prefix, _, hexadecimal = text.partition(":")
         if prefix != "sha256":
@@ -83,17 +82,18 @@ class Digest:
 
     @classmethod
     def parse_repr_digest(cls, text: str, *, size_bytes: int) -> Self:
-        """Reads the SHA-256 out of a `Repr-Digest` field; other algorithms in it are ignored.
+        """Parse the SHA-256 of a `Repr-Digest` field, and ignore other algorithms.
 
         Raises:
-            InvalidValueError: when the field holds no well-formed `sha-256`.
+            InvalidValueError: the field contains no valid `sha-256`.
         """
         match = _REPR_DIGEST.search(text)
         try:
             raw = base64.b64decode(match.group(1), validate=True) if match else b""
         except binascii.Error:
             raw = b""
-        # One digest has one spelling: base64 has spare bits that a lax reader overlooks.
+        # Reject other spellings of the same digest: base64 has spare bits, which lax decoders
+        # ignore.
         is_canonical = match is not None and base64.b64encode(raw).decode() == match.group(1)
         if len(raw) != hashlib.sha256().digest_size or not is_canonical:
             raise InvalidValueError(
@@ -106,27 +106,27 @@ class Digest:
 
     @classmethod
     def of(cls, blob: bytes) -> Self:
-        """The digest of bytes that are in memory anyway."""
+        """Return the digest of bytes in memory."""
         return cls(hashlib.sha256(blob).hexdigest(), len(blob))
 
 
 class DigestHasher:
-    """Computes a digest while bytes stream by."""
+    """Computes the digest of a stream of bytes."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
         self._size_bytes = 0
 
     def update(self, chunk: bytes | bytearray | memoryview) -> None:
-        """Takes the next bytes."""
+        """Add the next bytes."""
         self._hash.update(chunk)
         self._size_bytes += memoryview(chunk).nbytes
 
     @property
     def size_bytes(self) -> int:
-        """How many bytes were taken so far."""
+        """Number of bytes added so far."""
         return self._size_bytes
 
     def digest(self) -> Digest:
-        """The digest of everything taken so far."""
+        """Return the digest of all bytes added so far."""
         return Digest(self._hash.hexdigest(), self._size_bytes)

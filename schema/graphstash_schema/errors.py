@@ -1,6 +1,6 @@
-"""Why a request fails: the codes that cross the wire, and the error of a malformed value.
+"""Error codes of the wire protocol, and the exception for a malformed value.
 
-InvalidValueError (ValueError)   a name, number or header that cannot be what it claims to be
+InvalidValueError (ValueError)   a name, number or header is malformed
 """
 
 from enum import StrEnum
@@ -10,29 +10,29 @@ __all__ = ["RETRYABLE", "STATUS", "ErrorCode", "InvalidValueError"]
 
 
 class ErrorCode(StrEnum):
-    """Every reason for which a request is refused.
+    """Reasons for refusing a request.
 
-    The docstring of a code says what happened and, after an empty line, what to do about it. The
-    reference of errors is generated from them.
+    The first paragraph of a member's docstring says what happened. The second paragraph says what
+    to do. docs/reference/errors.md is generated from them.
     """
 
     INVALID_NAMESPACE = "invalid_namespace"
     """The namespace in the path or the body is malformed.
 
     Use 1 to 64 lower-case letters, digits, dots, underscores or hyphens, starting with a letter or
-    a digit. Jobs take it from `GRAPHSTASH_NAMESPACE`.
+    a digit. Jobs take the namespace from `GRAPHSTASH_NAMESPACE`.
     """
     INVALID_KIND = "invalid_kind"
     """The kind in an artifact's key is malformed.
 
-    Use the form that the message names, such as `torch_xla` or `jax`. graphstash's own client
-    always does: check what else calls the server.
+    Use a kind that the message lists, such as `torch_xla` or `jax`. graphstash's own client always
+    sends a valid kind, so check which other program calls the server.
     """
     INVALID_DEVICE_TYPE = "invalid_device_type"
     """The device type in an artifact's key is malformed.
 
-    Use the form that the message names, such as `cuda-sm_90`. graphstash's own client always does:
-    check what else calls the server.
+    Use the form that the message states, such as `cuda-sm_90`. graphstash's own client always sends
+    a valid device type, so check which other program calls the server.
     """
     INVALID_FINGERPRINT = "invalid_fingerprint"
     """The fingerprint in an artifact's key is not a SHA-256 in hexadecimal.
@@ -45,7 +45,7 @@ class ErrorCode(StrEnum):
     Send `sha-256=:<base64>:` with the SHA-256 of the body (RFC 9530).
     """
     INVALID_METADATA = "invalid_metadata"
-    """The metadata of an upload are not valid JSON of the expected form, or too large.
+    """The metadata of an upload are malformed JSON, have an invalid field, or are too large.
 
     Correct the field that the message names. The OpenAPI document has the schema.
     """
@@ -53,7 +53,7 @@ class ErrorCode(StrEnum):
     """The name of a manifest is malformed.
 
     Use 1 to 128 letters, digits, dots, underscores or hyphens, starting with a letter or a digit.
-    Jobs take it from `GRAPHSTASH_JOB`.
+    Jobs take the name from `GRAPHSTASH_JOB`.
     """
     INVALID_PATTERN = "invalid_pattern"
     """The namespace pattern of a grant is malformed.
@@ -61,35 +61,34 @@ class ErrorCode(StrEnum):
     Use a namespace in which `*` may stand for any characters, such as `write:team-*`.
     """
     INVALID_REQUEST = "invalid_request"
-    """The request is not valid HTTP, or its query, headers or body do not have the form that the
-    call expects.
+    """The request is not valid HTTP, or the call does not accept its query, headers or body.
 
-    Correct what the message names. If graphstash's own client sent it, look for a proxy that
-    rewrites requests, and compare the versions of client and server.
+    Correct the part that the message names. If graphstash's own client sent the request, look for a
+    proxy that rewrites requests, and compare the versions of client and server.
     """
     UNSUPPORTED_PROTOCOL = "unsupported_protocol"
-    """The client speaks a version of the protocol that the server does not.
+    """The server does not support the client's version of the protocol.
 
     Upgrade the older of the two. `graphstash doctor` prints both versions.
     """
     DIGEST_REQUIRED = "digest_required"
-    """An upload has no `Repr-Digest` header, so the server cannot tell whether it arrived intact.
+    """An upload has no `Repr-Digest` header, so the server cannot check that it arrived intact.
 
     Send `Repr-Digest: sha-256=:<base64>:` with the SHA-256 of the body.
     """
     DIGEST_MISMATCH = "digest_mismatch"
-    """The uploaded bytes do not have the digest that was announced. Nothing was stored.
+    """The uploaded bytes do not match the announced digest. Nothing was stored.
 
     Upload again with the digest of the bytes. If it happens again, look for a proxy that changes
     bodies, or for faulty memory.
     """
     LENGTH_MISMATCH = "length_mismatch"
-    """The upload ended before its announced length, or went on after it. Nothing was stored.
+    """The upload was shorter or longer than its announced length. Nothing was stored.
 
-    Upload again. If it happens again, look for a proxy that cuts long requests.
+    Upload again. If it happens again, look for a proxy that truncates long requests.
     """
     UNAUTHENTICATED = "unauthenticated"
-    """The server requires a token, and the request has none, or one that is malformed, expired or
+    """The server requires a token. The request has no token, or its token is malformed, expired or
     revoked.
 
     Set `GRAPHSTASH_TOKEN` or `GRAPHSTASH_TOKEN_FILE`. An administrator creates tokens with
@@ -102,22 +101,23 @@ class ErrorCode(StrEnum):
     the message names.
     """
     READ_ONLY = "read_only"
-    """The policy of the namespace allows no writes.
+    """The namespace's policy does not allow writes.
 
     Publish to another namespace, or let an administrator change the policy with `graphstash
     namespace set`.
     """
     NOT_FOUND = "not_found"
-    """Nothing is stored under this name, or the caller may not read it. Both get the same answer.
+    """Nothing is stored under this name, or the caller may not read it. The server answers both
+    cases alike.
 
-    For an artifact this is a miss, and the job compiles. Otherwise check the name, and what the
+    For an artifact, this is a miss, and the job compiles. Otherwise check the name, and what the
     token grants.
     """
     UNKNOWN_PATH = "unknown_path"
     """The server has no such call.
 
-    Check that `GRAPHSTASH_URL` ends where the server's paths begin, usually after the port; and
-    the release of the server, if the call is new.
+    Check that `GRAPHSTASH_URL` ends where the server's paths begin, usually after the port. If the
+    call is new, check the server's release.
     """
     METHOD_NOT_ALLOWED = "method_not_allowed"
     """The path exists, but not with this HTTP method.
@@ -127,41 +127,41 @@ class ErrorCode(StrEnum):
     UPLOAD_TIMEOUT = "upload_timeout"
     """The body of a request arrived too slowly, or stopped arriving.
 
-    Upload again. Operators can raise `GRAPHSTASH_UPLOAD_IDLE_SECONDS` where networks are slow.
+    Upload again. On slow networks, operators can raise `GRAPHSTASH_UPLOAD_IDLE_SECONDS`.
     """
     CONFLICT = "conflict"
-    """Other bytes are already stored under this key, and the namespace is write-once.
+    """Different bytes are already stored under this key, and the namespace is write-once.
 
-    Nothing needs to be done: the first artifact stays, and every job can use it. To replace it, let
-    an administrator delete it, or use a namespace with `--mode overwrite`.
+    Do nothing: the first artifact stays, and every job can use it. To replace it, let an
+    administrator delete it, or use a namespace with `--mode overwrite`.
     """
     WITHHELD = "withheld"
-    """The artifact of this key was reported as wrong. It is kept as evidence, and its key accepts
-    no other.
+    """The artifact of this key was reported as wrong. The server keeps it as evidence, and accepts
+    no other artifact for the key.
 
     Let an administrator decide: `graphstash quarantine list`, then `release` or `delete`.
     """
     LEASE_LOST = "lease_lost"
     """The lease to compile this graph has expired or belongs to another job.
 
-    Nothing needs to be done: the upload counts all the same. If it happens often, raise
-    `GRAPHSTASH_LEASE_SECONDS`, or look for hosts that stall.
+    Do nothing: the upload still counts. If it happens often, raise `GRAPHSTASH_LEASE_SECONDS`, or
+    look for hosts that stall.
     """
     TOO_MANY_LEASES = "too_many_leases"
-    """The caller holds as many leases as one may, or the namespace has as many.
+    """The caller or the namespace holds the maximum number of leases.
 
-    Nothing needs to be done: the job compiles without one, and its upload counts all the same. If
-    it happens often, give each team a token of its own.
+    Do nothing: the job compiles without a lease, and its upload still counts. If it happens often,
+    give each team its own token.
     """
     LENGTH_REQUIRED = "length_required"
-    """An upload has no `Content-Length` header, or is sent in chunks.
+    """An upload has no `Content-Length` header, or uses chunked encoding.
 
-    Send the length. Look for a proxy that turns requests into chunked ones.
+    Send the length. Look for a proxy that re-encodes requests as chunked.
     """
     PRECONDITION_FAILED = "precondition_failed"
     """An upload with `If-None-Match: *` found that an artifact is already stored under its key.
 
-    Use the artifact that is there. Without the condition, an upload of the same bytes is accepted.
+    Use the stored artifact. Without the condition, the server accepts an upload of the same bytes.
     """
     TOO_LARGE = "too_large"
     """The body is larger than the limit of the call, the server or the namespace.
@@ -170,7 +170,7 @@ class ErrorCode(StrEnum):
     namespace with `graphstash namespace set --max-artifact`. The message names the limit.
     """
     TOO_MANY_KEYS = "too_many_keys"
-    """A look-up or a manifest names more keys than one request may, or has as many values.
+    """A look-up or a manifest names more keys, or contains more values, than one request may.
 
     Split the request. The message names the limit.
     """
@@ -182,32 +182,32 @@ class ErrorCode(StrEnum):
     RATE_LIMITED = "rate_limited"
     """The namespace makes more requests per second than its policy allows.
 
-    Wait for the seconds in `Retry-After`; graphstash's client does. An administrator can raise the
-    rate with `graphstash namespace set --requests-per-second`.
+    Wait for the seconds in `Retry-After`, as graphstash's client does. An administrator can raise
+    the rate with `graphstash namespace set --requests-per-second`.
     """
     HEADERS_TOO_LARGE = "headers_too_large"
     """The headers, the path or the query of the request are larger than the server accepts.
 
-    Shorten what the message names. Look for cookies or tracing headers that a proxy adds.
+    Shorten the part that the message names. Look for cookies or tracing headers that a proxy adds.
     """
     INTERNAL = "internal"
-    """The server failed in a way that it did not expect.
+    """The server failed unexpectedly.
 
-    Look in the server's log for the request id of the answer, and report it as a bug.
+    Find the response's request id in the server's log, and report a bug.
     """
     UNAVAILABLE = "unavailable"
     """The server cannot answer now: it is shutting down, has too many connections, or its database
     or blob store does not respond.
 
-    Wait for the seconds in `Retry-After`; jobs compile meanwhile. If it lasts, check `/readyz` and
-    the server's log.
+    Wait for the seconds in `Retry-After`. Jobs compile in the meantime. If it lasts, check
+    `/readyz` and the server's log.
     """
     INSUFFICIENT_STORAGE = "insufficient_storage"
-    """The disk, the limit of the store or the limit of the namespace is reached, and eviction could
-    not make enough room. What could not fit evicts nothing.
+    """The disk, the store or the namespace is full, and eviction could not free enough space. An
+    upload that cannot fit evicts nothing.
 
-    Raise `GRAPHSTASH_STORE_LIMIT_BYTES` or the limit of the namespace, unpin what is no longer
-    needed, or add disk space. `graphstash gc --dry-run` shows what could go.
+    Raise `GRAPHSTASH_STORE_LIMIT_BYTES` or the namespace's limit, unpin artifacts, or add disk
+    space. `graphstash gc --dry-run` shows what the server could evict.
     """
 
 
@@ -234,7 +234,7 @@ STATUS: Final[dict[ErrorCode, int]] = dict.fromkeys(ErrorCode, 400) | {
     ErrorCode.UNAVAILABLE: 503,
     ErrorCode.INSUFFICIENT_STORAGE: 507,
 }
-"""The one HTTP status of each code."""
+"""The HTTP status of each code."""
 
 RETRYABLE: Final[frozenset[ErrorCode]] = frozenset(
     {
@@ -244,16 +244,16 @@ RETRYABLE: Final[frozenset[ErrorCode]] = frozenset(
         ErrorCode.RATE_LIMITED,
     }
 )
-"""Codes after which the very same request may succeed later."""
+"""Codes after which the same request may succeed later."""
 
 
 class InvalidValueError(ValueError):
-    """A value from outside that does not have the form it must have.
+    """A value from outside is malformed.
 
     Attributes:
-        code: which part was wrong.
-        value: what was given, cut to 120 characters, so that a log line stays a line.
-        expected: the form or range that would be accepted.
+        code: error code for the malformed part.
+        value: the given value, truncated to 120 characters to keep log lines short.
+        expected: valid form or range.
     """
 
     def __init__(self, *, code: ErrorCode, what: str, value: object, expected: str) -> None:

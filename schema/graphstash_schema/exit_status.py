@@ -1,6 +1,6 @@
-"""Exit statuses of every command, on both sides, and how a command says that it failed.
+"""Exit statuses of all commands of client and server, and the format of their errors.
 
-`graphstash --help` and the reference of the command line show what each means.
+`graphstash --help` and the command-line reference show the meanings.
 """
 
 from enum import IntEnum
@@ -10,7 +10,7 @@ __all__ = ["MEANINGS", "ExitStatus", "error_line"]
 
 
 class ExitStatus(IntEnum):
-    """What the status of a command means; `graphstash run` ends with that of its command."""
+    """Exit status of a command. `graphstash run` exits with the status of its command instead."""
 
     OK = 0
     FAILED = 1
@@ -33,5 +33,5 @@ MEANINGS: Final[dict[ExitStatus, str]] = {
 
 
 def error_line(message: str) -> str:
-    """What a command prints on standard error when it fails."""
+    """Return the line that a failing command prints to standard error."""
     return f"graphstash: error: {message}"

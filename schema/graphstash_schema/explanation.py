@@ -1,8 +1,8 @@
-"""Explanations: what an artifact was made of, and how something that is missed differs from it.
+"""Explanations: what an artifact was compiled from, and how a missed one differs from it.
 
-A hook names the parts of every fingerprint, and beside them what is inside of a key that only its
-compiler can read. Parts of the program (its text, its inputs) differ from graph to graph; those of
-its environment (versions, flags, the CPU) are the same for all that one job compiles.
+A hook names the parts of every fingerprint, and the readable contents of keys that only its
+compiler understands. Parts of the program (its text, its inputs) differ from graph to graph. Parts
+of the environment (versions, flags, the CPU) are the same for all graphs of a job.
 """
 
 import hashlib
@@ -36,14 +36,17 @@ __all__ = [
 ]
 
 MAX_LABEL_CHARACTERS: Final = 128
-"""Of what a program is called."""
+"""Maximum length of a program's label."""
 
 MAX_PARTS_CHARACTERS: Final = 8192
-"""Of the parts of a program, and of those of its environment, names included."""
+"""Maximum size of a program's parts, and of its environment's parts, names included."""
 
 _OPAQUE: Final = frozenset({"graph", "jax_key", "name", "triton_key"})
-"""Keys that only the compiler can read. They hold the program and much of its environment, so that
-one of them differs says nothing where something else does."""
+"""Keys that only the compiler can read.
+
+They cover the program and much of its environment. A difference in one is therefore uninformative
+if another part differs.
+"""
 
 _PROGRAM: Final = _OPAQUE | {
     *("command", "compile_options", "constants", "format", "group", "header", "inputs", "options"),
@@ -53,7 +56,7 @@ _PROGRAM: Final = _OPAQUE | {
 _TEXT: Final = frozenset({"program", "command"})
 
 _DIGEST: Final = re.compile(r"(sha256:)?[0-9a-f]{64}|[a-z2-7]{51,52}")
-"""In hex, or in base 32 as torch has it."""
+"""A digest in hex, or in base 32 as torch writes it."""
 
 _SHOWN: Final = 80
 _SHOWN_WORDS: Final = 8
@@ -64,21 +67,23 @@ Parts = Annotated[dict[PartName, str], Field(default_factory=dict, max_length=MA
 
 
 def is_of_program(name: str) -> bool:
-    """Whether a part describes one program, not the environment of all that a job compiles."""
+    """Return whether a part describes one program, not the environment of the whole job."""
     return name in _PROGRAM
 
 
 def identity_of(parts: Mapping[str, str]) -> str:
-    """The digest of a program's text: the same whatever it is compiled with; empty when nobody
-    knows it.
+    """Return the digest of a program's text, which does not depend on the environment.
+
+    Returns "" if the text is unknown.
     """
     program = parts.get("program") or parts.get("command", "")
     return hashlib.sha256(program.encode("utf-8", "replace")).hexdigest() if program else ""
 
 
 def bounded_parts(parts: Mapping[str, str]) -> dict[str, str]:
-    """Parts that fit `MAX_PARTS_CHARACTERS`: the largest values are replaced by their digest. Those
-    whose names are out of form are left out.
+    """Replace the largest values by their digests until the parts fit `MAX_PARTS_CHARACTERS`.
+
+    Parts with malformed names are dropped.
     """
     fitting = {
         name: value.encode("utf-8", "replace").decode()
@@ -95,13 +100,13 @@ def bounded_parts(parts: Mapping[str, str]) -> dict[str, str]:
 
 
 def digest_of_parts(parts: Mapping[str, str]) -> str:
-    """Names a set of parts: 64 hex digits."""
+    """Return the identifier of a set of parts: 64 hex digits."""
     text = json.dumps(sorted(parts.items()), ensure_ascii=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 class Description(RequestModel):
-    """What an artifact was made of, or what would make one that is missed."""
+    """What an artifact was compiled from, or what a missed artifact would be compiled from."""
 
     key: ArtifactKey
     label: str = Field(
@@ -115,17 +120,17 @@ class Description(RequestModel):
 
     @property
     def is_bounded(self) -> bool:
-        """Whether its parts are as few and as short as they have to be."""
+        """Whether the parts fit `MAX_PARTS_CHARACTERS`."""
         return max(_size(self.program), _size(self.environment)) <= MAX_PARTS_CHARACTERS
 
     @property
     def parts(self) -> dict[str, str]:
-        """All of them."""
+        """All parts of the program and its environment."""
         return {**self.environment, **self.program}
 
 
 def described(key: ArtifactKey, label: str, parts: Mapping[str, str]) -> Description:
-    """A description that fits, of parts of any size."""
+    """Return a description within the limits, from parts of any size."""
     return Description(
         key=key,
         label=line_of(label, most=MAX_LABEL_CHARACTERS),
@@ -135,13 +140,13 @@ def described(key: ArtifactKey, label: str, parts: Mapping[str, str]) -> Descrip
 
 
 class DescribeRequest(RequestModel):
-    """Says what many artifacts were made of."""
+    """Stores descriptions of several artifacts."""
 
     artifacts: Items[Description] = Field(min_length=1, max_length=MAX_DESCRIPTIONS)
 
 
 class Difference(WireModel):
-    """One part that is not the same."""
+    """One part that differs."""
 
     part: str
     here: str | None = Field(default=None, description="what is wanted; null when it is absent")
@@ -149,7 +154,7 @@ class Difference(WireModel):
 
 
 class Relative(WireModel):
-    """A stored artifact that is near to one that is missed."""
+    """A stored artifact that is similar to a missed one."""
 
     key: ArtifactKey
     namespace: Namespace
@@ -176,10 +181,10 @@ class ExplainResponse(WireModel):
 
 
 def compare(here: Mapping[str, str], there: Mapping[str, str]) -> tuple[Difference, ...]:
-    """What differs between two sets of parts; of long values, the words in which they differ.
+    """Return the parts that differ. For long values, return only the words that differ.
 
-    What people cannot read (digests, keys that only the compiler understands) is named only where
-    nothing else differs: it holds what else differs.
+    Unreadable parts (digests, opaque compiler keys) are returned only if no readable part differs,
+    because they also change with the readable parts.
     """
     names = [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
     digests = {
@@ -196,7 +201,7 @@ def compare(here: Mapping[str, str], there: Mapping[str, str]) -> tuple[Differen
 
 
 def words(difference: Difference, *, where: str = "there") -> str:
-    """A difference for people: `XLA_FLAGS: --a=1 here, --a=2 there`."""
+    """Return a difference as text: `XLA_FLAGS: --a=1 here, --a=2 there`."""
     name = printable(difference.part.removeprefix("env."), most=_SHOWN)
     if not difference.part.startswith("env."):
         name = name.replace("_", " ")

@@ -1,4 +1,4 @@
-"""History: what a server did, by hour or by day, as `GET /v1/stats/history` gives it."""
+"""History: activity of a server by hour or by day, from `GET /v1/stats/history`."""
 
 from collections.abc import Mapping
 from datetime import timedelta
@@ -23,7 +23,7 @@ __all__ = [
 
 
 class Step(StrEnum):
-    """How long one point lasts."""
+    """Duration of one point."""
 
     HOUR = "hour"
     DAY = "day"
@@ -33,20 +33,20 @@ HISTORY_KEPT: Final[Mapping[Step, timedelta]] = {
     Step.HOUR: timedelta(days=31),
     Step.DAY: timedelta(days=400),
 }
-"""How long a server keeps points, and the longest time that one answer covers."""
+"""How long a server keeps points, and the maximum time range of one response."""
 
 MAX_GROUPED_STEPS: Final = 400
-"""Most hours or days of an answer that tells groups apart: it has 21 points for each of them."""
+"""Maximum hours or days in a response with groups, which has 21 points for each of them."""
 
 MAX_HISTORY_GROUPS: Final = 20
-"""Most groups that one answer tells apart: those with the most hits and misses."""
+"""Maximum groups in one response: the groups with the most hits and misses."""
 
 OTHERS: Final = "(others)"
-"""The group of all others; no namespace, kind, device type or job has that name."""
+"""Group that sums all other groups. No namespace, kind, device type or job has this name."""
 
 
 class Grouping(StrEnum):
-    """What points are told apart by, beside their time."""
+    """What points are grouped by, in addition to time."""
 
     NONE = "none"
     NAMESPACE = "namespace"
@@ -75,7 +75,7 @@ class HistoryPoint(WireModel):
 
 
 class History(WireModel):
-    """Points in the order of their time; a step in which nothing happened has none."""
+    """Points in order of time. A step without activity has no point."""
 
     step: Step
     by: Grouping

@@ -1,14 +1,15 @@
-r"""What an artifact is found by: its kind, its device type and its fingerprint.
+r"""Artifact keys: kind, device type and fingerprint.
 
-A fingerprint is the SHA-256 over named, length-prefixed parts, separated by artifact kind.
+A fingerprint is a SHA-256 over named parts with length prefixes, and depends on the artifact's
+kind.
 
-The bytes that are hashed, so that every implementation agrees (golden values in tests/unit):
+Every implementation must hash these bytes (golden values in tests/unit):
 
     "graphstash-fingerprint-v1\0"  u64(len(kind)) kind  u64(number of parts)
     then for every part, sorted by name:  u64(len(name)) name  u64(len(value)) value
 
-u64 is big-endian; text is UTF-8, with surrogates passed through because environment variables may
-hold them. Lengths come before contents, so two different sets of parts never hash the same bytes.
+u64 is big-endian. Text is UTF-8. Surrogates pass through, because environment variables may contain
+them. Lengths precede contents, so that two different sets of parts never hash the same bytes.
 """
 
 import hashlib
@@ -36,7 +37,7 @@ __all__ = [
 ]
 
 MAX_PARTS: Final = 256
-"""Most parts in one fingerprint."""
+"""Maximum parts of one fingerprint."""
 
 _DOMAIN: Final = b"graphstash-fingerprint-v1\0"
 _PART_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -45,7 +46,7 @@ _NOT_ALLOWED: Final = re.compile(r"[^a-z0-9._]+")
 
 
 class ArtifactKind(StrEnum):
-    """Which compiler reads an artifact; the list grows."""
+    """The compiler that reads an artifact. Releases may add kinds."""
 
     TORCH_XLA = "torch_xla"
     """A file of torch_xla's persistent cache: a serialized PJRT executable."""
@@ -54,7 +55,7 @@ class ArtifactKind(StrEnum):
     PJRT = "pjrt"
     """An executable serialized through the PJRT C interface."""
     INDUCTOR = "inductor"
-    """An entry of Inductor's FX graph cache, or an object file it built."""
+    """An entry of Inductor's FX graph cache, or an object file that Inductor built."""
     AOT_AUTOGRAD = "aot_autograd"
     """An entry of the AOTAutograd cache."""
     TRITON = "triton"
@@ -62,14 +63,14 @@ class ArtifactKind(StrEnum):
     AUTOTUNE = "autotune"
     """An autotuning result."""
     SCHEDULE = "schedule"
-    """What tuning has found: measurements of a kernel, and its best schedules."""
+    """A result of tuning: measurements of a kernel, and its best schedules."""
 
     @classmethod
     def parse(cls, text: str) -> "ArtifactKind":
-        """Reads a kind from a path or a body.
+        """Parse a kind from a path or a body.
 
         Raises:
-            InvalidValueError: when the list above has no such kind.
+            InvalidValueError: the kind is unknown.
         """
         try:
             return cls(text)
@@ -83,13 +84,13 @@ class ArtifactKind(StrEnum):
 
 
 class DeviceType(Word):
-    """What an executable runs on: platform, device kind and topology, joined by hyphens; 1 to 128
-    characters.
+    """Hardware that an executable runs on: platform, device kind and topology, joined by hyphens.
 
-    Examples: `cpu-x86_64-91a3e0b4c5d6f708` (platform, machine, digest of the CPU feature set),
-    `cuda-sm_90` (platform, compute capability), `tpu-v5e-2x4` (platform, chip, topology). Every
-    host of a device type may load an executable made for it, so whatever makes hosts incompatible
-    (instruction sets, chip generation, topology) is part of the name.
+    A device type has 1 to 128 characters. Examples: `cpu-x86_64-91a3e0b4c5d6f708` (platform,
+    machine, digest of the CPU feature set), `cuda-sm_90` (platform, compute capability),
+    `tpu-v5e-2x4` (platform, chip, topology). Every host of a device type may load its executables.
+    The name must therefore contain all properties that make hosts incompatible (instruction sets,
+    chip generation, topology).
     """
 
     __slots__ = ()
@@ -104,23 +105,23 @@ class DeviceType(Word):
 
     @classmethod
     def of(cls, platform: str, *details: str) -> Self:
-        """Joins what a runtime reports ("TPU v5 lite", "2x4") into a device type.
+        """Join a runtime's own terms ("TPU v5 lite", "2x4") into a device type.
 
-        Upper case is lowered and everything outside `[a-z0-9._]` becomes `_`.
+        Upper case becomes lower case. Characters outside `[a-z0-9._]` become `_`.
 
         Raises:
-            InvalidValueError: when nothing usable is left, or more than 128 characters are.
+            InvalidValueError: the result is empty or longer than 128 characters.
         """
         parts = (_NOT_ALLOWED.sub("_", part.lower()).strip("_.") for part in (platform, *details))
         return cls("-".join(part for part in parts if part))
 
     @classmethod
     def cpu(cls, machine: str, features: Iterable[str]) -> Self:
-        """The device type of a host CPU.
+        """Return the device type of a host CPU.
 
         Args:
-            machine: e.g. `x86_64`, as `platform.machine()` says.
-            features: instruction-set features, e.g. the `flags` of /proc/cpuinfo; order and
+            machine: `platform.machine()`, such as `x86_64`.
+            features: instruction-set features, such as the `flags` of /proc/cpuinfo. Order and
                 repetition do not matter.
         """
         listed = " ".join(sorted(set(features)))
@@ -128,7 +129,7 @@ class DeviceType(Word):
 
 
 class Fingerprint(Word):
-    """64 lower-case hex digits."""
+    """A fingerprint: 64 lower-case hex digits."""
 
     __slots__ = ()
     form = re.compile(r"[0-9a-f]{64}")
@@ -137,7 +138,10 @@ class Fingerprint(Word):
 
 
 class ArtifactKey(RequestModel):
-    """Names an artifact inside a namespace; the URL or the client supplies the namespace."""
+    """Identifies an artifact inside a namespace.
+
+    The key does not contain the namespace, which comes from the URL or the client.
+    """
 
     kind: Annotated[ArtifactKind, BeforeValidator(ArtifactKind.parse)]
     device_type: DeviceType
@@ -145,10 +149,10 @@ class ArtifactKey(RequestModel):
 
     @classmethod
     def parse(cls, kind: str, device_type: str, fingerprint: str) -> "ArtifactKey":
-        """Reads the three path segments.
+        """Parse the three path segments.
 
         Raises:
-            InvalidValueError: for the first part that is out of form.
+            InvalidValueError: a segment is malformed. Reports the first one.
         """
         return ArtifactKey.model_construct(
             kind=ArtifactKind.parse(kind),
@@ -160,23 +164,23 @@ class ArtifactKey(RequestModel):
         return f"{self.kind}/{self.device_type}/{self.fingerprint}"
 
     def artifact_path(self, namespace: Namespace) -> str:
-        """The URL path of the artifact."""
+        """Return the URL path of the artifact."""
         return f"{API_PREFIX}/{namespace}/artifacts/{self}"
 
     def lease_path(self, namespace: Namespace) -> str:
-        """The URL path of the right to compile the artifact."""
+        """Return the URL path of the artifact's lease."""
         return f"{API_PREFIX}/{namespace}/leases/{self}"
 
 
 def fingerprint_of(kind: ArtifactKind, parts: Mapping[str, str]) -> Fingerprint:
-    """Hashes named parts; the order in which they were added does not matter.
+    """Return the hash of named parts, which does not depend on their order.
 
     Args:
-        kind: keeps the fingerprints of different compilers apart.
-        parts: the compiler's own key and everything that key leaves out; 1 to `MAX_PARTS`.
+        kind: kind of artifact, which separates the fingerprints of different compilers.
+        parts: the compiler's own key and all inputs that it omits. 1 to `MAX_PARTS` parts.
 
     Raises:
-        InvalidValueError: when there are no parts, too many, or a part's name is out of form.
+        InvalidValueError: there are no parts, too many parts, or a malformed part name.
     """
     if not 1 <= len(parts) <= MAX_PARTS:
         raise InvalidValueError(
@@ -202,10 +206,10 @@ def fingerprint_of(kind: ArtifactKind, parts: Mapping[str, str]) -> Fingerprint:
 
 
 def parts_for_display(parts: Mapping[str, str]) -> dict[str, str]:
-    """Shortens parts for the metadata that travels with an artifact.
+    """Shorten parts for the metadata of an artifact.
 
-    A value of up to 160 printable characters stays as it is; a longer or unprintable one becomes
-    `sha256:<hex>`, which still tells whether two hosts differ in it.
+    A printable value of up to 160 characters stays unchanged. Any other value becomes
+    `sha256:<hex>`, which still shows whether two hosts differ.
     """
     return {name: _shown(value) for name, value in sorted(parts.items())}
 

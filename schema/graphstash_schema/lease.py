@@ -1,7 +1,8 @@
 """Lease: a time-limited right to compile one artifact.
 
-Leases are advice. They keep a herd from compiling the same graph; correctness never depends on
-them: a PUT works without one, and an expired lease only lets the next waiter compile.
+Leases are advisory. They prevent many jobs from compiling the same graph at once, and correctness
+never depends on them. A PUT works without a lease, and an expired lease only lets the next waiter
+compile.
 """
 
 from enum import StrEnum
@@ -20,23 +21,23 @@ __all__ = ["LeaseOutcome", "LeaseReply", "LeaseRequest", "LeaseState"]
 
 
 class LeaseState(StrEnum):
-    """What came of asking for a lease."""
+    """Result of requesting a lease."""
 
     GRANTED = "granted"
     """201: the caller compiles."""
     READY = "ready"
-    """200: the artifact is there, fetch it."""
+    """200: the artifact exists, so the caller fetches it."""
     HELD = "held"
-    """202: another job still compiles; retry."""
+    """202: another job is still compiling, so the caller retries."""
 
 
 class LeaseOutcome(StrEnum):
     """How a holder ends a lease."""
 
     PUBLISHED = "published"
-    """The artifact is stored; every waiter may fetch it."""
+    """The artifact is stored. Every waiter may fetch it."""
     FAILED = "failed"
-    """Nothing was stored; the next waiter gets the lease."""
+    """Nothing was stored. The next waiter gets the lease."""
 
 
 class LeaseRequest(RequestModel):
@@ -57,7 +58,7 @@ class LeaseRequest(RequestModel):
 
 
 class LeaseReply(WireModel):
-    """Answer to POST and PUT of a lease."""
+    """Response to POST and PUT of a lease."""
 
     state: LeaseState
     token: str | None = Field(

@@ -1,4 +1,4 @@
-"""Listing: a page of the artifacts of a namespace, as `GET /v1/{namespace}/artifacts` gives it."""
+"""Listing: a page of a namespace's artifacts, from `GET /v1/{namespace}/artifacts`."""
 
 from enum import StrEnum
 from typing import Final
@@ -22,25 +22,27 @@ __all__ = [
 ]
 
 MAX_LISTED_ARTIFACTS: Final = 500
-"""Most artifacts of a page."""
+"""Maximum artifacts of a page."""
 
 MAX_DETAILED_ARTIFACTS: Final = 3
-"""Most artifacts of a page with details: all parts of one take up to 28 KiB, and a client reads at
-most 100,000 values of any answer, which it counts by commas and brackets."""
+"""Maximum artifacts of a page with details.
+
+The parts of one artifact take up to 28 KiB. A client reads at most 100,000 values of a response,
+which it counts by commas and brackets.
+"""
 
 
 class ListOrder(StrEnum):
-    """What a page begins with."""
+    """Order of the artifacts in the pages."""
 
     FINGERPRINT = "fingerprint"
-    """The least fingerprint. An artifact that is stored while somebody reads the pages is missed,
-    or comes in its place."""
+    """Smallest fingerprint first. An artifact that is stored between two pages may be missing."""
     NEWEST = "newest"
-    """What was stored last."""
+    """Latest stored first."""
 
 
 class ArtifactQuery(RequestModel):
-    """Which artifacts, and which page of them."""
+    """Selects artifacts, and a page of them."""
 
     order: ListOrder = Field(default=ListOrder.FINGERPRINT, description="what comes first")
     after: str = Field(
@@ -87,8 +89,10 @@ class ListedArtifact(WireModel):
 
 
 class ArtifactList(WireModel):
-    """One page. It can be short, or even empty, although there are more: a server looks through a
-    bounded number of artifacts for those that are wanted.
+    """One page of artifacts.
+
+    A page can be short or even empty although more artifacts follow, because a server examines a
+    bounded number of artifacts for each page.
     """
 
     artifacts: Items[ListedArtifact]

@@ -1,4 +1,4 @@
-"""Manifest: the artifacts that a job used, so that the next run can fetch them beforehand."""
+"""Manifest: the artifacts that a job used, so that the next run can prefetch them."""
 
 from datetime import datetime
 
@@ -20,13 +20,13 @@ class ManifestEntry(WireModel):
 
 
 class Manifest(WireModel):
-    """Most recently used first, at most `MAX_MANIFEST_ENTRIES`."""
+    """A job's artifacts, most recently used first, at most `MAX_MANIFEST_ENTRIES`."""
 
     name: str
     entries: Items[ManifestEntry]
 
 
 class ManifestUpdate(RequestModel):
-    """What one run used; merged into the manifest, never replacing it."""
+    """Artifacts that one run used. The server merges them into the manifest."""
 
     keys: Items[ArtifactKey] = Field(min_length=1, max_length=MAX_MANIFEST_ENTRIES)

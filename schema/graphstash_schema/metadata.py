@@ -1,4 +1,4 @@
-"""ArtifactMetadata: what a publisher says about an artifact, beside its bytes."""
+"""ArtifactMetadata: a publisher's statements about an artifact."""
 
 import base64
 import binascii
@@ -16,11 +16,11 @@ from graphstash_schema.signature import ArtifactSignature
 __all__ = ["MAX_COMPILE_SECONDS", "ArtifactMetadata"]
 
 MAX_COMPILE_SECONDS: Final = 7 * 24 * 3600.0
-"""A week: above any real compilation, below what would drown the eviction order."""
+"""One week: longer than any real compilation, short enough not to distort the eviction order."""
 
 
 class ArtifactMetadata(WireModel):
-    """What a publisher says about an artifact; travels in one header of bounded size."""
+    """A publisher's statements about an artifact, sent in one header of bounded size."""
 
     version: int = Field(default=1, ge=1, le=1, description="form of this record")
     compile_seconds: float = Field(
@@ -49,10 +49,10 @@ class ArtifactMetadata(WireModel):
     )
 
     def to_header(self) -> str:
-        """Encodes the record for `HEADER_METADATA`.
+        """Encode the record for `HEADER_METADATA`.
 
-        When it would not fit, the parts are left out, largest first: an upload never fails over its
-        explanation.
+        If the record is too large, the largest parts are dropped first: an upload must never fail
+        because of its explanation.
         """
         parts = dict(self.parts)
         while True:
@@ -65,11 +65,11 @@ class ArtifactMetadata(WireModel):
 
     @classmethod
     def from_header(cls, value: str) -> Self:
-        """Decodes `HEADER_METADATA`.
+        """Decode `HEADER_METADATA`.
 
         Raises:
-            InvalidValueError: when the value is too long, not base64url, not JSON, of a version
-                that is not known, or a field is out of range.
+            InvalidValueError: the value is too long, not base64url, not JSON, of an unknown
+                version, or has a field out of range.
         """
         if len(value) > MAX_METADATA_BYTES:
             raise _invalid(f"{len(value)} characters", f"at most {MAX_METADATA_BYTES} characters")

@@ -1,4 +1,4 @@
-"""The two bases of what is sent as JSON: immutable records, in a body or a header."""
+"""Base classes of records that are sent as JSON in a body or a header. Records are immutable."""
 
 from typing import Annotated, TypeVar
 
@@ -9,20 +9,22 @@ __all__ = ["Items", "RequestModel", "WireModel"]
 _Item = TypeVar("_Item")
 
 Items = Annotated[tuple[_Item, ...], FailFast()]
-"""Many items. The first wrong one ends the validation: a million errors would take
-gigabytes.
+"""A sequence of items.
+
+Validation stops at the first error, because collecting a million errors would take gigabytes.
 """
 
 
 class WireModel(BaseModel):
-    """Ignores fields that it does not know, so that a newer release can add some. A number that is
-    none is refused: no wait and no sum comes to an end with it.
+    """Base class that ignores unknown fields, so that a newer release can add fields.
+
+    Rejects NaN and infinity, which would make waits and sums never finish.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
 
 class RequestModel(BaseModel):
-    """Refuses fields that it does not know: a caller who means something by them is told."""
+    """Base class that rejects unknown fields, so that a caller notices an unsupported field."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -1,8 +1,8 @@
-"""Own files: directories that only this user can use, and the socket by which jobs find a server.
+"""Private directories of this user, and the socket through which jobs find the user's server.
 
-A port of loopback belongs to whoever binds it first; a socket in a directory of mode 0700 can be
-bound, and reached, by its owner alone. So a server of the same user is found there without a
-secret that a stranger could be shown, and a socket that a dead server left behind answers nobody.
+Any user can bind a free loopback port. Only the owner can bind or reach a socket in a directory of
+mode 0700. A job can therefore find its user's server without a secret, which another user's server
+could intercept. A socket left behind by a dead server accepts no connections.
 """
 
 import os
@@ -15,23 +15,24 @@ __all__ = ["make_own_directory", "open_own_directory", "own_socket_path"]
 
 
 def own_socket_path(environ: Mapping[str, str]) -> Path | None:
-    """Where the server of this user on this host listens; None for a user without a home.
+    """Return the path of this user's server socket on this host, or None without a home directory.
 
-    Under `$XDG_STATE_HOME`, not `$XDG_RUNTIME_DIR`, which batch jobs do not have and a logout
-    empties. Hosts may share a home, so the name of the host is part of the path.
+    The socket is below `$XDG_STATE_HOME`. `$XDG_RUNTIME_DIR` is unsuitable: batch jobs do not have
+    it, and it is emptied at logout. The path contains the host name, because hosts may share a home
+    directory.
     """
     state = environ.get("XDG_STATE_HOME") or "~/.local/state"
     try:
         return Path(state).expanduser().absolute() / "graphstash" / socket.gethostname() / "socket"
-    except RuntimeError:  # a container's user without a home
+    except RuntimeError:  # a container user without a home directory
         return None
 
 
 def make_own_directory(path: Path) -> int:
-    """Opens a directory of this user, which is made when absent and closed to others.
+    """Open a directory of this user. Create it if it is absent, and close it to other users.
 
     Raises:
-        OSError: it is a symbolic link or another user's, or cannot be made.
+        OSError: the directory is a symbolic link, belongs to another user, or cannot be created.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = open_own_directory(path, open_to_others=0o777)
@@ -39,20 +40,21 @@ def make_own_directory(path: Path) -> int:
         os.fchmod(descriptor, 0o700)
     finally:
         os.close(descriptor)
-    return open_own_directory(path)  # some file systems have modes of their own
+    return open_own_directory(path)  # some file systems ignore chmod, so check again
 
 
 def open_own_directory(path: Path, *, open_to_others: int = 0) -> int:
-    """Opens a directory of this user; returns its descriptor.
+    """Open a directory of this user, and return its descriptor.
 
     Args:
-        path: of the directory.
-        open_to_others: what the group and others may do there, as in chmod(1); nothing by default.
+        path: path of the directory.
+        open_to_others: permission bits that group and others may have, as in chmod(1). Default:
+            none.
 
     Raises:
-        OSError: it is absent, a symbolic link, another user's, or open to others.
+        OSError: the directory is absent, a symbolic link, another user's, or open to others.
     """
-    if path.is_symlink():  # the kernel only says that it is no directory
+    if path.is_symlink():  # the kernel's error would only say "not a directory"
         raise PermissionError(f"{path} is a symbolic link; use {os.path.realpath(path)} itself")
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

@@ -1,4 +1,4 @@
-"""Namespace policies: who may write into a namespace, how much, and whether it may be replaced."""
+"""Namespace policies: who may write to a namespace, how much, and whether writes may replace."""
 
 from datetime import datetime
 from enum import StrEnum
@@ -12,22 +12,22 @@ from graphstash_schema.names import Namespace
 __all__ = ["NamespaceInfo", "NamespaceList", "NamespacePolicy", "WriteMode"]
 
 _MAX_BYTES: Final = 2**63 - 1
-"""What a database keeps as a number."""
+"""Largest integer that a database column stores."""
 
 
 class WriteMode(StrEnum):
     """What a PUT may do."""
 
     READ_ONLY = "read_only"
-    """Nothing: what is there is served."""
+    """Nothing. Existing artifacts are served."""
     WRITE_ONCE = "write_once"
-    """Add artifacts; the first one of a key stays."""
+    """Add artifacts. The first artifact of a key stays."""
     OVERWRITE = "overwrite"
-    """Add and replace."""
+    """Add and replace artifacts."""
 
 
 class NamespacePolicy(RequestModel):
-    """The rules of one namespace; a namespace without its own has these defaults."""
+    """Rules of one namespace. A namespace without a policy has these defaults."""
 
     mode: WriteMode = WriteMode.WRITE_ONCE
     trusted: bool = Field(
@@ -55,7 +55,7 @@ class NamespacePolicy(RequestModel):
 
 
 class NamespaceInfo(WireModel):
-    """A namespace that has a policy of its own."""
+    """A namespace with its own policy."""
 
     namespace: Namespace
     policy: NamespacePolicy
@@ -63,6 +63,6 @@ class NamespaceInfo(WireModel):
 
 
 class NamespaceList(WireModel):
-    """All of them, by name."""
+    """All namespaces with a policy, by name."""
 
     namespaces: tuple[NamespaceInfo, ...]

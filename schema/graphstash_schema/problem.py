@@ -1,8 +1,8 @@
-"""How a failure crosses the wire: a problem document (RFC 9457) with an error code.
+"""Errors on the wire: a problem document (RFC 9457) with an error code.
 
-The server turns every failure into a `Problem`; the client turns the `code` of a problem back into
-an exception. `code` is what programs read, `detail` is what people read: it names the value, the
-limit that was passed and the way out.
+The server turns every failure into a `Problem`. The client turns the problem's `code` back into an
+exception. Programs read `code`. People read `detail`, which names the value, the exceeded limit and
+the remedy.
 """
 
 from pydantic import Field
@@ -38,7 +38,7 @@ class Problem(WireModel):
         digest: str | None = None,
         given_digest: str | None = None,
     ) -> "Problem":
-        """Builds the document of one failure; status and retryability follow from the code."""
+        """Build the document of one failure. The code determines status and retryability."""
         return cls(
             type=f"urn:graphstash:error:{code}",
             title=code.replace("_", " "),

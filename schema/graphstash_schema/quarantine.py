@@ -1,4 +1,4 @@
-"""Quarantine: artifacts that a client found wrong are withheld until an admin decides."""
+"""Quarantine: an artifact that a client reports as wrong is withheld until an admin decides."""
 
 from datetime import datetime
 from enum import StrEnum
@@ -17,26 +17,26 @@ class ReportReason(StrEnum):
     """What a client found."""
 
     BAD_SIGNATURE = "bad_signature"
-    """The signature does not fit the artifact, its key or its namespace."""
+    """The signature does not match the artifact, its key or its namespace."""
     UNKNOWN_KEY = "unknown_key"
-    """Signed by a key that the client does not trust, or for another namespace."""
+    """The client does not trust the signing key, or not for this namespace."""
     REVOKED_KEY = "revoked_key"
-    """Signed by a key that was revoked."""
+    """The signing key was revoked."""
     UNSIGNED = "unsigned"
-    """Not signed where the client needs a signature."""
+    """The artifact is unsigned, and the client requires a signature."""
     WRONG_KEY = "wrong_key"
-    """A sound artifact of another key."""
+    """A valid artifact of another key."""
     CORRUPT = "corrupt"
-    """The digest is right, the envelope is not."""
+    """The digest matches, but the envelope is invalid."""
 
     @property
     def is_about_artifact(self) -> bool:
-        """Whether the artifact is wrong for every client, whatever keys it trusts."""
+        """Whether the artifact is wrong for every client, independent of its trusted keys."""
         return self not in {ReportReason.UNKNOWN_KEY, ReportReason.UNSIGNED}
 
 
 class ReportRequest(RequestModel):
-    """Says that an artifact is wrong."""
+    """Reports an artifact as wrong."""
 
     key: ArtifactKey
     digest: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")] = Field(
@@ -46,7 +46,7 @@ class ReportRequest(RequestModel):
 
 
 class ReportResponse(WireModel):
-    """What became of a report."""
+    """Result of a report."""
 
     found: bool = Field(description="whether that blob is stored under the key")
     withheld: bool = Field(description="whether the artifact is withheld now")
@@ -66,6 +66,6 @@ class Withheld(WireModel):
 
 
 class WithheldList(WireModel):
-    """All of them, newest first."""
+    """All withheld artifacts, newest first."""
 
     artifacts: tuple[Withheld, ...]

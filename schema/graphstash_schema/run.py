@@ -1,7 +1,7 @@
-"""Run: what the cache did for one run of a job, as its processes report when they end.
+"""Run: what the cache did for one run of a job, as reported by its processes at their end.
 
-A run is all processes that one `graphstash run` started, or one process that installed the cache by
-itself. Each process reports for itself, and a report that is sent again replaces itself.
+A run is either all processes that one `graphstash run` started, or a single process that installed
+the cache. Each process sends its own report. A repeated report replaces the earlier one.
 """
 
 import re
@@ -35,25 +35,25 @@ __all__ = [
 ]
 
 MAX_RUN_COUNTS: Final = 32
-"""Most pairs of kind and device type in one report."""
+"""Maximum pairs of kind and device type in one report."""
 
 MAX_RUN_MISSES: Final = 64
-"""Most misses that one report names: those that took longest to compile."""
+"""Maximum misses in one report: the misses that took longest to compile."""
 
 MAX_RUN_BYTES: Final = 64 * 1024
-"""Largest report; a process that has more to say names fewer misses."""
+"""Maximum size of a report. A process with more to report names fewer misses."""
 
 MAX_LISTED_RUNS: Final = 100
-"""Most runs in one `RunList`."""
+"""Maximum runs in one `RunList`."""
 
 RUNS_KEPT: Final = timedelta(days=90)
-"""How long a server keeps a report, unless others need its room."""
+"""How long a server keeps a report, unless other reports need the space."""
 
 MAX_RUN_AHEAD: Final = timedelta(days=1)
-"""How far a run may begin after the server's time: clocks differ."""
+"""How far a run's start may lie after the server's time, because clocks differ."""
 
 MAX_RUN_SECONDS: Final = 1e9
-"""Longest time in a report, and in the sum of many."""
+"""Maximum duration in a report, and in a sum of reports."""
 
 Seconds = Annotated[float, Field(ge=0, le=MAX_RUN_SECONDS)]
 Start = Annotated[
@@ -64,7 +64,7 @@ Line = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS, pattern=LINE)]
 
 
 class RunName(Word):
-    """Names a run, or a process of it: 1 to 64 characters, safe in a path."""
+    """Name of a run, or of a process in a run: 1 to 64 characters, safe in a path."""
 
     __slots__ = ()
     form = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -73,8 +73,9 @@ class RunName(Word):
 
 
 class RunCounts(RequestModel):
-    """What the cache did for one kind on one device type. Every hit counts once, where its bytes
-    came from.
+    """What the cache did for one kind on one device type.
+
+    Every hit counts once, by the source of its bytes.
     """
 
     kind: ArtifactKind
@@ -102,7 +103,7 @@ class RunMiss(RequestModel):
 
 
 class RunReport(RequestModel):
-    """What one process of a run reports when it ends."""
+    """Report of one process at its end."""
 
     job: ManifestName | None = Field(default=None, description="the job that this is a run of")
     program: Line = Field(default="", description="the script's name, without its arguments")
@@ -119,7 +120,7 @@ class RunReport(RequestModel):
 
 
 class RunSums(NamedTuple):
-    """What the cache did in a run, for all kinds and device types; see `RunCounts`."""
+    """What the cache did in a run, summed over all kinds and device types. See `RunCounts`."""
 
     hits_server: int
     hits_prefetched: int
@@ -131,7 +132,7 @@ class RunSums(NamedTuple):
 
     @property
     def hits(self) -> int:
-        """Wherever they came from."""
+        """Hits from all sources."""
         return self.hits_server + self.hits_prefetched + self.hits_host
 
     @property
@@ -141,8 +142,9 @@ class RunSums(NamedTuple):
 
 
 class Run(WireModel):
-    """One run: the sums of its processes, and the longest of their times. Job, program and producer
-    are those of the process that started first.
+    """One run: the sums of its processes' counts, and the maximum of their times.
+
+    Job, program and producer are those of the process that started first.
     """
 
     run: RunName
@@ -164,13 +166,13 @@ class Run(WireModel):
 
     @property
     def sums(self) -> RunSums:
-        """Of all counts."""
+        """Sums over all counts."""
         return RunSums(
             *(sum(getattr(each, name) for each in self.counts) for name in RunSums._fields)
         )
 
 
 class RunList(WireModel):
-    """The one that reported last comes first."""
+    """Runs, the latest report first."""
 
     runs: Items[Run]

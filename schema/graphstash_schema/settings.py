@@ -1,4 +1,4 @@
-"""What a setting accepts, in words: for the error that refuses a value, and for the reference."""
+"""Describe valid values of a setting, for error messages and for the reference."""
 
 import re
 from collections.abc import Iterator
@@ -14,16 +14,16 @@ _GENERAL: Final = re.compile(
     "byte_size.*|(int|float|bool)_.*|(greater|less)_than.*|finite_number|enum|literal_error"
     "|string_pattern_mismatch"
 )
-"""Types of problems that pydantic finds; the other messages are of our own validators."""
+"""Types of pydantic's own errors. All other messages come from our validators."""
 
 
 def accepted_words(field: FieldInfo) -> tuple[str, ...]:
-    """The words that a setting takes, such as `true`; none where it takes other values, too."""
+    """Return the valid words of a setting, such as `true`, or () if other values are valid."""
     return tuple(_words(field))
 
 
 def accepted_range(field: FieldInfo) -> str:
-    """The limits of a number, a size or a list, e.g. `above 0 to 60`; empty without limits."""
+    """Return the limits of a number, a size or a list, such as `above 0 to 60`, or ""."""
     bounds = {
         name: getattr(rule, name)
         for rule in field.metadata
@@ -41,11 +41,11 @@ def accepted_range(field: FieldInfo) -> str:
 
 
 def why_refused(problem: Any, field: FieldInfo | None) -> str:
-    """A sentence about a value: what would be accepted.
+    """Return a sentence that says which values are valid.
 
     Args:
         problem: one of pydantic's error details.
-        field: the setting; None when there is no such setting.
+        field: the setting, or None if it does not exist.
     """
     said = str(problem["msg"]).removeprefix("Value error, ")
     if field is None or _GENERAL.fullmatch(problem["type"]) is None:

@@ -1,8 +1,9 @@
-"""Signatures: what a publisher signs, so that a reader needs to trust neither server nor network.
+"""Signatures: what a publisher signs, so that a reader need not trust the server or the network.
 
-The statement is canonical: a domain, then length-prefixed fields in one fixed order, so that no two
-artifacts have the same one. It is signed with Ed25519 (RFC 8032). A reader builds it from
-the key that it asked for and the bytes that it received, never from the metadata beside them.
+The statement is canonical: a domain, then length-prefixed fields in a fixed order. Two different
+artifacts therefore never have the same statement. Publishers sign it with Ed25519 (RFC 8032). A
+reader builds the statement from the requested key and the received bytes, never from the
+accompanying metadata.
 """
 
 import hashlib
@@ -24,7 +25,7 @@ _DOMAIN: Final = b"graphstash signature v1\n"
 
 
 class SigningKeyId(Word):
-    """Names a public key: the first 32 hex digits of its SHA-256."""
+    """Identifier of a public key: the first 32 hex digits of its SHA-256."""
 
     __slots__ = ()
     form = re.compile(r"[0-9a-f]{32}")
@@ -33,7 +34,7 @@ class SigningKeyId(Word):
 
 
 class ArtifactSignature(WireModel):
-    """A signature as it travels in the metadata."""
+    """A signature in an artifact's metadata."""
 
     key_id: SigningKeyId
     value: str = Field(
@@ -42,7 +43,7 @@ class ArtifactSignature(WireModel):
 
 
 def key_id_of(public_key: bytes) -> SigningKeyId:
-    """The id of a raw Ed25519 public key (32 bytes)."""
+    """Return the identifier of a raw Ed25519 public key (32 bytes)."""
     return SigningKeyId(hashlib.sha256(public_key).hexdigest()[:32])
 
 
@@ -54,14 +55,14 @@ def statement_of(
     raw_size_bytes: int,
     key_id: SigningKeyId,
 ) -> bytes:
-    """What is signed.
+    """Return the bytes to sign.
 
     Args:
-        namespace: where the artifact is published: in another one the signature is worth nothing.
-        key: what the artifact is found by.
-        digest: of the blob, that is of the bytes that a decompressor would see first.
-        raw_size_bytes: of the payload: bounds the decompression.
-        key_id: of the key that signs.
+        namespace: namespace of the artifact. The signature is invalid in any other namespace.
+        key: key of the artifact.
+        digest: digest of the blob, the bytes that the decompressor reads first.
+        raw_size_bytes: size of the payload, which bounds decompression.
+        key_id: identifier of the signing key.
     """
     fields = (
         namespace,

@@ -1,6 +1,6 @@
-"""Statistics of a server, as `GET /v1/stats` gives them.
+"""Statistics of a server, from `GET /v1/stats`.
 
-Totals are kept in the database and outlive a restart; they lag by the accounting interval.
+The database stores the totals, so they survive a restart. They lag by the accounting interval.
 """
 
 from typing import Annotated, Final
@@ -14,11 +14,11 @@ __all__ = ["MAX_COUNT", "NamespaceStats", "ServerStats"]
 MAX_COUNT: Final = 2**63 - 1
 
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
-"""As large as a database keeps it; a client can print it and calculate with it."""
+"""A count up to the database's limit, which a client can print and calculate with."""
 
 
 class NamespaceStats(WireModel):
-    """One namespace."""
+    """Statistics of one namespace."""
 
     namespace: str
     artifacts: Count = Field(description="stored now")
@@ -46,8 +46,10 @@ class NamespaceStats(WireModel):
 
 
 class ServerStats(WireModel):
-    """One server. The numbers of the whole server, from `leases_held` to `reads`, are 0 or empty
-    for callers who may not read every namespace (a grant on the pattern `*`).
+    """Statistics of one server.
+
+    The server-wide numbers, from `leases_held` to `reads`, are 0 or empty for callers who may not
+    read every namespace (a grant on the pattern `*`).
     """
 
     version: str
