@@ -1,13 +1,13 @@
-"""What can be tuned.
+"""Targets: the kernels that can be tuned.
 
     callable      any Python function that builds a kernel
     tvm_gemm      matrix multiplication in TVM, on the CPU
-    triton        kernels, by a decorator that takes the place of Triton's own
-    helion        Helion's kernels: the team as its remote cache
-    inductor      matrix products of torch.compile; inductor_candidates says what they are, and
+    triton        kernels, by a decorator that replaces Triton's own
+    helion        Helion's kernels: the team as their remote cache
+    inductor      matrix products of torch.compile; inductor_candidates identifies them, and
                   inductor_table fills torch's own table
 
-The first two import their compiler in the processes that measure, not before.
+The first two import their compiler only in the measuring processes.
 """
 
 __all__: list[str] = []

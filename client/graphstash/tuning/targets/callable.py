@@ -1,4 +1,4 @@
-"""Any kernel that a Python function builds."""
+"""A target for any kernel that a Python function builds."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,21 +22,21 @@ class CallableTarget(Target):
 
         target = CallableTarget(build, name="row sums of 4096x4096 float32", is_right=is_right)
 
-    Measuring processes import the functions by their names: define them at the top level of a
-    module. In a script, start the search under `if __name__ == "__main__":`.
+    Measuring processes import the functions by name, so define them at the top level of a module.
+    In a script, start the search under `if __name__ == "__main__":`.
 
     Args:
-        build: takes the values of a configuration by name, and returns what runs it once and waits
-            for its end. It may raise anything.
-        name: of what is tuned, for those who share measurements: say in it what the cost depends
-            on, such as shapes and types.
-        is_right: takes what the kernel returned, twice before the first sample and once after the
-            last one; False if that is wrong. Without it, wrong results are not noticed.
-        renew: changes the inputs in place before the last check, and what `is_right` expects.
-            Without it, a kernel that repeats its first result is not noticed, and a kernel that
-            writes into the inputs can make others look wrong. See `CheckedOutput`.
-        cost: takes a kernel and a number of calls and returns what a call costs, where that is
-            something else than wall time. See `Target.cost`.
+        build: takes a configuration's values by name, and returns a callable that runs the kernel
+            once and waits for its end. May raise anything.
+        name: name of the kernel for all that share measurements. Include everything that the cost
+            depends on, such as shapes and types.
+        is_right: takes the kernel's result, twice before the first sample and once after the last;
+            returns False if it is wrong. Without it, wrong results are not detected.
+        renew: changes the inputs in place, and the result that `is_right` expects, before the last
+            check. Without it, a kernel that repeats its first result is not detected, and a kernel
+            that writes into the inputs can make others look wrong. See `CheckedOutput`.
+        cost: takes a kernel and a number of calls, and returns the cost of a call. Default: wall
+            time. See `Target.cost`.
     """
 
     def __init__(
@@ -55,15 +55,15 @@ class CallableTarget(Target):
         self._renew = renew
 
     def describe(self) -> dict[str, Any]:
-        """The name it was given."""
+        """Return the given name."""
         return {"target": "callable", "name": self._name}
 
     def build(self, configuration: Mapping[str, Value]) -> Kernel:
-        """What the function builds."""
+        """Build a kernel with the function."""
         return self._build(configuration)
 
     def check(self, kernel: Kernel) -> bool:
-        """Whether what it returns is right."""
+        """Return whether the kernel's result is right."""
         result = kernel()
         return self._is_right is None or bool(self._is_right(result))
 
@@ -73,7 +73,7 @@ class CallableTarget(Target):
             self._renew()
 
     def cost(self, kernel: Kernel, calls: int) -> float:
-        """What the function of the cost says, or else the mean seconds of a call."""
+        """Return the cost function's value, by default the mean seconds of a call."""
         if self._cost is None:
             return super().cost(kernel, calls)
         return self._cost(kernel, calls)

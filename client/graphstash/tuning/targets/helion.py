@@ -1,13 +1,13 @@
-"""The team as Helion's remote cache: what one job has tuned, others take.
+"""The team as Helion's remote cache: one job tunes a kernel, and others reuse the result.
 
     export HELION_AUTOTUNE_CACHE=RemoteAutotuneCache
     export HELION_REMOTE_CACHE_BACKEND=graphstash.tuning.targets.helion.TeamBackend
 
-Helion makes the key, of the kernel's source, its arguments, the device and what can be tuned; this
-adds Helion's version, because another one may refuse the configuration. What is stored is Helion's
-own JSON. It is handed over only if it is what Helion can read, and what its kernel can be given:
-Helion looks no further, and would end the job. Helion itself checks the result of each
-configuration that it measures, before it stores the best one (`autotune_accuracy_check`, on by
+Helion computes the key from the kernel's source, its arguments, the device and the tunable
+parameters. This module adds Helion's version, since another version may reject the configuration.
+The stored value is Helion's own JSON. An entry is returned only if Helion can parse it and its
+kernel accepts it: Helion does not check that, and would end the job. Helion checks the result of
+each configuration that it measures before it stores the best one (`autotune_accuracy_check`, on by
 default).
 """
 
@@ -43,19 +43,19 @@ __all__ = ["TeamBackend"]
 _MAX_BYTES: Final = 256 * 1024
 
 _MAX_LISTED: Final = 32
-"""What a search begins with is downloaded one by one."""
+"""Most listed entries: the starting points of a search are downloaded one at a time."""
 
 
 class TeamBackend(RemoteCacheBackend):  # type: ignore[misc] # the package may be absent
-    """What Helion's remote caches read and write; never raises.
+    """The backend of Helion's remote caches; never raises.
 
-    While one host tunes a kernel, others wait for it, as long as a job may wait at all. The ranks
-    of a job get the same answer; where there is none, each of them tunes, because Helion may make
-    them do so together.
+    While one host tunes a kernel, others wait for it, as long as a job may wait. The ranks of a job
+    get the same answer. Without an answer, each rank tunes, because Helion may tune on all ranks
+    together.
     """
 
     def get(self, key: str) -> str | None:
-        """What was stored under a key of Helion's; None for nothing that it can use."""
+        """Return the entry of a Helion key, or None if there is no usable entry."""
         try:
             cache = open_cache()
             if cache is None:
@@ -68,12 +68,12 @@ class TeamBackend(RemoteCacheBackend):  # type: ignore[misc] # the package may b
                 exchange.reject(request.key, f"{request.key} is no entry of Helion's: {problem}")
                 return None
             return payload.decode()
-        except Exception as error:  # noqa: BLE001 - the cache's outermost frame: training goes on
+        except Exception as error:  # noqa: BLE001 - the cache's outermost frame: training continues
             record_failure("what the team has tuned was not looked up", error)
             return None
 
     def reject(self, key: str, problem: str) -> None:
-        """Counts that an entry is of no use here; it is not taken again."""
+        """Count an entry as unusable, and never return it again."""
         try:
             if (cache := open_cache()) is not None:
                 name = _request(key).key
@@ -82,7 +82,7 @@ class TeamBackend(RemoteCacheBackend):  # type: ignore[misc] # the package may b
             record_failure("what the team has tuned was not rejected", error)
 
     def put(self, key: str, data: str) -> None:
-        """Publishes an entry in the background. What is there already stays."""
+        """Publish an entry in the background; an existing entry stays."""
         try:
             if (cache := open_cache()) is not None:
                 _exchange_of(cache).put(_request(key), data.encode())
@@ -90,10 +90,10 @@ class TeamBackend(RemoteCacheBackend):  # type: ignore[misc] # the package may b
             record_failure("what was tuned was not published", error)
 
     def list(self, max_results: int | None = None) -> Iterator[str]:
-        """Entries for devices of this kind, the newest first; at most 32.
+        """Yield entries for this device type, the newest first; at most 32.
 
         Args:
-            max_results: how many; None for as many as there are.
+            max_results: largest number of entries. Default: 32.
         """
         try:
             cache = open_cache()
@@ -103,7 +103,7 @@ class TeamBackend(RemoteCacheBackend):  # type: ignore[misc] # the package may b
 
 
 def _fitting(get: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Takes the place of `get` in Helion's caches, which know the kernel; the backend does not."""
+    """Wrap `get` of Helion's caches, which have the kernel, unlike the backend."""
 
     @wraps(get)
     def found_that_fits(cache: Any) -> Any:
@@ -115,7 +115,7 @@ def _fitting(get: Callable[[Any], Any]) -> Callable[[Any], Any]:
             check = getattr(cache.autotuner.config_spec, "normalized_config", None)
             if config is not None and check is not None:
                 check(config)
-        except Exception as error:  # noqa: BLE001 - of Helion, at what others wrote: it tunes
+        except Exception as error:  # noqa: BLE001 - Helion, on a peer's entry: tune instead
             backend.reject(cache.key.stable_hash(), str(error) or repr(error))
             return None
         return config
@@ -128,7 +128,7 @@ for _cache in (RemoteAutotuneCache, StrictRemoteAutotuneCache):
 
 
 def _listed(cache: CompileCache) -> Iterator[str]:
-    """What Helion can read of the newest entries."""
+    """Yield the newest entries that Helion can read."""
     server = cache.stash.server
     if not server.is_known:
         return
@@ -168,12 +168,12 @@ def _request(key: str) -> CompileRequest:
 
 @lru_cache(maxsize=1)
 def _exchange_of(cache: CompileCache) -> TwoCallCache:
-    """Of all backends of this process: Helion makes one for each kernel."""
+    """Return one exchange for the process, since Helion creates a backend per kernel."""
     return TwoCallCache(cache)
 
 
 def _problem(payload: bytes) -> str | None:
-    """Why Helion would raise at this entry, or take something else from it than a configuration."""
+    """Return why Helion could not read a configuration from this entry, or None if it can."""
     try:
         entry: SavedBestConfig = parse_cache_entry(payload.decode())
         record: Any = json.loads(payload)

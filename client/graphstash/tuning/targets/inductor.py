@@ -1,21 +1,20 @@
-"""Inductor's matrix products: what max-autotune measures is measured once for the team.
+"""Inductor's matrix products: max-autotune measures them once for the team.
 
     from graphstash.tuning.targets import inductor
 
     inductor.install()
     compiled = torch.compile(model, mode="max-autotune")
 
-Two places of torch are used, as they are in 2.15; in a torch without them nothing is changed.
+Two parts of torch are changed, as of version 2.15; a torch without them is left alone.
 
-    AlgorithmSelectorCache.do_autotuning   compiles and measures the candidates for one product.
-                                           Here the team's answer is asked for first.
-    LookupTableChoices                     torch's lookup table: which candidates are generated at
-                                           all. Here it holds what the team found best.
+    AlgorithmSelectorCache.do_autotuning   compiles and measures the candidates for a product;
+                                           the wrapper asks for the team's answer first
+    LookupTableChoices                     torch's lookup table, which limits the candidates that
+                                           are generated; filled with the team's best ones
 
-An answer is one of the candidates that torch makes on this host, or it is not used: what a peer
-says can make a product slower, never wrong. The results of candidates are checked by torch alone,
-with `select_algorithm.VERIFY`; nothing is shared while that is set, because an answer would leave
-out the check.
+An answer is used only if torch generates it as a candidate on this host: a peer can make a product
+slower, but never wrong. Only torch checks candidates' results, with `select_algorithm.VERIFY`.
+While that is set nothing is shared, as an answer would skip the check.
 """
 
 import logging
@@ -44,23 +43,22 @@ _PRODUCTS: Final = frozenset(
         *("packed_linear", "linear_unary", "linear_binary"),  # on CPUs
     }
 )
-"""As torch calls them where it chooses; convolutions and attention are tuned as ever."""
+"""torch's names for the products; convolutions and attention are tuned without the team."""
 
 _SHOWN: Final = ["self", "name", "input_nodes", "layout", "input_gen_fns", "inputs_key", "choices"]
-"""What `do_autotuning` took when this was written."""
+"""Arguments of the known version of `do_autotuning`."""
 
 _MILLISECONDS: Final = 1e-3
 
 
 def install() -> "TeamGemms | None":
-    """Lets the team share what max-autotune measures of matrix products, from now on.
+    """Share max-autotune's measurements of matrix products with the team, from now on.
 
-    Without the cache, and where the cache fails, torch measures for itself. A second call changes
-    nothing.
+    torch measures alone if the cache is absent or fails. A second call has no effect.
 
     Returns:
-        What takes it out again. None in a torch that has not what this needs or does not take it;
-        a warning says why.
+        A handle whose `close` undoes this. None if torch lacks a needed part or refuses; a warning
+            gives the reason.
     """
     if _installed:
         return _installed[0]
@@ -68,7 +66,7 @@ def install() -> "TeamGemms | None":
         problem = f"has no {missing}" if (missing := _missing()) else ""
         if not problem:
             _installed.append(TeamGemms())
-    except Exception as error:  # noqa: BLE001 - of torch: training goes on
+    except Exception as error:  # noqa: BLE001 - torch may raise anything: continue
         problem = f"does not take it ({error})"
     if problem:
         _log.warning(
@@ -81,17 +79,17 @@ def install() -> "TeamGemms | None":
 
 
 class TeamGemms:
-    """What was put into torch by `install`, and the way back."""
+    """The changes that `install` made to torch, and how to undo them."""
 
     def __init__(self) -> None:
         from graphstash.tuning.targets.inductor_table import register
 
-        self._unregister = register()  # first: torch may refuse
+        self._unregister = register()  # first, because torch may refuse
         self._patches = Patches()
         self._patches.wrap(select_algorithm.AlgorithmSelectorCache, "do_autotuning", _sharing)
 
     def close(self) -> None:
-        """Takes it out of torch; a second call changes nothing."""
+        """Undo the changes; a second call has no effect."""
         if self not in _installed:
             return
         _installed.remove(self)
@@ -103,9 +101,7 @@ _installed: Final[list[TeamGemms]] = []
 
 
 def _sharing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Takes the place of `AlgorithmSelectorCache.do_autotuning`, which returns milliseconds by
-    candidate.
-    """
+    """Wrap `AlgorithmSelectorCache.do_autotuning`, which returns milliseconds by candidate."""
 
     def do_autotuning(selector: Any, *args: Any, **options: Any) -> Any:
         *about, choices = args[: len(_SHOWN) - 1]
@@ -135,7 +131,7 @@ def _sharing(original: Callable[..., Any]) -> Callable[..., Any]:
             except Exception as error:
                 if error in raised:
                     raise
-                # The cache's outermost frame: training goes on.
+                # The cache's outermost frame: training continues.
                 record_failure(f"{name} is tuned without the team", error)
         return tuned(choices)
 
@@ -143,13 +139,13 @@ def _sharing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_shared(about: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    """Whether it is one of the products, and nothing is asked for that an answer cannot say."""
+    """Return whether an answer can replace this call: a known product, without other requests."""
     return (
         len(about) == len(_SHOWN) - 2
         and about[0] in _PRODUCTS
         and not select_algorithm.VERIFY
-        and not getattr(config, "pipeline_max_autotune_gemm", False)  # it returns nothing then
-        and not any(options.values())  # another hint for sizes, a collective, a remote answer
+        and not getattr(config, "pipeline_max_autotune_gemm", False)  # then torch returns nothing
+        and not any(options.values())  # size hints, a collective, a remote answer
     )
 
 
@@ -160,7 +156,7 @@ def _answer(
     tuned: Callable[[list[Any]], Mapping[Any, float]],
     measured: Callable[[Any], float],
 ) -> dict[Any, float] | None:
-    """The candidate to take, with what it costs; None where torch has to tune for itself."""
+    """Return the candidate to use, with its milliseconds, or None to let torch tune alone."""
     memory = team_memory()
     space = CandidateSpace((told_of(choice), choice) for choice in choices)
     if memory is None or not 1 < space.size == len(choices):
@@ -188,23 +184,23 @@ def _answer(
 
 def _finding(configuration: Configuration, milliseconds: float) -> Finding:
     cost = milliseconds * _MILLISECONDS
-    if not 0 < cost <= MAX_COST:  # torch writes infinity for what fails
+    if not 0 < cost <= MAX_COST:  # torch reports infinity for a failure
         return Finding(configuration, None, failure="run")
     return Finding(configuration, cost, count=1)
 
 
 def _compiles(choice: Any, memory: TeamMemory, schedule: Schedule) -> bool:
-    """Whether what the team found best can be built here: torch builds it without a way back."""
+    """Return whether the team's best compiles here; torch has no fallback if it fails later."""
     try:
         choice.precompile()
-    except Exception as error:  # noqa: BLE001 - of a compiler: the rest is searched
+    except Exception as error:  # noqa: BLE001 - a compiler may raise anything
         memory.reject(schedule, f"{choice.name} does not compile: {error}")
         return False
     return True
 
 
 def _missing() -> str:
-    """The first thing that this needs and this torch does not have; empty when all are there."""
+    """Return the first needed part that this torch lacks, or an empty string."""
     from torch._inductor import choices
 
     selector = select_algorithm.AlgorithmSelectorCache

@@ -1,4 +1,4 @@
-"""The candidates that Inductor has for a product of matrices, as the team knows them."""
+"""Inductor's candidates for a matrix product, in the team's terms."""
 
 import json
 import re
@@ -18,16 +18,16 @@ from graphstash.tuning.targets.torch_device import device_type_of
 __all__ = ["CandidateSpace", "problem_of", "told_of", "told_of_template"]
 
 _COUNTED: Final = re.compile(r"_\d+$")
-"""torch numbers the kernels of a process."""
+"""Suffix with which torch numbers the kernels of a process."""
 
 
 class CandidateSpace(ListedSpace):
-    """The candidates for one product; none lies next to another.
+    """The candidates for one product, without neighbours.
 
     Args:
-        candidates: what each is told by, and the candidate.
-        complete_for: the templates of which this holds all candidates, or None where it holds
-            those of any template. A configuration of another template is in the space as well.
+        candidates: parameters that identify a candidate, and the candidate.
+        complete_for: templates whose candidates are all listed. The space then also contains every
+            configuration of other templates. None: it contains the listed candidates only.
     """
 
     def __init__(
@@ -50,20 +50,20 @@ class CandidateSpace(ListedSpace):
         )
 
     def has_types(self, configuration: Configuration) -> bool:
-        """Whether all are texts."""
+        """Return whether all values are texts."""
         return all(isinstance(each, str) for each in configuration)
 
     def describe(self) -> dict[str, Any]:
-        """Not the candidates: a problem has the settings that they follow from."""
+        """Omit the candidates: they follow from settings that are parts of the problem."""
         return {"space": "inductor candidates"}
 
 
 def problem_of(name: str, nodes: Sequence[Any]) -> Problem:
-    """A product as the team knows it.
+    """Return a product as a problem of the team.
 
     Args:
-        name: of the operation, e.g. `addmm`.
-        nodes: the operands in Inductor's graph. Dynamic sizes count as what they are now.
+        name: name of the operation, e.g. `addmm`.
+        nodes: operands in Inductor's graph. Dynamic sizes count with their current value.
     """
     sizevars: Any = V.graph.sizevars
     hints = sizevars.optimization_hints
@@ -89,7 +89,7 @@ def problem_of(name: str, nodes: Sequence[Any]) -> Problem:
 
 
 def told_of_template(choice: Any) -> dict[str, str]:
-    """What a `KernelTemplateChoice` is told by: its template, and what that is given."""
+    """Identify a `KernelTemplateChoice` by its template and the template's parameters."""
     given = choice.params.to_serializeable_dict()
     if (source := getattr(choice.template, "src_hash", None)) is not None:
         given = {**given, "template_hash": source}
@@ -100,7 +100,7 @@ def told_of_template(choice: Any) -> dict[str, str]:
 
 
 def told_of(choice: Any) -> dict[str, str]:
-    """What a `ChoiceCaller` is told by: its template, or else its name and description."""
+    """Identify a `ChoiceCaller` by its template, or else by its name and description."""
     if (made_of := choice.annotations.get("ktc")) is not None:
         return told_of_template(made_of)
     return {"template": _COUNTED.sub("", choice.name), "parameters": choice.description}
@@ -111,7 +111,7 @@ def _cpu_parts() -> dict[str, str]:
 
 
 def _precision() -> str:
-    """By backend: torch's setting for all of them raises once one of these has been set."""
+    """Read the settings per backend: torch's common setting raises once a backend has its own."""
     backends: Any = torch.backends
     return f"{backends.cuda.matmul.fp32_precision} {backends.mkldnn.matmul.fp32_precision}"
 

@@ -1,11 +1,11 @@
-"""Inductor's lookup table, filled with what the team found best.
+"""Inductor's lookup table, filled with the team's best candidates.
 
-torch generates the code of every candidate before it measures one, unless its lookup table has an
-entry for the product: then only what the entry lists. Here an entry is the best few of the team's
-answer, as far as torch would make them on this host anyway, and the library's own kernel as what
-always compiles. Which of them it is, `inductor` says.
+By default, torch generates the code of every candidate before it measures one. If its lookup table
+has an entry for a product, torch generates only the entry's candidates. This table's entry is the
+best few of the team's answer, as far as torch would generate them on this host anyway, and the
+library's own kernel, which always compiles. `inductor` chooses among them.
 
-In a job of several ranks the table stays empty, so that all of them choose among the same.
+In a job of several ranks the table stays empty, so that all ranks choose among the same candidates.
 """
 
 import threading
@@ -31,18 +31,19 @@ __all__ = ["TeamChoices", "register"]
 _NAME: Final = "graphstash"
 
 _torch: Final[Any] = choices
-"""Some of it is younger than the torch that types are checked with."""
+"""Untyped, because the torch that types are checked with lacks some of it."""
 
 
 def register() -> Callable[[], None]:
-    """Lets torch ask the team's table, beside a table of the user's; returns the way back."""
+    """Register the team's table beside a user's table; return the function that undoes this."""
     _keeping_the_users(lambda: _torch.register_inductor_choices(_NAME, TeamChoices))
     return lambda: _keeping_the_users(lambda: _torch.unregister_inductor_choices(_NAME))
 
 
 def _keeping_the_users(change: Callable[[], None]) -> None:
-    """Changes what torch makes its choices by; but it stays what somebody has set by hand, with
-    `V.set_choices_handler`, and then there is no table.
+    """Change torch's handler of choices, but keep a handler that the user has set.
+
+    With a handler from `V.set_choices_handler`, there is no team table.
     """
     in_use: Any = V.choices
     settings: Any = config
@@ -53,24 +54,24 @@ def _keeping_the_users(change: Callable[[], None]) -> None:
 
 
 class TeamChoices(LookupTableChoices):  # type: ignore[misc]
-    """torch's own look-up, key and check of sources, on a table of one product at a time."""
+    """torch's own look-up, key and source check, on a table of one product at a time."""
 
     def __init__(self) -> None:
         super().__init__()
         self._of_thread = threading.local()
 
     def uuid(self) -> str:
-        """Of all graphs alike, so that hosts share them, whatever the table holds."""
+        """Return one id for all graphs, so that hosts share them whatever the table holds."""
         return "graphstash 1"
 
     @staticmethod
     def _get_device_key(device: Any) -> str | None:
-        """Torch's own for GPUs; CPUs have tables, too."""
+        """Return torch's key for a GPU; add one for CPUs."""
         own: Any = LookupTableChoices._get_device_key  # noqa: SLF001 - made to be overridden
         return "cpu" if device.type == "cpu" else own(device)
 
     def _get_lookup_table(self) -> dict[str, list[dict[str, Any]]]:
-        """The user's table comes first."""
+        """Return the team's entries, overridden by the user's table."""
         return {**getattr(self._of_thread, "table", {}), **super()._get_lookup_table()}
 
     def _finalize_template_configs(
@@ -81,7 +82,7 @@ class TeamChoices(LookupTableChoices):  # type: ignore[misc]
         op_name: str,
         kwarg_overrides: dict[str, dict[str, Any]] | None = None,
     ) -> list[Any]:
-        """Which candidates torch generates."""
+        """Restrict the candidates that torch generates."""
         offered = {uid: list(each) for uid, each in template_choices.items()}
         # torch's look-up drops the overrides.
         if not any((kwarg_overrides or {}).values()):
@@ -101,9 +102,9 @@ class TeamChoices(LookupTableChoices):  # type: ignore[misc]
     def _table(
         self, offered: Mapping[str, Sequence[Any]], kernel_inputs: Any, op_name: str
     ) -> dict[str, list[dict[str, Any]]]:
-        """An entry for this product; no entry where the team has none, or little to choose."""
+        """Return this product's entry; none without a team answer or with little to choose from."""
         if _NAME not in dict(_torch.registered_inductor_choices()):
-            return {}  # it was taken out, but each thread of torch keeps what it has
+            return {}  # unregistered, but each thread of torch keeps its object
         all_offered = [each for several in offered.values() for each in several]
         key = self.make_lookup_key(kernel_inputs, op_name)
         memory = team_memory()
@@ -118,14 +119,14 @@ class TeamChoices(LookupTableChoices):  # type: ignore[misc]
             return {}
         best = [each.configuration for each in found.best]
         listed = [space.thing(each) for each in space if each in best]
-        if not listed:  # it is of templates that do not come by the table
+        if not listed:  # from templates that do not use the table
             return {}
         safe = [each for each in all_offered if isinstance(each.template, ExternKernelChoice)]
         return {key: [_entry(each) for each in dict.fromkeys([*listed, *safe])]}
 
 
 def _entry(choice: Any) -> dict[str, Any]:
-    """In the form of torch's tables."""
+    """Return a choice in the form of torch's tables."""
     entry = {**choice.params.to_serializeable_dict(), "template_id": choice.template.uid}
     if (source := getattr(choice.template, "src_hash", None)) is not None:
         entry["template_hash"] = source

@@ -1,4 +1,4 @@
-"""The device type of what torch computes on."""
+"""The device type that torch computes on."""
 
 from functools import cache
 
@@ -11,14 +11,14 @@ __all__ = ["accelerator", "device_type_of"]
 
 
 def accelerator() -> str:
-    """Torch's name of this process's accelerator, e.g. `cuda`; `cpu` where there is none."""
+    """Return torch's name of this process's accelerator, e.g. `cuda`, or `cpu` without one."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return "cpu" if device is None else device.type
 
 
 @cache
 def device_type_of(kind: str) -> DeviceType:
-    """The architecture, and the device's name: the same code is not the fastest on all of them."""
+    """Return architecture and device name: the fastest code differs between devices."""
     if kind == "cpu":
         return cpu_device_type()
     name = torch.get_device_module(kind).get_device_name()

@@ -1,16 +1,15 @@
-"""Tunes Triton kernels once for the team: a decorator beside `triton.autotune`.
+"""Tune Triton kernels once for the team: a decorator in place of `triton.autotune`.
 
     @autotune(configs=[triton.Config({"BLOCK": 128}), triton.Config({"BLOCK": 1024})], key=["n"])
     @triton.jit
     def kernel(x, n, BLOCK: tl.constexpr): ...
 
-Arguments, calls and hooks are those of `triton.autotune`, and configurations are measured as there.
-What is measured is kept for everybody: the first job of a team that calls a kernel with a new key
-tries the configurations, every other one asks which is best. Without the cache, it is
-`triton.autotune`.
+Arguments, calls, hooks and measurements are those of `triton.autotune`, but the team shares the
+results. The first job that calls a kernel with a new key tries the configurations; other jobs ask
+for the best. Without the cache, this is `triton.autotune`.
 
-Results are not checked: no reference is known here, and `triton.autotune` checks none. The team's
-answer is a configuration of the caller's own list, which `triton.autotune` could have chosen.
+Results are not checked: there is no reference, and `triton.autotune` does not check either. The
+team's answer is one of the caller's own configurations, which `triton.autotune` could have chosen.
 """
 
 import json
@@ -36,12 +35,12 @@ from graphstash_schema import DeviceType
 __all__ = ["TeamAutotuner", "autotune"]
 
 _FAILURES: Final = (OutOfResources, CompileTimeAssertionFailure, PTXASError)
-"""What Triton takes for a configuration that does not work."""
+"""Errors by which Triton detects that a configuration does not work."""
 
 _MILLISECONDS: Final = 1e-3
 
 _DIVISOR: Final = 16
-"""Triton compiles other kernels for addresses and integers that this number divides."""
+"""Triton compiles different kernels for addresses and integers that this number divides."""
 
 
 def autotune(
@@ -52,15 +51,15 @@ def autotune(
     restore_value: Sequence[str] | None = None,
     **options: Any,
 ) -> "Callable[[Any], TeamAutotuner]":
-    """Decorates a kernel as `triton.autotune` does, and tunes it once for the team.
+    """Decorate a kernel like `triton.autotune`, and tune it once for the team.
 
     Args:
         configs: `triton.Config`s to choose from.
-        key: names of the arguments whose values decide which is best.
+        key: names of the arguments whose values determine the best configuration.
         prune_configs_by: as for `triton.autotune`.
         reset_to_zero: arguments that are zeroed before each measurement.
-        restore_value: arguments that get their value back after each measurement.
-        options: the other ones of `triton.autotune`: `pre_hook`, `post_hook`, `do_bench`, ...
+        restore_value: arguments that are restored after each measurement.
+        options: other options of `triton.autotune`: `pre_hook`, `post_hook`, `do_bench`, ...
     """
 
     def decorate(kernel: Any) -> TeamAutotuner:
@@ -74,18 +73,18 @@ def autotune(
 
 
 class _TeamError(Exception):
-    """The team's memory fails; not the kernel."""
+    """The team's memory has failed, not the kernel."""
 
 
 class TeamAutotuner(Autotuner):  # type: ignore[misc] # Triton ships no types
-    """Chooses a configuration that the team has measured; made by `autotune`.
+    """Chooses a configuration that the team has measured; created by `autotune`.
 
     Attributes:
-        cache: chosen configurations by the values of `key` and the types of the arguments.
+        cache: chosen configurations, by the values of `key` and the types of the arguments.
     """
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the kernel, with the best configuration for these arguments."""
+        """Call the kernel with the best configuration for these arguments."""
         if len(self.configs) < 2:
             return super().run(*args, **kwargs)
         self.nargs: Any = dict(zip(self.arg_names, args, strict=False))
@@ -101,13 +100,13 @@ class TeamAutotuner(Autotuner):  # type: ignore[misc] # Triton ships no types
     def _choose(
         self, memory: TeamMemory, key: tuple[Any, ...], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """Calls the kernel for the first time with such arguments."""
+        """Choose a configuration for new arguments, and call the kernel."""
         pruned = self.prune_configs(kwargs)
         try:
             listed = [(config.all_kwargs(), config) for config in pruned]
             space = ListedSpace("triton configs", listed)
             problem = self._problem(kwargs)
-        except Exception as error:  # noqa: BLE001 - such as more sizes than a problem may have
+        except Exception as error:  # noqa: BLE001 - e.g. more sizes than a problem may have
             record_failure(f"{self.base_fn.__name__} is tuned without the team", error)
             return super().run(*args, **kwargs)
         while space.size > 1:
@@ -115,7 +114,7 @@ class TeamAutotuner(Autotuner):  # type: ignore[misc] # Triton ships no types
                 schedule = self._ask(memory, problem, space, args, kwargs)
             except _TeamError:  # the cache's outermost frame: training goes on
                 return super().run(*args, **kwargs)
-            if schedule is None:  # Triton, too, runs one of them, and says what is wrong with it
+            if schedule is None:  # as Triton does, run one of them, which raises the error
                 break
             config = space.thing(schedule.configuration)
             try:
@@ -128,7 +127,7 @@ class TeamAutotuner(Autotuner):  # type: ignore[misc] # Triton ships no types
                 continue
             self.cache[key] = config
             return result
-        self.cache[key] = pruned[0]  # so that this process does not ask again
+        self.cache[key] = pruned[0]  # this process does not ask again
         return self._run(pruned[0], args, kwargs)
 
     def _ask(
@@ -142,8 +141,8 @@ class TeamAutotuner(Autotuner):  # type: ignore[misc] # Triton ships no types
         of_kernel: list[Exception] = []
 
         def measure(configuration: Configuration) -> Finding:
-            # Milliseconds: the median, and what the middle 60 % lie between. That is somewhat more
-            # than the interquartile range.
+            # The median and the middle 60 % in milliseconds, which is slightly more than the
+            # interquartile range.
             config = space.thing(configuration)
             try:
                 median, low, high = self._bench(*args, config=config, **kwargs)
@@ -187,7 +186,7 @@ class TeamAutotuner(Autotuner):  # type: ignore[misc] # Triton ships no types
         return {name: value for name, value in given.items() if name in self.arg_names}
 
     def _key_of(self, kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """What Triton knows a choice by."""
+        """Return Triton's key of a choice."""
         given = self._arguments(kwargs)
         return (*(given[name] for name in self.keys if name in given), *_types(given))
 
@@ -214,7 +213,7 @@ class TeamAutotuner(Autotuner):  # type: ignore[misc] # Triton ships no types
 
 
 def _device_type() -> DeviceType:
-    """The architecture, and the device's name: the same code is not the fastest on all of them."""
+    """Return architecture and device name: the fastest code differs between devices."""
     target = driver.active.get_current_target()
     arch = f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
     torch = sys.modules.get("torch")
@@ -228,7 +227,7 @@ def _types(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def _shape_of(value: Any) -> str:
-    """Return what Triton compiles another kernel for, and what the order of accesses depends on.
+    """Return what Triton specializes on, and what the order of accesses depends on.
 
     Exact strides are left out: they follow from sizes that `key` may not name.
     """

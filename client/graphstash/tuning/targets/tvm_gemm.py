@@ -1,4 +1,4 @@
-"""Matrix multiplication in TVM, on the CPU: the kernel of the paper that the searchers come from.
+"""Matrix multiplication in TVM, on the CPU: the kernel of the searchers' paper.
 
     for m_0: for n_0: for m_1: for n_1:
         for k_0:
@@ -6,9 +6,9 @@
                 for k_1:
                     for m_3 (unrolled): for n_3 (vectorized): C += A * B
 
-It needs the extra `tvm`. One thread runs a kernel. (Zhang et al., "Compiler-Level Matrix
-Multiplication Optimization for Deep Learning", arXiv 1909.10616, 2019, splits the loops of a GPU in
-the same numbers; the order of the loops is our own.)
+Needs the extra `tvm`. A kernel runs on one thread. (Zhang et al., "Compiler-Level Matrix
+Multiplication Optimization for Deep Learning", arXiv 1909.10616, 2019, splits the loops of a GPU
+into as many; the loop order is our own.)
 """
 
 from collections.abc import Callable, Mapping
@@ -26,16 +26,17 @@ __all__ = ["TvmGemm"]
 _FACTORS: Final = {"m": 4, "k": 2, "n": 4}
 
 _MAX_LANES: Final = 64
-"""Of a vectorized loop: LLVM takes minutes over wider ones, and no register is so wide."""
+"""Most lanes of a vectorized loop: LLVM takes minutes for wider loops, and no register is so
+wide."""
 
 _MAX_UNROLLED: Final = 16
 
 
 class TvmGemm(Target):
-    """C (m x n) = A (m x k) B (k x n) in float32, all row by row.
+    """C (m x n) = A (m x k) B (k x n) in float32, row-major.
 
-    The parameters of a configuration are m_0 to m_3, k_0, k_1, and n_0 to n_3, as `GemmSpace` names
-    them: how the three loops are split, from the outermost to the innermost.
+    A configuration has the parameters m_0 to m_3, k_0, k_1, and n_0 to n_3, as in `GemmSpace`: the
+    splits of the three loops, from the outermost to the innermost.
 
     Args:
         m: rows of the first matrix, and of the result.
@@ -47,7 +48,7 @@ class TvmGemm(Target):
         self._sizes = {"m": m, "k": k, "n": n}
 
     def describe(self) -> dict[str, Any]:
-        """The sizes, the type, and the version of TVM that is installed."""
+        """Return the sizes, the type, and the installed version of TVM."""
         return {
             "target": "tvm-gemm",
             **self._sizes,
@@ -56,7 +57,7 @@ class TvmGemm(Target):
         }
 
     def prepare(self) -> None:
-        """Imports TVM, and makes the matrices."""
+        """Import TVM, and create the matrices."""
         import numpy as np
         import tvm
 
@@ -71,7 +72,7 @@ class TvmGemm(Target):
         self._target = tvm.target.Target({"kind": "llvm", "mcpu": cpu})
 
     def renew(self) -> None:
-        """Draw other matrices, and compute their product in float64."""
+        """Draw new matrices, and compute their product in float64."""
         import numpy as np
 
         m, k, n = self._sizes.values()
@@ -80,13 +81,13 @@ class TvmGemm(Target):
         self._a.copyfrom(a)
         self._b.copyfrom(b)
         self._reference = a.astype(np.float64) @ b.astype(np.float64)
-        # The rounding errors of k products and sums, in any order (Higham, "Accuracy and Stability
-        # of Numerical Algorithms", 3.5): gamma_k |A| |B|, with a unit roundoff of 2^-24.
+        # Bound of the rounding errors of k products and sums, in any order (Higham, "Accuracy and
+        # Stability of Numerical Algorithms", 3.5): gamma_k |A| |B|, with a unit roundoff of 2^-24.
         unit = k * 2.0**-24
         self._tolerance = unit / (1 - unit) * (np.abs(a, dtype=np.float64) @ np.abs(b))
 
     def build(self, configuration: Mapping[str, Value]) -> Kernel:
-        """Compiles the loops for the CPU of this host."""
+        """Compile the loops for this host's CPU."""
         import tvm
 
         splits = {
@@ -97,13 +98,13 @@ class TvmGemm(Target):
         return _Gemm(function, (self._a, self._b, self._c))
 
     def check(self, kernel: Kernel) -> bool:
-        """Whether each number of the result is as near to the exact one as rounding allows."""
+        """Return whether each number of the result is within rounding errors of the exact one."""
         self._output.soil()
         kernel()
         return self._output.holds(self._reference, self._tolerance)
 
     def cost(self, kernel: Kernel, calls: int) -> float:
-        """Mean seconds of this thread's CPU: what else runs on it does not count."""
+        """Return mean CPU seconds of this thread, which exclude other load."""
         started = thread_time()
         for _ in range(calls):
             kernel()
@@ -137,7 +138,6 @@ class _Gemm:
 
 
 def _module(m: int, k: int, n: int) -> Any:
-    """The computation, without a schedule."""
     import tvm
     from tvm import te
 
